@@ -8,16 +8,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from lightrft.cli.options import available_options
-from lightrft.cli.unavailable import UNAVAILABLE
+from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
 from lightrft.config.options import OptionInfo, type_hints
 from lightrft.reporting.metric_table import METRICS
-from lightrft.run.machines import GPUS
+from lightrft.run.gpus import GPUS
 from lightrft.tools.plan.advice import advise
 from lightrft.tools.plan.duration import scale, where_it_stops_paying
 from lightrft.tools.plan.model_size import SHAPES
-from lightrft.tools.plan.report import COUNTS, constants_table, gpus_table, time_table
+from lightrft.tools.plan.plan_report import COUNTS, constants_table, gpus_table, time_table
 from lightrft.tools.plan.setup import Setup
 from lightrft.utils.arguments import GROUPS
 

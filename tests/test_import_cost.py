@@ -15,10 +15,15 @@ PACKAGES = (
     "models",
     "datasets",
     "rewards",
-    "audit",
+    "records",
+    "rollout",
     "experience",
+    "reporting",
+    "stages",
+    "run",
     "trainer",
     "cli",
+    "tools",
 )
 OPTIONAL = (
     "vllm",

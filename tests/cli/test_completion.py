@@ -9,7 +9,7 @@ import pytest
 
 from lightrft.cli.main import COMMANDS, main
 from lightrft.cli.options import available_options
-from lightrft.tools.completion import SHELLS, whole_parser
+from lightrft.tools.completion_command import SHELLS, whole_parser
 
 COMPLETE = """
 source {script}
@@ -69,7 +69,7 @@ def test_no_command_and_no_flag_is_missing(capsys, shell):
 
 
 def test_every_command_has_a_parser():
-    parser = whole_parser({name: module for name, (module, _) in COMMANDS.items()})
+    parser = whole_parser(COMMANDS)
     (commands,) = [action for action in parser._actions if action.choices]
     assert set(commands.choices) == set(COMMANDS)
 

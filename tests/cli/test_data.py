@@ -12,8 +12,8 @@ import pytest
 
 from lightrft.cli.main import main
 from lightrft.rewards.types import RewardResult
-from lightrft.tools.data import certificate, command as data
-from lightrft.tools.data.command import parse
+from lightrft.tools.data import certificate, data_command as data
+from lightrft.tools.data.data_command import parse
 from lightrft.tools.data.row_checks import histogram, propose_keys
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.rewards.service import RewardServer

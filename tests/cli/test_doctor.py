@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightrft.cli.main import main
-from lightrft.tools.doctor import command as doctor
+from lightrft.tools.doctor import doctor_command as doctor
 from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell, Deviations
 from lightrft.tools.model_presets import write_tiny_model
 
@@ -42,7 +42,7 @@ def test_two_processes_try_every_backend(model, capsys):
 
 
 def test_in_bfloat16_the_plainest_way_gives_the_bounds(monkeypatch, capsys):
-    import lightrft.tools.invariance.run as invariance
+    import lightrft.tools.invariance.measure as invariance
 
     names = Deviations.__dataclass_fields__
     plain = Deviations(**dict.fromkeys(names, 0.01))
@@ -65,7 +65,7 @@ def test_in_bfloat16_the_plainest_way_gives_the_bounds(monkeypatch, capsys):
 
 
 def test_a_deviation_is_marked_and_gives_exit_code_8(monkeypatch, capsys):
-    import lightrft.tools.invariance.run as invariance
+    import lightrft.tools.invariance.measure as invariance
 
     good = Deviations(**dict.fromkeys(Deviations.__dataclass_fields__, 1e-09))
     results = [

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lightrft.cli.main import main
-from lightrft.tools.doctor import checks, gpu_checks, machine_checks
-from lightrft.tools.doctor.checks import Check, Finding, Verdict, found, unchecked
+from lightrft.tools.doctor import check as checks, gpu_checks, machine_checks
+from lightrft.tools.doctor.check import Check, Finding, Verdict, found, unchecked
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 

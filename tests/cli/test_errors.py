@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from lightrft.cli.errors import ExitCode, UsageError, run_guarded
-from lightrft.cli.memory_advice import is_out_of_memory
+from lightrft.cli.errors import ExitCode, UsageError, is_out_of_memory, run_guarded
 
 
 def raise_(error, cause=None):

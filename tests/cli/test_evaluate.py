@@ -58,7 +58,7 @@ def arguments(folder, name, *further):
 
 def evaluate(rank, world_size, argv):
     """One process of an evaluation."""
-    from lightrft.tools.evaluation.command import run
+    from lightrft.tools.evaluation.eval_command import run
 
     return int(run(argv))
 

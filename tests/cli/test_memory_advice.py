@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from lightrft.cli import train as train_command
-from lightrft.cli.errors import run_guarded
-from lightrft.cli.memory_advice import NUM_REMEDIES, is_out_of_memory, memory_report, remedies
+from lightrft.cli.errors import is_out_of_memory, run_guarded
 from lightrft.cli.options import available_options
 from lightrft.config import TrainConfig
 from lightrft.records.step_timer import StepTimer
 from lightrft.strategy.distributed.deadlines import phase, phase_of
+from lightrft.tools.memory_advice import NUM_REMEDIES, memory_report, remedies
 
 KINDS = ("train", "forward", "generate", "engine", "sync", "models")
 PHASES = {

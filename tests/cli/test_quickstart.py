@@ -18,7 +18,7 @@ from lightrft.cli.main import main
 from lightrft.reporting.metric_table import metric_row
 from lightrft.tools.quickstart.addition import ADDITION, Addition, demonstrate, draw_additions
 from lightrft.tools.quickstart.boxed_sum import score
-from lightrft.tools.quickstart.command import (
+from lightrft.tools.quickstart.quickstart_command import (
     ESTIMATORS,
     STRATEGIES,
     LiveReward,

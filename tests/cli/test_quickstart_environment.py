@@ -19,7 +19,7 @@ from lightrft.rollout.environments.worker import HostedEnvironments
 from lightrft.tools.quickstart.boxed_sum import score
 from lightrft.tools.quickstart.calculator import CALCULATOR, P_COMPUTE, Product, draw_products
 from lightrft.tools.quickstart.calculator_environment import Calculator
-from lightrft.tools.quickstart.command import Recipe, prepare, reinforce, training_config
+from lightrft.tools.quickstart.quickstart_command import Recipe, prepare, reinforce, training_config
 from lightrft.tools.quickstart.task import is_held_out
 from lightrft.tools.quickstart.warm_start import IGNORED, build_tokenizer, demonstration_batch
 

@@ -17,7 +17,7 @@ from lightrft.engines.media.kinds import Media
 from lightrft.engines.media.sources import as_image
 from lightrft.tools.quickstart.boxed_sum import score
 from lightrft.tools.quickstart.colours import COLOURS, SHAPES, Shapes, describe, draw_shapes
-from lightrft.tools.quickstart.command import Recipe, prepare, reinforce, training_config
+from lightrft.tools.quickstart.quickstart_command import Recipe, prepare, reinforce, training_config
 from lightrft.tools.quickstart.warm_start import IGNORED, build_student, demonstration_batch
 
 # Who always gives the best single answer without looking is right this often, on the held-out ones.

@@ -10,7 +10,7 @@ import pytest
 
 from lightrft.cli.errors import UsageError
 from lightrft.tools.rewards.remote import RemoteReward
-from lightrft.tools.rewards.serve_command import build_parser
+from lightrft.tools.rewards.serve_reward_command import build_parser
 
 
 def test_a_reward_file_is_served_until_it_is_interrupted(tmp_path):

@@ -6,11 +6,11 @@ import json
 
 import pytest
 from tests.datasets.media_files import write_bad_media
+from tests.models.vision.tiny_families import write_tiny_vision_model
 
 from lightrft.cli.main import main
 from lightrft.run import assembly
 from lightrft.tools.model_presets import write_tiny_model
-from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
 DATA = 4
 CHAT = ("--apply_chat_template",)

@@ -7,7 +7,7 @@ import pytest
 from lightrft.config import TrainConfig
 from lightrft.config.sources import split_sources
 from lightrft.datasets import DataError, load_prompts, read_sources
-from lightrft.datasets.mixture import mixture_order
+from lightrft.datasets.files import mixture_order
 from lightrft.strategy.sampler import DistributedSampler
 
 

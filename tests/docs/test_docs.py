@@ -106,37 +106,15 @@ def test_every_bash_block_parses_and_names_known_commands(page):
 
 @pytest.mark.parametrize("page", [*CHEAP, *COSTLY, "recipes.md"])
 def test_every_flag_in_the_text_exists(page):
-    from lightrft.cli import (
-        audit,
-        config_command,
-        doctor,
-        evaluate,
-        init_model,
-        kubernetes,
-        plan,
-        report,
-        slurm,
-        train,
-    )
-    from lightrft.tools.quickstart import command as quickstart
+    from lightrft.tools.completion_command import whole_parser
 
     known = {"--rdzv-backend", "--rdzv-endpoint", "--nnodes", "--help"}
     known |= {"--pretrian"}  # a misspelling that is shown on purpose
-    commands = (
-        train,
-        evaluate,
-        slurm,
-        kubernetes,
-        doctor,
-        audit,
-        plan,
-        init_model,
-        report,
-        quickstart,
-    )
-    parsers = [command.build_parser() for command in commands]
-    for parser in (*parsers, *config_command.build_parsers()):
-        known |= {flag for action in parser._actions for flag in action.option_strings}
+    parsers = [whole_parser(COMMANDS)]
+    for parser in parsers:
+        for action in parser._actions:
+            known |= set(action.option_strings)
+            parsers += action.choices.values() if isinstance(action.choices, dict) else []
     found = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", PAGES[page]))
     assert found - known == set()
 

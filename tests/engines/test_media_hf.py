@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from tests.engines.media_requests import logprob_error, requests_of, video_prompt
+from tests.models.vision.tiny_families import TINY_FAMILIES, write_tiny_vision_model
 from tests.models.vision.tiny_world import Batch, image, prompt, tiny
 
 from lightrft.datasets.media import VisionPrompts
@@ -14,7 +15,6 @@ from lightrft.engines.media.kinds import Media
 from lightrft.engines.media.sources import MediaError
 from lightrft.engines.types import EngineConfig, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.models.actor import Actor
-from lightrft.tools.tiny_vision_models import TINY_FAMILIES, write_tiny_vision_model
 
 
 @pytest.mark.parametrize("preset", TINY_FAMILIES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.models.vision.tiny_families import build_tiny
 
 from lightrft.engines import EngineConfig, SamplingParams
 from lightrft.engines.raw_completions import RawCompletion, cut_at_token, first_job, next_job
@@ -11,7 +12,6 @@ from lightrft.engines.requests import Row
 from lightrft.engines.sglang.child import hash_uint32
 from lightrft.engines.sglang.engine import SGLangEngine
 from lightrft.engines.sglang.sampling import native_params, raw_of
-from lightrft.tools.tiny_vision_models import build_tiny
 
 VOCAB = 97
 

@@ -8,8 +8,7 @@ import torch
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.records.rollout import Rollout
-from lightrft.rewards.recipes import RewardRecipes
-from lightrft.rewards.types import RewardError, RewardResult
+from lightrft.rewards.types import RewardError, RewardRecipes, RewardResult
 from lightrft.rollout.model_rewards import ModelRewards, ScoringModel
 from lightrft.rollout.scoring import score_rollouts
 from lightrft.tools.model_presets import byte_level_tokenizer

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.models.vision.tiny_families import TINY_FAMILIES, write_tiny_vision_model
 from tests.models.vision.tiny_world import tiny
 from transformers import AutoModelForCausalLM, MllamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -16,7 +17,6 @@ from lightrft.models.loading import ModelLoadError, load_causal_lm, load_model
 from lightrft.strategy.weight_sync.accounting import WeightSyncError
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, module_parameter_source
 from lightrft.strategy.weight_sync.sync import WeightSync
-from lightrft.tools.tiny_vision_models import TINY_FAMILIES, write_tiny_vision_model
 
 
 class CopyingEngine(HFEngine):

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.models.vision.tiny_families import write_tiny_vision_model
 
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.invariance.batch import NUM_ROWS
 from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell
 from lightrft.tools.invariance.measure import measure_cells, rows_of, write_reference
-from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
 PRESETS = ("tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-gemma3", "tiny-internvl")
 ALONE = [

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightrft.models import byte_level_tokenizer, load_causal_lm, load_tokenizer, write_tiny_model
+from lightrft.models import load_causal_lm, load_tokenizer
+from lightrft.tools.model_presets import byte_level_tokenizer, write_tiny_model
 
 
 def test_every_byte_is_its_own_token_id():

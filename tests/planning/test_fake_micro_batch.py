@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.tools.plan.activations import trunk_bytes
-from lightrft.tools.plan.backends import moments, resting
+from lightrft.tools.plan.backends import moments, resting, trunk_bytes
 from lightrft.tools.plan.model_size import SHAPES, ModelSize
 from lightrft.tools.plan.setup import Setup
 

@@ -11,17 +11,23 @@ import pytest
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.run.machines import GPUS, find_gpu, gpu_of
+from lightrft.run.gpus import GPUS, find_gpu, gpu_of
 from lightrft.tools.plan.advice import advise, remedies
-from lightrft.tools.plan.duration import efficiency, exchange_bytes_per_rank, scale
+from lightrft.tools.plan.duration import (
+    efficiency,
+    exchange_bytes_per_rank,
+    mean_row_tokens,
+    scale,
+    step_seconds,
+)
 from lightrft.tools.plan.memory import plan_memory
-from lightrft.tools.plan.model_size import SHAPES, read_model_size
+from lightrft.tools.plan.model_size import SHAPES, ModelSize, read_model_size
 from lightrft.tools.plan.setup import Setup
 
 
 def setup_of(name, gpus, gpu, **options):
-    config = TrainConfig(engine_type="vllm", **options)
-    return Setup(config, SHAPES[name], gpus, min(8, gpus), True, GPUS[gpu].memory_bytes, "vllm")
+    config, size = TrainConfig(engine_type="vllm", **options), SHAPES.get(name, name)
+    return Setup(config, size, gpus, min(8, gpus), True, GPUS[gpu].memory_bytes, "vllm")
 
 
 @pytest.mark.parametrize(
@@ -155,10 +161,65 @@ def test_tokens_fall_with_the_ranks_and_scalars_do_not():
 
 def test_planning_imports_no_torch():
     code = (
-        "import sys, lightrft.tools.plan.command, lightrft.tools.plan.report;"
+        "import sys, lightrft.tools.plan.plan_command, lightrft.tools.plan.plan_report;"
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+# NVIDIA NeMo-RL v0.4, GRPO on DGX H100, 2,048 samples a step: model, GPUs, mean tokens of a sample,
+# ranks of an engine, seconds of a step.
+PUBLISHED = {
+    "Llama-3.1-8B": (
+        ModelSize(32, 4096, 14336, 128256, 32, 8, 128, is_tied=False),
+        (16, 1060, 1),
+        97.7,
+    ),
+    "Qwen3-32B": (
+        ModelSize(64, 5120, 25600, 151936, 64, 8, 128, is_tied=False, has_qk_norm=True),
+        (32, 3206, 4),
+        393.0,
+    ),
+    "Qwen3-30B-A3B": (
+        ModelSize(
+            48,
+            2048,
+            768,
+            151936,
+            32,
+            4,
+            128,
+            is_tied=False,
+            has_qk_norm=True,
+            num_experts=128,
+            num_active_experts=8,
+        ),
+        (32, 3154, 4),
+        225.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_predicted_seconds_are_near_those_of_published_runs(name):
+    """Between 0.65 and 1.2 of them: other software, and sleeping and saving are left out."""
+    size, (num_gpus, mean_tokens, tp), seconds = PUBLISHED[name]
+    prompt = 106
+    setup = setup_of(
+        size,
+        num_gpus,
+        "h100-80g",
+        fsdp=True,
+        rollout_batch_size=64,
+        n_samples_per_prompt=32,
+        train_batch_size=512,
+        prompt_max_len=prompt,
+        generate_max_len=2 * (mean_tokens - prompt),
+        engine_tp_size=tp,
+    )
+    assert mean_row_tokens(setup) == mean_tokens
+    ratio = step_seconds(setup, find_gpu("h100-80g")).total / seconds
+    assert 0.65 < ratio < 1.2

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.cli.memory_advice import is_out_of_memory
+from lightrft.cli.errors import is_out_of_memory
 from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError, build_reward
-from lightrft.rewards.environment import names_a_secret, worker_environment
+from lightrft.rewards.process import names_a_secret, worker_environment
 
 SOURCE = """
 import os, subprocess, sys, time

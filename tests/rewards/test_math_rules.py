@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from lightrft.rewards import MathReward, RewardError, build_reward
-from lightrft.tools.rewards.math_rules import BOXED_MATH, GSM8K, last_boxed
+from lightrft.rewards import RewardError, build_reward
+from lightrft.tools.rewards.math_rules import BOXED_MATH, GSM8K, MathReward, last_boxed
 
 
 def _scores(reward, responses: list[str], labels: list[str | None]) -> list[float]:

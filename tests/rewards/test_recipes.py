@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft.rewards.build import CombinedReward, build_reward
-from lightrft.rewards.recipes import load_recipes
+from lightrft.rewards.build import CombinedReward, build_reward, load_recipes
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.strategy.config import ConfigError
 

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from lightrft.config import TrainConfig
 from lightrft.rewards import build_reward
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.strategy.config import ConfigError
@@ -124,7 +125,7 @@ def test_a_wrong_answer_is_an_error_at_once(serve, answer, message):
 @pytest.mark.parametrize("url", ["reward.py", "ftp://host/x", "http://"])
 def test_an_address_is_checked_before_anything_runs(url):
     with pytest.raises(ConfigError, match="remote_rm_url"):
-        build_reward([], urls=[url])
+        build_reward([], config=TrainConfig(remote_rm_url=url))
 
 
 def test_several_rewards_are_weighted_and_each_component_is_kept(serve, tmp_path):
@@ -132,12 +133,13 @@ def test_several_rewards_are_weighted_and_each_component_is_kept(serve, tmp_path
     second, _ = serve(lambda _: (200, {"rewards": [10, 20]}))
     file = tmp_path / "r.py"
     file.write_text("def ones(responses):\n    return [1.0 for _ in responses]\n")
-    with build_reward([f"{file}:ones"], urls=[first, second], weights=[100.0, 2.0, 0.5]) as reward:
+    config = TrainConfig(remote_rm_url=(first, second))
+    with build_reward([f"{file}:ones"], weights=[100.0, 2.0, 0.5], config=config) as reward:
         found = reward.score(["p", "p"], ["a", "bcd"], [None, None], {})
     assert [r.reward for r in found] == [107.0, 116.0]
     assert found[1].components == {"ones": 1.0, "remote_0": 3.0, "remote_1": 20.0}
     with pytest.raises(ConfigError, match="expected 3 finite numbers"):
-        build_reward([f"{file}:ones"], urls=[first, second], weights=[1.0])
+        build_reward([f"{file}:ones"], weights=[1.0], config=config)
 
 
 class Exact:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, written as a checkpoint by the command line."""
+"""SmolLM2-135M-Instruct, written as a checkpoint by the example."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-from lightrft.cli.main import main
+from examples.smollm2.from_gguf import main
 
 
 @pytest.fixture(scope="session")
@@ -24,5 +23,5 @@ def gguf_file():
 def smollm2(gguf_file, tmp_path_factory):
     """The directory of the checkpoint."""
     directory = tmp_path_factory.mktemp("smollm2") / "model"
-    assert main(["init-model", str(directory), "--from_gguf", str(gguf_file)]) == 0
+    assert main([str(directory), str(gguf_file)]) == 0
     return directory

@@ -54,7 +54,7 @@ def warm_start(rank, world_size, directory):
     """The model that all of them start from."""
     from pathlib import Path
 
-    from lightrft.tools.quickstart.command import Recipe, prepare
+    from lightrft.tools.quickstart.quickstart_command import Recipe, prepare
 
     prepare(Recipe(num_threads=1), Path(directory))
 
@@ -72,7 +72,7 @@ def train(rank, world_size, directory, model, options):
     from lightrft.run.assembly import run_training
     from lightrft.tools.quickstart import boxed_sum
     from lightrft.tools.quickstart.addition import ADDITION
-    from lightrft.tools.quickstart.command import Recipe, training_config
+    from lightrft.tools.quickstart.quickstart_command import Recipe, training_config
     from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
 
     torch.set_num_threads(1)

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from lightrft.cli.main import main
-from lightrft.cli.options import available_options
-from lightrft.cli.unavailable import UNAVAILABLE
+from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.scoring import overlong_penalty

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.experience.image_environments import squares
+from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.trainer.test_environment_run import REWARD, with_stops
 
 from lightrft.cli.errors import ExitCode
@@ -13,7 +14,6 @@ from lightrft.rollout import sampler as sampling
 from lightrft.rollout.environments import specs
 from lightrft.rollout.environments.calls import ToolCall
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
 CASES = Path(__file__).parent.parent / "experience" / "image_environments.py"
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "episode/turns", "response_length")

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.trainer.vision_world import build_vision_trainer, write_data
 
 from lightrft.engines.media.prompts import RowMedia
 from lightrft.models.vision import forward
 from lightrft.stages.policy import updates
-from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
 # Of one forward pass computed twice, and of passes over the same rows in other company.
 SAME, REGROUPED = 1e-6, 1e-5

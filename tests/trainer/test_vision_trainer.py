@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.models.vision.tiny_world import Batch
 from tests.trainer.vision_world import build_vision_trainer, scorer_folder, write_data
 
@@ -20,7 +21,6 @@ from lightrft.models.lora import LoraActor
 from lightrft.run.assembly import run_training
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
 BACKENDS = {
     "fsdp 1": (1, {"fsdp": True}),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from tests.models.vision import wrong_cuts
+from tests.models.vision.tiny_families import TINY_FAMILIES, write_tiny_vision_model
 from tests.trainer.vision_world import scorer_folder, write_data
 
 from lightrft.config import ConfigError, TrainConfig
@@ -13,7 +14,6 @@ from lightrft.models.vision import forward
 from lightrft.run.assembly import run_training
 from lightrft.stages.policy.inputs import load_modality
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.tools.tiny_vision_models import TINY_FAMILIES, write_tiny_vision_model
 
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "logprob_diff_mean")
 

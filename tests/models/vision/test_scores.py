@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from tests.models.vision.tiny_families import TINY_FAMILIES
 from tests.models.vision.tiny_world import MROPE, PACKABLE, Batch, tiny
 
 from lightrft.engines.media.families import placeholder_ids
@@ -15,7 +16,6 @@ from lightrft.models.actor import Actor
 from lightrft.models.layout import TokenLayout
 from lightrft.models.packed_attention import LayoutRefusedError
 from lightrft.models.vision.forward import vision_inputs
-from lightrft.tools.tiny_vision_models import TINY_FAMILIES
 
 LOGPROB = 1e-5
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from tests.models.vision.tiny_families import TINY_FAMILIES, build_tiny
 
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.kinds import Media
 from lightrft.engines.media.prompts import RowMedia
 from lightrft.engines.media.sources import as_image
-from lightrft.tools.tiny_vision_models import TINY_FAMILIES, build_tiny
 
 PACKABLE = [name for name in TINY_FAMILIES if name != "tiny-mllama"]
 MROPE = ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl"]

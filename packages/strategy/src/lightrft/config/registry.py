@@ -1,5 +1,8 @@
 """Choices by name: tables of import strings, and a user's own choices. Standard library only.
 
+Installed packages add to some tables by entry points of the table's group; names of a table stay
+what they are. Installed packages are searched only for a name that the table lacks.
+
 An entry's hyper-parameters are the keyword-only arguments of its function. A choice may also be
 given as `FILE.py:NAME` or `package.module:NAME`, or be added from Python:
 
@@ -14,12 +17,15 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lightrft.config.options import ConfigError, accepts, coerce, did_you_mean
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 Object = TypeVar("Object")
 
@@ -31,18 +37,29 @@ class Registry(Collection[str]):
         kind: What a choice is, for messages.
         entries: Import string (`module:name`) of each built-in choice.
         takes_own: Other import strings and `FILE.py:NAME` are choices, too.
+        group: Entry points of installed packages in this group are choices, too.
     """
 
-    def __init__(self, kind: str, entries: Mapping[str, str], *, takes_own: bool = True) -> None:
+    def __init__(
+        self,
+        kind: str,
+        entries: Mapping[str, str],
+        *,
+        takes_own: bool = True,
+        group: str | None = None,
+    ) -> None:
         self.kind = kind
         self.takes_own = takes_own
+        self.group = group
         self._built_in = frozenset(entries)
         self._entries: dict[str, object] = dict(entries)
 
     def __contains__(self, name: object) -> bool:
         if name in self._entries:
             return True
-        return self.takes_own and isinstance(name, str) and split_reference(name) is not None
+        if not isinstance(name, str):
+            return False
+        return (self.takes_own and split_reference(name) is not None) or name in self.installed
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -50,27 +67,72 @@ class Registry(Collection[str]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    @cached_property
+    def installed(self) -> Mapping[str, "EntryPoint"]:
+        """Entry points of installed packages beside the table's names, searched for once.
+
+        Raises:
+            ConfigError: Two packages bring one name.
+        """
+        if self.group is None:
+            return {}
+        from importlib.metadata import entry_points
+
+        found: dict[str, EntryPoint] = {}
+        for point in entry_points(group=self.group):
+            if point.name in found:
+                raise ConfigError(
+                    f"{self.kind} {point.name!r} is brought by two packages, "
+                    f"{package_of(found[point.name])} and {package_of(point)}: uninstall one"
+                )
+            if point.name not in self._entries:
+                found[point.name] = point
+        return found
+
     def is_built_in(self, name: str) -> bool:
         """Whether the choice is one of the table's, not a user's own."""
         return name in self._built_in
 
+    def is_packaged(self, name: str) -> bool:
+        """Whether the choice is the table's or an installed package's, not of this process."""
+        is_own = name in self._entries or (self.takes_own and split_reference(name) is not None)
+        return self.is_built_in(name) or (not is_own and name in self.installed)
+
     def load(self, name: str) -> object:
-        """What `name` stands for.
+        """The object that `name` stands for.
 
         Raises:
             ConfigError: There is no such choice, file, module or name in it; or it cannot be
                 imported.
         """
-        entry = self._entries.get(name, name if name in self else None)
-        if entry is None:
+        if name not in self:
             own = ", FILE.py:NAME or package.module:NAME" if self.takes_own else ""
+            known = [*self, *self.installed]
             raise ConfigError(
-                f"unknown {self.kind} {name!r}: expected one of {', '.join(self)}{own}"
-                f"{did_you_mean(name, self).partition('; known')[0]}"
+                f"unknown {self.kind} {name!r}: expected one of {', '.join(known)}{own}"
+                f"{did_you_mean(name, known).partition('; known')[0]}"
             )
-        if not isinstance(entry, str):
-            return entry
-        return load_reference(entry, kind=self.kind)
+        entry = self._entries.get(name, name)
+        if name not in self._entries and name in self.installed:
+            return _load_entry_point(self.installed[name], kind=self.kind)
+        return load_reference(entry, kind=self.kind) if isinstance(entry, str) else entry
+
+
+def package_of(point: "EntryPoint") -> str:
+    """The name of the distribution that brings an entry point."""
+    return point.dist.name if point.dist is not None else "an installed package"
+
+
+def _load_entry_point(point: "EntryPoint", *, kind: str) -> object:
+    try:
+        found: object = point.load()
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{kind} {point.name!r} of the package {package_of(point)}: {point.value} cannot be "
+            f"loaded: {type(error).__name__}: {reason}"
+        ) from error
+    return found
 
 
 def split_reference(text: str) -> tuple[str, str] | None:
@@ -80,10 +142,15 @@ def split_reference(text: str) -> tuple[str, str] | None:
     return (place, name) if name.isidentifier() and (place.endswith(".py") or is_module) else None
 
 
-def split_kind(text: str) -> tuple[str | None, str]:
-    """(kind, the rest) of an environment; the kind is None for a class of the usual make."""
+def split_kind(text: str, kinds: Registry | None = None) -> tuple[str | None, str]:
+    """(kind, the rest) of `KIND:REST`; the kind is None for what is of none of them.
+
+    Args:
+        text: As it was given.
+        kinds: None takes those of environments.
+    """
     kind, _, rest = text.partition(":")
-    return (kind, rest) if kind in ENVIRONMENT_KINDS else (None, text)
+    return (kind, rest) if kind in (ENVIRONMENT_KINDS if kinds is None else kinds) else (None, text)
 
 
 def load_reference(text: str, *, kind: str) -> object:
@@ -225,14 +292,27 @@ ADVANTAGE_ESTIMATORS = Registry(
         "remax": f"{_ROWS}:remax_advantages",
     },
 )
+_REWARDS = "lightrft.tools.rewards"
+# A reward of a package is a function of (config, name) that makes a `RewardFunction`.
 REWARDS = Registry(
     "reward function",
     {
-        "boxed_math": "lightrft.tools.rewards.math_rules:BOXED_MATH",
-        "gsm8k": "lightrft.tools.rewards.math_rules:GSM8K",
-        "unit_tests": "lightrft.tools.rewards.unit_tests:UnitTestsReward",
-        "judge": "lightrft.tools.rewards.judge:JudgeReward",
+        "boxed_math": f"{_REWARDS}.math_rules:boxed_math",
+        "gsm8k": f"{_REWARDS}.math_rules:gsm8k",
+        "unit_tests": f"{_REWARDS}.unit_tests:UnitTestsReward",
+        "judge": f"{_REWARDS}.judge:JudgeReward",
     },
+    group="lightrft.rewards",
+)
+# Rewards and data that are spelled `KIND:WHAT`, and reward services by the scheme of their address.
+REWARD_KINDS = Registry(
+    "kind of reward", {"reasoning_gym": f"{_REWARDS}.gym:GymReward"}, takes_own=False
+)
+REWARD_SERVICES = Registry(
+    "kind of reward service", {"http": f"{_REWARDS}.remote:reward_service"}, takes_own=False
+)
+DATA_SOURCES = Registry(
+    "kind of data source", {"reasoning_gym": f"{_REWARDS}.gym_data:gym_rows"}, takes_own=False
 )
 _TRACKERS = "lightrft.reporting.trackers"
 LOGGERS = Registry(
@@ -254,17 +334,19 @@ ENVIRONMENT_KINDS = Registry(
 )
 # What a run trains: functions of the options that give a `lightrft.stages.stage.StageInputs`.
 STAGES = Registry("stage", {"policy": "lightrft.stages.policy.inputs:read_inputs"})
-# Functions of (options, strategy) that check or change the options of a run before it is built.
-START_HOOKS = Registry(
-    "hook at the start",
-    {"memory": "lightrft.tools.plan.start_check:check_budget"},
-    takes_own=False,
-)
 # Receivers of the numbers of an update, made of a `lightrft.stages.policy.observer.ObservedStep`.
 STEP_OBSERVERS = Registry(
     "observer of a step",
     {"audit": "lightrft.tools.audit_recorder:StepRecorder"},
     takes_own=False,
+)
+# Functions of (config, strategy) that run before models are built and return the options to run
+# with; collective.
+START_HOOKS = Registry(
+    "start hook",
+    {"memory_budget": "lightrft.tools.plan.start_check:check_budget"},
+    takes_own=False,
+    group="lightrft.start_hooks",
 )
 # Choices that are the branches of one function.
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k3_unclamped", "k3_is")

@@ -3,9 +3,6 @@
 import os.path
 from collections.abc import Sequence
 
-# Tasks of reasoning-gym, as data and as rewards, and the column of what their score needs.
-GYM_PREFIX, GYM_COLUMN = "reasoning_gym:", "reasoning_gym"
-
 
 def split_sources(text: str) -> tuple[str, ...]:
     """The sources of a comma-separated list; a path that exists is one source, commas included."""

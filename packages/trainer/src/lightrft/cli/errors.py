@@ -1,4 +1,4 @@
-"""Exit codes, and the one place where an exception becomes a line on the terminal and a code."""
+"""Exit codes, and the way of an exception to a line on the terminal and a code."""
 
 import atexit
 import errno
@@ -7,17 +7,21 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from typing import TYPE_CHECKING, cast
 
-from lightrft.cli.memory_advice import is_out_of_memory, memory_report
 from lightrft.config.options import mask_address
 from lightrft.config.printable import printable
+from lightrft.config.registry import load_reference
 from lightrft.strategy.distributed.error_report import write_error_report
+
+if TYPE_CHECKING:
+    from lightrft.config import TrainConfig
 
 
 class ExitCode(IntEnum):
-    """What the shell sees."""
+    """Codes that the shell sees."""
 
     OK = 0
     UNEXPECTED = 1
@@ -35,20 +39,32 @@ class ExitCode(IntEnum):
     TERMINATED = 143
 
 
-class UsageError(ValueError):
-    """The command line cannot be carried out; the message is for its author."""
+class CommandError(Exception):
+    """An error of a command that its message explains; `code` is what the shell sees."""
+
+    code: int = ExitCode.UNEXPECTED
 
 
-class PreflightError(ValueError):
-    """This machine cannot carry out what was asked; the message says what is missing."""
+class UsageError(CommandError, ValueError):
+    """A command line that cannot be carried out; the message is for its author."""
+
+    code = ExitCode.USAGE
 
 
-class MemoryExhaustedError(Exception):
-    """A run ended for lack of memory; the message names the phase and remedies."""
+class PreflightError(CommandError, ValueError):
+    """A machine that cannot carry out what was asked; the message says what is missing."""
+
+    code = ExitCode.PREFLIGHT
 
 
-class WorkerError(Exception):
-    """A process started by this one failed; its message and code are passed on."""
+class MemoryExhaustedError(CommandError):
+    """The end of a run for lack of memory; the message names the phase and remedies."""
+
+    code = ExitCode.OUT_OF_MEMORY
+
+
+class WorkerError(CommandError):
+    """The failure of a process that this one started; its message and code are passed on."""
 
     def __init__(self, message: str, code: int) -> None:
         self.code = code
@@ -61,12 +77,10 @@ def refuse(problems: Sequence[str], error: type[Exception]) -> None:
         raise error("\n".join(problems))
 
 
-# An error of a class can only be raised once its module is loaded, so nothing is imported here.
+# Errors of the packages below; one can only be raised once its module is loaded, so nothing is
+# imported here. Commands derive theirs from `CommandError`.
 _CODES: tuple[tuple[str, str, ExitCode], ...] = (
-    ("lightrft.cli.errors", "UsageError", ExitCode.USAGE),
-    ("lightrft.cli.errors", "PreflightError", ExitCode.PREFLIGHT),
-    ("lightrft.cli.errors", "MemoryExhaustedError", ExitCode.OUT_OF_MEMORY),
-    ("lightrft.strategy.config", "ConfigError", ExitCode.USAGE),
+    ("lightrft.config.options", "ConfigError", ExitCode.USAGE),
     ("lightrft.datasets.types", "DataError", ExitCode.DATA),
     ("lightrft.rewards.types", "RewardError", ExitCode.REWARD),
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
@@ -76,10 +90,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.experience.assemble", "NumericsError", ExitCode.NUMERICS),
     ("lightrft.stages.policy.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),
-    ("lightrft.tools.export.exported_model", "ExportError", ExitCode.VERIFICATION),
-    ("lightrft.tools.audit.record", "RecordError", ExitCode.USAGE),
     ("lightrft.reporting.trackers.best_effort", "TrackerError", ExitCode.PREFLIGHT),
-    ("lightrft.tools.report.run_data", "NotARunError", ExitCode.USAGE),
     ("lightrft.run.stopping", "RunStoppedError", ExitCode.STOPPED),
 )
 MAX_ERROR_CHARACTERS = 20_000
@@ -96,30 +107,89 @@ _NOT_POSSIBLE_HERE = (
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How Python and safetensors write the system's error number.
 _ERROR_NUMBER = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
+_NO_MEMORY = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "out of memory",
+    "not enough memory",
+    "can't start new thread",
+)
 # What gloo and NCCL say when a peer did not come in time.
 _TIMED_OUT = ("Timed out waiting", "timed out in", "Watchdog caught collective operation timeout")
 
 
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and its causes."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it, or a cause of it, says that memory could not be had."""
+    rewards = sys.modules.get("lightrft.rewards.types")
+    if rewards is not None and isinstance(error, rewards.RewardError):
+        return False  # that of another process, for which no option of the trainer helps
+    return any(is_memory_error(link) for link in chain(error))
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Whether an exception itself, not a cause of it, says that memory could not be had."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    if type(error).__module__ == "lightrft.rewards.types":
+        return False  # the words of a user's function, about a process of its own
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(part in text for part in _NO_MEMORY)
+
+
+def memory_report(error: BaseException, phase: str | None, config: "TrainConfig | None") -> str:
+    """The memory that ran out, and with a configuration what helps; see `tools.memory_advice`."""
+    report = load_reference("lightrft.tools.memory_advice:memory_report", kind="memory advice")
+    return cast("Callable[..., str]", report)(error, phase, config)
+
+
 def exit_code_of(error: BaseException) -> int:
     """The code of an exception: that of its class, or of the first cause that has one."""
+    for link in chain(error):
+        code = _class_code(link) or _system_code(link)
+        if code is None and isinstance(link, RuntimeError):
+            code = ExitCode.DEADLINE if any(text in str(link) for text in _TIMED_OUT) else None
+        if code is None and is_out_of_memory(link):
+            code = ExitCode.OUT_OF_MEMORY
+        if code is not None:
+            return code
+    return ExitCode.UNEXPECTED
+
+
+def _class_code(error: BaseException) -> int | None:
+    """The code of an error whose class has one."""
     if isinstance(error, WorkerError):
         return error.code
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
-    for module, name, code in _CODES:
-        if module in sys.modules and isinstance(error, getattr(sys.modules[module], name)):
-            return ExitCode.PREFLIGHT if _tells_of_full_disk(error) else code
+    known = (
+        code
+        for module, name, code in _CODES
+        if module in sys.modules and isinstance(error, getattr(sys.modules[module], name))
+    )
+    code = error.code if isinstance(error, CommandError) else next(known, None)
+    return ExitCode.PREFLIGHT if code is not None and _tells_of_full_disk(error) else code
+
+
+def _system_code(error: BaseException) -> int | None:
+    """The code of an error of the system: of a name that is no name, or of this machine."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return ExitCode.USAGE
-    if isinstance(error, OSError) and error.errno in _NOT_POSSIBLE_HERE:
-        return ExitCode.PREFLIGHT
-    if type(error).__name__ == "SafetensorError" and _tells_of_full_disk(error):
-        return ExitCode.PREFLIGHT
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in _TIMED_OUT):
-        return ExitCode.DEADLINE
-    if is_out_of_memory(error):
-        return ExitCode.OUT_OF_MEMORY
-    return ExitCode.UNEXPECTED if error.__cause__ is None else exit_code_of(error.__cause__)
+    is_here = isinstance(error, OSError) and error.errno in _NOT_POSSIBLE_HERE
+    is_full = type(error).__name__ == "SafetensorError" and _tells_of_full_disk(error)
+    return ExitCode.PREFLIGHT if is_here or is_full else None
 
 
 def _tells_of_full_disk(error: BaseException) -> bool:
@@ -129,7 +199,7 @@ def _tells_of_full_disk(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """What the user reads: the message alone where it is theirs to fix, else with the traceback."""
+    """The text for the user: the message alone where it is theirs to fix."""
     if isinstance(error, KeyboardInterrupt):
         return str(error) or "interrupted"
     code = exit_code_of(error)

@@ -1,4 +1,4 @@
-"""Starting the processes of a run: this one alone, or several under torch's elastic agent."""
+"""Processes of a run: this one alone, or several under torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -46,6 +46,22 @@ _LOST_PEER = (
     "connectfullmesh failed",
     "ended because another rank failed",
 )
+
+
+def hide_progress_bars() -> None:
+    """Keep transformers from drawing a bar for every checkpoint it reads or writes."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def share_processors() -> None:
+    """Let waiting threads give up their processor soon; to be called before torch is imported.
+
+    OpenMP threads spin while they wait. On a machine with other work the spinning thread keeps
+    the processor from the one it waits for, and two threads become ten times slower than one.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "100")
 
 
 def is_worker() -> bool:

@@ -1,51 +1,58 @@
-"""The `lightrft` command: finds the subcommand and imports only what that one needs."""
+"""The `lightrft` command: the table of commands, of which only the chosen one is imported.
 
-import importlib
+A command is a function of its arguments that returns an exit code. Packages add theirs by entry
+points of the group `lightrft.commands`.
+"""
+
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
-from lightrft.cli.errors import UsageError, run_guarded
-from lightrft.config.options import did_you_mean
+from lightrft.cli.errors import PreflightError, UsageError, run_guarded
+from lightrft.config.options import ConfigError, did_you_mean
+from lightrft.config.registry import Registry, package_of
 
-_TOOLS = "lightrft.tools"
-COMMANDS = {
-    "quickstart": (f"{_TOOLS}.quickstart.command", "a complete run in a minute on a CPU"),
-    "train": ("lightrft.cli.train", "fine-tune a language model by reinforcement learning"),
-    "data": (
-        f"{_TOOLS}.data.command",
-        "check a file of prompts: layout, lengths, bad rows, answers",
-    ),
-    "eval": (
-        f"{_TOOLS}.evaluation.command",
-        "a model on held-out prompts: greedy, avg@n, pass@k",
-    ),
-    "launch": (f"{_TOOLS}.launch.command", "print what starts a run on several nodes"),
-    "serve-reward": (f"{_TOOLS}.rewards.serve_command", "serve a reward function over HTTP"),
-    "report": (
-        f"{_TOOLS}.report.command",
-        "one HTML page about a run: curves, times, samples, options",
-    ),
-    "audit": (f"{_TOOLS}.audit_command", "recompute a step of a run in float64 and compare"),
-    "replay": (f"{_TOOLS}.replay.command", "sample a step's episodes again from its journal"),
-    "export": (
-        f"{_TOOLS}.export.command",
-        "the final model of a run as a checked HF checkpoint",
-    ),
-    "plan": (
-        f"{_TOOLS}.plan.command",
-        "memory and seconds of a run on given GPUs, without any",
-    ),
-    "doctor": (
-        f"{_TOOLS}.doctor.command",
-        "whether this machine can train, and a model exactly",
-    ),
-    "config": (
-        f"{_TOOLS}.config_command",
-        "options as they come out, compared, or as a schema",
-    ),
-    "completion": (f"{_TOOLS}.completion", "completion of commands and flags for a shell"),
-    "init-model": (f"{_TOOLS}.init_model", "write a tiny model with random weights"),
+DESCRIPTIONS = {
+    "quickstart": "a complete run in a minute on a CPU",
+    "train": "fine-tune a language model by reinforcement learning",
+    "data": "check a file of prompts: layout, lengths, bad rows, answers",
+    "eval": "a model on held-out prompts: greedy, avg@n, pass@k",
+    "launch": "print what starts a run on several nodes",
+    "serve-reward": "serve a reward function over HTTP",
+    "report": "one HTML page about a run: curves, times, samples, options",
+    "audit": "recompute a step of a run in float64 and compare",
+    "replay": "sample a step's episodes again from its journal",
+    "export": "the final model of a run as a checked HF checkpoint",
+    "plan": "memory and seconds of a run on given GPUs, without any",
+    "doctor": "whether this machine can train, and a model exactly",
+    "config": "options as they come out, compared, or as a schema",
+    "completion": "completion of commands and flags for a shell",
+    "init-model": "write a tiny model with random weights",
 }
+COMMANDS = Registry(
+    "command",
+    {
+        "train": "lightrft.cli.train:run",
+        "quickstart": "lightrft.tools.quickstart.quickstart_command:run",
+        "data": "lightrft.tools.data.data_command:run",
+        "eval": "lightrft.tools.evaluation.eval_command:run",
+        "launch": "lightrft.tools.launch_command:run",
+        "serve-reward": "lightrft.tools.rewards.serve_reward_command:run",
+        "report": "lightrft.tools.report.report_command:run",
+        "audit": "lightrft.tools.audit_command:run",
+        "replay": "lightrft.tools.replay.replay_command:run",
+        "export": "lightrft.tools.export.export_command:run",
+        "plan": "lightrft.tools.plan.plan_command:run",
+        "doctor": "lightrft.tools.doctor.doctor_command:run",
+        "config": "lightrft.tools.config_command:run",
+        "completion": "lightrft.tools.completion_command:run",
+        "init-model": "lightrft.tools.init_model_command:run",
+    },
+    takes_own=False,
+    group="lightrft.commands",
+)
+Command = Callable[[Sequence[str]], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,22 +77,52 @@ def _dispatch(arguments: list[str]) -> int:
         print("lightrft", package_versions(["lightrft-trainer"]).get("lightrft-trainer", "unknown"))
         return 0
     if name not in COMMANDS:
-        raise UsageError(f"unknown command {name!r}{did_you_mean(name, COMMANDS)}")
-    command = importlib.import_module(COMMANDS[name][0])
-    code: int = command.run(rest)
-    return code
+        known = [*COMMANDS, *COMMANDS.installed]
+        raise UsageError(f"unknown command {name!r}{did_you_mean(name, known)}")
+    try:
+        command = cast("Command", COMMANDS.load(name))
+    except ConfigError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            raise _lacking(name, error.__cause__) from error
+        raise
+    try:
+        return command(rest)
+    except ModuleNotFoundError as error:
+        raise _lacking(name, error) from error
+
+
+def _lacking(command: str, error: ModuleNotFoundError) -> PreflightError:
+    """The refusal of a command for which a package is missing."""
+    return PreflightError(
+        f"lightrft {command} needs the package {error.name}, which is not installed: "
+        f"{_installation(str(error.name))}"
+    )
+
+
+def _installation(module: str) -> str:
+    """The command that installs what a missing module is of."""
+    from importlib.metadata import requires
+
+    package = module.partition(".")[0].replace("_", "-")
+    for line in requires("lightrft-trainer") or ():
+        requirement, _, extra = line.partition("; extra == ")
+        if re.split(r"[^\w-]", requirement)[0] == package and extra:
+            return f"pip install 'lightrft-trainer[{extra.strip(chr(34) + chr(39))}]'"
+    return f"pip install {'lightrft-trainer' if package == 'lightrft' else package}"
 
 
 def usage() -> str:
     """The text of `lightrft --help`."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    described = DESCRIPTIONS | {
+        name: f"of the package {package_of(point)}" for name, point in COMMANDS.installed.items()
+    }
+    width = max(map(len, described))
     return "\n".join(
         [
             "usage: lightrft COMMAND [OPTIONS]",
             "",
             "commands:",
-            *lines,
+            *(f"  {name:{width}}  {text}" for name, text in described.items()),
             "",
             "lightrft COMMAND --help explains one command; lightrft --version prints the version.",
         ]

@@ -1,16 +1,28 @@
-"""What can be known about the input before torch is imported and a model is built."""
+"""Checks of the machine and of the input before torch is imported and a model is built."""
 
+import importlib.util
+import os
 import re
-from collections.abc import Iterable, Mapping
+import shutil
+import socket
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.mixture import read_sources
+from lightrft.config.registry import LOGGERS
+from lightrft.datasets.files import read_sources
 from lightrft.datasets.render import render
+from lightrft.engines.factory import resolve_engine_type
+from lightrft.models.weight_files import count_model
 from lightrft.reporting.files import read_json
 from lightrft.run.resume import plan_run
 from lightrft.strategy.config import ConfigError
 
+_DEVICE = re.compile(r"nvidia\d+\Z")
+# A checkpoint holds float32 weights and Adam's two moments, the final model the weights again.
+_CHECKPOINT_BYTES = 12
+_MODEL_BYTES = 4
+_LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 MODEL_FILES = {
     "configuration": ("config.json",),
@@ -19,8 +31,185 @@ MODEL_FILES = {
 }
 
 
+def machine_problems(config: TrainConfig, num_processes: int) -> list[str]:
+    """Packages, devices, ports and disk space that are missing, one line each.
+
+    Args:
+        config: What is to run.
+        num_processes: Processes of this machine.
+    """
+    return [
+        *engine_problems(config.engine_type),
+        *package_problems(config),
+        *login_problems(config),
+        *device_problems(num_processes),
+        *port_problems(num_processes),
+        *disk_problems(config),
+    ]
+
+
+def environment_problems() -> list[str]:
+    """Variables of a launcher that are missing or contradict each other, one line each."""
+    if "RANK" not in os.environ:
+        return []
+    missing = [name for name in _LAUNCHER_NAMES if name not in os.environ]
+    if missing:
+        return [
+            f"RANK is set, but {', '.join(missing)} not: start by lightrft train "
+            "--nproc_per_node N or by torchrun, which set all of them, or unset RANK"
+        ]
+    numbers = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    wrong = [f"{name}={text!r}" for name, text in numbers.items() if not text.isdigit()]
+    if wrong:
+        return [f"expected whole numbers in the launcher's variables: got {', '.join(wrong)}"]
+    rank, world_size = int(numbers["RANK"]), int(numbers["WORLD_SIZE"])
+    if rank >= world_size:
+        return [f"RANK must be below WORLD_SIZE: got {rank} and {world_size}; check the launcher"]
+    return []
+
+
+def engine_problems(name: str) -> list[str]:
+    """Reasons why an engine asked for by name cannot start here; "auto" always finds one."""
+    if name == "auto":
+        return []
+    try:
+        resolve_engine_type(name)
+    except (ImportError, ValueError) as err:
+        return [f"--engine_type: {err}"]
+    return []
+
+
+def package_problems(config: TrainConfig) -> list[str]:
+    """Optional packages that an option needs and that are not installed."""
+    needed = [
+        (not config.fsdp, "deepspeed", "the default strategy", "install it, or choose --fsdp"),
+        (
+            bool(config.use_tensorboard),
+            "tensorboard",
+            "--use_tensorboard",
+            "install lightrft-trainer[tensorboard], or leave it out",
+        ),
+        (
+            bool(config.use_wandb),
+            "wandb",
+            "--use_wandb",
+            "install lightrft-trainer[wandb], or leave it out",
+        ),
+        (
+            config.plot_every > 0 and config.log_dir is not None,
+            "matplotlib",
+            "--plot_every",
+            "install it, or leave plot_every at -1",
+        ),
+        (
+            config.lora_rank > 0,
+            "peft",
+            "--lora_rank",
+            "install lightrft-trainer[lora], or leave it out",
+        ),
+        *(
+            (
+                name in config.loggers,
+                name,
+                f"--loggers {name}",
+                f"install it (scripts/trackers.txt has the versions), or leave {name} out",
+            )
+            for name in LOGGERS
+            if LOGGERS.is_built_in(name)
+        ),
+    ]
+    return [
+        f"{option} needs the package {package}, which is not installed: {remedy}"
+        for is_used, package, option, remedy in needed
+        if is_used and importlib.util.find_spec(package) is None
+    ]
+
+
+def login_problems(config: TrainConfig) -> list[str]:
+    """W&B without a key, which would ask for one in the middle of the start."""
+    is_offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+    if config.use_wandb is not True or is_offline or "WANDB_API_KEY" in os.environ:
+        return []
+    login = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    if login.is_file() and "wandb" in login.read_text(encoding="utf-8", errors="replace"):
+        return []
+    return [
+        "--use_wandb: no key found: set WANDB_API_KEY, run wandb login once, or set "
+        "WANDB_MODE=offline"
+    ]
+
+
+def device_problems(num_processes: int) -> list[str]:
+    """Devices that were asked for and are not there; a machine without any trains on its CPU."""
+    present = sum(bool(_DEVICE.match(path.name)) for path in Path("/dev").glob("nvidia*"))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    asked = [name for name in (chosen or "").split(",") if name.strip() not in ("", "-1")]
+    if asked and present == 0:
+        return [
+            f"CUDA_VISIBLE_DEVICES={chosen} asks for a GPU, but this machine has none (no "
+            "/dev/nvidia0): unset it to train on the CPU"
+        ]
+    available = present if chosen is None else min(present, len(asked))
+    if available and num_processes > available:
+        return [
+            f"--nproc_per_node {num_processes} needs as many GPUs, got {available}"
+            + (f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen is not None else "")
+            + f": lower it to {available}"
+        ]
+    return []
+
+
+def port_problems(num_processes: int) -> list[str]:
+    """A MASTER_PORT that is none or taken; several processes get a free port of their own."""
+    text = os.environ.get("MASTER_PORT")
+    if text is None or "RANK" in os.environ or num_processes > 1:
+        return []
+    if not text.isdigit() or not 0 < int(text) < 1 << 16:
+        return [f"MASTER_PORT={text!r} is no port: unset it, and a free one is taken"]
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", int(text)))
+        except OSError as err:
+            return [f"MASTER_PORT={text} cannot be used ({err.strerror}): unset it or change it"]
+    return []
+
+
+def disk_problems(config: TrainConfig) -> list[str]:
+    """A folder of the run that cannot be written, or is too small for a checkpoint and a model."""
+    size = sum(map(count_model, _models(config)))
+    num_checkpoints = 2 if config.save_steps > 0 else 1  # the old one goes after the new one came
+    needs = (
+        ("output_dir", Path(config.output_dir), 0),
+        ("ckpt_path", config.checkpoint_dir, size * _CHECKPOINT_BYTES * num_checkpoints),
+        ("save_path", config.model_dir, size * _MODEL_BYTES),
+    )
+    found = []
+    for name, folder, num_bytes in needs:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            found.append(f"--{name}: {existing} is a file: give a folder")
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            found.append(f"--{name}: {existing} may not be written by this user: give another")
+        elif (free := shutil.disk_usage(existing).free) < num_bytes:
+            found.append(
+                f"--{name}: {existing} has {free / 1e9:.1f} GB free, the run needs about "
+                f"{num_bytes / 1e9:.1f} GB there for {size:,} parameters: free some or give "
+                "another folder"
+            )
+    return found
+
+
+def _models(config: TrainConfig) -> Iterator[str]:
+    yield str(config.pretrain)
+    # By name: what an estimator declares is known only where torch is.
+    if config.advantage_estimator == "gae" or isinstance(config.critic_pretrain, str):
+        critic = config.critic_pretrain
+        yield critic if isinstance(critic, str) else str(config.pretrain)
+
+
 def check_paths(config: TrainConfig) -> list[str]:
-    """What is missing among the model, the data and the rewards, one line each."""
+    """Missing parts of the model, the data and the rewards, one line each."""
     problems = []
     if config.pretrain is None:
         problems.append("--pretrain is missing: give a model directory, see lightrft init-model")
@@ -42,7 +231,7 @@ def check_paths(config: TrainConfig) -> list[str]:
 
 
 def model_problems(flag: str, name: str) -> list[str]:
-    """What a model directory lacks; a hub id (owner/name) is left to transformers."""
+    """Missing files of a model directory; a hub id (owner/name) is left to transformers."""
     directory = Path(name)
     if not directory.is_dir():
         if HUB_ID.match(name) and not directory.parent.is_dir():
@@ -124,10 +313,9 @@ def check_reward(config: TrainConfig, columns: frozenset[str]) -> None:
     """
     from lightrft.rewards.build import build_reward, reward_urls
 
-    urls = reward_urls(config)
-    if not config.reward_fn and not urls:
+    if not config.reward_fn and not reward_urls(config):
         return  # reward models alone
-    with build_reward(config.reward_fn, urls=urls, config=config) as reward:
+    with build_reward(config.reward_fn, config=config) as reward:
         reward.check_columns(columns)
 
 

@@ -8,9 +8,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightrft.cli.console import hide_progress_bars, share_processors
-from lightrft.cli.errors import ExitCode, MemoryExhaustedError, PreflightError, refuse, run_guarded
-from lightrft.cli.memory_advice import is_out_of_memory, memory_report
+from lightrft.cli.errors import (
+    ExitCode,
+    MemoryExhaustedError,
+    PreflightError,
+    is_out_of_memory,
+    memory_report,
+    refuse,
+    run_guarded,
+)
+from lightrft.cli.launch import (
+    become_only_process,
+    end_with_launcher,
+    hide_progress_bars,
+    is_worker,
+    launch,
+    share_processors,
+)
 from lightrft.cli.options import (
     Parser,
     add_number,
@@ -49,9 +63,13 @@ def run(argv: Sequence[str]) -> int:
     arguments = normalise(argv)
     wants_short_help = {"-h", "--help"} & set(arguments) and "--help_all" not in arguments
     build_parser(lists_all=not wants_short_help).parse_known_args(arguments)
-    from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
-    from lightrft.cli.machine import environment_problems, machine_problems
-    from lightrft.cli.preflight import check_algorithm, check_data, check_reward
+    from lightrft.cli.preflight import (
+        check_algorithm,
+        check_data,
+        check_reward,
+        environment_problems,
+        machine_problems,
+    )
 
     refuse(environment_problems(), PreflightError)
     if is_worker():
@@ -96,7 +114,7 @@ def train(config: TrainConfig, stop_request: StopRequest) -> int:
 
 
 def next_commands(output_dir: str, model_dir: str) -> str:
-    """Where the trained model is, and what one does with it."""
+    """The place of the trained model, and the commands that come next."""
     run = shlex.quote(output_dir)
     return (
         f"model    {model_dir}\n"

@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING
 from lightrft.kernels.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lightrft.datasets.files import Row as Row, read_rows as read_rows
-    from lightrft.datasets.mixture import read_sources as read_sources
+    from lightrft.datasets.files import (
+        Row as Row,
+        read_rows as read_rows,
+        read_sources as read_sources,
+    )
     from lightrft.datasets.prompts import (
         PromptDataset as PromptDataset,
         collate_prompts as collate_prompts,

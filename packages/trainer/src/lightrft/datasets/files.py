@@ -1,14 +1,17 @@
 """Rows of JSONL, JSON and Parquet files and of data sets, each with the place it came from."""
 
 import json
+import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import cast
 
+from lightrft.config.registry import DATA_SOURCES, split_kind
+from lightrft.config.sources import probability_problem, split_sources
 from lightrft.datasets.types import DataError
-from lightrft.tools.rewards.gym_data import gym_rows, is_gym_source
 from lightrft.utils.hub import is_hub_reachable
 
 # One of these marks a folder that `save_to_disk` has written.
@@ -18,6 +21,8 @@ MAX_DEPTH = 100
 _TOO_DEEP = f"JSON nested deeper than {MAX_DEPTH} levels: expected a row of columns"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+# The rows of (source, split).
+RowSource = Callable[[str, str], Iterator[Mapping[str, object]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
         path: A .jsonl, .json (a list of objects) or .parquet file; a folder that holds
             `<split>.jsonl`, or `<split>-*.parquet` and the like, itself or in `data/`; a folder
             that `datasets` has saved; the name of a data set, `owner/name[:configuration]`; or
-            a task of reasoning-gym, see `lightrft.tools.rewards.gym_data`.
+            `KIND:WHAT` of a registered kind of data source.
         split: Which files of a folder or part of a data set; a file has no splits.
 
     Raises:
@@ -64,12 +69,14 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
     Raises:
         DataError: nothing there, or no row of it can be read.
     """
-    if is_gym_source(str(path)):
-        for number, columns in enumerate(gym_rows(str(path), split), start=1):
-            yield Row(columns, f"{path}[{split}], row {number}")
-        return
-    if is_hub_name(str(path)) or any((Path(path) / name).is_file() for name in SAVED_FILES):
-        for number, columns in enumerate(_load_rows(str(path), split), start=1):
+    kind, _ = split_kind(str(path), DATA_SOURCES)
+    load: RowSource | None = None
+    if kind is not None:
+        load = cast("RowSource", DATA_SOURCES.load(kind))
+    elif is_hub_name(str(path)) or any((Path(path) / name).is_file() for name in SAVED_FILES):
+        load = _load_rows
+    if load is not None:
+        for number, columns in enumerate(load(str(path), split), start=1):
             yield Row(columns, f"{path}[{split}], row {number}")
         return
     for file in _files(Path(path), split):
@@ -266,3 +273,56 @@ def _require_text(value: object, location: str) -> None:
 def _kind(value: object) -> str:
     kinds = {dict: "an object", list: "a list", str: "a string", type(None): "null"}
     return kinds.get(type(value), "a number" if isinstance(value, int | float) else repr(value))
+
+
+def read_sources(
+    text: str | Path, *, split: str = "train", probabilities: Sequence[float] = (), seed: int = 0
+) -> list[Row]:
+    """The rows of one or several sources, in an order that depends on the arguments alone.
+
+    Without probabilities the sources follow one another. With them every long enough part of the
+    list holds the sources in these proportions, no row comes twice, and the list is as long as
+    that allows: of a source with too many rows, some are drawn by the seed.
+
+    Args:
+        text: Files, folders or names of data sets, separated by commas.
+        split: Of folders and data sets, see `read_rows`.
+        probabilities: One for each source, with sum 1; empty follows the sizes.
+        seed: Draws the rows of sources that are not used whole.
+
+    Raises:
+        DataError: A source cannot be read, or probabilities do not fit the sources.
+    """
+    sources = split_sources(str(text))
+    problem = probability_problem(sources, probabilities)
+    if problem is not None:
+        raise DataError(problem)
+    tables = [read_rows(source, split=split) for source in sources]
+    if len(tables) == 1 or not probabilities:
+        return [row for table in tables for row in table]
+    order = mixture_order([len(table) for table in tables], probabilities, seed=seed)
+    return [tables[source][row] for source, row in order]
+
+
+def mixture_order(
+    sizes: Sequence[int], probabilities: Sequence[float], *, seed: int
+) -> list[tuple[int, int]]:
+    """Places (source, row) of the longest mixture without repetition.
+
+    The k-th row of source i stands at (k + 1/2) / p_i on a common scale, so that the first n
+    places hold n p_i rows of each source, give or take one.
+
+    Args:
+        sizes: Rows of each source.
+        probabilities: One for each source, positive.
+        seed: Draws the rows of sources that are not used whole.
+    """
+    shares = [Fraction(value).limit_denominator(10**9) for value in probabilities]
+    length = min(size / share for size, share in zip(sizes, shares, strict=True))
+    marked = []
+    for source, (size, share) in enumerate(zip(sizes, shares, strict=True)):
+        count = min(size, int(length * share + Fraction(1, 2)))
+        rows = sorted(random.Random(f"{seed} {source}").sample(range(size), count))
+        half = Fraction(1, 2)
+        marked += [((k + half) / share, source, row) for k, row in enumerate(rows)]
+    return [(source, row) for _, source, row in sorted(marked)]

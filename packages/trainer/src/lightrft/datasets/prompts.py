@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.files import Row, read_rows
+from lightrft.datasets.files import Row, read_rows, read_sources
 from lightrft.datasets.media import (
     Modality,
     TextModality,
@@ -16,7 +16,6 @@ from lightrft.datasets.media import (
     media_of,
     with_media,
 )
-from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import (
     PromptTokenizer,
     check_tokenizer,
@@ -33,7 +32,7 @@ _MAX_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What became of the rows of a data file.
+    """Numbers of kept, cut and dropped rows of a data file.
 
     Args:
         path: The file or folder.

@@ -23,7 +23,7 @@ INPUT_KEYS = (
 
 
 class PromptTokenizer(Protocol):
-    """What prompts need of a Hugging Face tokenizer."""
+    """The interface of a Hugging Face tokenizer that prompts need."""
 
     chat_template: str | None
 

@@ -32,7 +32,7 @@ CALL_ID = "call00000"
 
 
 class ChatTokenizer(Protocol):
-    """What turns need of a Hugging Face tokenizer."""
+    """The interface of a Hugging Face tokenizer that turns need."""
 
     chat_template: str | None
     all_special_ids: list[int]
@@ -65,7 +65,7 @@ class TemplateRefusedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What is appended to a turn.
+    """Texts and images that are appended to a turn.
 
     Args:
         token_ids: Its ids.
@@ -80,7 +80,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class TemplateVerdict:
-    """What the probe of a chat template found.
+    """Findings of the probe of a chat template.
 
     Args:
         role: As whom results of tools are sent: "user" where the template drops or refuses calls.
@@ -145,7 +145,7 @@ class TurnSuffix:
         )
 
     def after(self, turn: Sequence[int], answers: Sequence[str | Content]) -> Observation:
-        """What is appended to a sampled turn: its missing end, the observations, the next header.
+        """The suffix of a sampled turn: its missing end, the observations, the next header.
 
         Args:
             turn: Sampled ids, ended by a stop token.
@@ -156,7 +156,7 @@ class TurnSuffix:
         frame = self._frame(shape)
         texts = [part for part in chain(*contents) if isinstance(part, str)]
         images = [part for part in chain(*contents) if not isinstance(part, str)]
-        last = turn[-1] if turn else None
+        last = next(reversed(turn), None)
         found = [] if self._end is None or self._end == last else [self._end]
         spans: list[tuple[int, int]] = []
         later: list[LaterImages] = []
@@ -249,7 +249,7 @@ class TurnSuffix:
         return self._encoder.num_places(piece)
 
     def _rest(self, shape: Shape, texts: Sequence[str]) -> str:
-        """What follows the end of the marked assistant turn when these texts answer it."""
+        """The text after the end of the marked assistant turn when these texts answer it."""
         messages = [_user("question"), self._answered_turn(), *self._results(shape, texts)]
         try:
             rendered = self._render(messages)
@@ -321,7 +321,7 @@ class TurnSuffix:
         return texts[index]
 
     def _first_special(self, text: str) -> int | None:
-        """Where the first special token begins in a text."""
+        """The position of the first special token in a text."""
         names = [self._tokenizer.convert_ids_to_tokens(i) for i in self._special]
         places = [place for name in names if (place := text.find(name)) >= 0]
         return min(places, default=None)
@@ -361,7 +361,7 @@ class TurnSuffix:
     def _differences(
         self, role: Role, tools: Sequence[dict[str, object]], has_system: bool
     ) -> tuple[str, ...]:
-        """How the template's own history differs from what is sampled and trained on."""
+        """The differences of the template's own history from what is sampled and trained on."""
         opening: list[Message] = [_system(), _user("question")] if has_system else []
         opening = opening or [_user("question")]
         shown = list(tools) or None
@@ -379,8 +379,8 @@ class TurnSuffix:
         elif role == "user" and not whole[len(prompt) :].startswith(text):
             found.append("something is put before an answer once it is history")
         thought = f"<think>\n{self._mark}t\n</think>\n\n{text}"
-        told = self._render([*opening, _assistant(thought), _user("more")], tools=shown)
-        if f"{self._mark}t" not in told:
+        answered = self._render([*opening, _assistant(thought), _user("more")], tools=shown)
+        if f"{self._mark}t" not in answered:
             found.append("thinking in earlier turns is stripped")
         return tuple(found)
 

@@ -19,9 +19,5 @@ if TYPE_CHECKING:
     from lightrft.models.reward_model import RewardModel as RewardModel
     from lightrft.models.sequence_model import SequenceModel as SequenceModel
     from lightrft.models.types import ActorOutput as ActorOutput
-    from lightrft.tools.model_presets import (
-        byte_level_tokenizer as byte_level_tokenizer,
-        write_tiny_model as write_tiny_model,
-    )
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +12,6 @@ import numpy as np
 
 from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.reporting.loggers import JsonLinesFile
-from lightrft.reporting.thumbnails import thumbnails
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # Of a tool's answer in a line about a sample; the journal has all of it.
 MAX_ANSWER_CHARACTERS = 4000
+# Longest side in pixels of a picture of a row, and how many of a row are kept.
+THUMBNAIL_SIDE, MAX_THUMBNAILS = 96, 4
 
 
 class TrajectoryLog(JsonLinesFile):
@@ -175,3 +178,16 @@ def _turns(rollout: Rollout) -> dict[str, object]:
             for said, answers in pairs
         ]
     }
+
+
+def thumbnails(rollout: Rollout) -> list[str]:
+    """Data addresses of a row's first images, and of the first frames of its prompt's videos."""
+    sources = [*rollout.images, *(video.frames[0] for video in rollout.prompt.media.videos)]
+    found = []
+    for source in sources[:MAX_THUMBNAILS]:
+        picture = source.decode()
+        picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+        buffer = io.BytesIO()
+        picture.save(buffer, "JPEG", quality=80)
+        found.append(f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}")
+    return found

@@ -19,6 +19,5 @@ if TYPE_CHECKING:
         RewardFunction as RewardFunction,
         RewardResult as RewardResult,
     )
-    from lightrft.tools.rewards.math_rules import MathReward as MathReward
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

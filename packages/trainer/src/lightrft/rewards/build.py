@@ -2,15 +2,15 @@
 
 import math
 import threading
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Self, cast
 
 from lightrft.config import TrainConfig
-from lightrft.config.registry import REWARDS
-from lightrft.config.sources import GYM_PREFIX
-from lightrft.rewards.recipes import RewardRecipes
+from lightrft.config.registry import REWARD_KINDS, REWARD_SERVICES, REWARDS, split_kind
 from lightrft.rewards.types import (
     CallStyle,
     ChecksLabels,
@@ -18,14 +18,15 @@ from lightrft.rewards.types import (
     Labels,
     RewardError,
     RewardFunction,
+    RewardRecipes,
     RewardResult,
     Texts,
 )
 from lightrft.rewards.user import FunctionReward, PlainReward, UserReward
 from lightrft.strategy.config import ConfigError
-from lightrft.tools.rewards.gym import GymReward
-from lightrft.tools.rewards.math_rules import MathReward, MathRule
-from lightrft.tools.rewards.remote import RemoteReward
+
+# Makes a reward of the options and of its spelling: its name, `KIND:WHAT` or an address.
+RewardFactory = Callable[[TrainConfig, str], RewardFunction]
 
 
 def reward_urls(config: TrainConfig) -> tuple[str, ...]:
@@ -118,7 +119,7 @@ class CombinedReward:
         return [{i: row[n] for i, n in enumerate(names) if n in row} for row in recipes]
 
     def label_problem(self, label: str | None) -> str | None:
-        """Why no response to a row with this label can be right; None if nobody knows a reason."""
+        """The reason why no response to a row with this label can be right; None without one."""
         for function in self._functions:
             if isinstance(function, ChecksLabels):
                 problem = function.label_problem(label)
@@ -160,7 +161,6 @@ class CombinedReward:
 def build_reward(
     names: Sequence[str],
     *,
-    urls: Sequence[str] = (),
     weights: Sequence[float] | None = None,
     recipes: RewardRecipes | None = None,
     has_models: bool = False,
@@ -170,11 +170,10 @@ def build_reward(
 
     Args:
         names: Names in `REWARDS` or `FILE.py:FUNCTION`; their rewards are summed.
-        urls: Addresses of reward services, see `lightrft.tools.rewards.remote`.
-        weights: One factor per name and then per address; None means 1 each.
+        weights: One factor per name and then per reward service; None means 1 each.
         recipes: Weights by row instead of `weights`, or None.
         has_models: Reward models score the responses too, so that there may be no names.
-        config: Its options on rewards count; None takes their defaults.
+        config: Its options on rewards count, reward services among them; None takes the defaults.
 
     Returns:
         The sum; close it, or use it as a context manager.
@@ -183,6 +182,8 @@ def build_reward(
         ConfigError: no names, an unknown name, file or function, one twice, or wrong weights.
         RewardError: a user's file cannot be imported or its function not be called.
     """
+    config = config or TrainConfig()
+    urls = reward_urls(config)
     if not names and not urls and not has_models:
         raise ConfigError(f"no reward: set --reward_fn to {', '.join(REWARDS)} or FILE.py:FUNCTION")
     count = len(names) + len(urls)
@@ -192,26 +193,55 @@ def build_reward(
     if len({*names, *urls}) < count:
         raise ConfigError(f"reward functions must differ: got {', '.join((*names, *urls))}")
     with ExitStack() as opened:
-        config = config or TrainConfig()
         functions: list[RewardFunction] = []
-        for name in names:
-            function = _build_one(name, config)
-            opened.callback(function.close)
-            functions.append(function)
-        for index, url in enumerate(urls):
-            name = numbered("remote", index, len(urls))
-            remote = RemoteReward(
-                url,
-                name=name,
-                timeout_seconds=config.reward_timeout_seconds,
-                parallel_calls=config.reward_workers,
-                token=config.remote_rm_token,
-            )
-            opened.callback(remote.close)
-            functions.append(remote)
+        for spelling in (*names, *urls):
+            build = _build_one if spelling in names else _build_service
+            functions.append(build(config, spelling))
+            opened.callback(functions[-1].close)
         _check_arguments(functions, config)
         opened.pop_all()
     return CombinedReward(functions, factors, recipes=recipes)
+
+
+def load_recipes(path: str | Path, *, column: str, names: Sequence[str]) -> RewardRecipes:
+    """Reads a TOML file with a table for every value of the column.
+
+        [math]
+        gsm8k = 1.0
+        [chat]
+        model = 0.5
+
+    Args:
+        path: The file.
+        column: Of the data rows.
+        names: Rewards of the run.
+
+    Raises:
+        ConfigError: The file cannot be read, two rewards have one name, or a table names an
+            unknown reward or no number.
+    """
+    if len(set(names)) < len(names):
+        raise ConfigError(f"reward_recipe needs rewards of different names: got {', '.join(names)}")
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
+        raise ConfigError(f"reward_recipe: cannot read {path}: {err}") from err
+    recipes: dict[str, dict[str, float]] = {}
+    for value, table in tables.items():
+        if not isinstance(table, dict) or not table:
+            raise ConfigError(f"reward_recipe: {path}: expected a table [{value}] with weights")
+        recipes[value] = {}
+        for name, weight in table.items():
+            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if name not in names or not is_number or not math.isfinite(weight):
+                raise ConfigError(
+                    f"reward_recipe: {path}: got {name} = {weight!r} in [{value}], expected a "
+                    f"number for one of {', '.join(sorted(names))}"
+                )
+            recipes[value][name] = float(weight)
+    if not recipes:
+        raise ConfigError(f"reward_recipe: {path} has no tables")
+    return RewardRecipes(column, recipes)
 
 
 def _check_arguments(functions: Sequence[RewardFunction], config: TrainConfig) -> None:
@@ -230,20 +260,22 @@ def numbered(name: str, index: int, count: int) -> str:
     return name if count == 1 else f"{name}_{index}"
 
 
-def _build_one(name: str, config: TrainConfig) -> RewardFunction:
-    if REWARDS.is_built_in(name):
-        found = REWARDS.load(name)
-        if isinstance(found, MathRule):
-            return MathReward(found, batch_seconds=config.reward_timeout_seconds)
-        return cast("Callable[[TrainConfig], RewardFunction]", found)(config)
-    if name.startswith(GYM_PREFIX):
-        return GymReward(name, config)
+def _build_service(config: TrainConfig, url: str) -> RewardFunction:
+    return cast("RewardFactory", REWARD_SERVICES.load("http"))(config, url)
+
+
+def _build_one(config: TrainConfig, name: str) -> RewardFunction:
+    kind, _ = split_kind(name, REWARD_KINDS)
     path, separator, function = name.rpartition(":")
+    if kind is not None:
+        return cast("RewardFactory", REWARD_KINDS.load(kind))(config, name)
     if separator and path.endswith(".py") and function.isidentifier():
         return UserReward(path, function, config)
     if name.endswith(".py"):
         raise ConfigError(f"reward function {name}: expected FILE.py:FUNCTION, say {name}:reward")
-    own = REWARDS.load(name)
-    if callable(getattr(own, "score", None)):
-        return cast("RewardFunction", own)
-    return PlainReward(name, cast("Callable[..., object]", own), config)
+    found = REWARDS.load(name)
+    if REWARDS.is_packaged(name):
+        return cast("RewardFactory", found)(config, name)
+    if callable(getattr(found, "score", None)):
+        return cast("RewardFunction", found)
+    return PlainReward(name, cast("Callable[..., object]", found), config)

@@ -7,15 +7,16 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import IO, cast
 
 _CHUNK = 1 << 16
-# So often another thread's wish to stop is looked at.
-_LOOK_SECONDS = 0.25
+# The interval at which another thread's wish to stop is checked.
+_POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What a process printed.
+    """Output of a process.
 
     Args:
         stdout, stderr: Together at most the limit.
@@ -44,13 +45,11 @@ def capture(
         stdin: Its standard input.
         ends: By `time.monotonic`.
         max_bytes: Of both outputs together.
-        is_stopped: Looked at four times a second.
+        is_stopped: Checked four times a second.
     """
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    outputs = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
-    writes, pending = process.stdin.fileno(), memoryview(stdin)
+    pipes = cast("tuple[IO[bytes], ...]", (process.stdin, process.stdout, process.stderr))
+    outputs = {file.fileno(): bytearray() for file in pipes[1:]}
+    writes, pending = pipes[0].fileno(), memoryview(stdin)
     with selectors.DefaultSelector() as selector:
         for file in outputs:
             os.set_blocking(file, False)
@@ -62,12 +61,12 @@ def capture(
             left = ends - time.monotonic()
             if left <= 0 or is_stopped():
                 break
-            for key, _ in selector.select(min(left, _LOOK_SECONDS)):
+            for key, _ in selector.select(min(left, _POLL_SECONDS)):
                 if key.fd == writes:
                     pending = _send(writes, pending)
                     if not pending:
                         selector.unregister(writes)
-                        process.stdin.close()
+                        pipes[0].close()
                     continue
                 chunk = os.read(key.fd, _CHUNK)
                 outputs[key.fd] += chunk
@@ -81,7 +80,7 @@ def capture(
 
 
 def _send(file: int, pending: memoryview) -> memoryview:
-    """What is left to send; nothing if nobody reads."""
+    """The rest that is still to be sent; nothing if nobody reads."""
     try:
         return pending[os.write(file, pending[:_CHUNK]) :] if pending else pending
     except BrokenPipeError:

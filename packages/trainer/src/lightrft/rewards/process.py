@@ -2,14 +2,16 @@
 
 The worker is a new interpreter that runs `worker.py`, not a fork and not a spawn of the present
 program: it holds no CUDA context, no process group and no lock of the trainer, and a script
-without an `if __name__ == "__main__"` guard is not run twice. `keeper.py` stands between: it ends
-the worker with everything that it started, also when the trainer itself is killed.
+without an `if __name__ == "__main__"` guard is not run twice. `supervisor.py` stands between: it
+ends the worker with everything that it started, also when the trainer itself is killed.
 """
 
 import contextlib
 import json
 import os
 import pickle
+import queue
+import re
 import selectors
 import signal
 import socket
@@ -17,13 +19,13 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
-from lightrft.rewards import supervisor as keeper_module, worker as worker_module
-from lightrft.rewards.environment import worker_environment
-from lightrft.rewards.output import WorkerOutput
+from lightrft.config.printable import printable
+from lightrft.rewards import supervisor as supervisor_module, worker as worker_module
 from lightrft.rewards.supervisor import MEMORY_REASON
 from lightrft.rewards.worker import FRAME
 
@@ -51,9 +53,85 @@ class WorkerFailedError(Exception):
         self.traceback = traceback
 
 
+# A variable is kept back if one of its words, between underscores, is one of these ...
+_WORD = re.compile(
+    "keys?|apikey|tokens?|secrets?|password|passwd|pass|pat|auth|credentials?|cookie"
+)
+# ... or ends so, as WANDB_APIKEY2 or MYTOKEN do, or if its value is an address with a password.
+_ENDINGS = re.compile(r"(apikey|token|secret|password|passwd)\d*$")
+_HAS_PASSWORD = re.compile(r"://[^/\s]*@")
+
+
+def worker_environment(
+    passed: Collection[str] = (), source: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The variables of the environment without secrets.
+
+    Args:
+        passed: Names that are given all the same.
+        source: None takes the environment of this process.
+    """
+    source = os.environ if source is None else source
+    return {
+        name: value
+        for name, value in source.items()
+        if name in passed or not (names_a_secret(name) or _HAS_PASSWORD.search(value))
+    }
+
+
+def names_a_secret(name: str) -> bool:
+    """Whether the name of a variable says that its value is a secret."""
+    lower = name.lower()
+    return any(map(_WORD.fullmatch, lower.split("_"))) or bool(_ENDINGS.search(lower))
+
+
+MAX_LINES, MAX_CHARACTERS = 20, 500
+
+
+class WorkerOutput:
+    """Passes the first lines of each call on to standard error.
+
+    Args:
+        name: Of the reward function, for the line that says how many lines are not shown.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pending = b""
+        self._num_lines = 0
+
+    def feed(self, chunk: bytes) -> None:
+        """Takes what was read from the worker."""
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
+        for line in lines:
+            self._take(line)
+        if len(self._pending) > 4 * MAX_CHARACTERS:
+            self._pending = self._pending[: 4 * MAX_CHARACTERS]
+
+    def end_call(self) -> None:
+        """Ends the last line, and says how many were left out."""
+        if self._pending:
+            self._take(self._pending)
+            self._pending = b""
+        if self._num_lines > MAX_LINES:
+            num_more = self._num_lines - MAX_LINES
+            _write(f"reward {self._name} printed {num_more} more lines, which are not shown")
+        self._num_lines = 0
+
+    def _take(self, line: bytes) -> None:
+        self._num_lines += 1
+        if self._num_lines <= MAX_LINES:
+            text = line[: 4 * MAX_CHARACTERS].decode(errors="replace")
+            _write(printable(text, limit=MAX_CHARACTERS))
+
+
+def _write(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerTask:
-    """What a worker runs.
+    """The handler that a worker runs, and its limits.
 
     Args:
         module, factory: The worker imports `module` and calls `factory(*arguments)`.
@@ -61,7 +139,7 @@ class WorkerTask:
         shown_file: Tracebacks start at the first frame of this file.
         memory_bytes: Limit of the worker's address space; None sets none.
         resident_bytes: Memory that the worker and its children may hold together; None sets no
-            limit. It is looked at four times a second.
+            limit. It is measured four times a second.
         passed_variables: Variables of the environment that it gets although they are secrets.
         start_seconds: Deadline of the start, imports included.
     """
@@ -81,8 +159,8 @@ class _Started:
     """A worker that runs.
 
     Args:
-        process: Its keeper.
-        channel: Closed to end both; says why the keeper ended the worker, if it did.
+        process: Its supervisor.
+        channel: Closed to end both; says why the supervisor ended the worker, if it did.
         output: Of the worker.
     """
 
@@ -103,7 +181,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the keeper, None while there is none."""
+        """Process id of the supervisor, None while there is none."""
         return None if self._started is None else self._started.process.pid
 
     @property
@@ -127,7 +205,7 @@ class WorkerProcess:
             [
                 sys.executable,
                 "-P",
-                str(Path(keeper_module.__file__)),
+                str(Path(supervisor_module.__file__)),
                 str(theirs.fileno()),
                 str(task.resident_bytes or 0),
                 str(Path(worker_module.__file__)),
@@ -203,7 +281,7 @@ class WorkerProcess:
         return reply["ok"]
 
     def _ending(self, started: _Started) -> str:
-        """How the worker ended, in words."""
+        """The end of the worker, in words."""
         returncode: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             returncode = started.process.wait(_END_SECONDS)
@@ -278,12 +356,12 @@ def _is_complete(received: bytearray) -> bool:
 
 
 def _end(started: _Started) -> None:
-    """Has the keeper kill the worker and all its descendants, and waits for that."""
+    """Has the supervisor kill the worker and all its descendants, and waits for that."""
     process = started.process
     started.channel.close()
     try:
         process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:  # somebody stopped the keeper
+    except subprocess.TimeoutExpired:  # somebody stopped the supervisor
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # its own session: the group id is its pid
         process.wait()
@@ -291,3 +369,37 @@ def _end(started: _Started) -> None:
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
+
+
+class WorkerPool:
+    """Workers that are started when they are needed; the first one serves calls one by one.
+
+    Args:
+        task: What each runs.
+        size: Calls at once.
+        name: Shown with what they print.
+    """
+
+    def __init__(self, task: WorkerTask, *, size: int, name: str) -> None:
+        self.workers = [WorkerProcess(task, name=name) for _ in range(size)]
+        # Last in, first out: a second worker starts only while the first one is busy.
+        self._idle: queue.LifoQueue[WorkerProcess] = queue.LifoQueue()
+        for worker in reversed(self.workers):
+            self._idle.put(worker)
+
+    def start(self) -> object:
+        """Starts the first worker: what its handler says of itself; see `WorkerProcess.start`."""
+        return self.workers[0].start()
+
+    def call(self, request: object, *, seconds: float) -> object:
+        """The answer of an idle worker, which is waited for; see `WorkerProcess.call`."""
+        worker = self._idle.get()
+        try:
+            return worker.call(request, seconds=seconds)
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """Ends all workers; may be called twice."""
+        for worker in self.workers:
+            worker.close()

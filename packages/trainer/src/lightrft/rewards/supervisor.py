@@ -1,6 +1,6 @@
 """The guard of a reward worker. Run as a file; imports the standard library only.
 
-    python -P keeper.py CHANNEL MEMORY_BYTES WORKER.py
+    python -P supervisor.py CHANNEL MEMORY_BYTES WORKER.py
 
 It starts the worker as its child and adopts whatever the worker's processes leave behind, also
 those that opened sessions of their own. When the trainer closes the channel or dies, when the

@@ -1,4 +1,4 @@
-"""What a reward function is."""
+"""The interface of reward functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ class RewardFunction(Protocol):
 
 @runtime_checkable
 class CallStyle(Protocol):
-    """How a reward wants to be called; one that does not say so is called in the trainer's thread.
+    """The way to call a reward; one that does not say so is called in the trainer's thread.
 
     Either way it gets one group of responses in a call.
     """
@@ -84,5 +84,32 @@ class ChecksLabels(Protocol):
     """A reward that knows which labels it can use."""
 
     def label_problem(self, label: str | None) -> str | None:
-        """Why no response to a row with this label can be right; None if one can."""
+        """The reason why no response to a row with this label can be right; None if one can."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRecipes:
+    """Weights of rewards by the value that a row has in one column.
+
+    Args:
+        column: Of the data rows.
+        weights: Value of the column -> name of a reward -> its weight. A reward that is not named
+            is not asked for these rows.
+    """
+
+    column: str
+    weights: Mapping[str, Mapping[str, float]]
+
+    def weights_of(self, value: object) -> Mapping[str, float]:
+        """The weights of a row with this value.
+
+        Raises:
+            RewardError: There is no recipe for it.
+        """
+        if not isinstance(value, str) or value not in self.weights:
+            raise RewardError(
+                f"no reward recipe for {value!r} in column {self.column!r}: known are "
+                f"{', '.join(sorted(self.weights))}; add a table to --reward_recipe"
+            )
+        return self.weights[value]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.config import TrainConfig
-from lightrft.rewards.process import WorkerFailedError, WorkerTask, WorkerTimeoutError
+from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.rewards.user_task import (
     AwaitLoop,
@@ -19,7 +19,6 @@ from lightrft.rewards.user_task import (
     checked_results,
     describe_function,
 )
-from lightrft.rewards.worker_pool import WorkerPool
 from lightrft.strategy.config import ConfigError
 
 ARGUMENTS = ("prompts", "responses", "labels")
@@ -27,7 +26,7 @@ ARGUMENTS = ("prompts", "responses", "labels")
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a user's function can be called with.
+    """Arguments that a user's function takes.
 
     Args:
         parameters: Of the function.

@@ -84,7 +84,7 @@ class AwaitLoop:
         self._runner: asyncio.Runner | None = None
 
     def settle(self, returned: object) -> object:
-        """What a function returned, with all that can be awaited awaited.
+        """The returned value, with all that can be awaited awaited.
 
         Args:
             returned: A value or something that gives one; of a list also every item, together.
@@ -113,7 +113,7 @@ async def _settled(returned: object) -> object:
 
 
 def describe_function(function: Callable[..., object]) -> Description:
-    """What must be known of a function, as it can be sent between processes."""
+    """The signature of a function, as it can be sent between processes."""
     parameters: list[Parameter] = [
         {
             "name": parameter.name,
@@ -162,7 +162,7 @@ def _load(path: Path, name: str) -> Callable[..., object]:
 
 
 def checked_results(returned: object, num_responses: int) -> list[CheckedResult]:
-    """What a function returned as (reward or None, components) of each response.
+    """The returned values as (reward or None, components) of each response.
 
     Raises:
         ReportedError: It is not one finite number or dict of them per response.

@@ -5,7 +5,7 @@ pickles, since columns may hold any object; the worker answers in JSON, so that 
 code made is unpickled in the trainer. The first message is `{"path": ..., "module": ...,
 "factory": ..., "arguments": ..., "memory_bytes": ...}`: the worker imports `module`, calls
 `factory(*arguments)`, answers with what `describe` of the result says, and then answers every
-request with `handler(request)`. `keeper.py` starts it, and ends it with the trainer.
+request with `handler(request)`. `supervisor.py` starts it, and ends it with the trainer.
 """
 
 import importlib
@@ -23,7 +23,7 @@ FRAME = struct.Struct("<Q")
 
 
 class Handler(Protocol):
-    """What a task's factory returns."""
+    """The callable that a task's factory returns."""
 
     def describe(self) -> object:
         """JSON-able answer to the first message."""

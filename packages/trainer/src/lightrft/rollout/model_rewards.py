@@ -16,8 +16,7 @@ from lightrft.models import RewardModel
 from lightrft.records.batch import pad_rows
 from lightrft.records.media import agree_on_kinds, encode_row
 from lightrft.records.rollout import Rollout
-from lightrft.rewards.recipes import RewardRecipes
-from lightrft.rewards.types import RewardResult
+from lightrft.rewards.types import RewardRecipes, RewardResult
 from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from lightrft.config import TrainConfig
-from lightrft.run.machines import gpu_of
+from lightrft.run.gpus import gpu_of
 from lightrft.stages.stage import Work
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module

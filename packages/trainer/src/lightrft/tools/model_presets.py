@@ -71,7 +71,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def byte_level_core() -> Tokenizer:
-    """What splits and joins texts for `byte_level_tokenizer`."""
+    """The part of `byte_level_tokenizer` that splits and joins texts."""
     vocabulary = {symbol: value for value, symbol in bytes_to_unicode().items()}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

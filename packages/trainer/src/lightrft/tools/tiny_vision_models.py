@@ -1,4 +1,4 @@
-"""Tiny random vision-language models of nine families, with their processors."""
+"""A tiny random vision-language model with its processor."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,9 +29,7 @@ _TEMPLATE = (
     "{{% if message['role'] == 'assistant' %}}{{{{ eos_token }}}}{{% endif %}}{{% endfor %}}"
     "{{% if add_generation_prompt %}}<|assistant|>{{% endif %}}"
 )
-_PATCH = 14
-_SIDE = 56
-_QWEN_MARKS = (
+QWEN_MARKS = (
     "<|vision_start|>",
     "<|vision_end|>",
     "<|vision_pad|>",
@@ -44,7 +42,7 @@ Parts = tuple["PretrainedConfig", "Callable[..., ProcessorMixin]"]
 
 @dataclass(frozen=True, slots=True)
 class TinyFamily:
-    """How one family's tiny model is put together.
+    """Parts of the tiny model of a family.
 
     Args:
         marks: Special tokens of media.
@@ -64,28 +62,8 @@ class TinyFamily:
     words: tuple[str, ...] = ()
 
 
-def _vision(**more: object) -> dict[str, object]:
-    return {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": _SIDE,
-        "patch_size": _PATCH,
-        "initializer_range": 0.1,
-        **more,
-    }
-
-
-def _qwen_vision(**more: object) -> dict[str, object]:
-    return {"depth": 2, "hidden_size": 64, "num_heads": 2, "initializer_range": 0.1, **more}
-
-
-def _rope(sections: list[int], **more: object) -> dict[str, object]:
-    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, **more}
-
-
-def _qwen_ids(ids: Ids) -> dict[str, object]:
+def qwen_ids(ids: Ids) -> dict[str, object]:
+    """The ids of the marks, by the names of the Qwen configurations."""
     return {
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
@@ -95,280 +73,55 @@ def _qwen_ids(ids: Ids) -> dict[str, object]:
     }
 
 
-_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 112 * 112}
+PIXELS = {"min_pixels": 56 * 56, "max_pixels": 112 * 112}
 
 
-def _qwen_processor(
+def qwen_processor(
     kind: "type[ProcessorMixin]", tokenizer: "PreTrainedTokenizerBase"
 ) -> "Callable[..., ProcessorMixin]":
+    """A function that makes a processor of a chat template."""
     return lambda template: kind(
-        image_processor=hf.Qwen2VLImageProcessor(**_PIXELS),
+        image_processor=hf.Qwen2VLImageProcessor(**PIXELS),
         tokenizer=tokenizer,
-        video_processor=hf.Qwen2VLVideoProcessor(**_PIXELS),
+        video_processor=hf.Qwen2VLVideoProcessor(**PIXELS),
         chat_template=template,
     )
-
-
-def _qwen2_vl(ids: Ids, text: dict[str, object], tokenizer: "PreTrainedTokenizerBase") -> Parts:
-    config = hf.Qwen2VLConfig(
-        text_config=text | {"rope_parameters": _rope([4, 6, 6])},
-        vision_config={
-            "depth": 2,
-            "embed_dim": 64,
-            "num_heads": 2,
-            "mlp_ratio": 2,
-            "hidden_size": 128,
-            "initializer_range": 0.1,
-        },
-        **_qwen_ids(ids),
-    )
-    return config, _qwen_processor(hf.Qwen2VLProcessor, tokenizer)
 
 
 def _qwen2_5_vl(ids: Ids, text: dict[str, object], tokenizer: "PreTrainedTokenizerBase") -> Parts:
     config = hf.Qwen2_5_VLConfig(
-        text_config=text | {"rope_parameters": _rope([4, 6, 6])},
-        vision_config=_qwen_vision(
-            intermediate_size=128, out_hidden_size=128, window_size=56, fullatt_block_indexes=[1]
-        ),
-        **_qwen_ids(ids),
-    )
-    return config, _qwen_processor(hf.Qwen2_5_VLProcessor, tokenizer)
-
-
-def _qwen3_vl(ids: Ids, text: dict[str, object], tokenizer: "PreTrainedTokenizerBase") -> Parts:
-    config = hf.Qwen3VLConfig(
-        text_config=text
-        | {"head_dim": 32, "rope_parameters": _rope([6, 5, 5], mrope_interleaved=True)},
-        vision_config=_qwen_vision(
-            intermediate_size=128,
-            patch_size=_PATCH,
-            out_hidden_size=128,
-            num_position_embeddings=64,
-            deepstack_visual_indexes=[0],
-        ),
-        **_qwen_ids(ids),
-    )
-    half = [0.5] * 3
-    return config, lambda template: hf.Qwen3VLProcessor(
-        # The engines normalise images and videos with one mean and deviation.
-        image_processor=hf.Qwen2VLImageProcessor(
-            patch_size=_PATCH, image_mean=half, image_std=half, **_PIXELS
-        ),
-        tokenizer=tokenizer,
-        video_processor=hf.Qwen3VLVideoProcessor(
-            patch_size=_PATCH, size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112 * 8}
-        ),
-        chat_template=template,
-    )
-
-
-def _internvl(ids: Ids, text: dict[str, object], tokenizer: "PreTrainedTokenizerBase") -> Parts:
-    config = hf.InternVLConfig(
-        text_config=text | {"head_dim": 32, "model_type": "qwen3"},
-        vision_config=_vision(image_size=[_SIDE, _SIDE], patch_size=[_PATCH, _PATCH]),
-        image_token_id=ids["<IMG_CONTEXT>"],
-        image_seq_length=4,
-        downsample_ratio=0.5,
-        tie_word_embeddings=False,
-    )
-    size = {"height": _SIDE, "width": _SIDE}
-    return config, lambda template: hf.InternVLProcessor(
-        image_processor=hf.GotOcr2ImageProcessor(
-            size=size, crop_to_patches=True, min_patches=1, max_patches=4
-        ),
-        tokenizer=tokenizer,
-        video_processor=hf.InternVLVideoProcessor(size=size),
-        image_seq_length=4,
-        chat_template=template,
-    )
-
-
-def _gemma3(ids: Ids, text: dict[str, object], tokenizer: "PreTrainedTokenizerBase") -> Parts:
-    config = hf.Gemma3Config(
         text_config=text
         | {
-            "head_dim": 32,
-            "query_pre_attn_scalar": 32,
-            "sliding_window": 64,
-            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [4, 6, 6],
+            }
         },
-        vision_config=_vision(vision_use_head=False),
-        mm_tokens_per_image=4,
-        boi_token_index=ids["<start_of_image>"],
-        eoi_token_index=ids["<end_of_image>"],
-        image_token_index=ids["<image_soft_token>"],
-        initializer_range=0.1,
-    )
-    return config, lambda template: hf.Gemma3Processor(
-        image_processor=hf.Gemma3ImageProcessor(
-            size={"height": _SIDE, "width": _SIDE}, image_seq_length=4
-        ),
-        tokenizer=tokenizer,
-        image_seq_length=4,
-        chat_template=template,
-    )
-
-
-def _llava(ids: Ids, text: dict[str, object], tokenizer: "PreTrainedTokenizerBase") -> Parts:
-    config = hf.LlavaConfig(
-        text_config=text | {"model_type": "llama", "head_dim": 32},
-        vision_config=_vision(model_type="clip_vision_model", projection_dim=64),
-        image_token_index=ids["<image>"],
-        vision_feature_layer=-2,
-        vision_feature_select_strategy="default",
-        image_seq_length=16,
-        tie_word_embeddings=False,
-    )
-    return config, lambda template: hf.LlavaProcessor(
-        image_processor=hf.CLIPImageProcessor(
-            size={"shortest_edge": _SIDE}, crop_size={"height": _SIDE, "width": _SIDE}
-        ),
-        tokenizer=tokenizer,
-        patch_size=_PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        image_token="<image>",
-        chat_template=template,
-    )
-
-
-_PINPOINTS = [[_SIDE, 2 * _SIDE], [2 * _SIDE, _SIDE], [2 * _SIDE, 2 * _SIDE]]
-
-
-def _llava_onevision(
-    ids: Ids, text: dict[str, object], tokenizer: "PreTrainedTokenizerBase"
-) -> Parts:
-    config = hf.LlavaOnevisionConfig(
-        text_config=text | {"model_type": "qwen2"},
-        vision_config=_vision(model_type="siglip_vision_model", vision_use_head=False),
-        image_token_index=ids["<image>"],
-        video_token_index=ids["<video>"],
-        image_grid_pinpoints=_PINPOINTS,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="full",
-        tie_word_embeddings=False,
-    )
-    size = {"height": _SIDE, "width": _SIDE}
-    return config, lambda template: hf.LlavaOnevisionProcessor(
-        image_processor=hf.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=_PINPOINTS),
-        tokenizer=tokenizer,
-        video_processor=hf.LlavaOnevisionVideoProcessor(size=size),
-        num_image_tokens=16,
-        vision_feature_select_strategy="full",
-        image_token="<image>",
-        video_token="<video>",
-        chat_template=template,
-    )
-
-
-def _smolvlm(ids: Ids, text: dict[str, object], tokenizer: "PreTrainedTokenizerBase") -> Parts:
-    config = hf.SmolVLMConfig(
-        text_config=text | {"model_type": "llama", "head_dim": 32},
-        vision_config=_vision(),
-        image_token_id=ids["<image>"],
-        pad_token_id=tokenizer.pad_token_id,
-        scale_factor=2,
-        tie_word_embeddings=False,
-    )
-    return config, lambda template: hf.SmolVLMProcessor(
-        image_processor=hf.SmolVLMImageProcessor(
-            size={"longest_edge": 2 * _SIDE}, max_image_size={"longest_edge": _SIDE}
-        ),
-        tokenizer=tokenizer,
-        video_processor=hf.SmolVLMVideoProcessor(
-            size={"longest_edge": _SIDE}, max_image_size={"longest_edge": _SIDE}
-        ),
-        image_seq_len=4,
-        chat_template=template,
-    )
-
-
-def _mllama(ids: Ids, text: dict[str, object], tokenizer: "PreTrainedTokenizerBase") -> Parts:
-    ratios = [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]]
-    config = hf.MllamaConfig(
-        text_config=text
-        | {
-            "num_hidden_layers": 3,
-            "cross_attention_layers": [1],
-            "vocab_size": int(str(text["vocab_size"])) - 1,
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "num_heads": 2,
+            "intermediate_size": 128,
+            "out_hidden_size": 128,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
         },
-        vision_config=_vision(
-            attention_heads=2,
-            num_global_layers=1,
-            max_num_tiles=4,
-            vision_output_dim=128,
-            intermediate_layers_indices=[0],
-            supported_aspect_ratios=ratios,
-        ),
-        image_token_index=ids["<|image|>"],
-        tie_word_embeddings=False,
+        **qwen_ids(ids),
     )
-    return config, lambda template: hf.MllamaProcessor(
-        image_processor=hf.MllamaImageProcessor(
-            size={"height": _SIDE, "width": _SIDE}, max_image_tiles=4
-        ),
-        tokenizer=tokenizer,
-        chat_template=template,
-    )
+    return config, qwen_processor(hf.Qwen2_5_VLProcessor, tokenizer)
 
 
-_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-_QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
-TINY_FAMILIES: Mapping[str, TinyFamily] = {
-    "tiny-qwen2-vl": TinyFamily(_QWEN_MARKS, _qwen2_vl, _QWEN_IMAGE, _QWEN_VIDEO),
-    "tiny-qwen2.5-vl": TinyFamily(_QWEN_MARKS, _qwen2_5_vl, _QWEN_IMAGE, _QWEN_VIDEO),
-    # The processor adds times and marks around each frame itself.
-    "tiny-qwen3-vl": TinyFamily(_QWEN_MARKS, _qwen3_vl, _QWEN_IMAGE, "<|video_pad|>"),
-    "tiny-internvl": TinyFamily(
-        ("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
-        _internvl,
-        "<IMG_CONTEXT>\n",
-        "<video>\n",
-        {
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-            "context_image_token": "<IMG_CONTEXT>",
-            "video_token": "<video>",
-        },
-    ),
-    "tiny-gemma3": TinyFamily(
-        ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
-        _gemma3,
-        "<start_of_image>",
-        named={
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        },
-        words=("\n", "\n\n", "\n\n\n", "\n\n\n\n"),
-    ),
-    "tiny-llava": TinyFamily(("<image>",), _llava, "<image>"),
-    "tiny-llava-onevision": TinyFamily(
-        ("<image>", "<video>"),
-        _llava_onevision,
-        "<image>",
-        "<video>",
-        {"image_token": "<image>", "video_token": "<video>"},
-    ),
-    "tiny-smolvlm": TinyFamily(
-        ("<fake_token_around_image>", "<image>", "<global-img>"),
-        _smolvlm,
-        "<image>",
-        "<video>",
-        {
-            "fake_image_token": "<fake_token_around_image>",
-            "image_token": "<image>",
-            "global_image_token": "<global-img>",
-        },
-    ),
-    # The image's mark must be the last id: it has no row in the output projection.
-    "tiny-mllama": TinyFamily(("<|image|>",), _mllama, "<|image|>"),
-}
+TINY_VISION = TinyFamily(
+    QWEN_MARKS,
+    _qwen2_5_vl,
+    image="<|vision_start|><|image_pad|><|vision_end|>",
+    video="<|vision_start|><|video_pad|><|vision_end|>",
+)
 
 
 def build_tiny(
-    preset: str,
+    family: TinyFamily,
     *,
     seed: int = 0,
     initializer_range: float = 0.1,
@@ -377,12 +130,11 @@ def build_tiny(
     """A random float32 model of a family, and its processor.
 
     Args:
-        preset: A key of `TINY_FAMILIES`.
+        family: Of the model.
         seed: Fixes the weights.
         initializer_range: Standard deviation of the weights.
         tokenizer: With the family's marks; None for one token per byte.
     """
-    family = TINY_FAMILIES[preset]
     tokenizer = tokenizer or _tokenizer(family)
     ids = dict(zip(family.marks, tokenizer.convert_tokens_to_ids(list(family.marks)), strict=True))
     text = {
@@ -424,21 +176,19 @@ def _tokenizer(family: TinyFamily) -> "PreTrainedTokenizerBase":
 
 
 def write_tiny_vision_model(
-    directory: str | Path, preset: str, seed: int = 0, *, initializer_range: float = 0.1
+    directory: str | Path, family: TinyFamily, seed: int = 0, *, initializer_range: float = 0.1
 ) -> None:
     """Writes a random float32 model with its processor as a Hugging Face checkpoint.
 
     Args:
         directory: Created if it does not exist.
-        preset, seed, initializer_range: See `build_tiny`.
+        family, seed, initializer_range: See `build_tiny`.
 
     Raises:
         RuntimeError: The processor does not survive being saved and loaded.
     """
-    model, processor = build_tiny(preset, seed=seed, initializer_range=initializer_range)
-    save_vision_model(
-        model, processor, directory, sample=TINY_FAMILIES[preset].image + f"é 4+3?{END}"
-    )
+    model, processor = build_tiny(family, seed=seed, initializer_range=initializer_range)
+    save_vision_model(model, processor, directory, sample=family.image + f"é 4+3?{END}")
 
 
 def save_vision_model(

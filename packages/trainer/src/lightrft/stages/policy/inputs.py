@@ -22,7 +22,7 @@ from lightrft.models.loading import load_config, load_processor
 from lightrft.reporting.files import SAMPLES_FILE, TRAJECTORIES_FILE
 from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.rewards import CombinedReward
-from lightrft.rewards.recipes import RewardRecipes
+from lightrft.rewards.types import RewardRecipes
 from lightrft.rollout.single_turn import SingleTurns
 from lightrft.stages.policy.algorithm import algorithm_problems
 from lightrft.stages.policy.decisions import decide_by_machine, read_model_facts

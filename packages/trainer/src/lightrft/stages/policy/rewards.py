@@ -11,9 +11,8 @@ from lightrft.config import TrainConfig
 from lightrft.datasets import Prompt
 from lightrft.models import RewardModel, load_tokenizer
 from lightrft.rewards import CombinedReward, build_reward
-from lightrft.rewards.build import numbered, reward_urls
-from lightrft.rewards.recipes import RewardRecipes, load_recipes
-from lightrft.rewards.types import RewardFunction
+from lightrft.rewards.build import load_recipes, numbered, reward_urls
+from lightrft.rewards.types import RewardFunction, RewardRecipes
 from lightrft.rollout.model_rewards import ModelRewards, ScoringModel
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -29,7 +28,6 @@ def build_run_reward(
     """The reward function of the options; a context manager that ends its processes."""
     return build_reward(
         config.reward_fn,
-        urls=reward_urls(config),
         weights=config.reward_weights[: num_functions(config)] or None,
         recipes=recipes,
         has_models=bool(config.reward_pretrain) or config.environment is not None,

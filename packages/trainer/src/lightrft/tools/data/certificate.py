@@ -1,7 +1,8 @@
-"""What a reward gives to answers of known quality: right ones, and those that must not pass."""
+"""Scores of a reward for answers of known quality: right ones, and those that must not pass."""
 
 from __future__ import annotations
 
+import operator
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ KINDS = ("empty", "echoed", "truncated", "repeated", "all boxed", "injected")
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What the reward gave.
+    """Scores of the reward and the doubts that follow.
 
     Args:
         name: Of the rewards.
@@ -79,7 +80,7 @@ def certify(rows: Sequence[CheckedRow], config: TrainConfig) -> Certificate:
         RewardError: One that fails, hangs, or returns another number of results.
     """
     urls = reward_urls(config)
-    with build_reward(config.reward_fn, urls=urls, config=config) as reward:
+    with build_reward(config.reward_fn, config=config) as reward:
         unusable = {row.location: reward.label_problem(row.label) for row in rows}
         problems = [f"{place}: {text}" for place, text in unusable.items() if text is not None]
         chosen = [row for row in rows if unusable[row.location] is None][:MAX_ROWS]
@@ -142,7 +143,7 @@ def find_doubts(
     *,
     labels_are_answers: bool = True,
 ) -> Iterator[str]:
-    """What the reward lets pass, one sentence each.
+    """Answers that the reward wrongly lets pass, one sentence each.
 
     Args:
         rows: Whose answers were scored.
@@ -151,28 +152,26 @@ def find_doubts(
         labels_are_answers: If not, as where they are tests, no answer of these may get anything.
     """
     indices = range(min(len(rows), MAX_PROBED_ROWS))
+
+    def score_of(kind: str, form: str, index: int) -> float:
+        places = probes.places
+        whole = (kind, form, index)
+        return scores[places[whole if whole in places else (kind, "", index)]]
+
     changed = [
-        index
-        for index in indices
-        for form in FORMS
-        if scores[probes.places["gold", form, index]] != scores[probes.places["again", form, index]]
+        i for i in indices for f in FORMS if score_of("gold", f, i) != score_of("again", f, i)
     ]
     if changed:
         yield f"the same input gets another score within one call ({rows[changed[0]].location})"
     labelled = [index for index in indices if rows[index].label is not None]
     means = _means(probes, scores)
     best = max(FORMS, key=lambda form: means[form])
-    gold = {i: max(scores[probes.places["gold", form, i]] for form in FORMS) for i in labelled}
-    if not labels_are_answers:
-        gold = dict.fromkeys(labelled, 0.0)
+    gold = dict.fromkeys(labelled, 0.0)
+    if labels_are_answers:
+        gold = {i: max(score_of("gold", form, i) for form in FORMS) for i in labelled}
     for kind in KINDS:
-        found = []
-        for index in labelled:
-            form = best if (kind, best, index) in probes.places else ""
-            score = scores[probes.places[kind, form, index]]
-            is_least = score == gold[index] and kind != "repeated" and labels_are_answers
-            if score > gold[index] or is_least:
-                found.append(index)
+        is_bad = operator.ge if labels_are_answers and kind != "repeated" else operator.gt
+        found = [i for i in labelled if is_bad(score_of(kind, best, i), gold[i])]
         if found:
             much = "more than" if kind == "repeated" else "as much as"
             than = f"{much} the reference answer" if labels_are_answers else "a reward"
@@ -183,7 +182,7 @@ def find_doubts(
 
 
 def _before(form: str) -> str:
-    """What stands before the answer in a form."""
+    """The text before the answer in a form."""
     return form.format("\0").partition("\0")[0]
 
 

@@ -1,4 +1,4 @@
-"""What a run would find in the rows of a source: lengths, duplicates, and what is wrong."""
+"""Checks of the rows of a source: lengths, duplicates and faults that a run would meet."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class CheckedRow:
 
 @dataclass(frozen=True, slots=True)
 class DataCheck:
-    """What was found, row by row.
+    """Findings, row by row.
 
     Args:
         rows: Those that can be trained on, over-long ones included.

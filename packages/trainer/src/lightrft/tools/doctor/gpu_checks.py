@@ -1,4 +1,4 @@
-"""What `lightrft doctor --gpu` times on a GPU, so that the first hour on a machine has a verdict.
+"""Timed checks of a GPU for `lightrft doctor --gpu`: the first hour on a machine has a verdict.
 
 Every step has a limit; without a GPU, or without the package that a step needs, it is not checked.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightrft.tools.doctor.checks import Check, Finding, found, unchecked
+from lightrft.tools.doctor.check import Check, Finding, found, unchecked
 from lightrft.tools.doctor.machine_checks import without_gpu
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ MAX_HEAD_ERROR = 1e-3
 
 @dataclass
 class EngineProbe:
-    """What the engine's steps found, which its checks read.
+    """Findings of the engine's steps, which its checks read.
 
     Args:
         report: Of the second weight synchronisation.
@@ -310,7 +310,7 @@ def freed_by_sleep(engine: RolloutEngine) -> float:
 
 
 def runner_of(probe: EngineProbe) -> Finding:
-    """Which code executes the model."""
+    """The code that executes the model."""
     return found(bool(probe.runner), probe.runner or "unknown")
 
 

@@ -1,4 +1,4 @@
-"""What `lightrft doctor` looks at on any machine, in seconds and without a model."""
+"""Checks of `lightrft doctor` on any machine, in seconds and without a model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from lightrft.cli.machine import environment_problems
-from lightrft.tools.doctor.checks import Check, Finding, found, unchecked
+from lightrft.cli.preflight import environment_problems
+from lightrft.tools.doctor.check import Check, Finding, found, unchecked
 
 GIGABYTE = 1e9
 # Package -> (from, below, what it is needed for).
@@ -198,7 +198,7 @@ def check_nccl() -> Finding:
 
 
 def check_attention() -> Finding:
-    """Which kernel packed sequences get."""
+    """The attention kernel of packed sequences."""
     import torch
 
     from lightrft.models.packed_attention import has_varlen_kernel
@@ -212,7 +212,7 @@ def check_attention() -> Finding:
 
 
 def check_kernels() -> Finding:
-    """What of lightrft.kernels is compiled."""
+    """The compiled parts of lightrft.kernels."""
     from lightrft.kernels import capabilities
 
     have = capabilities()
@@ -273,12 +273,12 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
 
 
 def check_disk() -> Finding:
-    """Where runs are written by default."""
+    """The disk to which runs are written by default."""
     return free_space(Path.cwd(), MIN_DISK)
 
 
 def check_memory(limits: Path = Path("/sys/fs/cgroup/memory.max")) -> Finding:
-    """What is available, of the machine and of the job."""
+    """Available memory of the machine and of the job."""
     import psutil
 
     available = psutil.virtual_memory().available

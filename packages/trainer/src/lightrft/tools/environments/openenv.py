@@ -69,10 +69,10 @@ class OpenEnvEpisode(Adapted):
             raise self._lost(f"no connection: {error}") from error
         asked = {**row, "seed": seed, "episode_id": self._id}
         try:
-            told = self._taken(self._ask("reset", asked))
+            first = self._taken(self._ask("reset", asked))
         except ActionRefusedError as error:
             raise self._lost(f"reset: {error}") from error
-        return f"\n{told}" if told else None
+        return f"\n{first}" if first else None
 
     def step(self, **action: object) -> str:
         """Makes an action; its observation as JSON.

@@ -14,7 +14,7 @@ Message = Mapping[str, object]
 
 
 class TextEnvironment(Protocol):
-    """What SkyRL-Gym's classes are."""
+    """Interface of SkyRL-Gym's classes."""
 
     def init(self, prompt: list[Message]) -> tuple[Sequence[Message], Mapping[str, object]]:
         """The prompt as it is to be asked, and what else is known."""
@@ -56,7 +56,7 @@ class Conversation(Adapted):
         return added or None
 
     def step(self, action: str) -> object:
-        """What is said after a turn.
+        """Observations, reward and end after a turn.
 
         Raises:
             EpisodeLostError: The author's `step` raised, or its answer has another form.
@@ -85,7 +85,7 @@ class Conversation(Adapted):
 
 
 def _behind(before: object, after: object) -> str | list[object] | None:
-    """What a content has more at its end; None if it does not begin with the other one."""
+    """The end that a content has beyond another one; None if it does not begin with it."""
     if isinstance(before, str) and isinstance(after, str):
         return after[len(before) :] if after.startswith(before) else None
     own, more = _as_parts(before), _as_parts(after)

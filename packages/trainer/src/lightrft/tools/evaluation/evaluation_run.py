@@ -29,6 +29,7 @@ from lightrft.stages.policy.rewards import (
     reward_recipes,
 )
 from lightrft.strategy import get_strategy
+from lightrft.strategy.strategy_base import StrategyBase
 
 RESULT_FILE = "eval.json"
 RESPONSES_FILE = "responses.jsonl"
@@ -36,7 +37,7 @@ RESPONSES_FILE = "responses.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class EvalSettings:
-    """How many answers are drawn beside the greedy one, and how they are counted.
+    """Number of answers drawn beside the greedy one, and the way they are counted.
 
     Args:
         num_samples: Samples of each prompt, drawn as in training; 0 draws none.
@@ -50,7 +51,7 @@ class EvalSettings:
     threshold: float = 1.0
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, one line each."""
+        """Problems of the values, one line each."""
         if any(not 1 <= k <= self.num_samples for k in self.pass_k):
             return [
                 f"pass_k: got {list(self.pass_k)}, expected numbers from 1 to num_samples = "
@@ -61,7 +62,7 @@ class EvalSettings:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """What an evaluation found; the same on every rank.
+    """Results of an evaluation; the same on every rank.
 
     Args:
         num_prompts: Prompts of the evaluation.
@@ -121,22 +122,30 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
             ),
             environments.source,
         )
-        metrics: dict[str, float] = {}
-        tables = {}
-        for name, params in sampling(config, settings).items():
-            own, table = sampler.sample_all(prompts, params)
-            metrics |= summarise(name, table, settings, params.n)
-            # The first rank writes all responses.
-            wanted = [
-                np.arange(len(table) if rank == 0 else 0) for rank in range(strategy.world_size)
-            ]
-            tables[name] = deliver_rows(table, tabulate(own), wanted, strategy)
-        result = EvalResult(len(prompts), metrics)
+        result, tables = _sample_passes(config, settings, sampler, prompts, strategy)
         if strategy.is_rank_0():
             write_result(config, settings, result)
             write_responses(Path(config.output_dir) / RESPONSES_FILE, prompts, tables, tokenizer)
         strategy.barrier()
         return result
+
+
+def _sample_passes(
+    config: TrainConfig,
+    settings: EvalSettings,
+    sampler: RolloutSampler,
+    prompts: Sequence[Prompt],
+    strategy: StrategyBase,
+) -> tuple[EvalResult, dict[str, SampleTable]]:
+    """The result of all passes, and on the first rank all responses of each."""
+    metrics: dict[str, float] = {}
+    tables = {}
+    for name, params in sampling(config, settings).items():
+        own, table = sampler.sample_all(prompts, params)
+        metrics |= summarise(name, table, settings, params.n)
+        wanted = [np.arange(len(table) if rank == 0 else 0) for rank in range(strategy.world_size)]
+        tables[name] = deliver_rows(table, tabulate(own), wanted, strategy)
+    return EvalResult(len(prompts), metrics), tables
 
 
 def sampling(config: TrainConfig, settings: EvalSettings) -> dict[str, SamplingParams]:

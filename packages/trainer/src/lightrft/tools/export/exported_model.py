@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightrft.cli.errors import CommandError, ExitCode
 from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
 from lightrft.config.toml import read_toml
@@ -36,13 +37,15 @@ SHOWN_GROUPS = ("algorithm", "rollout", "training")  # of options, in the README
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 
 
-class ExportError(RuntimeError):
-    """An exported model is not the trained one; the message says where they differ."""
+class ExportError(CommandError):
+    """An exported model that is not the trained one; the message says where they differ."""
+
+    code = ExitCode.VERIFICATION
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written and compared.
+    """Written files and their comparison.
 
     Args:
         directory: The checkpoint.

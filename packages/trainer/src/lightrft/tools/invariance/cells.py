@@ -64,7 +64,7 @@ REFERENCE = Cell()
 
 @dataclass(frozen=True, slots=True)
 class Deviations:
-    """How far a cell's results are from the reference's.
+    """Differences between a cell's results and the reference's.
 
     Args:
         outputs: Largest difference of a logprob; of values, over the largest value.
@@ -107,7 +107,7 @@ BF16_FACTOR = 3.0
 
 
 def bf16_bounds(plainest: Deviations) -> Deviations:
-    """What a way in bfloat16 may deviate from float32, by what the plainest way does.
+    """Bounds of a way in bfloat16 against float32, from the deviation of the plainest way.
 
     Args:
         plainest: Deviations of one process with one padded micro-batch in bfloat16.

@@ -1,8 +1,10 @@
 """Carries out one step in several ways, on the ranks that each of them needs, and compares."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -14,21 +16,28 @@ from torch.optim import SGD, Optimizer
 from lightrft.algorithms.aggregation import local_normalizer
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.experience.minibatches import micro_slices
-from lightrft.models import Actor, ActorOutput, Critic
+from lightrft.models import Actor, ActorOutput, Critic, load_config
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.prepared import PreparedModel
 from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.testing import run_multiprocess
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     checkpoint_module,
     local_rank_in,
 )
-from lightrft.tools.invariance.batch import NUM_ROWS, Rows, make_rows, policy_share, value_share
-from lightrft.tools.invariance.cells import REFERENCE, Cell, Deviations, Role
-from lightrft.tools.invariance.pictures import draw_prompts
+from lightrft.tools.invariance.batch import (
+    NUM_ROWS,
+    Rows,
+    draw_prompts,
+    make_rows,
+    policy_share,
+    value_share,
+)
+from lightrft.tools.invariance.cells import REFERENCE, Cell, Deviations, Role, doctor_cells
 
-Look = Callable[[StrategyBase, PreparedModel, Cell], None]
+StepHook = Callable[[StrategyBase, PreparedModel, Cell], None]
 
 ADAM_RATE = 1e-3
 # How far the step of SGD moves the weights, over their norm: so far that the gradient can be read
@@ -41,7 +50,7 @@ SMALLEST_TENSOR = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step returns on this rank.
+    """Results of one step on this rank.
 
     Args:
         loss: Of the whole batch.
@@ -145,7 +154,7 @@ def _share(model: nn.Module, cell: Cell, micro: Rows, normalizer: Tensor) -> tup
     return policy_share(output, micro, normalizer), output.logprobs
 
 
-def write_reference(path: str, role: Role, file: Path, look: Look | None = None) -> None:
+def write_reference(path: str, role: Role, file: Path, on_step: StepHook | None = None) -> None:
     """Carries out the step in one process with one padded micro-batch, and keeps the results.
 
     The gradient is the one autograd leaves; all others are read off weights.
@@ -154,7 +163,7 @@ def write_reference(path: str, role: Role, file: Path, look: Look | None = None)
         path: Checkpoint of the model.
         role: What is trained.
         file: Where the results go.
-        look: Called after the steps of AdamW.
+        on_step: Called after the steps of AdamW.
     """
     cell = replace(REFERENCE, role=role)
     strategy = make_strategy(cell)
@@ -182,8 +191,8 @@ def write_reference(path: str, role: Role, file: Path, look: Look | None = None)
     before = {name: p.detach().clone() for name, p in weights.items()}
     for rows in (first, second):
         take_step(strategy, ready, cell, rows)
-    if look is not None:
-        look(strategy, ready, cell)
+    if on_step is not None:
+        on_step(strategy, ready, cell)
     results |= {f"update/{n}": (p.detach() - before[n]).cpu() for n, p in weights.items()}
     results["outputs"] = step.outputs
     results["numbers"] = torch.tensor([step.loss, rate], dtype=torch.float64)
@@ -208,7 +217,7 @@ def rows_of(path: str) -> tuple[Rows, Rows]:
 
 
 def measure(
-    strategy: StrategyBase, cell: Cell, path: str, reference: Path, look: Look | None = None
+    strategy: StrategyBase, cell: Cell, path: str, reference: Path, on_step: StepHook | None = None
 ) -> Deviations:
     """Carries out the step as the cell says. Collective; the same result on every rank.
 
@@ -217,7 +226,7 @@ def measure(
         cell: How.
         path: Checkpoint of the model.
         reference: A file of `write_reference` for this model and role.
-        look: Called after the steps of AdamW.
+        on_step: Called after the steps of AdamW.
     """
     expected = load_file(reference)
     loss, rate = expected["numbers"].tolist()
@@ -229,7 +238,7 @@ def measure(
     read_off = {name: (before[name] - value) / rate for name, value in after.items()}
     gradient = deviation(strategy, ready, read_off, expected, "gradient")
     del ready
-    update = _adam_update(strategy, cell, path, expected, look)
+    update = _adam_update(strategy, cell, path, expected, on_step)
     difference = (step.outputs - expected["outputs"])[step.rows].abs().max()
     scale = 1.0 if cell.role == "actor" else float(expected["outputs"].abs().max())
     return Deviations(
@@ -243,7 +252,11 @@ def measure(
 
 
 def _adam_update(
-    strategy: StrategyBase, cell: Cell, path: str, expected: Mapping[str, Tensor], look: Look | None
+    strategy: StrategyBase,
+    cell: Cell,
+    path: str,
+    expected: Mapping[str, Tensor],
+    on_step: StepHook | None,
 ) -> float:
     ready = prepare(strategy, cell, path, lambda m: strategy.create_optimizer(m, lr=ADAM_RATE))
     before = local_values(strategy.parameter_source(ready))
@@ -251,8 +264,8 @@ def _adam_update(
         take_step(strategy, ready, cell, rows)
     after = local_values(strategy.parameter_source(ready))
     moved = {name: value - before[name] for name, value in after.items()}
-    if look is not None:
-        look(strategy, ready, cell)
+    if on_step is not None:
+        on_step(strategy, ready, cell)
     return deviation(strategy, ready, moved, expected, "update")[0]
 
 
@@ -265,14 +278,14 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 
 
 def measure_cells(
-    rank: int, world_size: int, cells: list[tuple[Cell, str, str]], look: Look | None = None
+    rank: int, world_size: int, cells: list[tuple[Cell, str, str]], on_step: StepHook | None = None
 ) -> list[Deviations | str]:
     """Measures cells of one number of ranks, one after the other; runs on every rank.
 
     Args:
         rank, world_size: As `run_multiprocess` passes them.
         cells: Each cell with the path of its model and of its reference.
-        look: Called on every rank after the steps of AdamW of each cell.
+        on_step: Called on every rank after the steps of AdamW of each cell.
 
     Returns:
         Deviations of each cell, or why its model cannot be laid out so.
@@ -298,7 +311,7 @@ def measure_cells(
         if key not in strategies:
             strategies[key] = make_strategy(key)
         try:
-            results.append(measure(strategies[key], cell, path, Path(reference), look))
+            results.append(measure(strategies[key], cell, path, Path(reference), on_step))
         except LayoutRefusedError as refusal:  # by all ranks alike
             results.append(str(refusal))
     return results
@@ -347,3 +360,50 @@ def deviation(
     deviation_of_all = float(torch.linalg.vector_norm(differences)) / whole
     is_judged = norms > SMALLEST_TENSOR * whole
     return deviation_of_all, float((differences / norms)[is_judged].max())
+
+
+# A cell with its deviations, or with the reason why this model cannot be laid out so.
+CellResult = tuple[Cell, Deviations | str]
+
+
+def examine(
+    path: str, *, num_processes: int, timeout_seconds: float, bf16: bool = False
+) -> Iterator[CellResult]:
+    """Carries out one step of a model in many ways, and compares each with the plainest.
+
+    Args:
+        path: Checkpoint of a causal language model.
+        num_processes: Processes of the distributed ways; 1 leaves them out.
+        timeout_seconds: Deadline of the ways with one number of processes.
+        bf16: Carry them out in bfloat16; the comparison stays with float32.
+
+    Yields:
+        The results, as soon as all with one number of processes are there.
+
+    Raises:
+        ModelLoadError: The checkpoint cannot be read.
+        RankFailure: A process failed.
+    """
+    load_config(path)
+    has_deepspeed = find_spec("deepspeed") is not None
+    cells = doctor_cells(num_processes, has_deepspeed=has_deepspeed, bf16=bf16)
+    with tempfile.TemporaryDirectory() as folder:
+        reference = str(Path(folder) / "reference.safetensors")
+        for world_size in sorted({cell.world_size for cell in cells}):
+            chosen = [cell for cell in cells if cell.world_size == world_size]
+            results = run_multiprocess(
+                examine_cells,
+                world_size,
+                timeout_seconds=timeout_seconds,
+                args=(chosen, path, reference),
+            )
+            yield from zip(chosen, results[0], strict=True)  # type: ignore[call-overload]
+
+
+def examine_cells(
+    rank: int, world_size: int, cells: list[Cell], path: str, reference: str
+) -> list[Deviations | str]:
+    """Measures cells on one rank; the first rank writes the reference if there is none."""
+    if not Path(reference).exists():
+        write_reference(path, "actor", Path(reference))
+    return measure_cells(rank, world_size, [(cell, path, reference) for cell in cells])

@@ -25,7 +25,7 @@ LEAST_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to change.
+    """Settings to change and the plan with them.
 
     Args:
         changes: Options and their new values; empty if the run fits as it is.
@@ -81,7 +81,7 @@ def remedies(setup: Setup, *, limit: int = 3) -> list[str]:
 def _acting(
     step: Mapping[str, object], config: TrainConfig, before: Mapping[str, object]
 ) -> dict[str, object]:
-    """What of a step changes something."""
+    """The settings of a step that change something."""
     uses_fsdp = bool(before.get("fsdp", config.fsdp))
     if "fsdp_cpu_offload" in step and not uses_fsdp:
         return {}

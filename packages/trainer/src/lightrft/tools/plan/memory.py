@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightrft.run.machines import GB
+from lightrft.run.gpus import GB
 from lightrft.tools.plan.backends import (
     Term,
     evaluated,
@@ -24,7 +24,7 @@ RESERVE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What one phase of a run holds on a rank at its peak.
+    """Memory of one phase of a run on a rank at its peak.
 
     Args:
         name: Of the phase.
@@ -194,3 +194,41 @@ def _saving(setup: Setup) -> Iterator[Term]:
     largest = max(setup.actor_size.embedding_parameters, setup.actor_size.layer_parameters)
     if gathered(setup, setup.actor):
         yield Term("one whole tensor", 4 * largest)
+
+
+def gigabytes(num_bytes: float) -> str:
+    """With one decimal, or three below 1 GB."""
+    return f"{num_bytes / GB:.1f} GB" if num_bytes >= GB else f"{num_bytes / GB:.3f} GB"
+
+
+def memory_table(plan: MemoryPlan) -> str:
+    """One block of lines for each phase, its terms from the largest on."""
+    lines = []
+    for phase in plan.phases:
+        verdict = "" if phase.device_bytes <= plan.usable_bytes else "  TOO LARGE"
+        lines.append(f"{phase.name:8} {gigabytes(phase.device_bytes):>10}{verdict}")
+        lines += _terms(phase)
+    return "\n".join(lines)
+
+
+def summary(plan: MemoryPlan) -> str:
+    """The verdict in one line."""
+    worst, setup = plan.worst, plan.setup
+    where = "GPU" if setup.has_gpu else "share of the host"
+    text = (
+        f"largest phase {worst.name}: {gigabytes(worst.device_bytes)} of "
+        f"{gigabytes(plan.usable_bytes)} ({gigabytes(setup.capacity_bytes)} of each rank's {where} "
+        f"less {RESERVE:.0%})"
+    )
+    if plan.host_bytes:
+        text += f", and {gigabytes(plan.host_bytes)} of the host"
+    return text
+
+
+def _terms(phase: Phase) -> list[str]:
+    found = sorted(phase.terms, key=lambda term: -term.num_bytes)
+    return [
+        f"  {gigabytes(term.num_bytes):>12}  {term.name}{' (host)' if term.is_on_host else ''}"
+        for term in found
+        if term.num_bytes >= 1e-3 * max(1.0, phase.device_bytes + phase.host_bytes)
+    ]

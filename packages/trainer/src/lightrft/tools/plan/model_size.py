@@ -1,4 +1,4 @@
-"""How many numbers a decoder has, and where, from its configuration."""
+"""Numbers of parameters of a decoder and of its parts, from its configuration."""
 
 import json
 from collections.abc import Mapping
@@ -98,7 +98,7 @@ class ModelSize:
 
     @property
     def active_layer_parameters(self) -> int:
-        """Those of a layer that one token passes through."""
+        """The parameters of a layer that one token passes through."""
         return self._attention_parameters + self.num_active_experts * self._expert_parameters
 
     @property

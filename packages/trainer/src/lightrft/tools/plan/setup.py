@@ -1,4 +1,4 @@
-"""What a plan is made for: models, options and the machine, and what follows from them."""
+"""The models, options and machine that a plan is made for, and what follows from them."""
 
 from dataclasses import dataclass
 from functools import cached_property

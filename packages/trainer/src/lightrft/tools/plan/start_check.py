@@ -11,15 +11,15 @@ import torch
 from lightrft.config import TrainConfig
 from lightrft.engines.factory import resolve_engine_type
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.tools.plan.advice import advise, remedies
 from lightrft.tools.plan.memory import (
     MemoryPlan,
     largest_engine_share,
     least_engine_bytes,
+    memory_table,
     plan_memory,
+    summary,
 )
 from lightrft.tools.plan.model_size import read_model_size
-from lightrft.tools.plan.report import memory_table, summary
 from lightrft.tools.plan.setup import Setup
 
 # A prediction that is over by less than this is no reason to stop a run.
@@ -52,6 +52,8 @@ def settle(setup: Setup, write: Callable[[str], None]) -> TrainConfig:
     write(f"memory: {summary(plan)}")
     if over <= 1:
         return config
+    from lightrft.tools.plan.advice import advise, remedies
+
     lines = [f"  {number}. {text}" for number, text in enumerate(remedies(plan.setup), start=1)]
     found = advise(plan.setup)
     if found.plan.fits:

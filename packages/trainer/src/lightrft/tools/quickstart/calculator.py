@@ -48,7 +48,7 @@ class Product:
 
     @property
     def expression(self) -> str:
-        """What a calculator takes."""
+        """The expression that a calculator takes."""
         return f"{self.first}*{self.second}"
 
     @property

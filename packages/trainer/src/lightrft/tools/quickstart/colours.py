@@ -95,7 +95,7 @@ def _draw_shape(canvas: "ImageDraw", place: int, colour: Colour, rng: random.Ran
 
 
 def describe(shapes: Shapes, rng: random.Random, *, p_blind: float = P_BLIND) -> str:
-    """What the teacher sees of each shape, and the number that follows from it."""
+    """The colours that the teacher sees, and the number that follows from them."""
     seen = [
         BLIND[name] if name in BLIND and rng.random() < p_blind else name for name in shapes.cells
     ]
@@ -140,7 +140,7 @@ SHAPES = Task(
     whole_tokens=("<think>", "</think>", "\\boxed{", *COLOURS, "How many "),
     draw=draw_shapes,
     draw_media=save_picture,
-    preset="tiny-qwen2.5-vl",
+    reads_images=True,
     reward="boxed_sum.py",
     adjust=with_pictures,
     numbers={"num_steps": 60, "num_warm_start_steps": 900, "num_eval_prompts": 256},

@@ -1,4 +1,4 @@
-"""What a quick start teaches: exercises, a careless teacher, and the files of the run."""
+"""Tasks of a quick start: exercises, a careless teacher, and the files of the run."""
 
 import json
 import random
@@ -44,7 +44,7 @@ class Task:
         whole_tokens: Texts that are one token; all others are characters.
         chat_template: In place of the tiny models' own.
         draw: Exercises without end, for training or held out.
-        preset: Of the untrained model, where it reads images.
+        reads_images: Whether the model does.
         learning_rate: Peak of the imitation's.
         draw_media: Writes the media of an exercise as files whose names begin with a path's, and
             gives the columns that name them.
@@ -61,7 +61,7 @@ class Task:
     whole_tokens: tuple[str, ...]
     draw: Callable[[random.Random, bool], Iterator[Exercise]]
     reward: str
-    preset: str | None = None
+    reads_images: bool = False
     learning_rate: float = 7e-3
     draw_media: Callable[[Exercise, Path], dict[str, object]] = lambda exercise, stem: {}
     chat_template: str | None = None

@@ -25,7 +25,7 @@ from lightrft.tools.model_presets import (
     save_checked,
 )
 from lightrft.tools.quickstart.task import Exercise, Message, Task
-from lightrft.tools.tiny_vision_models import build_tiny, save_vision_model
+from lightrft.tools.tiny_vision_models import TINY_VISION, build_tiny, save_vision_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +58,7 @@ def build_tokenizer(task: Task) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True, slots=True)
 class Student:
-    """Who imitates.
+    """The model that imitates, with its tokenizer.
 
     Args:
         model: In fp32.
@@ -71,7 +71,7 @@ class Student:
     processor: ProcessorMixin | None = None
 
     def media(self, exercises: Sequence[Exercise], token_ids: Tensor) -> dict[str, Tensor]:
-        """What the model is given beside `token_ids`: nothing, or the pictures of `exercises`."""
+        """Inputs of the model beside `token_ids`: none, or the pictures of `exercises`."""
         if self.processor is None:
             return {}
         pictures = [cast("Pictured", exercise).picture() for exercise in exercises]
@@ -91,7 +91,7 @@ class Pictured(Protocol):
     """An exercise to look at."""
 
     def picture(self) -> Image:
-        """What is seen."""
+        """The picture."""
         ...
 
 
@@ -103,9 +103,9 @@ def build_student(task: Task, *, seed: int) -> Student:
     tokens, and copying a digit from its place is learnt late.
     """
     tokenizer = build_tokenizer(task)
-    if task.preset is not None:
+    if task.reads_images:
         model, processor = build_tiny(
-            task.preset, seed=seed, initializer_range=VISION_INITIALIZER_RANGE, tokenizer=tokenizer
+            TINY_VISION, seed=seed, initializer_range=VISION_INITIALIZER_RANGE, tokenizer=tokenizer
         )
         return Student(model, tokenizer, processor)
     config = Qwen3Config(

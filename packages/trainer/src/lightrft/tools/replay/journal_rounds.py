@@ -27,7 +27,7 @@ Generate = Callable[[SamplingParams, list[GenerationRequest]], list[Completion]]
 
 @dataclass(slots=True)
 class Replay:
-    """What was replayed, and where it differs.
+    """Numbers of replayed turns, and their differences.
 
     Args:
         num_episodes, num_turns, num_tokens, num_answers: Compared.
@@ -97,7 +97,7 @@ def replay_journal(
 def _of_turn(
     sample: int, turn: RecordedTurn, again: Completion, config: TrainConfig, into: Replay
 ) -> Iterator[str]:
-    """Where a turn differs from the one that was sampled."""
+    """The differences of a turn from the one that was sampled."""
     into.num_turns += 1
     into.num_tokens += len(turn.token_ids)
     where = f"sample {sample}, turn {turn.turn}"
@@ -126,7 +126,7 @@ def _of_answers(
     contexts: dict[int, list[int]],
     into: Replay,
 ) -> Iterator[str]:
-    """Where the answers are not what the model saw of them."""
+    """The answers that are not what the model saw of them."""
     key, context = (sample, turn.turn), contexts[sample]
     event, answers = recorded.observations.get(key), recorded.answers.get(key, [])
     if event is None:

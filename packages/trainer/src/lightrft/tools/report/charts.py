@@ -35,7 +35,7 @@ class Chart:
     metric: str = ""
 
     def as_json(self) -> dict[str, object]:
-        """What the page's script draws; `bounds` are the limits of health near the values."""
+        """Data of the page's script; `bounds` are the limits of health near the values."""
         names = [self.metric] if self.metric else self.series
         rows = [row for name in names if (row := metric_row(name)) is not None]
         units = {row.unit for row in rows}

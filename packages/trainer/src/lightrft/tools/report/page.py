@@ -148,11 +148,16 @@ def find_alarms(run: RunData) -> list[str]:
             bad = [step for step in bad if step not in solved]
         if bad:
             worst = [value for step, value in points if value is not None and step in set(bad)]
-            extreme = f", up to {format_number(max(worst))}" if worst and row.low is None else ""
-            where = f"step {bad[0]}" if len(bad) == 1 else f"{len(bad)} steps from {bad[0]} on"
-            healthy = f"healthy: {row.healthy_range}" if worst else "not a finite number"
-            sentences.append(f"{where}: {row.name}{extreme} ({healthy})")
+            sentences.append(_alarm(row, bad, worst))
     return sentences[:MAX_ALARMS]
+
+
+def _alarm(row: MetricRow, bad: Sequence[int], worst: Sequence[float]) -> str:
+    """The sentence about the steps in which a metric was bad, with these finite values."""
+    extreme = f", up to {format_number(max(worst))}" if worst and row.low is None else ""
+    where = f"step {bad[0]}" if len(bad) == 1 else f"{len(bad)} steps from {bad[0]} on"
+    healthy = f"healthy: {row.healthy_range}" if worst else "not a finite number"
+    return f"{where}: {row.name}{extreme} ({healthy})"
 
 
 def solved_steps(run: RunData) -> set[int]:
@@ -168,7 +173,7 @@ def solved_steps(run: RunData) -> set[int]:
 
 
 def solved_sentence(run: RunData) -> str:
-    """What there is to say where a run has nothing left to learn; "" elsewhere."""
+    """A sentence where a run has nothing left to learn; "" elsewhere."""
     shares = dict(run.points("constant_group_share"))
     limit = METRICS["constant_group_share"].high or 1.0
     steps = sorted(step for step in solved_steps(run) if (shares.get(step) or 0.0) > limit)

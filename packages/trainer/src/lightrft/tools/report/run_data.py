@@ -1,4 +1,4 @@
-"""What is known about a run from the files in its folder, whether or not it has ended."""
+"""Contents of the files in a run's folder, whether or not the run has ended."""
 
 import math
 import time
@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from lightrft.cli.errors import UsageError
 from lightrft.config import TrainConfig
 from lightrft.config.options import looks_secret, options_of
 from lightrft.config.toml import format_toml, read_toml
@@ -102,8 +103,8 @@ class RunData:
         return max(self.metrics, default=0)
 
 
-class NotARunError(ValueError):
-    """A folder does not hold what a run leaves from its first seconds on."""
+class NotARunError(UsageError):
+    """A folder without what a run leaves from its first seconds on."""
 
 
 def read_run(folder: Path, *, now: float | None = None) -> RunData:

@@ -3,13 +3,13 @@
 import html
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from lightrft.reporting.files import SAMPLES_FILE, TRAJECTORIES_FILE, JsonLines
-from lightrft.reporting.thumbnails import shown_thumbnails
 from lightrft.tools.report.charts import format_number
 
 MAX_CHARACTERS = 6000
@@ -18,6 +18,9 @@ MAX_PARTS, MAX_PART_CHARACTERS = 32, 2000
 # Of a prompt whose response is shown token by token.
 MAX_PROMPT_CHARACTERS = 2000
 MAX_TOKENS = 600
+# Pictures of a row, and the length of one: 96 x 96 pixels of noise take 11,600.
+MAX_THUMBNAILS, MAX_THUMBNAIL_CHARACTERS = 4, 16_000
+_THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]+={0,2}")
 # Of all texts and of all tokens in the page.
 BYTE_BUDGET, TOKEN_BYTE_BUDGET = 1_200_000, 800_000
 # What tokens can be shaded by, and what it means.
@@ -34,7 +37,7 @@ Sample = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is shown of a file of samples.
+    """The shown part of a file of samples.
 
     Args:
         steps: Samples by step, newest first.
@@ -236,7 +239,7 @@ def _numbers(entry: Mapping[str, object], name: str) -> list[float | None]:
 
 
 def _observed(entry: Mapping[str, object], num_tokens: int) -> list[bool]:
-    """Which tokens are part of an observation."""
+    """Marks of the tokens that are part of an observation."""
     spans = entry.get("sampled_spans")
     if not isinstance(spans, list):
         return [False] * num_tokens
@@ -255,3 +258,15 @@ def _rounded(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(f"{value:.5g}")
+
+
+def shown_thumbnails(value: object) -> list[str]:
+    """The pictures of a line that a page may show; whatever else stands there is left out."""
+    listed = value if isinstance(value, list) else []
+    return [
+        text
+        for text in listed[:MAX_THUMBNAILS]
+        if isinstance(text, str)
+        and len(text) <= MAX_THUMBNAIL_CHARACTERS
+        and _THUMBNAIL.fullmatch(text)
+    ]

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -51,7 +51,7 @@ class CodeTests:
 
 @dataclass(frozen=True, slots=True)
 class CodeOutcome:
-    """What running an answer with its tests has shown.
+    """Result of running an answer with its tests.
 
     Args:
         num_passed: Tests.
@@ -91,12 +91,7 @@ def read_tests(label: str) -> CodeTests:
     except (ValueError, RecursionError):
         found = [label]  # statements as they are
     if isinstance(found, dict) and {"inputs", "outputs"} <= found.keys():
-        inputs, outputs = found["inputs"], found["outputs"]
-        if not isinstance(inputs, list) or not isinstance(outputs, list):
-            raise ValueError("'inputs' and 'outputs' of tests must be lists")
-        if len(inputs) != len(outputs) or found.get("fn_name") is not None:
-            raise ValueError("tests need as many outputs as inputs, and no fn_name")
-        found = [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
+        found = _paired(found)
     if not isinstance(found, list) or not found:
         raise ValueError(
             "expected tests: a list of statements such as 'assert add(1, 2) == 3', or of "
@@ -110,6 +105,16 @@ def read_tests(label: str) -> CodeTests:
     if all(isinstance(test, dict) and _is_pair(test) for test in found):
         return CodeTests(pairs=tuple((test["input"], test["output"]) for test in found))
     raise ValueError("every test must be a statement, or each an object of texts input and output")
+
+
+def _paired(found: Mapping[str, object]) -> list[object]:
+    """The tests of an object of inputs and outputs; raises a ValueError."""
+    inputs, outputs = found["inputs"], found["outputs"]
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        raise ValueError("'inputs' and 'outputs' of tests must be lists")
+    if len(inputs) != len(outputs) or found.get("fn_name") is not None:
+        raise ValueError("tests need as many outputs as inputs, and no fn_name")
+    return [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
 
 
 def run_tests(code: str, tests: CodeTests, run: Callable[[bytes, bytes], Ending]) -> CodeOutcome:

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from typing import cast
 
 from lightrft.config import TrainConfig
-from lightrft.config.sources import GYM_COLUMN, GYM_PREFIX
-from lightrft.rewards.process import WorkerFailedError, WorkerTask, WorkerTimeoutError
+from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
-from lightrft.rewards.worker_pool import WorkerPool
 from lightrft.strategy.config import ConfigError
+from lightrft.tools.rewards.gym_data import GYM_COLUMN, GYM_PREFIX
 
 ANSWER_SECONDS = 5.0
 MAX_ANSWER_CHARACTERS = 20_000
@@ -24,9 +23,9 @@ class GymReward:
     score 0.
 
     Args:
-        spelling: `reasoning_gym:NAME`.
         config: Its `reward_timeout_seconds` is the deadline of one call, `reward_workers` the
             number of processes.
+        spelling: `reasoning_gym:NAME`.
 
     Raises:
         ConfigError: There is no such task, or the package is missing.
@@ -35,7 +34,7 @@ class GymReward:
     needs_labels = False
     whole_batch = False
 
-    def __init__(self, spelling: str, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, spelling: str) -> None:
         self.name = spelling.removeprefix(GYM_PREFIX)
         self._spelling = spelling
         self._seconds = config.reward_timeout_seconds
@@ -93,7 +92,7 @@ class GymReward:
 
 
 def find_answer(response: str) -> str:
-    """What the last `<answer>` holds, to its end or that of the response; else the last line."""
+    """The text of the last `<answer>`, to its end or that of the response; else the last line."""
     start = response.rfind(_OPEN)
     if start >= 0:
         answer = response[start + len(_OPEN) :].partition(_CLOSE)[0].strip()

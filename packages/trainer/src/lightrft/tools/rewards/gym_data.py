@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from lightrft.config.sources import GYM_COLUMN, GYM_PREFIX
 from lightrft.datasets.types import DataError
 
+# Tasks of reasoning-gym, as data and as rewards, and the column of what their score needs.
+GYM_PREFIX, GYM_COLUMN = "reasoning_gym:", "reasoning_gym"
 _OWN = {"size": 1000, "test_size": 100, "seed": 0}
 _NAME = re.compile(r"\w+", re.ASCII)
 
@@ -30,11 +31,6 @@ class GymSource:
     test_size: int
     seed: int
     options: Mapping[str, object]
-
-
-def is_gym_source(text: str) -> bool:
-    """Whether a source is a task of reasoning-gym."""
-    return text.startswith(GYM_PREFIX)
 
 
 def parse_gym_source(text: str) -> GymSource:

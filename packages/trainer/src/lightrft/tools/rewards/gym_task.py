@@ -19,41 +19,10 @@ Scored = tuple[float, Literal["scored", "failed", "timeout"]]
 # Scorers that give the answer to `eval` or to sympy's parser, which uses that: only what cannot
 # call anything of Python's gets there.
 EVALUATED = frozenset({"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"})
-PARSED = frozenset(
-    {
-        "simple_integration",
-        "intermediate_integration",
-        "polynomial_multiplication",
-        "puzzle24",
-        "countdown",
-    }
-)
+_INTEGRATION = frozenset({"simple_integration", "intermediate_integration"})
+PARSED = _INTEGRATION | {"polynomial_multiplication", "puzzle24", "countdown"}
 _FORMULA = re.compile(r"(?:[0-9+\-*/^(), \t=]|\.(?![A-Za-z_])|[A-Za-z]+)*", re.ASCII)
-_WORDS = frozenset(
-    {
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "sec",
-        "csc",
-        "cot",
-        "exp",
-        "log",
-        "ln",
-        "sqrt",
-        "pi",
-        "Abs",
-        "erf",
-        "Si",
-        "Ci",
-    }
-)
+_WORD = re.compile("(sin|cos|tan)h?|a(sin|cos|tan)|sec|csc|cot|exp|log|ln|sqrt|pi|Abs|erf|Si|Ci")
 _PLAIN = re.compile(r"(?:[\w\s#-]|\.(?![A-Za-z_]))*", re.ASCII)
 
 
@@ -140,7 +109,7 @@ def is_harmless(name: str, answer: str) -> bool:
     """Whether a scorer that evaluates answers may get this one."""
     if name in PARSED:
         words = re.findall(r"[A-Za-z]{2,}", answer)
-        return _FORMULA.fullmatch(answer) is not None and _WORDS.issuperset(words)
+        return _FORMULA.fullmatch(answer) is not None and all(map(_WORD.fullmatch, words))
     if name in EVALUATED and not _PLAIN.fullmatch(answer):
         try:
             ast.literal_eval(answer)

@@ -59,7 +59,7 @@ class HttpError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What one request may cost.
+    """Limits of one request.
 
     Args:
         total_seconds: Deadline of everything, repetitions included.
@@ -183,9 +183,9 @@ class HttpClient:
                     await asyncio.sleep(wait)
                     pause = min(2 * pause, MAX_WAIT_SECONDS)
         except TimeoutError:
-            told = "" if last is None else f": {last}"
+            reason = "" if last is None else f": {last}"
             raise HttpError(
-                f"{shown} gave no answer within {seconds:g} s and {num_attempts} attempts{told}",
+                f"{shown} gave no answer within {seconds:g} s and {num_attempts} attempts{reason}",
                 is_temporary=True,
             ) from None
 

@@ -5,10 +5,12 @@ ends its answer with a line `Score: N`, 0 <= N <= 10. Whatever else it answers i
 a score.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +18,6 @@ from lightrft.config import TrainConfig
 from lightrft.config.printable import one_line
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.strategy.config import ConfigError
-from lightrft.tools.rewards.answer_cache import AnswerCache
 from lightrft.tools.rewards.http import (
     HttpClient,
     HttpError,
@@ -65,18 +66,19 @@ class JudgeReward:
     Args:
         config: Its `judge_*` options, `reward_timeout_seconds` as the deadline of one call, and
             `output_dir`, where the cache is if that folder exists.
+        name: Of the reward and of its component.
 
     Raises:
         ConfigError: No address or model, or a template that cannot be used.
     """
 
-    name = "judge"
     needs_labels = False
     # As many as requests may be under way.
     parallel_calls = CONCURRENCY
     whole_batch = False
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, name: str = "judge") -> None:
+        self.name = name
         if config.judge_url is None or config.judge_model is None:
             raise ConfigError(
                 "the reward judge needs --judge_url http://HOST:PORT/v1 and --judge_model NAME"
@@ -226,3 +228,51 @@ def _load_template(path: str | None) -> str:
             "may hold {prompt} and {label}"
         )
     return text
+
+
+class AnswerCache:
+    """Texts by key; each rank appends to a file of its own and reads those of all.
+
+    Args:
+        folder: Made with the first answer if the folder above it exists; if not, answers are kept
+            in memory only.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._answers: dict[str, str] = {}
+        for file in sorted(folder.glob("*.jsonl")):
+            for line in file.read_bytes().splitlines():
+                self._take(line)
+
+    def get(self, key: str) -> str | None:
+        """The answer, or None."""
+        return self._answers.get(key)
+
+    def put(self, key: str, answer: str) -> None:
+        """Keeps an answer, unless another thread was first with one."""
+        with self._lock:
+            if key in self._answers:
+                return
+            self._answers[key] = answer
+        if not self._folder.parent.is_dir():
+            return
+        self._folder.mkdir(exist_ok=True)
+        line = json.dumps({"key": key, "answer": answer}).encode() + b"\n"
+        name = f"rank_{os.environ.get('RANK', '0')}.jsonl"
+        file = os.open(self._folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            # A line that a killed run left unfinished ends here, not in the middle of this one.
+            end = os.lseek(file, 0, os.SEEK_END)
+            os.write(file, (b"\n" if end else b"") + line)
+        finally:
+            os.close(file)
+
+    def _take(self, line: bytes) -> None:
+        """One line; what a killed run left unfinished is none."""
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            entry = json.loads(line)
+            key, answer = entry["key"], entry["answer"]
+            if isinstance(key, str) and isinstance(answer, str):
+                self._answers[key] = answer

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import cast
 
+from lightrft.config import TrainConfig
 from lightrft.rewards.process import (
     WorkerFailedError,
     WorkerProcess,
@@ -50,7 +51,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_hashes(text: str) -> str | None:
-    """What follows the last `####` on its line, the answer mark of GSM8K; None without one."""
+    """The text after the last `####` on its line, the answer mark of GSM8K; None without one."""
     found = _HASHES.findall(text)
     return found[-1].strip() if found else None
 
@@ -98,7 +99,7 @@ _TASK = WorkerTask("lightrft.tools.rewards.math_grader", "MathGrader", memory_by
 
 @dataclass(frozen=True, slots=True)
 class MathRule:
-    """Where the answers stand.
+    """Places of the answers.
 
     Args:
         name: Name of the reward and of its component.
@@ -203,7 +204,7 @@ class MathReward:
             worker.close()
 
     def label_problem(self, label: str | None) -> str | None:
-        """Why no response to a row with this label can be right; None if one can."""
+        """The reason why no response to a row with this label can be right; None if one can."""
         if label is None:
             return "the row has no label: set --label_key"
         try:
@@ -270,3 +271,15 @@ class MathReward:
     def _result(self, outcome: bool | None) -> RewardResult:
         score = 1.0 if outcome else 0.0
         return RewardResult(score, {self.name: score, "timeout": float(outcome is None)})
+
+
+def boxed_math(config: TrainConfig, name: str) -> MathReward:
+    """The reward `boxed_math` of a run."""
+    del name
+    return MathReward(BOXED_MATH, batch_seconds=config.reward_timeout_seconds)
+
+
+def gsm8k(config: TrainConfig, name: str) -> MathReward:
+    """The reward `gsm8k` of a run."""
+    del name
+    return MathReward(GSM8K, batch_seconds=config.reward_timeout_seconds)

@@ -14,8 +14,10 @@ import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from lightrft.config import TrainConfig
 from lightrft.config.options import MASK, mask_address
 from lightrft.config.printable import one_line
+from lightrft.rewards.build import numbered, reward_urls
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.http import (
@@ -146,6 +148,22 @@ class RemoteReward:
         return numbers
 
 
+def reward_service(config: TrainConfig, url: str) -> RemoteReward:
+    """One of the reward services of a run.
+
+    Raises:
+        ConfigError: The address is none, or names a variable that is not set.
+    """
+    urls = reward_urls(config)
+    return RemoteReward(
+        url,
+        name=numbered("remote", urls.index(url), len(urls)),
+        timeout_seconds=config.reward_timeout_seconds,
+        parallel_calls=config.reward_workers,
+        token=config.remote_rm_token,
+    )
+
+
 def service_address(url: str, *, option: str = "remote_rm_url") -> str:
     """The address with its environment variables put in.
 
@@ -183,7 +201,7 @@ def service_address(url: str, *, option: str = "remote_rm_url") -> str:
 
 
 def _described(found: object) -> str:
-    """What was found in the place of numbers, without spelling out a nested or huge value."""
+    """The value found in the place of numbers, without spelling out a nested or huge one."""
     if not isinstance(found, list):
         is_short = found is None or isinstance(found, str | float | bool)
         return one_line(repr(found)) if is_short else type(found).__name__

@@ -6,24 +6,26 @@ What neither bubblewrap nor the limits filter are system calls: faults of the ke
 """
 
 import contextlib
+import json
 import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from lightrft.config.printable import one_line
 from lightrft.rewards.pipes import Captured, capture
 from lightrft.strategy.config import ConfigError
-from lightrft.tools.rewards.sandbox_probe import probe_program, probe_verdict
 
 MAX_SLOTS = 16
 # Ids that Debian and systemd give to nobody; processes of one machine start at different ones.
@@ -45,7 +47,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """What one program may use.
+    """Limits of one program.
 
     Args:
         cpu_seconds: Of each process; by the clock the program may take three times as long.
@@ -71,7 +73,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a program ended.
+    """End of a program, with its output.
 
     Args:
         reason: By itself (or by the processor limit), at the limit of time, of output, or at the
@@ -155,8 +157,8 @@ class Sandbox:
                 is_stopped=self._is_stopped.is_set,
             )
             _kill(process)
-            told = b"" if status is None else _read_all(status)
-        if found.is_complete and status is not None and b'"exit-code"' not in told:
+            report = b"" if status is None else _read_all(status)
+        if found.is_complete and status is not None and b'"exit-code"' not in report:
             raise SandboxError(f"bubblewrap did not start the program: {_last_line(found)}")
         return self._ending(found, process.returncode, deadline)
 
@@ -221,58 +223,17 @@ class Sandbox:
                 binds += ["--ro-bind", str(path), str(path)]
         if not prefix.is_relative_to("/usr"):
             binds += ["--ro-bind", str(prefix), str(prefix)]
-        return [
-            self._bwrap,
-            "--unshare-all",
-            "--unshare-user",
-            "--disable-userns",
-            "--die-with-parent",
-            "--new-session",
-            "--cap-drop",
-            "ALL",
-            *binds,
-            "--proc",
-            "/proc",
-            "--dev",
-            "/dev",
-            "--size",
-            str(limits.file_bytes),
-            "--tmpfs",
-            "/dev/shm",
-            "--size",
-            str(limits.folder_bytes),
-            "--tmpfs",
-            "/tmp",
-            "--ro-bind-data",
-            str(program),
-            "/tmp/main.py",
-            # /dev is a file system in memory of its own, without a limit of size.
-            "--remount-ro",
-            "/dev",
-            "--remount-ro",
-            "/",
-            "--chdir",
-            "/tmp",
-            "--clearenv",
-            "--setenv",
-            "PATH",
-            "/usr/bin:/bin",
-            "--setenv",
-            "HOME",
-            "/tmp",
-            "--setenv",
-            "PYTHONHASHSEED",
-            "0",
-            "--json-status-fd",
-            str(status),
-            "--",
-            interpreter,
-            "-s",
-            "-S",
-            "-X",
-            "utf8",
-            "/tmp/main.py",
-        ]
+        # /dev is a file system in memory of its own, without a limit of size.
+        flags = (
+            "--unshare-all --unshare-user --disable-userns --die-with-parent --new-session "
+            f"--cap-drop ALL --proc /proc --dev /dev --size {limits.file_bytes} --tmpfs /dev/shm "
+            f"--size {limits.folder_bytes} --tmpfs /tmp --ro-bind-data {program} /tmp/main.py "
+            "--remount-ro /dev --remount-ro / --chdir /tmp --clearenv --setenv PATH "
+            "/usr/bin:/bin --setenv HOME /tmp --setenv PYTHONHASHSEED 0 --json-status-fd "
+            f"{status} --"
+        )
+        python = [interpreter, "-s", "-S", "-X", "utf8", "/tmp/main.py"]
+        return [self._bwrap, *binds, *flags.split(), *python]
 
     def _find_bwrap(self) -> str:
         found = shutil.which("bwrap")
@@ -293,7 +254,7 @@ class Sandbox:
         return str(Path(self._folder, bwrap_path().relative_to(package.parent)))
 
     def _probe(self) -> str:
-        """The first interpreter that runs here, after looking from inside for ways out."""
+        """The first interpreter that runs here, after a search from inside for ways out."""
         missing = [name for name in ("prlimit", "setpriv") if shutil.which(name) is None]
         if missing:
             raise ConfigError(f"the sandbox needs the program {missing[0]}: install util-linux")
@@ -420,3 +381,58 @@ def _read_all(file: int) -> bytes:
 def _last_line(found: Captured) -> str:
     lines = found.stderr.decode(errors="replace").strip().splitlines()
     return one_line(lines[-1][:300]) if lines else "it said nothing"
+
+
+_PROGRAM = """
+import json, os, resource, socket, sys
+port, canary, is_unsafe = {values}
+def connects():
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=2).close()
+    except OSError:
+        return False
+    return True
+def writes(path):
+    try:
+        open(path, "w").close()
+    except OSError:
+        return False
+    return True
+def unshares():
+    import ctypes
+    return ctypes.CDLL(None).unshare(0x10000000) == 0
+processes = [name for name in os.listdir("/proc") if name.isdigit()]
+found = dict() if is_unsafe else {{
+    "reaches a listener of this machine": connects(),
+    "sees a file outside": os.path.exists(canary),
+    "writes outside its folder": writes("/lightrft-canary") or writes("/proc/sys/vm/drop_caches"),
+    "runs as root": os.getuid() == 0,
+    "sees other processes": len(processes) > 2,
+    "makes user namespaces": unshares(),
+}}
+for name in "AS", "CPU", "NPROC", "FSIZE":
+    limit = resource.getrlimit(getattr(resource, "RLIMIT_" + name))[1]
+    found["has no limit " + name] = limit == resource.RLIM_INFINITY
+print("probe", json.dumps([name for name in found if found[name]]))
+"""
+
+
+@contextmanager
+def probe_program(*, is_unsafe: bool) -> Iterator[bytes]:
+    """The source of the program, while there is a listener and a file that it must not reach."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        tempfile.NamedTemporaryFile(prefix="lightrft-canary-") as canary,
+    ):
+        Path(canary.name).chmod(0o644)
+        values = repr((listener.getsockname()[1], canary.name, is_unsafe))
+        yield _PROGRAM.format(values=values).encode()
+
+
+def probe_verdict(stdout: bytes) -> str | None:
+    """The fault in the program's output; None without one."""
+    first, _, rest = stdout.strip().partition(b" ")
+    if first != b"probe":
+        return "a program did not run in it"
+    found = cast("list[str]", json.loads(rest))
+    return f"a program in it {found[0]}" if found else None

@@ -19,7 +19,7 @@ from http.client import HTTPException, parse_headers
 from typing import Self
 
 from lightrft.config.printable import one_line
-from lightrft.rewards.types import RewardError, RewardFunction
+from lightrft.rewards.types import Columns, Labels, RewardError, RewardFunction, Texts
 from lightrft.tools.rewards.http import parse_json
 
 _OWN = ("queries", "prompts", "responses", "labels", "references")
@@ -29,7 +29,7 @@ _DISCARD_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """What clients may cost.
+    """Limits of time, memory and connections that clients have.
 
     Args:
         read_seconds: From the connection to the end of the request.
@@ -260,6 +260,17 @@ def _response(status: HTTPStatus, answer: Mapping[str, object]) -> bytes:
 
 
 def _score(reward: RewardFunction, body: bytes) -> dict[str, object]:
+    results = reward.score(*_arguments(body))
+    names = sorted({name for result in results for name in result.components})
+    complete = [n for n in names if all(n in result.components for result in results)]
+    return {
+        "rewards": [result.reward for result in results],
+        "components": {n: [result.components[n] for result in results] for n in complete},
+    }
+
+
+def _arguments(body: bytes) -> tuple[Texts, Texts, Labels, Columns]:
+    """Prompts, responses, labels and columns of a request; raises a ValueError."""
     request = parse_json(body)
     if not isinstance(request, dict):
         raise ValueError("expected a JSON object")
@@ -275,13 +286,7 @@ def _score(reward: RewardFunction, body: bytes) -> dict[str, object]:
     if not isinstance(labels, list) or not len(labels) == len(prompts) == count:
         raise ValueError(f"expected {count} prompts and labels, one per response")
     texts = [None if label is None else str(label) for label in labels]
-    results = reward.score(prompts, responses, texts, columns)
-    names = sorted({name for result in results for name in result.components})
-    complete = [n for n in names if all(n in result.components for result in results)]
-    return {
-        "rewards": [result.reward for result in results],
-        "components": {n: [result.components[n] for result in results] for n in complete},
-    }
+    return prompts, responses, texts, columns
 
 
 def _strings(name: str, found: object) -> list[str]:

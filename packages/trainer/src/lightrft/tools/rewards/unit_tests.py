@@ -33,18 +33,19 @@ class UnitTestsReward:
     Args:
         config: Its `sandbox`, `test_timeout_seconds` and `reward_timeout_seconds`, the deadline of
             one call.
+        name: Of the reward and of its component.
 
     Raises:
         ConfigError: No sandbox works here.
     """
 
-    name = "unit_tests"
     needs_labels = True
     # One call has all the slots.
     parallel_calls = 1
     whole_batch = False
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, name: str = "unit_tests") -> None:
+        self.name = name
         self._seconds = config.reward_timeout_seconds
         self._sandbox = Sandbox(
             config.sandbox, SandboxLimits(cpu_seconds=config.test_timeout_seconds)
@@ -68,7 +69,7 @@ class UnitTestsReward:
         return [self._result(tested, len(row)) for tested, row in zip(found, tests, strict=True)]
 
     def label_problem(self, label: str | None) -> str | None:
-        """Why no response to a row with this label can be right; None if one can."""
+        """The reason why no response to a row with this label can be right; None if one can."""
         if label is None:
             return "the row has no label: set --label_key"
         try:

@@ -1,19 +1,11 @@
-"""Out of memory: how it shows, in which phase it came, and what helps at the least cost."""
+"""Advice after a lack of memory: the phase it came in, and what helps at the least cost."""
 
-import errno
 import sys
-from collections.abc import Iterator
 
+from lightrft.cli.errors import chain, is_memory_error
 from lightrft.config import TrainConfig
 
 NUM_REMEDIES = 3
-_TEXTS = (
-    "can't allocate memory",
-    "cannot allocate memory",
-    "out of memory",
-    "not enough memory",
-    "can't start new thread",
-)
 # Phases and stages by name, and whose remedies apply.
 _KINDS = {
     "train": "train",
@@ -33,45 +25,15 @@ _KINDS = {
 }
 
 
-def chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and its causes."""
-    current: BaseException | None = error
-    while current is not None:
-        yield current
-        current = current.__cause__
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it, or a cause of it, says that memory could not be had."""
-    rewards = sys.modules.get("lightrft.rewards.types")
-    if rewards is not None and isinstance(error, rewards.RewardError):
-        return False  # that of another process, for which no option of the trainer helps
-    return any(_says_so(link) for link in chain(error))
-
-
-def _says_so(error: BaseException) -> bool:
-    if isinstance(error, MemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    if type(error).__module__ == "lightrft.rewards.types":
-        return False  # the words of a user's function, about a process of its own
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(part in text for part in _TEXTS)
-
-
 def first_words(error: BaseException) -> str:
     """The first line of the link of the chain that ran out, with its type where it has no text."""
-    link = next((link for link in chain(error) if _says_so(link)), error)
+    link = next((link for link in chain(error) if is_memory_error(link)), error)
     lines = str(link).strip().splitlines()
     return lines[0] if lines else type(link).__name__
 
 
 def memory_report(error: BaseException, phase: str | None, config: TrainConfig | None) -> str:
-    """What ran out where, and with a configuration the cheapest remedies for that phase.
+    """The memory that ran out and its phase; with a configuration, the cheapest remedies.
 
     Args:
         error: The exception.
@@ -88,7 +50,7 @@ def memory_report(error: BaseException, phase: str | None, config: TrainConfig |
 
 
 def remedies(kind: str, config: TrainConfig) -> list[str]:
-    """What lowers the memory of a phase and is not in use yet, the cheapest first."""
+    """Settings that lower the memory of a phase and are not in use yet, the cheapest first."""
     shorter = _halved(config, "generate_max_len", "shorter responses")
     no_reference = "--init_kl_coef 0: no reference model" if config.init_kl_coef > 0 else ""
     always = (*_states(config), "more processes or a machine with more memory")

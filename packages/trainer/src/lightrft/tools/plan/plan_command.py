@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from lightrft.cli.errors import ExitCode, refuse
 from lightrft.cli.options import Parser, add_number, add_options, available_options, parse_options
 from lightrft.config import ConfigError
-from lightrft.run.machines import GPUS, find_gpu
+from lightrft.run.gpus import GPUS, find_gpu
 from lightrft.tools.plan.model_size import SHAPES, read_model_size
-from lightrft.tools.plan.report import full_report
+from lightrft.tools.plan.plan_report import full_report
 from lightrft.tools.plan.setup import Setup
 
 GPUS_PER_NODE = 8

@@ -1,9 +1,18 @@
-"""Turns a GGUF file (llama.cpp's format) into a checkpoint of transformers."""
+"""The model of a GGUF file (llama.cpp's format) as a checkpoint of transformers.
+
+    python examples/smollm2/from_gguf.py DIRECTORY FILE.gguf
+
+writes weights (dequantised to float32), tokenizer, chat template and generation settings; it needs
+the package gguf.
+"""
 
 import copy
 import io
 import shutil
+import sys
+from collections.abc import Sequence
 from contextlib import redirect_stderr
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -17,7 +26,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lightrft.cli.errors import ExitCode, PreflightError, run_guarded
+from lightrft.cli.launch import hide_progress_bars
+from lightrft.cli.options import Parser
 from lightrft.models.loading import ModelLoadError, save_pretrained
+from lightrft.tools.init_model_command import require_empty
 
 MAGIC = b"GGUF"
 # The texts on which the written tokenizer must agree with the one that was read.
@@ -199,3 +212,29 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> Non
 def _first_line(err: BaseException) -> str:
     lines = str(err).strip().splitlines()
     return f"{type(err).__name__}: {lines[0]}" if lines else type(err).__name__
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the model of a GGUF file."""
+    parser = Parser("from_gguf", "Write the model of a GGUF file as a Hugging Face checkpoint.")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="New or empty.")
+    parser.add_argument("file", metavar="FILE", type=Path)
+    given = parser.parse_args(argv)
+    if find_spec("gguf") is None:
+        raise PreflightError(
+            "the package gguf is not installed: pip install 'lightrft-trainer[smollm2]'"
+        )
+    require_empty(given.directory)
+    hide_progress_bars()
+    config = write_model_from_gguf(given.file, given.directory)
+    print(f"wrote the {config.model_type} model of {given.file}, dequantised to float32")
+    return ExitCode.OK
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code of `run`."""
+    return run_guarded("from_gguf", lambda: run(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,7 @@ import json
 import gguf
 import pytest
 import torch
+from examples.smollm2.from_gguf import main
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -17,8 +18,6 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-from lightrft.cli.main import main
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -159,9 +158,7 @@ TALK = [
 
 def convert(tmp_path, model, **options):
     write_gguf(tmp_path / "model.gguf", model, **options)
-    assert (
-        main(["init-model", str(tmp_path / "a"), "--from_gguf", str(tmp_path / "model.gguf")]) == 0
-    )
+    assert main([str(tmp_path / "a"), str(tmp_path / "model.gguf")]) == 0
     return AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=torch.float32)
 
 
@@ -220,9 +217,9 @@ def test_other_vocabularies_keep_the_split_of_transformers(tmp_path):
     assert loaded(TEXTS[1])["input_ids"] != source_tokenizer()(TEXTS[1])["input_ids"]
 
 
-def refusal(tmp_path, capsys, *arguments):
+def refusal(tmp_path, capsys):
     file = str(tmp_path / "model.gguf")
-    code = main(["init-model", str(tmp_path / "a"), "--from_gguf", file, *arguments])
+    code = main([str(tmp_path / "a"), file])
     error = capsys.readouterr().err.strip()
     assert error.count("\n") == 0
     assert not (tmp_path / "a").exists()
@@ -275,15 +272,8 @@ def test_a_tokenizer_that_does_not_survive_being_loaded_is_refused(tmp_path, cap
     assert "reads 'What is 23+45?" in error
 
 
-def test_options_of_random_models_are_refused(tmp_path, capsys):
-    write_gguf(tmp_path / "model.gguf", source_model("llama"))
-    code, error = refusal(tmp_path, capsys, "--preset", "tiny-llama")
-    assert code == 2
-    assert "--preset" in error
-
-
 def test_the_missing_package_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightrft.tools.init_model.find_spec", lambda name: None)
+    monkeypatch.setattr("examples.smollm2.from_gguf.find_spec", lambda name: None)
     code, error = refusal(tmp_path, capsys)
     assert code == 3
     assert "smollm2" in error

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightrft.run.machines import GB, GPUS, Gpu
+from lightrft.run.gpus import GB, GPUS, Gpu
 from lightrft.tools.plan.advice import advise, remedies
 from lightrft.tools.plan.duration import (
     CONSTANTS,
@@ -11,39 +11,10 @@ from lightrft.tools.plan.duration import (
     scale,
     where_it_stops_paying,
 )
-from lightrft.tools.plan.memory import RESERVE, MemoryPlan, Phase, plan_memory
+from lightrft.tools.plan.memory import gigabytes, memory_table, plan_memory, summary
 from lightrft.tools.plan.setup import Setup
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-
-
-def gigabytes(num_bytes: float) -> str:
-    """With one decimal, or three below 1 GB."""
-    return f"{num_bytes / GB:.1f} GB" if num_bytes >= GB else f"{num_bytes / GB:.3f} GB"
-
-
-def memory_table(plan: MemoryPlan) -> str:
-    """One block of lines for each phase, its terms from the largest on."""
-    lines = []
-    for phase in plan.phases:
-        verdict = "" if phase.device_bytes <= plan.usable_bytes else "  TOO LARGE"
-        lines.append(f"{phase.name:8} {gigabytes(phase.device_bytes):>10}{verdict}")
-        lines += _terms(phase)
-    return "\n".join(lines)
-
-
-def summary(plan: MemoryPlan) -> str:
-    """The verdict in one line."""
-    worst, setup = plan.worst, plan.setup
-    where = "GPU" if setup.has_gpu else "share of the host"
-    text = (
-        f"largest phase {worst.name}: {gigabytes(worst.device_bytes)} of "
-        f"{gigabytes(plan.usable_bytes)} ({gigabytes(setup.capacity_bytes)} of each rank's {where} "
-        f"less {RESERVE:.0%})"
-    )
-    if plan.host_bytes:
-        text += f", and {gigabytes(plan.host_bytes)} of the host"
-    return text
 
 
 def full_report(setup: Setup, gpu: Gpu | None) -> tuple[str, bool]:
@@ -114,12 +85,3 @@ def gpus_table() -> str:
             f"{gpu.memory_gb_per_second:g} | {gpu.link_gb_per_second:g} | NVIDIA {gpu.source} |"
         )
     return "\n".join(lines)
-
-
-def _terms(phase: Phase) -> list[str]:
-    found = sorted(phase.terms, key=lambda term: -term.num_bytes)
-    return [
-        f"  {gigabytes(term.num_bytes):>12}  {term.name}{' (host)' if term.is_on_host else ''}"
-        for term in found
-        if term.num_bytes >= 1e-3 * max(1.0, phase.device_bytes + phase.host_bytes)
-    ]

@@ -1,11 +1,12 @@
-"""`lightrft completion`: what a shell needs to complete commands, flags and values."""
+"""`lightrft completion`: a script by which a shell completes commands, flags and values."""
 
 import argparse
-import importlib
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
 from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.main import COMMANDS, Command
 from lightrft.cli.options import Parser, available_options
 from lightrft.config.options import did_you_mean
 
@@ -27,10 +28,7 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"unknown shell {shell!r}{did_you_mean(shell, SHELLS)}")
     import shtab
 
-    from lightrft.cli.main import COMMANDS
-
-    modules = {name: module for name, (module, _) in COMMANDS.items()}
-    print(shtab.complete(whole_parser(modules), shell))
+    print(shtab.complete(whole_parser([*COMMANDS, *COMMANDS.installed]), shell))
     return ExitCode.OK
 
 
@@ -41,18 +39,18 @@ def build_parser() -> Parser:
     return parser
 
 
-def whole_parser(modules: Mapping[str, str]) -> argparse.ArgumentParser:
-    """One parser of all commands, made from theirs.
+def whole_parser(names: Collection[str]) -> argparse.ArgumentParser:
+    """One parser of commands, made from theirs: `build_parser` or `build_parsers` of their modules.
 
     Args:
-        modules: Module of each command by its name; it has `build_parser` or `build_parsers`.
+        names: Of the commands.
     """
     root = argparse.ArgumentParser(prog="lightrft")
     root.add_argument("--version", action="store_true")
     commands = root.add_subparsers()
-    for name, module in modules.items():
-        found = vars(importlib.import_module(module))
-        build = found.get("build_parsers") or (lambda make=found["build_parser"]: [make()])
+    for name in names:
+        found = vars(sys.modules[cast("Command", COMMANDS.load(name)).__module__])
+        build = found.get("build_parsers") or (lambda found=found: _one_parser(found))
         parsers = cast("list[argparse.ArgumentParser]", build())
         for parser in parsers:
             _prepare(parser)
@@ -66,6 +64,13 @@ def whole_parser(modules: Mapping[str, str]) -> argparse.ArgumentParser:
         for parser, action in zip(parsers, actions, strict=True):
             nested.add_parser(action[0], parents=[parser], add_help=False, help=action[0])
     return root
+
+
+def _one_parser(module: Mapping[str, object]) -> list[argparse.ArgumentParser]:
+    """The parser of a command; without one, nothing is known but its name."""
+    if "build_parser" not in module:
+        return [argparse.ArgumentParser("lightrft command", add_help=False)]
+    return [cast("Callable[[], argparse.ArgumentParser]", module["build_parser"])()]
 
 
 def _prepare(parser: argparse.ArgumentParser) -> None:

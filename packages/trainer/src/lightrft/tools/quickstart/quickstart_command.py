@@ -13,14 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
-from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.launch import become_only_process, is_worker
+from lightrft.cli.launch import (
+    become_only_process,
+    hide_progress_bars,
+    is_worker,
+    share_processors,
+)
 from lightrft.cli.options import Parser, at_least
 from lightrft.config import TrainConfig
 from lightrft.config.options import did_you_mean
 from lightrft.reporting.files import SAMPLES_FILE, JsonLines, package_versions
-from lightrft.tools.init_model import require_empty
+from lightrft.tools.init_model_command import require_empty
 from lightrft.tools.quickstart.addition import ADDITION
 from lightrft.tools.quickstart.calculator import CALCULATOR
 from lightrft.tools.quickstart.colours import SHAPES
@@ -39,7 +43,7 @@ STRATEGIES = ("fsdp", "deepspeed")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What one may vary.
+    """Choices of a quick start.
 
     Args:
         task: What is taught.
@@ -347,7 +351,7 @@ def last_conversation(directory: Path) -> list[str]:
 def closing_words(
     summary: dict[str, object], directory: Path, report: Path, files: Sequence[Path]
 ) -> str:
-    """What came of it, and what to do next."""
+    """The result, and the next commands."""
     return (
         f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}\n"
         f"  model {directory / 'model'}, numbers {directory / 'summary.json'}\n"

@@ -11,7 +11,7 @@ DEADLINE_SECONDS = 20.0
 
 
 class Verdict(Enum):
-    """What a check came to."""
+    """Result of a check."""
 
     OK = "ok"
     BAD = "BAD"
@@ -21,7 +21,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found.
+    """Verdict and text of a check.
 
     Args:
         verdict: Whether it is within the limit.
@@ -37,7 +37,7 @@ class Check:
     """One question about this machine.
 
     Args:
-        name: What is looked at.
+        name: Of the examined thing.
         limit: What is expected.
         remedy: What to do if it is not so.
         examine: Finds out; an exception is a bad finding.

@@ -125,7 +125,7 @@ def show_check(found: DataCheck, *, prompt_max_len: int, in_tokens: bool) -> Non
 
 
 def show_media(sizes: Sequence[tuple[int, int]]) -> None:
-    """How many images and videos there are, and their sizes in pixels."""
+    """Numbers of images and videos, and their sizes in pixels."""
     if sizes:
         widths, heights = [width for width, _ in sizes], [height for _, height in sizes]
         say(
@@ -135,7 +135,7 @@ def show_media(sizes: Sequence[tuple[int, int]]) -> None:
 
 
 def show_certificate(found: Certificate | None) -> None:
-    """What the reward gives to reference answers, and to what must not pass."""
+    """The scores of reference answers and of answers that must not pass."""
     if found is None:
         say("reference answers: not scored, no --reward_fn")
         return
@@ -184,7 +184,7 @@ rows, and what the reward gives to the reference answers. Exit code 4 if a row i
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to check.
+    """Arguments of one check.
 
     Args:
         source: Files, folders or names of data sets, separated by commas.
@@ -215,14 +215,7 @@ def run(argv: Sequence[str]) -> int:
 
 def check(request: Request) -> int:
     """Print what is in the prompts; 4 if a row is bad."""
-    config = request.config
-    items = [
-        item
-        for source in split_sources(request.source)
-        for item in scan_rows(source, split=config.prompt_split)
-    ]
-    if not items:
-        raise DataError(f"{request.source} holds no rows: expected at least one")
+    items = read_items(request)
     rows = [item for item in items if not isinstance(item, DataError)]
     show_layout(request.source, rows, num_items=len(items))
     config = propose_keys_of(request, rows)
@@ -242,6 +235,19 @@ def check(request: Request) -> int:
     note = f", {left_out} are left out as too long" if left_out else ""
     say(f"{num_bad} bad rows" if num_bad else f"{len(usable)} prompts can be trained on{note}")
     return ExitCode.DATA if num_bad or not usable else ExitCode.OK
+
+
+def read_items(request: Request) -> list[Row | DataError]:
+    """All rows of the sources, and in the place of each malformed one its error.
+
+    Raises:
+        DataError: There is none.
+    """
+    sources, split = split_sources(request.source), request.config.prompt_split
+    items = [item for source in sources for item in scan_rows(source, split=split)]
+    if not items:
+        raise DataError(f"{request.source} holds no rows: expected at least one")
+    return items
 
 
 def parse(argv: Sequence[str]) -> Request:

@@ -6,10 +6,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, PreflightError, refuse, run_guarded
-from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
-from lightrft.cli.machine import device_problems, engine_problems
+from lightrft.cli.launch import (
+    become_only_process,
+    end_with_launcher,
+    hide_progress_bars,
+    is_worker,
+    launch,
+    share_processors,
+)
 from lightrft.cli.options import (
     Parser,
     add_number,
@@ -21,12 +26,12 @@ from lightrft.cli.options import (
     normalise,
     unknown_flags,
 )
-from lightrft.cli.preflight import check_data, model_problems
+from lightrft.cli.preflight import check_data, device_problems, engine_problems, model_problems
 from lightrft.config import TrainConfig
 from lightrft.reporting.files import CONFIG_FILE
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.evaluation.evaluation_run import EvalResult, EvalSettings
-from lightrft.tools.init_model import require_empty
+from lightrft.tools.init_model_command import require_empty
 
 DESCRIPTION = """\
 Answer held-out prompts and score the answers: the greedy answer of each prompt, and with
@@ -56,7 +61,9 @@ def run(argv: Sequence[str]) -> int:
         refuse(missing, PreflightError)
         check_data(config)
         if nproc_per_node > 1:
-            return launch("lightrft.tools.evaluation.command", argv, nproc_per_node=nproc_per_node)
+            return launch(
+                "lightrft.tools.evaluation.eval_command", argv, nproc_per_node=nproc_per_node
+            )
         become_only_process()
     from lightrft.tools.evaluation.evaluation_run import run_evaluation
 
@@ -121,7 +128,7 @@ def build_parser() -> Parser:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """How many samples are drawn and what counts; how they are drawn are options of a run."""
+    """Adds flags for the samples and the counts; options of a run say how they are drawn."""
     group = parser.add_argument_group("samples")
     default = EvalSettings()
     text = "Samples of each prompt; 0 draws none, greedy answers only."

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser
-from lightrft.tools.init_model import require_empty
+from lightrft.tools.init_model_command import require_empty
 
 
 def run(argv: Sequence[str]) -> int:

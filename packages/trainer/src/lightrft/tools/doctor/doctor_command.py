@@ -6,13 +6,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser, add_number
 from lightrft.tools.invariance.cells import Deviations
 
 if TYPE_CHECKING:
-    from lightrft.tools.invariance.run import CellResult
+    from lightrft.tools.invariance.measure import CellResult
 
 COLUMNS = ("loss", "outputs", "gradient", "gradient_tensor", "weights", "update")
 LEGEND = """\
@@ -51,7 +51,7 @@ def examine_machine(*, gpu: bool) -> int:
 
     With `gpu`, also 3 if nothing could be timed: no verdict is no good one.
     """
-    from lightrft.tools.doctor.checks import Verdict, report
+    from lightrft.tools.doctor.check import Verdict, report
 
     if gpu:
         from lightrft.tools.doctor.gpu_checks import gpu_checks as checks
@@ -65,7 +65,7 @@ def examine_machine(*, gpu: bool) -> int:
 
 def examine_model(options: Namespace) -> int:
     """Carries out one step of the model in many ways; 8 if they differ."""
-    from lightrft.tools.invariance.run import examine
+    from lightrft.tools.invariance.measure import examine
 
     hide_progress_bars()
     processes = options.nproc_per_node or default_processes()
@@ -83,7 +83,7 @@ def examine_model(options: Namespace) -> int:
 
 
 def bounds_of(results: Sequence[CellResult]) -> Deviations:
-    """Those of float32, or in bfloat16 those that the first, plainest way gives."""
+    """The bounds of float32, or in bfloat16 those that the first, plainest way gives."""
     from lightrft.tools.invariance.cells import FP32_BOUNDS, bf16_bounds
 
     cell, deviations = results[0]

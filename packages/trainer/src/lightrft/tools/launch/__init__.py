@@ -1,1 +1,0 @@
-"""Start of a run on several nodes."""

@@ -1,0 +1,287 @@
+"""`lightrft launch`: what starts a run on several nodes, printed for a look.
+
+For Kubernetes that is a PyTorchJob of kubeflow.org/v1: Kubeflow's training operator starts one pod
+per node and tells torchrun, by PET_* variables, where the others are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrft.cli.errors import ExitCode, UsageError, refuse
+from lightrft.cli.options import Parser, add_number, parse_options
+from lightrft.cli.train import build_parser as build_train_parser
+from lightrft.config.rules import batch_problems
+from lightrft.strategy.config import ConfigError
+
+
+def build_parsers() -> list[argparse.ArgumentParser]:
+    """The parsers of all actions."""
+    return [slurm_parser(), kubernetes_parser()]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft launch slurm --help` and `lightrft launch kubernetes --help`.
+
+    Raises:
+        UsageError: Arguments that cannot be read.
+        ConfigError: Options of `lightrft train` that cannot be run on these nodes.
+    """
+    name = argv[0] if argv else ""
+    if name in ("-h", "--help"):
+        print(f"usage: lightrft launch {{{','.join(ACTIONS)}}} ...\n")
+        print("\n".join(f"{action}: {example}" for action, (_, example) in ACTIONS.items()))
+        return ExitCode.OK
+    if name not in ACTIONS:
+        examples = "; ".join(example for _, example in ACTIONS.values())
+        raise UsageError(f"lightrft launch knows {' and '.join(ACTIONS)}: got {name!r}; {examples}")
+    print(ACTIONS[name][0](argv[1:]))
+    return ExitCode.OK
+
+
+def launcher_parser(
+    name: str, description: str, *, required: str = "", grace_seconds: int, grace: str
+) -> Parser:
+    """The parser of `lightrft launch NAME`, without the options of the run.
+
+    Args:
+        name: Of the launcher.
+        description: What it prints.
+        required: Options that its usage shows.
+        grace_seconds, grace: Between asking the run to stop and ending it; and in words.
+    """
+    usage = f"lightrft launch {name} --print {required}[OPTIONS] -- [OPTIONS OF lightrft train]"
+    parser = Parser(f"launch {name}", description, usage=usage)
+    parser.add_argument("--print", action="store_true", help="Print it (the only way).")
+    for flag, default, text in (
+        ("--nodes", 1, "Nodes."),
+        ("--gpus_per_node", 8, "GPUs of a node, one process each."),
+        ("--cpus_per_task", 8, "CPU cores of a process."),
+        ("--grace_seconds", grace_seconds, grace),
+    ):
+        add_number(parser, flag, text, default=default)
+    parser.add_argument("--job_name", default="lightrft", help="Default: lightrft.")
+    return parser
+
+
+def read_options(
+    parser: argparse.ArgumentParser, argv: Sequence[str], *, example: str, submit: str
+) -> tuple[dict[str, Any], Sequence[str]]:
+    """The launcher's options, parsed, and those of the run, which stand after "--".
+
+    Args:
+        parser: Of the launcher.
+        argv: All arguments.
+        example: A command that is right.
+        submit: Gives what was printed to the scheduler.
+
+    Raises:
+        UsageError: Arguments that cannot be read, none after "--", or no --print.
+    """
+    place = argv.index("--") if "--" in argv else len(argv)
+    options = vars(parser.parse_args(argv[:place]))
+    if place == len(argv):
+        raise UsageError(f"the options of the run are missing: {example}")
+    if not options["print"]:
+        name = parser.prog.split()[-1]
+        raise UsageError(f"lightrft launch {name} only prints: add --print, look, then {submit} it")
+    return options, argv[place + 1 :]
+
+
+def check_run(options: dict[str, Any], arguments: Sequence[str]) -> None:
+    """Raises a ConfigError for options of `lightrft train` that these machines cannot run."""
+    config, parsed, problems = parse_options(build_train_parser(), arguments)
+    if parsed.nproc_per_node != 1:
+        problems.append("nproc_per_node: leave it out, one process per GPU is started")
+    if not problems:
+        problems += batch_problems(config, options["nodes"] * options["gpus_per_node"])
+    refuse(problems, ConfigError)
+
+
+SLURM_DESCRIPTION = """\
+Print a Slurm batch script for one run: one process per GPU, started by srun, so that signals and
+exit codes pass through. Everything after -- are options of lightrft train, which are checked first.
+A run that is stopped before its time is over (exit code 75) is queued again and continues.
+"""
+SLURM_EXAMPLE = "lightrft launch slurm --print --nodes 2 --gpus_per_node 8 -- --config run.toml"
+TIME = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){0,2}\Z")
+
+
+def script(argv: Sequence[str]) -> str:
+    """The text of the batch script, of arguments and options that have been checked.
+
+    Raises:
+        UsageError: Arguments that cannot be read.
+        ConfigError: Options of `lightrft train` that cannot be run on these nodes.
+    """
+    import jinja2
+
+    options, arguments = read_options(slurm_parser(), argv, example=SLURM_EXAMPLE, submit="sbatch")
+    if not TIME.match(options["time"]):
+        raise UsageError(
+            f"--time: got {options['time']!r}, expected for example 8:00:00 or 2-00:00:00"
+        )
+    for name in ("job_name", "partition", "account"):
+        value = options[name]
+        if value is not None and not re.fullmatch(r"[\w.,@-]+", value):
+            raise UsageError(f"--{name}: got {value!r}, expected letters, digits, . , _ @ and -")
+    check_run(options, arguments)
+    template = Path(__file__).with_name("slurm.sh.jinja").read_text("utf-8")
+    command = shlex.join([sys.executable, "-m", "lightrft.cli.train", *arguments])
+    return str(jinja2.Template(template, trim_blocks=True).render(command=command, **options))
+
+
+def slurm_parser() -> argparse.ArgumentParser:
+    """The parser of `lightrft launch slurm`, without the options of the run."""
+    parser = launcher_parser(
+        "slurm",
+        SLURM_DESCRIPTION,
+        grace_seconds=600,
+        grace="Seconds before the end at which the run is asked to stop.",
+    )
+    parser.add_argument("--time", default="24:00:00", help="Limit of the job. Default: 24:00:00.")
+    parser.add_argument("--partition", help="Where to queue.")
+    parser.add_argument("--account", help="Who pays.")
+    return parser
+
+
+KUBERNETES_DESCRIPTION = """\
+Print the manifest (JSON, which kubectl takes) of a Kubeflow PyTorchJob for one run: a pod per node
+and a process per GPU. Everything after -- are options of lightrft train, which are checked first.
+Nothing is restarted by itself: the same manifest with --load_checkpoint continues a run.
+"""
+KUBERNETES_EXAMPLE = (
+    "lightrft launch kubernetes --print --image IMAGE --nodes 2 --gpus_per_node 8 -- --config "
+    "/data/run.toml"
+)
+NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?\Z")
+QUANTITY = re.compile(r"\d+(\.\d+)?([KMGT]i?)?\Z")
+SHARED_MEMORY = "shared-memory"
+STORAGE = "storage"
+
+
+def manifest(argv: Sequence[str]) -> str:
+    """The text of the manifest, of arguments and options that have been checked.
+
+    Raises:
+        UsageError: Arguments that cannot be read.
+        ConfigError: Options of `lightrft train` that cannot be run on these nodes.
+    """
+    options, arguments = read_options(
+        kubernetes_parser(), argv, example=KUBERNETES_EXAMPLE, submit="kubectl apply"
+    )
+    check_names(options)
+    check_run(options, arguments)
+    return json.dumps(job(options, arguments), indent=2)
+
+
+def check_names(options: dict[str, object]) -> None:
+    """Raises a UsageError for what Kubernetes would refuse."""
+    for name in ("job_name", "namespace", "claim"):
+        value = options[name]
+        if value is not None and not NAME.match(str(value)):
+            raise UsageError(
+                f"--{name}: got {value!r}, expected at most 52 lower-case letters, digits and -, "
+                "with a letter or digit at both ends"
+            )
+    for name in ("memory", "shared_memory"):
+        if not QUANTITY.match(str(options[name])):
+            raise UsageError(f"--{name}: got {options[name]!r}, expected for example 64Gi")
+
+
+def job(options: dict[str, object], arguments: Sequence[str]) -> dict[str, object]:
+    """The PyTorchJob."""
+    nodes = int(str(options["nodes"]))
+    replicas = {"Master": 1, "Worker": nodes - 1}
+    metadata = {"name": options["job_name"]}
+    if options["namespace"] is not None:
+        metadata["namespace"] = options["namespace"]
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": metadata,
+        "spec": {
+            "nprocPerNode": str(options["gpus_per_node"]),
+            # A run that fails fails again; pods that wait for a lost one are ended with the job.
+            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 0},
+            "pytorchReplicaSpecs": {
+                role: {
+                    "replicas": count,
+                    "restartPolicy": "Never",
+                    "template": {"spec": pod(options, arguments)},
+                }
+                for role, count in replicas.items()
+                if count > 0
+            },
+        },
+    }
+
+
+def pod(options: dict[str, object], arguments: Sequence[str]) -> dict[str, object]:
+    """One node's pod; the operator expects a container called pytorch."""
+    gpus, cores = int(str(options["gpus_per_node"])), int(str(options["cpus_per_task"]))
+    resources = {"nvidia.com/gpu": gpus, "cpu": gpus * cores, "memory": options["memory"]}
+    volumes: list[dict[str, object]] = [
+        # NCCL and the data loaders need more than the 64 MB that a container has by default.
+        {
+            "name": SHARED_MEMORY,
+            "emptyDir": {"medium": "Memory", "sizeLimit": options["shared_memory"]},
+        }
+    ]
+    mounts = [{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}]
+    if options["claim"] is not None:
+        volumes.append({"name": STORAGE, "persistentVolumeClaim": {"claimName": options["claim"]}})
+        mounts.append({"name": STORAGE, "mountPath": str(options["mount"])})
+    container = {
+        "name": "pytorch",
+        "image": options["image"],
+        "command": [
+            "torchrun",
+            f"--nnodes={options['nodes']}",
+            f"--nproc-per-node={gpus}",
+            "--max-restarts=0",
+            "-m",
+            "lightrft.cli.train",
+        ],
+        # Not through a shell; a $(NAME) in them would be replaced by Kubernetes.
+        "args": [argument.replace("$(", "$$(") for argument in arguments],
+        "env": [{"name": "OMP_NUM_THREADS", "value": str(cores)}],
+        "resources": {"limits": resources, "requests": resources},
+        "volumeMounts": mounts,
+    }
+    grace = int(str(options["grace_seconds"]))
+    return {"containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": grace}
+
+
+def kubernetes_parser() -> argparse.ArgumentParser:
+    """The parser of `lightrft launch kubernetes`, without the options of the run."""
+    parser = launcher_parser(
+        "kubernetes",
+        KUBERNETES_DESCRIPTION,
+        required="--image IMAGE ",
+        grace_seconds=60,
+        grace="Seconds between asking a pod to end and ending it.",
+    )
+    parser.add_argument("--image", required=True, help="Container image with lightrft in it.")
+    for flag, text, preset in (
+        ("--namespace", "Default: kubectl's.", None),
+        ("--memory", "Memory of a pod. Default: 256Gi.", "256Gi"),
+        ("--shared_memory", "Of that, /dev/shm at most. Default: 16Gi.", "16Gi"),
+        ("--claim", "Persistent volume claim with model, data and output.", None),
+        ("--mount", "Where it is mounted. Default: /data.", "/data"),
+    ):
+        parser.add_argument(flag, help=text, default=preset)
+    return parser
+
+
+ACTIONS: dict[str, tuple[Callable[[Sequence[str]], str], str]] = {
+    "slurm": (script, SLURM_EXAMPLE),
+    "kubernetes": (manifest, KUBERNETES_EXAMPLE),
+}

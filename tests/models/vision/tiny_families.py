@@ -1,0 +1,290 @@
+"""Tiny random vision-language models of nine families, with their processors."""
+
+import transformers as hf
+
+from lightrft.tools import tiny_vision_models as tools
+from lightrft.tools.tiny_vision_models import (
+    PIXELS,
+    QWEN_MARKS,
+    TINY_VISION,
+    TinyFamily,
+    qwen_ids,
+    qwen_processor,
+)
+
+PATCH = 14
+SIDE = 56
+
+
+def _vision(**more):
+    return {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": SIDE,
+        "patch_size": PATCH,
+        "initializer_range": 0.1,
+        **more,
+    }
+
+
+def _qwen_vision(**more):
+    return {"depth": 2, "hidden_size": 64, "num_heads": 2, "initializer_range": 0.1, **more}
+
+
+def _rope(sections, **more):
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, **more}
+
+
+def _qwen2_vl(ids, text, tokenizer):
+    config = hf.Qwen2VLConfig(
+        text_config=text | {"rope_parameters": _rope([4, 6, 6])},
+        vision_config={
+            "depth": 2,
+            "embed_dim": 64,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "hidden_size": 128,
+            "initializer_range": 0.1,
+        },
+        **qwen_ids(ids),
+    )
+    return config, qwen_processor(hf.Qwen2VLProcessor, tokenizer)
+
+
+def _qwen3_vl(ids, text, tokenizer):
+    config = hf.Qwen3VLConfig(
+        text_config=text
+        | {"head_dim": 32, "rope_parameters": _rope([6, 5, 5], mrope_interleaved=True)},
+        vision_config=_qwen_vision(
+            intermediate_size=128,
+            patch_size=PATCH,
+            out_hidden_size=128,
+            num_position_embeddings=64,
+            deepstack_visual_indexes=[0],
+        ),
+        **qwen_ids(ids),
+    )
+    half = [0.5] * 3
+    return config, lambda template: hf.Qwen3VLProcessor(
+        # The engines normalise images and videos with one mean and deviation.
+        image_processor=hf.Qwen2VLImageProcessor(
+            patch_size=PATCH, image_mean=half, image_std=half, **PIXELS
+        ),
+        tokenizer=tokenizer,
+        video_processor=hf.Qwen3VLVideoProcessor(
+            patch_size=PATCH, size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112 * 8}
+        ),
+        chat_template=template,
+    )
+
+
+def _internvl(ids, text, tokenizer):
+    config = hf.InternVLConfig(
+        text_config=text | {"head_dim": 32, "model_type": "qwen3"},
+        vision_config=_vision(image_size=[SIDE, SIDE], patch_size=[PATCH, PATCH]),
+        image_token_id=ids["<IMG_CONTEXT>"],
+        image_seq_length=4,
+        downsample_ratio=0.5,
+        tie_word_embeddings=False,
+    )
+    size = {"height": SIDE, "width": SIDE}
+    return config, lambda template: hf.InternVLProcessor(
+        image_processor=hf.GotOcr2ImageProcessor(
+            size=size, crop_to_patches=True, min_patches=1, max_patches=4
+        ),
+        tokenizer=tokenizer,
+        video_processor=hf.InternVLVideoProcessor(size=size),
+        image_seq_length=4,
+        chat_template=template,
+    )
+
+
+def _gemma3(ids, text, tokenizer):
+    config = hf.Gemma3Config(
+        text_config=text
+        | {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision_config=_vision(vision_use_head=False),
+        mm_tokens_per_image=4,
+        boi_token_index=ids["<start_of_image>"],
+        eoi_token_index=ids["<end_of_image>"],
+        image_token_index=ids["<image_soft_token>"],
+        initializer_range=0.1,
+    )
+    return config, lambda template: hf.Gemma3Processor(
+        image_processor=hf.Gemma3ImageProcessor(
+            size={"height": SIDE, "width": SIDE}, image_seq_length=4
+        ),
+        tokenizer=tokenizer,
+        image_seq_length=4,
+        chat_template=template,
+    )
+
+
+def _llava(ids, text, tokenizer):
+    config = hf.LlavaConfig(
+        text_config=text | {"model_type": "llama", "head_dim": 32},
+        vision_config=_vision(model_type="clip_vision_model", projection_dim=64),
+        image_token_index=ids["<image>"],
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+        image_seq_length=16,
+        tie_word_embeddings=False,
+    )
+    return config, lambda template: hf.LlavaProcessor(
+        image_processor=hf.CLIPImageProcessor(
+            size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
+        ),
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token="<image>",
+        chat_template=template,
+    )
+
+
+_PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
+
+
+def _llava_onevision(ids, text, tokenizer):
+    config = hf.LlavaOnevisionConfig(
+        text_config=text | {"model_type": "qwen2"},
+        vision_config=_vision(model_type="siglip_vision_model", vision_use_head=False),
+        image_token_index=ids["<image>"],
+        video_token_index=ids["<video>"],
+        image_grid_pinpoints=_PINPOINTS,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        tie_word_embeddings=False,
+    )
+    size = {"height": SIDE, "width": SIDE}
+    return config, lambda template: hf.LlavaOnevisionProcessor(
+        image_processor=hf.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=_PINPOINTS),
+        tokenizer=tokenizer,
+        video_processor=hf.LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        image_token="<image>",
+        video_token="<video>",
+        chat_template=template,
+    )
+
+
+def _smolvlm(ids, text, tokenizer):
+    config = hf.SmolVLMConfig(
+        text_config=text | {"model_type": "llama", "head_dim": 32},
+        vision_config=_vision(),
+        image_token_id=ids["<image>"],
+        pad_token_id=tokenizer.pad_token_id,
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )
+    return config, lambda template: hf.SmolVLMProcessor(
+        image_processor=hf.SmolVLMImageProcessor(
+            size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
+        ),
+        tokenizer=tokenizer,
+        video_processor=hf.SmolVLMVideoProcessor(
+            size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE}
+        ),
+        image_seq_len=4,
+        chat_template=template,
+    )
+
+
+def _mllama(ids, text, tokenizer):
+    ratios = [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]]
+    config = hf.MllamaConfig(
+        text_config=text
+        | {
+            "num_hidden_layers": 3,
+            "cross_attention_layers": [1],
+            "vocab_size": int(str(text["vocab_size"])) - 1,
+        },
+        vision_config=_vision(
+            attention_heads=2,
+            num_global_layers=1,
+            max_num_tiles=4,
+            vision_output_dim=128,
+            intermediate_layers_indices=[0],
+            supported_aspect_ratios=ratios,
+        ),
+        image_token_index=ids["<|image|>"],
+        tie_word_embeddings=False,
+    )
+    return config, lambda template: hf.MllamaProcessor(
+        image_processor=hf.MllamaImageProcessor(
+            size={"height": SIDE, "width": SIDE}, max_image_tiles=4
+        ),
+        tokenizer=tokenizer,
+        chat_template=template,
+    )
+
+
+TINY_FAMILIES = {
+    "tiny-qwen2-vl": TinyFamily(QWEN_MARKS, _qwen2_vl, TINY_VISION.image, TINY_VISION.video),
+    "tiny-qwen2.5-vl": TINY_VISION,
+    # The processor adds times and marks around each frame itself.
+    "tiny-qwen3-vl": TinyFamily(QWEN_MARKS, _qwen3_vl, TINY_VISION.image, "<|video_pad|>"),
+    "tiny-internvl": TinyFamily(
+        ("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+        _internvl,
+        "<IMG_CONTEXT>\n",
+        "<video>\n",
+        {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+    ),
+    "tiny-gemma3": TinyFamily(
+        ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+        _gemma3,
+        "<start_of_image>",
+        named={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        words=("\n", "\n\n", "\n\n\n", "\n\n\n\n"),
+    ),
+    "tiny-llava": TinyFamily(("<image>",), _llava, "<image>"),
+    "tiny-llava-onevision": TinyFamily(
+        ("<image>", "<video>"),
+        _llava_onevision,
+        "<image>",
+        "<video>",
+        {"image_token": "<image>", "video_token": "<video>"},
+    ),
+    "tiny-smolvlm": TinyFamily(
+        ("<fake_token_around_image>", "<image>", "<global-img>"),
+        _smolvlm,
+        "<image>",
+        "<video>",
+        {
+            "fake_image_token": "<fake_token_around_image>",
+            "image_token": "<image>",
+            "global_image_token": "<global-img>",
+        },
+    ),
+    # The image's mark must be the last id: it has no row in the output projection.
+    "tiny-mllama": TinyFamily(("<|image|>",), _mllama, "<|image|>"),
+}
+
+
+def build_tiny(preset, **options):
+    """A random float32 model of a family, and its processor."""
+    return tools.build_tiny(TINY_FAMILIES[preset], **options)
+
+
+def write_tiny_vision_model(directory, preset, seed=0, **options):
+    """Writes a random float32 model with its processor as a Hugging Face checkpoint."""
+    tools.write_tiny_vision_model(directory, TINY_FAMILIES[preset], seed, **options)
