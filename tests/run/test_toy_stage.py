@@ -149,4 +149,5 @@ def test_the_report_shows_the_run(tmp_path):
     assert "model_lr" in page
     assert "eval/fit" in page
     kept = load_file(tmp_path / "model" / "model.safetensors")
-    assert torch.allclose(kept["weight"][0], torch.tensor([1.0, -2.0, 0.5]), atol=0.5)
+    true = torch.tensor([1.0, -2.0, 0.5])
+    assert (kept["weight"][0] - true).norm() < 0.6 * true.norm()

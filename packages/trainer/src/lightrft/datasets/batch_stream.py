@@ -17,7 +17,7 @@ Batches = DataLoader[Item] | Iterable[Sequence[Item]]
 
 
 class BatchStream(Generic[Item]):
-    """This rank's batches, pass after pass, each pass in an order of its own.
+    """Batches of this rank, pass after pass, each pass in an order of its own.
 
     Args:
         batches: A data loader (or any re-iterable) of lists of items, one list a step.
