@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightrft.run.gpus import GB, GPUS, Gpu
+from lightrft.run.gpus import GB, Gpu
 from lightrft.tools.plan.advice import advise, remedies
 from lightrft.tools.plan.duration import (
     CONSTANTS,
@@ -64,24 +64,4 @@ def time_table(rows: Sequence[StepSeconds]) -> str:
         numbers = " | ".join(f"{value:.2f}" for value in values)
         memory = "too large" if row.memory_bytes is None else gigabytes(row.memory_bytes)
         lines.append(f"| {row.num_gpus} | {memory} | {numbers} | {share:.0%} |")
-    return "\n".join(lines)
-
-
-def constants_table() -> str:
-    """The numbers of the model of time, as Markdown."""
-    lines = ["| constant | value | meaning | from |", "|---|---:|---|---|"]
-    for name, found in CONSTANTS.items():
-        lines.append(f"| `{name}` | {found.value:g} | {found.meaning} | {found.source} |")
-    return "\n".join(lines)
-
-
-def gpus_table() -> str:
-    """The presets and their sources, as Markdown."""
-    lines = ["| `--gpu` | GB | dense TFLOPS | GB/s | GB/s in a node | from |"]
-    lines.append("|---|---:|---:|---:|---:|---|")
-    for name, gpu in GPUS.items():
-        lines.append(
-            f"| `{name}` | {gpu.memory_bytes / GB:g} | {gpu.tflops:g} | "
-            f"{gpu.memory_gb_per_second:g} | {gpu.link_gb_per_second:g} | NVIDIA {gpu.source} |"
-        )
     return "\n".join(lines)
