@@ -12,16 +12,36 @@ from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
 from lightrft.config.options import OptionInfo, type_hints
 from lightrft.reporting.metric_table import METRICS
-from lightrft.run.gpus import GPUS
+from lightrft.run.gpus import GB, GPUS
 from lightrft.tools.plan.advice import advise
-from lightrft.tools.plan.duration import scale, where_it_stops_paying
+from lightrft.tools.plan.duration import CONSTANTS, scale, where_it_stops_paying
 from lightrft.tools.plan.model_size import SHAPES
-from lightrft.tools.plan.plan_report import COUNTS, constants_table, gpus_table, time_table
+from lightrft.tools.plan.plan_command import COUNTS, time_table
 from lightrft.tools.plan.setup import Setup
 from lightrft.utils.arguments import GROUPS
 
 FOLDER = Path(__file__).resolve().parent
 NOTE = "<!-- Written by docs/generate.py from the code; changes here are lost. -->"
+
+
+def constants_table() -> str:
+    """The numbers of the model of time, as Markdown."""
+    lines = ["| constant | value | meaning | from |", "|---|---:|---|---|"]
+    for name, found in CONSTANTS.items():
+        lines.append(f"| `{name}` | {found.value:g} | {found.meaning} | {found.source} |")
+    return "\n".join(lines)
+
+
+def gpus_table() -> str:
+    """The presets and their sources, as Markdown."""
+    lines = ["| `--gpu` | GB | dense TFLOPS | GB/s | GB/s in a node | from |"]
+    lines.append("|---|---:|---:|---:|---:|---|")
+    for name, gpu in GPUS.items():
+        lines.append(
+            f"| `{name}` | {gpu.memory_bytes / GB:g} | {gpu.tflops:g} | "
+            f"{gpu.memory_gb_per_second:g} | {gpu.link_gb_per_second:g} | NVIDIA {gpu.source} |"
+        )
+    return "\n".join(lines)
 
 
 def configuration() -> str:
