@@ -9,7 +9,10 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+import pytest_timeout
+from tests import machine
 
+machine.publish()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # torch asks oneDNN, not its own setting, whether bfloat16 attention may use AMX, and then fails.
@@ -43,6 +46,13 @@ def _missing(marker: str) -> str | None:
     return None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> object:
+    """The time limit of a test, longer where the machine is busy."""
+    limit = machine.seconds(settings.timeout)
+    return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=limit))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons = {name: _missing(name) for name in ("gpu", "vllm", "sglang", "deepspeed", "triton")}
     for item in items:
@@ -58,6 +68,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     Around the test's fixtures of every scope, which a fixture of a function would not be.
     """
     before = {name: os.environ.pop(name, None) for name in PROCESS_GROUP}
+    machine.publish()
     try:
         return (yield)
     finally:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.machine import seconds
+
 PACKAGES = (
     "config",
     "kernels",
@@ -55,7 +57,11 @@ print("imported")
 def test_every_module_imports_without_optional_packages():
     code = BLOCKED_IMPORT.format(optional=OPTIONAL, packages=PACKAGES)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=seconds(240),
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("imported")
@@ -68,7 +74,11 @@ def test_configuration_modules_import_the_standard_library_only():
         "assert not heavy, heavy"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=seconds(120),
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -86,7 +96,11 @@ def test_a_model_costs_what_torch_and_transformers_cost():
         "print(*sorted(new - set(sys.stdlib_module_names)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=seconds(240),
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     added = set(done.stdout.split())

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.cli.main import COMMANDS, main
 from lightrft.cli.options import available_options
@@ -36,7 +37,7 @@ def complete(capsys, tmp_path):
             script=tmp_path / "script", words=words, last=last, index=len(words.split())
         )
         done = subprocess.run(
-            ["bash", "-c", code], capture_output=True, text=True, timeout=60, check=True
+            ["bash", "-c", code], capture_output=True, text=True, timeout=seconds(60), check=True
         )
         return set(done.stdout.split())
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.model_presets import write_tiny_model
@@ -150,7 +151,7 @@ def started(words):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=seconds(240),
         check=False,
     )
     return done.returncode, done.stdout, done.stderr

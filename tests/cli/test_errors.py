@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.cli.errors import ExitCode, UsageError, run_guarded
 from lightrft.cli.memory_advice import is_out_of_memory
@@ -127,7 +128,7 @@ def test_a_file_that_cannot_be_written_says_why(tmp_path):
         [sys.executable, "-c", program, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=seconds(100),
         check=False,
     )
     assert done.stdout.split() == ["3", "3", "3"], done.stderr

@@ -12,6 +12,7 @@ import textwrap
 import time
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.cli.errors import WorkerError, run_guarded
 from lightrft.cli.launch import launch
@@ -163,7 +164,7 @@ def test_one_process_at_the_shell(program, name):
         [sys.executable, str(program), name, "0"],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=seconds(200),
         check=False,
     )
     assert done.returncode == code, done.stderr
@@ -191,7 +192,7 @@ def test_the_failing_ranks_message_and_code_reach_the_caller(
     assert "rank 1" in str(caught.value)
     for text in expected:
         assert text in str(caught.value)
-    assert time.monotonic() - begin < 60  # not the 100 s of the other rank
+    assert time.monotonic() - begin < seconds(60)  # not the 100 s of the other rank
 
 
 @pytest.mark.slow
@@ -229,7 +230,7 @@ def test_torchrun_shows_the_failing_ranks_message(program, name):
         ],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=seconds(200),
         check=False,
     )
     assert done.returncode == 1  # torchrun has no other code for a failed worker
@@ -249,7 +250,11 @@ def test_a_signal_before_anything_was_done_ends_the_launcher(program):
         "sys.exit(run_guarded('lightrft', body))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
+        check=False,
     )
     assert done.returncode == 128 + signal.SIGTERM == 143
     assert done.stderr == "lightrft: stopped by SIGTERM before the run started\n"

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.cli.main import main
 from lightrft.strategy.testing import find_free_port
@@ -115,12 +116,12 @@ class Cluster:
             cwd=self.folder,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=seconds(120),
             check=False,
         )
 
     def wait_until(self, is_so) -> None:
-        limit = time.monotonic() + 240
+        limit = time.monotonic() + seconds(240)
         while not is_so():
             told = "\n".join(p.read_text()[-1500:] for p in sorted(self.folder.glob("*.out")))
             assert time.monotonic() < limit, told

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.machine import seconds
 
 from lightrft.tools.model_presets import write_tiny_model
 
@@ -93,7 +94,7 @@ class Command:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=seconds(SECONDS),
             check=False,
         )
         return done.returncode, done.stdout, done.stderr
@@ -118,11 +119,11 @@ class Command:
         begin = time.monotonic()
         while not (self.folder / "paused").exists():
             assert process.poll() is None, process.communicate()
-            assert time.monotonic() - begin < SECONDS
+            assert time.monotonic() - begin < seconds(SECONDS)
             time.sleep(0.05)
         act(process)
         pause.unlink()
-        output, messages = process.communicate(timeout=SECONDS)
+        output, messages = process.communicate(timeout=seconds(SECONDS))
         return process.returncode, output, messages
 
     def metrics(self):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.cli import train as train_command
 from lightrft.cli.main import main
@@ -690,7 +691,7 @@ def test_no_other_mistake_needs_torch_to_be_found(tmp_path):
         env=kept,
         input=json.dumps({name: arguments(wrong) for name, wrong in rows.items()}),
         check=True,
-        timeout=120,
+        timeout=seconds(120),
     )
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {name: [wrong.code, False] for name, wrong in rows.items()}
@@ -721,7 +722,7 @@ def test_the_same_at_the_shell(folder, name):
         capture_output=True,
         text=True,
         cwd=folder,
-        timeout=120,
+        timeout=seconds(120),
         check=False,
     )
     assert (done.returncode, done.stdout) == (wrong.code, "")

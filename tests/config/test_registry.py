@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.config import ConfigError, register
 from lightrft.config.registry import (
@@ -38,7 +39,7 @@ def test_the_tables_need_no_torch():
         "import sys, lightrft.config, lightrft.config.registry;"
         "sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=seconds(60))
 
 
 @pytest.mark.parametrize(

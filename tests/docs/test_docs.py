@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import COMMANDS, main
@@ -68,7 +69,7 @@ def run_page(page, folder):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=1500,
+            timeout=seconds(1500),
             check=False,
         )
         assert done.returncode == 0, text + done.stdout[-2000:] + done.stderr[-2000:]

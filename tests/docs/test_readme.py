@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 BASH = [
@@ -34,7 +35,7 @@ def run(command: str, folder: Path, *extra: str, timeout_seconds: float = 280.0)
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=timeout_seconds,
+        timeout=seconds(timeout_seconds),
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -101,7 +102,7 @@ def test_the_first_command_as_written_on_a_machine_without_uv(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=2900,
+        timeout=seconds(2900),
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 ROW = re.compile(
@@ -52,7 +53,7 @@ def test_every_command_runs_and_reaches_the_scores_of_the_page(tmp_path):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=1500,
+            timeout=seconds(1500),
             check=False,
         )
         assert done.returncode == 0, command + done.stdout[-2000:] + done.stderr[-2000:]

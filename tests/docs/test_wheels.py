@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 UV = shutil.which("uv")
@@ -55,7 +56,7 @@ def run(*command, cwd, timeout_seconds=900):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=timeout_seconds,
+        timeout=seconds(timeout_seconds),
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

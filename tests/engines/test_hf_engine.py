@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from tests.models.tiny import tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -15,7 +16,6 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen3Config,
     Qwen3ForCausalLM,
 )
 
@@ -171,23 +171,14 @@ def test_a_failing_model_is_reported_not_sampled(tiny_model):
 
 
 def sliding_model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    return tiny_model(
         vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
         use_sliding_window=True,
         sliding_window=6,
         max_window_layers=1,
-        initializer_range=0.1,
         eos_token_id=1,
         pad_token_id=0,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    ).eval()
 
 
 def test_a_sliding_window_model_decodes_whole_batches_and_warns_once(caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.models.tiny import SPECIAL, tiny_model
 
 from lightrft.engines import (
     EngineConfig,
@@ -21,28 +22,25 @@ pytestmark = pytest.mark.vllm
 
 
 def moe_model():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=97,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        initializer_range=0.1,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
+    return (
+        tiny_model(
+            "qwen3_moe",
+            vocab_size=97,
+            hidden_size=128,
+            intermediate_size=256,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+            **SPECIAL,
+        )
+        .float()
+        .eval()
     )
-    return Qwen3MoeForCausalLM(config).float().eval()
 
 
 def start(folder, model):

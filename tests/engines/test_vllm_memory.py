@@ -12,31 +12,13 @@ import weakref
 
 import pytest
 import torch
+from tests.models.tiny import WIDE, tiny_model
 
 from lightrft.engines.types import EngineConfig, GenerationRequest, SamplingParams, WeightPiece
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 # The second shares its first 40 tokens with the third, so that cached blocks are reused.
 PROMPTS = [[7, 8, 9], [9 + j % 50 for j in range(41)], [9 + j % 50 for j in range(45)]]
-
-
-def tiny_model(*, is_tied: bool):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=131,
-        initializer_range=0.1,
-        tie_word_embeddings=is_tied,
-        max_position_embeddings=128,
-    )
-    return Qwen3ForCausalLM(config)
 
 
 def start(folder, module):
@@ -125,7 +107,7 @@ def rewrite(engine, module, *, without: str = "") -> None:
 def test_nothing_of_an_engine_that_slept_is_read_before_it_is_rewritten(
     is_tied, tmp_path, poisoning
 ):
-    module = tiny_model(is_tied=is_tied)
+    module = tiny_model(**WIDE, tie_word_embeddings=is_tied)
     module.save_pretrained(tmp_path)
     engine = start(tmp_path, module)
     try:
@@ -155,7 +137,7 @@ def test_nothing_of_an_engine_that_slept_is_read_before_it_is_rewritten(
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_a_closed_engine_is_collected_and_a_second_one_starts(tmp_path):
-    module = tiny_model(is_tied=True)
+    module = tiny_model(**WIDE, tie_word_embeddings=True)
     module.save_pretrained(tmp_path)
     first = start(tmp_path, module)
     before = generate(first)

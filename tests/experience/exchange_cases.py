@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 
 import numpy as np
+from tests.machine import seconds
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry, hash_context
@@ -19,7 +20,7 @@ class ThreadWorld:
     def __init__(self, size):
         self.size = size
         self.received = [0] * size
-        self._barrier = threading.Barrier(size, timeout=30)
+        self._barrier = threading.Barrier(size, timeout=seconds(30))
         self._posted = [None] * size
 
     def run(self, function):

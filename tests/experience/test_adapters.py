@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 from websockets.datastructures import Headers
 from websockets.http11 import Response
 from websockets.sync.server import serve
@@ -305,7 +306,7 @@ def real_server():
         port = free.getsockname()[1]
     process = subprocess.Popen([program, str(HERE / "openenv_server.py"), str(port)])
     try:
-        deadline = time.monotonic() + 240.0
+        deadline = time.monotonic() + seconds(240.0)
         while time.monotonic() < deadline and process.poll() is None:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:

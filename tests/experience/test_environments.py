@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets import load_prompts
@@ -407,7 +408,7 @@ def test_groups_are_scored_while_other_episodes_go_on(stage, tmp_path):
         if request_id < 2:
             return [f"end{request_id}"]
         if times[request_id] == 2:
-            ends = time.monotonic() + 60
+            ends = time.monotonic() + seconds(60)
             while not (tmp_path / "end1").exists() and time.monotonic() < ends:
                 time.sleep(0.01)
             seen.append((tmp_path / "end1").exists())

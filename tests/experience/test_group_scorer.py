@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
@@ -253,7 +254,7 @@ def test_groups_are_scored_while_others_are_generated(file, tmp_path):
     def script(request, sample_index):
         # The last prompt cannot be answered until the reward of the first one has run.
         if request.request_id == 5:
-            ends = time.monotonic() + DEADLINE
+            ends = time.monotonic() + seconds(DEADLINE)
             while not (tmp_path / "70").exists() and time.monotonic() < ends:
                 time.sleep(0.01)
             seen.append((tmp_path / "70").exists())

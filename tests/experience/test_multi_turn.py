@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.models.tiny import tiny_model
 
 from lightrft.config import TrainConfig
 from lightrft.engines.types import Completion
@@ -128,19 +128,9 @@ def test_the_report_tells_observations_from_sampled_tokens():
 
 
 def tiny_llama(seed):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        initializer_range=0.1,
-        max_position_embeddings=128,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_model(
+        "llama", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, head_dim=16, seed=seed
+    ).eval()
 
 
 def models(seed=0):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
@@ -181,7 +182,11 @@ for seconds in ("0", "100"):
 
 def test_the_reward_phase_keeps_the_deadline_of_every_phase():
     done = subprocess.run(
-        [sys.executable, "-c", PHASE], capture_output=True, text=True, timeout=90, check=False
+        [sys.executable, "-c", PHASE],
+        capture_output=True,
+        text=True,
+        timeout=seconds(90),
+        check=False,
     )
     assert done.returncode == 7, done.stderr
     assert done.stdout.count("reward [1.0]") == 1

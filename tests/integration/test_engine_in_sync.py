@@ -6,6 +6,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from tests.models.tiny import SPECIAL, WIDE, tiny_model
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import GenerationRequest, SamplingParams
@@ -42,27 +43,17 @@ class CharacterTokenizer:
 
 
 def tiny_actor(*, tied: bool):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from lightrft.models import Actor
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
-        initializer_range=0.1,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
+    return Actor(
+        tiny_model(
+            vocab_size=VOCAB,
+            **{**WIDE, "intermediate_size": 160},
+            tie_word_embeddings=tied,
+            **SPECIAL,
+        )
     )
-    return Actor(Qwen3ForCausalLM(config))
 
 
 def arguments(backend: str) -> Namespace:

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from tests.models.tiny import tiny_model
 
 from lightrft.models.support import SamplingSupport
 from lightrft.strategy.testing import run_multiprocess
@@ -24,24 +25,14 @@ CELLS = [(is_tied, is_fused) for is_tied in (True, False) for is_fused in (True,
 
 
 def build(*, is_tied: bool, is_fused: bool):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from lightrft.models.actor import Actor
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        initializer_range=0.1,
-        tie_word_embeddings=is_tied,
-        max_position_embeddings=64,
+    return Actor(
+        tiny_model(vocab_size=VOCAB, tie_word_embeddings=is_tied, max_position_embeddings=64),
+        fused_linear_logprob=is_fused,
+        chunk_size=CHUNK,
     )
-    return Actor(Qwen3ForCausalLM(config), fused_linear_logprob=is_fused, chunk_size=CHUNK)
 
 
 def batch_of(rank: int):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.machine import seconds
 
 REWARD = """
 def share_of_digits(prompts, responses, labels, **columns):
@@ -34,7 +35,7 @@ def run_lightrft(*arguments, timeout_seconds=280.0):
         [sys.executable, "-m", "lightrft.cli.main", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=timeout_seconds,
+        timeout=seconds(timeout_seconds),
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

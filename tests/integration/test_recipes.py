@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.strategy.testing import find_free_port
 
@@ -123,7 +124,7 @@ def test_the_recipe_trains_on_four_processes(tmp_path, repository, recipe):
         ],
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=seconds(1200),
         check=False,
         cwd=tmp_path,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
+from tests.models.tiny import SPECIAL, tiny_model
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.factory import ENGINES
@@ -70,27 +70,12 @@ class Trace:
 
 
 def tiny_actor():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from lightrft.models import Actor
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=37,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=128,
-        initializer_range=0.05,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
+    return Actor(
+        tiny_model(vocab_size=37, initializer_range=0.05, tie_word_embeddings=False, **SPECIAL)
     )
-    return Actor(Qwen3ForCausalLM(config))
 
 
 def arguments(backend: str) -> Namespace:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.models.tiny import WIDE, tiny_model
 
 from lightrft.engines import EngineConfig, GenerationRequest, SamplingParams, StaleEngineError
 from lightrft.engines.hf.engine import HFEngine
@@ -20,34 +21,20 @@ O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 REQUEST = GenerationRequest((5, 6, 7))
 
 
-def tiny_model(*, seed: int = 0):
+def square_model(*, seed: int = 0):
     """As many key heads as query heads, so that q, k and o projections have one square shape."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        vocab_size=503,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        max_position_embeddings=128,
-    )
-    torch.manual_seed(seed)
-    return Qwen3ForCausalLM(config)
+    shape = {**WIDE, "num_key_value_heads": 4, "vocab_size": 503, "tie_word_embeddings": True}
+    return tiny_model(seed=seed, **shape)
 
 
 def tiny_actor():
     from lightrft.models import Actor
 
-    return Actor(tiny_model())
+    return Actor(square_model())
 
 
 def start(engine_class: type[HFEngine]) -> HFEngine:
-    return engine_class(EngineConfig(engine_type="hf", model_path=""), module=tiny_model(seed=99))
+    return engine_class(EngineConfig(engine_type="hf", model_path=""), module=square_model(seed=99))
 
 
 def train_a_little(strategy: FakeStrategy, actor: torch.nn.Module) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.models.tiny import tiny_model
 
 from lightrft.engines import EngineConfig
 from lightrft.engines.hf.engine import HFEngine
@@ -15,39 +16,18 @@ from lightrft.strategy.weight_sync.parameter_source import module_parameter_sour
 from lightrft.strategy.weight_sync.sync import WeightSync, WeightSyncError
 
 CPU = torch.device("cpu")
-SHAPE = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 131,
-    "initializer_range": 0.1,
-    "max_position_embeddings": 128,
-}
 SMALL_BUCKET, LARGE_BUCKET = 20_000, 2**28
 
 
 def moe_model(seed):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        **SHAPE,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        intermediate_size=96,
-        tie_word_embeddings=False,
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    return tiny_model(
+        "qwen3_moe", seed=seed, num_key_value_heads=2, tie_word_embeddings=False, **experts
     )
-    return Qwen3MoeForCausalLM(config)
 
 
 def dense_model(seed):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, intermediate_size=96, tie_word_embeddings=True))
+    return tiny_model(seed=seed, num_key_value_heads=2, tie_word_embeddings=True)
 
 
 class CopyingEngine(HFEngine):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 LIMIT_SECONDS = 60.0
 START_SECONDS = 240.0
@@ -135,15 +136,15 @@ def run_rank(place: str, folder: str) -> int:
     return run_guarded("two nodes", program)
 
 
-def wait(process, seconds: float) -> int | None:
+def wait(process, nominal: float) -> int | None:
     try:
-        return process.wait(seconds)
+        return process.wait(seconds(nominal))
     except subprocess.TimeoutExpired:
         return None
 
 
 def wait_for(folder: Path, processes, names) -> None:
-    limit = time.monotonic() + START_SECONDS
+    limit = time.monotonic() + seconds(START_SECONDS)
     while not all((folder / name).exists() for name in names):
         texts = [path.read_text()[-2000:] for path in sorted(folder.glob("*.log"))]
         assert time.monotonic() < limit, texts
@@ -170,7 +171,7 @@ def test_nodes_named_by_loopback_meet_and_a_lost_one_ends_the_other_in_time(node
             process.wait()
     text = (tmp_path / "rank0.log").read_text()
     assert code == 7, text[-3000:]
-    assert took <= LIMIT_SECONDS
+    assert took <= seconds(LIMIT_SECONDS)
     assert "deadline: rank 0" in text
     assert "'wait for the other node'" in text
 
@@ -192,7 +193,7 @@ def test_a_first_node_named_by_loopback_is_refused_at_once_on_the_second(nodes, 
             process.wait()
     text = (tmp_path / "rank1.log").read_text()
     assert code == 3, text
-    assert took <= LIMIT_SECONDS, text
+    assert took <= seconds(LIMIT_SECONDS), text
     assert "MASTER_ADDR=127.0.1.1 is this node itself" in text
 
 
@@ -286,7 +287,7 @@ def test_two_nodes_train_on_real_questions_and_end_when_one_is_killed(
     options = (*STRATEGIES[strategy], "--max_steps", "500")
     agents = [start_training(node, tmp_path, test_data, *options) for node in nodes]
     try:
-        limit = time.monotonic() + 3 * START_SECONDS
+        limit = time.monotonic() + seconds(3 * START_SECONDS)
         while len(steps_of(tmp_path)) < 3:
             texts = [path.read_text()[-3000:] for path in sorted(tmp_path.glob("*.log"))]
             assert time.monotonic() < limit, texts
@@ -308,7 +309,7 @@ def test_two_nodes_train_on_real_questions_and_end_when_one_is_killed(
             agent.wait()
     text = (tmp_path / f"{nodes[0].name}.log").read_text()
     assert code == 1, text[-3000:]  # torchrun's own, whatever its processes ended with
-    assert took <= LIMIT_SECONDS
+    assert took <= seconds(LIMIT_SECONDS)
     assert "Connection closed by peer" in text or "Connection reset by peer" in text, text[-3000:]
 
 

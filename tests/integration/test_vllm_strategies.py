@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from tests.models.tiny import WIDE, tiny_model
 
 from lightrft.engines.types import EngineStatus, SamplingParams
 from lightrft.strategy.testing import run_multiprocess
@@ -14,25 +15,6 @@ from lightrft.strategy.testing import run_multiprocess
 BACKENDS = ("fsdp2", "zero3") if find_spec("deepspeed") is not None else ("fsdp2",)
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=6, n=2, ignore_eos=True)
-
-
-def tiny_model():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=131,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        max_position_embeddings=128,
-    )
-    return Qwen3ForCausalLM(config)
 
 
 def make(backend: str, folder: str, tp_size: int):
@@ -102,9 +84,9 @@ def compare(strategy, ready, rank: int) -> tuple[float, list]:
 def run_strategy(strategy, engine, rank: int):
     from lightrft.models import Actor
 
-    ready = strategy.prepare_models_and_optimizers(Actor(tiny_model()), None, None, None, None, 10)[
-        0
-    ]
+    ready = strategy.prepare_models_and_optimizers(
+        Actor(tiny_model(tie_word_embeddings=True, **WIDE)), None, None, None, None, 10
+    )[0]
     if engine is None:
         engine = strategy.setup_inference_engine(None, "vllm", actor=ready.model)
         assert strategy.inference_engine_status is EngineStatus.SLEEPED
@@ -144,7 +126,7 @@ def program(rank: int, world_size: int, folder: str, tp_size: int):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_engine_follows_sharded_trainers_on_two_ranks(tp_size, tmp_path):
-    tiny_model().save_pretrained(tmp_path)
+    tiny_model(tie_word_embeddings=True, **WIDE).save_pretrained(tmp_path)
     ranks = run_multiprocess(program, 2, timeout_seconds=240, args=(str(tmp_path), tp_size))
     version = -1
     for backend in BACKENDS:

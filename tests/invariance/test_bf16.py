@@ -10,7 +10,7 @@ import itertools
 from importlib.util import find_spec
 
 import pytest
-import torch
+from tests.models.tiny import SPECIAL, tiny_model
 
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.invariance.batch import NUM_ROWS
@@ -84,25 +84,11 @@ HANDFUL = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> tuple[str, str]:
     """Folder of a model, and the float32 reference."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     folder = tmp_path_factory.mktemp("bf16")
-    config = Qwen3Config(
-        vocab_size=203,
-        hidden_size=64,
-        head_dim=32,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        num_hidden_layers=2,
-        intermediate_size=96,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    tiny_model(
+        vocab_size=203, num_attention_heads=4, tie_word_embeddings=True, **SPECIAL
+    ).save_pretrained(folder / "model")
     write_reference(str(folder / "model"), "actor", folder / "reference")
     return str(folder / "model"), str(folder / "reference")
 

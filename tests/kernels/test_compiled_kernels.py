@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TABLE = BENCHMARKS / "results" / "compiled_kernels.json"
@@ -32,7 +33,7 @@ def compile_cases(*arguments: str) -> list[dict]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=3000,
+        timeout=seconds(3000),
         check=False,
     )
     assert process.returncode == 0, process.stderr[-6000:]

@@ -15,6 +15,7 @@ import subprocess
 
 import pytest
 import torch
+from tests.machine import seconds
 
 from lightrft.kernels import hash_tensor
 from lightrft.kernels.weight_bucket import cuda
@@ -112,7 +113,7 @@ def run_on_host(repository, tmp_path_factory):
             str(folder / "bucket.cpp"),
         ],
         check=True,
-        timeout=120,
+        timeout=seconds(120),
     )
     function = ctypes.CDLL(str(library)).run_on_host
     function.argtypes = [ctypes.c_void_p, *3 * [ctypes.c_int64], ctypes.c_void_p]

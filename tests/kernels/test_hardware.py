@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 import torch
+from tests.machine import seconds
 
 from lightrft.kernels import capabilities
 from lightrft.kernels.weight_bucket.native import load_extension
@@ -30,7 +31,7 @@ def test_gpu_benchmarks_without_a_gpu_say_so_and_write_nothing(repository, tmp_p
         env={**os.environ, "TMPDIR": str(scratch)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=seconds(60),
         check=False,
     )
     assert process.returncode == 1

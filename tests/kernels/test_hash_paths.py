@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 import torch
+from tests.machine import seconds
 
 from lightrft.kernels import hash_tensor
 
@@ -45,7 +46,7 @@ def test_the_path_equals_the_definition(repository, tmp_path, path):
             str(tmp_path / "avx2.o"),
         ],
         check=True,
-        timeout=100,
+        timeout=seconds(100),
     )
     subprocess.run(
         [
@@ -63,7 +64,7 @@ def test_the_path_equals_the_definition(repository, tmp_path, path):
             str(library),
         ],
         check=True,
-        timeout=100,
+        timeout=seconds(100),
     )
     hash_range = ctypes.CDLL(str(library)).hash_range
     hash_range.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.machine import seconds
 
 from lightrft.kernels import linear_logprob
 
@@ -23,7 +24,7 @@ def test_values_in_the_interpreter():
         env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=seconds(280),
         check=False,
     )
     assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-6000:]

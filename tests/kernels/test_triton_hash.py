@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from tests.machine import seconds
 
 from lightrft.kernels import hash_tensor
 from lightrft.kernels.weight_bucket import operations, reference
@@ -61,7 +62,7 @@ def run(code: str, **environment: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=seconds(200),
         check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr[-4000:]

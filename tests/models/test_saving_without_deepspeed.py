@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.machine import seconds
 
 PROGRAM = """
 import sys
@@ -27,7 +28,7 @@ def test_writing_loading_and_saving_a_model_does_not_import_deepspeed(tmp_path):
         capture_output=True,
         text=True,
         check=True,
-        timeout=240,
+        timeout=seconds(240),
     )
     assert done.stdout.splitlines()[-1] == "False"
     assert "accelerator" not in done.stderr

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.config import TrainConfig
 from lightrft.tools.plan.activations import trunk_bytes
@@ -96,7 +97,7 @@ def test_no_tensor_of_the_host_takes_part_in_any_micro_batch_of_a_7b_shape():
 
 
 def check_variants(cases):
-    for seen, wanted in zip(fake_cuda.trace(*cases, timeout=1500), cases, strict=True):
+    for seen, wanted in zip(fake_cuda.trace(*cases, timeout=seconds(1500)), cases, strict=True):
         assert seen["foreign"] == [], wanted
         assert seen["scored"] == 256 + 200 - 2 * 32
         assert seen["peak"] > seen["kept"] > 0
@@ -114,7 +115,7 @@ def test_rows_of_32k_tokens_need_no_mask_of_a_gigabyte():
     layouts = ((32768, True), (32768, False), (16384, False))
     masked, free, half = fake_cuda.trace(
         *(case("qwen2.5-0.5b", 2, tokens=tokens, masked=masked) for tokens, masked in layouts),
-        timeout=1500,
+        timeout=seconds(1500),
     )
     # The numbers of docs/scaling.md.
     assert [masked["peak"], free["peak"]] == pytest.approx([9.81e9, 4.75e9], rel=0.01)
@@ -128,7 +129,7 @@ def test_rows_of_32k_tokens_need_no_mask_of_a_gigabyte():
 def compare(name, depths, **options):
     """Plans of some numbers of layers against their traces, which one process makes."""
     cases = [case(name, depth, world=WORLD, micro_batches=2, **options) for depth in depths]
-    traces = fake_cuda.trace(*cases, timeout=1500)
+    traces = fake_cuda.trace(*cases, timeout=seconds(1500))
     for depth, found in zip(depths, traces, strict=True):
         setup = setup_of(name, depth, **options)
         check(predicted(setup), found)

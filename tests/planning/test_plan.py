@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
@@ -159,6 +160,10 @@ def test_planning_imports_no_torch():
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=seconds(120),
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.rewards.types import RewardError
 from lightrft.tools.rewards import http
@@ -132,7 +133,7 @@ def test_an_answer_that_drips_ends_at_the_deadline(serve, client, first, piece):
     start = time.monotonic()
     with pytest.raises(HttpError, match=r"no answer within 0.5 s"):
         client(0.5).fetch(HttpRequest(server.url, b"{}"))
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < seconds(8)
 
 
 def endless(server, connection):
@@ -220,9 +221,9 @@ def test_retry_after_is_waited_for_inside_the_deadline(serve, client):
     for after in (b"3600", b"Fri, 01 Jan 2100 00:00:00 GMT"):
         server = serve(busy % after)
         start = time.monotonic()
-        with pytest.raises(HttpError, match=r"no answer within 5 s and 1 attempts: status 429"):
-            client(5.0).fetch(HttpRequest(server.url, b"{}"))
-        assert time.monotonic() - start < 4.9  # nothing could come in time, so nobody waits
+        with pytest.raises(HttpError, match=r"no answer within 300 s and 1 attempts: status 429"):
+            client(300.0).fetch(HttpRequest(server.url, b"{}"))
+        assert time.monotonic() - start < 200  # nothing could come in time, so nobody waits
     for after in (b"-1", b"nan", b"inf", b"soon"):
         assert client().fetch(HttpRequest(serve(busy % after, OK).url, b"{}")) == b"{}"
 
@@ -309,7 +310,7 @@ def test_many_requests_share_a_deadline_and_no_more_run_at_once_than_allowed(ser
     start = time.monotonic()
     found = client(0.5, concurrency=2).fetch_all([HttpRequest(silent.url, b"{}")] * 8)
     assert all(isinstance(item, HttpError) for item in found)
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < seconds(8)
 
 
 def test_a_client_works_inside_a_running_loop_and_again_after_its_end(serve, client):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.cli.memory_advice import is_out_of_memory
 from lightrft.config import TrainConfig
@@ -91,7 +92,7 @@ def is_running(pid):
 
 
 def wait_for_end(pid):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + seconds(20)
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not is_running(pid)
@@ -119,7 +120,11 @@ def test_no_child_outlives_a_killed_trainer(file, tmp_path):
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60, check=False
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=seconds(60),
+        check=False,
     )
     assert done.returncode == -signal.SIGKILL
     assert wait_for_end(int(done.stdout))
@@ -202,7 +207,7 @@ def test_a_flood_without_line_ends_holds_neither_memory_nor_the_deadline(file, c
     start = time.monotonic()
     with pytest.raises(RewardError, match="did not return within 1 s"):
         score(file, "floods", reward_timeout_seconds=1.0)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < seconds(30)
     assert len(capfd.readouterr().err) < 2_000
 
 

@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError, build_reward
@@ -38,9 +39,12 @@ def free_port() -> int:
 
 
 def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    ends = time.monotonic() + START_SECONDS
+    ends = time.monotonic() + seconds(START_SECONDS)
     while server.poll() is None and time.monotonic() < ends:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(url, timeout=seconds(5)) as answer,
+        ):
             if answer.status == 200:
                 return
         time.sleep(0.5)

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.rewards import MathReward, RewardError, build_reward
 from lightrft.tools.rewards.math_rules import BOXED_MATH, GSM8K, last_boxed
@@ -205,7 +206,7 @@ def test_hostile_answers_end_with_the_batch_and_leave_the_worker_alive() -> None
         start = time.monotonic()
         results = reward.score([""] * 23, responses, [r"\frac{3}{7}+\sqrt{2}"] * 23, {})
         # 23 times 0.2 s, then 8 times; a restart of the worker for each would take minutes.
-        assert time.monotonic() - start < 60
+        assert time.monotonic() - start < seconds(60)
         assert reward._workers[0].num_starts == 1
     finally:
         reward.close()
@@ -221,7 +222,7 @@ def test_the_deadline_of_a_batch_holds_for_starts_and_all_answers() -> None:
         results = reward.score([""] * 23, [f"\\boxed{{{h}}}" for h in HOSTILE], ["x"] * 23, {})
     finally:
         reward.close()
-    assert time.monotonic() - start < 20  # 23 starts, or 23 deadlines of 10 s, take longer
+    assert time.monotonic() - start < seconds(20)  # 23 starts, or 23 deadlines of 10 s, take longer
     assert sum(result.components["timeout"] for result in results) > 15
 
 

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.sandbox import Ending, Sandbox, SandboxLimits
@@ -241,7 +242,7 @@ def processes_with(mark: str) -> list[int]:
 def test_a_daemon_with_a_session_of_its_own_ends_with_its_program(sandbox, unsafe) -> None:
     mark = f"lightrft-daemon-{os.getpid()}"
     assert printed(sandbox.run(DAEMON.format(mark=mark).encode())) == 1
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + seconds(10)
     while processes_with(mark) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not processes_with(mark)
@@ -403,7 +404,7 @@ def test_an_ordinary_user_gets_the_same_sandbox(public_folder, tmp_path) -> None
         cwd="/",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds(120),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.tools.rewards.remote import TOKEN_VARIABLE, RemoteReward
@@ -51,7 +52,7 @@ def serve():
 
 
 def connect(server):
-    return socket.create_connection(("127.0.0.1", server.server_port), timeout=20)
+    return socket.create_connection(("127.0.0.1", server.server_port), timeout=seconds(20))
 
 
 def send(server, data):
@@ -104,7 +105,7 @@ def test_a_client_that_drips_is_let_go(serve):
             for byte in post(b" " * 100_000):
                 connection.sendall(bytes([byte]))
                 time.sleep(0.05)
-                assert time.monotonic() - start < 15
+                assert time.monotonic() - start < seconds(15)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_requests_beyond_what_may_wait_or_be_held_are_told_to_come_again(serve):
     try:
         for connection in waiting:
             connection.sendall(post())
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + seconds(20)
         while server._num_waiting < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         answer = send(server, post())
@@ -171,7 +172,7 @@ def test_requests_beyond_what_may_wait_or_be_held_are_told_to_come_again(serve):
 def test_too_many_connections_are_turned_away(serve):
     server = serve(max_connections=3, read_seconds=60)
     held = [connect(server) for _ in range(3)]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + seconds(20)
     while server._num_connections < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert status_of(send(server, post())) == 503

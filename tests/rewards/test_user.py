@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError, build_reward
@@ -135,7 +136,7 @@ def test_a_hanging_call_ends_at_its_deadline_and_the_next_call_works(file) -> No
         start = time.monotonic()
         with pytest.raises(RewardError, match="did not return within 1 s for 1 responses"):
             reward.score(["p"], ["hang"], [None], {})
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < seconds(10)
         (result,) = reward.score(["p"], ["fine"], [None], {})
     assert result.reward == 1.0
 
@@ -179,7 +180,7 @@ def test_an_endless_worker_ends_with_its_killed_parent(file) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + seconds(20)
     while _is_running(worker) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _is_running(worker)
@@ -203,7 +204,11 @@ def test_an_unguarded_script_is_not_run_again_by_its_workers(file, tmp_path) -> 
         "    print(reward.score(['p'], ['a'], [None], {})[0].reward)\n"
     )
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
+        check=True,
     )
     assert done.stdout.split() == ["start", "0.0"]
     assert "on import" in done.stderr

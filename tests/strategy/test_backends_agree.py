@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from tests.models.tiny import tiny_model
 from torch import nn
 
 from lightrft.strategy.fake import FakeStrategy
@@ -33,22 +34,12 @@ class Scorer(nn.Module):
 
 
 def build(*, is_tied: bool = True, seed: int = 0) -> Scorer:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        initializer_range=0.1,
-        tie_word_embeddings=is_tied,
-        max_position_embeddings=64,
+    return Scorer(
+        tiny_model(
+            vocab_size=VOCAB, tie_word_embeddings=is_tied, max_position_embeddings=64, seed=seed
+        )
     )
-    return Scorer(Qwen3ForCausalLM(config))
 
 
 def batch_of_step(step: int) -> list[list[torch.Tensor]]:

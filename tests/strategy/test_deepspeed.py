@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.models.tiny import tiny_model
 
 from lightrft.strategy.checkpoints.folders import SaveRequest, write_checkpoint
 from lightrft.strategy.config import StrategyConfig
@@ -27,24 +28,18 @@ VOCAB = 97
 
 
 def build(seed: int = 0, *, dtype: torch.dtype = torch.float32):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from lightrft.models.actor import Actor
 
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        max_position_embeddings=64,
+    return Actor(
+        tiny_model(
+            vocab_size=VOCAB,
+            intermediate_size=64,
+            tie_word_embeddings=True,
+            max_position_embeddings=64,
+            seed=seed,
+        ).to(dtype)
     )
-    return Actor(Qwen3ForCausalLM(config).to(dtype))
 
 
 def rows_of_step(step: int) -> torch.Tensor:

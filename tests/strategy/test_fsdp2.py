@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from tests.models.tiny import tiny_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -41,22 +42,14 @@ class Scorer(nn.Module):
 
 
 def causal_lm(seed: int = 0) -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(seed)
-    config = Qwen3Config(
+    return tiny_model(
         vocab_size=VOCAB,
-        hidden_size=64,
         intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        initializer_range=0.1,
         tie_word_embeddings=True,
         max_position_embeddings=64,
+        seed=seed,
     )
-    return Qwen3ForCausalLM(config)
 
 
 def build(seed: int = 0) -> Scorer:

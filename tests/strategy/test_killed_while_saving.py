@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.strategy.testing import find_free_port, run_multiprocess
 
@@ -119,7 +120,7 @@ def kill_and_load(rank, world_size, folder, is_async):
         port = find_free_port()
         task = save_forever(folder, before + 2, is_async=is_async)
         children = [start_rank(r, port, task) for r in range(2)]
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + seconds(120)
         while acknowledged(folder) == before:
             assert time.monotonic() < deadline, "no checkpoint within two minutes"
             time.sleep(0.002)

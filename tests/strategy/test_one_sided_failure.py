@@ -28,6 +28,11 @@ SETTINGS = {
 }
 
 
+def scaled(nominal: float) -> float:
+    """The same on a busy machine; `tests.machine` cannot be imported where this is a program."""
+    return nominal * float(os.environ.get("LIGHTRFT_TEST_TIME_FACTOR", "1"))
+
+
 def fail_if_faulty(folder: str) -> None:
     if os.environ["RANK"] == "1":
         Path(folder, "fault").write_text(str(time.time()))
@@ -136,7 +141,7 @@ def run_pair(engine: str, place: str, folder: Path) -> tuple[list[int], list[str
             processes.append(
                 subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
             )
-    limit = time.monotonic() + START_SECONDS
+    limit = time.monotonic() + scaled(START_SECONDS)
     try:
         while time.monotonic() < limit and None in [process.poll() for process in processes]:
             time.sleep(0.1)
@@ -156,7 +161,7 @@ def check(engine: str, place: str, folder: Path) -> None:
     codes, texts, took = run_pair(engine, place, folder)
     shown = f"{texts[0][-3000:]}\n--- rank 1\n{texts[1][-3000:]}"
     assert codes == [1, 1], shown
-    assert took <= LIMIT_SECONDS, shown
+    assert took <= scaled(LIMIT_SECONDS), shown
     told = {"generate": "generation failed", "canary": "the weight sync failed"}
     what = told.get(place, "the engine did not start")
     assert f"{what} on rank 1: MemoryError: {CAUSE}" in texts[0], shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.models.tiny import tiny_model
 from torch import nn
 
 from lightrft.strategy.deepspeed.source import partition_ranges
@@ -16,24 +17,6 @@ from lightrft.strategy.weight_sync.parameter_source import (
 )
 
 SHAPES = {"odd": (7, 3), "one_row": (1, 5), "vector": (5,), "cube": (4, 2, 3), "even": (6, 2)}
-
-
-def tiny_model(*, is_tied: bool):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        vocab_size=131,
-        initializer_range=0.1,
-        tie_word_embeddings=is_tied,
-        max_position_embeddings=128,
-    )
-    return Qwen3ForCausalLM(config)
 
 
 class OddShapes(nn.Module):
@@ -74,7 +57,7 @@ def test_partition_ranges_cut_the_padding_off(numel: int, num_ranks: int) -> Non
 def test_names_are_those_of_the_checkpoint_for_an_actor_and_for_a_bare_model() -> None:
     from lightrft.models import Actor
 
-    model = tiny_model(is_tied=False)
+    model = tiny_model()
     expected = [name for name, _ in model.named_parameters()]
     assert "model.layers.0.self_attn.q_proj.weight" in expected
     bare = [p.checkpoint_name for p in module_parameter_source(model).parameters()]
@@ -85,13 +68,13 @@ def test_names_are_those_of_the_checkpoint_for_an_actor_and_for_a_bare_model() -
 
 
 def test_a_tied_parameter_is_listed_once_and_its_second_name_is_known() -> None:
-    model = tiny_model(is_tied=True)
+    model = tiny_model(tie_word_embeddings=True)
     source = module_parameter_source(model)
     names = [parameter.checkpoint_name for parameter in source.parameters()]
     assert names.count("model.embed_tokens.weight") == 1
     assert "lm_head.weight" not in names
     assert source.tied_names == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert tied_parameter_names(tiny_model(is_tied=False)) == {}
+    assert tied_parameter_names(tiny_model()) == {}
 
 
 def test_whole_parameters_share_the_trainers_storage_and_know_what_is_frozen() -> None:

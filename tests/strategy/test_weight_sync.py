@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from tests.models.tiny import tiny_model
 from torch import nn
 
 from lightrft.engines import EngineConfig, EngineParameter, GenerationRequest, SamplingParams
@@ -26,34 +27,15 @@ from lightrft.strategy.weight_sync.verification import model_hash, source_hashes
 CPU = torch.device("cpu")
 
 
-def tiny_model(*, is_tied: bool = False, seed: int = 0):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        vocab_size=131,
-        initializer_range=0.1,
-        tie_word_embeddings=is_tied,
-        max_position_embeddings=128,
-    )
-    torch.manual_seed(seed)
-    return Qwen3ForCausalLM(config)
-
-
 def tiny_actor(*, is_tied: bool = False, seed: int = 0):
     from lightrft.models import Actor
 
-    return Actor(tiny_model(is_tied=is_tied, seed=seed))
+    return Actor(tiny_model(tie_word_embeddings=is_tied, seed=seed))
 
 
 def hf_engine(*, is_tied: bool = False, dtype: str = "float32") -> HFEngine:
     config = EngineConfig(engine_type="hf", model_path="", dtype=dtype)
-    return HFEngine(config, module=tiny_model(is_tied=is_tied, seed=99))
+    return HFEngine(config, module=tiny_model(tie_word_embeddings=is_tied, seed=99))
 
 
 def canary_of(actor: nn.Module, *dtypes: torch.dtype):

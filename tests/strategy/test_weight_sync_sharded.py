@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from tests.models.tiny import tiny_model
 from torch import nn
 
 from lightrft.strategy.testing import run_multiprocess
@@ -30,29 +31,10 @@ class OddShapes(nn.Module):
         return scale * sum(parameter.square().sum() for parameter in self.parameters())
 
 
-def tiny_model(*, is_tied: bool = False, seed: int = 0):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        vocab_size=131,
-        initializer_range=0.1,
-        tie_word_embeddings=is_tied,
-        max_position_embeddings=128,
-    )
-    torch.manual_seed(seed)
-    return Qwen3ForCausalLM(config)
-
-
 def tiny_actor(*, is_tied: bool = False):
     from lightrft.models import Actor
 
-    actor = Actor(tiny_model(is_tied=is_tied))
+    actor = Actor(tiny_model(tie_word_embeddings=is_tied))
     actor.model.model.layers[0].mlp.requires_grad_(False)
     return actor
 
@@ -115,7 +97,7 @@ def check_hf_engine(make_source, actor, wrapped, gather, step, *, is_tied: bool)
         config = EngineConfig(
             engine_type="hf", model_path="", dtype=str(dtype).removeprefix("torch.")
         )
-        engine = HFEngine(config, module=tiny_model(is_tied=is_tied, seed=99))
+        engine = HFEngine(config, module=tiny_model(tie_word_embeddings=is_tied, seed=99))
         sync = WeightSync(engine, bucket_bytes=bucket_bytes)
         syncs.append((engine, sync, dtype, bucket_bytes))
     results = []

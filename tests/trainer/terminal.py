@@ -9,6 +9,8 @@ import threading
 import time
 from contextlib import contextmanager
 
+from tests.machine import seconds
+
 ESCAPE = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])")
 
 
@@ -83,5 +85,5 @@ def wait_for(condition):
     """Waits, for a minute at most."""
     begin = time.monotonic()
     while not condition():
-        assert time.monotonic() - begin < 60
+        assert time.monotonic() - begin < seconds(60)
         time.sleep(0.01)

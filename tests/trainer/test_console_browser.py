@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.machine import seconds
 from tests.trainer.browser import faults, needs_browser, open_browser, take_picture
 from tests.trainer.terminal import Screen, open_terminal, wait_for
 
@@ -190,7 +191,7 @@ def test_a_real_run_on_a_terminal(browser, person, tmp_path, width):
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
-            timeout=500,
+            timeout=seconds(500),
             check=False,
         )
         stream.write("the end\n")

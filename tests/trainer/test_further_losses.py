@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.models.tiny import tiny_model
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES
@@ -97,24 +98,16 @@ def test_texts_are_cut_and_their_end_is_marked(tmp_path, tokenizer):
 
 
 def tiny_experts():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
+    return tiny_model(
+        "qwen3_moe",
         vocab_size=VOCAB,
-        hidden_size=64,
         intermediate_size=64,
         moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
         num_experts=4,
         num_experts_per_tok=2,
-        initializer_range=0.1,
         max_position_embeddings=64,
     )
-    return Qwen3MoeForCausalLM(config)
 
 
 def ragged_rollouts(rows=6, width=10):

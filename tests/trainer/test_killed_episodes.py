@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 _SPEC = importlib.util.spec_from_file_location(
     "random_kills", Path(__file__).with_name("test_random_kills.py")
@@ -164,7 +165,7 @@ def kill_inside(options, world_size, lengths, dice, share):
     step = max(1 + int(NUM_STEPS * share), *begun, 1)
     wanted, since = dice.randrange(2, lengths[step - 1]), time.time_ns()
     ranks = kills.Ranks(options, world_size)
-    limit = time.monotonic() + kills.RUN_SECONDS
+    limit = time.monotonic() + seconds(kills.RUN_SECONDS)
     while ranks.running() and len(journal_of(options, step, 0, since)) < wanted:
         assert time.monotonic() < limit, ranks.log.read_text()[-3000:]
         time.sleep(0.002)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.models.tiny import tiny_config
 
 from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.engines import EngineConfig
@@ -186,7 +187,7 @@ def test_the_coarsest_dtype_sets_the_limit():
 
 def gate_over_ranks(rank, world_size):
     """Two ranks with a sharded actor; only the engine of rank 1 has the fault."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
     from lightrft.models import Actor
     from lightrft.records.types import RolloutBatch
@@ -194,17 +195,8 @@ def gate_over_ranks(rank, world_size):
     from lightrft.strategy import get_strategy
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=97,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        max_position_embeddings=64,
+    config = tiny_config(
+        num_key_value_heads=2, vocab_size=97, tie_word_embeddings=True, max_position_embeddings=64
     )
     strategy = get_strategy({"fsdp": True, "bf16": False, "verify_weight_sync": False})
     actor = strategy.prepare_model(Actor(Qwen3ForCausalLM(config)))

@@ -1,5 +1,8 @@
 """A run that is killed by SIGKILL at a random moment ends as the run that nobody killed.
 
+Moments are counted in events of the run, the lines of its log, and not in seconds: so they are
+spread over the whole run on a machine of any speed.
+
 Two ranks, an actor and a critic, a checkpoint after every step, written in the background. Ranks
 are forked from a process that has imported everything, so that most of a run is training. After
 each kill the same options are started again; compared are every file of the last checkpoint of both
@@ -21,6 +24,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests import machine
 
 from lightrft.strategy.testing import find_free_port, run_multiprocess
 
@@ -114,7 +118,7 @@ class Ranks:
 
     def wait(self, seconds):
         """Exit codes by rank; None for one that did not end in time."""
-        limit = time.monotonic() + seconds
+        limit = time.monotonic() + machine.seconds(seconds)
         while self.running() and time.monotonic() < limit:
             time.sleep(0.01)
         return list(self.codes.values())
@@ -130,27 +134,42 @@ class Ranks:
 
 
 def finish(options, world_size=2):
-    """Runs to the end; how long that took."""
-    begin = time.monotonic()
+    """Runs to the end."""
     ranks = Ranks(options, world_size)
     codes = ranks.wait(RUN_SECONDS)
     ranks.kill(ranks.running())
     assert codes == [0] * world_size, ranks.log.read_text()[-5000:]
-    return time.monotonic() - begin
 
 
-def kill_once(options, seconds, dice):
-    """Starts and kills at a random moment; whether it was still running, and what was killed."""
+def num_lines(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def num_events(options):
+    """Lines of the first rank's log: phases that ended, and what the run says."""
+    return num_lines(Path(options["output_dir"]) / "logs" / "rank_0.log")
+
+
+def kill_once(options, whole_events, dice):
+    """Starts and kills at a random moment; what was killed, None if the run had ended."""
+    folder = Path(options["output_dir"])
+    left = 1 - num_lines(folder / "metrics.jsonl") / (NUM_STEPS + 1)
+    wanted = dice.randrange(int(left * whole_events))
+    before = num_events(options)
     ranks = Ranks(options)
-    moment = dice.uniform(0, seconds)
-    ranks.wait(moment)
+    limit = time.monotonic() + machine.seconds(RUN_SECONDS)
+    while ranks.running() and num_events(options) - before < wanted:
+        assert time.monotonic() < limit, ranks.log.read_text()[-3000:]
+        # A run that starts over begins another log.
+        before = min(before, num_events(options))
+        time.sleep(0.002)
+    time.sleep(dice.uniform(0, 0.05))  # between two events
     running = ranks.running()
-    if len(running) < 2:
-        ranks.kill(running)
-        return None
-    chosen = dice.choice([running, running[:1], running[1:]])
+    chosen = running if len(running) < 2 else dice.choice([running, running[:1], running[1:]])
     ranks.kill(chosen)
-    return f"{moment:.3f} s, {len(chosen)} killed"
+    # The last thing that a run writes: it had nothing left to do.
+    has_ended = len(running) < 2 or (folder / "summary.json").exists()
+    return None if has_ended else f"event {wanted}, {len(chosen)} killed"
 
 
 def timeless(path):
@@ -174,27 +193,23 @@ def result(options, models=("_actor", "_critic"), num_steps=NUM_STEPS):
     return found
 
 
-def whole_run(backend, folder, *, is_timed):
-    """What the run that nobody kills comes to, and about how long one takes."""
+def whole_run(backend, folder):
+    """What the run that nobody kills comes to, and of how many events it consists."""
     options = settings(folder, backend, "whole")
-    # Most of the rest is imports, which the runs after this one find done.
-    seconds = 0.6 * finish(options)
+    finish(options)
     import_modules(Path(f"{options['output_dir']}.modules"))
-    if is_timed:
-        shutil.rmtree(options["output_dir"])
-        seconds = finish(options)
     expected = result(options)
     assert len(expected["metrics.jsonl"]) == NUM_STEPS
     assert len({json.dumps(row) for row in expected["metrics.jsonl"]}) == NUM_STEPS
-    return expected, seconds
+    return expected, num_events(options)
 
 
-def killed_run(backend, folder, expected, *, seconds, num_kills, dice):
+def killed_run(backend, folder, expected, *, whole_events, num_kills, dice):
     """Kills one run again and again, lets it go on to its end, and compares."""
     options, done = settings(folder, backend, "killed"), []
     shutil.rmtree(options["output_dir"], ignore_errors=True)
     while len(done) < num_kills:
-        found = kill_once(options, seconds, dice)
+        found = kill_once(options, whole_events, dice)
         if found is None:  # it had ended: another try from the beginning
             shutil.rmtree(options["output_dir"])
         done = [] if found is None else [*done, found]
@@ -238,11 +253,12 @@ def run_all(rank, world_size, folder, num_runs, chain, seed):
     become_launcher()
     folder, dice, num_kills = Path(folder), random.Random(seed), 0
     write_inputs(folder)
-    whole = {name: whole_run(name, folder, is_timed=chain == 1) for name in BACKENDS}
+    whole = {name: whole_run(name, folder) for name in BACKENDS}
     for number in range(num_runs):
         backend = list(BACKENDS)[number % len(BACKENDS)]
-        expected, seconds = whole[backend]
-        done = killed_run(backend, folder, expected, seconds=seconds, num_kills=chain, dice=dice)
+        expected, events = whole[backend]
+        how = {"whole_events": events, "num_kills": chain, "dice": dice}
+        done = killed_run(backend, folder, expected, **how)
         num_kills += len(done)
         print(f"{num_kills} kills, last {backend} after {done}", flush=True)
     return num_kills

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 from tests.trainer.report_runs import write_run
 
 import lightrft.reporting as reporting
@@ -203,7 +204,7 @@ def live(tmp_path):
 
 def ask(server, path="/", method="GET", **headers):
     """Status and text of an answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=seconds(60))
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -244,9 +245,9 @@ def test_only_this_machine_and_only_under_its_own_name_is_answered(live):
 def test_connections_are_bounded_and_come_free_again(live):
     _, server = live
     address = ("127.0.0.1", server.server_port)
-    idle = [socket.create_connection(address, timeout=30) for _ in range(MAX_CONNECTIONS)]
+    idle = [socket.create_connection(address, timeout=seconds(30)) for _ in range(MAX_CONNECTIONS)]
     try:
-        with socket.create_connection(address, timeout=30) as refused:
+        with socket.create_connection(address, timeout=seconds(30)) as refused:
             assert refused.recv(1) == b""
     finally:
         for connection in idle:

@@ -9,6 +9,7 @@ from contextlib import redirect_stderr
 from dataclasses import replace
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.cli.errors import ExitCode, run_guarded
 from lightrft.strategy.testing import run_multiprocess
@@ -75,7 +76,7 @@ def train(rank, world_size, values, hanging, failed):
         for part in stream(self, rows, params):
             yield part
             if rank == 1 and params.n == 2 and not seen:
-                ends = time.monotonic() + WAIT_SECONDS
+                ends = time.monotonic() + seconds(WAIT_SECONDS)
                 while not failed[0].exists() and time.monotonic() < ends:
                     time.sleep(0.01)
                 seen.append((len(part), failed[0].exists()))
@@ -126,11 +127,11 @@ def test_both_ranks_end_with_the_code_of_rewards(tmp_path, tiny_model):
         "ValueError: no score for short ones",
     )
     for rank, (*runs, seen) in enumerate(ranks):
-        for (code, told, seconds), cause in zip(runs, causes, strict=True):
+        for (code, told, took), cause in zip(runs, causes, strict=True):
             assert code == ExitCode.REWARD == 5, told
             assert f"lightrft[{rank}]: " in told
             assert cause in told
-            assert seconds < WAIT_SECONDS
+            assert took < seconds(WAIT_SECONDS)
         # One group of two was given, and its reward had failed before the next one came.
         assert seen == ([(2, True)] if rank == 1 else [])
     assert "rank 1 could not score its samples: " in ranks[0][1][1]

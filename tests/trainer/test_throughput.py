@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.models.tiny import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightrft.config import TrainConfig
@@ -46,22 +47,19 @@ def test_operations_are_those_that_torch_counts(preset):
 
 
 def test_frozen_weights_and_idle_experts_cost_less():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeForCausalLM
 
     strategy = get_fake_strategy({"bf16": False})
     actor = tiny_actor("tiny-qwen3")
     before = training_flops(actor, strategy)
     actor.requires_grad_(False)
     assert training_flops(actor, strategy).per_token == pytest.approx(before.per_token * 4 / 6)
-    config = Qwen3MoeConfig(
-        vocab_size=131,
-        hidden_size=64,
+    config = tiny_config(
+        "qwen3_moe",
+        initializer_range=0.02,
         intermediate_size=64,
         moe_intermediate_size=32,
         num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
         num_experts=8,
         num_experts_per_tok=2,
     )

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.machine import seconds
 from tests.models.vision.tiny_world import Batch
 from tests.trainer.vision_world import build_vision_trainer, scorer_folder, write_data
 
@@ -255,7 +256,7 @@ def test_the_example_trains_on_images(model, data, tmp_path, repository):
         [sys.executable, repository / "examples" / "train_vl.py", *map(str, flags)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=seconds(280),
         check=False,
         cwd=tmp_path,
     )

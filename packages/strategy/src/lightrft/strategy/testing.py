@@ -148,7 +148,7 @@ def run_multiprocess(
     Args:
         fn: A function at the top level of a file.
         world_size: Number of processes.
-        timeout_seconds: All processes are killed after this.
+        timeout_seconds: All processes are killed after this, times LIGHTRFT_TEST_TIME_FACTOR.
         args: Further arguments; must be picklable.
 
     Returns:
@@ -175,7 +175,8 @@ def run_multiprocess(
         )
         for rank in range(world_size)
     ]
-    deadline = time.monotonic() + timeout_seconds
+    slowness = float(os.environ.get("LIGHTRFT_TEST_TIME_FACTOR", "1"))
+    deadline = time.monotonic() + slowness * timeout_seconds
     failures: dict[int, str] | None = None
     try:
         for process in processes:
