@@ -53,7 +53,33 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
     return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=limit))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Of every collected test: its file, whether it is slow, and its shard.
+COLLECTED = pytest.StashKey[list[tuple[str, bool, str | None]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", help="only tests of this shard: .ci/slow lists them")
+
+
+def shard_of(item: pytest.Item) -> str | None:
+    marker = item.get_closest_marker("shard")
+    return None if marker is None else marker.args[0]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Takes a shard's tests, and skips those whose hardware or package is missing."""
+    config.stash[COLLECTED] = [
+        (str(item.path), item.get_closest_marker("slow") is not None, shard_of(item))
+        for item in items
+    ]
+    wanted = config.getoption("--shard")
+    if wanted is not None:
+        known = {shard for _, _, shard in config.stash[COLLECTED] if shard is not None}
+        if wanted not in known:
+            raise pytest.UsageError(f"no shard is called {wanted}: expected {sorted(known)}")
+        config.hook.pytest_deselected(items=[i for i in items if shard_of(i) != wanted])
+        items[:] = [item for item in items if shard_of(item) == wanted]
     reasons = {name: _missing(name) for name in ("gpu", "vllm", "sglang", "deepspeed", "triton")}
     for item in items:
         for marker, reason in reasons.items():
@@ -82,6 +108,12 @@ def pytest_collection_finish() -> None:
     # Modules and collected tests live to the end: collections need not walk a million objects.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def collected(pytestconfig: pytest.Config) -> list[tuple[str, bool, str | None]]:
+    """Of every collected test: its file, whether it is slow, and its shard."""
+    return pytestconfig.stash[COLLECTED]
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,7 @@ settings.register_profile(
 )
 FUZZ = settings.get_profile("fuzz")
 # The long setting takes as many times longer as it has examples.
-pytestmark = pytest.mark.timeout(300 + NUM_EXAMPLES)
+pytestmark = [pytest.mark.shard("fuzz"), pytest.mark.timeout(300 + NUM_EXAMPLES)]
 
 NUMBERS = st.one_of(
     st.integers(),

@@ -19,6 +19,8 @@ from lightrft.tools.audit.corrections import PRESETS
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
 from lightrft.tools.audit.losses import POLICY_LOSSES
 
+pytestmark = pytest.mark.shard("audit")
+
 ALIASES = {"clipped", "grpo"}
 LOSSES = [name for name in POLICY_LOSSES if name not in ALIASES]
 NAMES = [name for name in ESTIMATORS if name not in ALIASES]

@@ -14,6 +14,8 @@ from lightrft.tools.audit.findings import DIFFERS
 from lightrft.tools.audit.record import FACTS, SAMPLES, VALUES, recorded_steps, step_folder
 from lightrft.tools.model_presets import write_tiny_model
 
+pytestmark = pytest.mark.shard("audit")
+
 REWARD = """
 def score(responses, kind):
     return [

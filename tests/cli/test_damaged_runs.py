@@ -17,6 +17,8 @@ from tests.machine import seconds
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.model_presets import write_tiny_model
 
+pytestmark = pytest.mark.shard("damage")
+
 REWARD = "def score(responses):\n    return [float(sum(map(ord, r)) % 3) for r in responses]\n"
 ACTOR, CRITIC = "_actor/global_step2", "_critic/global_step2"
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

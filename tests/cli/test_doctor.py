@@ -11,6 +11,8 @@ from lightrft.tools.doctor import command as doctor
 from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell, Deviations
 from lightrft.tools.model_presets import write_tiny_model
 
+pytestmark = pytest.mark.shard("command_line")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

@@ -14,6 +14,8 @@ from lightrft.cli.main import main
 from lightrft.tools.doctor import checks, gpu_checks, machine_checks
 from lightrft.tools.doctor.checks import Check, Finding, Verdict, found, unchecked
 
+pytestmark = pytest.mark.shard("command_line")
+
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 

@@ -17,6 +17,8 @@ from tests.machine import seconds
 from lightrft.cli.errors import WorkerError, run_guarded
 from lightrft.cli.launch import launch
 
+pytestmark = pytest.mark.shard("command_line")
+
 # One program for all cells: `torch` is imported only by those that need it.
 WORKER = textwrap.dedent("""
     import errno, os, sys, time

@@ -27,6 +27,8 @@ from lightrft.tools.quickstart.command import (
 )
 from lightrft.tools.quickstart.task import HELD_OUT_SHARE, is_held_out, write_exercises
 
+pytestmark = pytest.mark.shard("quickstart")
+
 
 def test_careful_and_careless_demonstrations():
     addition = Addition(457, 386)

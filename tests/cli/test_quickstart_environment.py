@@ -23,6 +23,8 @@ from lightrft.tools.quickstart.command import Recipe, prepare, reinforce, traini
 from lightrft.tools.quickstart.task import is_held_out
 from lightrft.tools.quickstart.warm_start import IGNORED, build_tokenizer, demonstration_batch
 
+pytestmark = pytest.mark.shard("quickstart_environment")
+
 NOISE = """
 import random
 

@@ -19,6 +19,8 @@ from lightrft.tools.quickstart.colours import COLOURS, SHAPES, Shapes, describe,
 from lightrft.tools.quickstart.command import Recipe, prepare, reinforce, training_config
 from lightrft.tools.quickstart.warm_start import IGNORED, build_student, demonstration_batch
 
+pytestmark = pytest.mark.shard("quickstart_vision")
+
 # Who always gives the best single answer without looking is right this often, on the held-out ones.
 CHANCE = 0.43
 

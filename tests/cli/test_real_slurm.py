@@ -22,6 +22,7 @@ from lightrft.strategy.testing import find_free_port
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "scontrol", "srun", "munged")
 pytestmark = [
+    pytest.mark.shard("command_line"),
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(

@@ -18,6 +18,8 @@ from tests.machine import seconds
 
 from lightrft.tools.model_presets import write_tiny_model
 
+pytestmark = pytest.mark.shard("command_line")
+
 SECONDS = 240
 REWARD = """
 import time

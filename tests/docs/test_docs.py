@@ -19,6 +19,8 @@ from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import COMMANDS, main
 from lightrft.tools.model_presets import write_tiny_model
 
+pytestmark = pytest.mark.shard("quickstart")
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from tests.machine import seconds
+
+pytestmark = pytest.mark.shard("quickstart")
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 BASH = [
@@ -194,32 +195,3 @@ def test_quickstart_rises_for_every_seed_and_strategy(seed, strategy, tmp_path):
     run(command("quickstart"), tmp_path, *chosen, timeout_seconds=880.0)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.6
-
-
-@functools.cache
-def shards() -> dict[str, list[str]]:
-    """Arguments of each shard of slow tests, as `.ci/slow` lists them."""
-    listed = subprocess.run(
-        ["bash", README.with_name(".ci") / "slow"], capture_output=True, text=True, check=True
-    )
-    rows = [line.partition(": ") for line in listed.stdout.splitlines()]
-    return {name: shlex.split(arguments) for name, _, arguments in rows}
-
-
-def takes(arguments: list[str], file: str, test: str) -> bool:
-    """Whether `pytest *arguments` selects the test called `test` of `file`."""
-    expression = arguments[arguments.index("-k") + 1] if "-k" in arguments else "True"
-    words = re.sub(r"\b(?!not|and|True)\w+", lambda word: str(word[0] in test), expression)
-    is_below = any(word == file or file.startswith(f"{word}/") for word in arguments)
-    return is_below and f"--ignore={file}" not in arguments and eval(words)
-
-
-def test_every_slow_test_is_in_one_shard():
-    root = README.parent
-    sources = [path for path in (root / "tests").rglob("*.py") if "mark.slow" in path.read_text()]
-    assert len(sources) > 10
-    for path in sources:
-        file = str(path.relative_to(root))
-        for test in ("fsdp-qwen3-tied", "zero3-llama", "moe", "bfloat16"):
-            found = [name for name, words in shards().items() if takes(words, file, test)]
-            assert len(found) == 1, (file, test, found)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from tests.machine import seconds
 
+pytestmark = pytest.mark.shard("recipes")
+
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 ROW = re.compile(
     r"^\| [^|]+ \| `(?P<command>lightrft [^`]+)` \| (?P<held_out>[\d:., ]+) "

@@ -15,6 +15,7 @@ from tests.machine import seconds
 ROOT = Path(__file__).resolve().parents[2]
 UV = shutil.which("uv")
 pytestmark = [
+    pytest.mark.shard("quickstart"),
     pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(UV is None, reason="the program uv is not here"),

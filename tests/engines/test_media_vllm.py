@@ -20,7 +20,7 @@ from lightrft.strategy.weight_sync.canary import actor_canary, media_seen
 from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
 from lightrft.strategy.weight_sync.sync import WeightSync
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.shard("vision_vllm"), pytest.mark.vllm]
 
 EXACT = [
     "tiny-qwen2.5-vl",

@@ -11,6 +11,8 @@ import sys
 import pytest
 from tests.machine import seconds
 
+pytestmark = pytest.mark.shard("training")
+
 REWARD = """
 def share_of_digits(prompts, responses, labels, **columns):
     return [sum(c.isdigit() for c in r) / max(1, len(r)) for r in responses]

@@ -11,7 +11,7 @@ from lightrft.models.loading import save_pretrained
 from lightrft.run.assembly import run_training
 from lightrft.strategy.testing import run_multiprocess
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.shard("vision_vllm"), pytest.mark.vllm, pytest.mark.slow]
 
 
 def run(preset, folder, **options):

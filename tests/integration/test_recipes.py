@@ -13,41 +13,13 @@ import subprocess
 import sys
 
 import pytest
+from tests.contracts.recipes import RECIPES
 from tests.machine import seconds
 
 from lightrft.strategy.testing import find_free_port
 
-RECIPES = {
-    "high throughput": """
-    python train.py \\
-        --zero_stage 2 \\
-        --engine_tp_size 4 \\
-        --engine_mem_util 0.9 \\
-        --enable_engine_sleep \\
-        --micro_train_batch_size 1 \\
-        --train_batch_size 128
-""",
-    "memory efficient": """
-    python train.py \\
-        --fsdp \\
-        --fsdp_cpu_offload \\
-        --use_mp_opt \\
-        --engine_tp_size 2 \\
-        --engine_mem_util 0.85 \\
-        --enable_engine_sleep \\
-        --micro_train_batch_size 1 \\
-        --train_batch_size 64
-""",
-    "vision language": """
-    python train_vl.py \\
-        --fsdp \\
-        --engine_tp_size 4 \\
-        --mixed_mm_data \\
-        --packing_samples \\
-        --enable_engine_sleep \\
-        --plot_every 20
-""",
-}
+pytestmark = pytest.mark.shard("training")
+
 REWARD = """
 def score(responses):
     return [float(sum(map(ord, text)) % 2) for text in responses]
@@ -78,7 +50,7 @@ def test_the_recipe_trains_on_four_processes(tmp_path, repository, recipe):
     rows = [json.dumps({"input": f"say {'aeiou'[i % 5] * (1 + i % 3)}"}) for i in range(16)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
     (tmp_path / "reward.py").write_text(REWARD)
-    words = shlex.split(RECIPES[recipe].replace("\\\n", " "))
+    words = shlex.split(RECIPES[recipe].replace("\\\n", " "), comments=True)
     script = repository / "examples" / words[1]
     appended = [
         "--pretrain",

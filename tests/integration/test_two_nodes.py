@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 from tests.machine import seconds
 
+pytestmark = pytest.mark.shard("training")
+
 LIMIT_SECONDS = 60.0
 START_SECONDS = 240.0
 FIRST, SECOND = "10.77.91.1", "10.77.91.2"

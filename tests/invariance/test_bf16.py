@@ -24,6 +24,8 @@ from lightrft.tools.invariance.cells import (
 )
 from lightrft.tools.invariance.measure import measure_cells, write_reference
 
+pytestmark = pytest.mark.shard("invariance_bf16")
+
 WORLDS = {"zero1": 2, "zero2": 2, "zero3": 2, "fsdp": 2, "hsdp": 4}
 # Largest values over the product, on a CPU: outputs 0.026, loss 0.0031, gradient and weights
 # 0.0166, one tensor 0.030, update 0.154; processors differ in how they sum.

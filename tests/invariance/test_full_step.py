@@ -13,7 +13,7 @@ import pytest
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.model_presets import write_tiny_model
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.shard("invariance"), pytest.mark.multiprocess]
 
 REWARD = """
 def score(responses):

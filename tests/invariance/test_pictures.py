@@ -14,6 +14,8 @@ from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell
 from lightrft.tools.invariance.measure import measure_cells, rows_of, write_reference
 from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
+pytestmark = pytest.mark.shard("invariance_vision")
+
 PRESETS = ("tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-gemma3", "tiny-internvl")
 ALONE = [
     Cell(micro_batch_size=2),

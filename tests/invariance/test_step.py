@@ -20,6 +20,8 @@ from lightrft.tools.invariance.batch import ENTROPY_COEF, KL_COEF, make_rows
 from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell, Deviations, doctor_cells
 from lightrft.tools.invariance.measure import measure_cells, write_reference
 
+pytestmark = pytest.mark.shard("invariance")
+
 MODELS = ("qwen3", "qwen3-tied", "llama", "llama-tied", "moe")
 # Largest values over the cover, on a CPU: outputs 0.030, loss 0.011, gradient and weights 0.018,
 # one tensor 0.143, update 0.21, moments 0.022.
@@ -214,6 +216,11 @@ def available(choice):
     return find_spec("deepspeed") is not None or not choice["backend"].startswith("zero")
 
 
+def shard_of(model):
+    family = model.removesuffix("-tied")
+    return pytest.mark.shard("invariance" if family == "moe" else f"invariance_{family}")
+
+
 COVER = pairwise_cover(product())
 
 
@@ -236,7 +243,7 @@ def test_a_cover_of_all_pairs_of_options_gives_the_reference(world_size, models)
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param(name, marks=shard_of(name)) for name in MODELS])
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_the_whole_product_of_options_gives_the_reference(backend, model, models):
     choices = [

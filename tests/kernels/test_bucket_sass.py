@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.shard("strategies")
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TABLE = BENCHMARKS / "results" / "compiled_kernels.json"
 TARGETS = (80, 90, 100, 120)

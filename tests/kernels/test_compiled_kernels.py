@@ -22,6 +22,7 @@ WIDE_STORES = ("grad_products ", "grad_of_stored_products")
 WIDE_LOADS = ("forward_partials ", "grad_products ", "fold_products", "grad_of_stored_products")
 
 pytestmark = [
+    pytest.mark.shard("strategies"),
     pytest.mark.triton,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is missing"),
 ]

@@ -11,6 +11,8 @@ from lightrft.kernels import Workspace, linear_logprob, linear_policy_loss
 from lightrft.kernels.logprob.products import product_of_parts, wide_product
 from lightrft.kernels.logprob.rows import select_rows
 
+pytestmark = pytest.mark.shard("strategies")
+
 
 def make_inputs(dtype=torch.float32, num_tokens=20, vocab=100, size=24):
     generator = torch.Generator().manual_seed(0)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from lightrft.kernels import VocabShard, Workspace, linear_logprob
 from lightrft.strategy.testing import run_multiprocess
 
+pytestmark = pytest.mark.shard("strategies")
+
 
 def make_inputs(num_tokens=41, vocab=203, size=16):
     generator = torch.Generator().manual_seed(0)

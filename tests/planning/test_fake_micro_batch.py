@@ -15,6 +15,8 @@ from lightrft.tools.plan.backends import moments, resting
 from lightrft.tools.plan.model_size import SHAPES, ModelSize
 from lightrft.tools.plan.setup import Setup
 
+pytestmark = pytest.mark.shard("planning_fake")
+
 spec = importlib.util.spec_from_file_location("fake_cuda", Path(__file__).parent / "fake_cuda.py")
 fake_cuda = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fake_cuda)

@@ -12,6 +12,8 @@ from lightrft.tools.plan.backends import resting, train_peak
 from lightrft.tools.plan.model_size import ModelSize
 from lightrft.tools.plan.setup import Setup
 
+pytestmark = pytest.mark.shard("planning")
+
 spec = importlib.util.spec_from_file_location("two_ranks", Path(__file__).parent / "two_ranks.py")
 two_ranks = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(two_ranks)

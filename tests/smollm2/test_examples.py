@@ -37,11 +37,14 @@ def write_sums(example, folder) -> list[str]:
 @pytest.mark.parametrize(
     ("config", "seed", "gain"),
     [
-        ("sums", 0, 0.3),
-        ("sums", 1, 0.3),
-        ("sums_lora", 0, 0.3),
-        ("sums_lora", 1, 0.3),
-        ("chain_sum", 0, 0.15),
+        pytest.param(config, seed, gain, marks=pytest.mark.shard(f"smollm2_{shard}"))
+        for config, shard, seed, gain in (
+            ("sums", "sums", 0, 0.3),
+            ("sums", "sums", 1, 0.3),
+            ("sums_lora", "lora", 0, 0.3),
+            ("sums_lora", "lora", 1, 0.3),
+            ("chain_sum", "chain_sum", 0, 0.15),
+        )
     ],
 )
 def test_held_out_answers_become_right(example, smollm2, tmp_path, config, seed, gain):

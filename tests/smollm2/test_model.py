@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.shard("smollm2"), pytest.mark.slow, pytest.mark.timeout(900)]
 
 TEXTS = (
     "What is 23+45?\n\n  7 8",

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.shard("smollm2_vllm")
+
 
 @pytest.mark.slow
 @pytest.mark.vllm

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.shard("soak")
+
 QUANTITIES = ("memory_kib", "descriptors", "threads", "temporary_files")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.shard("soak_vllm")
+
 
 @pytest.mark.slow
 @pytest.mark.vllm

@@ -16,6 +16,8 @@ from lightrft.strategy.distributed.collectives import (
 from lightrft.strategy.distributed.process_groups import start_process_group
 from lightrft.strategy.testing import run_multiprocess
 
+pytestmark = pytest.mark.shard("strategies")
+
 OPS = ("mean", "max", "sum")
 
 

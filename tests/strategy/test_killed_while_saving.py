@@ -16,6 +16,8 @@ from tests.machine import seconds
 
 from lightrft.strategy.testing import find_free_port, run_multiprocess
 
+pytestmark = pytest.mark.shard("strategies")
+
 NUM_TRIES = 20
 NUM_VALUES = 50_000
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.shard("strategies")
+
 DEADLINE_SECONDS = 20.0
 GRACE_SECONDS = 10.0
 START_SECONDS = 180.0

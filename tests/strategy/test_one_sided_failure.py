@@ -15,6 +15,8 @@ import pytest
 
 from lightrft.strategy.testing import RankFailure, find_free_port, run_multiprocess
 
+pytestmark = pytest.mark.shard("start_vllm")
+
 LIMIT_SECONDS = 60.0
 START_SECONDS = 900.0
 CAUSE = "the GPU of this rank has 3 bytes left"

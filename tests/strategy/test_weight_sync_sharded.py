@@ -13,6 +13,8 @@ from torch import nn
 
 from lightrft.strategy.testing import run_multiprocess
 
+pytestmark = pytest.mark.shard("strategies")
+
 CPU = torch.device("cpu")
 SHAPES = {"odd": (7, 3), "one_row": (1, 5), "vector": (5,), "cube": (4, 2, 3), "even": (6, 2)}
 

@@ -14,7 +14,12 @@ import torch
 
 from lightrft.strategy.testing import run_multiprocess
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(7200)]
+pytestmark = [
+    pytest.mark.shard("learning"),
+    pytest.mark.slow,
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(7200),
+]
 
 ALGORITHMS = {
     "grpo": {},

@@ -19,7 +19,7 @@ from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.outlet import report_count
 from lightrft.tools.model_presets import write_tiny_model
 
-pytestmark = needs_browser
+pytestmark = [pytest.mark.shard("training"), needs_browser]
 WIDTHS = (80, 200)
 LABELS = ("reward", "held-out", "len", "tok/s", "left")
 LONG = "a_folder_with_a_name_that_does_not_fit_" * 3

@@ -19,6 +19,8 @@ import pytest
 
 from lightrft.strategy.testing import run_multiprocess
 
+pytestmark = pytest.mark.shard("damage")
+
 STEPS = (1, 2, 3)
 MODELS = ("actor", "critic")
 BACKENDS = {

@@ -13,6 +13,8 @@ import pytest
 
 from lightrft.strategy.testing import run_multiprocess
 
+pytestmark = pytest.mark.shard("training")
+
 REWARD = """
 def score(responses):
     return [float(sum(map(ord, text)) % 3) for text in responses]

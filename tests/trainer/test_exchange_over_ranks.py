@@ -11,7 +11,7 @@ import pytest
 
 from lightrft.strategy.testing import run_multiprocess
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.shard("training"), pytest.mark.multiprocess]
 
 CASES = Path(__file__).parents[1] / "experience" / "exchange_cases.py"
 REWARD = """

@@ -15,6 +15,8 @@ from lightrft.rollout.environments.calls import ToolCall
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
+pytestmark = pytest.mark.shard("vision")
+
 CASES = Path(__file__).parent.parent / "experience" / "image_environments.py"
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "episode/turns", "response_length")
 

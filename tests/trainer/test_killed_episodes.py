@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 from tests.machine import seconds
 
+pytestmark = pytest.mark.shard("episode_kills")
+
 _SPEC = importlib.util.spec_from_file_location(
     "random_kills", Path(__file__).with_name("test_random_kills.py")
 )

@@ -28,6 +28,8 @@ from tests import machine
 
 from lightrft.strategy.testing import find_free_port, run_multiprocess
 
+pytestmark = pytest.mark.shard("kills")
+
 NUM_STEPS = 4
 RUN_SECONDS = 150
 BACKENDS = {"fsdp": {"fsdp": True}, "zero2": {"zero_stage": 2}, "zero3": {"zero_stage": 3}}

@@ -9,7 +9,7 @@ import pytest
 from lightrft.config import TrainConfig
 from lightrft.strategy.testing import run_multiprocess
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed]
+pytestmark = [pytest.mark.shard("training"), pytest.mark.multiprocess, pytest.mark.deepspeed]
 
 REWARD = """
 def score(responses, kind):

@@ -14,6 +14,8 @@ from lightrft.config import TrainConfig
 from lightrft.reporting.trackers import build_trackers
 from lightrft.reporting.trackers.best_effort import BestEffortLogger, TrackerError
 
+pytestmark = pytest.mark.shard("trackers")
+
 METRICS = {"reward": 0.5, "eval/reward": 0.25, "kl": math.nan}
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from lightrft.strategy.testing import RankFailure, run_multiprocess
 
+pytestmark = pytest.mark.shard("training")
+
 DEADLINE_SECONDS = 6.0
 
 

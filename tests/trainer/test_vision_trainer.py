@@ -23,6 +23,8 @@ from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
+pytestmark = pytest.mark.shard("vision")
+
 BACKENDS = {
     "fsdp 1": (1, {"fsdp": True}),
     "fsdp 2": (2, {"fsdp": True, "mixed_mm_data": True}),

@@ -14,6 +14,8 @@ from lightrft.run.vision import load_vision
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.tiny_vision_models import TINY_FAMILIES, write_tiny_vision_model
 
+pytestmark = pytest.mark.shard("vision")
+
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "logprob_diff_mean")
 
 

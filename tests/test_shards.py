@@ -1,0 +1,47 @@
+"""Slow tests and the shards in which `.ci/slow` runs them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+# Not below tests/: they measure, and are no tests of the suite.
+OF_BENCHMARKS = {"overheads", "decoder"}
+# Their fast tests need what only the shard has: many examples, packages that are in no lock.
+WHOLE = {"fuzz", "trackers"}
+
+
+def slow(repository, *names):
+    return subprocess.run(
+        ["bash", repository / ".ci" / "slow", *names], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def listed(repository):
+    return slow(repository).stdout.split()
+
+
+def test_every_slow_test_of_what_was_collected_is_in_a_shard_that_ci_runs(collected, listed):
+    assert len(listed) == len(set(listed)) > 30
+    for path, is_slow, shard in collected:
+        assert shard in listed if is_slow else shard is None or shard in listed, path
+
+
+def test_every_shard_has_tests(collected, listed):
+    files = {path for path, _, _ in collected}
+    if any(str(path) not in files for path in TESTS.rglob("test_*.py")):
+        pytest.skip("only a part of the tests was collected")
+    found = {shard for _, is_slow, shard in collected if is_slow or shard in WHOLE}
+    assert found | OF_BENCHMARKS == set(listed)
+
+
+def test_a_shard_that_nobody_knows_is_refused_with_the_names(repository):
+    done = slow(repository, "kills", "kils")
+    assert done.returncode == 2
+    assert "no shard is called kils" in done.stderr
+    assert "episode_kills" in done.stderr
+    assert done.stdout == ""
