@@ -103,6 +103,7 @@ def test_an_address_with_variables_is_saved_as_it_is_and_filled_in_where_it_is_u
     for name, value in {"WHO": "me", "PW": SECRET, "REWARD_TOKEN": SECRET}.items():
         monkeypatch.setenv(name, value)
     assert service_address(address) == f"http://me:{SECRET}@h:1/x?token={SECRET}"
+    # Private: the text that error messages are made of.
     assert SECRET not in RemoteReward(address)._shown
 
 

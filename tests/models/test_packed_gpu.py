@@ -58,6 +58,7 @@ def relative_norm(found, expected):
 def calls(monkeypatch):
     """Counts calls of the kernel for unequal lengths."""
     found = []
+    # Private: the numbers do not say which kernel ran.
     kernel = packed_attention._attend_varlen
     monkeypatch.setattr(
         packed_attention, "_attend_varlen", lambda *args: (found.append(1), kernel(*args))[1]

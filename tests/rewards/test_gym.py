@@ -97,6 +97,7 @@ def test_answers_are_extracted(response: str, answer: str) -> None:
 
 def scorer(function) -> GymScorer:
     made = object.__new__(GymScorer)
+    # Private: a scorer of reasoning-gym that misbehaves does not exist.
     made._name, made._scorer = "gcd", function
     return made
 

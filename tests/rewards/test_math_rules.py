@@ -63,6 +63,7 @@ def test_plain_answers_start_no_grader() -> None:
     reward = MathReward(BOXED_MATH)
     responses = [r"\boxed{0.5}", r"\boxed{2}", "none", r"\boxed{x}", "\\boxed{" + "1+" * 999 + "1}"]
     assert _scores(reward, responses, ["1/2", "3", "3", "$x$", "1000"]) == [1, 0, 0, 1, 0]
+    # Private here and below: only a worker knows whether it was started.
     assert [worker.num_starts for worker in reward._workers] == [0, 0]
     assert "math_verify" not in sys.modules
 

@@ -93,6 +93,7 @@ def test_the_process_lives_on_between_calls_and_ends_with_close(file) -> None:
         (result,) = reward.score(["p"], ["a"], [None], {})
         assert result.reward == expected
     assert reward.score([], [], [], {}) == []
+    # Private: nothing else names the process of a reward.
     process = reward._functions[0]._workers.workers[0]._started.process
     reward.close()
     reward.close()

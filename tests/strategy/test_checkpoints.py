@@ -145,6 +145,7 @@ def rewrite_manifest(path: Path, **changes: object) -> None:
     """Other values in a manifest that vouches for itself."""
     values = json.loads((path / MANIFEST_NAME).read_text()) | changes
     del values["sha256"]
+    # Private: a damaged manifest with a digest that is right.
     (path / MANIFEST_NAME).write_text(json.dumps({**values, "sha256": _digest(values)}))
 
 

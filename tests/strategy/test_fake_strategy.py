@@ -84,6 +84,7 @@ def test_order_of_construction_is_the_published_one():
     assert calls == [(3600.0, False)]
     assert strategy.args is args
     assert (strategy.adam_offload, strategy.zpg, strategy.overlap_comm) == (True, 2, True)
+    # `_profile_step` is published by seed 004.
     assert (strategy.time_steps["x"], strategy._profile_step) == (0, 0)
     assert strategy.inference_engine is None
     assert strategy.inference_engine_status.name == "SLEEPED"

@@ -234,6 +234,7 @@ def low_precision_cell(rank, world_size, folder):
 
 def remembered_passes(model) -> int:
     """Entries that FSDP2 holds for a backward pass."""
+    # Private of PyTorch: there is no other way to see what a pass has left behind.
     states = [u._get_fsdp_state() for u in model.modules() if isinstance(u, FSDPModule)]
     lists = {id(s._comm_ctx.post_forward_order): s._comm_ctx.post_forward_order for s in states}
     groups = [s._fsdp_param_group for s in states if s._fsdp_param_group is not None]

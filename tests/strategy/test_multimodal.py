@@ -10,6 +10,7 @@ VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 
 
 def build(prompts, images=None, images_num=None, videos=None, videos_num=None):
+    # Published under this name by seed 004.
     return StrategyBase._build_multimodal_inputs(prompts, images, images_num, videos, videos_num)
 
 

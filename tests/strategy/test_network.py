@@ -20,6 +20,7 @@ def host(monkeypatch):
             for name, address in interfaces.items()
         }
         monkeypatch.setattr(network.psutil, "net_if_addrs", lambda: entries)
+        # Private: what the host says of itself is the input of these tests.
         monkeypatch.setattr(network, "_resolve", lambda _: own)
         monkeypatch.setattr(network, "_address_towards", lambda _: towards)
 
@@ -72,6 +73,7 @@ def test_only_the_first_node_may_be_called_by_loopback(host):
 
 
 def test_this_host_can_be_asked():
+    # Private: the other tests replace these three; here they ask this host.
     assert "lo" in network._addresses()
     assert network._address_towards("127.0.0.1") == "127.0.0.1"
     assert network._resolve("no-such-host.invalid") is None

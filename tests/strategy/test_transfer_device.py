@@ -51,6 +51,7 @@ def test_a_single_process_has_no_wire():
 
 
 def test_vllm_is_told_the_device_of_the_process_not_its_rank_in_the_world(start_group, monkeypatch):
+    # Private: its public caller needs vLLM.
     from lightrft.engines.vllm.backend import _rank_variables
 
     start_group("gloo")

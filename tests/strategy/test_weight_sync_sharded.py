@@ -80,6 +80,7 @@ def check_fake_engine(source, full: dict[str, torch.Tensor]) -> None:
         )
         WeightSync(engine, bucket_bytes=bucket_bytes).sync(source)
         for name, tensor in full.items():
+            # Private: a fake engine shows to nobody else what it was given.
             assert torch.equal(engine._weights.tensors[name], tensor), name
 
 

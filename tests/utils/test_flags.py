@@ -43,6 +43,7 @@ def test_both_parsers_have_the_same_options_and_read_the_same_values():
     add_options(command)
 
     def flags(parser):
+        # argparse has no public list of its options.
         return {action.dest for action in parser._actions} - {"help", "config"}
 
     assert flags(command) == names

@@ -25,6 +25,7 @@ def online(monkeypatch):
         "all_proxy",
     ):
         monkeypatch.delenv(name, raising=False)
+    # Private: an answer is remembered for the process, beyond this test.
     hub._answers.cache_clear()
     yield
     hub._answers.cache_clear()

@@ -10,6 +10,7 @@ import torch
 from lightrft.engines.media.inputs import language_model
 from lightrft.models.vision import forward
 
+# Private: a planted fault has to stand in the very place.
 right_cut = forward._cut_tokens
 
 
