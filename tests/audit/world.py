@@ -10,8 +10,7 @@ from functools import cache
 
 import numpy as np
 import torch
-from tests.models.tiny import SPECIAL, tiny_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
@@ -48,17 +47,20 @@ SETTINGS = {
 
 
 def model_config():
-    return tiny_config(
-        "llama",
+    return LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         num_hidden_layers=1,
         intermediate_size=48,
         max_position_embeddings=64,
         initializer_range=0.2,
         tie_word_embeddings=True,
-        **SPECIAL,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
     )
 
 
