@@ -16,8 +16,6 @@ from lightrft.tools.doctor.check import Check, Finding, Verdict, found, unchecke
 
 pytestmark = pytest.mark.shard("command_line")
 
-pytestmark = pytest.mark.shard("command_line")
-
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 

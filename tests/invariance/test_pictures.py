@@ -16,8 +16,6 @@ from lightrft.tools.invariance.measure import measure_cells, rows_of, write_refe
 
 pytestmark = pytest.mark.shard("invariance_vision")
 
-pytestmark = pytest.mark.shard("invariance_vision")
-
 PRESETS = ("tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-gemma3", "tiny-internvl")
 ALONE = [
     Cell(micro_batch_size=2),

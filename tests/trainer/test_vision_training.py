@@ -17,8 +17,6 @@ from lightrft.strategy.testing import run_multiprocess
 
 pytestmark = pytest.mark.shard("vision")
 
-pytestmark = pytest.mark.shard("vision")
-
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "logprob_diff_mean")
 
 
