@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lightrft.records.exchange import row_table
+from lightrft.records.table import row_table
 
 from lightrft.experience import maker
 from lightrft.tools.audit import report as reports
