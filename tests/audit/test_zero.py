@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lightrft.records.exchange import row_table
 
 from lightrft.experience import maker
+from lightrft.records.table import row_table
 from lightrft.tools.audit import report as reports
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
 

@@ -148,7 +148,7 @@ class OptimizerFacts:
     """
 
     kind: str
-    groups: list[dict[str, object]]
+    groups: list[dict[str, Any]]
     schedule_position: int
     schedule_steps: int
     schedule_changed_at: int = -1
@@ -223,6 +223,16 @@ class StepRecord:
         if not found:
             raise RecordError(f"no states in {folder}: the record is not whole; use another --step")
         return found
+
+
+def named(state: Mapping[str, Tensor], *kinds: str) -> dict[str, Tensor]:
+    """The entries `KIND/NAME` of a state by name; a later kind comes before an earlier one."""
+    return {
+        name.removeprefix(f"{kind}/"): value
+        for kind in kinds
+        for name, value in state.items()
+        if name.startswith(f"{kind}/")
+    }
 
 
 def step_folder(run: Path, step: int) -> Path:
