@@ -108,7 +108,7 @@ class Case:
         """Every compile-time argument of the kernel."""
         asked = self.features.split()
         flags = {flag: feature in asked for feature, flag in _FEATURES.items()}
-        every = {"UPCAST": False, "HAS_GRAD_LOGPROB": True, **flags, **self.constants}
+        every = {"HAS_GRAD_LOGPROB": True, **flags, **self.constants}
         return {name: value for name, value in every.items() if name in names}
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from tests.machine import seconds
+from tests.machine import seconds, wait_until
 
 from lightrft.rewards.types import RewardError
 from lightrft.tools.rewards import http
@@ -99,8 +99,8 @@ def serve():
 def client():
     clients = []
 
-    def make(seconds=10.0, **options):
-        clients.append(HttpClient(HttpLimits(seconds, **options)))
+    def make(limit=None, **options):
+        clients.append(HttpClient(HttpLimits(limit or seconds(10.0), **options)))
         return clients[-1]
 
     yield make
@@ -324,7 +324,7 @@ def test_a_client_works_inside_a_running_loop_and_again_after_its_end(serve, cli
     made.close()
     assert made.fetch(HttpRequest(server.url)) == b"{}"
     made.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "http"]
+    assert wait_until(lambda: "http" not in [thread.name for thread in threading.enumerate()])
 
 
 BAD_JSON = {

@@ -17,7 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.shard("strategies")
 
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 10.0
 GRACE_SECONDS = 10.0
 START_SECONDS = 180.0
 

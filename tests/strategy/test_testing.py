@@ -21,11 +21,11 @@ def report(rank, world_size, factor):
 def fail_on_one(rank, world_size):
     if rank == 1:
         raise ZeroDivisionError("planted")
-    time.sleep(60)
+    time.sleep(3600)
 
 
 def hang(rank, world_size):
-    time.sleep(60)
+    time.sleep(3600)
 
 
 def die(rank, world_size):
@@ -49,7 +49,7 @@ def test_failure_of_one_rank_ends_all_and_shows_its_traceback():
 def test_deadline_is_kept():
     begin = time.monotonic()
     with pytest.raises(RankFailure, match="did not finish before the deadline"):
-        run_multiprocess(hang, 1, timeout_seconds=6)
+        run_multiprocess(hang, 1, timeout_seconds=3)
     assert time.monotonic() - begin < seconds(20)
 
 

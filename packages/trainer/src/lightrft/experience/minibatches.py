@@ -93,7 +93,7 @@ def plan_minibatches(
     seed: int,
     step: int,
 ) -> MinibatchPlan:
-    """Cuts the samples of one step into optimizer batches and deals their rows to ranks.
+    """Cuts the samples of one step into optimizer batches and distributes their rows over ranks.
 
     Args:
         lengths: [rows] tokens of each sample, in the order of the sample ids.
@@ -113,7 +113,7 @@ def plan_minibatches(
         )
     order = np.random.default_rng([seed, step]).permutation(num_rows)
     minibatches = order.reshape(-1, train_batch_size)
-    return MinibatchPlan(tuple(_deal(batch, lengths, world_size) for batch in minibatches))
+    return MinibatchPlan(tuple(_distribute(batch, lengths, world_size) for batch in minibatches))
 
 
 def epoch_order(num_minibatches: int, *, seed: int, step: int, epoch: int) -> tuple[int, ...]:
@@ -156,13 +156,13 @@ def _split(slices: list[slice], count: int) -> list[slice]:
     return slices
 
 
-def _deal(
+def _distribute(
     batch: NDArray[np.int64], lengths: Sequence[int] | NDArray[np.int64], world_size: int
 ) -> tuple[tuple[int, ...], ...]:
     longest_first = sorted((int(row) for row in batch), key=lambda row: (-int(lengths[row]), row))
-    hands: list[list[int]] = [[] for _ in range(world_size)]
+    shares: list[list[int]] = [[] for _ in range(world_size)]
     for turn, row in enumerate(longest_first):
         lap, seat = divmod(turn, world_size)
         # Every other lap runs backwards, so that no rank always gets the longest of a lap.
-        hands[seat if lap % 2 == 0 else world_size - 1 - seat].append(row)
-    return tuple(tuple(hand) for hand in hands)
+        shares[seat if lap % 2 == 0 else world_size - 1 - seat].append(row)
+    return tuple(tuple(share) for share in shares)

@@ -3,7 +3,6 @@
 """Triton kernels of `linear_logprob`; imported only by lightrft.kernels.logprob.triton_launch.
 
 `scale` is 1 / temperature. Row offsets are 64-bit: tokens * vocab may exceed 2^31.
-UPCAST widens 16-bit operands before a product: the interpreter multiplies their bits otherwise.
 """
 
 import triton
@@ -14,6 +13,8 @@ import triton.language as tl
 # are multiples of 16, their masks split every 16-byte access into single elements.
 COUNTS = ("num_splits", "first_column", "row_start", "total_rows", "split_start", "total_splits")
 MINUS_INFINITY = tl.constexpr(float("-inf"))
+# Widens 16-bit operands before a product: the interpreter multiplies their bits otherwise.
+UPCAST = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -80,13 +81,10 @@ def _product_tile(
     size,
     stride_h,
     stride_w,
-    UPCAST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """hidden[rows] @ weight[columns].T in float32; out-of-range rows and columns give 0."""
-    product = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    product = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
     inner = tl.arange(0, BLOCK_SIZE)
     left_pointers = hidden + rows.to(tl.int64)[:, None] * stride_h + inner[None, :]
     right_pointers = weight + columns.to(tl.int64)[None, :] * stride_w + inner[:, None]
@@ -120,7 +118,6 @@ def forward_partials(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     NEEDS_ENTROPY: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -143,30 +140,11 @@ def forward_partials(
     for start in range(first, last, BLOCK_COLUMNS):
         columns = start + tl.arange(0, BLOCK_COLUMNS)
         is_column = columns < num_columns
-        product = _product_tile(
-            hidden,
-            weight,
-            rows,
-            columns,
-            is_row,
-            is_column,
-            size,
-            stride_h,
-            stride_w,
-            UPCAST,
-            BLOCK_ROWS,
-            BLOCK_COLUMNS,
-            BLOCK_SIZE,
+        x = _product_tile(
+            hidden, weight, rows, columns, is_row, is_column, size, stride_h, stride_w, BLOCK_SIZE
         )
         z = _scaled_logits(
-            product,
-            bias,
-            columns[None, :],
-            is_column[None, :],
-            scale,
-            softcap,
-            HAS_BIAS,
-            HAS_SOFTCAP,
+            x, bias, columns[None, :], is_column[None, :], scale, softcap, HAS_BIAS, HAS_SOFTCAP
         )
         maximum, exp_sum, weighted_sum = _fold(
             z, is_column[None, :], maximum, exp_sum, weighted_sum, 1, NEEDS_ENTROPY
@@ -209,22 +187,15 @@ def forward_partials_tma(
         tl.program_id(0), num_tiles, num_programs, warp_specialize=WARP_SPECIALIZE
     ):
         row_block, split = _tile_position(tile, num_rows, num_splits, BLOCK_ROWS, GROUP)
-        product = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+        x = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         for first in range(0, size, BLOCK_SIZE):
             left = hidden.load([row_block * BLOCK_ROWS, first])
             right = weight.load([split * BLOCK_COLUMNS, first])
-            product = tl.dot(left, right.T, product)
+            x = tl.dot(left, right.T, x)
         columns = split * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         is_column = columns < num_columns
         z = _scaled_logits(
-            product,
-            bias,
-            columns[None, :],
-            is_column[None, :],
-            scale,
-            softcap,
-            HAS_BIAS,
-            HAS_SOFTCAP,
+            x, bias, columns[None, :], is_column[None, :], scale, softcap, HAS_BIAS, HAS_SOFTCAP
         )
         z = tl.where(is_column[None, :], z, MINUS_INFINITY)
         maximum = tl.max(z, 1)
@@ -373,86 +344,57 @@ def fold_products(
 @triton.jit
 def _gradient(
     z,
-    is_target,
-    maximum,
-    log_sum,
-    entropy,
-    grad_logprob,
-    grad_entropy,
-    scale,
-    softcap,
-    HAS_SOFTCAP,
+    values,
+    rows,
+    columns,
+    is_row,
+    first_column,
+    AXIS: tl.constexpr,
     HAS_GRAD_LOGPROB,
     HAS_GRAD_ENTROPY,
 ):
-    """Gradient of the products from logits z; row values broadcast against z."""
+    """Gradient of a tile of logits z of one chunk, whose columns run along AXIS.
+
+    Values of rows: targets, maximum, log_sum, entropy, grad_logprobs, grad_entropy.
+    """
+    targets, maximum, log_sum, entropy, grad_logprobs, grad_entropy = values
+    target = tl.load(targets + rows, mask=is_row, other=-1) - first_column
+    row_maximum = tl.load(maximum + rows, mask=is_row, other=0.0)
+    row_log_sum = tl.load(log_sum + rows, mask=is_row, other=0.0)
+    row_entropy = row_maximum
+    upstream = row_maximum
+    entropy_upstream = row_maximum
+    if HAS_GRAD_LOGPROB:
+        upstream = tl.load(grad_logprobs + rows, mask=is_row, other=0.0)
+    if HAS_GRAD_ENTROPY:
+        row_entropy = tl.load(entropy + rows, mask=is_row, other=0.0)
+        entropy_upstream = tl.load(grad_entropy + rows, mask=is_row, other=0.0)
+    is_target = tl.expand_dims(columns, 1 - AXIS) == tl.expand_dims(target, AXIS)
+    row_maximum = tl.expand_dims(row_maximum, AXIS)
+    row_log_sum = tl.expand_dims(row_log_sum, AXIS)
+    row_entropy = tl.expand_dims(row_entropy, AXIS)
+    upstream = tl.expand_dims(upstream, AXIS)
+    entropy_upstream = tl.expand_dims(entropy_upstream, AXIS)
     # Products that are computed again may be rounded otherwise: no probability is above 1.
-    log_p = tl.minimum((z - maximum) - log_sum, 0.0)
+    log_p = tl.minimum((z - row_maximum) - row_log_sum, 0.0)
     p = tl.exp(log_p)
     grad = tl.zeros_like(z)
     if HAS_GRAD_LOGPROB:
         # 1 - p in float32 and rounded once: a near-certain target keeps its digits.
         rest = tl.where(log_p > -0.01, -log_p * (1.0 + log_p * (0.5 + log_p / 6.0)), 1.0 - p)
-        grad = grad_logprob * tl.where(is_target, rest, -p)
+        grad = upstream * tl.where(is_target, rest, -p)
     if HAS_GRAD_ENTROPY:
-        grad -= grad_entropy * p * tl.where(p > 0, log_p + entropy, 0.0)
+        grad -= entropy_upstream * p * tl.where(p > 0, log_p + row_entropy, 0.0)
+    return grad
+
+
+@triton.jit
+def _before_transform(grad, z, scale, softcap, HAS_SOFTCAP):
+    """Gradient of the products from that of the logits z."""
     if HAS_SOFTCAP:
         ratio = z / (scale * softcap)
         grad *= 1.0 - ratio * ratio
     return grad * scale
-
-
-@triton.jit
-def _tile_gradient(
-    product,
-    bias,
-    targets,
-    maximum,
-    log_sum,
-    entropy,
-    grad_logprobs,
-    grad_entropy,
-    rows,
-    columns,
-    is_row,
-    is_column,
-    first_column,
-    scale,
-    softcap,
-    HAS_BIAS,
-    HAS_SOFTCAP,
-    HAS_GRAD_LOGPROB,
-    HAS_GRAD_ENTROPY,
-):
-    """Gradient of a tile of products [rows, columns] of one chunk."""
-    z = _scaled_logits(
-        product, bias, columns[None, :], is_column[None, :], scale, softcap, HAS_BIAS, HAS_SOFTCAP
-    )
-    target = tl.load(targets + rows, mask=is_row, other=-1) - first_column
-    row_maximum = tl.load(maximum + rows, mask=is_row, other=0.0)
-    row_log_sum = tl.load(log_sum + rows, mask=is_row, other=0.0)
-    row_entropy = row_maximum
-    row_grad_logprob = row_maximum
-    row_grad_entropy = row_maximum
-    if HAS_GRAD_LOGPROB:
-        row_grad_logprob = tl.load(grad_logprobs + rows, mask=is_row, other=0.0)
-    if HAS_GRAD_ENTROPY:
-        row_entropy = tl.load(entropy + rows, mask=is_row, other=0.0)
-        row_grad_entropy = tl.load(grad_entropy + rows, mask=is_row, other=0.0)
-    return _gradient(
-        z,
-        columns[None, :] == target[:, None],
-        row_maximum[:, None],
-        row_log_sum[:, None],
-        row_entropy[:, None],
-        row_grad_logprob[:, None],
-        row_grad_entropy[:, None],
-        scale,
-        softcap,
-        HAS_SOFTCAP,
-        HAS_GRAD_LOGPROB,
-        HAS_GRAD_ENTROPY,
-    )
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -481,7 +423,6 @@ def grad_products(
     HAS_SOFTCAP: tl.constexpr,
     HAS_GRAD_LOGPROB: tl.constexpr,
     HAS_GRAD_ENTROPY: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -500,42 +441,17 @@ def grad_products(
     columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     is_row = rows < num_rows
     is_column = columns < num_columns
-    product = _product_tile(
-        hidden,
-        weight,
-        rows,
-        columns,
-        is_row,
-        is_column,
-        size,
-        stride_h,
-        stride_w,
-        UPCAST,
-        BLOCK_ROWS,
-        BLOCK_COLUMNS,
-        BLOCK_SIZE,
+    x = _product_tile(
+        hidden, weight, rows, columns, is_row, is_column, size, stride_h, stride_w, BLOCK_SIZE
     )
-    grad = _tile_gradient(
-        product,
-        bias,
-        targets,
-        maximum,
-        log_sum,
-        entropy,
-        grad_logprobs,
-        grad_entropy,
-        rows,
-        columns,
-        is_row,
-        is_column,
-        first_column,
-        scale,
-        softcap,
-        HAS_BIAS,
-        HAS_SOFTCAP,
-        HAS_GRAD_LOGPROB,
-        HAS_GRAD_ENTROPY,
+    z = _scaled_logits(
+        x, bias, columns[None, :], is_column[None, :], scale, softcap, HAS_BIAS, HAS_SOFTCAP
     )
+    values = (targets, maximum, log_sum, entropy, grad_logprobs, grad_entropy)
+    grad = _gradient(
+        z, values, rows, columns, is_row, first_column, 1, HAS_GRAD_LOGPROB, HAS_GRAD_ENTROPY
+    )
+    grad = _before_transform(grad, z, scale, softcap, HAS_SOFTCAP)
     pointers = out + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
     is_stored = is_row[:, None] & (columns < num_padded)[None, :]
     tl.store(pointers, grad.to(out.dtype.element_ty), mask=is_stored)
@@ -574,29 +490,9 @@ def grad_of_stored_products(
     mask = is_column & is_row[None, :]
     x = tl.load(products + offsets, mask=mask, other=0.0).to(tl.float32)
     z = _scaled_logits(x, bias, columns[:, None], is_column, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-    target = tl.load(targets + rows, mask=is_row, other=-1) - first_column
-    row_maximum = tl.load(maximum + rows, mask=is_row, other=0.0)
-    row_log_sum = tl.load(log_sum + rows, mask=is_row, other=0.0)
-    row_entropy = row_maximum
-    row_grad_logprob = row_maximum
-    row_grad_entropy = row_maximum
-    if HAS_GRAD_LOGPROB:
-        row_grad_logprob = tl.load(grad_logprobs + rows, mask=is_row, other=0.0)
-    if HAS_GRAD_ENTROPY:
-        row_entropy = tl.load(entropy + rows, mask=is_row, other=0.0)
-        row_grad_entropy = tl.load(grad_entropy + rows, mask=is_row, other=0.0)
+    values = (targets, maximum, log_sum, entropy, grad_logprobs, grad_entropy)
     grad = _gradient(
-        z,
-        columns[:, None] == target[None, :],
-        row_maximum[None, :],
-        row_log_sum[None, :],
-        row_entropy[None, :],
-        row_grad_logprob[None, :],
-        row_grad_entropy[None, :],
-        scale,
-        softcap,
-        HAS_SOFTCAP,
-        HAS_GRAD_LOGPROB,
-        HAS_GRAD_ENTROPY,
+        z, values, rows, columns, is_row, first_column, 0, HAS_GRAD_LOGPROB, HAS_GRAD_ENTROPY
     )
+    grad = _before_transform(grad, z, scale, softcap, HAS_SOFTCAP)
     tl.store(out + offsets, grad.to(out.dtype.element_ty), mask=mask)

@@ -216,7 +216,6 @@ def forward_partials(
         layer.weight.stride(0),
         scale,
         softcap,
-        UPCAST=is_interpreted(),
         TILES_PER_SPLIT=tiles.tiles_per_split,
         **common,
     )
@@ -314,7 +313,6 @@ def grad_products(
         out.stride(0),
         scale,
         softcap,
-        UPCAST=is_interpreted(),
         **_tile_constants(tiles),
         **_gradient_flags(rows),
         **flags,
