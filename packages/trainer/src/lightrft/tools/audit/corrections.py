@@ -141,7 +141,7 @@ def _added(terms: list[str], option: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What corrections look at: pairs of [rows, seq] arrays of one optimizer batch.
+    """Numbers that corrections look at: pairs of [rows, seq] arrays of one optimizer batch.
 
     Args:
         old: Logprobs of the trainer under the distribution that was sampled from.

@@ -1,4 +1,4 @@
-"""What an audit found, quantity by quantity in the order of the chain, and the verdict."""
+"""Findings of an audit, quantity by quantity in the order of the chain, and the verdict."""
 
 from __future__ import annotations
 

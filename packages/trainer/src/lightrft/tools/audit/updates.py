@@ -56,7 +56,7 @@ Slopes = tuple[dict[str, Tensor], Callable[[], dict[str, Tensor]]]
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What updates are computed from.
+    """Numbers that updates are computed from.
 
     Args:
         numbers: Before the first update.
