@@ -29,6 +29,7 @@ MARKS = (
     "<|video_pad|>",
 )
 IMAGE, VIDEO = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
 PIXELS = {"min_pixels": 56 * 56, "max_pixels": 112 * 112}
 
 
@@ -59,11 +60,7 @@ def build_tiny(
             "max_position_embeddings": 2048,
             "initializer_range": initializer_range,
             "bos_token_id": tokenizer.bos_token_id,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [4, 6, 6],
-            },
+            "rope_parameters": dict(ROPE),
             **ends,
         },
         vision_config={
