@@ -28,12 +28,12 @@ def test_the_model_loads_and_depends_on_the_seed_alone(tmp_path, capsys, preset)
 
 def test_the_vision_model_is_that_of_its_seed_with_its_processor(tmp_path, capsys):
     from lightrft.models.loading import load_causal_lm, load_processor
-    from lightrft.tools.tiny_vision_models import TINY_VISION, build_tiny
+    from lightrft.tools.tiny_vision_models import build_tiny
 
     (preset,) = VISION_PRESETS
     assert main(["init-model", str(tmp_path / "a"), "--preset", preset, "--seed", "3"]) == 0
     assert preset in capsys.readouterr().out
-    built, processor = build_tiny(TINY_VISION, seed=3)
+    built, processor = build_tiny(seed=3)
     loaded, expected = load_causal_lm(str(tmp_path / "a")).state_dict(), built.state_dict()
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in loaded.items())

@@ -10,9 +10,8 @@ import pytest
 from tests.machine import seconds
 
 from lightrft.config import TrainConfig
-from lightrft.tools.plan.backends import moments, resting, trunk_bytes
-from lightrft.tools.plan.model_size import SHAPES, ModelSize
-from lightrft.tools.plan.setup import Setup
+from lightrft.tools.plan.memory import moments, resting, trunk_bytes
+from lightrft.tools.plan.setup import SHAPES, ModelSize, Setup
 
 pytestmark = pytest.mark.shard("planning_fake")
 

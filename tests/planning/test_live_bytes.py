@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.tools.plan.backends import resting, train_peak
-from lightrft.tools.plan.model_size import ModelSize
-from lightrft.tools.plan.setup import Setup
+from lightrft.tools.plan.memory import resting, train_peak
+from lightrft.tools.plan.setup import ModelSize, Setup
 
 pytestmark = pytest.mark.shard("planning")
 

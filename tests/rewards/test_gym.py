@@ -13,6 +13,7 @@ from lightrft.datasets import read_rows
 from lightrft.datasets.types import DataError
 from lightrft.rewards import RewardError, build_reward
 from lightrft.strategy.config import ConfigError
+from lightrft.tools.rewards.fork import Fork
 from lightrft.tools.rewards.gym import find_answer
 from lightrft.tools.rewards.gym_task import EVALUATED, PARSED, GymScorer, is_harmless
 
@@ -98,7 +99,7 @@ def test_answers_are_extracted(response: str, answer: str) -> None:
 def scorer(function) -> GymScorer:
     made = object.__new__(GymScorer)
     # Private: a scorer of reasoning-gym that misbehaves does not exist.
-    made._name, made._scorer = "gcd", function
+    made._name, made._scorer, made._fork = "gcd", function, Fork(made._score)
     return made
 
 

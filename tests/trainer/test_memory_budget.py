@@ -6,8 +6,7 @@ import pytest
 
 from lightrft.config import TrainConfig
 from lightrft.tools.plan.memory import plan_memory
-from lightrft.tools.plan.model_size import SHAPES
-from lightrft.tools.plan.setup import Setup
+from lightrft.tools.plan.setup import SHAPES, Setup
 from lightrft.tools.plan.start_check import settle
 
 

@@ -1,19 +1,92 @@
 """Tiny random vision-language models of nine families, with their processors."""
 
-import transformers as hf
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from lightrft.tools import tiny_vision_models as tools
+import torch
+import transformers as hf
+from tokenizers import AddedToken
+
+from lightrft.tools.model_presets import END, PAD, SYSTEM, byte_level_core
 from lightrft.tools.tiny_vision_models import (
+    IMAGE,
+    MARKS,
     PIXELS,
-    QWEN_MARKS,
-    TINY_VISION,
-    TinyFamily,
-    qwen_ids,
-    qwen_processor,
+    TEMPLATE,
+    VIDEO,
+    save_vision_model,
 )
 
 PATCH = 14
 SIDE = 56
+
+
+@dataclass(frozen=True, slots=True)
+class TinyFamily:
+    """Parts of the tiny model of a family.
+
+    Args:
+        marks: Special tokens of media.
+        build: From the marks' ids, the text settings and the tokenizer to the configuration and
+            the processor, which gets the chat template.
+        image, video: What stands for a medium in the chat template; no video where the family
+            reads none.
+        named: Attributes of the tokenizer by which its processor finds the marks.
+        words: Further tokens that implementations look up.
+    """
+
+    marks: tuple[str, ...]
+    build: Callable
+    image: str
+    video: str = ""
+    named: Mapping[str, str] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+
+    def tokenizer(self):
+        core = byte_level_core()
+        core.add_tokens([AddedToken(word, normalized=False) for word in self.words])
+        core.add_special_tokens(list(self.marks))
+        return hf.PreTrainedTokenizerFast(
+            tokenizer_object=core,
+            pad_token=PAD,
+            eos_token=END,
+            bos_token=SYSTEM,
+            padding_side="left",
+            clean_up_tokenization_spaces=False,
+            **({"extra_special_tokens": dict(self.named)} if self.named else {}),
+        )
+
+
+def qwen_ids(ids):
+    """The ids of the marks, by the names of the Qwen configurations."""
+    return {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "tie_word_embeddings": False,
+    }
+
+
+def qwen_processor(kind, tokenizer):
+    """A function that makes a processor of a chat template."""
+    return lambda template: kind(
+        image_processor=hf.Qwen2VLImageProcessor(**PIXELS),
+        tokenizer=tokenizer,
+        video_processor=hf.Qwen2VLVideoProcessor(**PIXELS),
+        chat_template=template,
+    )
+
+
+def _qwen2_5_vl(ids, text, tokenizer):
+    config = hf.Qwen2_5_VLConfig(
+        text_config=text | {"rope_parameters": _rope([4, 6, 6])},
+        vision_config=_qwen_vision(
+            intermediate_size=128, out_hidden_size=128, window_size=56, fullatt_block_indexes=[1]
+        ),
+        **qwen_ids(ids),
+    )
+    return config, qwen_processor(hf.Qwen2_5_VLProcessor, tokenizer)
 
 
 def _vision(**more):
@@ -229,10 +302,10 @@ def _mllama(ids, text, tokenizer):
 
 
 TINY_FAMILIES = {
-    "tiny-qwen2-vl": TinyFamily(QWEN_MARKS, _qwen2_vl, TINY_VISION.image, TINY_VISION.video),
-    "tiny-qwen2.5-vl": TINY_VISION,
+    "tiny-qwen2-vl": TinyFamily(MARKS, _qwen2_vl, IMAGE, VIDEO),
+    "tiny-qwen2.5-vl": TinyFamily(MARKS, _qwen2_5_vl, IMAGE, VIDEO),
     # The processor adds times and marks around each frame itself.
-    "tiny-qwen3-vl": TinyFamily(QWEN_MARKS, _qwen3_vl, TINY_VISION.image, "<|video_pad|>"),
+    "tiny-qwen3-vl": TinyFamily(MARKS, _qwen3_vl, IMAGE, "<|video_pad|>"),
     "tiny-internvl": TinyFamily(
         ("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
         _internvl,
@@ -280,11 +353,36 @@ TINY_FAMILIES = {
 }
 
 
-def build_tiny(preset, **options):
+def build_tiny(preset, *, seed=0, initializer_range=0.1):
     """A random float32 model of a family, and its processor."""
-    return tools.build_tiny(TINY_FAMILIES[preset], **options)
+    family = TINY_FAMILIES[preset]
+    tokenizer = family.tokenizer()
+    ids = dict(zip(family.marks, tokenizer.convert_tokens_to_ids(list(family.marks)), strict=True))
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": initializer_range,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config, build_processor = family.build(ids, text, tokenizer)
+    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    config.vision_config.initializer_range = initializer_range
+    processor = build_processor(TEMPLATE.format(image=family.image, video=family.video))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = hf.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    return model, processor
 
 
-def write_tiny_vision_model(directory, preset, seed=0, **options):
+def write_tiny_vision_model(directory, preset, seed=0, *, initializer_range=0.1):
     """Writes a random float32 model with its processor as a Hugging Face checkpoint."""
-    tools.write_tiny_vision_model(directory, TINY_FAMILIES[preset], seed, **options)
+    model, processor = build_tiny(preset, seed=seed, initializer_range=initializer_range)
+    sample = TINY_FAMILIES[preset].image + f"é 4+3?{END}"
+    save_vision_model(model, processor, directory, sample=sample)

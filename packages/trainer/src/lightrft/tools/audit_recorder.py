@@ -211,7 +211,7 @@ class StepRecorder:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one rank knows of a step."""
+    """A rank's part of the record of a step."""
 
     raw: SampleTable
     values: dict[str, dict[int, Flat]]

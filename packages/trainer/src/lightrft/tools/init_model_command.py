@@ -27,9 +27,9 @@ def run(argv: Sequence[str]) -> int:
 
     hide_progress_bars()
     if preset in VISION_PRESETS:
-        from lightrft.tools.tiny_vision_models import TINY_VISION, write_tiny_vision_model
+        from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
-        write_tiny_vision_model(directory, TINY_VISION, options.seed)
+        write_tiny_vision_model(directory, options.seed)
     else:
         from lightrft.tools.model_presets import write_tiny_model
 

@@ -21,6 +21,9 @@ TOKEN_ESTIMATORS = ("gae", "reinforce", "reinforce++")
 WHITENING = ("gae", "reinforce++", "reinforce_baseline")
 
 
+Given = Mapping[str, str | int | float | bool]
+
+
 @dataclass(frozen=True, slots=True)
 class Scores:
     """Rewards of the rows of a step.
@@ -39,7 +42,7 @@ class Scores:
     is_kept: Flags
 
 
-def row_advantages(name: str, scores: Scores, given: Mapping[str, object]) -> Array:
+def row_advantages(name: str, scores: Scores, given: Given) -> Array:
     """One advantage a row; 0 for excluded rows and in groups of equal rewards.
 
     Args:
@@ -57,8 +60,8 @@ def row_advantages(name: str, scores: Scores, given: Mapping[str, object]) -> Ar
     informative = [rows for rows in members if len(rows) and np.ptp(scores.rewards[rows]) > 0]
     share = min(len(groups) / max(len(informative), 1), 3.0)
     for rows in informative:
-        own, lengths = scores.rewards[rows], scores.lengths[rows].astype(np.float64)
-        found[rows] = _GROUP[name](own, lengths, dict(given), batch_std, share)
+        lengths = scores.lengths[rows].astype(np.float64)
+        found[rows] = _GROUP[name](_Group(scores.rewards[rows], lengths, batch_std, share, given))
     return found
 
 
@@ -80,47 +83,58 @@ def _std(values: Array) -> float:
     return float(np.std(values, ddof=1))
 
 
-def _number(given: Mapping[str, object], name: str, default: float) -> float:
-    value = given.get(name, default)
-    if not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number: got {value!r}")
-    return float(value)
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rewards and response lengths of the kept rows of a prompt.
+
+    Args:
+        rewards, lengths: [rows].
+        batch_std: Of the rewards of all groups.
+        share: All groups over those of unequal rewards, at most 3.
+        given: Hyper-parameters by name.
+    """
+
+    rewards: Array
+    lengths: Array
+    batch_std: float
+    share: float
+    given: Given
+
+    @property
+    def centred(self) -> Array:
+        return np.asarray(self.rewards - self.rewards.mean())
+
+    def over(self, std: float) -> Array:
+        return self.centred / (std + float(self.given.get("eps", 1e-6)))
 
 
-def _group_norm(r: Array, _: Array, given: Mapping[str, object], __: float, ___: float) -> Array:
-    return np.asarray((r - r.mean()) / (np.std(r, ddof=1) + _number(given, "eps", 1e-6)))
+def _group_norm(group: _Group) -> Array:
+    return group.over(float(np.std(group.rewards, ddof=1)))
 
 
-def _batch_std(r: Array, _: Array, given: Mapping[str, object], std: float, __: float) -> Array:
-    return np.asarray((r - r.mean()) / (std + _number(given, "eps", 1e-6)))
+def _rloo(group: _Group) -> Array:
+    r = group.rewards
+    return np.asarray(r - (r.sum() - r) / (len(r) - 1))
 
 
-def _centred(r: Array, _: Array, __: Mapping[str, object], ___: float, ____: float) -> Array:
-    return np.asarray(r - r.mean())
-
-
-def _rloo(r: Array, _: Array, __: Mapping[str, object], ___: float, ____: float) -> Array:
-    others = (r.sum() - r) / (len(r) - 1)
-    return np.asarray(r - others)
-
-
-def _opo(r: Array, n: Array, _: Mapping[str, object], __: float, ___: float) -> Array:
+def _opo(group: _Group) -> Array:
+    r, n = group.rewards, group.lengths
     return np.asarray(r - (n * r).sum() / max(n.sum(), 1.0))
 
 
-def _cpgd(r: Array, n: Array, given: Mapping[str, object], std: float, share: float) -> Array:
-    weighting = given.get("weighting", "std")
+def _cpgd(group: _Group) -> Array:
+    weighting = group.given.get("weighting", "std")
     if weighting == "std":
-        return _group_norm(r, n, {}, std, share)
-    return np.asarray((r - r.mean()) * (share if weighting == "clip_filter" else 1.0))
+        return _group_norm(group)
+    return group.centred * (group.share if weighting == "clip_filter" else 1.0)
 
 
-_GROUP: dict[str, Callable[[Array, Array, Mapping[str, object], float, float], Array]] = {
+_GROUP: dict[str, Callable[[_Group], Array]] = {
     "group_norm": _group_norm,
     "grpo": _group_norm,
-    "group_mean_batch_std": _batch_std,
-    "dr_grpo": _centred,
-    "reinforce_baseline": _centred,
+    "group_mean_batch_std": lambda group: group.over(group.batch_std),
+    "dr_grpo": lambda group: group.centred,
+    "reinforce_baseline": lambda group: group.centred,
     "rloo": _rloo,
     "opo": _opo,
     "cpgd": _cpgd,

@@ -7,10 +7,11 @@ high-entropy tokens, arXiv:2506.01939.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightrft.config import TrainConfig
 from lightrft.tools.audit.record import Array, Flags
@@ -37,6 +38,20 @@ class Pair:
 
     own: Array
     run: Array
+
+    def map(self, change: Callable[[Array], Array]) -> Pair:
+        """Both, changed alike."""
+        return Pair(change(self.own), change(self.run))
+
+    def at(self, places: Flags | list[int] | tuple[np.intp, NDArray[np.intp]]) -> Pair:
+        """Some entries of both, by any index of NumPy."""
+        return Pair(self.own[places], self.run[places])
+
+    def less(self, other: Pair, mask: Flags) -> Pair:
+        """The difference inside the mask, 0 outside."""
+        return Pair(
+            np.where(mask, self.own - other.own, 0.0), np.where(mask, self.run - other.run, 0.0)
+        )
 
 
 @dataclass(slots=True)
@@ -66,6 +81,14 @@ class Borders:
         is_close = np.abs(value.own - value.run) <= limit
         self.num_taken += int(((own != run) & is_close).sum())
         return np.where(is_close, run, own)
+
+    def highest(self, values: Pair, count: int) -> NDArray[np.intp]:
+        """Places of so many highest values, of equal ones the first; [] of 0."""
+        by_own, by_run = (
+            np.argsort(-each, kind="stable")[:count] for each in (values.own, values.run)
+        )
+        limit = values.own[by_own].min(initial=np.inf) - self.tolerance
+        return by_run if (values.own[by_run] >= limit).all() else by_own
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +141,7 @@ def _added(terms: list[str], option: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What corrections look at: pairs of [rows, seq] arrays of one optimizer batch.
+    """Numbers that corrections look at: pairs of [rows, seq] arrays of one optimizer batch.
 
     Args:
         old: Logprobs of the trainer under the distribution that was sampled from.
@@ -131,10 +154,11 @@ class Tokens:
     rollout: Array
     advantages: Pair
     mask: Flags
-    lengths: Array = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", np.maximum(self.mask.sum(axis=1, keepdims=True), 1))
+
+def row_lengths(mask: Flags) -> Array:
+    """[rows, 1] tokens of each row, at least 1."""
+    return np.asarray(np.maximum(mask.sum(axis=1, keepdims=True), 1.0))
 
 
 def correction(terms: tuple[Term, ...], tokens: Tokens, borders: Borders) -> Array:
@@ -144,7 +168,7 @@ def correction(terms: tuple[Term, ...], tokens: Tokens, borders: Borders) -> Arr
     scale = 1.0
     for term in terms:
         low, high = term.bound("low"), term.bound("high")
-        value = _pair(term, tokens)
+        value = _values(term, tokens)
         if term.action == "weight":
             weights = np.clip(value.own, low, high) if (low, high) != (None, None) else value.own
             if "mean-one" in term.options:
@@ -164,15 +188,15 @@ def correction(terms: tuple[Term, ...], tokens: Tokens, borders: Borders) -> Arr
     return np.where(mask & ~is_rejected, weights, 0.0) * scale
 
 
-def _pair(term: Term, tokens: Tokens) -> Pair:
-    return Pair(_value(term, tokens, tokens.old.own), _value(term, tokens, tokens.old.run))
+def _values(term: Term, tokens: Tokens) -> Pair:
+    return tokens.old.map(lambda old: _value(term, tokens, old))
 
 
 def _value(term: Term, tokens: Tokens, old: Array) -> Array:
     mask = tokens.mask
     ratio = np.where(mask, old - tokens.rollout, 0.0)
     if term.statistic == "ratio":
-        return np.asarray(np.exp(np.clip(_at_level(term, ratio, tokens), -HELD, HELD)))
+        return np.asarray(np.exp(np.clip(_at_level(term.level, ratio, mask), -HELD, HELD)))
     probability = np.where(mask, np.exp(old) - np.exp(tokens.rollout), 0.0)
     held = np.clip(ratio, -HELD, HELD)
     values = {
@@ -182,56 +206,42 @@ def _value(term: Term, tokens: Tokens, old: Array) -> Array:
         "difference": probability,
         "variation": np.abs(probability),
     }[term.statistic]
-    return _at_level(term, values, tokens)
+    return _at_level(term.level, values, mask)
 
 
-def _at_level(term: Term, values: Array, tokens: Tokens) -> Array:
-    if term.level in ("token", "worst"):
+def _at_level(level: str, values: Array, mask: Flags) -> Array:
+    if level in ("token", "worst"):
         return values
     total = values.sum(axis=1, keepdims=True)
-    if term.level == "geometric":
-        total = total / tokens.lengths
+    if level == "geometric":
+        total = total / row_lengths(mask)
     return np.asarray(np.broadcast_to(total, values.shape))
 
 
 def _has_sign(term: Term, tokens: Tokens, borders: Borders) -> Flags:
+    advantages, mask = tokens.advantages, tokens.mask
     if not {"negative", "positive"} & set(term.options):
-        return np.ones(tokens.mask.shape, dtype=np.bool_)
-    pair = tokens.advantages
+        return np.ones(mask.shape, dtype=np.bool_)
     if term.level in ("sequence", "geometric"):
-        own, run = (x.sum(axis=1, keepdims=True) / tokens.lengths for x in (pair.own, pair.run))
-        shape = tokens.mask.shape
-        pair = Pair(np.broadcast_to(own, shape), np.broadcast_to(run, shape))
+        advantages = advantages.map(lambda each: _at_level("geometric", each, mask))
     if "negative" in term.options:
-        return borders.above(Pair(-pair.own, -pair.run), 0.0)
-    return borders.above(pair, 0.0)
+        advantages = advantages.map(np.negative)
+    return borders.above(advantages, 0.0)
 
 
 def high_entropy(entropy: Pair, mask: Flags, borders: Borders, config: TrainConfig) -> Flags:
     """Tokens whose entropy is among the highest of the batch or of their row: [rows, seq]."""
     ratio = config.high_entropy_token_ratio
     if config.high_entropy_scope == "batch":
-        own, run = (_quantile(each[mask], 1 - ratio) for each in (entropy.own, entropy.run))
-        distance = Pair(entropy.own - own, entropy.run - run)
-        return mask & borders.at_least(distance, 0.0)
+        above = entropy.map(lambda each: each - _quantile(each[mask], 1 - ratio))
+        return mask & borders.at_least(above, 0.0)
     kept = np.zeros(mask.shape, dtype=np.bool_)
     for row in np.flatnonzero(mask.any(axis=1)):
         places = np.flatnonzero(mask[row])
         count = max(1, math.floor(len(places) * ratio + 1e-9))
-        own, run = entropy.own[row, places], entropy.run[row, places]
-        # The last that is kept, by each; ties go to the earlier token.
-        order = places[np.argsort(-run, kind="stable")][:count]
-        limit = np.sort(own)[::-1][count - 1]
-        is_plausible = own[np.isin(places, order)] >= limit - borders.tolerance
-        best = places[np.argsort(-own, kind="stable")][:count]
-        kept[row, order if is_plausible.all() else best] = True
+        kept[row, places[borders.highest(entropy.at((row, places)), count)]] = True
     return kept
 
 
 def _quantile(values: Array, share: float) -> float:
     return float(np.quantile(values, share)) if values.size else 0.0
-
-
-def options_of(given: Mapping[str, object] | None) -> dict[str, object]:
-    """Hyper-parameters as a dictionary."""
-    return dict(given or {})

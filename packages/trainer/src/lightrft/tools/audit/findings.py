@@ -1,4 +1,4 @@
-"""What an audit found, quantity by quantity in the order of the chain, and the verdict."""
+"""Findings of an audit, quantity by quantity in the order of the chain, and the verdict."""
 
 from __future__ import annotations
 
@@ -49,11 +49,6 @@ class Findings:
     tolerances: Mapping[str, float]
     rows: list[Finding] = field(default_factory=list)
 
-    @property
-    def first_difference(self) -> Finding | None:
-        """Where the run differs first; None if it does not."""
-        return next((row for row in self.rows if row.verdict == DIFFERS), None)
-
     def skip(self, quantity: str, why: str) -> None:
         """Say that something cannot be recomputed."""
         self.rows.append(Finding(quantity, None, None, None, None, NOT_AUDITED, why))
@@ -70,18 +65,18 @@ class Findings:
     ) -> None:
         """Compare two numbers; `scale` is what the difference is relative to if larger."""
         limit = self.tolerances[kind] * max(abs(own), scale) + floor
-        self._add(quantity, run, own, abs(run - own), limit)
+        self.add(quantity, run, own, abs(run - own), limit)
 
     def exact(self, quantity: str, run: np.ndarray, own: np.ndarray) -> None:
         """Compare ids, masks and counts."""
         if run.shape != own.shape:
             note = f"shapes {run.shape} and {own.shape}"
-            self._add(quantity, float(run.size), float(own.size), math.inf, 0.0, note)
+            self.add(quantity, float(run.size), float(own.size), math.inf, 0.0, note)
             return
         different = run != own
         note = f"first at {_place(different)}" if different.any() else ""
         totals = (float(run.sum()), float(own.sum()))
-        self._add(quantity, *totals, float(different.sum()), 0.0, note)
+        self.add(quantity, *totals, float(different.sum()), 0.0, note)
 
     def tokens(
         self,
@@ -105,7 +100,7 @@ class Findings:
             floor: Rounding of each value; asked for where the tolerance alone is exceeded.
         """
         if run.shape != own.shape:
-            self._add(quantity, None, None, math.inf, 0.0, f"shapes {run.shape} and {own.shape}")
+            self.add(quantity, None, None, math.inf, 0.0, f"shapes {run.shape} and {own.shape}")
             return
         limit = self.tolerances[kind]
         unit = np.maximum(1.0, np.abs(own)) if kind in PER_TOKEN else np.full(own.shape, scale)
@@ -120,7 +115,7 @@ class Findings:
         if largest <= limit and not _is_within(distance, mask, limit, share):
             largest, limit = float(distance[mask].mean()), limit * share
             note = "mean distance of a token"
-        self._add(quantity, means[0], means[1], largest, limit, note)
+        self.add(quantity, means[0], means[1], largest, limit, note)
 
     def hint(self, text: str) -> None:
         """Say where to look if the last quantity differs."""
@@ -128,13 +123,7 @@ class Findings:
         if last.verdict == DIFFERS:
             self.rows[-1] = replace(last, note=f"{last.note}; {text}")
 
-    def share(
-        self, quantity: str, run: float, own: float, error: float, limit: float, note: str = ""
-    ) -> None:
-        """Compare by a difference and a limit that the caller knows."""
-        self._add(quantity, run, own, error, limit, note)
-
-    def _add(
+    def add(
         self,
         quantity: str,
         run: float | None,
@@ -143,6 +132,7 @@ class Findings:
         limit: float,
         note: str = "",
     ) -> None:
+        """Compare by a difference and a limit that the caller knows."""
         # Also false for NaN.
         verdict = EQUAL if difference <= limit else DIFFERS
         self.rows.append(Finding(quantity, run, own, difference, limit, verdict, note))

@@ -5,9 +5,10 @@ Rows are padded on the right and attention is causal, so that no token sees padd
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -20,153 +21,152 @@ from lightrft.tools.audit.record import Array, Flags, Integers, RecordError
 BASE, FIRST, SECOND = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
 # Of one forward pass, in float64.
 MAX_LOGITS = 2**26
-HEAD = "value_head."
+# The names of recorded parameters begin with these.
+POLICY, TRUNK, HEAD = "model", "trunk", "value_head"
 
 
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """How recorded parameters make up the weights of a plain model.
+class Scorer(ABC):
+    """A plain model that gives numbers for tokens.
 
     Args:
-        prefix: Of the model's own parameters among the recorded names.
-        scale: Of adapters; 0 without.
+        parts: By the beginning of the recorded names.
+        width: Numbers that a forward pass makes of a token.
+        lora_scale: Of adapters; 0 without.
+        rounds: Weights are rounded to bfloat16 before they are used, but for a value head.
     """
 
-    prefix: str
-    scale: float = 0.0
+    num_outputs: ClassVar = 1
 
-    def merge(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights of the plain model by its own names; W + scale B A where there are adapters."""
+    def __init__(
+        self, parts: dict[str, nn.Module], *, width: int, lora_scale: float = 0.0, rounds: bool
+    ) -> None:
+        self._model = nn.ModuleDict(parts)
+        self._width, self._scale, self._rounds = width, lora_scale, rounds
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes recorded weights, in float64."""
+        if self._rounds:
+            state = {n: v if n.startswith(HEAD) else v.bfloat16() for n, v in state.items()}
+        weights = self._merged({name: value.double() for name, value in state.items()})
+        own = dict(self._model.named_parameters())
+        # A second name of a tied parameter may be recorded, or not.
+        known = dict(self._model.named_parameters(remove_duplicate=False))
+        given = {id(known[name]) for name in weights if name in known}
+        missing = sorted(name for name, value in own.items() if id(value) not in given)
+        unknown = sorted(set(weights) - set(known))
+        if missing or unknown:
+            raise RecordError(
+                f"recorded weights are not those of the model: missing {missing[:3]}, unknown "
+                f"{unknown[:3]}"
+            )
+        for name, value in weights.items():
+            known[name].copy_(value)
+
+    @torch.no_grad()
+    def score(self, ids: Integers, mask: Flags) -> list[Array]:
+        """The numbers of the tokens of the mask, 0 elsewhere: [rows, seq] each."""
+        found = [np.zeros(ids.shape) for _ in range(self.num_outputs)]
+        for rows, width in _chunks(mask, self._width):
+            outputs = self._outputs(torch.from_numpy(ids[rows, :width].copy()))
+            for array, values in zip(found, outputs, strict=True):
+                array[rows, 1:width] = values.numpy()
+        return [np.where(mask, array, 0.0) for array in found]
+
+    def slopes(
+        self, ids: Integers, mask: Flags, weights: Sequence[Array], state: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Gradient by recorded parameters of the sum of all numbers, each times its weight."""
+        self._model.zero_grad()
+        for rows, width in _chunks(mask, self._width):
+            outputs = self._outputs(torch.from_numpy(ids[rows, :width].copy()))
+            parts = [np.where(mask, each, 0.0)[rows, 1:width].copy() for each in weights]
+            total = sum(
+                (torch.from_numpy(part) * output).sum()
+                for part, output in zip(parts, outputs, strict=True)
+            )
+            cast("Tensor", total).backward()  # type: ignore[no-untyped-call]
+        return self._split(state)
+
+    @abstractmethod
+    def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """[rows, seq - 1] of all tokens but the first."""
+
+    def _merged(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights by the plain model's names; W + scale B A where there are adapters."""
         merged: dict[str, Tensor] = {}
         for name, value in state.items():
-            if name.endswith((FIRST, SECOND)) or not name.startswith(self.prefix):
+            if name.endswith((FIRST, SECOND)):
                 continue
             layer = name.removesuffix(f"{BASE}.weight")
             if layer + FIRST in state:
-                value = value + self.scale * state[layer + SECOND] @ state[layer + FIRST]
-            merged[name.removeprefix(self.prefix).replace(BASE, "")] = value
+                value = value + self._scale * state[layer + SECOND] @ state[layer + FIRST]
+            merged[name.replace(BASE, "")] = value
         return merged
 
-    def split(self, state: Mapping[str, Tensor], slopes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _split(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gradients of the recorded parameters from those of the plain model."""
+        slopes = {
+            name: value.grad.detach().clone()
+            for name, value in self._model.named_parameters(remove_duplicate=False)
+            if value.grad is not None
+        }
         found: dict[str, Tensor] = {}
         for name in state:
             layer = name.removesuffix(FIRST).removesuffix(SECOND)
-            own = slopes.get(f"{layer}.weight".removeprefix(self.prefix))
+            own = slopes.get(f"{layer}.weight")
             if name.endswith(FIRST) and own is not None:
-                found[name] = self.scale * state[layer + SECOND].T @ own
+                found[name] = self._scale * state[layer + SECOND].T @ own
             elif name.endswith(SECOND) and own is not None:
-                found[name] = self.scale * own @ state[layer + FIRST].T
-            elif name.removeprefix(self.prefix) in slopes and not self.scale:
-                found[name] = slopes[name.removeprefix(self.prefix)]
+                found[name] = self._scale * own @ state[layer + FIRST].T
+            elif name in slopes and not self._scale:
+                found[name] = slopes[name]
         return found
 
 
-class Policy:
-    """A causal language model that scores rows.
+class Policy(Scorer):
+    """A causal language model that gives logprobs and entropies.
 
     Args:
         folder: Has the model's config.json.
-        layers: How to read recorded weights.
-        rounds: Weights are rounded to bfloat16 before they are used.
+        temperature: What logits are divided by.
+        lora_scale, rounds: See `Scorer`.
     """
 
-    def __init__(self, folder: Path, layers: Layers, *, rounds: bool = False) -> None:
-        self.layers, self._rounds = layers, rounds
-        self._model = _build(folder, AutoModelForCausalLM)
-        self._vocab = int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
+    num_outputs: ClassVar = 2
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes recorded weights, in float64."""
-        _load(self._model, self.layers.merge(_rounded(state, self._rounds)))
+    def __init__(
+        self, folder: Path, *, temperature: float, lora_scale: float = 0.0, rounds: bool = False
+    ) -> None:
+        model = _build(folder, AutoModelForCausalLM)
+        vocab = int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
+        super().__init__({POLICY: model}, width=vocab, lora_scale=lora_scale, rounds=rounds)
+        self._temperature = temperature
 
-    @torch.no_grad()
-    def score(self, ids: Integers, mask: Flags, temperature: float) -> tuple[Array, Array]:
-        """Logprobs and entropies of the tokens of the mask, 0 elsewhere: [rows, seq] each."""
-        logprobs, entropies = np.zeros(ids.shape), np.zeros(ids.shape)
-        for rows, width in _chunks(mask, self._vocab):
-            p, h = self._score(ids[rows, :width], temperature)
-            logprobs[rows, 1:width], entropies[rows, 1:width] = p.numpy(), h.numpy()
-        return np.where(mask, logprobs, 0.0), np.where(mask, entropies, 0.0)
-
-    def slopes(
-        self,
-        ids: Integers,
-        mask: Flags,
-        temperature: float,
-        by_logprob: Array,
-        by_entropy: Array,
-        state: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:
-        """Gradient of sum(by_logprob * logprob + by_entropy * entropy) by recorded parameters."""
-        self._model.zero_grad()
-        for rows, width in _chunks(mask, self._vocab):
-            p, h = self._score(ids[rows, :width], temperature)
-            weights = [
-                torch.from_numpy(np.where(mask, each, 0.0)[rows, 1:width].copy())
-                for each in (by_logprob, by_entropy)
-            ]
-            total: Tensor = (weights[0] * p).sum() + (weights[1] * h).sum()
-            total.backward()  # type: ignore[no-untyped-call]
-        return self.layers.split(state, _gradients(self._model))
-
-    def _score(self, ids: Integers, temperature: float) -> tuple[Tensor, Tensor]:
-        tokens = torch.from_numpy(ids.copy())
-        logits = self._model(input_ids=tokens, use_cache=False).logits[:, :-1] / temperature
-        logprobs = torch.log_softmax(logits, dim=-1)
+    def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        logits = self._model[POLICY](input_ids=tokens, use_cache=False).logits[:, :-1]
+        logprobs = torch.log_softmax(logits / self._temperature, dim=-1)
         chosen = logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
         return chosen, -(logprobs.exp() * logprobs).sum(dim=-1)
 
 
-class Values:
+class Values(Scorer):
     """A trunk with a linear head that gives the value before each token.
 
     Args:
         folder: Has the trunk's config.json.
-        rounds: Weights of the trunk are rounded to bfloat16 before they are used.
+        rounds: See `Scorer`.
     """
 
     def __init__(self, folder: Path, *, rounds: bool = False) -> None:
-        self._layers, self._rounds = Layers("trunk."), rounds
-        self._trunk = _build(folder, AutoModel)
-        self._weight = self._bias = torch.zeros(0)
+        trunk = _build(folder, AutoModel)
+        hidden = AutoConfig.from_pretrained(folder).get_text_config().hidden_size
+        head = nn.Linear(hidden, 1, dtype=torch.float64)
+        super().__init__({TRUNK: trunk, HEAD: head}, width=1, rounds=rounds)
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes recorded weights, in float64."""
-        _load(self._trunk, self._layers.merge(_rounded(state, self._rounds)))
-        self._weight, self._bias = (
-            state[HEAD + name].detach().clone().double().requires_grad_()
-            for name in ("weight", "bias")
-        )
-
-    @torch.no_grad()
-    def score(self, ids: Integers, mask: Flags) -> Array:
-        """Values before the tokens of the mask, 0 elsewhere: [rows, seq]."""
-        found = np.zeros(ids.shape)
-        for rows, width in _chunks(mask, 1):
-            found[rows, 1:width] = self._values(ids[rows, :width]).numpy()
-        return np.where(mask, found, 0.0)
-
-    def slopes(
-        self, ids: Integers, mask: Flags, by_value: Array, state: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Gradient of sum(by_value * value) by recorded parameters."""
-        self._trunk.zero_grad()
-        self._weight.grad = self._bias.grad = None
-        for rows, width in _chunks(mask, 1):
-            weights = torch.from_numpy(np.where(mask, by_value, 0.0)[rows, 1:width].copy())
-            total: Tensor = (weights * self._values(ids[rows, :width])).sum()
-            total.backward()  # type: ignore[no-untyped-call]
-        found = self._layers.split(state, _gradients(self._trunk))
-        for name, value in (("weight", self._weight), ("bias", self._bias)):
-            if value.grad is not None:
-                found[HEAD + name] = value.grad.clone()
-        return found
-
-    def _values(self, ids: Integers) -> Tensor:
-        tokens = torch.from_numpy(ids.copy())
-        hidden: Tensor = self._trunk(input_ids=tokens, use_cache=False).last_hidden_state
-        return (hidden[:, :-1] @ self._weight.T + self._bias).squeeze(-1)
+    def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        hidden = self._model[TRUNK](input_ids=tokens, use_cache=False).last_hidden_state
+        return (self._model[HEAD](hidden[:, :-1]).squeeze(-1),)
 
 
 def reference_state(folder: Path) -> dict[str, Tensor]:
@@ -181,44 +181,13 @@ def reference_state(folder: Path) -> dict[str, Tensor]:
         raise RecordError(
             f"the reference model is not in {folder}: {error}; give its folder with --reference"
         ) from error
-    return {name: value.detach() for name, value in model.named_parameters()}
+    return {f"{POLICY}.{n}": value.detach() for n, value in model.named_parameters()}
 
 
 def _build(folder: Path, kind: type[AutoModel] | type[AutoModelForCausalLM]) -> nn.Module:
     config = AutoConfig.from_pretrained(folder)
     model: nn.Module = kind.from_config(config, dtype=torch.float64, attn_implementation="sdpa")
     return model.eval()
-
-
-def _rounded(state: Mapping[str, Tensor], rounds: bool) -> dict[str, Tensor]:
-    if rounds:
-        state = {name: value.to(torch.bfloat16) for name, value in state.items()}
-    return {name: value.double() for name, value in state.items()}
-
-
-@torch.no_grad()
-def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    own = dict(model.named_parameters())
-    # A second name of a tied parameter may be recorded, or not.
-    known = dict(model.named_parameters(remove_duplicate=False))
-    missing, unknown = sorted(set(own) - set(weights)), sorted(set(weights) - set(known))
-    ids = {id(known[name]) for name in weights if name in known}
-    missing = [name for name in missing if id(own[name]) not in ids]
-    if missing or unknown:
-        raise RecordError(
-            f"recorded weights are not those of the model: missing {missing[:3]}, unknown "
-            f"{unknown[:3]}"
-        )
-    for name, value in weights.items():
-        known[name].copy_(value)
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for name, value in model.named_parameters(remove_duplicate=False):
-        if value.grad is not None:
-            found[name] = value.grad.detach()
-    return found
 
 
 def _chunks(mask: Flags, vocab: int) -> Iterator[tuple[NDArray[np.int64], int]]:

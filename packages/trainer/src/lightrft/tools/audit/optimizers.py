@@ -14,7 +14,7 @@ from lightrft.tools.audit.record import OptimizerFacts
 
 ADAM = ("Adam", "AdamW", "MasterWeightsAdamW")
 KNOWN = (*ADAM, "SGD")
-ADAM_EPS = 1e-8
+ADAM_EPS, BETAS = 1e-8, (0.9, 0.999)
 
 
 def learning_rate(peak: float, position: int, facts: OptimizerFacts, config: TrainConfig) -> float:
@@ -49,7 +49,7 @@ class Group:
     """Numbers of one parameter."""
 
     rate_share: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = BETAS
     eps: float = ADAM_EPS
     weight_decay: float = 0.0
     momentum: float = 0.0
@@ -84,15 +84,13 @@ class Optimizer:
                 continue
             own_rate, weight = rate * group.rate_share, self.weights[name]
             slope = slopes[name] * factor
-            if group.weight_decay and self.kind != "SGD" and self.kind != "Adam":
+            if group.weight_decay and self.kind not in ("SGD", "Adam"):
                 self.weights[name] = weight * (1 - own_rate * group.weight_decay)
             elif group.weight_decay:
                 slope = slope + group.weight_decay * weight
-            change = (
-                self._sgd(name, slope, group)
-                if self.kind == "SGD"
-                else (self._adam(name, slope, group))
-            )
+            step = self._sgd_step if self.kind == "SGD" else self._adam_step
+            change, moments = step(name, slope, group)
+            self.moments |= moments
             self.weights[name] = self.weights[name] - own_rate * change
 
     def spread(
@@ -111,18 +109,12 @@ class Optimizer:
                 found[name] = rate * group.rate_share * (ends[0] - ends[1]).abs()
         return found
 
-    def _sgd(self, name: str, slope: Tensor, group: Group) -> Tensor:
+    def _sgd_step(self, name: str, slope: Tensor, group: Group) -> tuple[Tensor, dict[str, Tensor]]:
         if group.momentum == 0:
-            return slope
-        before = self.moments.get(f"momentum_buffer/{name}")
-        after = slope if before is None else group.momentum * before + slope
-        self.moments[f"momentum_buffer/{name}"] = after
-        return after
-
-    def _adam(self, name: str, slope: Tensor, group: Group) -> Tensor:
-        change, moments = self._adam_step(name, slope, group)
-        self.moments |= moments
-        return change
+            return slope, {}
+        key = f"momentum_buffer/{name}"
+        after = group.momentum * self.moments[key] + slope if key in self.moments else slope
+        return after, {key: after}
 
     def _adam_step(
         self, name: str, slope: Tensor, group: Group
@@ -144,6 +136,11 @@ class Optimizer:
         }
 
 
+def as_double(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors in float64."""
+    return {name: value.to(torch.float64) for name, value in state.items()}
+
+
 def norm_of(slopes: Mapping[str, Tensor]) -> float:
     """2-norm over all parameters."""
     return math.sqrt(sum(float((value**2).sum()) for value in slopes.values()))
@@ -159,20 +156,18 @@ def given_groups(facts: OptimizerFacts) -> dict[str, Group]:
     found: dict[str, Group] = {}
     first: float | None = None
     for entry in facts.groups:
-        numbers, names = entry["numbers"], entry["names"]
-        if not isinstance(numbers, dict) or not isinstance(names, list):
-            raise TypeError("a group of parameters needs names and numbers")
+        numbers = entry["numbers"]
         rate = float(numbers["initial_lr"] if "initial_lr" in numbers else numbers["lr"])
         first = rate if first is None else first
-        betas = numbers.get("betas", (0.9, 0.999))
-        for name in names:
-            found[name] = Group(
-                rate / first if first else 1.0,
-                (float(betas[0]), float(betas[1])),
-                float(numbers.get("eps", ADAM_EPS)),
-                float(numbers.get("weight_decay", 0.0)),
-                float(numbers.get("momentum", 0.0)),
-            )
+        beta1, beta2 = numbers.get("betas", BETAS)
+        group = Group(
+            rate / first if first else 1.0,
+            (float(beta1), float(beta2)),
+            float(numbers.get("eps", ADAM_EPS)),
+            float(numbers.get("weight_decay", 0.0)),
+            float(numbers.get("momentum", 0.0)),
+        )
+        found |= dict.fromkeys(entry["names"], group)
     return found
 
 
@@ -180,14 +175,9 @@ def configured_groups(
     facts: OptimizerFacts, weights: Mapping[str, Tensor], config: TrainConfig
 ) -> dict[str, Group]:
     """Numbers of each parameter as the options ask: matrices are decayed, vectors are not."""
-    names = [name for entry in facts.groups for name in _names(entry)]
-    betas = (float(config.adam_betas[0]), float(config.adam_betas[1]))
+    beta1, beta2 = config.adam_betas
     return {
-        name: Group(1.0, betas, ADAM_EPS, config.l2 if weights[name].dim() >= 2 else 0.0)
-        for name in names
+        name: Group(1.0, (beta1, beta2), ADAM_EPS, config.l2 if weights[name].dim() >= 2 else 0.0)
+        for entry in facts.groups
+        for name in entry["names"]
     }
-
-
-def _names(entry: Mapping[str, object]) -> list[str]:
-    names = entry["names"]
-    return [str(name) for name in names] if isinstance(names, list) else []

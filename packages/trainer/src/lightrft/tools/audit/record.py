@@ -1,4 +1,4 @@
-"""What a run writes of one rollout step for an audit, and how it is read.
+"""The record that a run writes of one rollout step for an audit, and its reader.
 
     OUTPUT_DIR/audit/step_000004/
         facts.json              sizes, learning rates, losses, norms, the order of the rows
@@ -52,7 +52,7 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RawSamples:
-    """What was sampled and rewarded, before anything was computed from it.
+    """Samples and rewards before anything was computed from them.
 
     Args:
         sample_ids, group_ids: [rows].
@@ -85,7 +85,7 @@ class RawSamples:
 
 @dataclass(frozen=True, slots=True)
 class RunValues:
-    """What the run computed before its first update; an empty array is "not computed".
+    """Values that the run computed before its first update; an empty array is "not computed".
 
     Args:
         rewards: [rows] float64, as the estimator saw them.
@@ -136,7 +136,7 @@ class UpdateFacts:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFacts:
-    """How one model is updated.
+    """Optimizer and schedule of one model.
 
     Args:
         kind: Class of the optimizer.
@@ -148,7 +148,7 @@ class OptimizerFacts:
     """
 
     kind: str
-    groups: list[dict[str, object]]
+    groups: list[dict[str, Any]]
     schedule_position: int
     schedule_steps: int
     schedule_changed_at: int = -1
@@ -223,6 +223,16 @@ class StepRecord:
         if not found:
             raise RecordError(f"no states in {folder}: the record is not whole; use another --step")
         return found
+
+
+def named(state: Mapping[str, Tensor], *kinds: str) -> dict[str, Tensor]:
+    """The entries `KIND/NAME` of a state by name; a later kind comes before an earlier one."""
+    return {
+        name.removeprefix(f"{kind}/"): value
+        for kind in kinds
+        for name, value in state.items()
+        if name.startswith(f"{kind}/")
+    }
 
 
 def step_folder(run: Path, step: int) -> Path:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrft.config import TrainConfig
@@ -31,13 +31,12 @@ from lightrft.tools.audit.corrections import (
     Tokens,
     correction,
     high_entropy,
-    options_of,
     parse,
 )
 from lightrft.tools.audit.findings import Findings
 from lightrft.tools.audit.losses import POLICY_LOSSES, Term, kl_term
-from lightrft.tools.audit.models import Layers, Policy, Values, reference_state
-from lightrft.tools.audit.record import Array, Flags, StepRecord
+from lightrft.tools.audit.models import Policy, Scorer, Values, reference_state
+from lightrft.tools.audit.record import Array, Flags, StepRecord, named
 from lightrft.tools.audit.samples import Rows, build_rows, sampled_lengths, shaped_rewards
 from lightrft.tools.audit.tolerances import MEAN_SHARES, tolerances_of
 
@@ -93,31 +92,22 @@ class Step:
         unit = share * self.found.tolerances["score"]
         return np.asarray(unit * np.maximum(1.0, np.abs(scores)))
 
-    def weights(self, model: str) -> dict[str, Tensor]:
-        """Weights of a model before the step."""
-        return weights_of(self.states[model])
-
-    @property
-    def uses_reference(self) -> bool:
-        """Whether there is a reference model."""
-        return self.record.values.ref_logprobs.size > 0
-
     @property
     def reward_kl_coef(self) -> float:
         """Weight of the KL term in the reward."""
         return 0.0 if self.config.use_kl_loss else self.record.facts.kl_coef
 
 
-def weights_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The entries `weight/NAME`, by name."""
-    return {n.partition("/")[2]: v for n, v in state.items() if n.startswith("weight/")}
-
-
 def open_step(record: StepRecord, config: TrainConfig) -> Step:
     """Loads the states before the step into plain models."""
     facts, before = record.facts, record.folder / "before"
     rounds = facts.compute_dtype == "bfloat16"
-    policy = Policy(before / "actor", Layers("model.", facts.lora_scale), rounds=rounds)
+    policy = Policy(
+        before / "actor",
+        temperature=config.temperature if config.temperature > 0 else 1.0,
+        lora_scale=facts.lora_scale,
+        rounds=rounds,
+    )
     states = {name: record.state("before", name) for name in facts.optimizers}
     critic = Values(before / "critic", rounds=rounds) if "critic" in states else None
     rows = build_rows(record.samples, config)
@@ -143,35 +133,39 @@ def check_samples(step: Step) -> None:
 
 def score_models(step: Step, reference: Path | None) -> Numbers:
     """Old and reference logprobs, entropies and values of the states before."""
-    config, rows, found, run = step.config, step.rows, step.found, step.record.values
-    temperature = config.temperature if config.temperature > 0 else 1.0
-    step.policy.load(step.weights("actor"))
-    own, entropy = step.policy.score(rows.ids, rows.mask, temperature)
+    config, rows, run = step.config, step.rows, step.record.values
+
+    def paired(name: str, seen: NDArray[np.float32], own: Array) -> Pair:
+        pair = Pair(own, rows.padded(seen))
+        step.found.tokens(name, pair.run, own, rows.mask, "logprobs")
+        return pair
+
+    def score(model: Scorer, state: Mapping[str, Tensor]) -> list[Array]:
+        model.load(state)
+        return model.score(rows.ids, rows.mask)
+
+    own, entropy = score(step.policy, named(step.states["actor"], "weight"))
     _check_engine(step, own)
-    if config.use_rollout_logprobs:
-        own = rows.rollout_logprobs
-    old = Pair(own, rows.padded(run.old_logprobs))
-    found.tokens("old logprobs", old.run, old.own, rows.mask, "logprobs")
-    entropies = Pair(entropy, rows.padded(run.entropy) if run.entropy.size else entropy)
+    old = paired(
+        "old logprobs",
+        run.old_logprobs,
+        rows.rollout_logprobs if config.use_rollout_logprobs else own,
+    )
+    entropies = Pair(entropy, entropy)
     if run.entropy.size:
-        found.tokens("entropy", entropies.run, entropy, rows.mask, "logprobs")
-    mass = rows.padded(run.log_kept_mass) if run.log_kept_mass.size else np.zeros(rows.ids.shape)
+        entropies = paired("entropy", run.entropy, entropy)
+    sampling, ref, values = old, None, None
     if run.log_kept_mass.size:
-        found.skip("kept mass", "what top_k and top_p excluded is taken from the run")
-    ref = values = None
-    if step.uses_reference:
-        folder = reference or Path(str(config.pretrain))
-        rounds = step.record.facts.compute_dtype == "bfloat16"
-        model = Policy(step.record.folder / "before" / "actor", Layers(""), rounds=rounds)
-        model.load(reference_state(folder))
-        own, _ = model.score(rows.ids, rows.mask, temperature)
-        ref = Pair(own, rows.padded(run.ref_logprobs))
-        found.tokens("reference logprobs", ref.run, ref.own, rows.mask, "logprobs")
+        mass = rows.padded(run.log_kept_mass)
+        sampling = old.map(lambda each: each - mass)
+        step.found.skip("kept mass", "what top_k and top_p excluded is taken from the run")
+    if run.ref_logprobs.size:
+        state = reference_state(reference or Path(str(config.pretrain)))
+        ref = paired("reference logprobs", run.ref_logprobs, score(step.policy, state)[0])
     if step.critic is not None and run.values.size:
-        step.critic.load(step.weights("critic"))
-        values = Pair(step.critic.score(rows.ids, rows.mask), rows.padded(run.values))
-        found.tokens("values", values.run, values.own, rows.mask, "logprobs")
-    return Numbers(old, Pair(old.own - mass, old.run - mass), entropies, ref, values)
+        state = named(step.states["critic"], "weight")
+        values = paired("values", run.values, score(step.critic, state)[0])
+    return Numbers(old, sampling, entropies, ref, values)
 
 
 def _check_engine(step: Step, own: Array) -> None:
@@ -193,12 +187,11 @@ def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array, float]:
     config, rows, samples, run = step.config, step.rows, step.record.samples, step.record.values
     rewards, greedy, size = shaped_rewards(samples, rows.is_kept, config, step.record.facts)
     error = step.found.tolerances["sum"] * size
-    everywhere = np.ones(len(rewards), dtype=np.bool_)
     step.found.tokens(
         "rewards",
         run.rewards[:, None],
         rewards[:, None],
-        everywhere[:, None],
+        np.ones((len(rewards), 1), dtype=np.bool_),
         "number",
         scale=max(1.0, float(np.abs(rewards).max(initial=0))),
         floor=lambda: error,
@@ -211,7 +204,7 @@ def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array, float]:
     if name not in TOKEN_ESTIMATORS:
         lengths = sampled_lengths(samples)
         scores = Scores(rewards, greedy, samples.group_ids, lengths, rows.is_kept)
-        rewards = row_advantages(name, scores, options_of(config.advantage_args))
+        rewards = row_advantages(name, scores, config.advantage_args or {})
         error *= enlargement(rewards, scores)
     penalty, moved = _kl_penalty(step, numbers)
     error += moved
@@ -272,28 +265,20 @@ def with_rounding(
 ) -> tuple[Term, Term]:
     """A term, and how far its values and slopes move if every score moves by `error`."""
     term = term_of(scores, borders)
-    near = [
-        term_of(Pair(scores.own + e, scores.run + e), Borders(borders.tolerance))
+    up, down = (
+        term_of(scores.map(lambda each, e=e: each + e), Borders(borders.tolerance))  # type: ignore[misc]
         for e in (error, -error)
-    ]
-    value, slope = (
-        np.maximum(*(np.abs(getattr(each, name) - getattr(term, name)) for each in near))
-        for name in ("value", "slope")
     )
-    return term, Term(value, slope)
+    return term, up.distance(term).largest(down.distance(term))
 
 
-def token_weights(
-    step: Step, numbers: Numbers, advantages: Pair, batch: Sequence[int]
-) -> Array | None:
+def token_weights(step: Step, numbers: Numbers, advantages: Pair, mask: Flags) -> Array | None:
     """What the loss of every token of an optimizer batch is multiplied with; None is 1."""
-    mask = np.zeros(step.rows.mask.shape, dtype=np.bool_)
-    mask[batch] = step.rows.mask[batch]
     terms = parse(step.config)
     found: Array | None = None
     if step.config.high_entropy_token_ratio > 0:
         kept = high_entropy(numbers.entropy, mask, step.borders, step.config)
-        found = np.where(kept, 1.0, 0.0)
+        found = kept.astype(np.float64)
     if terms:
         tokens = Tokens(numbers.sampling, step.rows.rollout_logprobs, advantages, mask)
         factors = correction(terms, tokens, step.borders)
@@ -301,7 +286,7 @@ def token_weights(
     return found
 
 
-def policy_options(config: TrainConfig) -> dict[str, float | None]:
+def policy_options(config: TrainConfig) -> dict[str, float]:
     """Hyper-parameters of the policy loss: of its paper, of common options, its own."""
     found = dict(POLICY_LOSSES[config.policy_loss_name].defaults)
     common = {
@@ -313,18 +298,4 @@ def policy_options(config: TrainConfig) -> dict[str, float | None]:
         given = [value for value in values if value is not None]
         if given and name in found:
             found[name] = given[0]
-    for name, value in (config.policy_loss_args or {}).items():
-        found[name] = float(value)
-    return found
-
-
-def relative_norm(run: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[float, float]:
-    """2-norms of the difference and of `own`, over all names."""
-    difference = sum(float(((run[n].double() - own[n]) ** 2).sum()) for n in own)
-    size = sum(float((own[n] ** 2).sum()) for n in own)
-    return float(np.sqrt(difference)), float(np.sqrt(size))
-
-
-def as_double(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors in float64."""
-    return {name: value.to(torch.float64) for name, value in state.items()}
+    return found | {name: float(value) for name, value in (config.policy_loss_args or {}).items()}

@@ -15,7 +15,7 @@ from lightrft.tools.audit.updates import Inputs, Updates
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit found.
+    """Findings of an audit of one step.
 
     Args:
         run: The folder.

@@ -1,4 +1,4 @@
-"""How far a value of the run may be from the recomputed one: fixed here, before any run.
+"""Limits of the distance of a run's value from the recomputed one: fixed here, before any run.
 
 A run computes in float32 or bfloat16, with sums in another order; an audit in float64. What is a
 count, an id or a mask must be equal. Everything else is a number of one of these kinds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,25 +20,24 @@ from lightrft.tools.audit.losses import (
     token_shares,
     value_term,
 )
+from lightrft.tools.audit.models import Scorer
 from lightrft.tools.audit.optimizers import (
     ADAM,
     KNOWN,
     Optimizer,
+    as_double,
     clip_factor,
     configured_groups,
     given_groups,
     learning_rate,
     norm_of,
 )
-from lightrft.tools.audit.record import Array, Flags, UpdateFacts
+from lightrft.tools.audit.record import Array, Flags, UpdateFacts, named, rows_of
 from lightrft.tools.audit.replay import (
     Numbers,
     Step,
-    as_double,
     policy_options,
-    relative_norm,
     token_weights,
-    weights_of,
     with_rounding,
 )
 
@@ -57,7 +56,7 @@ Slopes = tuple[dict[str, Tensor], Callable[[], dict[str, Tensor]]]
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What updates are computed from.
+    """Numbers that updates are computed from.
 
     Args:
         numbers: Before the first update.
@@ -74,6 +73,28 @@ class Inputs:
     is_configured: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """One optimizer step of a model.
+
+    Args:
+        facts: As recorded.
+        name: For the findings.
+        micros: Rows of each micro batch.
+        mask: [rows, seq] bool, the tokens of the batch.
+        share: [rows, seq], each token's part of a mean.
+        new, weights: [rows, seq] recorded scores and factors of the tokens; None without.
+    """
+
+    facts: UpdateFacts
+    name: str
+    micros: list[list[int]]
+    mask: Flags
+    share: Array
+    new: Array | None
+    weights: Array | None
+
+
 class Updates:
     """Replays the optimizer steps of all models.
 
@@ -83,6 +104,7 @@ class Updates:
 
     def __init__(self, step: Step, inputs: Inputs) -> None:
         self.step, self.inputs = step, inputs
+        self._unit = step.found.tolerances["score"]
         self._optimizers = {name: self._open(name) for name in step.record.facts.optimizers}
         self._counts = dict.fromkeys(self._optimizers, 0)
         self._rates = dict.fromkeys(self._optimizers, 0.0)
@@ -92,87 +114,72 @@ class Updates:
         # How far each weight may be off since Adam divides gradients by their own size.
         self._spread: dict[str, dict[str, Tensor]] = {name: {} for name in self._optimizers}
         self._index = {int(i): row for row, i in enumerate(step.record.samples.sample_ids)}
-        # Why the updates of a model cannot be recomputed (any more), by model.
-        self._ended: dict[str, str] = {}
+        # Why the updates of a model cannot be recomputed, by model.
+        self._ended = unrecomputable(step)
 
     def _open(self, model: str) -> Optimizer:
-        facts, step = self.step.record.facts.optimizers[model], self.step
-        state = step.states[model]
-        weights = as_double(weights_of(state))
+        facts, config = self.step.record.facts.optimizers[model], self.step.config
+        state = as_double(self.step.states[model])
+        weights = named(state, "weight", "master")
         if self.inputs.is_configured:
-            groups = configured_groups(facts, weights, step.config)
+            groups = configured_groups(facts, weights, config)
         else:
             groups = given_groups(facts)
-        masters = {n.partition("/")[2]: v for n, v in state.items() if n.startswith("master/")}
-        weights |= as_double(masters)
-        moments = as_double({n: v for n, v in state.items() if not n.startswith("weight/")})
+        moments = {n: v for n, v in state.items() if not n.startswith("weight/")}
         return Optimizer(facts.kind, weights, groups, moments)
 
     def replay(self) -> None:
         """All updates in their order, then the states after them."""
-        self._ended |= unrecomputable(self.step)
-        for number, update in enumerate(self.step.record.facts.updates):
-            is_critic = update.model == "critic"
-            if update.model not in self._ended:
-                name = f"{update.model} update {self._counts[update.model] + 1}"
-                slopes = self._value_slopes if is_critic else self._policy_slopes
-                self._act(update, slopes(number, update, name), name)
-            self._counts[update.model] += 1
+        for number, facts in enumerate(self.step.record.facts.updates):
+            if facts.model not in self._ended:
+                slopes = self._value_slopes if facts.model == "critic" else self._policy_slopes
+                update = self._open_update(number, facts)
+                self._act(update, slopes(update))
+            self._counts[facts.model] += 1
         for model in self._optimizers:
             if model in self._ended:
                 self.step.found.skip(f"{model} weights after", self._ended[model])
             else:
                 self._compare_after(model)
 
-    def _rows(self, update: UpdateFacts) -> list[list[int]]:
-        return [[self._index[i] for i in micro] for micro in update.micro_batches]
-
-    def _new(self, number: int, what: str, micros: list[list[int]]) -> Array | None:
-        """Recorded per-token values of an update, [rows, seq]."""
-        flat = self.step.record.update_values.get(f"{number}/{what}")
-        if flat is None:
-            return None
-        rows, found, start = self.step.rows, np.zeros(self.step.rows.ids.shape), 0
-        for row in (row for micro in micros for row in micro):
-            length = int(rows.lengths[row])
-            found[row, :length] = flat[start : start + length]
-            start += length
-        return found
-
-    def _check_normalizer(self, update: UpdateFacts, batch: list[int], name: str) -> float:
-        config, mask = self.step.config, self.step.rows.mask[batch]
-        z = normalizer(mask, aggregation_of(self.step), config.generate_max_len)
-        self.step.found.number(f"denominator, {name}", update.normalizer, z)
-        return z
-
-    def _policy_slopes(self, number: int, update: UpdateFacts, name: str) -> Slopes:
-        step, numbers, found = self.step, self.inputs.numbers, self.step.found
-        config, rows, micros = step.config, step.rows, self._rows(update)
+    def _open_update(self, number: int, facts: UpdateFacts) -> _Update:
+        """The rows of an update and what is recorded of it; checks its denominator."""
+        step, rows = self.step, self.step.rows
+        name = f"{facts.model} update {self._counts[facts.model] + 1}"
+        micros = [[self._index[i] for i in micro] for micro in facts.micro_batches]
         batch = [row for micro in micros for row in micro]
+
+        def recorded(what: str) -> Array | None:
+            flat = step.record.update_values.get(f"{number}/{what}")
+            if flat is None:
+                return None
+            found = np.zeros(rows.ids.shape)
+            for row, where in zip(batch, rows_of(rows.lengths[batch]), strict=True):
+                found[row, : rows.lengths[row]] = flat[where]
+            return found
+
         mask = np.zeros(rows.mask.shape, dtype=np.bool_)
         mask[batch] = rows.mask[batch]
-        weights = token_weights(step, numbers, self.inputs.advantages, batch)
-        seen = self._new(number, "weights", micros)
-        if weights is not None and seen is not None:
-            scale = max(1.0, float(np.abs(weights).max(initial=0)))
-            found.tokens(f"token weights, {name}", seen, weights, mask, "weights", scale=scale)
-        z = self._check_normalizer(update, batch, name)
-        temperature = config.temperature if config.temperature > 0 else 1.0
-        state = self._optimizers["actor"].weights
-        step.policy.load(state)
-        own, entropy = step.policy.score(rows.ids, mask, temperature)
-        run = self._new(number, "new", micros)
-        new = Pair(own, own if run is None else run)
+        mode = step.config.loss_agg_mode or POLICY_LOSSES[step.config.policy_loss_name].aggregation
+        z = normalizer(mask, mode, step.config.generate_max_len)
+        step.found.number(f"denominator, {name}", facts.normalizer, z)
+        share = token_shares(mask, mode) / max(z, 1e-300)
+        return _Update(facts, name, micros, mask, share, recorded("new"), recorded("weights"))
 
-        def score(state: Mapping[str, Tensor]) -> Array:
-            step.policy.load(state)
-            return step.policy.score(rows.ids, mask, temperature)[0]
-
-        error = self._check_scores("logprobs", "actor", name, new, mask, score)
-        share = token_shares(mask, aggregation_of(step)) / max(z, 1e-300)
-        factors = np.ones(mask.shape) if weights is None else weights
-        terms = [self._policy_term(micros, new, share * factors, error)]
-        self._check_loss("policy", update, name, *terms[0])
+    def _policy_slopes(self, update: _Update) -> Slopes:
+        step, numbers, mask, share = self.step, self.inputs.numbers, update.mask, update.share
+        config = step.config
+        weights = token_weights(step, numbers, self.inputs.advantages, mask)
+        if weights is not None and update.weights is not None:
+            name, scale = f"token weights, {update.name}", max(1.0, float(np.abs(weights).max()))
+            step.found.tokens(name, update.weights, weights, mask, "weights", scale=scale)
+        step.policy.load(self._optimizers["actor"].weights)
+        own, entropy = step.policy.score(step.rows.ids, mask)
+        new = Pair(own, own if update.new is None else update.new)
+        error = self._check_scores("logprobs", update, new, step.policy)
+        factors = share if weights is None else share * weights
+        terms = [self._policy_term(update.micros, new, factors, error)]
+        self._check_loss("policy", update, *terms[0])
         coef, reference = step.record.facts.kl_coef, numbers.reference
         if config.use_kl_loss and coef > 0 and reference is not None:
 
@@ -182,27 +189,14 @@ class Updates:
 
             # Scores and those of the reference are rounded alike.
             pair = with_rounding(kl_of, new, 2 * error, step.borders)
-            self._check_loss("kl", update, name, *pair)
+            self._check_loss("kl", update, *pair)
             terms.append((pair[0].times(coef), pair[1].times(coef)))
         by_entropy = np.zeros(mask.shape)
         if config.entropy_coef > 0:
             by_entropy = -config.entropy_coef * share
             own_term, moved = Term(entropy, by_entropy), Term(error, by_entropy)
-            self._check_loss("entropy", update, name, own_term.times(share), moved.times(share))
-        slopes = np.sum([term.slope for term, _ in terms], axis=0)
-        noise = np.sum([moved.slope for _, moved in terms], axis=0) + self._unit * np.abs(slopes)
-
-        def gradient(by_logprob: Array, by_entropy: Array) -> dict[str, Tensor]:
-            step.policy.load(state)
-            return step.policy.slopes(rows.ids, mask, temperature, by_logprob, by_entropy, state)
-
-        return gradient(slopes, by_entropy), lambda: gradient(
-            signed(noise), signed(self._unit * by_entropy)
-        )
-
-    @property
-    def _unit(self) -> float:
-        return self.step.found.tolerances["score"]
+            self._check_loss("entropy", update, own_term.times(share), moved.times(share))
+        return self._gradients(update, step.policy, terms, by_entropy)
 
     def _policy_term(
         self, micros: list[list[int]], new: Pair, weights: Array, error: Array
@@ -214,8 +208,7 @@ class Updates:
         def of(scores: Pair, borders: Borders, shift: float = 0.0) -> Term:
             term = Term(np.zeros(weights.shape), np.zeros(weights.shape))
             for micro in micros:
-                p, q = (Pair(each.own[micro], each.run[micro]) for each in (scores, old))
-                mask = step.rows.mask[micro]
+                p, q, mask = scores.at(micro), old.at(micro), step.rows.mask[micro]
                 batch = Batch(p, q, advantages[micro] + shift, mask, weights[micro], borders)
                 part = loss.term(batch, options)
                 term.value[micro], term.slope[micro] = part.value, part.slope
@@ -223,23 +216,13 @@ class Updates:
 
         term, moved = with_rounding(of, new, error, step.borders)
         shifted = of(new, Borders(step.borders.tolerance), self.inputs.error)
-        return term, Term(
-            moved.value + np.abs(shifted.value - term.value),
-            moved.slope + np.abs(shifted.slope - term.slope),
-        )
+        return term, moved.plus(shifted.distance(term))
 
-    def _check_scores(
-        self,
-        what: str,
-        model: str,
-        name: str,
-        scores: Pair,
-        mask: Flags,
-        score: Callable[[Mapping[str, Tensor]], Array],
-    ) -> Array:
+    def _check_scores(self, what: str, update: _Update, scores: Pair, scorer: Scorer) -> Array:
         """Compares scores of an update's weights, and says how far each may be rounded."""
-        drift = np.zeros(mask.shape)
-        kind = "replayed" if self._counts[model] else "logprobs"
+        model, mask = update.facts.model, update.mask
+        drift, before = np.zeros(mask.shape), self._counts[model]
+        kind = "replayed" if before else "logprobs"
 
         def floor() -> Array:
             weights, spread = self._optimizers[model].weights, self._spread[model]
@@ -249,94 +232,84 @@ class Updates:
                 for n, size in spread.items():
                     signs = torch.randint(0, 2, size.shape, generator=draw) * 2 - 1
                     moved[n] = weights[n] + signs * size
-                np.maximum(drift, np.abs(score(moved) - scores.own), out=drift)
+                scorer.load(moved)
+                other = scorer.score(self.step.rows.ids, mask)[0]
+                np.maximum(drift, np.abs(other - scores.own), out=drift)
             return SAFETY * drift
 
-        self.step.found.tokens(
-            f"{what}, {name}",
-            scores.run,
-            scores.own,
-            mask,
-            kind,
-            floor=floor,
-        )
-        if self._counts[model]:
-            before = self._counts[model]
+        name = f"{what}, {update.name}"
+        self.step.found.tokens(name, scores.run, scores.own, mask, kind, floor=floor)
+        if before:
             self.step.found.hint(f"look at the gradient and the optimizer in update {before}")
         return np.where(mask, self.step.rounding(scores.own, kind) + SAFETY * drift, 0.0)
 
-    def _value_slopes(self, number: int, update: UpdateFacts, name: str) -> Slopes:
-        step, numbers, critic = self.step, self.inputs.numbers, self.step.critic
-        if critic is None or numbers.values is None:
+    def _value_slopes(self, update: _Update) -> Slopes:
+        step, old, critic = self.step, self.inputs.numbers.values, self.step.critic
+        if critic is None or old is None:
             raise ValueError("the record has updates of a critic, but no critic")
-        micros, rows = self._rows(update), step.rows
-        batch = [row for micro in micros for row in micro]
-        mask = np.zeros(rows.mask.shape, dtype=np.bool_)
-        mask[batch] = rows.mask[batch]
-        z = self._check_normalizer(update, batch, name)
-        state = self._optimizers["critic"].weights
-        critic.load(state)
-        own = critic.score(rows.ids, mask)
+        mask, share, clip = update.mask, update.share, step.config.value_clip
+        critic.load(self._optimizers["critic"].weights)
+        (own,) = critic.score(step.rows.ids, mask)
         # Outside of responses a critic's values mean nothing.
-        run = self._new(number, "new", micros)
-        values = Pair(own, own if run is None else np.where(mask, run, 0.0))
-
-        def score(state: Mapping[str, Tensor]) -> Array:
-            critic.load(state)
-            return critic.score(rows.ids, mask)
-
-        error = self._check_scores("values", "critic", name, values, mask, score)
-        share = token_shares(mask, aggregation_of(step)) / max(z, 1e-300)
-        old, clip = numbers.values, step.config.value_clip
+        values = Pair(own, own if update.new is None else np.where(mask, update.new, 0.0))
+        error = self._check_scores("values", update, values, critic)
 
         def value_of(scores: Pair, borders: Borders) -> Term:
             returns = self.inputs.returns
             return value_term(scores, old, returns, mask, clip=clip, borders=borders).times(share)
 
         # What is learned is rounded as the values are.
-        term, moved = with_rounding(value_of, values, 2 * error + self.inputs.error, step.borders)
-        self._check_loss("value", update, name, term, moved)
-        noise = moved.slope + self._unit * np.abs(term.slope)
+        pair = with_rounding(value_of, values, 2 * error + self.inputs.error, step.borders)
+        self._check_loss("value", update, *pair)
+        return self._gradients(update, critic, [pair])
 
-        def gradient(by_value: Array) -> dict[str, Tensor]:
-            critic.load(state)
-            return critic.slopes(rows.ids, mask, by_value, state)
+    def _gradients(
+        self, update: _Update, scorer: Scorer, terms: Sequence[tuple[Term, Term]], *more: Array
+    ) -> Slopes:
+        """The gradient of terms by scores, and of what there is `more` by a scorer's other numbers.
 
-        return gradient(term.slope), lambda: gradient(signed(noise))
+        Args:
+            update: Whose tokens count.
+            scorer: Of its model.
+            terms: Each with how far it moves by rounding.
+            more: Derivatives by the scorer's other numbers.
+        """
+        slopes = np.sum([term.slope for term, _ in terms], axis=0)
+        noise = np.sum([moved.slope for _, moved in terms], axis=0) + self._unit * np.abs(slopes)
+        optimizer = self._optimizers[update.facts.model]
 
-    def _check_loss(
-        self, what: str, update: UpdateFacts, name: str, term: Term, moved: Term
-    ) -> None:
+        def gradient(weights: Sequence[Array]) -> dict[str, Tensor]:
+            scorer.load(optimizer.weights)
+            found = scorer.slopes(self.step.rows.ids, update.mask, weights, optimizer.weights)
+            return {n: value for n, value in found.items() if n in optimizer.groups}
+
+        roundings = (noise, *(self._unit * each for each in more))
+        return gradient((slopes, *more)), lambda: gradient([signed(each) for each in roundings])
+
+    def _check_loss(self, what: str, update: _Update, term: Term, moved: Term) -> None:
         self.step.found.number(
-            f"{what} loss, {name}",
-            update.losses.get(what, math.nan),
+            f"{what} loss, {update.name}",
+            update.facts.losses.get(what, math.nan),
             float(term.value.sum()),
             "loss",
             scale=float(np.abs(term.value).sum()),
             floor=float(moved.value.sum()),
         )
 
-    def _act(self, update: UpdateFacts, slopes: Slopes, name: str) -> None:
+    def _act(self, update: _Update, slopes: Slopes) -> None:
         """Clips, and takes the optimizer's step."""
-        found, model = self.step.found, update.model
-        optimizer = self._optimizers[model]
-        own = {n: value for n, value in slopes[0].items() if n in optimizer.groups}
-        norm, noise = norm_of(own), 0.0
-        if update.is_skipped:
-            found.share(
-                f"gradient norm, {name}",
-                update.grad_norm,
-                norm,
-                math.inf,
-                0.0,
-                "the run skipped this update: its gradients were not finite",
-            )
+        found, facts, model = self.step.found, update.facts, update.facts.model
+        optimizer, (own, rounding), noise = self._optimizers[model], slopes, 0.0
+        norm, name = norm_of(own), f"gradient norm, {update.name}"
+        if facts.is_skipped:
+            note = "the run skipped this update: its gradients were not finite"
+            found.add(name, facts.grad_norm, norm, math.inf, 0.0, note)
             return
         # Another backward pass, which is needed only where rounding may be all there is.
-        if not abs(update.grad_norm - norm) <= found.tolerances["norm"] * norm / 10:
-            noise = 3 * norm_of({n: v for n, v in slopes[1]().items() if n in optimizer.groups})
-        found.number(f"gradient norm, {name}", update.grad_norm, norm, "norm", floor=noise)
-        rate, factor = self._rate(update, name), clip_factor(norm, self.step.config.max_norm)
+        if not abs(facts.grad_norm - norm) <= found.tolerances["norm"] * norm / 10:
+            noise = 3 * norm_of(rounding())
+        found.number(name, facts.grad_norm, norm, "norm", floor=noise)
+        rate, factor = self._rate(update), clip_factor(norm, self.step.config.max_norm)
         largest = max((float(value.abs().max()) for value in own.values()), default=0.0)
         doubt = max(DOUBT * largest, self._each(model, noise))
         for n, size in optimizer.spread(own, rate, factor, doubt).items():
@@ -346,94 +319,90 @@ class Updates:
         self._noise[model] += noise * factor
         self._moved[model] += rate * self._noise[model]
 
-    def _rate(self, update: UpdateFacts, name: str) -> float:
-        config, facts = self.step.config, self.step.record.facts.optimizers[update.model]
+    def _rate(self, update: _Update) -> float:
+        config, model, seen = self.step.config, update.facts.model, update.facts.learning_rate
+        facts, name = self.step.record.facts.optimizers[model], f"learning rate, {update.name}"
         if not self.inputs.is_configured or facts.schedule_steps <= 0:
-            self.step.found.skip(
-                f"learning rate, {name}", "of an optimizer or schedule of the caller's own"
-            )
-            return update.learning_rate
-        is_actor = update.model == "actor"
-        peak = config.actor_learning_rate if is_actor else config.critic_learning_rate
-        position = facts.schedule_position + self._counts[update.model]
-        rate = learning_rate(peak, position, facts, config)
+            self.step.found.skip(name, "of an optimizer or schedule of the caller's own")
+            return seen
+        peak = config.actor_learning_rate if model == "actor" else config.critic_learning_rate
+        rate = learning_rate(peak, facts.schedule_position + self._counts[model], facts, config)
         floor = self.step.found.tolerances["sum"] * 1e-6 * peak
-        self.step.found.number(f"learning rate, {name}", update.learning_rate, rate, floor=floor)
+        self.step.found.number(name, seen, rate, floor=floor)
         return rate
 
     def _compare_after(self, model: str) -> None:
         """Moments, the share of decay, and the change of the weights."""
         found, optimizer = self.step.found, self._optimizers[model]
-        after = self.step.record.state("after", model)
-        before, weights = self.step.states[model], weights_of(after)
-        weights |= {n.partition("/")[2]: v for n, v in after.items() if n.startswith("master/")}
-        start = as_double(weights_of(before)) | as_double(
-            {n.partition("/")[2]: v for n, v in before.items() if n.startswith("master/")}
-        )
-        for key in ("exp_avg", "exp_avg_sq", "step", "momentum_buffer"):
-            own = {n: v for n, v in optimizer.moments.items() if n.startswith(f"{key}/")}
-            if not own or not self._counts[model]:
-                continue
-            if set(own) - set(after):
-                found.skip(f"{model} {key} after", "not recorded")
-                continue
-            difference, size = relative_norm(after, own)
-            noise = self._noise[model]
-            floor = {"exp_avg_sq": noise**2, "step": 0.0}.get(key, noise)
-            limit = found.tolerances["moments"] * size + floor
-            found.share(f"{model} {key} after", _norm(after, own), size, difference, limit)
-        counted = self._counted(model)
-        floor = ROUNDING * self._counts[model]
-        difference = change = rounding = seen = 0.0
-        for name in optimizer.groups:
-            first, wanted, got = start[name], optimizer.weights[name], weights[name].double()
-            keep = counted.get(name, torch.ones_like(first))
-            difference += float((((got - wanted) * keep) ** 2).sum())
-            change += float((((wanted - first) * keep) ** 2).sum())
-            seen += float((((got - first) * keep) ** 2).sum())
-            rounding += float(((floor * first.abs()) ** 2).sum())
-        if optimizer.kind in ADAM and self.inputs.is_configured and self._rates[model] > 0:
+        after = as_double(self.step.record.state("after", model))
+        self._compare_moments(model, after)
+        before = as_double(self.step.states[model])
+        start, weights = (named(state, "weight", "master") for state in (before, after))
+        counted, is_adam = self._counted(model), optimizer.kind in ADAM
+
+        def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+            return norm_of({n: (one[n] - other[n]) * counted.get(n, 1) for n in optimizer.groups})
+
+        if is_adam and self.inputs.is_configured and self._rates[model] > 0:
             self._check_decay(model, weights, start)
-        kind = "adam" if optimizer.kind in ADAM else "sgd"
-        limit = found.tolerances[kind] * math.sqrt(change) + math.sqrt(rounding)
-        limit += self._moved[model] if kind == "sgd" else 0.0
-        found.share(
+        change = distance(optimizer.weights, start)
+        limit = found.tolerances["adam" if is_adam else "sgd"] * change
+        limit += 0.0 if is_adam else self._moved[model]
+        size = norm_of({n: start[n] for n in optimizer.groups})
+        limit += ROUNDING * self._counts[model] * size
+        found.add(
             f"{model} weights after (change)",
-            math.sqrt(seen),
-            math.sqrt(change),
-            math.sqrt(difference),
+            distance(weights, start),
+            change,
+            distance(weights, optimizer.weights),
             limit,
         )
         frozen = [n for n in start if n not in optimizer.groups and n in weights]
-        moved = [n for n in frozen if not torch.equal(weights[n].double(), start[n])]
+        moved = [n for n in frozen if not torch.equal(weights[n], start[n])]
         note = f"such as {moved[0]}" if moved else ""
-        found.share(f"{model} frozen weights after", len(moved), 0.0, len(moved), 0.0, note)
+        found.add(f"{model} frozen weights after", len(moved), 0.0, len(moved), 0.0, note)
+
+    def _compare_moments(self, model: str, after: Mapping[str, Tensor]) -> None:
+        found, noise = self.step.found, self._noise[model]
+        floors = {"exp_avg": noise, "exp_avg_sq": noise**2, "step": 0.0, "momentum_buffer": noise}
+        for key, floor in floors.items():
+            own = named(self._optimizers[model].moments, key)
+            seen = named(after, key)
+            if not own or not self._counts[model]:
+                continue
+            if own.keys() - seen.keys():
+                found.skip(f"{model} {key} after", "not recorded")
+                continue
+            size, difference = norm_of(own), norm_of({n: seen[n] - v for n, v in own.items()})
+            limit = found.tolerances["moments"] * size + floor
+            run = norm_of({n: seen[n] for n in own})
+            found.add(f"{model} {key} after", run, size, difference, limit)
 
     def _check_decay(
         self, model: str, weights: Mapping[str, Tensor], start: Mapping[str, Tensor]
     ) -> None:
         """The coefficient of the weights in what the run's change has beyond the own one."""
-        optimizer, config = self._optimizers[model], self.step.config
+        optimizer, config, found = self._optimizers[model], self.step.config, self.step.found
         for what, wanted, is_matrix in (("matrices", config.l2, True), ("vectors", 0.0, False)):
             names = [n for n in optimizer.groups if (start[n].dim() >= 2) == is_matrix]
-            size = sum(float((start[n] ** 2).sum()) for n in names)
+            size = norm_of({n: start[n] for n in names}) ** 2
             if size == 0:
                 continue
-            beyond = {n: weights[n].double() - optimizer.weights[n] for n in names}
+            beyond = {n: weights[n] - optimizer.weights[n] for n in names}
             overlap = sum(float((beyond[n] * start[n]).sum()) for n in names)
-            difference = sum(float((value**2).sum()) for value in beyond.values())
             seen = wanted - overlap / (size * self._rates[model])
             count = math.sqrt(sum(start[n].numel() for n in names))
             # Rounding of Adam's unit steps, and of weights, averaged over all entries.
-            noise = count / math.sqrt(size) * self.step.found.tolerances["adam"]
+            noise = count / math.sqrt(size) * found.tolerances["adam"]
             noise += 3 * ROUNDING * self._counts[model] / self._rates[model]
-            limit = self.step.found.tolerances["decay"] * (wanted + noise)
+            limit = found.tolerances["decay"] * (wanted + noise)
             name = f"{model} weight decay of {what}"
             # Another fault of the update moves weights mostly in other directions.
-            if abs(seen - wanted) > limit and overlap**2 < 0.5 * size * difference:
-                self.step.found.skip(name, "the change of the weights differs in other ways")
+            is_other = overlap**2 < 0.5 * size * norm_of(beyond) ** 2
+            if abs(seen - wanted) > limit and is_other:
+                found.skip(name, "the change of the weights differs in other ways")
             else:
-                self.step.found.share(name, seen, wanted, abs(seen - wanted), limit)
+                found.add(name, seen, wanted, abs(seen - wanted), limit)
 
     def _each(self, model: str, noise: float) -> float:
         """What an entry of a model's gradient may have of a norm of rounding."""
@@ -445,11 +414,7 @@ class Updates:
         optimizer = self._optimizers[model]
         if optimizer.kind not in ADAM:
             return {}
-        second = {
-            n: optimizer.moments[f"exp_avg_sq/{n}"]
-            for n in optimizer.groups
-            if f"exp_avg_sq/{n}" in optimizer.moments
-        }
+        second = named(optimizer.moments, "exp_avg_sq")
         largest = max((float(v.max()) for v in second.values()), default=0.0)
         share = 1 - max(group.betas[1] for group in optimizer.groups.values())
         bound = max(largest * MIN_MOMENT**2, share * self._each(model, self._noise[model]) ** 2)
@@ -459,18 +424,6 @@ class Updates:
 def signed(sizes: Array) -> Array:
     """The sizes with signs that are drawn once and for all."""
     return np.asarray(sizes * np.random.default_rng(0).choice((-1.0, 1.0), sizes.shape))
-
-
-def _norm(run: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> float:
-    return math.sqrt(sum(float((run[name].double() ** 2).sum()) for name in like))
-
-
-def aggregation_of(step: Step) -> str:
-    """The aggregation that was asked for, or the one of the loss's paper."""
-    given = step.config.loss_agg_mode
-    if given is not None:
-        return given
-    return POLICY_LOSSES[step.config.policy_loss_name].aggregation
 
 
 def unrecomputable(step: Step) -> dict[str, str]:

@@ -42,6 +42,7 @@ class Check:
         remedy: What to do if it is not so.
         examine: Finds out; an exception is a bad finding.
         deadline_seconds: An answer that takes longer is a bad finding.
+        needs_gpu: Nothing is checked where torch sees none.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Check:
     remedy: str
     examine: Callable[[], Finding]
     deadline_seconds: float = DEADLINE_SECONDS
+    needs_gpu: bool = False
 
 
 def found(is_good: bool, text: str) -> Finding:
@@ -61,13 +63,20 @@ def unchecked(reason: str) -> Finding:
     return Finding(Verdict.UNCHECKED, f"not checked: {reason}")
 
 
+def without_gpu() -> Finding | None:
+    """The finding of checks that need a GPU where there is none."""
+    import torch
+
+    return None if torch.cuda.is_available() else unchecked("torch sees no GPU")
+
+
 def run_check(check: Check) -> Finding:
     """The finding, at the latest after the check's deadline."""
     answers: list[Finding] = []
 
     def examine() -> None:
         try:
-            answers.append(check.examine())
+            answers.append((check.needs_gpu and without_gpu()) or check.examine())
         except Exception as error:  # noqa: BLE001 - whatever it is, the next check goes on
             lines = str(error).strip().splitlines() or [""]
             answers.append(found(False, f"{type(error).__name__}: {lines[0]}"))

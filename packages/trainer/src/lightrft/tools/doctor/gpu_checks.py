@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightrft.tools.doctor.check import Check, Finding, found, unchecked
-from lightrft.tools.doctor.machine_checks import without_gpu
 
 if TYPE_CHECKING:
     from lightrft.engines.base import RolloutEngine
@@ -82,31 +81,21 @@ def gpu_checks() -> list[Check]:
             "build lightrft-kernels with nvcc",
             time_buckets,
         ),
-        ("engine runner", "has a name", engine, partial(of_probe, probe, runner_of)),
-        (
-            "engine sleep",
-            f"frees >= {MIN_FREED_SHARE:.0%}",
-            engine,
-            partial(of_probe, probe, sleep_of),
-        ),
-        (
-            "weight sync",
-            f">= {MIN_SYNC_GB_PER_SECOND:g} GB/s",
-            engine,
-            partial(of_probe, probe, rate_of),
-        ),
-        ("canary", "difference <= 5", engine, partial(of_probe, probe, canary_of)),
-        ("parity", "mean difference <= 0.05", engine, partial(of_probe, probe, parity_of)),
+    )
+    of_engine: tuple[tuple[str, str, Callable[[EngineProbe], Finding]], ...] = (
+        ("engine runner", "has a name", runner_of),
+        ("engine sleep", f"frees >= {MIN_FREED_SHARE:.0%}", sleep_of),
+        ("weight sync", f">= {MIN_SYNC_GB_PER_SECOND:g} GB/s", rate_of),
+        ("canary", "difference <= 5", canary_of),
+        ("parity", "mean difference <= 0.05", parity_of),
+    )
+    steps += tuple(
+        (name, limit, engine, partial(of_probe, probe, read)) for name, limit, read in of_engine
     )
     return [
-        Check(name, limit, remedy, partial(on_gpu, step), deadline_seconds=ENGINE_SECONDS)
+        Check(name, limit, remedy, step, ENGINE_SECONDS, needs_gpu=True)
         for name, limit, remedy, step in steps
     ]
-
-
-def on_gpu(step: Callable[[], Finding]) -> Finding:
-    """A step, or why it cannot be done here."""
-    return without_gpu() or step()
 
 
 def seconds_of(step: Callable[[], object], *, rounds: int = 7) -> float:

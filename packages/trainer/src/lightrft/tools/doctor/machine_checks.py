@@ -46,12 +46,13 @@ def machine_checks() -> list[Check]:
             "install the driver and a torch built for CUDA, or unset CUDA_VISIBLE_DEVICES",
             check_gpu,
         ),
-        Check("NCCL", ">= 2.18", "install a torch built for CUDA", check_nccl),
+        Check("NCCL", ">= 2.18", "install a torch built for CUDA", check_nccl, needs_gpu=True),
         Check(
             "attention kernel",
             "FlashAttention for packed sequences, from compute capability 8.0",
             "use a GPU from Ampere on; packing then computes one sequence after the other",
             check_attention,
+            needs_gpu=True,
         ),
         Check(
             "compiled kernels",
@@ -179,20 +180,10 @@ def check_gpu() -> Finding:
     return found(seen > 0, f"torch {torch.version.cuda} sees {seen} of {files}: {', '.join(names)}")
 
 
-def without_gpu() -> Finding | None:
-    """The finding of checks that need a GPU where there is none."""
-    import torch
-
-    return None if torch.cuda.is_available() else unchecked("torch sees no GPU")
-
-
 def check_nccl() -> Finding:
     """NCCL's version, as torch was built with it."""
     import torch
 
-    missing = without_gpu()
-    if missing is not None:
-        return missing
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return found(version[:2] >= MIN_NCCL, shown_version(version))
 
@@ -203,9 +194,6 @@ def check_attention() -> Finding:
 
     from lightrft.models.attention import has_varlen_kernel
 
-    missing = without_gpu()
-    if missing is not None:
-        return missing
     sample = torch.zeros(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
     has_kernel = has_varlen_kernel(sample, sample, sample)
     return found(has_kernel, "varlen_attn" if has_kernel else "scaled_dot_product_attention")
@@ -216,14 +204,10 @@ def check_kernels() -> Finding:
     from lightrft.kernels import capabilities
 
     have = capabilities()
-    parts = [
-        f"C++ {'yes' if have.native_extension else 'no'}",
-        f"CUDA {'yes' if have.cuda_extension else 'no'}",
-        f"Triton {'yes' if have.triton else 'no'}",
-        f"CPU {have.cpu_capability}",
-    ]
+    kinds = {"C++": have.native_extension, "CUDA": have.cuda_extension, "Triton": have.triton}
+    parts = [f"{name} {'yes' if is_there else 'no'}" for name, is_there in kinds.items()]
     is_built = have.native_extension and (have.cuda_extension or not have.cuda)
-    return found(is_built, ", ".join(parts))
+    return found(is_built, ", ".join([*parts, f"CPU {have.cpu_capability}"]))
 
 
 def check_gloo(resolve: Callable[[str], str] = socket.gethostbyname) -> Finding:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightrft.cli.errors import CommandError, ExitCode
+from lightrft.cli.preflight import HUB_ID
 from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
 from lightrft.config.toml import read_toml
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 PROMPT = "The quick brown fox"
 MAX_PROMPT_TOKENS = 256
 SHOWN_GROUPS = ("algorithm", "rollout", "training")  # of options, in the README
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 
 
 class ExportError(CommandError):

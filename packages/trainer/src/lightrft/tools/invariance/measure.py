@@ -201,8 +201,6 @@ def write_reference(path: str, role: Role, file: Path, on_step: StepHook | None 
 
 def rows_of(path: str) -> tuple[Rows, Rows]:
     """The rows of the first and of the second step."""
-    from lightrft.models import load_config
-
     config = load_config(path)
     first, second = (
         make_rows(

@@ -91,7 +91,7 @@ def _acting(
 def _engine_changes(setup: Setup, changes: Mapping[str, object]) -> Iterator[dict[str, object]]:
     """The engine as it is, then with a share that fits, then over more GPUs."""
     yield {}
-    if setup.engine not in ("vllm", "sglang") or not setup.has_gpu:
+    if not setup.has_server_engine or not setup.has_gpu:
         return
     tp = setup.config.engine_tp_size
     while tp <= min(setup.ranks_per_node, setup.world_size):

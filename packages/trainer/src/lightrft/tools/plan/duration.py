@@ -5,7 +5,7 @@ which a test holds; sleeping, waking and saving are left out.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightrft.run.gpus import GB, Gpu
@@ -71,21 +71,17 @@ class StepSeconds:
     Args:
         num_gpus: Ranks.
         memory_bytes: Of a rank in the phase that needs most; None where it does not fit.
-        rollout, exchange, score, train, sync: Of the phases.
+        phases: By name, in their order.
     """
 
     num_gpus: int
     memory_bytes: float | None
-    rollout: float
-    exchange: float
-    score: float
-    train: float
-    sync: float
+    phases: Mapping[str, float]
 
     @property
     def total(self) -> float:
         """Of the step."""
-        return self.rollout + self.exchange + self.score + self.train + self.sync
+        return sum(self.phases.values())
 
 
 def constant(name: str) -> float:
@@ -116,11 +112,13 @@ def step_seconds(setup: Setup, gpu: Gpu) -> StepSeconds:
     return StepSeconds(
         setup.world_size,
         memory.worst.device_bytes if memory.fits else None,
-        rollout=_rollout(setup, gpu),
-        exchange=_collective(setup, exchange_bytes_per_rank(setup), gpu, setup.world_size),
-        score=_score(setup, gpu),
-        train=_train(setup, gpu),
-        sync=_sync(setup, gpu),
+        {
+            "rollout": _rollout(setup, gpu),
+            "exchange": _collective(setup, exchange_bytes_per_rank(setup), gpu),
+            "score": _score(setup, gpu),
+            "train": _train(setup, gpu),
+            "sync": _sync(setup, gpu),
+        },
     )
 
 
@@ -147,10 +145,7 @@ def where_it_stops_paying(setup: Setup, rows: Sequence[StepSeconds], *, least: f
     if not beyond:
         return f"each of {rows[-1].num_gpus} GPUs still does {shares[-1]:.0%} of the work of one"
     first = beyond[0]
-    parts = {
-        name: getattr(first, name) for name in ("rollout", "exchange", "score", "train", "sync")
-    }
-    slowest = max(parts, key=lambda name: parts[name])
+    slowest = max(first.phases, key=lambda name: first.phases[name])
     samples = setup.config.rollout_batch_size * setup.config.n_samples_per_prompt
     per_rank = samples / first.num_gpus
     wanted = 2 ** math.ceil(math.log2(setup.config.rollout_batch_size / shares[rows.index(first)]))
@@ -176,14 +171,14 @@ def _rollout(setup: Setup, gpu: Gpu) -> float:
     tp = config.engine_tp_size
     rows = setup.samples_per_rank * tp
     active = size.num_layers * size.active_layer_parameters + size.embedding_parameters
-    row = 2 * c * size.num_layers * size.kv_width
+    row, row_tokens = setup.cache_bytes, mean_row_tokens(setup)
     weights = c * (size.parameters if rows >= size.num_experts else active)
     cache = max(1.0, config.engine_mem_util * gpu.memory_bytes * tp - weights)
-    at_once = max(1.0, min(rows, cache / (row * mean_row_tokens(setup))))
+    at_once = max(1.0, min(rows, cache / (row * row_tokens)))
     waves = rows / at_once
     mean = constant("mean_length_share") * config.max_response_tokens
     bandwidth = gpu.memory_gb_per_second * GB * constant("decode_bandwidth_share") * tp
-    read = (weights + at_once * row * mean_row_tokens(setup)) / bandwidth
+    read = (weights + at_once * row * row_tokens) / bandwidth
     compute = 2 * active * at_once / (gpu.tflops * TERA * constant("score_efficiency") * tp)
     step = max(read, compute) + constant("decode_step_seconds")
     # The last wave lasts as long as its longest response.
@@ -217,7 +212,6 @@ def _train(setup: Setup, gpu: Gpu) -> float:
     compute = flops / (gpu.tflops * TERA * constant("train_efficiency"))
     tokens = setup.samples_per_rank * mean_row_tokens(setup)
     micro = max(1.0, tokens / setup.micro_tokens(config.micro_train_batch_size))
-    world = setup.world_size
     if config.fsdp or config.zero_stage == 3:
         # Weights twice and gradients once, for every micro batch.
         moved = micro * (2 * c + 4) * size.parameters
@@ -226,9 +220,9 @@ def _train(setup: Setup, gpu: Gpu) -> float:
         moved = (micro * 4 + c * config.steps_per_rollout) * size.parameters
         num_messages = micro * size.parameters / 5e7
     moved *= config.max_epochs
-    transfer = _collective(setup, moved, gpu, world, num_messages * config.max_epochs)
+    transfer = _collective(setup, moved, gpu, num_messages * config.max_epochs)
     hidden = min(transfer * constant("overlap"), compute)
-    states = 16 * size.parameters / world * config.steps_per_rollout
+    states = 16 * size.parameters / setup.world_size * config.steps_per_rollout
     return compute + transfer - hidden + states / (gpu.memory_gb_per_second * GB)
 
 
@@ -237,13 +231,12 @@ def _sync(setup: Setup, gpu: Gpu) -> float:
     messages = total / (setup.config.weight_bucket_mb * 1e6)
     # Hashes and copies read everything about four times.
     local = 4 * total / (gpu.memory_gb_per_second * GB)
-    return local + _collective(setup, total, gpu, setup.world_size, messages)
+    return local + _collective(setup, total, gpu, messages)
 
 
-def _collective(
-    setup: Setup, num_bytes: float, gpu: Gpu, world: int, num_messages: float = 1.0
-) -> float:
+def _collective(setup: Setup, num_bytes: float, gpu: Gpu, num_messages: float = 1.0) -> float:
     """Of an all-gather that ends with `num_bytes` on each rank."""
+    world = setup.world_size
     if world == 1:
         return 0.0
     local = min(setup.ranks_per_node, world)

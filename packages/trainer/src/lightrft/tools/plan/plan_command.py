@@ -16,8 +16,7 @@ from lightrft.tools.plan.duration import (
     where_it_stops_paying,
 )
 from lightrft.tools.plan.memory import gigabytes, memory_table, plan_memory, summary
-from lightrft.tools.plan.model_size import SHAPES, read_model_size
-from lightrft.tools.plan.setup import Setup
+from lightrft.tools.plan.setup import SHAPES, Setup, read_model_size
 
 GPUS_PER_NODE = 8
 # What "auto" takes where there is a GPU.
@@ -112,12 +111,11 @@ def full_report(setup: Setup, gpu: Gpu | None) -> tuple[str, bool]:
 
 def time_table(rows: Sequence[StepSeconds]) -> str:
     """A line for each number of GPUs; also a table of Markdown."""
-    names = ("rollout", "exchange", "score", "train", "sync", "total")
+    names = (*rows[0].phases, "total")
     lines = ["| GPUs | memory | " + " | ".join(names) + " | efficiency |"]
     lines.append("|" + "---:|" * (len(names) + 3))
     for row, share in zip(rows, efficiency(rows), strict=True):
-        values = (row.rollout, row.exchange, row.score, row.train, row.sync, row.total)
-        numbers = " | ".join(f"{value:.2f}" for value in values)
+        numbers = " | ".join(f"{value:.2f}" for value in (*row.phases.values(), row.total))
         memory = "too large" if row.memory_bytes is None else gigabytes(row.memory_bytes)
         lines.append(f"| {row.num_gpus} | {memory} | {numbers} | {share:.0%} |")
     return "\n".join(lines)

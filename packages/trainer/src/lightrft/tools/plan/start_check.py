@@ -19,8 +19,7 @@ from lightrft.tools.plan.memory import (
     plan_memory,
     summary,
 )
-from lightrft.tools.plan.model_size import read_model_size
-from lightrft.tools.plan.setup import Setup
+from lightrft.tools.plan.setup import Setup, read_model_size
 
 # A prediction that is over by less than this is no reason to stop a run.
 TOLERANCE = 1.1
@@ -46,7 +45,7 @@ def check_budget(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
 def settle(setup: Setup, write: Callable[[str], None]) -> TrainConfig:
     """The decision of `check_budget`, once the machine is known; the same on all ranks."""
     config, plan = setup.config, plan_memory(setup)
-    if setup.has_gpu and not plan.fits and setup.engine in ("vllm", "sglang"):
+    if setup.has_gpu and not plan.fits and setup.has_server_engine:
         config, plan = _with_smaller_engine(plan, write)
     over = plan.worst.device_bytes / max(1.0, plan.usable_bytes)
     write(f"memory: {summary(plan)}")

@@ -25,7 +25,7 @@ from lightrft.tools.model_presets import (
     save_checked,
 )
 from lightrft.tools.quickstart.task import Exercise, Message, Task
-from lightrft.tools.tiny_vision_models import TINY_VISION, build_tiny, save_vision_model
+from lightrft.tools.tiny_vision_models import build_tiny, save_vision_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,7 +105,7 @@ def build_student(task: Task, *, seed: int) -> Student:
     tokenizer = build_tokenizer(task)
     if task.reads_images:
         model, processor = build_tiny(
-            TINY_VISION, seed=seed, initializer_range=VISION_INITIALIZER_RANGE, tokenizer=tokenizer
+            seed=seed, initializer_range=VISION_INITIALIZER_RANGE, tokenizer=tokenizer
         )
         return Student(model, tokenizer, processor)
     config = Qwen3Config(

@@ -18,7 +18,7 @@ from lightrft.rollout.sampler import training_params
 from lightrft.stages.policy.models import load_policy
 from lightrft.strategy import get_strategy
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.tools.audit.record import read_record, recorded_steps
+from lightrft.tools.audit.record import named, read_record, recorded_steps
 from lightrft.tools.replay.journal_rounds import Replay, replay_journal
 from lightrft.tools.report.run_data import NotARunError
 
@@ -99,8 +99,7 @@ def _prepared_actor(run: Path, step: int, config: TrainConfig, strategy: Strateg
         actor = load_policy(str(config.pretrain), config)
     if step > 1 and step in recorded_steps(run):
         state = read_record(run, step).state("before", "actor")
-        weights = {n.partition("/")[2]: v for n, v in state.items() if n.startswith("weight/")}
-        actor.load_state_dict(weights, strict=False)
+        actor.load_state_dict(named(state, "weight"), strict=False)
         return strategy.prepare_model(actor)
     model = strategy.prepare_model(actor)
     if step > 1:

@@ -1,17 +1,13 @@
 """Scoring with reasoning-gym, in a worker: the part that calls its scorers."""
 
 import ast
-import json
 import math
-import os
 import re
-import select
-import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Literal, Never, cast
+from typing import Literal, cast
 
 from lightrft.rewards.worker import ReportedError
+from lightrft.tools.rewards.fork import Fork
 
 # Score, and how it was found.
 Scored = tuple[float, Literal["scored", "failed", "timeout"]]
@@ -44,7 +40,7 @@ class GymScorer:
             scorer = reasoning_gym.get_score_answer_fn(name)
         except (ValueError, KeyError, TypeError) as err:
             raise ReportedError(f"reasoning-gym has no task {name!r}: {err}") from err
-        self._name = name
+        self._name, self._fork = name, Fork(self._score)
         self._scorer = cast("Callable[[str, Mapping[str, object]], float]", scorer)
 
     def describe(self) -> object:
@@ -56,44 +52,16 @@ class GymScorer:
         answers, entries, seconds = cast(
             "tuple[Sequence[str], Sequence[Mapping[str, object]], float]", request
         )
-        found: list[Scored] = []
-        while len(found) < len(answers):
-            first = len(found)
-            found += self._score_in_fork(answers[first:], entries[first:], seconds)
-            if len(found) < len(answers):  # the next one hung, or ended the process
-                found.append((0.0, "timeout"))
-        return found
-
-    def _score_in_fork(
-        self, answers: Sequence[str], entries: Sequence[Mapping[str, object]], seconds: float
-    ) -> list[Scored]:
-        """Scores up to the first answer that takes too long."""
-        reads, writes = os.pipe()
-        process = os.fork()
-        if process == 0:
-            os.close(reads)
-            self._serve(writes, answers, entries)
-        os.close(writes)
-        lines: list[bytes] = []
-        with os.fdopen(reads, "rb", buffering=0) as results:
-            while len(lines) < len(answers) and select.select([results], [], [], seconds)[0]:
-                line = results.readline()
-                if not line.endswith(b"\n"):
-                    break
-                lines.append(line)
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-        return [cast("Scored", tuple(json.loads(line))) for line in lines]
-
-    def _serve(
-        self, writes: int, answers: Sequence[str], entries: Sequence[Mapping[str, object]]
-    ) -> Never:
+        found = []
         try:
             for answer, entry in zip(answers, entries, strict=True):
-                os.write(writes, json.dumps(self._score(answer, entry)).encode() + b"\n")
+                scored = self._fork.call(answer, entry, seconds=seconds)
+                score, how = cast("Scored", scored or (0.0, "timeout"))
+                found.append((score, how))
         finally:
-            os._exit(0)
+            # What an answer did to the fork is gone with it.
+            self._fork.close()
+        return found
 
     def _score(self, answer: str, entry: Mapping[str, object]) -> Scored:
         if not is_harmless(self._name, answer):

@@ -1,14 +1,9 @@
 """Comparing two mathematical answers by value, in a worker process."""
 
-import json
 import logging
-import os
-import signal
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from typing import Never, cast
+from typing import cast
 
-_VERDICTS = {b"right": True, b"wrong": False, b"failed": None}
+from lightrft.tools.rewards.fork import Fork
 
 
 class MathGrader:
@@ -25,7 +20,7 @@ class MathGrader:
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)
         self._parse = math_verify.parse
         self._verify = math_verify.verify
-        self._fork: tuple[int, Connection] | None = None
+        self._fork = Fork(self._verdict)
         self._compare("\\frac{1}{2}", "0.5")  # loads the grammar now, not within a deadline
 
     def describe(self) -> object:
@@ -39,42 +34,13 @@ class MathGrader:
         of a model must not end the run.
         """
         answer, gold, seconds = cast("tuple[str, str, float]", request)
-        if self._fork is None:
-            self._fork = self._start()
-        process, channel = self._fork
-        try:
-            channel.send_bytes(json.dumps((answer, gold)).encode())
-            if channel.poll(seconds):
-                return _VERDICTS[channel.recv_bytes()]
-        except (EOFError, OSError):
-            pass
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-        channel.close()
-        self._fork = None
-        return None
+        return cast("bool | None", self._fork.call(answer, gold, seconds=seconds))
 
-    def _start(self) -> tuple[int, Connection]:
-        ours, theirs = Pipe()
-        process = os.fork()
-        if process == 0:
-            ours.close()
-            self._serve(theirs)
-        theirs.close()
-        return process, ours
-
-    def _serve(self, channel: Connection) -> Never:
-        """Answers until the other end is closed."""
+    def _verdict(self, answer: str, gold: str) -> bool | None:
         try:
-            while True:
-                answer, gold = json.loads(channel.recv_bytes())
-                try:
-                    verdict = b"right" if self._compare(answer, gold) else b"wrong"
-                except Exception:  # noqa: BLE001 - RecursionError, MemoryError and bugs of parsers
-                    verdict = b"failed"
-                channel.send_bytes(verdict)
-        finally:
-            os._exit(0)
+            return self._compare(answer, gold)
+        except Exception:  # noqa: BLE001 - RecursionError, MemoryError and bugs of parsers
+            return None
 
     def _compare(self, answer: str, gold: str) -> bool:
         parsed_gold = self._parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
