@@ -24,9 +24,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lightrft.algorithms.lookup import lookup
-from lightrft.algorithms.masking import mask_out
-from lightrft.algorithms.ratios import MAX_LOG_RATIO, log_ratio, masked_difference
+from lightrft.algorithms.interface import lookup
+from lightrft.algorithms.masking import MAX_LOG_RATIO, log_ratio, mask_out, masked_difference
 
 MAX_K3 = 10.0
 

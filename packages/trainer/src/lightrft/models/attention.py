@@ -295,7 +295,7 @@ def short_attention(
     Returns:
         [rows, tokens, heads, head_dim], and None for the weights.
     """
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    is_half = query.dtype in VARLEN_DTYPES
     is_slow = query.device.type == "cpu" and is_half and key.shape[2] <= MAX_SHORT_TOKENS
     output: tuple[Tensor, None]
     if is_slow:

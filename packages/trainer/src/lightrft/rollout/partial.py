@@ -15,10 +15,17 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.media import require_text
 from lightrft.records.rollout import Rollout
-from lightrft.rollout.carry import InFlightGroup, OpenSample, PartialRolloutState
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import RolloutGroups, generate
-from lightrft.rollout.source import PartialReport, SampleRequests, Samples, SourceParts
+from lightrft.rollout.source import (
+    InFlightGroup,
+    OpenSample,
+    PartialReport,
+    PartialRolloutState,
+    SampleRequests,
+    Samples,
+    SourceParts,
+)
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.engine.session import EngineSession
 

@@ -10,11 +10,11 @@ from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
 from lightrft.records.step_timer import StepTimer
 from lightrft.records.table import RowTable
-from lightrft.rollout.carry import PartialRolloutState
 from lightrft.rollout.scoring import require_rewards
 from lightrft.rollout.single_turn import SingleTurnSource
 from lightrft.rollout.source import (
     NOTHING_CARRIED,
+    PartialRolloutState,
     RolloutSource,
     SampleRequests,
     Samples,

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.interface import TokenLoss, policy_loss
-from lightrft.algorithms.masking import mask_out
-from lightrft.algorithms.ratios import log_ratio, mask_like, masked_difference
+from lightrft.algorithms.masking import log_ratio, mask_like, mask_out, masked_difference
 
 
 @policy_loss(aggregation="seq-mean-token-mean", is_token_wise=True)

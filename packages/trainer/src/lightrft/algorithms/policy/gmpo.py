@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.interface import TokenLoss, policy_loss
-from lightrft.algorithms.masking import mask_out
-from lightrft.algorithms.ratios import mask_like, masked_difference, row_log_ratio
+from lightrft.algorithms.masking import mask_like, mask_out, masked_difference, row_log_ratio
 
 
 @policy_loss(aggregation="seq-mean-token-mean", is_sequence_level=True)

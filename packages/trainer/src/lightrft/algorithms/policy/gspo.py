@@ -4,9 +4,14 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.interface import TokenLoss, policy_loss
-from lightrft.algorithms.masking import at_least_float32, mask_out
+from lightrft.algorithms.masking import (
+    at_least_float32,
+    mask_like,
+    mask_out,
+    masked_difference,
+    row_log_ratio,
+)
 from lightrft.algorithms.policy.clipped import clipped_surrogate
-from lightrft.algorithms.ratios import mask_like, masked_difference, row_log_ratio
 
 
 @policy_loss(aggregation="seq-mean-token-mean", is_sequence_level=True)

@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from lightrft.algorithms.interface import TokenLoss, policy_loss
-from lightrft.algorithms.masking import at_least_float32, mask_out
-from lightrft.algorithms.ratios import log_ratio, mask_like
+from lightrft.algorithms.masking import at_least_float32, log_ratio, mask_like, mask_out
 
 
 @policy_loss(aggregation="token-mean", is_token_wise=True)

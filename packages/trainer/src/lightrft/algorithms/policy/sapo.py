@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.interface import TokenLoss, policy_loss
-from lightrft.algorithms.ratios import log_ratio, mask_like
+from lightrft.algorithms.masking import log_ratio, mask_like
 
 
 @policy_loss(aggregation="seq-mean-token-mean", is_token_wise=True)

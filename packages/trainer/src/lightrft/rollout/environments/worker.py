@@ -109,12 +109,12 @@ class HostedEnvironments:
 
     def _described(self, name: str, make: Factory | None) -> object:
         instance = None if make is None else make()
-        cls = None if make is None else type(instance)
+        cls = type(instance)
         reset = getattr(cls, "reset", None)
-        if cls is not None and not inspect.isfunction(reset):
+        if make is not None and not inspect.isfunction(reset):
             raise ReportedError(_not_a_class(f"{name or 'environment'}: class {cls.__name__}"))
-        own = cls if cls is not None and issubclass(cls, Adapted) else None
-        methods = {} if cls is None else {n: getattr(instance, n) for n in tool_names(cls)}
+        own = cls if issubclass(cls, Adapted) else None
+        methods = {n: getattr(instance, n) for n in tool_names(cls)}
         twice = sorted(set(methods) & set(self._tools))
         if twice:
             raise ReportedError(f"tools must differ: {twice[0]!r} is a method and a function")
@@ -123,7 +123,7 @@ class HostedEnvironments:
         shown = self._tools if own is not None else {**methods, **self._tools}
         schemas = [] if own is None else own.schemas()
         return {
-            "name": None if cls is None else cls.__name__,
+            "name": None if make is None else cls.__name__,
             "schemas": [*schemas, *(_schema(n, tool) for n, tool in shown.items())],
             "has_reward": hasattr(cls, "get_reward"),
             "takes_seed": reset is not None and "seed" in inspect.signature(reset).parameters,
@@ -153,9 +153,7 @@ class HostedEnvironments:
         kind = "" if "" in self._factories else str(row.pop(ENVIRONMENT_COLUMN))
         environment = self._factories[kind]()
         self._episodes[episode] = environment
-        message = cast("Tool", environment.reset)(**row)  # type: ignore[attr-defined]
-        if inspect.isawaitable(message):
-            message = asyncio.run(_wait(message))
+        message = _settled(environment.reset(**row))  # type: ignore[attr-defined]
         name = f"{type(environment).__name__}.reset"
         parts = self._parts(message, name)
         return _reset_message(message, name) if parts is None else _answer(parts)
@@ -165,9 +163,7 @@ class HostedEnvironments:
         try:
             if tool is None:
                 tool = cast("Tool", getattr(self._episodes[episode], name))
-            result = tool(**arguments)
-            if inspect.isawaitable(result):
-                result = asyncio.run(_wait(result))
+            result = _settled(tool(**arguments))
             parts = self._parts(result, name)
             if parts is None:
                 answer: dict[str, object] = {"text": self._cut(as_text(result))}
@@ -190,9 +186,7 @@ class HostedEnvironments:
         environment = self._episodes.get(episode)
         if environment is None or not hasattr(environment, "get_reward"):
             return None
-        reward = environment.get_reward()
-        if inspect.isawaitable(reward):
-            reward = asyncio.run(_wait(reward))
+        reward = _settled(environment.get_reward())
         if reward is None:
             return None
         if isinstance(reward, Mapping):
@@ -246,8 +240,11 @@ def _answer(parts: Parts) -> dict[str, object]:
     return {"text": named(parts), "content": to_json(parts)}
 
 
-async def _wait(awaitable: object) -> object:
-    return await awaitable  # type: ignore[misc]
+def _settled(result: object) -> object:
+    async def waited() -> object:
+        return await result  # type: ignore[misc]
+
+    return asyncio.run(waited()) if inspect.isawaitable(result) else result
 
 
 def _number(value: object) -> float:
