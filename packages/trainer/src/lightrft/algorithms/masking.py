@@ -87,12 +87,7 @@ def high_entropy_mask_per_sequence(
     num_kept = torch.floor(lengths.double() * ratio + 1e-9).long().clamp(min=1)
     inside = torch.where(response_mask, entropy.detach(), -torch.inf)
     order = inside.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(-1, order, _positions(order))
-    return response_mask & (rank < num_kept.unsqueeze(-1))
-
-
-def _positions(order: Tensor) -> Tensor:
-    return torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return response_mask & (order.argsort(dim=-1) < num_kept.unsqueeze(-1))
 
 
 def _check_ratio(ratio: float) -> None:

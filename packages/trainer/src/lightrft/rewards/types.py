@@ -1,6 +1,6 @@
 """The interface of reward functions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -85,6 +85,20 @@ class ChecksLabels(Protocol):
 
     def label_problem(self, label: str | None) -> str | None:
         """The reason why no response to a row with this label can be right; None if one can."""
+        ...
+
+
+@runtime_checkable
+class TakesColumns(Protocol):
+    """A reward function whose signature names columns of the data, and options of its own."""
+
+    @property
+    def options(self) -> Mapping[str, object]:
+        """Of `reward_args`, those that it takes."""
+        ...
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raises a RewardError if a column that it needs is missing."""
         ...
 
 

@@ -160,10 +160,17 @@ def finish_groups(
         )
     version = engine.weights_version
     flight = {group.request_id: group for group in carry.groups[: config.num_prompts_in_flight]}
-    due = _overdue(flight, version - config.max_staleness)
+    due = {
+        key
+        for key, group in flight.items()
+        if group.oldest_version is not None
+        and group.oldest_version <= version - config.max_staleness
+    }
     num_calls, num_before = carry.num_calls, _num_tokens(flight.values())
     chunk = min(config.tokens_per_chunk, sampling_params.max_tokens)
-    while not _is_enough(flight, due, num_wanted):
+    while sum(group.is_finished for group in flight.values()) < num_wanted or not all(
+        flight[key].is_finished for key in due
+    ):
         num_calls += 1
         seed = sampling_params.seed + _SEED_STEP * num_calls
         params = replace(sampling_params, n=1, max_tokens=chunk, seed=seed)
@@ -183,20 +190,6 @@ def finish_groups(
         num_carried=len(begun),
         num_carried_tokens=_num_tokens(begun),
     )
-
-
-def _overdue(flight: dict[int, InFlightGroup], version: int) -> set[int]:
-    """Groups that hold a token of this version or an older one."""
-    return {
-        key
-        for key, group in flight.items()
-        if group.oldest_version is not None and group.oldest_version <= version
-    }
-
-
-def _is_enough(flight: dict[int, InFlightGroup], due: set[int], num_wanted: int) -> bool:
-    num_finished = sum(group.is_finished for group in flight.values())
-    return num_finished >= num_wanted and all(flight[key].is_finished for key in due)
 
 
 def _num_tokens(groups: Iterable[InFlightGroup]) -> int:

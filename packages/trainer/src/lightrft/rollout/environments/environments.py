@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, cast
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.media import Modality, TextModality
@@ -20,10 +20,9 @@ from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.episode_batch import EpisodeBatch
 from lightrft.rollout.environments.journal import JOURNAL_FOLDER, Journal, journal_path
-from lightrft.rollout.environments.observations import Observations
 from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
 from lightrft.rollout.environments.specs import EnvironmentSpecs
-from lightrft.rollout.environments.turns import Answers, Turns
+from lightrft.rollout.environments.turns import Answers, Observations, Turns
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import generate
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
@@ -121,12 +120,6 @@ class Environments:
     def close(self) -> None:
         """Ends the workers; may be called twice."""
         self.pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class EpisodeSource:

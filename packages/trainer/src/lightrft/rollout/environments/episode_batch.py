@@ -12,7 +12,6 @@ from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal import Journal, RecordedTurn
-from lightrft.rollout.environments.observations import ImageRefusedError
 from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
 from lightrft.strategy.engine.session import EngineSession
 
@@ -137,8 +136,8 @@ class EpisodeBatch:
         elif episode.is_answered:
             try:
                 self.observe(self, episode)
-            except ImageRefusedError as error:
-                return self.failed(episode, EpisodeError(str(error)))
+            except EpisodeError as error:
+                return self.failed(episode, error)
         return None
 
     def each(self, episodes: Sequence[Episode], work: Work) -> Exception | None:
