@@ -48,7 +48,7 @@ def k3_unclamped_kl(d: Tensor) -> Tensor:
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: d,
-    "abs": lambda d: d.abs(),
+    "abs": Tensor.abs,
     "k2": lambda d: d.square() / 2,
     "k3": k3_kl,
     "k3_unclamped": k3_unclamped_kl,

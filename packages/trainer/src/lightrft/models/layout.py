@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -125,20 +126,23 @@ class TokenLayout:
         # An empty stream gets a token per rank: models do not take empty input.
         num_filling = -num_tokens % num_ranks if num_tokens else num_ranks
         lengths += [num_filling] if num_filling else []
+        num_all = num_tokens + num_filling
+        offsets = tuple(accumulate(lengths, initial=0))
+        ends = torch.tensor(offsets, dtype=torch.int32, device=token_ids.device)
         rows, columns = is_scored.nonzero(as_tuple=True)
         stream_index = (is_real.flatten().long().cumsum(0) - 1).view_as(is_real)
         sources = stream_index[rows, columns] - 1
-        own = slice(0, num_tokens + num_filling)
+        own = slice(0, num_all)
         if group is not None:
-            size = (num_tokens + num_filling) // num_ranks
+            size = num_all // num_ranks
             own = slice(dist.get_rank(group) * size, (dist.get_rank(group) + 1) * size)
             is_own = (sources >= own.start) & (sources < own.stop)
             rows, columns, sources = rows[is_own], columns[is_own], sources[is_own] - own.start
         filling = torch.arange(num_filling, device=token_ids.device)
-        is_token = torch.arange(num_tokens + num_filling, device=token_ids.device) < num_tokens
+        is_token = torch.arange(num_all, device=token_ids.device) < num_tokens
         positions = torch.cat([_positions(is_real)[is_real], filling])
         batch, seq = token_ids.shape
-        seen = slice(0, num_tokens + num_filling) if is_cut_late else own
+        seen = slice(0, num_all) if is_cut_late else own
         return cls(
             shape=(batch, seq),
             input_ids=F.pad(token_ids[is_real], (0, num_filling))[None, seen],
@@ -150,7 +154,7 @@ class TokenLayout:
             sources=sources,
             is_real=is_real,
             token_ids=token_ids,
-            bounds=_bounds(lengths, token_ids.device, group),
+            bounds=SequenceBounds(offsets, ends, group),
             own=own if is_cut_late and group is not None else None,
         )
 
@@ -288,12 +292,3 @@ def _scored_tokens(token_ids: Tensor, attention_mask: Tensor, scored_mask: Tenso
 
 def _positions(is_real: Tensor) -> Tensor:
     return (is_real.long().cumsum(dim=1) - 1).clamp_(min=0)
-
-
-def _bounds(lengths: list[int], device: torch.device, group: ProcessGroup | None) -> SequenceBounds:
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
-    return SequenceBounds(
-        tuple(offsets), torch.tensor(offsets, dtype=torch.int32, device=device), group
-    )

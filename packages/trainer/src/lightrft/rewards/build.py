@@ -195,7 +195,8 @@ def build_reward(
     with ExitStack() as opened:
         functions: list[RewardFunction] = []
         for spelling in (*names, *urls):
-            build = _build_one if spelling in names else _build_service
+            is_url = spelling not in names
+            build = cast("RewardFactory", REWARD_SERVICES.load("http")) if is_url else _build_one
             functions.append(build(config, spelling))
             opened.callback(functions[-1].close)
         _check_arguments(functions, config)
@@ -258,10 +259,6 @@ def _check_arguments(functions: Sequence[RewardFunction], config: TrainConfig) -
 def numbered(name: str, index: int, count: int) -> str:
     """The name of one of several rewards of a kind."""
     return name if count == 1 else f"{name}_{index}"
-
-
-def _build_service(config: TrainConfig, url: str) -> RewardFunction:
-    return cast("RewardFactory", REWARD_SERVICES.load("http"))(config, url)
 
 
 def _build_one(config: TrainConfig, name: str) -> RewardFunction:

@@ -66,17 +66,15 @@ class CallStyle(Protocol):
     """The way to call a reward; one that does not say so is called in the trainer's thread.
 
     Either way it gets one group of responses in a call.
+
+    Args:
+        parallel_calls: Calls that it answers at once, each in a thread; 0: only in the trainer's
+            thread.
+        whole_batch: It gets all responses of a rank in one call, in the trainer's thread.
     """
 
-    @property
-    def parallel_calls(self) -> int:
-        """Calls that it answers at once, each in a thread; 0: only in the trainer's thread."""
-        ...
-
-    @property
-    def whole_batch(self) -> bool:
-        """It gets all responses of a rank in one call, in the trainer's thread."""
-        ...
+    parallel_calls: int
+    whole_batch: bool
 
 
 @runtime_checkable
@@ -90,12 +88,13 @@ class ChecksLabels(Protocol):
 
 @runtime_checkable
 class TakesColumns(Protocol):
-    """A reward function whose signature names columns of the data, and options of its own."""
+    """A reward function whose signature names columns of the data.
 
-    @property
-    def options(self) -> Mapping[str, object]:
-        """Of `reward_args`, those that it takes."""
-        ...
+    Args:
+        options: Of `reward_args`, those that it takes.
+    """
+
+    options: Mapping[str, object]
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises a RewardError if a column that it needs is missing."""

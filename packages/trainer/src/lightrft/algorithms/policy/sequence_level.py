@@ -1,4 +1,4 @@
-"""Sequence-level clipping: the ratio of a row is the geometric mean of its tokens' ratios."""
+"""Losses of whole rows: the ratio is the geometric mean of the ratios of their tokens."""
 
 import torch
 from torch import Tensor

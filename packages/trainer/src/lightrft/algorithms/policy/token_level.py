@@ -1,4 +1,4 @@
-"""The plain policy gradient."""
+"""Losses of single tokens: the plain policy gradient, CISPO, SAPO and CPGD."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Turns of episodes: the prompt of each, the calls in it, and the observation after it."""
+"""Turns of episodes: their prompts, the calls in them, the answers, and answers as token ids."""
 
 from __future__ import annotations
 
@@ -31,9 +31,6 @@ from lightrft.rollout.environments.episode_batch import (
     EpisodeBatch,
 )
 from lightrft.rollout.environments.pool import EnvironmentSpec, EpisodeError, Host
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -155,8 +155,10 @@ class HostedEnvironments:
         self._episodes[episode] = environment
         message = _settled(environment.reset(**row))  # type: ignore[attr-defined]
         name = f"{type(environment).__name__}.reset"
+        if message is None or isinstance(message, str):
+            return message
         parts = self._parts(message, name)
-        return _reset_message(message, name) if parts is None else _answer(parts)
+        return _answer(parts) if has_image(message) else "".join(map(str, parts))
 
     def _call(self, episode: str, name: str, arguments: dict[str, object]) -> dict[str, object]:
         tool = self._tools.get(name)
@@ -164,12 +166,13 @@ class HostedEnvironments:
             if tool is None:
                 tool = cast("Tool", getattr(self._episodes[episode], name))
             result = _settled(tool(**arguments))
-            parts = self._parts(result, name)
-            if parts is None:
-                answer: dict[str, object] = {"text": self._cut(as_text(result))}
-            else:
+            answer: dict[str, object] = {}
+            if has_image(result):
+                parts = self._parts(result, name)
                 cut = (self._cut(as_text(p)) if isinstance(p, str) else p for p in parts)
-                answer = _answer(tuple(cut))
+                answer |= _answer(tuple(cut))
+            else:
+                answer["text"] = self._cut(as_text(result))
             environment = self._episodes.get(episode)
             if isinstance(environment, Adapted) and environment.is_done:
                 answer["ends_episode"] = "yes"
@@ -195,15 +198,14 @@ class HostedEnvironments:
             return [sum(parts.values()) if total is None else total, parts]
         return [_number(reward), {}]
 
-    def _parts(self, result: object, name: str) -> Parts | None:
-        """Texts and images of an answer; None where it has no images.
+    def _parts(self, result: object, name: str) -> Parts:
+        """Texts and images of an answer.
 
         Raises:
-            EpisodeLostError: The model reads text only, or an image cannot be read.
+            EpisodeLostError: The model reads text only, or a block is neither text nor an image
+                that can be read.
         """
-        if not has_image(result):
-            return None
-        if not self._reads_images:
+        if has_image(result) and not self._reads_images:
             raise EpisodeLostError(
                 f"{name} answered with an image, and the model reads text only: train a "
                 "vision-language model, or answer in text"
@@ -285,23 +287,6 @@ def _not_a_class(what: str) -> str:
         f"{what}: expected a class with reset(**row), further public methods as tools, and "
         "optionally get_reward(); a function that makes one, or a dict of such by name"
     )
-
-
-def _reset_message(result: object, name: str) -> str | None:
-    """The result of `reset` as text: None, a string, or blocks of content that are text."""
-    if result is None or isinstance(result, str):
-        return result
-    texts = []
-    for block in result if isinstance(result, (list, tuple)) else [result]:
-        text = block.get("text") if isinstance(block, Mapping) else block
-        if not isinstance(text, str):
-            own = type(block).__name__
-            kind = block.get("type", own) if isinstance(block, Mapping) else own
-            raise ReportedError(
-                f"{name} must return a string, blocks of type text or image, or None: got {kind!r}"
-            )
-        texts.append(text)
-    return "".join(texts)
 
 
 def _schema(name: str, tool: Tool) -> object:
