@@ -127,8 +127,6 @@ class TokenLayout:
         num_filling = -num_tokens % num_ranks if num_tokens else num_ranks
         lengths += [num_filling] if num_filling else []
         num_all = num_tokens + num_filling
-        offsets = tuple(accumulate(lengths, initial=0))
-        ends = torch.tensor(offsets, dtype=torch.int32, device=token_ids.device)
         rows, columns = is_scored.nonzero(as_tuple=True)
         stream_index = (is_real.flatten().long().cumsum(0) - 1).view_as(is_real)
         sources = stream_index[rows, columns] - 1
@@ -154,7 +152,7 @@ class TokenLayout:
             sources=sources,
             is_real=is_real,
             token_ids=token_ids,
-            bounds=SequenceBounds(offsets, ends, group),
+            bounds=_bounds(lengths, token_ids.device, group),
             own=own if is_cut_late and group is not None else None,
         )
 
@@ -292,3 +290,8 @@ def _scored_tokens(token_ids: Tensor, attention_mask: Tensor, scored_mask: Tenso
 
 def _positions(is_real: Tensor) -> Tensor:
     return (is_real.long().cumsum(dim=1) - 1).clamp_(min=0)
+
+
+def _bounds(lengths: list[int], device: torch.device, group: ProcessGroup | None) -> SequenceBounds:
+    offsets = tuple(accumulate(lengths, initial=0))
+    return SequenceBounds(offsets, torch.tensor(offsets, dtype=torch.int32, device=device), group)

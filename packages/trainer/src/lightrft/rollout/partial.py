@@ -160,12 +160,7 @@ def finish_groups(
         )
     version = engine.weights_version
     flight = {group.request_id: group for group in carry.groups[: config.num_prompts_in_flight]}
-    due = {
-        key
-        for key, group in flight.items()
-        if group.oldest_version is not None
-        and group.oldest_version <= version - config.max_staleness
-    }
+    due = _overdue(flight, version - config.max_staleness)
     num_calls, num_before = carry.num_calls, _num_tokens(flight.values())
     chunk = min(config.tokens_per_chunk, sampling_params.max_tokens)
     while sum(group.is_finished for group in flight.values()) < num_wanted or not all(
@@ -190,6 +185,15 @@ def finish_groups(
         num_carried=len(begun),
         num_carried_tokens=_num_tokens(begun),
     )
+
+
+def _overdue(flight: dict[int, InFlightGroup], version: int) -> set[int]:
+    """Groups that hold a token of this version or an older one."""
+    return {
+        key
+        for key, group in flight.items()
+        if group.oldest_version is not None and group.oldest_version <= version
+    }
 
 
 def _num_tokens(groups: Iterable[InFlightGroup]) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, Self
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Protocol, Self, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,17 +173,30 @@ class PartialRolloutState:
         Raises:
             ValueError: The text is none of ours.
         """
-        from pydantic import TypeAdapter
-
         try:
-            # Prompts of earlier checkpoints list images and videos apart; carried ones have none.
-            return TypeAdapter(cls).validate_json(str(text))
-        except ValueError as error:
-            reason = " ".join(str(error).split())
+            return cast("Self", _read(cls, json.loads(str(text))))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"the checkpoint's unfinished responses cannot be read: {reason}; start anew, or "
+                f"the checkpoint's unfinished responses cannot be read: {error!r}; start anew, or "
                 "load it with load_module_only"
             ) from error
+
+
+_hints = cache(get_type_hints)
+
+
+def _read(kind: object, value: object) -> object:
+    """The records, tuples and mappings that values of JSON stand for."""
+    if is_dataclass(kind) and isinstance(kind, type):
+        types, given = _hints(kind), cast("dict[str, object]", value)
+        # Prompts of earlier checkpoints list images and videos apart; carried ones have none.
+        return kind(**{n: _read(types[n], each) for n, each in given.items() if n in types})
+    if get_origin(kind) is tuple:
+        return tuple(_read(get_args(kind)[0], each) for each in cast("list[object]", value))
+    if get_origin(kind) is Mapping:
+        given = cast("dict[str, object]", value)
+        return {name: _read(get_args(kind)[1], each) for name, each in given.items()}
+    return value
 
 
 NOTHING_CARRIED = PartialRolloutState()
