@@ -444,7 +444,7 @@ ENDS = {
     "raw_completions",
     "types",
     "fire",
-    "carry",
+    "source",
     "episode",
     "journal",
     "journal_rounds",
