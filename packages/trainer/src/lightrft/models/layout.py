@@ -139,10 +139,9 @@ class TokenLayout:
         filling = torch.arange(num_filling, device=token_ids.device)
         is_token = torch.arange(num_all, device=token_ids.device) < num_tokens
         positions = torch.cat([_positions(is_real)[is_real], filling])
-        batch, seq = token_ids.shape
         seen = slice(0, num_all) if is_cut_late else own
         return cls(
-            shape=(batch, seq),
+            shape=(token_ids.shape[0], token_ids.shape[1]),
             input_ids=F.pad(token_ids[is_real], (0, num_filling))[None, seen],
             position_ids=positions[None, seen],
             attention_mask=is_token[None, own],
