@@ -32,10 +32,10 @@ from lightrft.records.batch import (
 from lightrft.records.columns import COLUMNS, Column, join_facts
 from lightrft.records.rollout import ScoredRollout, Segment
 from lightrft.records.table import deliver_rows, exchange, join_tables, merge, tabulate
-from lightrft.rollout.carry import InFlightGroup, OpenSample, PartialRolloutState
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal import Journal, read_journal
 from lightrft.rollout.ledger_records import LedgerError, deliver_evidence, take_evidence
+from lightrft.rollout.source import InFlightGroup, OpenSample, PartialRolloutState
 
 _SPEC = importlib.util.spec_from_file_location(
     "exchange_cases", Path(__file__).with_name("exchange_cases.py")
@@ -444,7 +444,7 @@ ENDS = {
     "raw_completions",
     "types",
     "fire",
-    "carry",
+    "source",
     "episode",
     "journal",
     "journal_rounds",

@@ -18,8 +18,8 @@ from lightrft.engines.types import Completion
 from lightrft.records.rollout import Rollout
 from lightrft.rewards import build_reward
 from lightrft.rewards.types import CallStyle, RewardError, RewardResult
-from lightrft.rollout.group_scorer import GroupScorer
 from lightrft.rollout.sampler import RolloutSampler
+from lightrft.rollout.scoring import GroupScorer
 from lightrft.rollout.source import SourceParts
 from lightrft.strategy import get_fake_strategy
 

@@ -9,8 +9,8 @@ import pytest
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, SamplingParams
-from lightrft.rollout.carry import PartialRolloutState
 from lightrft.rollout.partial import finish_groups, open_groups
+from lightrft.rollout.source import PartialRolloutState
 
 LIMIT = 30
 PARAMS = SamplingParams(max_tokens=LIMIT, n=2, seed=5)

@@ -12,8 +12,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardError, RewardResult
-from lightrft.rollout.group_scorer import GroupScorer
-from lightrft.rollout.scoring import overlong_penalty, score_rollouts
+from lightrft.rollout.scoring import GroupScorer, overlong_penalty, score_rollouts
 from lightrft.tools.rewards.remote import RemoteReward
 
 

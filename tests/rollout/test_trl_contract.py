@@ -253,14 +253,14 @@ def test_what_reset_says_stands_at_the_end_of_the_question(tmp_path, told, expec
     ("told", "reason"),
     [
         ([{"type": "image", "image": "x.png"}], "answered with an image, and the model reads text"),
-        ([" a", 3], "must return a string, blocks of type text or image, or None: got 'int'"),
-        ({"a": 1}, "must return a string, blocks of type text or image, or None: got 'dict'"),
+        ([" a", 3], "block 2 must be text or an image: got 'int'"),
+        ({"a": 1}, "block 1 must be text or an image: got 'dict'"),
     ],
 )
 def test_other_answers_of_reset_end_the_run_in_one_line(tmp_path, told, reason):
     rows = [{"input": "x", "environment": "told", "told": told}]
     stage = chosen(tmp_path, lambda i: ["done"], rows)
-    with pytest.raises(RewardError, match=f"prompt 0: reset failed: Told.reset {reason}"):
+    with pytest.raises(RewardError, match=f"prompt 0: reset failed: Told.reset:? {reason}"):
         stage.sample()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightrft.config import TrainConfig
-from lightrft.rollout.carry import PartialRolloutState
+from lightrft.rollout.source import PartialRolloutState
 from lightrft.strategy.config import ConfigError
 
 PARTIAL = {

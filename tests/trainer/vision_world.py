@@ -11,7 +11,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets import collate_prompts, load_prompts
 from lightrft.models import Actor, Critic, load_tokenizer
 from lightrft.models.loading import load_processor, load_trunk
-from lightrft.models.vision.scorer import VisionScorer
+from lightrft.models.reward_model import VisionScorer
 from lightrft.rewards.types import RewardResult
 from lightrft.stages.policy.inputs import load_modality
 from lightrft.strategy import get_fake_strategy, get_strategy

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.lookup import lookup
+from lightrft.algorithms.interface import lookup
 from lightrft.algorithms.masking import at_least_float32, mask_out, row_lengths
 
 

@@ -26,7 +26,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightrft.algorithms.lookup import lookup
+from lightrft.algorithms.interface import lookup
 
 ACTIONS = ("weight", "reject", "veto")
 STATISTICS = ("ratio", "k1", "k2", "k3", "difference", "variation")

@@ -17,8 +17,14 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.correction_terms import CorrectionTerm
-from lightrft.algorithms.masking import mask_out, masked_row_mean, masked_row_sum
-from lightrft.algorithms.ratios import MAX_LOG_RATIO, mask_like, masked_difference
+from lightrft.algorithms.masking import (
+    MAX_LOG_RATIO,
+    mask_like,
+    mask_out,
+    masked_difference,
+    masked_row_mean,
+    masked_row_sum,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,15 @@ is:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Traits = TypeVar("Traits", "PolicyLossTraits", "AdvantageTraits")
@@ -197,3 +199,20 @@ def _traits(function: Callable[..., object], default: Traits) -> Traits:
             f"{function} is declared as {type(found).__name__}: expected {type(default).__name__}"
         )
     return found
+
+
+Entry = TypeVar("Entry")
+
+
+def lookup(registry: Mapping[str, Entry], name: str, *, kind: str) -> Entry:
+    """The entry called `name`.
+
+    Raises:
+        ValueError: no such name; the message lists all names and the nearest one.
+    """
+    if name in registry:
+        return registry[name]
+    nearest = difflib.get_close_matches(name.lower(), list(registry), n=1, cutoff=0.5)
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    known = ", ".join(sorted(registry))
+    raise ValueError(f"unknown {kind} {name!r}: expected one of {known}{hint}")

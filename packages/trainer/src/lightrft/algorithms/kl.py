@@ -24,9 +24,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lightrft.algorithms.lookup import lookup
-from lightrft.algorithms.masking import mask_out
-from lightrft.algorithms.ratios import MAX_LOG_RATIO, log_ratio, masked_difference
+from lightrft.algorithms.interface import lookup
+from lightrft.algorithms.masking import MAX_LOG_RATIO, log_ratio, mask_out, masked_difference
 
 MAX_K3 = 10.0
 
@@ -49,7 +48,7 @@ def k3_unclamped_kl(d: Tensor) -> Tensor:
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: d,
-    "abs": lambda d: d.abs(),
+    "abs": Tensor.abs,
     "k2": lambda d: d.square() / 2,
     "k3": k3_kl,
     "k3_unclamped": k3_unclamped_kl,

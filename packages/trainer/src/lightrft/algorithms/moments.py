@@ -78,10 +78,10 @@ def masked_moments(
     """
     inside = mask_out(values.detach().double(), mask)
     sums = torch.stack([mask.sum().double(), inside.sum()])
-    total, mean = (sums if sum_over_ranks is None else sum_over_ranks(sums)).tolist()
+    summed = sum_over_ranks or Tensor.clone
+    total, mean = summed(sums).tolist()
     mean /= max(total, 1.0)
-    squares = mask_out((inside - mean).square(), mask).sum()
-    squares = squares if sum_over_ranks is None else sum_over_ranks(squares)
+    squares = summed(mask_out((inside - mean).square(), mask).sum())
     return Moments(int(total), mean, float(squares))
 
 

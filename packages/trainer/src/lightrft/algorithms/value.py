@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.masking import at_least_float32, mask_out
-from lightrft.algorithms.ratios import mask_like
+from lightrft.algorithms.masking import at_least_float32, mask_like, mask_out
 
 
 def clipped_value_loss(

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Generic, TypeVar
 
 from torch.utils.data import DataLoader
@@ -61,13 +60,11 @@ class BatchStream(Generic[Item]):
             return iter(self._batches)
         if isinstance(sampler, TorchDistributedSampler):
             sampler.set_epoch(episode)
-        return self._skip(iter(self._batches), num_consumed // self._world_size)
-
-    @staticmethod
-    def _skip(batches: Iterator[Sequence[Item]], num_items: int) -> Iterator[Sequence[Item]]:
+        batches: Iterator[Sequence[Item]] = iter(self._batches)
+        num_items = num_consumed // self._world_size
         while num_items > 0:
             num_items -= len(next(batches, ()) or range(num_items))
-        return islice(batches, None)
+        return batches
 
 
 def check_lengths(prompts: Sequence[Prompt], max_tokens: int) -> None:

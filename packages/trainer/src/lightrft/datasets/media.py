@@ -258,14 +258,12 @@ def with_media(
     """
     chat = [{**message, "content": _parts(message["content"])} for message in messages]
     counts = {kind: len(media[kind]) for kind in MEDIA_KINDS}
-    named = {
-        kind: sum(part.get("type") == kind for message in chat for part in _as_parts(message))
-        for kind in counts
-    }
+    types = [part.get("type") for message in chat for part in as_parts(message["content"])]
+    named = {kind: types.count(kind) for kind in counts}
     if not any(named.values()):
         first = next((message for message in chat if message["role"] == "user"), chat[0])
         marks = [{"type": kind} for kind, count in counts.items() for _ in range(count)]
-        first["content"] = [*marks, *_as_parts(first)]
+        first["content"] = [*marks, *as_parts(first["content"])]
     elif named != counts:
         names = [f"{named[kind]} {row.plural}" for kind, row in MEDIA_KINDS.items()]
         raise DataError(
@@ -273,10 +271,6 @@ def with_media(
             f"{' and '.join(map(str, counts.values()))}"
         )
     return chat
-
-
-def _as_parts(message: Mapping[str, object]) -> list[dict[str, object]]:
-    return cast("list[dict[str, object]]", message["content"])
 
 
 def as_parts(content: object) -> list[dict[str, object]]:

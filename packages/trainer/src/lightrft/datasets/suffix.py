@@ -165,7 +165,7 @@ class TurnSuffix:
                 start = len(found)
                 found += self._as_text(self._shown(frame, shape, texts, index - 1))
                 spans.append((start, len(found)))
-            own = tuple(images[: self._num_places(piece)])
+            own = tuple(images[: self._encoder.num_places(piece)])
             del images[: len(own)]
             ids = self._as_template(piece, own)
             # Without an end of turns, the stop token that was sampled is the next turn's first.
@@ -236,7 +236,7 @@ class TurnSuffix:
             pieces.append(before)
         frame = (*pieces, rest)
         num_images = sum(not is_text for is_text in chain(*shape))
-        if sum(map(self._num_places, frame)) != num_images:
+        if sum(map(self._encoder.num_places, frame)) != num_images:
             raise TemplateRefusedError(
                 f"an image in a message of role {self._role} is dropped or repeated"
             )
@@ -244,9 +244,6 @@ class TurnSuffix:
 
     def _marks(self, shape: Shape) -> list[str]:
         return [f"{self._mark}x{index}x" for index in range(sum(chain(*shape)))]
-
-    def _num_places(self, piece: str) -> int:
-        return self._encoder.num_places(piece)
 
     def _rest(self, shape: Shape, texts: Sequence[str]) -> str:
         """The text after the end of the marked assistant turn when these texts answer it."""
@@ -362,8 +359,8 @@ class TurnSuffix:
         self, role: Role, tools: Sequence[dict[str, object]], has_system: bool
     ) -> tuple[str, ...]:
         """The differences of the template's own history from what is sampled and trained on."""
-        opening: list[Message] = [_system(), _user("question")] if has_system else []
-        opening = opening or [_user("question")]
+        system: Message = {"role": "system", "content": "system"}
+        opening = [*([system] if has_system else []), _user("question")]
         shown = list(tools) or None
         found = []
         try:
@@ -414,7 +411,3 @@ def _joined(parts: Sequence[Message]) -> object:
 
 def _assistant(content: str) -> Message:
     return {"role": "assistant", "content": content}
-
-
-def _system() -> Message:
-    return {"role": "system", "content": "system"}

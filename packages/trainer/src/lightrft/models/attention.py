@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
@@ -295,14 +296,12 @@ def short_attention(
     Returns:
         [rows, tokens, heads, head_dim], and None for the weights.
     """
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    is_half = query.dtype in VARLEN_DTYPES
     is_slow = query.device.type == "cpu" and is_half and key.shape[2] <= MAX_SHORT_TOKENS
-    output: tuple[Tensor, None]
-    if is_slow:
-        with sdpa_kernel(SDPBackend.MATH):
-            output = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    else:
-        output = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    with sdpa_kernel(SDPBackend.MATH) if is_slow else nullcontext():
+        output: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **kwargs
+        )
     return output
 
 

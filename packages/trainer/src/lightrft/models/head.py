@@ -184,9 +184,7 @@ class LinearLogprobHead(nn.Module):
         """The bias [vocab] of the distribution that tokens are drawn from; -inf where forbidden."""
         if not self.forbidden_ids:
             return self.bias
-        bias: Tensor | None = self.bias
-        if bias is None:
-            bias = hidden.new_zeros(self.out_features)
+        bias = hidden.new_zeros(self.out_features) if self.bias is None else self.bias
         forbidden = torch.tensor(self.forbidden_ids, device=hidden.device)
         return bias.index_fill(0, forbidden, float("-inf"))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -125,22 +126,22 @@ class TokenLayout:
         # An empty stream gets a token per rank: models do not take empty input.
         num_filling = -num_tokens % num_ranks if num_tokens else num_ranks
         lengths += [num_filling] if num_filling else []
+        num_all = num_tokens + num_filling
         rows, columns = is_scored.nonzero(as_tuple=True)
         stream_index = (is_real.flatten().long().cumsum(0) - 1).view_as(is_real)
         sources = stream_index[rows, columns] - 1
-        own = slice(0, num_tokens + num_filling)
+        own = slice(0, num_all)
         if group is not None:
-            size = (num_tokens + num_filling) // num_ranks
+            size = num_all // num_ranks
             own = slice(dist.get_rank(group) * size, (dist.get_rank(group) + 1) * size)
             is_own = (sources >= own.start) & (sources < own.stop)
             rows, columns, sources = rows[is_own], columns[is_own], sources[is_own] - own.start
         filling = torch.arange(num_filling, device=token_ids.device)
-        is_token = torch.arange(num_tokens + num_filling, device=token_ids.device) < num_tokens
+        is_token = torch.arange(num_all, device=token_ids.device) < num_tokens
         positions = torch.cat([_positions(is_real)[is_real], filling])
-        batch, seq = token_ids.shape
-        seen = slice(0, num_tokens + num_filling) if is_cut_late else own
+        seen = slice(0, num_all) if is_cut_late else own
         return cls(
-            shape=(batch, seq),
+            shape=(token_ids.shape[0], token_ids.shape[1]),
             input_ids=F.pad(token_ids[is_real], (0, num_filling))[None, seen],
             position_ids=positions[None, seen],
             attention_mask=is_token[None, own],
@@ -291,9 +292,5 @@ def _positions(is_real: Tensor) -> Tensor:
 
 
 def _bounds(lengths: list[int], device: torch.device, group: ProcessGroup | None) -> SequenceBounds:
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
-    return SequenceBounds(
-        tuple(offsets), torch.tensor(offsets, dtype=torch.int32, device=device), group
-    )
+    offsets = tuple(accumulate(lengths, initial=0))
+    return SequenceBounds(offsets, torch.tensor(offsets, dtype=torch.int32, device=device), group)

@@ -16,7 +16,6 @@ from lightrft.engines.media.families import family_of
 from lightrft.engines.media.prompts import NO_MEDIA, RowMedia
 from lightrft.models.attention import use_packed_attention
 from lightrft.models.layout import LayoutPolicy, TokenLayout
-from lightrft.models.vision.forward import image_blocks, run_trunk, vision_inputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -181,6 +180,8 @@ def trunk_output(
     extra |= layout.attention_inputs(is_causal=is_causal)
     media = media or NO_MEDIA
     if family is not None:
+        from lightrft.models.vision.forward import image_blocks, run_trunk, vision_inputs
+
         extra |= vision_inputs(trunk, family, layout, media)
         if layout.bounds is not None and family.takes_types:
             extra["sequence_bounds"] = replace(layout.bounds, blocks=image_blocks(layout, media))

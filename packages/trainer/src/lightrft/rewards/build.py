@@ -20,9 +20,9 @@ from lightrft.rewards.types import (
     RewardFunction,
     RewardRecipes,
     RewardResult,
+    TakesColumns,
     Texts,
 )
-from lightrft.rewards.user import FunctionReward, PlainReward, UserReward
 from lightrft.strategy.config import ConfigError
 
 # Makes a reward of the options and of its spelling: its name, `KIND:WHAT` or an address.
@@ -130,7 +130,7 @@ class CombinedReward:
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise a RewardError if a user's function needs an argument that is no column."""
         for function in self._functions:
-            if isinstance(function, FunctionReward):
+            if isinstance(function, TakesColumns):
                 function.check_columns(columns)
 
     def close(self) -> None:
@@ -195,7 +195,8 @@ def build_reward(
     with ExitStack() as opened:
         functions: list[RewardFunction] = []
         for spelling in (*names, *urls):
-            build = _build_one if spelling in names else _build_service
+            is_url = spelling not in names
+            build = cast("RewardFactory", REWARD_SERVICES.load("http")) if is_url else _build_one
             functions.append(build(config, spelling))
             opened.callback(functions[-1].close)
         _check_arguments(functions, config)
@@ -246,7 +247,7 @@ def load_recipes(path: str | Path, *, column: str, names: Sequence[str]) -> Rewa
 
 def _check_arguments(functions: Sequence[RewardFunction], config: TrainConfig) -> None:
     """Raises a ConfigError for an argument that no function has."""
-    own = [function for function in functions if isinstance(function, FunctionReward)]
+    own = [function for function in functions if isinstance(function, TakesColumns)]
     used = {option for function in own for option in function.options}
     unknown = sorted(set(config.reward_args or {}) - used)
     if unknown:
@@ -260,11 +261,9 @@ def numbered(name: str, index: int, count: int) -> str:
     return name if count == 1 else f"{name}_{index}"
 
 
-def _build_service(config: TrainConfig, url: str) -> RewardFunction:
-    return cast("RewardFactory", REWARD_SERVICES.load("http"))(config, url)
-
-
 def _build_one(config: TrainConfig, name: str) -> RewardFunction:
+    from lightrft.rewards.user import PlainReward, UserReward
+
     kind, _ = split_kind(name, REWARD_KINDS)
     path, separator, function = name.rpartition(":")
     if kind is not None:

@@ -18,7 +18,8 @@ import signal
 import socket
 import sys
 import time
-from pathlib import Path
+
+import psutil
 
 MEMORY_REASON = b"memory"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -75,12 +76,12 @@ def _watch(
                 channel.send(MEMORY_REASON)
             break
     for _ in range(_MAX_ROUNDS):
-        found = descendants(os.getpid())
+        found = psutil.Process().children(recursive=True)
         if not found:
             break
         for process in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         _reap(worker)
         time.sleep(0.001)
     return status
@@ -111,49 +112,26 @@ def _reap(worker: int) -> int | None:
     return found
 
 
-def descendants(root: int) -> list[int]:
-    """All running processes that a process started, and those which they started."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                # The name stands in brackets and may hold anything.
-                fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
-                if fields[0] != "Z":
-                    children.setdefault(int(fields[1]), []).append(int(entry))
-    found, pending = [], [root]
-    while pending:
-        new = children.pop(pending.pop(), [])
-        found += new
-        pending += new
-    return found
-
-
 def _holds_more(limit: int, worker: int, round_number: int) -> bool:
     """Whether the worker, or in some rounds all processes together, hold more than the limit."""
-    is_scan = round_number % _SCANS_EVERY == 0
-    processes = descendants(os.getpid()) if is_scan else [worker]
+    own, is_scan = psutil.Process(), round_number % _SCANS_EVERY == 0
+    processes = own.children(recursive=True) if is_scan else [psutil.Process(worker)]
     if sum(map(_resident_bytes, processes)) <= limit:
         return False
     # Processes that share pages were counted with all of them.
     return sum(map(_proportional_bytes, processes)) > limit
 
 
-def _resident_bytes(process: int) -> int:
-    try:
-        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-    return pages * resource.getpagesize()
+def _resident_bytes(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(process.memory_info().rss)
+    return 0
 
 
-def _proportional_bytes(process: int) -> int:
-    try:
-        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, IndexError, ValueError):
-        pass
+def _proportional_bytes(process: psutil.Process) -> int:
+    """Memory of a process, of which it has its share of what it shares with others."""
+    with contextlib.suppress(psutil.Error):
+        return int(process.memory_full_info().pss)
     return _resident_bytes(process)
 
 

@@ -1,6 +1,6 @@
 """The interface of reward functions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -66,17 +66,15 @@ class CallStyle(Protocol):
     """The way to call a reward; one that does not say so is called in the trainer's thread.
 
     Either way it gets one group of responses in a call.
+
+    Args:
+        parallel_calls: Calls that it answers at once, each in a thread; 0: only in the trainer's
+            thread.
+        whole_batch: It gets all responses of a rank in one call, in the trainer's thread.
     """
 
-    @property
-    def parallel_calls(self) -> int:
-        """Calls that it answers at once, each in a thread; 0: only in the trainer's thread."""
-        ...
-
-    @property
-    def whole_batch(self) -> bool:
-        """It gets all responses of a rank in one call, in the trainer's thread."""
-        ...
+    parallel_calls: int
+    whole_batch: bool
 
 
 @runtime_checkable
@@ -85,6 +83,21 @@ class ChecksLabels(Protocol):
 
     def label_problem(self, label: str | None) -> str | None:
         """The reason why no response to a row with this label can be right; None if one can."""
+        ...
+
+
+@runtime_checkable
+class TakesColumns(Protocol):
+    """A reward function whose signature names columns of the data.
+
+    Args:
+        options: Of `reward_args`, those that it takes.
+    """
+
+    options: Mapping[str, object]
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raises a RewardError if a column that it needs is missing."""
         ...
 
 

@@ -11,18 +11,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightrft.config import TrainConfig
 from lightrft.records.table import RowTable, merge
-from lightrft.rollout.ledger_records import Evidence
 from lightrft.rollout.scoring import require_rewards
 from lightrft.rollout.source import (
     RolloutSource,
     SampleRequests,
     Samples,
     Selection,
+    SourceParts,
     own_positions,
 )
-from lightrft.strategy.distributed.context import DistributedContext
 
 
 class DynamicSource:
@@ -30,26 +28,23 @@ class DynamicSource:
 
     Args:
         source: Of each batch.
-        config: Most batches of a step.
-        context: Ranks.
+        parts: Of the run.
     """
 
-    def __init__(
-        self, source: RolloutSource, config: TrainConfig, context: DistributedContext
-    ) -> None:
-        self._source, self._config, self._context = source, config, context
+    def __init__(self, source: RolloutSource, parts: SourceParts) -> None:
+        self._source, self._parts = source, parts
 
     def sample(self, requests: SampleRequests) -> Samples:
         """See `RolloutSource`."""
         num_wanted, draw = requests.num_prompts, requests.next_prompts
-        max_rounds = 1 if draw is None else self._config.max_num_gen_batches
+        max_rounds = 1 if draw is None else self._parts.config.max_num_gen_batches
         rounds = [self._source.sample(requests)]
         num_mixed = len(mixed_groups(rounds[0].table))
         # Every rank sees the same tables, so all take the same number of rounds.
         while draw is not None and len(rounds) < max_rounds and num_mixed < num_wanted:
             prompts, first = draw(), sum(each.num_prompts for each in rounds)
-            num_new = len(prompts) * self._context.world_size
-            positions = own_positions(self._context, num_new, first=first)
+            num_new = len(prompts) * self._parts.context.world_size
+            positions = own_positions(self._parts.context, num_new, first=first)
             further = replace(
                 requests,
                 prompts=prompts,
@@ -79,15 +74,13 @@ def _joined(rounds: Sequence[Samples]) -> Samples:
         num_prompts=sum(each.num_prompts for each in rounds),
         num_rounds=len(rounds),
         greedy=merge(greedy) if greedy else None,
-        evidence=_joined_evidence(evidence) if evidence else None,
-    )
-
-
-def _joined_evidence(parts: Sequence[Evidence]) -> Evidence:
-    return replace(
-        parts[0],
-        accounts={key: found for each in parts for key, found in each.accounts.items()},
-        entries={key: found for each in parts for key, found in each.entries.items()},
+        evidence=replace(
+            evidence[0],
+            accounts={key: found for each in evidence for key, found in each.accounts.items()},
+            entries={key: found for each in evidence for key, found in each.entries.items()},
+        )
+        if evidence
+        else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the ledger gate compares samples with: journal and ledger, brought to the rank that trains.
+"""Evidence of the ledger gate: journal and ledger, brought to the rank that trains a sample.
 
 The journal says which prompt a sample answers, which calls of the engine it came from and which
 observations were appended; the ledger is what the engine's adapter wrote.
@@ -24,7 +24,7 @@ Call = tuple[int, int]  # request id, sample index
 
 
 class LedgerError(RuntimeError):
-    """What is about to be trained on is not what the engine sampled."""
+    """Samples that are about to be trained on are not those of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a rank knows about samples beside the samples themselves.
+    """Knowledge of a rank about samples, beside the samples themselves.
 
     Args:
         accounts: By sample id.

@@ -15,10 +15,17 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.media import require_text
 from lightrft.records.rollout import Rollout
-from lightrft.rollout.carry import InFlightGroup, OpenSample, PartialRolloutState
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import RolloutGroups, generate
-from lightrft.rollout.source import PartialReport, SampleRequests, Samples, SourceParts
+from lightrft.rollout.source import (
+    InFlightGroup,
+    OpenSample,
+    PartialReport,
+    PartialRolloutState,
+    SampleRequests,
+    Samples,
+    SourceParts,
+)
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.engine.session import EngineSession
 
@@ -156,7 +163,9 @@ def finish_groups(
     due = _overdue(flight, version - config.max_staleness)
     num_calls, num_before = carry.num_calls, _num_tokens(flight.values())
     chunk = min(config.tokens_per_chunk, sampling_params.max_tokens)
-    while not _is_enough(flight, due, num_wanted):
+    while sum(group.is_finished for group in flight.values()) < num_wanted or not all(
+        flight[key].is_finished for key in due
+    ):
         num_calls += 1
         seed = sampling_params.seed + _SEED_STEP * num_calls
         params = replace(sampling_params, n=1, max_tokens=chunk, seed=seed)
@@ -185,11 +194,6 @@ def _overdue(flight: dict[int, InFlightGroup], version: int) -> set[int]:
         for key, group in flight.items()
         if group.oldest_version is not None and group.oldest_version <= version
     }
-
-
-def _is_enough(flight: dict[int, InFlightGroup], due: set[int], num_wanted: int) -> bool:
-    num_finished = sum(group.is_finished for group in flight.values())
-    return num_finished >= num_wanted and all(flight[key].is_finished for key in due)
 
 
 def _num_tokens(groups: Iterable[InFlightGroup]) -> int:

@@ -1,20 +1,22 @@
 """Samples of one step and of an evaluation, from the source that the options name."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.media import Modality
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
 from lightrft.records.step_timer import StepTimer
 from lightrft.records.table import RowTable
-from lightrft.rollout.carry import PartialRolloutState
 from lightrft.rollout.scoring import require_rewards
 from lightrft.rollout.single_turn import SingleTurnSource
 from lightrft.rollout.source import (
     NOTHING_CARRIED,
+    PartialRolloutState,
     RolloutSource,
     SampleRequests,
     Samples,
@@ -23,6 +25,9 @@ from lightrft.rollout.source import (
 )
 
 # Makes the source of the responses to a batch of prompts.
+if TYPE_CHECKING:
+    from lightrft.datasets.media import Modality
+
 MakeSource = Callable[[SourceParts], RolloutSource]
 
 
@@ -85,9 +90,8 @@ class SingleTurns:
         self.encoder = modality.encoder
         self.prompt_tokenizer = modality.renderer
 
-    def source(self, parts: SourceParts) -> SingleTurnSource:
-        """See `Environments.source`."""
-        return single_turns(parts)
+    # See `Environments.source`.
+    source = staticmethod(single_turns)
 
     def close(self) -> None:
         """Nothing: there are no workers."""
@@ -111,7 +115,7 @@ def build_source(
     if parts.config.dynamic_sampling:
         from lightrft.rollout.dynamic import DynamicSource
 
-        return DynamicSource(source, parts.config, parts.context)
+        return DynamicSource(source, parts)
     return source
 
 

@@ -1,19 +1,184 @@
 """Rewards of rollouts, the shaping that needs one row only, and the samples of a source."""
 
-from collections.abc import Callable, Collection, Sequence
+import math
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from itertools import groupby
+from typing import Self
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
 from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.records.table import RowTable, exchange
-from lightrft.rewards.types import RewardError, RewardResult
-from lightrft.rollout.group_scorer import GroupScorer, require_finite
-from lightrft.rollout.ledger_records import Evidence, share_entries, take_evidence
+from lightrft.rewards.types import CallStyle, RewardError, RewardFunction, RewardResult
+from lightrft.rollout.ledger_records import share_entries, take_evidence
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
 from lightrft.strategy.distributed.deadlines import phase
+
+# So many failures in a row mean that the function itself is broken.
+MAX_FAILURES_IN_A_ROW = 3
+
+GroupResults = Sequence[RewardResult | None]
+
+
+class GroupScorer:
+    """Scores rollouts with one call for each group; a context manager that waits for no call.
+
+    A function that computes elsewhere (in processes of its own, behind a service) scores groups
+    while others are still generated; any other one scores them in the caller's thread, when the
+    results are asked for. The calls are the same, and results have the places of their rollouts,
+    so that timing changes nothing. A function with `whole_batch` gets one call for everything.
+
+    Args:
+        reward_function: Scores responses.
+        columns: Names of the data's columns; every call gets all of them.
+        masks_failures: Where a call fails, score its rollouts one by one, and give None for those
+            that fail; after three failures in a row the rest of the call is not tried, and after
+            three groups in a row, of which nothing was scored, no later group counts.
+    """
+
+    def __init__(
+        self,
+        reward_function: RewardFunction,
+        *,
+        columns: Iterable[str] = (),
+        masks_failures: bool = False,
+    ) -> None:
+        style = reward_function if isinstance(reward_function, CallStyle) else None
+        self._function = reward_function
+        self._columns = sorted(set(columns))
+        self._masks_failures = masks_failures
+        self._is_whole = style is not None and style.whole_batch
+        self._num_threads = 0 if style is None or self._is_whole else style.parallel_calls
+        self._threads: ThreadPoolExecutor | None = None
+        self._calls: dict[int, Future[GroupResults]] = {}
+        self._is_closed = threading.Event()
+        # The group with the smallest id whose call has failed.
+        self._lock = threading.Lock()
+        self._failed_group: int | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `add` starts a call."""
+        return self._num_threads > 0
+
+    def add(self, group: Sequence[Rollout]) -> None:
+        """Begins to score a group, where that does not hold up the caller.
+
+        Args:
+            group: All its rollouts, as they will be given to `results`.
+        """
+        if not self.overlaps:
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="reward-call")
+        group_id = group[0].group_id
+        self._calls[group_id] = self._threads.submit(self._score_in_thread, group_id, group)
+
+    def results(self, rollouts: Sequence[Rollout]) -> GroupResults:
+        """One result for each rollout, in order.
+
+        Args:
+            rollouts: Of whole groups.
+
+        Raises:
+            RewardError: The call of a group failed; of several, that of the first one.
+        """
+        if self._is_whole:
+            return self._score(rollouts) if rollouts else []
+        places: dict[int, list[int]] = {}
+        for place, rollout in enumerate(rollouts):
+            places.setdefault(rollout.group_id, []).append(place)
+        groups = {key: [rollouts[place] for place in found] for key, found in places.items()}
+        for key, group in groups.items():
+            if key not in self._calls:
+                self.add(group)
+        results: list[RewardResult | None] = [None] * len(rollouts)
+        num_broken = 0
+        for key, group in groups.items():
+            call = self._calls.get(key)
+            found = self._score(group) if call is None else call.result()
+            for place, result in zip(places[key], found, strict=True):
+                results[place] = result
+            num_broken = num_broken + 1 if all(result is None for result in found) else 0
+            if num_broken == MAX_FAILURES_IN_A_ROW:
+                self.close()
+                break
+        return results
+
+    def close(self) -> None:
+        """Begins no further call."""
+        self._is_closed.set()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _score_in_thread(self, group_id: int, group: Sequence[Rollout]) -> GroupResults:
+        with self._lock:
+            failed = self._failed_group
+        if failed is not None and group_id > failed:
+            return []  # nobody asks for it: the error of the earlier group is raised before
+        try:
+            return self._score(group)
+        except BaseException:
+            with self._lock:
+                known = self._failed_group
+                self._failed_group = group_id if known is None else min(group_id, known)
+            raise
+
+    def _score(self, rollouts: Sequence[Rollout]) -> GroupResults:
+        try:
+            return self._call(rollouts)
+        except RewardError:
+            if not self._masks_failures:
+                raise
+        results: list[RewardResult | None] = []
+        num_failures = 0
+        for rollout in rollouts:
+            result: RewardResult | None = None
+            if num_failures < MAX_FAILURES_IN_A_ROW and not self._is_closed.is_set():
+                try:
+                    (result,) = self._call([rollout])
+                except RewardError:
+                    num_failures += 1
+                else:
+                    num_failures = 0
+            results.append(result)
+        return results
+
+    def _call(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        rows = [rollout.prompt for rollout in rollouts]
+        results = self._function.score(
+            [row.text for row in rows],
+            [rollout.response_text for rollout in rollouts],
+            [row.label for row in rows],
+            {name: [row.columns.get(name) for row in rows] for name in self._columns},
+        )
+        if len(results) != len(rollouts):
+            raise RewardError(
+                f"the reward function must return one result per response: got {len(results)} for "
+                f"{len(rollouts)} responses"
+            )
+        for rollout, result in zip(rollouts, results, strict=True):
+            require_finite(rollout, result.reward)
+        return results
+
+
+def require_finite(rollout: Rollout, reward: float) -> None:
+    """Raises a RewardError that names the prompt, unless the reward is a finite number."""
+    if not math.isfinite(reward):
+        raise RewardError(
+            f"rewards must be finite numbers: got {reward!r} for prompt {rollout.prompt.id} and "
+            f"the response {rollout.response_text[:200]!r}; fix the reward function"
+        )
 
 
 def overlong_penalty(config: TrainConfig) -> Callable[[int], float] | None:
@@ -113,51 +278,12 @@ def finished_samples(
         scorer: Of these groups; it may have begun with some.
         environment_results: What environments add; () without them.
         special_ids: Ids that no text of an observation may have.
-        carried: See `_evidence`.
+        carried: Ledger entries of earlier steps. Responses that go on in the next step may do so
+            on any rank, so with it every rank gets the entries of all.
     """
-    scored, table = score(
-        parts, requests, rollouts, scorer=scorer, environment_results=environment_results
-    )
-    evidence = None
-    gated = parts.config.ledger_gate and parts.session.engine is not None
-    if gated and requests.is_recorded:
-        with requests.timer.stage("exchange"):
-            evidence = _evidence(parts, rollouts, special_ids, carried)
-    return Samples(scored, table, requests.num_prompts, evidence=evidence)
-
-
-def _evidence(
-    parts: SourceParts,
-    rollouts: Sequence[Rollout],
-    special_ids: Collection[int],
-    carried: Sequence[LedgerEntry] | None,
-) -> Evidence:
-    """Facts of this rank for the ledger gate; collective.
-
-    Responses that go on in the next step may do so on any rank, so with `carried`, the entries of
-    earlier steps, every rank gets the entries of all.
-    """
-    own = take_evidence(rollouts, parts.session, special_ids=special_ids)
-    return own if carried is None else share_entries(own, carried, parts.context)
-
-
-def score(
-    parts: SourceParts,
-    requests: SampleRequests,
-    rollouts: Sequence[Rollout],
-    *,
-    scorer: GroupScorer,
-    environment_results: Sequence[RewardResult | None] = (),
-) -> tuple[list[ScoredRollout], RowTable]:
-    """Scored rollouts of this rank, and the table of all ranks; collective.
-
-    Args:
-        parts, requests, rollouts, scorer, environment_results: See `finished_samples`.
-    """
-    config, scored = parts.config, list[ScoredRollout]()
+    config, timer, scored = parts.config, requests.timer, list[ScoredRollout]()
     problem: Exception | None = None
-    limit = timedelta(minutes=config.timeout_minutes)
-    with requests.timer.stage("reward"), phase("reward", limit):
+    with timer.stage("reward"), phase("reward", timedelta(minutes=config.timeout_minutes)):
         # A collective: no failure of this rank alone may come before it.
         models: Sequence[RewardResult] = ()
         if parts.model_rewards is not None:
@@ -174,8 +300,14 @@ def score(
             )
         except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
             problem = error
-    with requests.timer.stage("exchange"):
-        return scored, exchange(problem or scored, parts.context)
+    with timer.stage("exchange"):
+        table = exchange(problem or scored, parts.context)
+        evidence = None
+        if config.ledger_gate and parts.session.engine is not None and requests.is_recorded:
+            evidence = take_evidence(rollouts, parts.session, special_ids=special_ids)
+            if carried is not None:
+                evidence = share_entries(evidence, carried, parts.context)
+    return Samples(scored, table, requests.num_prompts, evidence=evidence)
 
 
 def require_rewards(table: RowTable) -> None:

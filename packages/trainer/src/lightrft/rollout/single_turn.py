@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from lightrft.datasets.types import Prompt
@@ -88,6 +90,7 @@ def build_requests(
     return [media_request(prompt, request_id, encoder) for prompt, request_id in pairs]
 
 
+@dataclass(slots=True)
 class RolloutGroups:
     """The groups of one call of the engine, each made when its last completion has come.
 
@@ -99,38 +102,27 @@ class RolloutGroups:
         on_group: Called with every group that `add` completes, if given.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        request_ids: Sequence[int],
-        *,
-        group_ids: Sequence[int],
-        group_size: int,
-        decoder: Decoder,
-        on_group: Callable[[list[Rollout]], None] | None = None,
-    ) -> None:
-        self._prompts = prompts
-        self._request_ids = request_ids
-        self._group_ids = group_ids
-        self._group_size = group_size
-        self._decoder = decoder
-        self._on_group = on_group
-        self._index_of = {request_id: index for index, request_id in enumerate(request_ids)}
-        self._open: dict[int, list[Completion]] = {}
-        self._done: dict[int, list[Rollout]] = {}
+    prompts: Sequence[Prompt]
+    request_ids: Sequence[int]
+    group_ids: Sequence[int]
+    group_size: int
+    decoder: Decoder
+    on_group: Callable[[list[Rollout]], None] | None = None
+    _open: dict[int, list[Completion]] = field(default_factory=dict, init=False)
+    _done: dict[int, list[Rollout]] = field(default_factory=dict, init=False)
 
     def add(self, completions: Sequence[Completion]) -> None:
         """Takes completions in any order; what is wrong with them, `in_order` finds."""
         for completion in completions:
-            index = self._index_of.get(completion.request_id)
-            if index is None or completion.finish_reason == "abort":
+            if completion.request_id not in self.request_ids or completion.finish_reason == "abort":
                 continue
+            index = self.request_ids.index(completion.request_id)
             members = self._open.setdefault(index, [])
             members.append(completion)
-            if len(members) == self._group_size:
+            if len(members) == self.group_size:
                 self._done[index] = self._group(index, self._open.pop(index))
-                if self._on_group is not None:
-                    self._on_group(self._done[index])
+                if self.on_group is not None:
+                    self.on_group(self._done[index])
 
     def in_order(self, completions: Sequence[Completion]) -> list[Rollout]:
         """All rollouts, prompt-major; those which `add` made are the same objects.
@@ -142,23 +134,23 @@ class RolloutGroups:
             RuntimeError: The engine returned another number or order of completions than asked
                 for, or gave a completion up.
         """
-        _check_completions(completions, self._request_ids, self._group_size)
+        _check_completions(completions, self.request_ids, self.group_size)
         rollouts: list[Rollout] = []
-        for index in range(len(self._prompts)):
-            start = index * self._group_size
-            given = completions[start : start + self._group_size]
+        for index in range(len(self.prompts)):
+            start = index * self.group_size
+            given = completions[start : start + self.group_size]
             rollouts += self._done.get(index) or self._group(index, given)
         return rollouts
 
     def _group(self, index: int, completions: Sequence[Completion]) -> list[Rollout]:
-        group_id = self._group_ids[index]
+        group_id = self.group_ids[index]
         return [
             Rollout(
-                prompt=self._prompts[index],
+                prompt=self.prompts[index],
                 completion=item,
                 group_id=group_id,
-                sample_id=group_id * self._group_size + item.sample_index,
-                response_text=self._decoder.decode(item.output_token_ids, skip_special_tokens=True),
+                sample_id=group_id * self.group_size + item.sample_index,
+                response_text=self.decoder.decode(item.output_token_ids, skip_special_tokens=True),
                 segments=(Segment(item.request_id, item.sample_index),),
             )
             for item in sorted(completions, key=lambda c: c.sample_index)
@@ -171,10 +163,12 @@ def _check_completions(
     expected = [(request_id, index) for request_id in request_ids for index in range(group_size)]
     received = [(item.request_id, item.sample_index) for item in completions]
     if received != expected:
+        pairs = enumerate(zip_longest(received, expected))
+        position, (got, wanted) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
         raise RuntimeError(
             f"the engine must return {group_size} completions for each of {len(request_ids)} "
             f"prompts, prompt after prompt: got {len(received)} completions, first difference at "
-            f"{_first_difference(received, expected)}"
+            f"position {position}: got (request, sample) {got}, expected {wanted}"
         )
     aborted = [item.request_id for item in completions if item.finish_reason == "abort"]
     if aborted:
@@ -182,12 +176,3 @@ def _check_completions(
             f"the engine aborted {len(aborted)} completions (requests {aborted[:10]}); an aborted "
             "completion is not a sample of the policy. Search the engine's output for the cause"
         )
-
-
-def _first_difference(
-    received: Sequence[tuple[int, int]], expected: Sequence[tuple[int, int]]
-) -> str:
-    for position, (got, wanted) in enumerate(zip(received, expected, strict=False)):
-        if got != wanted:
-            return f"position {position}: got (request, sample) {got}, expected {wanted}"
-    return f"position {min(len(received), len(expected))}: one of the lists ends"

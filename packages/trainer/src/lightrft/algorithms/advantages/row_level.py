@@ -12,8 +12,8 @@ from lightrft.algorithms.interface import (
     TokenAdvantages,
     advantage_estimator,
     advantage_traits,
+    lookup,
 )
-from lightrft.algorithms.lookup import lookup
 from lightrft.algorithms.moments import Moments, moments_of
 
 MAX_FILTER_WEIGHT = 3.0

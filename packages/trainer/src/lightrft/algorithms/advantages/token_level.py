@@ -97,8 +97,7 @@ def broadcast_to_tokens(
         gamma: As in `discounted_returns`.
     """
     shaped = token_rewards(row_advantages, response_mask, kl=kl, kl_coef=kl_coef)
-    returns = discounted_returns(shaped, response_mask, gamma=gamma)
-    return TokenAdvantages(advantages=returns, returns=returns)
+    return reinforce_advantages(TokenAdvantageInputs(shaped, response_mask, gamma=gamma))
 
 
 def token_rewards(

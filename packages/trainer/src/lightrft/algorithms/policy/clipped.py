@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.interface import TokenLoss, policy_loss
-from lightrft.algorithms.masking import mask_out
-from lightrft.algorithms.ratios import log_ratio, mask_like
+from lightrft.algorithms.masking import log_ratio, mask_like, mask_out
 
 
 @policy_loss(aggregation="seq-mean-token-mean", is_token_wise=True)

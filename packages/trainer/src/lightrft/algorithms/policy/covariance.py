@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.interface import TokenLoss, policy_loss
-from lightrft.algorithms.masking import mask_out
+from lightrft.algorithms.masking import log_ratio, mask_like, mask_out, masked_difference
 from lightrft.algorithms.policy.clipped import clipped_policy_loss
-from lightrft.algorithms.ratios import log_ratio, mask_like, masked_difference
 
 
 @policy_loss(aggregation="token-mean", couples_rows=True)

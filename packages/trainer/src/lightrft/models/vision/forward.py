@@ -1,7 +1,7 @@
 """The forward pass of a trunk over rows of which some have images or videos."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -98,7 +98,9 @@ def run_trunk(
     with ExitStack() as hooks:
         foreign = _foreign_placeholders(trunk, layout, media)
         if foreign.any():
-            hooks.enter_context(_embedding(trunk, _true_ids(input_ids), before=True))
+            true_ids = (input_ids,)
+            layer = trunk.get_input_embeddings()
+            hooks.enter_context(layer.register_forward_pre_hook(lambda module, args: true_ids))
             input_ids = torch.where(foreign, 0, input_ids)
         absent = sorted(media.present - media.kinds)
         if family.attends_to_images:
@@ -107,7 +109,8 @@ def run_trunk(
                 counts = [0 if prompt is None else prompt.num_images for prompt in prompts]
                 hooks.enter_context(only_own_images(language_model(trunk), counts))
         elif absent:
-            hooks.enter_context(_embedding(trunk, _with_dummies(trunk, family, absent)))
+            hook = _with_dummies(trunk, family, absent)
+            hooks.enter_context(trunk.get_input_embeddings().register_forward_hook(hook))
         if layout.own is not None:
             hooks.enter_context(_cut_tokens(trunk, layout.own))
         output: MoeModelOutputWithPast = trunk(input_ids=input_ids, use_cache=False, **arguments)
@@ -127,10 +130,6 @@ def _foreign_placeholders(
             is_mark[: len(prompt.token_ids)] = False
         marks.append(is_mark.long())
     return layout.place(marks).bool()
-
-
-def _true_ids(token_ids: Tensor) -> Callable[..., object]:
-    return lambda module, args: (token_ids,)
 
 
 def _with_dummies(
@@ -185,20 +184,7 @@ def _floats(found: object) -> Iterator[Tensor]:
             yield from _floats(value)
 
 
-@contextmanager
-def _embedding(
-    trunk: "PreTrainedModel", hook: Callable[..., object], *, before: bool = False
-) -> Iterator[None]:
-    layer = trunk.get_input_embeddings()
-    handle = layer.register_forward_pre_hook(hook) if before else layer.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _cut_tokens(trunk: "PreTrainedModel", own: slice) -> Iterator[None]:
+def _cut_tokens(trunk: "PreTrainedModel", own: slice) -> AbstractContextManager[object]:
     """Gives the language model this rank's part of the tokens, after all media are in place."""
 
     def cut(module: nn.Module, args: tuple[object, ...], given: dict[str, object]) -> Arguments:
@@ -215,8 +201,4 @@ def _cut_tokens(trunk: "PreTrainedModel", own: slice) -> Iterator[None]:
             given["deepstack_visual_embeds"] = [x[before : before + inside] for x in layers]
         return args, given
 
-    handle = language_model(trunk).register_forward_pre_hook(cut, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return language_model(trunk).register_forward_pre_hook(cut, with_kwargs=True)

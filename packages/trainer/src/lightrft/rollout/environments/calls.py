@@ -109,17 +109,7 @@ def pythonic_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall
     try:
         expression = ast.parse(spoken, mode="eval").body
         items = cast("ast.List", expression).elts
-        return [
-            ToolCall(
-                cast("ast.Name", cast("ast.Call", item).func).id,
-                {
-                    str(keyword.arg): ast.literal_eval(keyword.value)
-                    for keyword in cast("ast.Call", item).keywords
-                },
-            )
-            for item in items
-            if not _has_positional(item)
-        ]
+        return list(map(_pythonic_call, items))
     except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
         raise MalformedCallError(f"calls must be a list of f(name=literal): {error}") from error
 
@@ -243,10 +233,11 @@ def _from_value(value: object, names: Sequence[str]) -> ToolCall:
     return ToolCall(value["name"], arguments)
 
 
-def _has_positional(item: ast.expr) -> bool:
-    if not isinstance(item, ast.Call) or item.args or any(k.arg is None for k in item.keywords):
-        raise ValueError("positional arguments are not named")
-    return False
+def _pythonic_call(item: ast.expr) -> ToolCall:
+    match item:
+        case ast.Call(ast.Name(name), [], keywords) if all(k.arg for k in keywords):
+            return ToolCall(name, {str(k.arg): ast.literal_eval(k.value) for k in keywords})
+    raise ValueError("positional arguments are not named")
 
 
 def _template_parser(tokenizer: object, schemas: Sequence[Schema]) -> Parser:

@@ -51,7 +51,8 @@ def as_parts(result: object) -> Parts:
         elif isinstance(block, Mapping) and isinstance(block.get("text"), str):
             found.append(str(block["text"]))
         else:
-            kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+            own = type(block).__name__
+            kind = block.get("type", own) if isinstance(block, Mapping) else own
             raise ContentError(f"block {number} must be text or an image: got {str(kind)[:80]!r}")
     return tuple(found)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, cast
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.media import Modality, TextModality
@@ -17,14 +17,12 @@ from lightrft.engines.ledger import hash_context
 from lightrft.engines.raw_completions import request_seed
 from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardResult
-from lightrft.rollout.environments.answers import Answers
 from lightrft.rollout.environments.episode import Episode
-from lightrft.rollout.environments.episode_batch import EpisodeBatch, Work
+from lightrft.rollout.environments.episode_batch import EpisodeBatch
 from lightrft.rollout.environments.journal import JOURNAL_FOLDER, Journal, journal_path
-from lightrft.rollout.environments.observations import Observations
 from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
 from lightrft.rollout.environments.specs import EnvironmentSpecs
-from lightrft.rollout.environments.turns import Turns
+from lightrft.rollout.environments.turns import Answers, Observations, Turns
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import generate
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
@@ -123,12 +121,6 @@ class Environments:
         """Ends the workers; may be called twice."""
         self.pool.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 class EpisodeSource:
     """Source of responses of several turns.
@@ -200,6 +192,7 @@ class EpisodeSource:
             episodes,
             self._open_journal(requests, episodes),
             masks_failures=self._parts.config.reward_failure == "mask",
+            observe=self._turns.observe,
         )
 
     def _episodes(self, requests: SampleRequests) -> list[Episode]:
@@ -268,7 +261,7 @@ class EpisodeSource:
 
     def _reset(self, batch: EpisodeBatch) -> Exception | None:
         """Begins the episodes; each prompt gets the message of its `reset`."""
-        problem = self._each(batch, batch.episodes, self._answers.reset)
+        problem = batch.each(batch.episodes, self._answers.reset)
         for episode in batch.episodes:
             if episode.failure is None:
                 try:
@@ -276,11 +269,6 @@ class EpisodeSource:
                 except EpisodeError as error:
                     problem = batch.failed(episode, error) or problem
         return problem
-
-    def _each(
-        self, batch: EpisodeBatch, episodes: Sequence[Episode], work: Work
-    ) -> Exception | None:
-        return batch.each(episodes, work, partial(self._turns.observe, batch))
 
     def _round(self, batch: EpisodeBatch, number: int) -> Exception | None:
         """One turn of each episode that waits for none, and the calls in it; collective."""
@@ -308,7 +296,7 @@ class EpisodeSource:
                 return True
             return 2 * (len(open_episodes) - len(batch.busy)) < len(open_episodes)
 
-        return batch.collect(must_wait, partial(self._turns.observe, batch))
+        return batch.collect(must_wait)
 
     def _finish(self, batch: EpisodeBatch) -> list[RewardResult | None]:
         """Rewards of the environments; None where one failed."""
@@ -317,7 +305,7 @@ class EpisodeSource:
         def reward(episode: Episode, host: Host) -> None:
             rewards[episode.number] = self._answers.reward(episode, host)
 
-        problem = self._each(batch, [e for e in batch.episodes if e.failure is None], reward)
+        problem = batch.each([e for e in batch.episodes if e.failure is None], reward)
         batch.is_open_anywhere(problem)
         results = []
         for episode in batch.episodes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightrft.datasets.suffix import Observation
@@ -72,12 +72,8 @@ class Episode:
 
     def add_turn(self, turn: Completion, text: str) -> None:
         """Appends a turn that was sampled."""
-        count = len(turn.output_token_ids)
-        self.facts = join_facts((len(self.token_ids), self.facts), (count, turn.facts))
-        self.token_ids += turn.output_token_ids
-        self.logprobs += turn.output_logprobs
-        self.sampled += [True] * count
-        self.versions += [turn.weights_version] * count
+        self._extend(turn.output_token_ids, turn.output_logprobs, turn.weights_version, turn.facts)
+        self.sampled += [True] * len(turn.output_token_ids)
         self.segments.append(Segment(turn.request_id, turn.sample_index))
         self.turn_texts.append(text)
         self.last = turn
@@ -86,13 +82,18 @@ class Episode:
         """Appends ids that nobody sampled."""
         ids, place = found.token_ids, len(self.context)
         self.later += [replace(each, start=each.start + place) for each in found.later]
-        self.facts = join_facts((len(self.token_ids), self.facts), (len(ids), {}))
-        self.token_ids += ids
-        self.logprobs += [0.0] * len(ids)
+        self._extend(ids, [0.0] * len(ids), -1, {})
         self.sampled += [False] * len(ids)
-        self.versions += [-1] * len(ids)
         turn = self.segments[-1]
         self.segments[-1] = Segment(turn.request_id, turn.sample_index, ids, found.text_spans)
+
+    def _extend(
+        self, ids: Sequence[int], logprobs: Sequence[float], version: int, facts: Facts
+    ) -> None:
+        self.facts = join_facts((len(self.token_ids), self.facts), (len(ids), facts))
+        self.token_ids += ids
+        self.logprobs += logprobs
+        self.versions += [version] * len(ids)
 
     def start_over(self) -> None:
         """Forgets all turns; the prompt stays."""

@@ -12,7 +12,6 @@ from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal import Journal, RecordedTurn
-from lightrft.rollout.environments.observations import ImageRefusedError
 from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
 from lightrft.strategy.engine.session import EngineSession
 
@@ -35,6 +34,7 @@ class EpisodeBatch:
         episodes: This rank's.
         journal: Of this rank.
         masks_failures: An episode that fails is left out, and ends nothing.
+        observe: Appends the answers of an episode.
         busy: Work of hosts, by number of the episode.
         notes: For the console.
         given: Groups that `finished_groups` has given.
@@ -46,6 +46,7 @@ class EpisodeBatch:
     episodes: Sequence[Episode]
     journal: Journal
     masks_failures: bool
+    observe: Callable[[EpisodeBatch, Episode], None]
     busy: dict[int, Future[EpisodeError | None]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     given: set[int] = field(default_factory=set)
@@ -103,14 +104,11 @@ class EpisodeBatch:
 
         self.busy |= self.pool.begin(list(by_number), on_host)
 
-    def collect(
-        self, must_wait: Callable[[], bool], observe: Callable[[Episode], None]
-    ) -> Exception | None:
+    def collect(self, must_wait: Callable[[], bool]) -> Exception | None:
         """Waits for work on hosts; an error to be raised, unless failures are masked.
 
         Args:
             must_wait: Whether what is busy is waited for.
-            observe: Appends the answers of an episode.
         """
         first: Exception | None = None
         while self.busy:
@@ -118,7 +116,7 @@ class EpisodeBatch:
                 future = self.busy.get(episode.number)
                 if future is not None and future.done():
                     del self.busy[episode.number]
-                    problem = self._outcome(episode, future, observe)
+                    problem = self._outcome(episode, future)
                     first = first or problem
             if self.busy and must_wait():
                 wait(self.busy.values(), return_when=FIRST_COMPLETED)
@@ -126,12 +124,7 @@ class EpisodeBatch:
                 break
         return first
 
-    def _outcome(
-        self,
-        episode: Episode,
-        future: Future[EpisodeError | None],
-        observe: Callable[[Episode], None],
-    ) -> Exception | None:
+    def _outcome(self, episode: Episode, future: Future[EpisodeError | None]) -> Exception | None:
         try:
             outcome = future.result()
         except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
@@ -142,17 +135,15 @@ class EpisodeBatch:
             return self.failed(episode, outcome)
         elif episode.is_answered:
             try:
-                observe(episode)
-            except ImageRefusedError as error:
-                return self.failed(episode, EpisodeError(str(error)))
+                self.observe(self, episode)
+            except EpisodeError as error:
+                return self.failed(episode, error)
         return None
 
-    def each(
-        self, episodes: Sequence[Episode], work: Work, observe: Callable[[Episode], None]
-    ) -> Exception | None:
+    def each(self, episodes: Sequence[Episode], work: Work) -> Exception | None:
         """Work on episodes on their hosts, all of it waited for; see `collect`."""
         self.begin(episodes, work)
-        return self.collect(lambda: True, observe)
+        return self.collect(lambda: True)
 
     def failed(self, episode: Episode, error: EpisodeError) -> Exception | None:
         """Closes an episode; an error to be raised, unless failures are masked."""

@@ -1,4 +1,4 @@
-"""What happened in the episodes of a step, one JSON line an event, written before it is used.
+"""Events in the episodes of a step, one JSON line an event, written before it is used.
 
 begin        what must be equal for a file to be continued
 reset        the prompt of an episode, with what `reset` told
@@ -33,7 +33,7 @@ Event = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
-    """What one call of the engine sampled.
+    """A sample of one call of the engine.
 
     Args:
         turn: Its number in the episode.

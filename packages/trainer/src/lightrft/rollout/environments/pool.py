@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar, cast
@@ -52,14 +52,10 @@ class EnvironmentSpec:
     @classmethod
     def of(cls, described: Mapping[str, object]) -> Self:
         """As the worker describes it."""
-        return cls(
-            cast("str | None", described["name"]),
-            tuple(cast("list[dict[str, object]]", described["schemas"])),
-            bool(described["has_reward"]),
-            bool(described["takes_seed"]),
-            bool(described["answers_turns"]),
-            frozenset(cast("list[str]", described["stateless"])),
-        )
+        schemas = tuple(cast("list[dict[str, object]]", described["schemas"]))
+        stateless = frozenset(cast("list[str]", described["stateless"]))
+        own = {**described, "schemas": schemas, "stateless": stateless}
+        return cls(**own)  # type: ignore[arg-type]
 
     @property
     def functions(self) -> dict[str, dict[str, object]]:
@@ -165,21 +161,13 @@ class EnvironmentPool:
             ThreadPoolExecutor(1, thread_name_prefix="environment") for _ in self._hosts
         ]
 
-    def each(
-        self, numbers: Sequence[int], work: Callable[[int, Host], Result]
-    ) -> list[Result | EpisodeError]:
-        """`work(number, host)` for each number, all hosts at once; results in the given order.
-
-        Episodes of one host take turns. An EpisodeError is a result; others are raised.
-        """
-        begun = self.begin(numbers, work)
-        wait(begun.values())  # all end before the first error is raised
-        return [begun[number].result() for number in numbers]
-
     def begin(
         self, numbers: Sequence[int], work: Callable[[int, Host], Result]
     ) -> dict[int, Future[Result | EpisodeError]]:
-        """The same, not waited for."""
+        """`work(number, host)` for each number, all hosts at once; not waited for.
+
+        Episodes of one host take turns. An EpisodeError is a result; others are raised.
+        """
 
         def serve(number: int, host: Host) -> Result | EpisodeError:
             try:
@@ -196,12 +184,6 @@ class EnvironmentPool:
             threads.shutdown(wait=False, cancel_futures=True)
         for host in self._hosts:
             host.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _absolute(text: str) -> str:

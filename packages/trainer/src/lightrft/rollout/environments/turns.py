@@ -1,36 +1,158 @@
-"""Turns of episodes: the prompt of each, the calls in it, and the observation after it."""
+"""Turns of episodes: their prompts, the calls in them, the answers, and answers as token ids."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.media import as_parts
+from lightrft.datasets.suffix import Content, Observation, TurnSuffix
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import Encoder
 from lightrft.engines.media.kinds import Media
 from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_prompt, encode_row
 from lightrft.records.rollout import AnsweredCall
-from lightrft.rollout.environments.calls import MalformedCallError, ToolCall, as_error
+from lightrft.rewards.types import RewardResult
+from lightrft.rollout.environments.calls import (
+    MalformedCallError,
+    ToolCall,
+    as_error,
+    check_call,
+)
+from lightrft.rollout.environments.content import from_json
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.episode_batch import (
     TURN_STEP,
     ChangedAnswerError,
     EpisodeBatch,
 )
-from lightrft.rollout.environments.observations import Observations
-from lightrft.rollout.environments.pool import EnvironmentSpec, EpisodeError
+from lightrft.rollout.environments.pool import EnvironmentSpec, EpisodeError, Host
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightrft.engines.media.sources import ImageSource
+
+
+# Of an observation that would not fit: less is not worth a turn.
+MIN_OBSERVATION_TOKENS = 8
+CUT = "[cut]"
+
+
+class ImageRefusedError(EpisodeError):
+    """Images of an answer cannot be shown to the model; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observations:
+    """Answers as token ids.
+
+    Args:
+        config: Its options `max_observation_tokens` and those that bound an episode.
+        tokenizer: Of the model.
+        suffix: Renders answers.
+    """
+
+    config: TrainConfig
+    tokenizer: PreTrainedTokenizerBase
+    suffix: TurnSuffix
+
+    def turn_tokens(self, context_length: int, max_tokens: int) -> int:
+        """Most tokens of a turn of at most `max_tokens` after so many."""
+        return max(1, min(max_tokens, self.config.max_episode_tokens - context_length))
+
+    def has_room(self, turn: Sequence[int], context_length: int, count: int) -> bool:
+        """Whether so many answers would be seen."""
+        return self._room(turn, context_length, count) >= MIN_OBSERVATION_TOKENS * count
+
+    def after(
+        self, turn: Sequence[int], context_length: int, answers: Sequence[str | Content]
+    ) -> Observation | None:
+        """The ids after a turn; None if its images leave no room for another turn.
+
+        Args:
+            turn: Its ids.
+            context_length: Tokens of the episode, the turn included.
+            answers: To its calls.
+
+        Raises:
+            ImageRefusedError: Images of an answer alone have more than `max_observation_tokens`, or
+                the model's processor or template refuses them.
+        """
+        contents = [(each,) if isinstance(each, str) else each for each in answers]
+        try:
+            sizes = [self._image_tokens(turn, each) for each in contents]
+        except (ValueError, TypeError, IndexError) as error:
+            raise ImageRefusedError(f"an answer's images cannot be shown: {error}") from error
+        limit = self.config.max_observation_tokens
+        if max(sizes) > limit:
+            raise ImageRefusedError(
+                f"the images of an answer have {max(sizes)} tokens, more than "
+                f"--max_observation_tokens {limit}: raise it, or answer with smaller images"
+            )
+        room = self._room(turn, context_length, len(contents)) - sum(sizes)
+        if sum(sizes) and room < MIN_OBSERVATION_TOKENS * len(contents):
+            return None
+        room_of_each = room // len(contents)
+        pairs = zip(contents, sizes, strict=True)
+        cut = [self._cut_content(each, min(limit - size, room_of_each)) for each, size in pairs]
+        found = self.suffix.after(turn, cut)
+        left = self.config.max_episode_tokens - context_length
+        if len(found.token_ids) >= left:  # a template that writes more than the text
+            if sum(sizes):
+                return None
+            found = self.suffix.after(turn, [CUT] * len(contents))
+        return found
+
+    def _image_tokens(self, turn: Sequence[int], content: Content) -> int:
+        """Tokens that the images of an answer add to it."""
+        images = [part for part in content if not isinstance(part, str)]
+        if not images:
+            return 0
+        shown: Content = ("", *images)
+        bare = len(self.suffix.after(turn, [""]).token_ids)
+        return len(self.suffix.after(turn, [shown]).token_ids) - bare
+
+    def _cut_content(self, content: Content, max_tokens: int) -> Content:
+        """An answer whose texts have at most so many tokens together."""
+        found: list[str | ImageSource] = []
+        for part in content:
+            if not isinstance(part, str):
+                found.append(part)
+                continue
+            found.append(self._cut(part, max(0, max_tokens)))
+            max_tokens -= len(self._ids(part))
+        return tuple(found)
+
+    def _room(self, turn: Sequence[int], context_length: int, count: int) -> int:
+        """Tokens that so many answers may have, so that one token of a turn can follow."""
+        frame = len(self.suffix.after(turn, [""] * count).token_ids)
+        return self.config.max_episode_tokens - context_length - frame - 1
+
+    def _cut(self, text: str, max_tokens: int) -> str:
+        """A text of at most so many tokens, and a mark where it was cut."""
+        found = self._ids(text)
+        if len(found) <= max_tokens:
+            return text
+        size = len(self._ids(CUT))
+        kept = self.tokenizer.decode(found[: max(0, max_tokens - size)], skip_special_tokens=False)
+        return f"{str(kept).rstrip(chr(0xFFFD))}{CUT}"
+
+    def _ids(self, text: str) -> list[int]:
+        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        return cast("list[int]", ids["input_ids"])
+
 
 _IMAGE = {"type": "image"}
 # More than a chat template writes before a turn, where it may begin to think for the model.
 HEADER_TOKENS = 64
 
 
+@dataclass(frozen=True, slots=True)
 class Turns:
     """Turns as ids and as text.
 
@@ -42,17 +164,11 @@ class Turns:
         spec: Of all environments together.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        encoder: Encoder,
-        observations: Observations,
-        spec: EnvironmentSpec,
-    ) -> None:
-        self._config, self._tokenizer, self._encoder = config, tokenizer, encoder
-        self._observations, self._spec = observations, spec
+    config: TrainConfig
+    tokenizer: PreTrainedTokenizerBase
+    encoder: Encoder
+    observations: Observations
+    spec: EnvironmentSpec
 
     def prepare(self, batch: EpisodeBatch, episode: Episode) -> None:
         """Adds the message of `reset` to the prompt of an episode.
@@ -86,10 +202,10 @@ class Turns:
         images = tuple(part for part in given if not isinstance(part, str))
         media = prompt.media + Media({"image": images})
         found = self._rendered(episode, replace(prompt, media=media, messages=tuple(messages)))
-        if len(found.token_ids) > self._config.prompt_max_len:
+        if len(found.token_ids) > self.config.prompt_max_len:
             raise EpisodeError(
                 f"the prompt has {len(found.token_ids)} tokens with what reset added, more than "
-                f"prompt_max_len {self._config.prompt_max_len}"
+                f"prompt_max_len {self.config.prompt_max_len}"
             )
         return found
 
@@ -105,7 +221,7 @@ class Turns:
             ids = tuple(tokenizer([text], add_special_tokens=False)["input_ids"][0])
             return replace(prompt, text=text, token_ids=ids)
         try:
-            encoded = encode_prompt(replace(prompt, text=text), self._encoder)
+            encoded = encode_prompt(replace(prompt, text=text), self.encoder)
         except (ValueError, IndexError, StopIteration) as error:
             raise EpisodeError(f"the images of reset do not fit the prompt: {error}") from error
         return replace(prompt, text=text, token_ids=encoded.token_ids)
@@ -113,19 +229,19 @@ class Turns:
     def request(self, batch: EpisodeBatch, episode: Episode) -> GenerationRequest:
         """Of the next turn, which has random numbers of its own in whatever round."""
         context = episode.context
-        media = encode_row(episode.as_rollout(), self._encoder)
+        media = encode_row(episode.as_rollout(), self.encoder)
         if media is not None:
             media = media.continued(context[len(media.token_ids) :])
         return GenerationRequest(
             prompt_token_ids=context,
             request_id=episode.request_id + TURN_STEP * len(episode.segments),
-            max_tokens=self._observations.turn_tokens(len(context), batch.params.max_tokens),
+            max_tokens=self.observations.turn_tokens(len(context), batch.params.max_tokens),
             encoded=media,
         )
 
     def append(self, episode: Episode, turn: Completion) -> None:
         """Appends a turn that was sampled."""
-        text = self._tokenizer.decode(turn.output_token_ids, skip_special_tokens=True)
+        text = self.tokenizer.decode(turn.output_token_ids, skip_special_tokens=True)
         episode.add_turn(turn, str(text))
 
     def parse_turn(self, batch: EpisodeBatch, episode: Episode) -> None:
@@ -136,7 +252,7 @@ class Turns:
         turn = episode.last
         episode.pending.clear()
         calls, problem = ([], None) if turn is None else self._calls(episode, turn)
-        may_follow = self._spec.answers_turns or self._may_follow(episode, max(1, len(calls)))
+        may_follow = self.spec.answers_turns or self._may_follow(episode, max(1, len(calls)))
         if not (calls or problem) or not may_follow:
             episode.is_open = False
             return
@@ -151,18 +267,18 @@ class Turns:
         turn = episode.last
         if turn is None or turn.finish_reason != "stop":
             return False
-        if len(episode.segments) >= self._config.max_turns:
+        if len(episode.segments) >= self.config.max_turns:
             return False
         size = len(episode.context)
-        return self._observations.has_room(turn.output_token_ids, size, count)
+        return self.observations.has_room(turn.output_token_ids, size, count)
 
     def _calls(self, episode: Episode, turn: Completion) -> tuple[list[ToolCall], str | None]:
         """The calls in a turn, or the fault in them."""
         is_ended = turn.finish_reason == "stop"
         ids = turn.output_token_ids[:-1] if is_ended else turn.output_token_ids
-        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
         header = turn.prompt_token_ids[-HEADER_TOKENS:]
-        before = self._tokenizer.decode(header, skip_special_tokens=False)
+        before = self.tokenizer.decode(header, skip_special_tokens=False)
         try:
             return episode.environment.parse(str(text), is_ended, str(before)), None
         except MalformedCallError as error:
@@ -178,7 +294,7 @@ class Turns:
         if turn is None or answers[-1].ends_episode or not self._may_follow(episode, len(answers)):
             episode.is_open = False
             return
-        found = self._observations.after(
+        found = self.observations.after(
             turn.output_token_ids, len(episode.context), [answer.shown for answer in answers]
         )
         if found is None:
@@ -186,3 +302,85 @@ class Turns:
             return
         episode.add_observation(found)
         batch.journal.observation(episode)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Work of hosts on episodes; runs in their threads.
+
+    Args:
+        config: Limits of calls.
+        spec: Of all environments together.
+        repeats_stateless: Tools without state are asked again when a journal is followed, since
+            it names images and does not hold them.
+    """
+
+    config: TrainConfig
+    spec: EnvironmentSpec
+    repeats_stateless: bool
+
+    def reset(self, episode: Episode, host: Host) -> None:
+        """Begins an episode."""
+        episode.host_on(host, seconds=self.config.tool_timeout_seconds)
+
+    def answer_calls(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
+        """Makes the calls of the last turn, in their order.
+
+        Answers that the journal of a killed process has must be given again.
+        """
+        key = (episode.sample_id, len(episode.segments) - 1)
+        known, answered = batch.journal.recorded.answers.get(key, []), episode.answers.pop()
+        if episode.pending:
+            seconds = self.config.tool_timeout_seconds
+            episode.host_on(host, seconds=seconds, stateless=self.spec.stateless)
+        episode.answers.append(answered)
+        for call in episode.pending:
+            before = known[len(answered)] if len(answered) < len(known) else None
+            answer = self._execute_call(episode, call, host, before)
+            if before is not None and before.said != answer.said:
+                raise ChangedAnswerError(
+                    f"turn {key[1]}: {call.name} answered {answer.text[:80]!r}, where the journal "
+                    f"says {before.text[:80]!r}"
+                )
+            batch.journal.answer(episode, answer)
+            answered.append(answer)
+            if answer.ends_episode:
+                break
+
+    def _execute_call(
+        self, episode: Episode, call: ToolCall, host: Host, before: AnsweredCall | None
+    ) -> AnsweredCall:
+        """One call and its answer; never an exception of the tool."""
+        try:
+            arguments = check_call(call, episode.environment.functions)
+        except MalformedCallError as error:
+            return AnsweredCall("", {}, "malformed", as_error(str(error)))
+        limit = self.config.max_tool_calls
+        if limit is not None and episode.num_calls >= limit:
+            text = as_error(f"no calls are left: {limit} were allowed")
+            return AnsweredCall(call.name, arguments, "refused", text)
+        is_stateless = call.name in self.spec.stateless
+        if before is not None and is_stateless and not self.repeats_stateless:
+            return before
+        start, deadline = time.perf_counter(), self.config.tool_timeout_seconds
+        key, asked = str(episode.number), {"name": call.name, "arguments": arguments}
+        answer = cast("dict[str, object]", host.ask("call", key, seconds=deadline, **asked))
+        seconds, text = time.perf_counter() - start, str(answer["text"])
+        if "error" in answer:
+            return AnsweredCall(call.name, arguments, "error", text, seconds)
+        content = from_json(answer.get("content"), f"an image that {call.name} answered with")
+        is_last = "ends_episode" in answer
+        return AnsweredCall(call.name, arguments, "ok", text, seconds, is_last, content)
+
+    def reward(self, episode: Episode, host: Host) -> RewardResult:
+        """The reward of an episode by its environment."""
+        key, seconds = str(episode.number), self.config.tool_timeout_seconds
+        if not episode.environment.spec.has_reward:
+            return RewardResult(0.0)
+        episode.host_on(host, seconds=seconds, stateless=self.spec.stateless)
+        answer = host.ask("reward", key, seconds=seconds)
+        host.ask("close", key, seconds=seconds)
+        if answer is None:
+            raise EpisodeError("get_reward returned None")
+        total, parts = cast("tuple[float, dict[str, float]]", answer)
+        return RewardResult(total, {str(episode.environment.spec.name): total, **parts})

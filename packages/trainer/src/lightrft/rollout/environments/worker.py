@@ -109,12 +109,12 @@ class HostedEnvironments:
 
     def _described(self, name: str, make: Factory | None) -> object:
         instance = None if make is None else make()
-        cls = None if make is None else type(instance)
+        cls = type(instance)
         reset = getattr(cls, "reset", None)
-        if cls is not None and not inspect.isfunction(reset):
+        if make is not None and not inspect.isfunction(reset):
             raise ReportedError(_not_a_class(f"{name or 'environment'}: class {cls.__name__}"))
-        own = cls if cls is not None and issubclass(cls, Adapted) else None
-        methods = {} if cls is None else {n: getattr(instance, n) for n in tool_names(cls)}
+        own = cls if issubclass(cls, Adapted) else None
+        methods = {n: getattr(instance, n) for n in tool_names(cls)}
         twice = sorted(set(methods) & set(self._tools))
         if twice:
             raise ReportedError(f"tools must differ: {twice[0]!r} is a method and a function")
@@ -123,7 +123,7 @@ class HostedEnvironments:
         shown = self._tools if own is not None else {**methods, **self._tools}
         schemas = [] if own is None else own.schemas()
         return {
-            "name": None if cls is None else cls.__name__,
+            "name": None if make is None else cls.__name__,
             "schemas": [*schemas, *(_schema(n, tool) for n, tool in shown.items())],
             "has_reward": hasattr(cls, "get_reward"),
             "takes_seed": reset is not None and "seed" in inspect.signature(reset).parameters,
@@ -153,27 +153,26 @@ class HostedEnvironments:
         kind = "" if "" in self._factories else str(row.pop(ENVIRONMENT_COLUMN))
         environment = self._factories[kind]()
         self._episodes[episode] = environment
-        message = cast("Tool", environment.reset)(**row)  # type: ignore[attr-defined]
-        if inspect.isawaitable(message):
-            message = asyncio.run(_wait(message))
+        message = _settled(environment.reset(**row))  # type: ignore[attr-defined]
         name = f"{type(environment).__name__}.reset"
+        if message is None or isinstance(message, str):
+            return message
         parts = self._parts(message, name)
-        return _reset_message(message, name) if parts is None else _answer(parts)
+        return _answer(parts) if has_image(message) else "".join(map(str, parts))
 
     def _call(self, episode: str, name: str, arguments: dict[str, object]) -> dict[str, object]:
         tool = self._tools.get(name)
         try:
             if tool is None:
                 tool = cast("Tool", getattr(self._episodes[episode], name))
-            result = tool(**arguments)
-            if inspect.isawaitable(result):
-                result = asyncio.run(_wait(result))
-            parts = self._parts(result, name)
-            if parts is None:
-                answer: dict[str, object] = {"text": self._cut(as_text(result))}
-            else:
+            result = _settled(tool(**arguments))
+            answer: dict[str, object] = {}
+            if has_image(result):
+                parts = self._parts(result, name)
                 cut = (self._cut(as_text(p)) if isinstance(p, str) else p for p in parts)
-                answer = _answer(tuple(cut))
+                answer |= _answer(tuple(cut))
+            else:
+                answer["text"] = self._cut(as_text(result))
             environment = self._episodes.get(episode)
             if isinstance(environment, Adapted) and environment.is_done:
                 answer["ends_episode"] = "yes"
@@ -190,9 +189,7 @@ class HostedEnvironments:
         environment = self._episodes.get(episode)
         if environment is None or not hasattr(environment, "get_reward"):
             return None
-        reward = environment.get_reward()
-        if inspect.isawaitable(reward):
-            reward = asyncio.run(_wait(reward))
+        reward = _settled(environment.get_reward())
         if reward is None:
             return None
         if isinstance(reward, Mapping):
@@ -201,15 +198,14 @@ class HostedEnvironments:
             return [sum(parts.values()) if total is None else total, parts]
         return [_number(reward), {}]
 
-    def _parts(self, result: object, name: str) -> Parts | None:
-        """Texts and images of an answer; None where it has no images.
+    def _parts(self, result: object, name: str) -> Parts:
+        """Texts and images of an answer.
 
         Raises:
-            EpisodeLostError: The model reads text only, or an image cannot be read.
+            EpisodeLostError: The model reads text only, or a block is neither text nor an image
+                that can be read.
         """
-        if not has_image(result):
-            return None
-        if not self._reads_images:
+        if has_image(result) and not self._reads_images:
             raise EpisodeLostError(
                 f"{name} answered with an image, and the model reads text only: train a "
                 "vision-language model, or answer in text"
@@ -246,8 +242,11 @@ def _answer(parts: Parts) -> dict[str, object]:
     return {"text": named(parts), "content": to_json(parts)}
 
 
-async def _wait(awaitable: object) -> object:
-    return await awaitable  # type: ignore[misc]
+def _settled(result: object) -> object:
+    async def waited() -> object:
+        return await result  # type: ignore[misc]
+
+    return asyncio.run(waited()) if inspect.isawaitable(result) else result
 
 
 def _number(value: object) -> float:
@@ -288,23 +287,6 @@ def _not_a_class(what: str) -> str:
         f"{what}: expected a class with reset(**row), further public methods as tools, and "
         "optionally get_reward(); a function that makes one, or a dict of such by name"
     )
-
-
-def _reset_message(result: object, name: str) -> str | None:
-    """The result of `reset` as text: None, a string, or blocks of content that are text."""
-    if result is None or isinstance(result, str):
-        return result
-    texts = []
-    for block in result if isinstance(result, (list, tuple)) else [result]:
-        text = block.get("text") if isinstance(block, Mapping) else block
-        if not isinstance(text, str):
-            own = type(block).__name__
-            kind = block.get("type", own) if isinstance(block, Mapping) else own
-            raise ReportedError(
-                f"{name} must return a string, blocks of type text or image, or None: got {kind!r}"
-            )
-        texts.append(text)
-    return "".join(texts)
 
 
 def _schema(name: str, tool: Tool) -> object:

@@ -10,7 +10,7 @@ from lightrft.algorithms.kl import KlController
 from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
 from lightrft.experience.maker import StepExperience
-from lightrft.rollout.carry import PartialRolloutState
+from lightrft.rollout.source import PartialRolloutState
 from lightrft.stages.stage import stored_number
 
 

@@ -15,7 +15,7 @@ from lightrft.datasets.suffix import ChatTokenizer, TurnSuffix
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.rollout.environments.journal import Recorded, RecordedTurn
-from lightrft.rollout.environments.observations import Observations
+from lightrft.rollout.environments.turns import Observations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

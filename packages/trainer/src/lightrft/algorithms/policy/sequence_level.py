@@ -1,12 +1,17 @@
-"""Sequence-level clipping: the ratio of a row is the geometric mean of its tokens' ratios."""
+"""Losses of whole rows: the ratio is the geometric mean of the ratios of their tokens."""
 
 import torch
 from torch import Tensor
 
 from lightrft.algorithms.interface import TokenLoss, policy_loss
-from lightrft.algorithms.masking import at_least_float32, mask_out
+from lightrft.algorithms.masking import (
+    at_least_float32,
+    mask_like,
+    mask_out,
+    masked_difference,
+    row_log_ratio,
+)
 from lightrft.algorithms.policy.clipped import clipped_surrogate
-from lightrft.algorithms.ratios import mask_like, masked_difference, row_log_ratio
 
 
 @policy_loss(aggregation="seq-mean-token-mean", is_sequence_level=True)
@@ -87,4 +92,50 @@ def gspo_token_policy_loss(
         is_clamped=delta.is_clamped,
         clip_low=clip_low,
         clip_high=clip_high,
+    )
+
+
+@policy_loss(aggregation="seq-mean-token-mean", is_sequence_level=True)
+def gmpo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    max_log_ratio: float = 0.4,
+) -> TokenLoss:
+    """Geometric-mean policy loss, the row's value repeated on each of its tokens.
+
+    d_it = logprobs_it - old_it, bounded above by c where A > 0 and below by -c where A < 0
+    rho_i = exp(mean_t d_it);  L_it = -rho_i A_it
+
+    A bounded token gets no gradient but still moves rho_i. The mean over a row, then over rows
+    (seq-mean-token-mean) is the paper's objective. ln rho_i is held within +-20.
+
+    Source: Zhao et al. 2025, arXiv:2507.20673.
+
+    Args:
+        logprobs, old_logprobs: [batch, seq]; gradients flow through `logprobs` only.
+        advantages: [batch, seq], one number per row.
+        response_mask: [batch, seq] bool.
+        max_log_ratio: c; 0.4 keeps token ratios within e^-0.4 and e^0.4.
+
+    Raises:
+        ValueError: max_log_ratio <= 0.
+    """
+    if max_log_ratio <= 0:
+        raise ValueError(f"max_log_ratio must be positive: got {max_log_ratio}")
+    difference = masked_difference(logprobs, old_logprobs, response_mask)
+    advantages = mask_like(advantages, logprobs, response_mask)
+    bounded_above = torch.where(advantages > 0, difference.clamp(max=max_log_ratio), difference)
+    bounded = torch.where(advantages < 0, difference.clamp(min=-max_log_ratio), bounded_above)
+    delta = row_log_ratio(bounded, response_mask)
+    ratio = delta.values.exp()
+    held = difference.detach()
+    return TokenLoss(
+        loss=mask_out(-ratio * advantages, response_mask),
+        ratio=mask_out(ratio.detach(), response_mask),
+        is_clipped_low=(advantages < 0) & (held < -max_log_ratio),
+        is_clipped_high=(advantages > 0) & (held > max_log_ratio),
+        is_clamped=delta.is_clamped,
     )

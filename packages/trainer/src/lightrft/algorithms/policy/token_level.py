@@ -1,0 +1,179 @@
+"""Losses of single tokens: the plain policy gradient, CISPO, SAPO and CPGD."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.interface import TokenLoss, policy_loss
+from lightrft.algorithms.masking import (
+    at_least_float32,
+    log_ratio,
+    mask_like,
+    mask_out,
+    masked_difference,
+)
+from lightrft.algorithms.policy.clipped import check_clip_bounds
+
+
+@policy_loss(aggregation="token-mean", is_token_wise=True)
+def reinforce_policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor
+) -> TokenLoss:
+    """Score-function policy loss, one value per token: L_t = -A_t logprobs_t.
+
+    `old_logprobs` enters the reported ratio only. At logprobs = old_logprobs every other policy
+    loss here has this gradient under its aggregation.
+
+    Source: Williams 1992, Machine Learning 8.
+
+    Args:
+        logprobs, old_logprobs, advantages: [batch, seq]; gradients flow through `logprobs` only.
+        response_mask: [batch, seq] bool.
+    """
+    delta = log_ratio(logprobs, old_logprobs, response_mask)
+    advantages = mask_like(advantages, logprobs, response_mask)
+    inside = mask_out(at_least_float32(logprobs), response_mask)
+    return TokenLoss.unclipped(
+        -advantages * inside, delta.values.exp(), response_mask, delta.is_clamped
+    )
+
+
+@policy_loss(aggregation="token-mean", is_token_wise=True)
+def cispo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 0.28,
+) -> TokenLoss:
+    """Clipped-importance-weight policy loss, one value per token.
+
+    L_t = -sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t logprobs_t
+
+    Every token keeps a gradient; the clip flags say where the weight was held.
+
+    Source: MiniMax-M1 2025, arXiv:2506.13585. `clip_high` is added to 1 (some code bases take the
+    cap itself); clip_low >= 1 means no lower bound, as in the paper.
+
+    Args:
+        logprobs, old_logprobs, advantages: [batch, seq]; gradients flow through `logprobs` only.
+        response_mask: [batch, seq] bool.
+        clip_low, clip_high: Half-widths of the weight's interval below and above 1.
+
+    Raises:
+        ValueError: a negative clip bound.
+    """
+    check_clip_bounds(clip_low, clip_high)
+    delta = log_ratio(logprobs, old_logprobs, response_mask)
+    ratio = delta.values.detach().exp()
+    advantages = mask_like(advantages, logprobs, response_mask)
+    inside = mask_out(at_least_float32(logprobs), response_mask)
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return TokenLoss(
+        loss=mask_out(-weight * advantages * inside, response_mask),
+        ratio=mask_out(ratio, response_mask),
+        is_clipped_low=response_mask & (ratio < 1 - clip_low),
+        is_clipped_high=response_mask & (ratio > 1 + clip_high),
+        is_clamped=delta.is_clamped,
+    )
+
+
+@policy_loss(aggregation="seq-mean-token-mean", is_token_wise=True)
+def sapo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    temperature_positive: float = 1.0,
+    temperature_negative: float = 1.05,
+) -> TokenLoss:
+    """Soft-gated policy loss, one value per token.
+
+    L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t,  tau by the sign of A_t
+
+    The gradient's weight is 1 at r = 1 and decays smoothly on both sides. Nothing is clipped, so
+    the clip flags are False.
+
+    Source: Gao et al. 2025, arXiv:2511.20347.
+
+    Args:
+        logprobs, old_logprobs, advantages: [batch, seq]; gradients flow through `logprobs` only.
+        response_mask: [batch, seq] bool.
+        temperature_positive, temperature_negative: tau where A > 0, and elsewhere.
+
+    Raises:
+        ValueError: a temperature is not positive.
+    """
+    if temperature_positive <= 0 or temperature_negative <= 0:
+        raise ValueError(
+            "temperatures must be positive: got "
+            f"{temperature_positive} (positive) and {temperature_negative} (negative)"
+        )
+    delta = log_ratio(logprobs, old_logprobs, response_mask)
+    ratio = delta.values.exp()
+    advantages = mask_like(advantages, logprobs, response_mask)
+    tau = torch.full_like(advantages, temperature_negative)
+    tau = tau.masked_fill(advantages > 0, temperature_positive)
+    loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
+    return TokenLoss.unclipped(loss, ratio, response_mask, delta.is_clamped)
+
+
+@policy_loss(aggregation="seq-mean-token-mean", is_token_wise=True)
+def cpgd_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    drift_coef: float = 0.001,
+    drift_cap: float = 2.0,
+) -> TokenLoss:
+    """Clipped policy gradient on the log-ratio, plus a pull back to the old policy.
+
+    c_t = min(p_t, old_t + ln(1 + clip_high)) if A_t > 0, else max(p_t, old_t + ln(1 - clip_low))
+    L_t = -c_t A_t + drift_coef * min(sg[r_t] - 1, drift_cap) p_t,  r_t = exp(p_t - old_t)
+
+    The drift term has the gradient of KL(old || policy), capped. The value is not centred: it
+    moves with the logprobs themselves.
+
+    Source: Liu et al. 2025, arXiv:2505.12504.
+
+    Args:
+        logprobs, old_logprobs, advantages: [batch, seq]; gradients flow through `logprobs` only.
+        response_mask: [batch, seq] bool.
+        clip_low, clip_high: Half-widths of the ratio's interval below and above 1.
+        drift_coef: Weight of the drift term; 0 switches it off.
+        drift_cap: Upper bound of r - 1 in the drift term.
+
+    Raises:
+        ValueError: clip_low outside [0, 1), or another number negative.
+    """
+    if not 0 <= clip_low < 1 or min(clip_high, drift_coef, drift_cap) < 0:
+        raise ValueError(
+            "expected 0 <= clip_low < 1 and clip_high, drift_coef, drift_cap >= 0: got "
+            f"{clip_low}, {clip_high}, {drift_coef}, {drift_cap}"
+        )
+    old = mask_like(old_logprobs, logprobs, response_mask)
+    # The unclamped difference: nothing is exponentiated here, and a token far below the old
+    # policy must keep its gradient.
+    difference = masked_difference(logprobs, old_logprobs, response_mask)
+    advantages = mask_like(advantages, logprobs, response_mask)
+    low, high = math.log1p(-clip_low), math.log1p(clip_high)
+    bounded = torch.where(advantages > 0, difference.clamp(max=high), difference.clamp(min=low))
+    delta = log_ratio(logprobs, old_logprobs, response_mask)
+    ratio = delta.values.detach().exp()
+    policy = old + difference
+    loss = -(old + bounded) * advantages + drift_coef * (ratio - 1).clamp(max=drift_cap) * policy
+    return TokenLoss(
+        loss=mask_out(loss, response_mask),
+        ratio=mask_out(ratio, response_mask),
+        is_clipped_low=(advantages < 0) & (difference.detach() < low),
+        is_clipped_high=(advantages > 0) & (difference.detach() > high),
+        is_clamped=delta.is_clamped,
+    )
