@@ -9,9 +9,9 @@ from torch import nn
 
 from lightrft.engines.engine_weights import EngineWeights, StaleEngineError as StaleEngineError
 from lightrft.engines.ledger import Ledger
+from lightrft.engines.media.encoder import MediaReader
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.prompts import EncodedPrompt
-from lightrft.engines.media.reader import MediaReader
 from lightrft.engines.native_params import params_of_native
 from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.raw_completions import FinishedRow, completion_of
@@ -267,8 +267,6 @@ class RolloutEngine(ABC):
     def _check_params(self, params: SamplingParams) -> None:
         """Raises a ValueError for what this engine cannot sample."""
         if params.stop:
-            if any(not text for text in params.stop):
-                raise ValueError(f"stop strings must not be empty: got {params.stop!r}")
             self._text.load()
 
     def _encode(self, text: str) -> tuple[int, ...]:

@@ -371,35 +371,9 @@ def fold_products(
 
 
 @triton.jit
-def _gradient(
-    z,
-    is_target,
-    maximum,
-    log_sum,
-    entropy,
-    grad_logprob,
-    grad_entropy,
-    scale,
-    softcap,
-    HAS_SOFTCAP,
-    HAS_GRAD_LOGPROB,
-    HAS_GRAD_ENTROPY,
-):
-    """Gradient of the products from logits z; row values broadcast against z."""
-    # Products that are computed again may be rounded otherwise: no probability is above 1.
-    log_p = tl.minimum((z - maximum) - log_sum, 0.0)
-    p = tl.exp(log_p)
-    grad = tl.zeros_like(z)
-    if HAS_GRAD_LOGPROB:
-        # 1 - p in float32 and rounded once: a near-certain target keeps its digits.
-        rest = tl.where(log_p > -0.01, -log_p * (1.0 + log_p * (0.5 + log_p / 6.0)), 1.0 - p)
-        grad = grad_logprob * tl.where(is_target, rest, -p)
-    if HAS_GRAD_ENTROPY:
-        grad -= grad_entropy * p * tl.where(p > 0, log_p + entropy, 0.0)
-    if HAS_SOFTCAP:
-        ratio = z / (scale * softcap)
-        grad *= 1.0 - ratio * ratio
-    return grad * scale
+def _row_values(values, rows, is_row, AXIS: tl.constexpr):
+    """Values of rows, to broadcast against a tile with its columns along AXIS."""
+    return tl.expand_dims(tl.load(values + rows, mask=is_row, other=0.0), AXIS)
 
 
 @triton.jit
@@ -419,40 +393,37 @@ def _tile_gradient(
     first_column,
     scale,
     softcap,
+    AXIS: tl.constexpr,
     HAS_BIAS,
     HAS_SOFTCAP,
     HAS_GRAD_LOGPROB,
     HAS_GRAD_ENTROPY,
 ):
-    """Gradient of a tile of products [rows, columns] of one chunk."""
-    z = _scaled_logits(
-        product, bias, columns[None, :], is_column[None, :], scale, softcap, HAS_BIAS, HAS_SOFTCAP
-    )
+    """Gradient of a tile of products of one chunk; columns run, and are given, along AXIS."""
+    z = _scaled_logits(product, bias, columns, is_column, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     target = tl.load(targets + rows, mask=is_row, other=-1) - first_column
-    row_maximum = tl.load(maximum + rows, mask=is_row, other=0.0)
-    row_log_sum = tl.load(log_sum + rows, mask=is_row, other=0.0)
-    row_entropy = row_maximum
-    row_grad_logprob = row_maximum
-    row_grad_entropy = row_maximum
+    row_maximum = _row_values(maximum, rows, is_row, AXIS)
+    row_log_sum = _row_values(log_sum, rows, is_row, AXIS)
     if HAS_GRAD_LOGPROB:
-        row_grad_logprob = tl.load(grad_logprobs + rows, mask=is_row, other=0.0)
+        row_grad_logprob = _row_values(grad_logprobs, rows, is_row, AXIS)
     if HAS_GRAD_ENTROPY:
-        row_entropy = tl.load(entropy + rows, mask=is_row, other=0.0)
-        row_grad_entropy = tl.load(grad_entropy + rows, mask=is_row, other=0.0)
-    return _gradient(
-        z,
-        columns[None, :] == target[:, None],
-        row_maximum[:, None],
-        row_log_sum[:, None],
-        row_entropy[:, None],
-        row_grad_logprob[:, None],
-        row_grad_entropy[:, None],
-        scale,
-        softcap,
-        HAS_SOFTCAP,
-        HAS_GRAD_LOGPROB,
-        HAS_GRAD_ENTROPY,
-    )
+        row_entropy = _row_values(entropy, rows, is_row, AXIS)
+        row_grad_entropy = _row_values(grad_entropy, rows, is_row, AXIS)
+    is_target = columns == tl.expand_dims(target, AXIS)
+    # Products that are computed again may be rounded otherwise: no probability is above 1.
+    log_p = tl.minimum((z - row_maximum) - row_log_sum, 0.0)
+    p = tl.exp(log_p)
+    grad = tl.zeros_like(z)
+    if HAS_GRAD_LOGPROB:
+        # 1 - p in float32 and rounded once: a near-certain target keeps its digits.
+        rest = tl.where(log_p > -0.01, -log_p * (1.0 + log_p * (0.5 + log_p / 6.0)), 1.0 - p)
+        grad = row_grad_logprob * tl.where(is_target, rest, -p)
+    if HAS_GRAD_ENTROPY:
+        grad -= row_grad_entropy * p * tl.where(p > 0, log_p + row_entropy, 0.0)
+    if HAS_SOFTCAP:
+        ratio = z / (scale * softcap)
+        grad *= 1.0 - ratio * ratio
+    return grad * scale
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -525,12 +496,13 @@ def grad_products(
         grad_logprobs,
         grad_entropy,
         rows,
-        columns,
+        columns[None, :],
         is_row,
-        is_column,
+        is_column[None, :],
         first_column,
         scale,
         softcap,
+        1,
         HAS_BIAS,
         HAS_SOFTCAP,
         HAS_GRAD_LOGPROB,
@@ -573,28 +545,24 @@ def grad_of_stored_products(
     offsets = columns.to(tl.int64)[:, None] * stride + rows[None, :]
     mask = is_column & is_row[None, :]
     x = tl.load(products + offsets, mask=mask, other=0.0).to(tl.float32)
-    z = _scaled_logits(x, bias, columns[:, None], is_column, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-    target = tl.load(targets + rows, mask=is_row, other=-1) - first_column
-    row_maximum = tl.load(maximum + rows, mask=is_row, other=0.0)
-    row_log_sum = tl.load(log_sum + rows, mask=is_row, other=0.0)
-    row_entropy = row_maximum
-    row_grad_logprob = row_maximum
-    row_grad_entropy = row_maximum
-    if HAS_GRAD_LOGPROB:
-        row_grad_logprob = tl.load(grad_logprobs + rows, mask=is_row, other=0.0)
-    if HAS_GRAD_ENTROPY:
-        row_entropy = tl.load(entropy + rows, mask=is_row, other=0.0)
-        row_grad_entropy = tl.load(grad_entropy + rows, mask=is_row, other=0.0)
-    grad = _gradient(
-        z,
-        columns[:, None] == target[None, :],
-        row_maximum[None, :],
-        row_log_sum[None, :],
-        row_entropy[None, :],
-        row_grad_logprob[None, :],
-        row_grad_entropy[None, :],
+    grad = _tile_gradient(
+        x,
+        bias,
+        targets,
+        maximum,
+        log_sum,
+        entropy,
+        grad_logprobs,
+        grad_entropy,
+        rows,
+        columns[:, None],
+        is_row,
+        is_column,
+        first_column,
         scale,
         softcap,
+        0,
+        HAS_BIAS,
         HAS_SOFTCAP,
         HAS_GRAD_LOGPROB,
         HAS_GRAD_ENTROPY,
