@@ -93,7 +93,11 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def native(self) -> object:
-        """The backend's own object (a vLLM `LLM`, a transformers model, ...)."""
+        """The backend's own object (a vLLM `LLM`, a transformers model, ...).
+
+        Raises:
+            RuntimeError: The backend was stopped.
+        """
 
     @property
     def runner_name(self) -> str:
@@ -154,8 +158,13 @@ class RolloutEngine(ABC):
             reads_media=self.reads_media and family_of(hf_config) is not None,
         )
 
-    def _take_over(self, module: nn.Module) -> None:
-        """Loads what a module holds in full; a sharded one is left to the first weight update."""
+    def _take_over(self, module: nn.Module | None) -> None:
+        """Loads what a module holds in full, where there is no checkpoint.
+
+        A sharded one is left to the first weight update.
+        """
+        if self._config.model_path or module is None:
+            return
         held = dict(module.named_parameters(remove_duplicate=False))
         pieces = []
         for parameter in self.parameter_manifest():
@@ -407,7 +416,8 @@ class RolloutEngine(ABC):
         return self._weights.shared_names(tensors)
 
     def check_usable(self) -> None:
-        """Raises unless the engine is awake, idle, and holds a complete set of weights."""
+        """Raises unless the engine is open, awake, idle, and holds a complete set of weights."""
+        _ = self.native
         self._check_weights()
         self._check_idle()
 

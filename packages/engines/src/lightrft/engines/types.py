@@ -9,6 +9,8 @@ from enum import Enum
 from itertools import compress
 from typing import TYPE_CHECKING, Literal
 
+from lightrft.kernels.weight_bucket.layout import WeightPiece as WeightPiece
+
 if TYPE_CHECKING:
     import torch
 
@@ -238,29 +240,6 @@ class EngineParameter:
     def numel(self) -> int:
         """Number of elements of the full parameter."""
         return math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightPiece:
-    """A contiguous flat range of one full parameter, ready to be written into an engine.
-
-    Args:
-        name: Checkpoint name.
-        shape: Full shape of the parameter.
-        start: First element of the range in the flattened full parameter.
-        tensor: 1-D tensor with the elements [start, start + tensor.numel()), in the engine's dtype.
-            It is valid only until `load_weights` returns.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    tensor: torch.Tensor
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the piece holds every element of its parameter."""
-        return self.start == 0 and self.tensor.numel() == math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

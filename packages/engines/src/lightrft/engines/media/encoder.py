@@ -154,16 +154,19 @@ class PromptEncoder:
             types += (piece.token_types or (0,) * len(piece.token_ids))[skipped:]
             place = stop
         found = [piece for _, _, piece in pieces]
-        names = dict.fromkeys(name for piece in found for name in piece.tensors)
         return replace(
             found[-1],
             token_ids=tuple(token_ids[:place]),
             request_token_ids=tuple(request),
             token_types=None if self.family.token_types is None else tuple(types),
-            tensors={n: self.family.join(n, [p.tensors.get(n) for p in found]) for n in names},
+            tensors=self._joined([piece.tensors for piece in found]),
             kinds=frozenset(kind for piece in found for kind in piece.kinds),
             media=sum((piece.media for piece in found), Media()),
         )
+
+    def _joined(self, given: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        names = dict.fromkeys(name for tensors in given for name in tensors)
+        return {n: self.family.join(n, [tensors.get(n) for tensors in given]) for n in names}
 
     def num_places(self, text: str) -> int:
         """Number of images that a rendered text has places for."""

@@ -107,8 +107,7 @@ def load_buckets(
     filled = broadcaster.gather(
         lambda name: pairs[name].source.local_shard, add_local=_add_local(pairs, source)
     )
-    for bucket in filled:
-        pieces = [WeightPiece(p.name, p.shape, p.start, p.tensor) for p in bucket]
+    for pieces in filled:
         transfer.note_handed_over([p for p in pieces if not pairs[p.name].target.verifiable])
         transfer.attempt(lambda pieces=pieces: engine.load_weights(pieces))  # type: ignore[misc]
     transfer.num_bytes = layout.num_bytes
