@@ -1,8 +1,11 @@
 """The interface of rollout engines, and their common part."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,8 +27,10 @@ from lightrft.engines.types import (
     EngineStatus,
     GenerationRequest,
     SamplingParams,
-    WeightPiece,
 )
+
+if TYPE_CHECKING:
+    from lightrft.kernels.weight_bucket.layout import WeightPiece
 
 TAGS = ("weights", "kv_cache")
 # Batches of rows that have ended, with what was sampled for each.
@@ -165,6 +170,8 @@ class RolloutEngine(ABC):
         """
         if self._config.model_path or module is None:
             return
+        from lightrft.kernels.weight_bucket.layout import WeightPiece
+
         held = dict(module.named_parameters(remove_duplicate=False))
         pieces = []
         for parameter in self.parameter_manifest():

@@ -1,12 +1,17 @@
 """An engine's parameters during updates: what arrived, and when it may be used again."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lightrft.engines.types import EngineParameter, WeightPiece
+from lightrft.engines.types import EngineParameter
+
+if TYPE_CHECKING:
+    from lightrft.kernels.weight_bucket.layout import WeightPiece
 
 
 class StaleEngineError(RuntimeError):

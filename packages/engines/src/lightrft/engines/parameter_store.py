@@ -1,11 +1,17 @@
 """Parameters that an engine holds in this process: manifest, updates, release and hashes."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightrft.engines.engine_weights import EngineWeights
-from lightrft.engines.types import EngineParameter, WeightPiece
+from lightrft.engines.types import EngineParameter
+
+if TYPE_CHECKING:
+    from lightrft.kernels.weight_bucket.layout import WeightPiece
 
 
 class ParameterStore(EngineWeights):

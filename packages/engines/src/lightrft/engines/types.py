@@ -9,8 +9,6 @@ from enum import Enum
 from itertools import compress
 from typing import TYPE_CHECKING, Literal
 
-from lightrft.kernels.weight_bucket.layout import WeightPiece as WeightPiece
-
 if TYPE_CHECKING:
     import torch
 
