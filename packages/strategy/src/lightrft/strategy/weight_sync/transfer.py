@@ -7,9 +7,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightrft.engines import WeightPiece
 from lightrft.engines.base import RolloutEngine
-from lightrft.kernels import BucketBroadcaster, BucketLayout, combine_hashes, hash_tensors
+from lightrft.kernels import (
+    BucketBroadcaster,
+    BucketLayout,
+    WeightPiece,
+    combine_hashes,
+    hash_tensors,
+)
 from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.weight_sync.accounting import PlannedParameter, WeightSyncError
 from lightrft.strategy.weight_sync.parameter_source import AddLocal, ParameterSource
