@@ -186,15 +186,22 @@ class LayoutReader:
             if stop - start > tensor.shape[0]:
                 return None
             return Place(*target, 0, stop - start, start, is_replicated=self._tp_size == 1)
+        return self._linear_place(name, target, members)
+
+    def _linear_place(
+        self, name: str, target: tuple[str, str], members: Sequence[str]
+    ) -> Place | None:
+        """The rows of a parameter in a tensor that may be fused, and split over the ranks."""
+        num_local, full_rows = self._tensor(target).shape[0], self._shape.shapes[name][0]
         parts = self._parts(name, target, members)
         sizes = [self._shape.shapes[part][0] for part in parts]
         before = sum(sizes[: parts.index(name)])
-        is_replicated = sum(sizes) == tensor.shape[0]
+        is_replicated = sum(sizes) == num_local
         num_parts = 1 if is_replicated else self._tp_size
         is_split = all(size % num_parts == 0 for size in sizes)
-        if not is_split or sum(sizes) != tensor.shape[0] * num_parts:
+        if not is_split or sum(sizes) != num_local * num_parts:
             return None
-        num_rows = shape[0] // num_parts
+        num_rows = full_rows // num_parts
         first = 0 if is_replicated else self._tp_rank * num_rows
         return Place(*target, before // num_parts, num_rows, first, is_replicated)
 
