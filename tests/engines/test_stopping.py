@@ -6,6 +6,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from lightrft.engines.hf.decode import stop_token_table
 from lightrft.engines.text import StopStringMatcher, end_of_sequence_ids
+from lightrft.engines.types import SamplingParams
 
 
 class ByteDecoder:
@@ -55,5 +56,5 @@ def test_a_character_counts_once_all_its_bytes_are_there():
 
 
 def test_an_empty_stop_string_is_refused():
-    with pytest.raises(ValueError, match="must not be empty"):
-        StopStringMatcher(["a", ""], ByteDecoder(), 1)
+    with pytest.raises(ValueError, match=r"stop=.*expected strings that are not empty"):
+        SamplingParams(stop=("a", ""))

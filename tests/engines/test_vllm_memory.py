@@ -14,7 +14,8 @@ import pytest
 import torch
 from tests.models.tiny import WIDE, tiny_model
 
-from lightrft.engines.types import EngineConfig, GenerationRequest, SamplingParams, WeightPiece
+from lightrft.engines.types import EngineConfig, GenerationRequest, SamplingParams
+from lightrft.kernels.weight_bucket.layout import WeightPiece
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 # The second shares its first 40 tokens with the third, so that cached blocks are reused.

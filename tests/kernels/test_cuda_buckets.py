@@ -45,11 +45,11 @@ def test_the_table_has_a_row_for_each_move_and_numbers_the_tiles():
         Move(matrix.data_ptr(), 0, 1, 100, 0, bf16, bf16, 1000),
     ]
     extension = RecordingExtension()
-    cuda.run(extension, moves, torch.device("cpu"), None)
+    cuda.run(extension, torch.device("cpu"), moves, None)
     first = (matrix.data_ptr() + 16, 4096, 13, 11, 24, 11, 11, 7, 4, 0, 0, 0)
     last = (matrix.data_ptr(), 0, 1, 100, 0, 100, 100, 1000, 1, 5, 2, 0)
     assert extension.tables == [([first, last], 5 + 4)]
-    cuda.run(extension, moves[1:2], torch.device("cpu"), None)
+    cuda.run(extension, torch.device("cpu"), moves[1:2], None)
     assert len(extension.tables) == 1  # nothing to do
     with pytest.raises(ValueError, match=r"no device cast from torch\.float64 to torch\.float16"):
         cuda.build_table([moves[0]._replace(source_dtype=torch.float64, dtype=torch.float16)], 32)
@@ -70,7 +70,7 @@ def test_tables_are_sent_anew_and_none_is_kept():
 
     before = num_tensors()
     for moves in 2 * buckets:
-        cuda.run(extension, moves, torch.device("cpu"), None)
+        cuda.run(extension, torch.device("cpu"), moves, None)
     assert num_tensors() <= before + 10
     assert extension.tables[:599] == extension.tables[599:1198]
 

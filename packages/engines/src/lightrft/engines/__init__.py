@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         LogprobsMode as LogprobsMode,
         MultiModalInputs as MultiModalInputs,
         SamplingParams as SamplingParams,
-        WeightPiece as WeightPiece,
     )
+    from lightrft.kernels.weight_bucket.layout import WeightPiece as WeightPiece
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

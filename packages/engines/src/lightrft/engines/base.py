@@ -1,17 +1,20 @@
 """The interface of rollout engines, and their common part."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from lightrft.engines.engine_weights import EngineWeights, StaleEngineError as StaleEngineError
 from lightrft.engines.ledger import Ledger
+from lightrft.engines.media.encoder import MediaReader
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.prompts import EncodedPrompt
-from lightrft.engines.media.reader import MediaReader
 from lightrft.engines.native_params import params_of_native
 from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.raw_completions import FinishedRow, completion_of
@@ -24,8 +27,10 @@ from lightrft.engines.types import (
     EngineStatus,
     GenerationRequest,
     SamplingParams,
-    WeightPiece,
 )
+
+if TYPE_CHECKING:
+    from lightrft.kernels.weight_bucket.layout import WeightPiece
 
 TAGS = ("weights", "kv_cache")
 # Batches of rows that have ended, with what was sampled for each.
@@ -93,7 +98,11 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def native(self) -> object:
-        """The backend's own object (a vLLM `LLM`, a transformers model, ...)."""
+        """The backend's own object (a vLLM `LLM`, a transformers model, ...).
+
+        Raises:
+            RuntimeError: The backend was stopped.
+        """
 
     @property
     def runner_name(self) -> str:
@@ -154,8 +163,15 @@ class RolloutEngine(ABC):
             reads_media=self.reads_media and family_of(hf_config) is not None,
         )
 
-    def _take_over(self, module: nn.Module) -> None:
-        """Loads what a module holds in full; a sharded one is left to the first weight update."""
+    def _take_over(self, module: nn.Module | None) -> None:
+        """Loads what a module holds in full, where there is no checkpoint.
+
+        A sharded one is left to the first weight update.
+        """
+        if self._config.model_path or module is None:
+            return
+        from lightrft.kernels.weight_bucket.layout import WeightPiece
+
         held = dict(module.named_parameters(remove_duplicate=False))
         pieces = []
         for parameter in self.parameter_manifest():
@@ -267,8 +283,6 @@ class RolloutEngine(ABC):
     def _check_params(self, params: SamplingParams) -> None:
         """Raises a ValueError for what this engine cannot sample."""
         if params.stop:
-            if any(not text for text in params.stop):
-                raise ValueError(f"stop strings must not be empty: got {params.stop!r}")
             self._text.load()
 
     def _encode(self, text: str) -> tuple[int, ...]:
@@ -409,7 +423,8 @@ class RolloutEngine(ABC):
         return self._weights.shared_names(tensors)
 
     def check_usable(self) -> None:
-        """Raises unless the engine is awake, idle, and holds a complete set of weights."""
+        """Raises unless the engine is open, awake, idle, and holds a complete set of weights."""
+        _ = self.native
         self._check_weights()
         self._check_idle()
 

@@ -1,12 +1,17 @@
 """An engine's parameters during updates: what arrived, and when it may be used again."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lightrft.engines.types import EngineParameter, WeightPiece
+from lightrft.engines.types import EngineParameter
+
+if TYPE_CHECKING:
+    from lightrft.kernels.weight_bucket.layout import WeightPiece
 
 
 class StaleEngineError(RuntimeError):
@@ -148,9 +153,27 @@ class EngineWeights(ABC):
         del tensors
         return frozenset()
 
-    @abstractmethod
     def hashes(self, names: Sequence[str] | None) -> dict[str, int]:
-        """See `RolloutEngine.hash_parameters`."""
+        """See `RolloutEngine.hash_parameters`; a tied name gives the hash of its owner.
+
+        Raises:
+            KeyError: A name is unknown or cannot be read back.
+            RuntimeError: The weights sleep or are being reloaded.
+        """
+        self._require_resident("hash_parameters")
+        owners = {p.name: p.tied_to or p.name for p in self.manifest if p.verifiable}
+        wanted = list(dict.fromkeys(owners.values()) if names is None else names)
+        unknown = [name for name in wanted if name not in owners]
+        if unknown:
+            raise KeyError(
+                f"the {self._engine_name} engine cannot read back parameter {unknown[0]!r}; names "
+                "must be those of parameter_manifest() that are verifiable"
+            )
+        return dict(zip(wanted, self._stored_hashes([owners[n] for n in wanted]), strict=True))
+
+    @abstractmethod
+    def _stored_hashes(self, names: Sequence[str]) -> list[int]:
+        """Hashes of parameters with storage of their own, from where the engine reads them."""
 
     def _require_resident(self, method: str) -> None:
         if not self.is_resident:

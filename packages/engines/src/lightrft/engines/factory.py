@@ -30,7 +30,7 @@ ENGINES: dict[str, str | EngineBuilder] = {
 }
 
 # Backends with a package of their own, which an extra installs.
-_EXTRAS = {"vllm": "vllm", "sglang": "sglang"}
+_EXTRAS = ("vllm", "sglang")
 
 
 def build_engine(config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
@@ -67,8 +67,7 @@ def resolve_engine_type(engine_type: str) -> str:
     if engine_type in _EXTRAS and importlib.util.find_spec(engine_type) is None:
         raise ImportError(
             f"engine {engine_type!r} needs the package {engine_type!r}, which is not installed; "
-            f"install lightrft-engines[{_EXTRAS[engine_type]}] or choose "
-            f"engine_type='hf'"
+            f"install lightrft-engines[{engine_type}] or choose engine_type='hf'"
         )
     if engine_type in ENGINES:
         return engine_type

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -15,7 +17,6 @@ from lightrft.engines.random import mix64, row_keys, uniforms
 from lightrft.engines.raw_completions import RawCompletion
 from lightrft.engines.requests import Limits, Row
 from lightrft.engines.types import (
-    Completion,
     EngineConfig,
     FinishReason,
     GenerationRequest,
@@ -76,38 +77,22 @@ class FakeEngine(RolloutEngine):
     @classmethod
     def for_module(cls, config: EngineConfig, module: nn.Module) -> FakeEngine:
         """An engine with the parameters of a module, in `config.dtype`."""
-        dtype = config.torch_dtype
-        parameters: dict[str, torch.Tensor] = {}
         unwritten = set()
-        copies: dict[int, torch.Tensor] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            copy = copies.get(id(parameter))
-            if copy is None:
-                is_full = is_full_tensor(parameter, parameter.shape) and parameter.numel() > 0
-                copy = torch.zeros(full_shape(parameter), dtype=dtype)
-                if is_full:
-                    copy.copy_(parameter.detach())
-                else:
-                    unwritten.add(name)
-                copies[id(parameter)] = copy
-            parameters[name] = copy
+        copies: dict[torch.Tensor, torch.Tensor] = {}
+        named = dict(module.named_parameters(remove_duplicate=False))
+        for name, parameter in module.named_parameters():
+            copies[parameter] = torch.zeros(full_shape(parameter), dtype=config.torch_dtype)
+            if is_full_tensor(parameter, parameter.shape) and parameter.numel() > 0:
+                copies[parameter].copy_(parameter.detach())
+            else:
+                unwritten.add(name)
+        parameters = {name: copies[parameter] for name, parameter in named.items()}
         return cls(config, parameters=parameters, unwritten=unwritten)
 
     @property
     def native(self) -> FakeEngine:
         """The engine itself."""
         return self
-
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        sampling_params: SamplingParams,
-        *,
-        on_finished: Callable[[list[Completion]], None] | None = None,
-    ) -> list[Completion]:
-        """Replays the script, or samples; see `RolloutEngine.generate`."""
-        self.calls.append("generate")
-        return super().generate(requests, sampling_params, on_finished=on_finished)
 
     def submit(
         self, requests: Sequence[GenerationRequest], sampling_params: SamplingParams
@@ -203,15 +188,16 @@ class FakeEngine(RolloutEngine):
 
 
 def _recorded(name: str) -> Callable[..., object]:
-    def method(self: FakeEngine, *args: object) -> object:
+    def method(self: FakeEngine, *args: object, **options: object) -> object:
         self.calls.append(name)
         inherited: Callable[..., object] = getattr(super(FakeEngine, self), name)
-        return inherited(*args)
+        return inherited(*args, **options)
 
     return method
 
 
 for _name in (
+    "generate",
     "sleep",
     "wake_up",
     "begin_weight_update",
@@ -228,24 +214,19 @@ for _name in (
 
 def _prefix_states(fingerprint: int, token_ids: tuple[int, ...]) -> torch.Tensor:
     """One 64-bit state for each prefix of the tokens, [tokens] int64."""
-    states = []
-    state = torch.tensor([fingerprint], dtype=torch.int64)
-    for token in token_ids:
-        state = mix64(state ^ token)
-        states.append(state)
-    return torch.cat(states)
+    first = torch.tensor([fingerprint], dtype=torch.int64)
+    states = accumulate(token_ids, lambda state, token: mix64(state ^ token), initial=first)
+    return torch.cat(list(states)[1:])
 
 
 def _default_parameters(config: EngineConfig) -> dict[str, torch.Tensor]:
     """Three small matrices, a vector and a tied head, in `config.dtype`."""
     shapes = {"embed.weight": (13, 4), "layers.0.weight": (4, 6), "norm.weight": (4,)}
-    dtype = config.torch_dtype
-    parameters = {}
-    for index, (name, shape) in enumerate(shapes.items()):
-        count = int(torch.tensor(shape).prod())
-        parameters[name] = torch.linspace(-1 - index, 1, count).reshape(shape).to(dtype)
-    parameters["head.weight"] = parameters["embed.weight"]
-    return parameters
+    parameters = {
+        name: torch.linspace(-1 - i, 1, math.prod(shape)).reshape(shape).to(config.torch_dtype)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    return {**parameters, "head.weight": parameters["embed.weight"]}
 
 
 def _own_copies(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

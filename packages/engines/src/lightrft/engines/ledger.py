@@ -1,4 +1,4 @@
-"""What an engine sampled, written down before any other code sees it."""
+"""Record of what an engine sampled, written before any other code sees it."""
 
 from __future__ import annotations
 

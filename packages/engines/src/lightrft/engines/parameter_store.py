@@ -1,11 +1,17 @@
 """Parameters that an engine holds in this process: manifest, updates, release and hashes."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightrft.engines.engine_weights import EngineWeights
-from lightrft.engines.types import EngineParameter, WeightPiece
+from lightrft.engines.types import EngineParameter
+
+if TYPE_CHECKING:
+    from lightrft.kernels.weight_bucket.layout import WeightPiece
 
 
 class ParameterStore(EngineWeights):
@@ -99,21 +105,10 @@ class ParameterStore(EngineWeights):
                 )
         self.is_resident = True
 
-    def hashes(self, names: Sequence[str] | None) -> dict[str, int]:
-        """Position-keyed hashes of the stored tensors; a tied name gives that of its owner."""
+    def _stored_hashes(self, names: Sequence[str]) -> list[int]:
         from lightrft.kernels import hash_tensors
 
-        self._require_resident("hash_parameters")
-        wanted = list(self.tensors) if names is None else list(names)
-        for name in wanted:
-            if self._tied.get(name, name) not in self.tensors:
-                raise KeyError(
-                    f"the {self._engine_name} engine has no parameter {name!r}; "
-                    "names must be those of parameter_manifest()"
-                )
-        owners = [self._tied.get(name, name) for name in wanted]
-        hashes = hash_tensors([self.tensors[owner].detach() for owner in owners])
-        return dict(zip(wanted, hashes, strict=True))
+        return hash_tensors([self.tensors[name].detach() for name in names])
 
     def shared_names(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
         """See `RolloutEngine.shared_names`; compares addresses, not what was agreed on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
@@ -175,20 +175,21 @@ def cut_at_string(
 ) -> RawCompletion:
     """The completion up to the first stop string that ends at or after `min_tokens`."""
     matcher = StopStringMatcher(params.stop, decoder, 1)
-    for index, token in enumerate(raw.token_ids):
-        is_match = matcher.push(0, token)
-        if is_match and index + 1 >= params.min_tokens:
-            return raw.cut(index + 1)
-    return raw
+    return _cut(raw, lambda token: matcher.push(0, token), params.min_tokens)
 
 
 def cut_at_token(
     raw: RawCompletion, stop_ids: Collection[int], *, min_tokens: int
 ) -> RawCompletion:
     """The completion up to the first stop token that is number `min_tokens` or later."""
-    for index, token in enumerate(raw.token_ids):
-        if token in stop_ids and index + 1 >= min_tokens:
-            return raw.cut(index + 1)
+    return _cut(raw, lambda token: token in stop_ids, min_tokens)
+
+
+def _cut(raw: RawCompletion, ends: Callable[[int], bool], min_tokens: int) -> RawCompletion:
+    for count, token in enumerate(raw.token_ids, start=1):
+        # A stop string is looked for in every token, also before the minimum.
+        if ends(token) and count >= min_tokens:
+            return raw.cut(count)
     return raw
 
 

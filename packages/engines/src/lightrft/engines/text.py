@@ -89,8 +89,6 @@ class StopStringMatcher:
     """
 
     def __init__(self, stop_strings: Sequence[str], decoder: TextDecoder, num_rows: int) -> None:
-        if any(not text for text in stop_strings):
-            raise ValueError(f"stop strings must not be empty: got {tuple(stop_strings)!r}")
         self._stop_strings = tuple(stop_strings)
         self._decoder = decoder
         self._tail_length = max(map(len, stop_strings)) - 1

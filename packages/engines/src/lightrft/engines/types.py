@@ -39,7 +39,7 @@ class SamplingParams:
         max_tokens: Upper bound on generated tokens, the stop token included.
         min_tokens: No stop is honoured before this many tokens.
         n: Completions per prompt.
-        stop: Strings that end a completion; the matching tokens stay in the output.
+        stop: Strings that end a completion, not empty; the matching tokens stay in the output.
         stop_token_ids: Token ids that end a completion besides the model's end-of-sequence ids.
         ignore_eos: Do not stop at end-of-sequence ids.
         seed: Together with (request id, sample index, position) it fixes every random number.
@@ -76,6 +76,7 @@ class SamplingParams:
                     0 <= self.min_tokens <= self.max_tokens,
                 ),
                 ("n", self.n, ">= 1", self.n >= 1),
+                ("stop", self.stop, "strings that are not empty", all(self.stop)),
             )
             if not is_valid
         ]
@@ -237,29 +238,6 @@ class EngineParameter:
     def numel(self) -> int:
         """Number of elements of the full parameter."""
         return math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightPiece:
-    """A contiguous flat range of one full parameter, ready to be written into an engine.
-
-    Args:
-        name: Checkpoint name.
-        shape: Full shape of the parameter.
-        start: First element of the range in the flattened full parameter.
-        tensor: 1-D tensor with the elements [start, start + tensor.numel()), in the engine's dtype.
-            It is valid only until `load_weights` returns.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    tensor: torch.Tensor
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the piece holds every element of its parameter."""
-        return self.start == 0 and self.tensor.numel() == math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

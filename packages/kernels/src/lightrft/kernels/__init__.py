@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightrft.kernels.weight_bucket.layout import (
         BucketLayout as BucketLayout,
         TensorSpec as TensorSpec,
+        WeightPiece as WeightPiece,
     )
     from lightrft.kernels.weight_bucket.operations import (
         hash_tensor as hash_tensor,

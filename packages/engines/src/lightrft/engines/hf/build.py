@@ -1,8 +1,6 @@
 """Construction of the embedded engine's own model."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,6 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
 from lightrft.engines.backend_options import check_options
 from lightrft.engines.hf.attention import use_attention
@@ -120,7 +119,7 @@ def _rebuild(module: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
     architecture = architecture_of(type(module))
     hf_config = copy.deepcopy(module.config)
     hf_config.dtype = dtype
-    with no_init_weights(), _default_dtype(dtype):
+    with no_init_weights(), local_torch_dtype(dtype):
         model = architecture(hf_config)
     model.tie_weights()
     model.generation_config = copy.deepcopy(module.generation_config)
@@ -131,16 +130,6 @@ def architecture_of(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The class that defines a model: sharding swaps it for a subclass made on the fly."""
     mro: list[type[PreTrainedModel]] = [c for c in kind.__mro__ if issubclass(c, PreTrainedModel)]
     return next(c for c in mro if not issubclass(c, FSDPModule))
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)
 
 
 def _copy_weights(source: nn.Module, target: nn.Module) -> set[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -83,21 +83,20 @@ class StopRule:
         return by_token if stops is None else by_token | stops
 
 
-@dataclass(frozen=True, slots=True)
-class EndedRows:
-    """Rows that ended with the same token.
+class EndedRow(NamedTuple):
+    """A row that has ended.
 
     Args:
-        rows: Their numbers, ascending.
-        token_ids: Of each row, the stop token included.
-        logprobs: Of each row.
-        is_stopped: False where the row reached its limit.
+        row: Its number.
+        token_ids: The stop token included.
+        logprobs: Of each token.
+        is_stopped: False if it reached its limit.
     """
 
-    rows: list[int]
-    token_ids: list[list[int]]
-    logprobs: list[list[float]]
-    is_stopped: list[bool]
+    row: int
+    token_ids: list[int]
+    logprobs: list[float]
+    is_stopped: bool
 
 
 class _Progress:
@@ -166,8 +165,8 @@ def decode(
     limits: Sequence[int],
     params: SamplingParams,
     rule: StopRule,
-) -> Iterator[EndedRows]:
-    """Samples every row until it stops or reaches its limit; gives rows as they end.
+) -> Iterator[list[EndedRow]]:
+    """Samples every row until it stops or reaches its limit; gives rows as they end, ascending.
 
     Args:
         forward: The model with its prompts.
@@ -194,12 +193,13 @@ def decode(
         ended = progress.record(stops, step + 1)
         if ended is not None:
             rows, is_stopped = ended
-            yield EndedRows(
+            columns = (
                 rows.tolist(),
                 _columns(token_blocks, rows, step + 1).tolist(),
                 _columns(logprob_blocks, rows, step + 1).tolist(),
                 is_stopped,
             )
+            yield [EndedRow(*values) for values in zip(*columns, strict=True)]
             if progress.num_alive == 0:
                 return
             if forward.can_drop_rows and progress.dead_share >= _DROP_SHARE:

@@ -110,15 +110,12 @@ class HFEngine(RolloutEngine):
             params=params,
             rule=self._stop_rule(params, len(rows)),
         ):
-            columns = zip(
-                ended.rows, ended.token_ids, ended.logprobs, ended.is_stopped, strict=True
-            )
             yield [
                 (
                     rows[row],
                     RawCompletion(tuple(tokens), tuple(logprobs), "stop" if stops else "length"),
                 )
-                for row, tokens, logprobs, stops in columns
+                for row, tokens, logprobs, stops in ended
             ]
 
     def _forward(self, rows: Sequence[Row]) -> RowForward:

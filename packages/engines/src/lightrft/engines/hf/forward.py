@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -133,7 +133,42 @@ def _with_room(
     return buffer
 
 
-class PlainForward:
+class _CachedForward:
+    """A model, its cache, and the media of its prompts.
+
+    Args:
+        model: The model, in eval mode.
+        traits: Its traits.
+        cache: What it writes keys, values or states into.
+        media: Of each prompt; () if none has any.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, traits: ModelTraits, cache: Cache, media: Prompts
+    ) -> None:
+        self._model = model
+        self._traits = traits
+        self._cache = cache
+        self._device = model.device
+        self._media = media if any(media) else ()
+
+    def _media_inputs(self, rows: Sequence[torch.Tensor], width: int) -> dict[str, torch.Tensor]:
+        assert self._traits.family is not None
+        tensors = media_inputs(self._traits.family, rows, self._media, width=width)
+        return {name: tensor.to(self._device) for name, tensor in tensors.items()}
+
+    def _run(self, input_ids: torch.Tensor, **inputs: torch.Tensor | None) -> torch.Tensor:
+        output = self._model(
+            input_ids=input_ids,
+            use_cache=True,
+            **inputs,
+            **{self._traits.cache_argument: self._cache},
+            **self._traits.head_arguments,
+        )
+        return self._traits.last_logits(output.logits)
+
+
+class PlainForward(_CachedForward):
     """Rows over a cache that holds every key: rows can share a prompt, be padded and be dropped.
 
     Prompts are padded on the right, where a causal model cannot see the padding. The cache then
@@ -158,12 +193,9 @@ class PlainForward:
         prompt_of_row: Sequence[int],
         media: Prompts = (),
     ) -> None:
-        self._model = model
-        self._traits = traits
+        super().__init__(model, traits, Cache(layer_class_to_replicate=RoomyLayer), media)
         self._prompts = prompts
-        self._device = model.device
         self._prompt_of_row = torch.tensor(prompt_of_row, device=self._device)
-        self._cache = Cache(layer_class_to_replicate=RoomyLayer)
         lengths = [len(prompt) for prompt in prompts]
         self._is_ragged = len(set(lengths)) > 1
         self._positions = torch.tensor(
@@ -173,7 +205,6 @@ class PlainForward:
         # Without the last token when ragged, see `start`.
         self._cached_length = max(lengths) - int(self._is_ragged)
         self._mask: torch.Tensor | None = None
-        self._media = media if any(media) else ()
         self._axes: torch.Tensor | None = None
         if self._media:
             self._read_axes(lengths)
@@ -193,7 +224,7 @@ class PlainForward:
         self._positions = self._positions + 1
         self._cached_length += 1
         mask = None if self._mask is None else self._visible(self._mask)
-        return self._run(tokens[:, None], self._positions, mask)
+        return self._run(tokens[:, None], position_ids=self._positions, attention_mask=mask)
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drops every row but the given ones."""
@@ -228,16 +259,13 @@ class PlainForward:
 
     def _run_prompts(self, input_ids: torch.Tensor) -> torch.Tensor:
         width = input_ids.shape[1]
-        if not self._media:
-            return self._run(input_ids, torch.arange(width, device=self._device)[None], None)
-        assert self._traits.family is not None
-        rows = [torch.tensor(prompt) for prompt in self._prompts]
-        tensors = media_inputs(self._traits.family, rows, self._media, width=width)
+        given: dict[str, torch.Tensor] = {}
+        if self._media:
+            given = self._media_inputs([torch.tensor(prompt) for prompt in self._prompts], width)
         positions = torch.arange(width, device=self._device)[None]
         if self._axes is not None:
             positions = self._axes[..., :width]
-        on_device = {name: tensor.to(self._device) for name, tensor in tensors.items()}
-        return self._run(input_ids, positions, None, on_device)
+        return self._run(input_ids, position_ids=positions, attention_mask=None, **given)
 
     def _visible(self, mask: torch.Tensor) -> torch.Tensor:
         """The mask over the cached tokens, [rows, 1, 1, cached]; new tokens are visible to all."""
@@ -253,26 +281,8 @@ class PlainForward:
         if self._mask is not None:
             self._mask = self._mask[rows]
 
-    def _run(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | None,
-        media: Mapping[str, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        output = self._model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            **(media or {}),
-            **self._traits.head_arguments,
-        )
-        return self._traits.last_logits(output.logits)
 
-
-class WholeBatchForward:
+class WholeBatchForward(_CachedForward):
     """Rows of equal prompt length over whatever cache the model has; rows stay to the end.
 
     Args:
@@ -291,11 +301,8 @@ class WholeBatchForward:
         prompts: Sequence[Sequence[int]],
         media: Prompts = (),
     ) -> None:
-        self._model = model
-        self._traits = traits
-        self._input_ids = torch.tensor(prompts, device=model.device)
-        self._cache = DynamicCache(config=model.config)
-        self._media = media if any(media) else ()
+        super().__init__(model, traits, DynamicCache(config=model.config), media)
+        self._input_ids = torch.tensor(prompts, device=self._device)
         # What tokens after the prompt are given, since they see what its last token sees.
         self._later: dict[str, torch.Tensor] = {}
 
@@ -303,38 +310,24 @@ class WholeBatchForward:
         """Runs the prompt of every row."""
         family = self._traits.family
         if family is None or not self._media:
-            return self._run(self._input_ids, {})
+            return self._run(self._input_ids)
         rows = list(self._input_ids)
-        width = self._input_ids.shape[1]
-        given = {
-            name: tensor.to(self._input_ids.device)
-            for name, tensor in media_inputs(family, rows, self._media, width=width).items()
-        }
+        given = self._media_inputs(rows, self._input_ids.shape[1])
         if family.takes_types:
             types = torch.stack(token_types(rows, self._media))
-            given[str(family.token_types)] = types.to(self._input_ids.device)
+            given[str(family.token_types)] = types.to(self._device)
         self._later = {name: given[name][:, -1:] for name in family.token_axis}
         with ExitStack() as hooks:
             if family.attends_to_images:
                 counts = [prompt.num_images if prompt else 0 for prompt in self._media]
                 part = language_model(self._model.base_model)
                 hooks.enter_context(only_own_images(part, counts))
-            return self._run(self._input_ids, given)
+            return self._run(self._input_ids, **given)
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
         """Appends one token to every row."""
-        return self._run(tokens[:, None], self._later)
+        return self._run(tokens[:, None], **self._later)
 
     def keep(self, rows: torch.Tensor) -> None:
         """Not supported by this cache."""
         raise RuntimeError(f"rows of this cache cannot be dropped: asked to keep {rows.numel()}")
-
-    def _run(self, input_ids: torch.Tensor, media: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        output = self._model(
-            input_ids=input_ids,
-            use_cache=True,
-            **media,
-            **{self._traits.cache_argument: self._cache},
-            **self._traits.head_arguments,
-        )
-        return self._traits.last_logits(output.logits)

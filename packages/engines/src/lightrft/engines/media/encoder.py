@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from lightrft.engines.media.families import VisionFamily
+from lightrft.engines.media.families import VisionFamily, family_of
 from lightrft.engines.media.kinds import MEDIA_KINDS, Media, MediumKind
 from lightrft.engines.media.prompts import EncodedPrompt, LaterImages
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
+
+    from lightrft.engines.types import GenerationRequest
 
 # Inputs of text that every processor gives.
 _TEXT_INPUTS = ("input_ids", "attention_mask")
@@ -151,16 +154,19 @@ class PromptEncoder:
             types += (piece.token_types or (0,) * len(piece.token_ids))[skipped:]
             place = stop
         found = [piece for _, _, piece in pieces]
-        names = dict.fromkeys(name for piece in found for name in piece.tensors)
         return replace(
             found[-1],
             token_ids=tuple(token_ids[:place]),
             request_token_ids=tuple(request),
             token_types=None if self.family.token_types is None else tuple(types),
-            tensors={n: self.family.join(n, [p.tensors.get(n) for p in found]) for n in names},
+            tensors=self._joined([piece.tensors for piece in found]),
             kinds=frozenset(kind for piece in found for kind in piece.kinds),
             media=sum((piece.media for piece in found), Media()),
         )
+
+    def _joined(self, given: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        names = dict.fromkeys(name for tensors in given for name in tensors)
+        return {n: self.family.join(n, [tensors.get(n) for tensors in given]) for n in names}
 
     def num_places(self, text: str) -> int:
         """Number of images that a rendered text has places for."""
@@ -172,3 +178,61 @@ class PromptEncoder:
 
 
 Encoder: TypeAlias = TextEncoder | PromptEncoder
+
+
+class MediaReader:
+    """The encoder of an engine's own model, whose processor is loaded when it is first needed.
+
+    Args:
+        model_path: Directory of a Hugging Face checkpoint.
+        engine_name: For messages.
+    """
+
+    def __init__(self, model_path: str, engine_name: str) -> None:
+        self._model_path = model_path
+        self._engine_name = engine_name
+        self._encoder: PromptEncoder | None = None
+
+    def encode(self, request: "GenerationRequest") -> EncodedPrompt:
+        """A request's prompt with its media.
+
+        Raises:
+            FileNotFoundError: There is no processor.
+            ValueError: The request has no text, or a medium cannot be read.
+        """
+        name = f"request {request.request_id}"
+        if not request.prompt_text:
+            raise ValueError(
+                f"{name} has images or videos and no prompt_text: the processor needs the text "
+                "with one placeholder for each medium"
+            )
+        media = {
+            kind: [
+                MEDIA_KINDS[kind].read(value, name=f"{kind} {i} of {name}", folder=Path())
+                for i, value in enumerate(given, start=1)
+            ]
+            for kind, given in request.multi_modal.by_kind.items()
+        }
+        return self._loaded().encode(request.prompt_text, Media(media))
+
+    def _loaded(self) -> PromptEncoder:
+        if self._encoder is None:
+            if not self._model_path or not Path(self._model_path).is_dir():
+                raise FileNotFoundError(
+                    f"images need the processor of the model, and {self._model_path!r} is not a "
+                    f"directory; give the {self._engine_name} engine a model_path, or requests "
+                    "that are encoded"
+                )
+            from transformers import AutoConfig, AutoProcessor
+
+            options = {"local_files_only": True, "trust_remote_code": False}
+            config = AutoConfig.from_pretrained(self._model_path, **options)
+            family = family_of(config)
+            if family is None:
+                raise ValueError(
+                    f"the model in {self._model_path} reads text only: got type "
+                    f"{config.model_type!r}"
+                )
+            processor = AutoProcessor.from_pretrained(self._model_path, **options)
+            self._encoder = PromptEncoder(processor, family)
+        return self._encoder

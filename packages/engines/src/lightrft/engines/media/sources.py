@@ -32,7 +32,6 @@ MAX_BYTES = 256 * 1024 * 1024
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 # Frames a second that a video may have.
 _FPS_RANGE = (1e-3, 1e4)
-ANIMATED_SUFFIXES = (".gif", ".webp", ".png")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,18 @@ class FileSource:
         """
         if self.content is not None:
             return self.content
-        return _file_bytes(cast("Path", self.path), self.name)
+        try:
+            with cast("Path", self.path).open("rb") as file:
+                # Some files say that they are empty and have no end.
+                content = file.read(MAX_BYTES + 1)
+        except OSError as err:
+            raise MediaError(
+                f"{self.name} cannot be read: {err.strerror or first_line(err)}; paths are "
+                "relative to the data file"
+            ) from err
+        if len(content) > MAX_BYTES:
+            raise MediaError(f"{self.name} has more than {MAX_BYTES} bytes, which is the limit")
+        return content
 
     @cached_property
     def digest(self) -> str:
@@ -166,21 +176,6 @@ class VideoSource:
             "height": images[0].height,
         }
         return np.stack([np.asarray(image) for image in images]), facts
-
-
-def _file_bytes(path: Path, name: str) -> bytes:
-    try:
-        with path.open("rb") as file:
-            # Some files say that they are empty and have no end.
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise MediaError(f"{name} has more than {MAX_BYTES} bytes, which is the limit")
-        return content
-    except OSError as err:
-        raise MediaError(
-            f"{name} cannot be read: {err.strerror or first_line(err)}; paths are relative to the "
-            "data file"
-        ) from err
 
 
 def as_image(value: object, *, name: str, folder: Path) -> ImageSource:

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.media.families import family_of
-from lightrft.engines.model_shape import ModelShape, model_configs, model_directory, model_shape
+from lightrft.engines.model_shape import model_configs, model_directory, model_shape
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.raw_completions import (
     FinishedJob,
@@ -71,14 +71,17 @@ class SGLangEngine(RolloutEngine):
         self._read_limits(hf_config, generation_config)
         with model_directory(config.model_path, hf_config, architecture) as path:
             self._engine: Engine | None = start_engine(config, path, self._limits)
-        manifest = _manifest(model_shape(hf_config, architecture), self._dtype)
+        shape = model_shape(hf_config, architecture)
+        manifest = [
+            EngineParameter(name, size, self._dtype, verifiable=False, tied_to=shape.tied.get(name))
+            for name, size in shape.shapes.items()
+        ]
         self._weights = SGLangWeights(self._engine, manifest, self.name)
         if not config.model_path:
             self._weights.unwritten.update(self._weights.owners)
         # Without a GPU there is nothing to release, and SGLang fails where it waits for one.
         self._releases_memory = torch.cuda.is_available()
-        if not config.model_path and module is not None:
-            self._take_over(module)
+        self._take_over(module)
 
     @property
     def _started(self) -> Engine:
@@ -163,11 +166,6 @@ class SGLangEngine(RolloutEngine):
         if not outcome.success:
             raise RuntimeError("SGLang did not flush its cache; requests must be finished")
 
-    def check_usable(self) -> None:
-        """Raises unless the engine is awake and holds a complete set of weights."""
-        _ = self._started
-        super().check_usable()
-
     def close(self) -> None:
         """Ends SGLang's processes."""
         if self._engine is not None:
@@ -175,13 +173,6 @@ class SGLangEngine(RolloutEngine):
             self._engine.shutdown()
             self._engine = None
             self.status = EngineStatus.SLEEPED
-
-
-def _manifest(shape: ModelShape, dtype: torch.dtype) -> tuple[EngineParameter, ...]:
-    return tuple(
-        EngineParameter(name, full_shape, dtype, verifiable=False, tied_to=shape.tied.get(name))
-        for name, full_shape in shape.shapes.items()
-    )
 
 
 def native_params(

@@ -45,17 +45,7 @@ class SGLangWeights(AssembledWeights):
         if not is_ok:
             raise RuntimeError(f"sglang refused {name}: {message}")
 
-    def hashes(self, names: Sequence[str] | None) -> dict[str, int]:
-        """Nothing: the weights lie in another process, in SGLang's own layout.
-
-        Raises:
-            KeyError: Names were given.
-            RuntimeError: The weights sleep.
-        """
-        self._require_resident("hash_parameters")
-        if names:
-            raise KeyError(
-                f"the {self._engine_name} engine cannot read back parameter {names[0]!r}; names "
-                "must be those of parameter_manifest() that are verifiable"
-            )
-        return {}
+    def _stored_hashes(self, names: Sequence[str]) -> list[int]:
+        """None: the weights lie in another process, in SGLang's own layout."""
+        del names
+        return []

@@ -154,7 +154,7 @@ def start_backend(
             model_path=model_path,
             # One more: scoring a sequence of full length samples one token after it.
             max_model_len=(limits.max_model_len or 0) + 1,
-            load_format=None if config.model_path else "dummy",
+            load_format="auto" if config.model_path else "dummy",
             has_tokenizer=has_tokenizer(model_path),
             is_on_cpu=is_on_cpu,
             executor=executor,

@@ -69,8 +69,7 @@ class VLLMEngine(RolloutEngine):
         self._weights = self._read_weights(
             model_shape(hf_config, architecture), may_lack(hf_config.model_type)
         )
-        if not config.model_path and module is not None:
-            self._take_over(module)
+        self._take_over(module)
 
     def _read_weights(self, shape: ModelShape, lacking: str) -> VLLMWeights:
         from vllm.distributed.parallel_state import get_tp_group
@@ -202,11 +201,6 @@ class VLLMEngine(RolloutEngine):
         llm.llm_engine.reset_encoder_cache()  # type: ignore[attr-defined]
         # Pixels, which no weights have touched: only to free them.
         llm.reset_mm_cache()  # type: ignore[attr-defined]
-
-    def check_usable(self) -> None:
-        """Raises unless the engine is awake and holds a complete set of weights."""
-        _ = self._started
-        super().check_usable()
 
     def close(self) -> None:
         """Stops vLLM; the trainer's process group stays."""

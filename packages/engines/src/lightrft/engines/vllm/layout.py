@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -93,40 +93,36 @@ class LayoutReader:
         targets = {
             name: self._target(name) for name in self._shape.shapes if name not in self._shape.tied
         }
-        lacking = {name for name, target in targets.items() if target is None}
-        unused = {n for n in lacking if self._may_lack and n.startswith(self._may_lack)}
-        missing = [name for name in targets if name in lacking - unused]
+        found = {name: target for name, target in targets.items() if target is not None}
+        optional = (self._may_lack,) if self._may_lack else ()
+        missing = [n for n in targets if n not in found and not n.startswith(optional)]
         if missing:
             raise ValueError(
                 f"vLLM's model has no tensor for {len(missing)} checkpoint parameters (first: "
                 f"{missing[0]}); this architecture needs engine_type='hf'"
             )
-        found = {name: target for name, target in targets.items() if target is not None}
         self._check_filled(found.values())
         groups: dict[str, list[str]] = {}
         for name, (module_name, _) in found.items():
             groups.setdefault(module_name, []).append(name)
-        places = {}
-        parameters = {}
-        for members in groups.values():
-            for name in members:
-                place = self._place(name, found[name], members)
-                if place is not None:
-                    places[name] = place
-                parameters[name] = self._parameter(name, found[name], members)
+        placed = {n: self._place(n, target, groups[target[0]]) for n, target in found.items()}
+        places = {name: place for name, place in placed.items() if place is not None}
+        modules = {name: target[0] for name, target in found.items()}
         manifest = []
         for name, full_shape in self._shape.shapes.items():
-            owner = self._shape.tied.get(name)
-            if name in unused:
-                entry = EngineParameter(name, full_shape, self._default_dtype, verifiable=False)
-            elif owner is None:
-                entry = replace(parameters[name], verifiable=name in places)
-            else:
-                entry = EngineParameter(
-                    name, full_shape, parameters[owner].dtype, owner in places, tied_to=owner
+            owner = self._shape.tied.get(name, name)
+            # vLLM processes a module once all of its tensors are there, the bias included.
+            members = groups[modules[name]] if name in found else ()
+            manifest.append(
+                EngineParameter(
+                    name,
+                    full_shape,
+                    self._dtype(found.get(owner)),
+                    verifiable=owner in places,
+                    tied_to=self._shape.tied.get(name),
+                    fused_with=tuple(other for other in members if other != name),
                 )
-            manifest.append(entry)
-        modules = {name: target[0] for name, target in found.items()}
+            )
         return Layout(tuple(manifest), places, modules)
 
     def _check_filled(self, targets: Iterable[tuple[str, str]]) -> None:
@@ -148,17 +144,9 @@ class LayoutReader:
                 "engine_type='hf'"
             )
 
-    def _parameter(
-        self, name: str, target: tuple[str, str], members: Sequence[str]
-    ) -> EngineParameter:
-        dtype = self._tensor(target).dtype
-        return EngineParameter(
-            name=name,
-            shape=self._shape.shapes[name],
-            dtype=dtype if dtype in _FLOATS else self._default_dtype,
-            # vLLM processes a module once all of its tensors are there, the bias included.
-            fused_with=tuple(other for other in members if other != name),
-        )
+    def _dtype(self, target: tuple[str, str] | None) -> torch.dtype:
+        dtype = None if target is None else self._tensor(target).dtype
+        return dtype if dtype in _FLOATS else self._default_dtype
 
     def _target(self, name: str) -> tuple[str, str] | None:
         """Module and attribute that a checkpoint name is loaded into."""
@@ -174,15 +162,12 @@ class LayoutReader:
             fused = next((f for f, parts in self._packed.items() if last in parts), None)
             module_name = f"{parent}.{fused}"
         module = self._modules.get(module_name)
-        if module is None or attribute not in dict(module.named_parameters(recurse=False)):
-            return None
-        return module_name, attribute
+        has_tensor = module is not None and module._parameters.get(attribute) is not None
+        return (module_name, attribute) if has_tensor else None
 
     def _tensor(self, target: tuple[str, str]) -> torch.Tensor:
-        tensors: dict[str, torch.Tensor] = dict(
-            self._modules[target[0]].named_parameters(recurse=False)
-        )
-        return tensors[target[1]]
+        tensor: torch.Tensor = self._modules[target[0]].get_parameter(target[1])
+        return tensor
 
     def _place(self, name: str, target: tuple[str, str], members: Sequence[str]) -> Place | None:
         """The rows of a parameter, or None if what vLLM computes with cannot be read there."""
@@ -201,22 +186,24 @@ class LayoutReader:
             if stop - start > tensor.shape[0]:
                 return None
             return Place(*target, 0, stop - start, start, is_replicated=self._tp_size == 1)
+        return self._linear_place(name, target, members)
+
+    def _linear_place(
+        self, name: str, target: tuple[str, str], members: Sequence[str]
+    ) -> Place | None:
+        """The rows of a parameter in a tensor that may be fused, and split over the ranks."""
+        num_local, full_rows = self._tensor(target).shape[0], self._shape.shapes[name][0]
         parts = self._parts(name, target, members)
         sizes = [self._shape.shapes[part][0] for part in parts]
         before = sum(sizes[: parts.index(name)])
-        if sum(sizes) == tensor.shape[0]:
-            return Place(*target, before, shape[0], 0, is_replicated=True)
-        is_split = all(size % self._tp_size == 0 for size in sizes)
-        if not is_split or sum(sizes) != tensor.shape[0] * self._tp_size:
+        is_replicated = sum(sizes) == num_local
+        num_parts = 1 if is_replicated else self._tp_size
+        is_split = all(size % num_parts == 0 for size in sizes)
+        if not is_split or sum(sizes) != num_local * num_parts:
             return None
-        num_rows = shape[0] // self._tp_size
-        return Place(
-            *target,
-            before // self._tp_size,
-            num_rows,
-            self._tp_rank * num_rows,
-            is_replicated=False,
-        )
+        num_rows = full_rows // num_parts
+        first = 0 if is_replicated else self._tp_rank * num_rows
+        return Place(*target, before // num_parts, num_rows, first, is_replicated)
 
     def _expert_place(
         self, slot: ExpertSlot, module: nn.Module, tensor: torch.Tensor, shape: tuple[int, ...]

@@ -36,7 +36,7 @@ def engine_arguments(
     *,
     model_path: str,
     max_model_len: int,
-    load_format: str | None,
+    load_format: str,
     has_tokenizer: bool,
     is_on_cpu: bool,
     executor: str,
@@ -47,7 +47,7 @@ def engine_arguments(
         config: Size, seed and the user's options, which win over defaults.
         model_path: Directory that vLLM reads.
         max_model_len: Longest sequence, with room for the token that scoring must sample.
-        load_format: "dummy" if the directory has no weights, else None.
+        load_format: "dummy" if the directory has no weights, else "auto".
         has_tokenizer: Whether the directory has a tokenizer.
         is_on_cpu: Whether vLLM runs on the CPU.
         executor: vLLM's executor backend.
@@ -61,6 +61,7 @@ def engine_arguments(
     check_options(config.options, hints, reserved=RESERVED, engine_name="vllm")
     arguments: dict[str, object] = {
         "model": model_path,
+        "load_format": load_format,
         "runner": "generate",
         "skip_tokenizer_init": not has_tokenizer,
         "dtype": config.dtype,
@@ -78,6 +79,4 @@ def engine_arguments(
     }
     if "cpu_distributed_timeout_seconds" in hints:  # not in older versions
         arguments["cpu_distributed_timeout_seconds"] = GROUP_SECONDS
-    if load_format is not None:
-        arguments["load_format"] = load_format
     return {**arguments, **parse_options(config.options, hints)}

@@ -73,29 +73,16 @@ class VLLMWeights(AssembledWeights):
                     vars(module).pop("_already_called_process_weights_after_loading", None)
                     module.quant_method.process_weights_after_loading(module)  # type: ignore[operator,union-attr]
 
-    def hashes(self, names: Sequence[str] | None) -> dict[str, int]:
-        """Hashes from final storage; a collective of a tensor-parallel group.
-
-        Raises:
-            KeyError: A name is unknown or cannot be read back.
-            RuntimeError: The weights sleep or are being reloaded.
-        """
-        self._require_resident("hash_parameters")
+    def _stored_hashes(self, names: Sequence[str]) -> list[int]:
+        """A collective of a tensor-parallel group."""
         if self._is_updating:
             raise RuntimeError(
                 f"a weight update of the {self._engine_name} engine is open; call "
                 "finish_weight_update() before hash_parameters()"
             )
-        wanted = list(self._layout.places) if names is None else list(names)
-        tied = {p.name: p.tied_to for p in self.manifest if p.tied_to is not None}
-        unknown = [n for n in wanted if tied.get(n, n) not in self._layout.places]
-        if unknown:
-            raise KeyError(
-                f"the {self._engine_name} engine cannot read back parameter {unknown[0]!r}; names "
-                "must be those of parameter_manifest() that are verifiable"
-            )
-        local = self._local_hashes([self._layout.places[tied.get(n, n)] for n in wanted])
-        return dict(zip(wanted, self._sum_over_group(local), strict=True))
+        return self._sum_over_group(
+            self._local_hashes([self._layout.places[name] for name in names])
+        )
 
     def _local_hashes(self, places: Sequence[Place]) -> list[int]:
         """This rank's part of each hash; 0 where another rank of the group adds it."""
@@ -107,8 +94,8 @@ class VLLMWeights(AssembledWeights):
         own = [place for place in places if is_first or not place.is_replicated]
         parts, starts = [], []
         for place in own:
-            parameters = dict(self._modules[place.module_name].named_parameters(recurse=False))
-            tensor = parameters[place.attribute].detach().flatten(0, place.num_row_dims - 1)
+            parameter = self._modules[place.module_name].get_parameter(place.attribute)
+            tensor = parameter.detach().flatten(0, place.num_row_dims - 1)
             rows = tensor[place.local_start : place.local_start + place.num_rows].contiguous()
             row_size = rows[0].numel() if place.num_rows else 0
             parts.append(rows)

@@ -56,15 +56,7 @@ class ChunkedEngine:
                 views = [b[: shape[0] * shape[1]].view(shape) for b in buffers]
                 logits_into(views[0], wide[own], chunk, is_rounded=self.rounds_operands)
                 running.add(views[0], start, scratch=views[1] if needs_entropy else None)
-        parts = [running.statistics() for running in rows]
-        if len(parts) == 1:
-            return parts[0]
-        return RowStatistics(
-            torch.cat([part.maximum for part in parts]),
-            torch.cat([part.exp_sum for part in parts]),
-            torch.cat([part.weighted_sum for part in parts]),
-            torch.cat([part.target_logits for part in parts]),
-        )
+        return RowStatistics.joined(running.statistics() for running in rows)
 
     def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
         """Recomputes the chunk's logits, block by block."""

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lightrft.kernels.logprob import validation
 from lightrft.kernels.logprob.operators import logprob_forward
+from lightrft.kernels.logprob.rows import select_rows
 from lightrft.kernels.logprob.types import (
     EntropyMode,
     LogitsTransform,
@@ -14,6 +14,9 @@ from lightrft.kernels.logprob.types import (
     Workspace,
     accumulation_dtype,
     apply_transform,
+    validate_bounds,
+    validate_options,
+    validate_tensors,
 )
 
 
@@ -77,8 +80,8 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
     Raises:
         ValueError: A shape, dtype, target or option is invalid or cannot be honoured here.
     """
-    validation.validate_tensors(hidden, weight, targets, bias)
-    validation.validate_options(temperature, softcap, entropy, impl)
+    validate_tensors(hidden, weight, targets, bias)
+    validate_options(temperature, softcap, entropy, impl)
     layer = OutputLayer(weight, bias, LogitsTransform.of(temperature, softcap))
     if impl == "reference":
         if workspace is not None:
@@ -107,18 +110,11 @@ def _reference(
     hidden: Tensor, layer: OutputLayer, targets: Tensor, ignore_index: int, entropy: EntropyMode
 ) -> LogprobOutput:
     """`reference_logprob` of the rows that count, in their places; 0 elsewhere."""
-    num_tokens = len(targets)
-    active = (targets != ignore_index).nonzero().squeeze(1)
-    validation.validate_targets(targets[active], layer.weight.shape[0], ignore_index)
-    if len(active) < len(targets):
-        hidden, targets = hidden[active], targets[active]
+    chosen = select_rows(targets != ignore_index, targets, is_static=False)
+    validate_bounds(chosen.smallest, chosen.largest, layer.weight.shape[0], ignore_index)
     with torch.autocast(hidden.device.type, enabled=False):
-        output = reference_logprob(hidden, layer, targets, entropy=entropy)
-    if len(active) == num_tokens:
-        return output
-
-    def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(num_tokens).index_copy(0, active, values)
-
-    entropies = None if output.entropy is None else spread(output.entropy)
-    return LogprobOutput(spread(output.logprobs), entropies)
+        output = reference_logprob(
+            chosen.take(hidden), layer, chosen.take(targets), entropy=entropy
+        )
+    entropies = None if output.entropy is None else chosen.spread(output.entropy)
+    return LogprobOutput(chosen.spread(output.logprobs), entropies)

@@ -38,8 +38,7 @@ def _forward(hidden, weight, bias, targets, *options):
     """(logprobs, entropies, maximum, log_sum), see `RowResults`."""
     with torch.autocast(hidden.device.type, enabled=False):
         passes, layer = _prepare(hidden, weight, bias, options)
-        results = statistics_of_rows(hidden, layer, targets, passes)
-    return results.logprobs, results.entropies, results.maximum, results.log_sum
+        return tuple(statistics_of_rows(hidden, layer, targets, passes))
 
 
 def _fake_forward(hidden, weight, bias, targets, *options):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lightrft.kernels.logprob.products import add_product_, write_product
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics, scale_into_range, select_rows
-from lightrft.kernels.logprob.types import OutputLayer, accumulation_dtype
+from lightrft.kernels.logprob.types import OutputLayer, accumulation_dtype, validate_bounds
 
 # As the largest logit of a row: all its probabilities come out as 0, and its cube is finite.
 _NO_PROBABILITY = 1e12
@@ -60,8 +60,7 @@ class PassOptions:
     ignore_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class RowResults:
+class RowResults(NamedTuple):
     """Outputs, and numbers of every row that the backward pass needs: [tokens] each.
 
     Args:
@@ -107,12 +106,7 @@ def statistics_of_rows(
     chosen = select_rows(
         targets != options.ignore_index, targets, vocab_size, multiple=options.engine.row_multiple
     )
-    if chosen.smallest < 0 or chosen.largest >= vocab_size:
-        raise ValueError(
-            f"targets must lie in [0, {vocab_size}) or equal "
-            f"ignore_index={options.ignore_index}: got "
-            f"{chosen.smallest if chosen.smallest < 0 else chosen.largest}"
-        )
+    validate_bounds(chosen.smallest, chosen.largest, vocab_size, options.ignore_index)
     # Where an ignored row is computed with the others its target lies in no column.
     columns = torch.where(chosen.mask, targets, -1)
     rows = options.engine.statistics(

@@ -8,14 +8,13 @@ normaliser is known beforehand, so that dL/dlogprob of a token depends on tokens
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from lightrft.kernels.logprob import validation
 from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
 from lightrft.kernels.logprob.passes import chunks
 from lightrft.kernels.logprob.product_engine import ProductEngine, target_products
@@ -33,6 +32,9 @@ from lightrft.kernels.logprob.types import (
     LogitsTransform,
     OutputLayer,
     accumulation_dtype,
+    validate_options,
+    validate_targets,
+    validate_tensors,
 )
 
 
@@ -127,11 +129,11 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     Raises:
         ValueError: A shape, dtype, target, option or result of `token_loss` is invalid.
     """
-    validation.validate_tensors(hidden, weight, targets, bias)
-    validation.validate_options(temperature, softcap, entropy, "auto")
+    validate_tensors(hidden, weight, targets, bias)
+    validate_options(temperature, softcap, entropy, "auto")
     _validate_sizes(chunk_tokens, logits_budget_bytes)
     active = (targets != ignore_index).nonzero().squeeze(1)
-    validation.validate_targets(targets[active], len(weight), ignore_index)
+    validate_targets(targets[active], len(weight), ignore_index)
     chunk_tokens, budget = plan_loss(
         len(active), hidden, weight, chunk_tokens=chunk_tokens, budget_bytes=logits_budget_bytes
     )
@@ -212,23 +214,17 @@ class LinearPolicyLoss(torch.autograd.Function):
         """(loss, logprobs, entropy) of `PolicyLossOutput`."""
         layer = OutputLayer(weight, bias, transform)
         wide = accumulation_dtype(hidden, weight, bias)
-        needs = ctx.needs_input_grad
-
-        def zeros(like: Tensor | None, is_needed: bool) -> Tensor | None:
-            return torch.zeros_like(like, dtype=wide) if is_needed and like is not None else None
-
+        inputs = (hidden, weight, bias)
         totals = _Totals(
-            loss=torch.zeros((), dtype=wide, device=hidden.device),
-            logprobs=torch.zeros(len(hidden), dtype=wide, device=hidden.device),
-            entropy=torch.zeros(len(hidden), dtype=wide, device=hidden.device),
-            gradients=LayerGradients(
-                zeros(hidden, needs[0]), zeros(weight, needs[1]), zeros(bias, needs[2])
+            loss=hidden.new_zeros((), dtype=wide),
+            logprobs=hidden.new_zeros(len(hidden), dtype=wide),
+            entropy=hidden.new_zeros(len(hidden), dtype=wide),
+            gradients=LayerGradients._make(
+                torch.zeros_like(like, dtype=wide) if is_needed and like is not None else None
+                for like, is_needed in zip(inputs, ctx.needs_input_grad, strict=False)
             ),
         )
         _add_chunks(totals, hidden, layer, targets, options)
-        found = totals.gradients
-        gradients = (found.hidden, found.weight, found.bias)
-        inputs = (hidden, weight, bias)
         # Not saved tensors: those cannot be scaled in place, and a second copy of the weight's
         # gradient would be the largest tensor of the step. Float16 waits for the upstream
         # gradient, which may be the scale that keeps it from 0.
@@ -236,7 +232,7 @@ class LinearPolicyLoss(torch.autograd.Function):
             gradient
             if gradient is None or tensor is None or tensor.dtype == torch.float16
             else gradient.to(tensor.dtype)
-            for gradient, tensor in zip(gradients, inputs, strict=True)
+            for gradient, tensor in zip(totals.gradients, inputs, strict=True)
         ]
         ctx.save_for_backward(hidden, weight, bias)
         ctx.set_materialize_grads(False)
@@ -452,7 +448,7 @@ class _Forward:
             if num_bytes <= options.budget_bytes:
                 kept.append(products)
         exact = finish_target_logits(wanted, layer, targets)
-        statistics = replace(statistics, target_logits=exact)
+        statistics = statistics._replace(target_logits=exact)
         return cls(hidden, statistics, kept, layer, engine)
 
     def add_gradients(self, totals: LayerGradients, rows: GradRows, places: Tensor) -> None:

@@ -61,7 +61,7 @@ class ProductEngine:
             return self._fold_on_chip(hidden, layer, target_logits, needs_entropy=needs_entropy)
         blocks = []
         step = self._block_tokens(layer)
-        for first in range(0, len(hidden), step):
+        for first in range(0, max(1, len(hidden)), step):
             block = slice(first, first + step)
             rows = RowStatistics.empty(
                 len(hidden[block]), hidden, accumulation_dtype(hidden, layer.weight)
@@ -73,14 +73,7 @@ class ProductEngine:
                 )
                 rows = rows.merge(part)
             blocks.append(rows)
-        if not blocks:
-            return RowStatistics.empty(0, hidden, accumulation_dtype(hidden, layer.weight))
-        return RowStatistics(
-            torch.cat([rows.maximum for rows in blocks]),
-            torch.cat([rows.exp_sum for rows in blocks]),
-            torch.cat([rows.weighted_sum for rows in blocks]),
-            target_logits,
-        )
+        return RowStatistics.joined(blocks)._replace(target_logits=target_logits)
 
     def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
         """Recomputes the chunk's products."""

@@ -10,7 +10,9 @@ for upstream gradients gl (of logprobs) and ge (of the entropy).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +23,7 @@ from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer, apply_t
 _VERY_NEGATIVE = -1e30
 
 
-@dataclass(frozen=True, slots=True)
-class RowStatistics:
+class RowStatistics(NamedTuple):
     """Reductions over some columns of the vocabulary: [tokens] each.
 
     Args:
@@ -42,6 +43,11 @@ class RowStatistics:
         """Statistics of no column at all."""
         zeros = torch.zeros(num_tokens, dtype=dtype, device=like.device)
         return cls(torch.full_like(zeros, -torch.inf), zeros, zeros, zeros)
+
+    @classmethod
+    def joined(cls, blocks: Iterable[RowStatistics]) -> RowStatistics:
+        """Statistics of blocks of tokens, one after the other."""
+        return cls(*map(torch.cat, zip(*blocks, strict=True)))
 
     @classmethod
     def of_logits(
@@ -188,8 +194,7 @@ class RunningRows:
         return scale * self.exp_sum, scale * (self.weighted_sum + moved)
 
 
-@dataclass(frozen=True, slots=True)
-class GradRows:
+class GradRows(NamedTuple):
     """Rows that have a gradient, as a backward pass knows them.
 
     Args:
@@ -210,16 +215,7 @@ class GradRows:
 
     def block(self, own: slice) -> GradRows:
         """Some of the rows."""
-        return GradRows(
-            self.hidden[own],
-            self.targets[own],
-            self.maximum[own],
-            self.log_sum[own],
-            self.logprobs[own],
-            self.entropy[own],
-            None if self.grad_logprobs is None else self.grad_logprobs[own],
-            None if self.grad_entropy is None else self.grad_entropy[own],
-        )
+        return GradRows._make(None if values is None else values[own] for values in self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +324,7 @@ def scale_into_range(rows: GradRows, transform: LogitsTransform) -> tuple[GradRo
         return None if gradient is None else gradient * scale
 
     grad_logprobs, grad_entropy = scaled(rows.grad_logprobs), scaled(rows.grad_entropy)
-    return replace(rows, grad_logprobs=grad_logprobs, grad_entropy=grad_entropy), scale
+    return rows._replace(grad_logprobs=grad_logprobs, grad_entropy=grad_entropy), scale
 
 
 def grad_of_logits(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,7 @@ from lightrft.kernels.logprob.rows import GradRows, RowStatistics, RunningRows, 
 from lightrft.kernels.logprob.types import OutputLayer
 
 
-@dataclass(slots=True)
-class LayerGradients:
+class LayerGradients(NamedTuple):
     """Sums over tokens, wide; None where a gradient is not needed.
 
     Args:
@@ -44,7 +44,7 @@ class LayerGradients:
     @property
     def are_needed(self) -> bool:
         """Whether there is any."""
-        return any(gradient is not None for gradient in (self.hidden, self.weight, self.bias))
+        return any(gradient is not None for gradient in self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +149,7 @@ class StoredLogits:
         self, totals: LayerGradients, rows: GradRows, grad_hidden: Tensor | None
     ) -> None:
         for block, chunk in self._with_weights():
-            logits = block.values
-            if logits is None:
-                logits = self.hidden.new_empty(len(self.hidden), block.stop - block.start)
-                self._logits_into(logits, chunk)
+            logits = self._logits(chunk) if block.values is None else block.values
             grad = grad_of_logits(logits, rows, block.start, chunk.transform)
             own = slice(block.start, block.stop)
             if grad_hidden is not None:
@@ -206,12 +203,12 @@ class StoredLogits:
     def _exponentials(self, block: Block, chunk: OutputLayer) -> Tensor:
         if block.values is not None:
             return block.values
-        values = self.hidden.new_empty(len(self.hidden), block.stop - block.start)
-        self._logits_into(values, chunk)
-        return values.sub_(self.references[block.epoch][:, None]).exp_()
+        return self._logits(chunk).sub_(self.references[block.epoch][:, None]).exp_()
 
-    def _logits_into(self, out: Tensor, chunk: OutputLayer) -> None:
-        logits_into(out, self.hidden, chunk, is_rounded=self.rounds_operands)
+    def _logits(self, chunk: OutputLayer) -> Tensor:
+        logits = self.hidden.new_empty(len(self.hidden), len(chunk.weight))
+        logits_into(logits, self.hidden, chunk, is_rounded=self.rounds_operands)
+        return logits
 
     def _accumulate(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         accumulate_into(total, left, right, is_rounded=self.rounds_operands)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.kernels.weight_bucket.layout import Bucket, BucketLayout, Segment
+from lightrft.kernels.weight_bucket.layout import Bucket, BucketLayout, Segment, WeightPiece
 from lightrft.kernels.weight_bucket.operations import pack, unpack
 
 ShardSource = Callable[[str], Tensor]
@@ -21,23 +21,6 @@ except ImportError:  # torch < 2.13
     from torch.distributed import all_gather_into_tensor as all_gather_single
 
 _ASSEMBLY_ALIGNMENT = 16
-
-
-@dataclass(frozen=True, slots=True)
-class BucketPiece:
-    """A contiguous flat range of one full tensor.
-
-    Args:
-        name: Name of the tensor.
-        shape: Its full shape.
-        start: Index of the first element in the flattened full tensor.
-        tensor: [numel] in the layout's dtype; valid until the next bucket is asked for.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    tensor: Tensor
 
 
 @dataclass(slots=True)
@@ -144,7 +127,7 @@ class BucketBroadcaster:
 
     def gather(
         self, sources: ShardSource, *, add_local: AddLocal | None = None
-    ) -> Iterator[tuple[BucketPiece, ...]]:
+    ) -> Iterator[tuple[WeightPiece, ...]]:
         """Yields what every bucket of the layout holds, in order, once its bytes have arrived.
 
         A tensor that lies wholly in a bucket is one piece; of a split tensor there is one piece per
@@ -176,7 +159,7 @@ class BucketBroadcaster:
 
     def _finish(
         self, in_flight: deque[_InFlight], slots: deque[_Slot], timeline: Timeline
-    ) -> Iterator[tuple[BucketPiece, ...]]:
+    ) -> Iterator[tuple[WeightPiece, ...]]:
         flight = in_flight.popleft()
         with timeline.filling():
             if flight.work is not None:
@@ -190,10 +173,8 @@ class BucketBroadcaster:
         """Memory for the largest bucket; `packed` is also where whole tensors are assembled."""
         size = max((bucket.num_bytes for bucket in self.layout.buckets), default=0)
 
-        def empty() -> Tensor:
-            return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-        return _Slot(packed=empty(), full=empty())
+        memory = (torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2))
+        return _Slot(*memory)
 
     def _launch(
         self, bucket: Bucket, slot: _Slot, sources: ShardSource, add_local: AddLocal | None
@@ -242,11 +223,11 @@ class BucketBroadcaster:
         pack(parts, out, offsets, dtypes)
 
 
-def _pieces(bucket: Bucket, slot: _Slot) -> tuple[BucketPiece, ...]:
+def _pieces(bucket: Bucket, slot: _Slot) -> tuple[WeightPiece, ...]:
     """The pieces of a full bucket; a whole tensor that several ranks hold is made contiguous."""
     offsets: list[int] = []
     outs: list[Tensor] = []
-    pieces: list[BucketPiece] = []
+    pieces: list[WeightPiece] = []
     position = 0
     for segment in bucket.segments:
         parts = _parts(segment, bucket)
@@ -257,12 +238,12 @@ def _pieces(bucket: Bucket, slot: _Slot) -> tuple[BucketPiece, ...]:
             position += -(-num_bytes // _ASSEMBLY_ALIGNMENT) * _ASSEMBLY_ALIGNMENT
             offsets += [offset for offset, _, _ in parts]
             outs += [whole[start:stop] for _, start, stop in parts]
-            pieces.append(BucketPiece(segment.name, segment.shape, 0, whole))
+            pieces.append(WeightPiece(segment.name, segment.shape, 0, whole))
             continue
         for offset, start, stop in parts:
             num_bytes = (stop - start) * segment.dtype.itemsize
             values = slot.full[offset : offset + num_bytes].view(segment.dtype)
-            pieces.append(BucketPiece(segment.name, segment.shape, start, values))
+            pieces.append(WeightPiece(segment.name, segment.shape, start, values))
     unpack(slot.full, offsets, outs)
     return tuple(pieces)
 

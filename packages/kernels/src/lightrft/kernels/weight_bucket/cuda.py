@@ -26,14 +26,14 @@ def can_run(moves: Sequence[Move]) -> bool:
 
 
 def run(
-    extension: Extension, moves: Sequence[Move], device: torch.device, hashes: Tensor | None
+    extension: Extension, device: torch.device, moves: Sequence[Move], hashes: Tensor | None
 ) -> None:
     """Runs moves in device memory in one launch, queued on the current stream.
 
     Args:
         extension: Built with CUDA.
-        moves: All on one GPU.
-        device: That GPU.
+        device: A GPU.
+        moves: All on it.
         hashes: [moves] int64 on the GPU; the hash of each is added.
     """
     words, num_tiles = build_table(moves, extension.device_tile_elements)

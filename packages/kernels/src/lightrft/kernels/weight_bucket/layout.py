@@ -128,6 +128,29 @@ class Bucket:
         return self.bytes_per_rank * self.num_parts
 
 
+@dataclass(frozen=True, slots=True)
+class WeightPiece:
+    """A contiguous flat range of one full tensor, on its way into an engine.
+
+    Args:
+        name: Name of the tensor.
+        shape: Its full shape.
+        start: Index of the first element in the flattened full tensor.
+        tensor: [numel], the elements from `start` on, in the dtype of their destination; valid
+            until the next bucket is asked for and, for an engine, until `load_weights` returns.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensor: torch.Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the piece holds every element of its tensor."""
+        return self.start == 0 and self.tensor.numel() == math.prod(self.shape)
+
+
 @dataclass(slots=True)
 class _OpenBucket:
     """A bucket that still takes segments."""

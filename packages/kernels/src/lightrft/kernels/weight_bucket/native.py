@@ -6,6 +6,7 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 # Must equal the extension's own; one built from other sources is not used.
 INTERFACE_VERSION = 2
@@ -95,12 +96,15 @@ def can_run(moves: Sequence[Move]) -> bool:
 
 
 def run(
-    extension: Extension, moves: Sequence[Move], *, num_threads: int, with_hash: bool
-) -> list[int]:
+    extension: Extension, num_threads: int, moves: Sequence[Move], hashes: Tensor | None
+) -> None:
     """Runs moves in host memory.
 
-    Returns:
-        The signed hash of each, after the cast; nothing without `with_hash`.
+    Args:
+        extension: The compiled module.
+        num_threads: 0 takes torch's.
+        moves: All on the host.
+        hashes: [moves] int64; the signed hash of each, after the cast, is added.
     """
     table = []
     num_bytes = 0
@@ -109,13 +113,11 @@ def run(
         code = _CAST_CODES.get((source_dtype, dtype), _SAME_DTYPE)
         table.append((source, destination, numel, code, itemsize, start))
         num_bytes += numel * max(source_dtype.itemsize, itemsize)
-    threads = _choose_threads(num_threads, num_bytes)
-    return extension.run_segments(table, _bf16_nan_bits(), threads, with_hash)
-
-
-def _choose_threads(num_threads: int, num_bytes: int) -> int:
     limit = num_threads or torch.get_num_threads()
-    return max(1, min(limit, num_bytes // _BYTES_PER_THREAD))
+    threads = max(1, min(limit, num_bytes // _BYTES_PER_THREAD))
+    found = extension.run_segments(table, _bf16_nan_bits(), threads, hashes is not None)
+    if hashes is not None:
+        hashes += torch.tensor(found, dtype=torch.int64)
 
 
 @cache

@@ -3,8 +3,8 @@
 import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Literal, NamedTuple
+from functools import cache, partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,11 +16,8 @@ Implementation = Literal["auto", "native", "torch"]
 _IMPLEMENTATIONS = ("auto", "native", "torch")
 
 
-class _Runner(NamedTuple):
-    """The extension, and whether its device code or its host code runs."""
-
-    extension: native.Extension
-    on_device: bool
+# Runs moves, and adds their hashes to a tensor beside them, if there is one.
+_Runner = Callable[[Sequence[Move], Tensor | None], None]
 
 
 def hash_tensor(
@@ -72,23 +69,21 @@ def hash_tensors(
             f"hash_tensors needs one start and dtype per tensor: got {len(tensors)} tensors, "
             f"{len(starts)} starts, {len(dtypes)} dtypes"
         )
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
+    if not tensors:
+        return []
+    if len({tensor.device for tensor in tensors}) > 1:
         return [
             hash_tensors([t], starts=[s], dtypes=[d], impl=impl, num_threads=num_threads)[0]
             for t, s, d in zip(tensors, starts, dtypes, strict=True)
         ]
     flats = [t if t.is_contiguous() else t.detach().contiguous() for t in tensors]
     moves = [_hash_only(*each) for each in zip(flats, starts, dtypes, strict=True)]
-    device = next(iter(devices), torch.device("cpu"))
-    runner = _choose(impl, moves, device)
-    if runner is not None and not runner.on_device:
-        return native.run(runner.extension, moves, num_threads=num_threads, with_hash=True)
-    if runner is not None:
-        hashes = torch.zeros(len(moves), dtype=torch.int64, device=device)
-        cuda.run(runner.extension, moves, device, hashes)
-    else:
+    run = _choose(impl, moves, flats, num_threads)
+    if run is None:
         hashes = _torch_hashes(flats, moves, impl)
+    else:
+        hashes = torch.zeros(len(moves), dtype=torch.int64, device=flats[0].device)
+        run(moves, hashes)
     values: list[int] = hashes.tolist()
     return values
 
@@ -131,13 +126,10 @@ def pack(
     """
     _validate_pack(sources, byte_offsets, dtypes, hashes)
     address, size = _bucket_place(out)
-    device = out.device
-    are_beside = True
     moves = []
     for slot, (source, offset, dtype) in enumerate(zip(sources, byte_offsets, dtypes, strict=True)):
         num_rows, row_elements, stride = _rows(source)
         _check_segment(address, size, offset, num_rows * row_elements, dtype)
-        are_beside &= source.device == device
         moves.append(
             Move(
                 source.data_ptr(),
@@ -150,9 +142,9 @@ def pack(
                 0 if starts is None else starts[slot],
             )
         )
-    runner = _choose(impl, moves, device if are_beside else None)
-    if runner is not None:
-        _run(runner, moves, device, num_threads, hashes)
+    run = _choose(impl, moves, [out, *sources], num_threads)
+    if run is not None:
+        run(moves, hashes)
         return
     places = [
         _place(out, o, s.numel(), d) for s, o, d in zip(sources, byte_offsets, dtypes, strict=True)
@@ -189,19 +181,16 @@ def unpack(
             f"unpack needs one byte offset per tensor: got {len(byte_offsets)} and {len(outs)}"
         )
     address, size = _bucket_place(bucket)
-    device = bucket.device
-    are_beside = True
     moves = []
     for offset, out in zip(byte_offsets, outs, strict=True):
         if not out.is_contiguous():
             _refuse_strided(out, "output")
         dtype, numel = out.dtype, out.numel()
         _check_segment(address, size, offset, numel, dtype)
-        are_beside &= out.device == device
         moves.append(Move(address + offset, out.data_ptr(), 1, numel, 0, dtype, dtype, 0))
-    runner = _choose(impl, moves, device if are_beside else None)
-    if runner is not None:
-        _run(runner, moves, device, num_threads, None)
+    run = _choose(impl, moves, [bucket, *outs], num_threads)
+    if run is not None:
+        run(moves, None)
         return
     places = [
         _place(bucket, o, out.numel(), out.dtype) for o, out in zip(byte_offsets, outs, strict=True)
@@ -224,23 +213,6 @@ def _validate_pack(
         raise ValueError(
             f"expected hashes [{len(sources)}] int64: got {tuple(hashes.shape)} {hashes.dtype}"
         )
-
-
-def _run(
-    runner: _Runner,
-    moves: Sequence[Move],
-    device: torch.device,
-    num_threads: int,
-    hashes: Tensor | None,
-) -> None:
-    if runner.on_device:
-        cuda.run(runner.extension, moves, device, hashes)
-        return
-    found = native.run(
-        runner.extension, moves, num_threads=num_threads, with_hash=hashes is not None
-    )
-    if hashes is not None:
-        hashes += torch.tensor(found, dtype=torch.int64)
 
 
 def _torch_hashes(flats: Sequence[Tensor], moves: Sequence[Move], impl: Implementation) -> Tensor:
@@ -280,12 +252,9 @@ def _device_hasher(device: torch.device) -> Callable[[Tensor, int], Tensor]:
 
 
 def _choose(
-    impl: Implementation, moves: Sequence[Move], device: torch.device | None
+    impl: Implementation, moves: Sequence[Move], tensors: Sequence[Tensor], num_threads: int
 ) -> _Runner | None:
-    """Runner of the moves: the extension if it is wanted and can, None for torch.
-
-    `device` is where all memory lies; None if that is several.
-    """
+    """Runner of moves between tensors: the extension if it is wanted and can, None for torch."""
     if impl not in _IMPLEMENTATIONS:
         raise ValueError(f"unknown impl {impl!r}: expected one of {', '.join(_IMPLEMENTATIONS)}")
     if impl == "torch":
@@ -294,11 +263,13 @@ def _choose(
     reason = "is not built"
     if extension is not None:
         reason = "has no code for this device or cast"
-        kind = None if device is None else device.type
-        if kind == "cpu" and native.can_run(moves):
-            return _Runner(extension, on_device=False)
-        if kind == "cuda" and extension.has_cuda and cuda.can_run(moves):
-            return _Runner(extension, on_device=True)
+        devices = {tensor.device for tensor in tensors}
+        device = devices.pop() if len(devices) == 1 else None
+        if device is not None and device.type == "cpu" and native.can_run(moves):
+            return partial(native.run, extension, num_threads)
+        is_compiled = extension.has_cuda and cuda.can_run(moves)
+        if device is not None and device.type == "cuda" and is_compiled:
+            return partial(cuda.run, extension, device)
     if impl == "native":
         raise RuntimeError(f"impl='native': the extension {reason}; pass impl='auto'")
     return None

@@ -80,12 +80,12 @@ def _hash_blocks(bits: Tensor, first_block: int, place: int) -> Tensor:
     masks, factors = key_table(bits.device)
     factor = factors[place : place + width]
     blocks = torch.arange(bits.numel() // width, dtype=torch.int64, device=bits.device)
-    keys = _mix64_(blocks.add_(first_block))
+    keys = mix64_(blocks.add_(first_block))
     # int64 holds the 32-bit words, whose products wrap mod 2^64.
     x = bits.to(torch.int64).view(-1, width)
     if bits.dtype != torch.uint8:
         x.bitwise_and_((1 << 8 * bits.dtype.itemsize) - 1)
-    x.bitwise_xor_(masks[place : place + width]).bitwise_xor_(_shift_right(keys, 32)[:, None])
+    x.bitwise_xor_(masks[place : place + width]).bitwise_xor_(shift_right(keys, 32)[:, None])
     x.mul_(factor).bitwise_and_(_WORD)
     x.bitwise_xor_(x >> 15).mul_(factor)
     x.bitwise_xor_((x >> 32).bitwise_and_(_WORD))
@@ -95,20 +95,21 @@ def _hash_blocks(bits: Tensor, first_block: int, place: int) -> Tensor:
 @cache
 def key_table(device: torch.device) -> tuple[Tensor, Tensor]:
     """Masks and factors of the places of a block: two of [1024] int64, each below 2^32."""
-    keys = _mix64_(-1 - torch.arange(BLOCK_ELEMENTS, dtype=torch.int64))
-    masks, factors = keys & _WORD, _shift_right(keys, 32) | 1
+    keys = mix64_(-1 - torch.arange(BLOCK_ELEMENTS, dtype=torch.int64))
+    masks, factors = keys & _WORD, shift_right(keys, 32) | 1
     return masks.to(device), factors.to(device)
 
 
-def _mix64_(x: Tensor) -> Tensor:
+def mix64_(x: Tensor) -> Tensor:
     """SplitMix64's output function, in place on int64, whose products wrap mod 2^64."""
     x.add_(_GAMMA)
-    x.bitwise_xor_(_shift_right(x, 30)).mul_(_MIX_1)
-    x.bitwise_xor_(_shift_right(x, 27)).mul_(_MIX_2)
-    return x.bitwise_xor_(_shift_right(x, 31))
+    x.bitwise_xor_(shift_right(x, 30)).mul_(_MIX_1)
+    x.bitwise_xor_(shift_right(x, 27)).mul_(_MIX_2)
+    return x.bitwise_xor_(shift_right(x, 31))
 
 
-def _shift_right(x: Tensor, num_bits: int) -> Tensor:
+def shift_right(x: Tensor, num_bits: int) -> Tensor:
+    """The shift of int64 read as unsigned: [...] int64."""
     # int64 shifts are arithmetic: clear the copies of the sign bit.
     return (x >> num_bits).bitwise_and_((1 << (64 - num_bits)) - 1)
 

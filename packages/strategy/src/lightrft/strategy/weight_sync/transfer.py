@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 from lightrft.engines.base import RolloutEngine
-from lightrft.engines.types import WeightPiece
-from lightrft.kernels import BucketBroadcaster, BucketLayout, combine_hashes, hash_tensors
+from lightrft.kernels import (
+    BucketBroadcaster,
+    BucketLayout,
+    WeightPiece,
+    combine_hashes,
+    hash_tensors,
+)
 from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.weight_sync.accounting import PlannedParameter, WeightSyncError
 from lightrft.strategy.weight_sync.parameter_source import AddLocal, ParameterSource
@@ -107,8 +112,7 @@ def load_buckets(
     filled = broadcaster.gather(
         lambda name: pairs[name].source.local_shard, add_local=_add_local(pairs, source)
     )
-    for bucket in filled:
-        pieces = [WeightPiece(p.name, p.shape, p.start, p.tensor) for p in bucket]
+    for pieces in filled:
         transfer.note_handed_over([p for p in pieces if not pairs[p.name].target.verifiable])
         transfer.attempt(lambda pieces=pieces: engine.load_weights(pieces))  # type: ignore[misc]
     transfer.num_bytes = layout.num_bytes
