@@ -1,7 +1,10 @@
 """From the samples of a step to what one rank trains on: model outputs and advantages."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,7 +29,9 @@ from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
 from lightrft.rollout.ledger_records import deliver_evidence
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.source import Samples
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lightrft.config import ConfigError, StrategyConfig, TrainConfig
 from lightrft.config.options import options_of
@@ -20,7 +20,9 @@ from lightrft.run.state import BestModel, LoopState, load_run, save_run
 from lightrft.run.throughput import TrainingFlops, peak_tflops, training_flops, utilisation
 from lightrft.stages.stage import Stage, Step, Work
 from lightrft.strategy.prepared import Arguments
-from lightrft.strategy.weight_sync.sync import WeightSyncReport
+
+if TYPE_CHECKING:
+    from lightrft.strategy.weight_sync.sync import WeightSyncReport
 
 BEST_FOLDER = "best"
 GIGABYTE = 2**30

@@ -10,10 +10,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightrft.config import TrainConfig
 from lightrft.stages.stage import StageMemory, TrainedModels, stored_number
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,12 @@ from torch import nn
 from lightrft.config import TrainConfig
 from lightrft.run.gpus import gpu_of
 from lightrft.stages.stage import Work
-from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)

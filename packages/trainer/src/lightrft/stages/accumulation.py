@@ -1,7 +1,10 @@
 """One optimizer step from micro-batches, whose losses are divided by a denominator of all ranks."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,7 +14,9 @@ from lightrft.stages.stage import TrainedModel
 from lightrft.strategy.distributed.console_sink import with_progress
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.optimizers import OptimizerStepResult
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 def optimizer_step(

@@ -1,15 +1,19 @@
 """Metrics of one step: sums, counts and extremes that are reduced over ranks in one collective."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from lightrft.algorithms.corrections import effective_sample_fraction, effective_sample_sums
 from lightrft.algorithms.value import explained_variance, explained_variance_sums
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 # How one accumulated number joins over micro batches and ranks.
 Reduction = Literal["sum", "max", "min"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,9 @@ from lightrft.datasets.batch_stream import Batches, BatchStream
 from lightrft.records.step_timer import StepTimer
 from lightrft.stages.alarms import alarms
 from lightrft.stages.metrics import StepMetrics
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 Batch = TypeVar("Batch")
 NO_LENGTHS = np.zeros(0, dtype=np.int64)

@@ -37,13 +37,13 @@ from lightrft.stages.policy.pretrain_mix import PretrainMix
 from lightrft.stages.policy.rewards import build_trainer_rewards
 from lightrft.stages.stage import Step, TrainedModels
 from lightrft.strategy.prepared import Arguments, PreparedModel
-from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lightrft.rollout.environments.environments import Environments
     from lightrft.stages.policy.rewards import RewardSource
+    from lightrft.strategy.strategy_base import StrategyBase
 
 Model = nn.Module | PreparedModel
 FastExperienceMaker = ExperienceMaker

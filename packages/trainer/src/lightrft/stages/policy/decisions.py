@@ -1,6 +1,9 @@
 """Options that are left to the machine and its models."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
@@ -8,7 +11,9 @@ from lightrft.engines.media.families import family_of
 from lightrft.models.attention import packs_in_one_kernel
 from lightrft.models.loading import load_config
 from lightrft.models.weight_files import count_model
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 BF16_BYTES = 2
 

@@ -23,10 +23,11 @@ from lightrft.stages.policy.memory import PolicyMemory
 from lightrft.stages.policy.models import is_deterministic
 from lightrft.stages.policy.parity import ParityReport, check_parity
 from lightrft.stages.stage import Step
-from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)

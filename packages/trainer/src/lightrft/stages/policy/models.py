@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,9 +18,11 @@ from lightrft.models.sequence_model import freeze
 from lightrft.stages.policy.algorithm import build_estimator
 from lightrft.stages.stage import TrainedModel, TrainedModels
 from lightrft.strategy.prepared import PreparedModel, inner_module
-from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import engine_source
 from lightrft.strategy.weight_sync.verification import common_hashes, model_hash
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 def build_models(

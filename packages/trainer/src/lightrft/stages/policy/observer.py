@@ -1,8 +1,10 @@
 """Observers of an update: receivers of what it computes, of which the audit's recorder is one."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor
 
@@ -13,7 +15,9 @@ from lightrft.experience.maker import StepExperience
 from lightrft.records.batch import ExperienceBatch
 from lightrft.stages.stage import TrainedModels
 from lightrft.strategy.optimizers import OptimizerStepResult
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)

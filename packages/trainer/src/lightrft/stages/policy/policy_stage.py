@@ -40,13 +40,13 @@ from lightrft.stages.policy.pretrain_mix import PretrainMix
 from lightrft.stages.policy.step_metrics import experience_metrics, record_experience
 from lightrft.stages.policy.updates import Update
 from lightrft.stages.stage import Stage, Step, TrainedModels, Work
-from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from lightrft.rollout.environments.environments import Environments
     from lightrft.rollout.sampler import SingleTurns
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,11 @@
 """One optimizer step of a policy or a critic, from the rows of one optimizer batch."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +34,9 @@ from lightrft.stages.policy.observer import NoObserver, StepObserver
 from lightrft.stages.policy.pretrain_mix import PretrainMix
 from lightrft.stages.policy.step_metrics import record_policy, record_ratios
 from lightrft.stages.stage import TrainedModel, TrainedModels
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)
