@@ -9,20 +9,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from lightrft.config import TrainConfig
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.media.prompts import RowMedia
 from lightrft.engines.types import SamplingParams, has_known_order
 from lightrft.experience.assemble import AdvantageSettings, ShapedRewards, assemble, shape_rewards
-from lightrft.experience.forward import ForwardModels, compute_outputs
 from lightrft.experience.ledger_gate import check_ledger
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.models.layout import LayoutPolicy
 from lightrft.models.sequence_model import layout_policy
 from lightrft.models.support import SamplingSupport
-from lightrft.records.batch import ExperienceBatch, RolloutBatch, collate
+from lightrft.models.types import ActorOutput, EntropyMode, PolicyModel, ValueModel
+from lightrft.records.batch import (
+    ExperienceBatch,
+    PolicyOutputs,
+    RolloutBatch,
+    collate,
+    join_micro_batches,
+    select_rollouts,
+)
 from lightrft.records.media import deliver_media
 from lightrft.records.step_timer import StepTimer
 from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
@@ -32,6 +39,107 @@ from lightrft.rollout.source import Samples
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardModels:
+    """The models that score rollouts; None where the algorithm has no such model."""
+
+    actor: PolicyModel
+    reference: PolicyModel | None = None
+    critic: ValueModel | None = None
+
+
+def compute_outputs(
+    batch: RolloutBatch,
+    models: ForwardModels,
+    *,
+    slices: Sequence[slice],
+    scores_actor: bool = True,
+) -> PolicyOutputs:
+    """Old and reference logprobs, values and entropies of all response tokens.
+
+    One model after the other, so that only one needs its activations and gathered weights.
+
+    Args:
+        batch: This rank's rows.
+        models: Those that score them.
+        slices: Rows of each forward pass, in order; they cover the batch.
+        scores_actor: False leaves the old logprobs and entropies to the update.
+    """
+    old: ActorOutput | None = None
+    with torch.no_grad():
+        if scores_actor:
+            old = _score(models.actor, batch, slices=slices, entropy="value")
+        ref_logprobs = None
+        if models.reference is not None:
+            # Truncation belongs to the policy that sampled.
+            plain = replace(batch, support=None)
+            ref_logprobs = _score(models.reference, plain, slices=slices, entropy="none").logprobs
+        values = None
+        if models.critic is not None:
+            values = _evaluate(models.critic, batch, slices=slices)
+    if old is None:
+        return PolicyOutputs(None, ref_logprobs, values, None)
+    return PolicyOutputs(old.logprobs, ref_logprobs, values, old.entropy, old.log_kept_mass)
+
+
+@torch.no_grad()
+def score_actor(batch: RolloutBatch, actor: PolicyModel, *, slices: Sequence[slice]) -> Tensor:
+    """The actor's logprobs of all response tokens, in its present mode: [batch, seq] float32.
+
+    They follow the distribution the rows were sampled from, without what it excludes.
+
+    Args:
+        batch: This rank's rows.
+        actor: Every rank calls it equally often.
+        slices: Rows of each forward pass, in order; they cover the batch.
+    """
+    return _score(actor, batch, slices=slices, entropy="none").sampling_logprobs
+
+
+def _score(
+    policy: PolicyModel, batch: RolloutBatch, *, slices: Sequence[slice], entropy: EntropyMode
+) -> ActorOutput:
+    outputs: list[ActorOutput] = []
+    for rows in slices:
+        micro = select_rollouts(batch, rows)
+        outputs.append(
+            policy(
+                micro.token_ids,
+                micro.attention_mask,
+                scored_mask=micro.response_mask,
+                temperature=scoring_temperature(micro.temperature),
+                entropy=entropy,
+                media=micro.media,
+                support=micro.support,
+            )
+        )
+    width = batch.token_ids.shape[1]
+
+    def joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
+        found = [piece for piece in pieces if piece is not None]
+        return join_micro_batches(found, width) if found else None
+
+    return ActorOutput(
+        join_micro_batches([output.logprobs for output in outputs], width),
+        joined([output.entropy for output in outputs]),
+        log_kept_mass=joined([output.log_kept_mass for output in outputs]),
+    )
+
+
+def _evaluate(critic: ValueModel, batch: RolloutBatch, *, slices: Sequence[slice]) -> Tensor:
+    pieces: list[Tensor] = []
+    for rows in slices:
+        micro = select_rollouts(batch, rows)
+        values = critic(micro.token_ids, micro.attention_mask, media=micro.media)
+        pieces.append(torch.where(micro.response_mask, values, 0.0))
+    return join_micro_batches(pieces, batch.token_ids.shape[1])
+
+
+def scoring_temperature(temperature: float) -> float:
+    """The temperature at which samples are scored: greedy samples are scored at 1."""
+    return temperature if temperature > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ from lightrft.reporting.files import (
     METRICS_FILE,
     SUMMARY_FILE,
     JsonLines,
+    JsonLinesLogger,
     rank_log,
     set_aside,
 )
-from lightrft.reporting.loggers import JsonLinesLogger, MetricsLogger, own_loggers
+from lightrft.reporting.loggers import MetricsLogger, own_loggers
 from lightrft.reporting.trackers import build_trackers
 from lightrft.run.loop import Loop, LoopResult
 from lightrft.run.resume import RunPlan, plan_run

@@ -25,9 +25,8 @@ from lightrft.rewards import CombinedReward
 from lightrft.rewards.types import RewardRecipes
 from lightrft.rollout.sampler import SingleTurns
 from lightrft.stages.policy.algorithm import algorithm_problems
-from lightrft.stages.policy.decisions import decide_by_machine, read_model_facts
 from lightrft.stages.policy.maker import SampleLogs
-from lightrft.stages.policy.models import build_models
+from lightrft.stages.policy.models import build_models, decide_by_machine, read_model_facts
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
 from lightrft.stages.policy.pretrain_mix import PretrainMix
 from lightrft.stages.policy.rewards import (

@@ -1,11 +1,11 @@
-"""One optimizer step of a policy or a critic, from the rows of one optimizer batch."""
+"""The update of a step: optimizer steps of policy and critic; observers of what they compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +19,101 @@ from lightrft.algorithms.masking import (
     high_entropy_mask,
     high_entropy_mask_per_sequence,
 )
+from lightrft.algorithms.moments import Moments
 from lightrft.algorithms.value import clipped_value_loss
 from lightrft.config import TrainConfig
-from lightrft.experience.forward import scoring_temperature
-from lightrft.experience.maker import StepExperience
+from lightrft.config.registry import STEP_OBSERVERS
+from lightrft.experience.maker import StepExperience, scoring_temperature
 from lightrft.experience.minibatches import epoch_order, micro_slices
 from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
 from lightrft.records.batch import ExperienceBatch, select_experience
-from lightrft.stages.accumulation import optimizer_step, record_total
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.objective import LossTokens, PolicyObjective
-from lightrft.stages.policy.observer import NoObserver, StepObserver
-from lightrft.stages.policy.pretrain_mix import PretrainMix
 from lightrft.stages.policy.step_metrics import record_policy, record_ratios
-from lightrft.stages.stage import TrainedModel, TrainedModels
+from lightrft.stages.stage import TrainedModel, TrainedModels, optimizer_step, record_total
+from lightrft.strategy.optimizers import OptimizerStepResult
 
 if TYPE_CHECKING:
+    from lightrft.stages.policy.pretrain_mix import PretrainMix
     from lightrft.strategy.strategy_base import StrategyBase
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedStep:
+    """A step before its update, as observers are told.
+
+    Args:
+        number: Of the step, counted from 1.
+        config: Of the run, as it was asked for: an observer knows a paper's aggregation itself.
+        strategy: Gathers states and the parts of all ranks.
+        models: What is trained.
+        experience: What is trained on.
+        kl_coef: Weight of the KL term; 0 without a reference model.
+        moments: Of all rewards before the step, or None without running normalisation.
+        num_updates: Optimizer steps of the whole run; 0 is unknown.
+    """
+
+    number: int
+    config: TrainConfig
+    strategy: StrategyBase
+    models: TrainedModels
+    experience: StepExperience
+    kl_coef: float
+    moments: Moments | None
+    num_updates: int
+
+
+class StepObserver(Protocol):
+    """A receiver of what the update of one step computes."""
+
+    def begin_update(
+        self, model: str, batch: ExperienceBatch, normalizer: Tensor, weights: Tensor | None
+    ) -> None:
+        """Before the micro batches of an optimizer step.
+
+        Args:
+            model: "actor" or "critic".
+            batch: This rank's rows.
+            normalizer: Z over all ranks.
+            weights: [batch, seq] of the tokens, or None where all are 1.
+        """
+        ...
+
+    def micro_batch(
+        self,
+        batch: ExperienceBatch,
+        values: Tensor,
+        terms: Mapping[str, Tensor],
+        old_logprobs: Tensor | None = None,
+    ) -> None:
+        """After the forward pass of a micro batch.
+
+        Args:
+            batch: Its rows.
+            values: [batch, seq] logprobs, or values of a critic.
+            terms: Its share of each term of the loss.
+            old_logprobs: [batch, seq], with which they are compared.
+        """
+        ...
+
+    def end_update(self, result: OptimizerStepResult) -> None:
+        """After an optimizer step."""
+        ...
+
+    def finish(self) -> None:
+        """After the last optimizer step; collective."""
+        ...
+
+
+class NoObserver(StepObserver):
+    """Nobody looks."""
+
+
+def open_observer(name: str, step: ObservedStep) -> StepObserver:
+    """The observer of that name, ready for the update; collective."""
+    build = cast("Callable[[ObservedStep], StepObserver]", STEP_OBSERVERS.load(name))
+    return build(step)
 
 
 @dataclass(frozen=True, slots=True)
