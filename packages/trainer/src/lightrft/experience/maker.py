@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightrft.config import TrainConfig
@@ -21,7 +19,13 @@ from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.models.layout import LayoutPolicy
 from lightrft.models.sequence_model import layout_policy
 from lightrft.models.support import SamplingSupport
-from lightrft.models.types import ActorOutput, EntropyMode, PolicyModel, ValueModel
+from lightrft.models.types import (
+    ActorOutput,
+    EntropyMode,
+    PolicyModel,
+    TokenLossFunction,
+    ValueModel,
+)
 from lightrft.records.batch import (
     ExperienceBatch,
     PolicyOutputs,
@@ -101,20 +105,10 @@ def score_actor(batch: RolloutBatch, actor: PolicyModel, *, slices: Sequence[sli
 def _score(
     policy: PolicyModel, batch: RolloutBatch, *, slices: Sequence[slice], entropy: EntropyMode
 ) -> ActorOutput:
-    outputs: list[ActorOutput] = []
-    for rows in slices:
-        micro = select_rollouts(batch, rows)
-        outputs.append(
-            policy(
-                micro.token_ids,
-                micro.attention_mask,
-                scored_mask=micro.response_mask,
-                temperature=scoring_temperature(micro.temperature),
-                entropy=entropy,
-                media=micro.media,
-                support=micro.support,
-            )
-        )
+    micro_batches = (select_rollouts(batch, rows) for rows in slices)
+    outputs = [
+        run_policy(policy, micro, entropy=entropy, support=micro.support) for micro in micro_batches
+    ]
     width = batch.token_ids.shape[1]
 
     def joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
@@ -140,6 +134,34 @@ def _evaluate(critic: ValueModel, batch: RolloutBatch, *, slices: Sequence[slice
 def scoring_temperature(temperature: float) -> float:
     """The temperature at which samples are scored: greedy samples are scored at 1."""
     return temperature if temperature > 0 else 1.0
+
+
+def run_policy(
+    policy: Callable[..., ActorOutput],
+    rows: RolloutBatch,
+    *,
+    entropy: EntropyMode,
+    support: SamplingSupport | None,
+    token_loss: TokenLossFunction | None = None,
+) -> ActorOutput:
+    """One forward pass over rows.
+
+    Args:
+        policy: Is called.
+        rows: Of a micro-batch.
+        entropy, support, token_loss: See `lightrft.models.Actor`.
+    """
+    inside = {} if token_loss is None else {"token_loss": token_loss}
+    return policy(
+        rows.token_ids,
+        rows.attention_mask,
+        scored_mask=rows.response_mask,
+        temperature=scoring_temperature(rows.temperature),
+        entropy=entropy,
+        media=rows.media,
+        support=support,
+        **inside,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,24 +219,19 @@ def make_experience(
         seed=config.seed,
         step=step,
     )
-    index = plan.row_index(rank)
-    wanted = [plan.row_index(each) for each in range(strategy.num_data_ranks)]
-    wanted = [each for each in wanted for _ in range(config.sp_size)]
+    num_ranks, size = strategy.num_data_ranks, config.sp_size
+    wanted = [plan.row_index(each) for each in range(num_ranks) for _ in range(size)]
     with timer.stage("exchange"):
-        rows, media = _deliver(samples, wanted, strategy=strategy, encoder=encoder)
+        rows = deliver_rows(table, tabulate(samples.scored), wanted, strategy)
+        media = deliver_media(table, samples.scored, wanted, strategy.context, encoder)
     batch = _batch(samples, rows, media, config, strategy)
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
     if samples.evidence is not None:
         with timer.stage("exchange"):
             ids = [table.sample_ids[each].tolist() for each in wanted]
-            check_ledger(
-                batch,
-                rows,
-                deliver_evidence(samples.evidence, ids, strategy),
-                policy=_layout_policy(models, strategy),
-                slices=slices,
-                strategy=strategy,
-            )
+            evidence = deliver_evidence(samples.evidence, ids, strategy)
+            policy = _layout_policy(models, strategy)
+            check_ledger(batch, rows, evidence, policy=policy, slices=slices, strategy=strategy)
     is_reused = reuses_policy_logprobs and plan.num_minibatches == 1
     scores_actor = not config.use_rollout_logprobs and not is_reused
     with timer.stage("forward"):
@@ -225,7 +242,7 @@ def make_experience(
     shaped = shape_rewards(table, settings.moments, config)
     experience = assemble(
         table,
-        torch.from_numpy(index),
+        torch.from_numpy(plan.row_index(rank)),
         batch,
         outputs,
         rewards=shaped.rewards,
@@ -234,19 +251,6 @@ def make_experience(
         context=strategy.context,
     )
     return StepExperience(experience, rows, samples, shaped, plan)
-
-
-def _deliver(
-    samples: Samples,
-    wanted: Sequence[NDArray[np.int64]],
-    *,
-    strategy: StrategyBase,
-    encoder: Encoder,
-) -> tuple[SampleTable, RowMedia]:
-    """The rows that this rank wants, and their media; collective."""
-    rows = deliver_rows(samples.table, tabulate(samples.scored), wanted, strategy)
-    media = deliver_media(samples.table, samples.scored, wanted, strategy.context, encoder)
-    return rows, media
 
 
 def _batch(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -44,6 +44,11 @@ class StepMetrics:
         """Adds the entries of `values` [batch, seq] where `mask` is true."""
         kept = torch.where(mask, values.detach().double(), 0.0)
         self.add_mean(name, kept.sum(), mask.sum())
+
+    def add_masked_means(self, values: Mapping[str, Tensor], mask: Tensor) -> None:
+        """Adds several masked means by name; see `add_masked_mean`."""
+        for name, each in values.items():
+            self.add_masked_mean(name, each, mask)
 
     def add_sums(
         self,

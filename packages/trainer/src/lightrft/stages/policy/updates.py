@@ -23,11 +23,10 @@ from lightrft.algorithms.moments import Moments
 from lightrft.algorithms.value import clipped_value_loss
 from lightrft.config import TrainConfig
 from lightrft.config.registry import STEP_OBSERVERS
-from lightrft.experience.maker import StepExperience, scoring_temperature
+from lightrft.experience.maker import StepExperience, run_policy
 from lightrft.experience.minibatches import epoch_order, micro_slices
-from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
-from lightrft.records.batch import ExperienceBatch, select_experience
+from lightrft.records.batch import ExperienceBatch, select_experience, select_rollouts
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.objective import LossTokens, PolicyObjective
 from lightrft.stages.policy.step_metrics import record_policy, record_ratios
@@ -78,7 +77,7 @@ class StepObserver(Protocol):
             normalizer: Z over all ranks.
             weights: [batch, seq] of the tokens, or None where all are 1.
         """
-        ...
+        return
 
     def micro_batch(
         self,
@@ -95,15 +94,15 @@ class StepObserver(Protocol):
             terms: Its share of each term of the loss.
             old_logprobs: [batch, seq], with which they are compared.
         """
-        ...
+        return
 
     def end_update(self, result: OptimizerStepResult) -> None:
         """After an optimizer step."""
-        ...
+        return
 
     def finish(self) -> None:
         """After the last optimizer step; collective."""
-        ...
+        return
 
 
 class NoObserver(StepObserver):
@@ -312,12 +311,15 @@ class Update:
         )
         if any(term.mean_one for term in self.corrections):
             found = found.normalized(self.strategy.reduce_over_data(found.sums, "sum"))
-        metrics.add_masked_mean("correction_weight", found.weights, mask)
-        metrics.add_masked_mean("correction_raw_weight", found.raw, mask)
+        means = {
+            "correction_weight": found.weights,
+            "correction_raw_weight": found.raw,
+            "correction_capped_share": found.is_capped,
+            "correction_rejected_share": found.is_rejected,
+            "correction_invalid_share": found.is_invalid,
+        }
+        metrics.add_masked_means(means, mask)
         metrics.add_max("correction_raw_weight_max", found.raw.where(mask, -torch.inf).max())
-        metrics.add_masked_mean("correction_capped_share", found.is_capped, mask)
-        metrics.add_masked_mean("correction_rejected_share", found.is_rejected, mask)
-        metrics.add_masked_mean("correction_invalid_share", found.is_invalid, mask)
         metrics.add_effective_samples("correction_effective_share", found.weights, mask)
         return found.weights
 
@@ -330,7 +332,11 @@ class Update:
         """
         with torch.no_grad():
             parts = [
-                _router_sums(_forward(select_experience(batch, rows), actor, entropy="none"))
+                _router_sums(
+                    run_policy(
+                        actor, select_rollouts(batch.rollouts, rows), entropy="none", support=None
+                    )
+                )
                 for rows in slices
             ]
         return self.strategy.reduce_over_data(torch.stack(parts).sum(dim=0), "sum")
@@ -387,9 +393,9 @@ class Update:
         """The actor's output for a micro batch; in the first pass over it the metrics, too."""
         rollouts, is_first = micro.rollouts, micro.outputs.old_logprobs is None
         entropy: EntropyMode = "value" if is_first else "none"
-        output = _forward(
-            micro,
+        output = run_policy(
             actor,
+            rollouts,
             entropy="grad" if self.config.entropy_coef > 0 else entropy,
             support=rollouts.support if is_first else None,
             token_loss=token_loss,
@@ -416,29 +422,6 @@ class Update:
         self.observer.micro_batch(micro, values, {"value": share})
         self.metrics.add_mean("critic_loss", share, 0.0)
         return share
-
-
-def _forward(
-    micro: ExperienceBatch,
-    actor: nn.Module,
-    *,
-    entropy: EntropyMode,
-    support: SamplingSupport | None = None,
-    token_loss: TokenLossFunction | None = None,
-) -> ActorOutput:
-    rollouts = micro.rollouts
-    inside = {} if token_loss is None else {"token_loss": token_loss}
-    output: ActorOutput = actor(
-        rollouts.token_ids,
-        rollouts.attention_mask,
-        scored_mask=rollouts.response_mask,
-        temperature=scoring_temperature(rollouts.temperature),
-        entropy=entropy,
-        media=rollouts.media,
-        support=support,
-        **inside,
-    )
-    return output
 
 
 def _router_sums(output: ActorOutput) -> Tensor:
