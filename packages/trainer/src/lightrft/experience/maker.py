@@ -263,7 +263,6 @@ def _batch(
     params = training_params(config)
     return collate(
         rows,
-        pad_token_id=0,  # masked everywhere
         temperature=params.temperature,
         device=strategy.device,
         num_uncompared_tokens=int(config.use_fire),

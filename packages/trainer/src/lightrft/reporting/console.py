@@ -123,13 +123,9 @@ class RunConsole:
             else PlainScreen(self._stream, lambda: self._step, seconds=heartbeat_seconds)
         )
 
-    def plan(self, num_steps: int) -> None:
-        """Takes the number of steps of the run."""
-        self._num_steps = num_steps
-
-    def continue_after(self, step: int) -> None:
-        """Takes the last step that was completed before."""
-        self._step = step
+    def plan(self, num_steps: int, *, after: int = 0) -> None:
+        """Takes the number of steps of the run, and how many were completed before."""
+        self._num_steps, self._step = num_steps, after
 
     def tell(self, text: str, is_detail: bool) -> None:
         """Shows and logs a line; one of the engine room is only logged, unless verbose."""

@@ -121,8 +121,7 @@ def run_training(
         stack.callback(loop.close)
         num_planned, num_resumed = loop.stage.planned_steps(), start_run(config, loop, plan)
         if console is not None:
-            console.plan(num_planned)
-            console.continue_after(num_resumed)
+            console.plan(num_planned, after=num_resumed)
         result = loop.run(num_planned, stop_request=stop_request)
         if result.was_stopped:
             strategy.finish_saving()
