@@ -166,7 +166,7 @@ def run_policy(
 
 @dataclass(frozen=True, slots=True)
 class StepExperience:
-    """What one rank trains on in one step, and what all ranks know about the step.
+    """Rows that one rank trains on in one step, and facts of the step that all ranks know.
 
     Args:
         batch: This rank's rows, optimizer batch after optimizer batch.
@@ -212,14 +212,8 @@ def make_experience(
         encoder: Of prompts with media.
     """
     config, table, rank = settings.config, samples.table, strategy.data_rank
-    plan = plan_minibatches(
-        table.lengths,
-        train_batch_size=config.train_batch_size,
-        world_size=strategy.num_data_ranks,
-        seed=config.seed,
-        step=step,
-    )
     num_ranks, size = strategy.num_data_ranks, config.sp_size
+    plan = _plan(table, config, num_ranks, step)
     wanted = [plan.row_index(each) for each in range(num_ranks) for _ in range(size)]
     with timer.stage("exchange"):
         rows = deliver_rows(table, tabulate(samples.scored), wanted, strategy)
@@ -251,6 +245,16 @@ def make_experience(
         context=strategy.context,
     )
     return StepExperience(experience, rows, samples, shaped, plan)
+
+
+def _plan(table: RowTable, config: TrainConfig, num_ranks: int, step: int) -> MinibatchPlan:
+    return plan_minibatches(
+        table.lengths,
+        train_batch_size=config.train_batch_size,
+        world_size=num_ranks,
+        seed=config.seed,
+        step=step,
+    )
 
 
 def _batch(

@@ -55,7 +55,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutputs:
-    """What the models say about a `RolloutBatch` before the update; None means "no such model".
+    """Outputs of the models for a `RolloutBatch` before the update; None means "no such model".
 
     Args:
         old_logprobs: [batch, seq] float32 under the policy at the start of the step; None where

@@ -1,6 +1,7 @@
 """Metrics of the samples of a step, and of what the policy says about them."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -175,15 +176,15 @@ def record_conversations(
         tool_names: The same on every rank.
         metrics: Receives the numbers.
     """
-    talks = [item.rollout.conversation for item in scored]
-    known = [talk for talk in talks if talk is not None]
+    known = [talk for item in scored if (talk := item.rollout.conversation) is not None]
     calls = [call for talk in known for turn in talk.answers for call in turn]
     made = [call for call in calls if call.outcome in ("ok", "error")]
+    outcomes = Counter(call.outcome for call in calls)
     totals = {
         "turns": sum(len(talk.turns) for talk in known),
         "calls": len(made),
-        "malformed_calls": sum(call.outcome == "malformed" for call in calls),
-        "refused_calls": sum(call.outcome == "refused" for call in calls),
+        "malformed_calls": outcomes["malformed"],
+        "refused_calls": outcomes["refused"],
         "restarts": sum(talk.num_restarts for talk in known),
         "failed_share": sum(item.is_masked for item in scored),
     }
