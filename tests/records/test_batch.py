@@ -77,7 +77,7 @@ def test_an_excluded_row_keeps_its_tokens_and_loses_its_mask():
 def test_selected_rows_lose_common_padding():
     batch = collated(table([(1, 2), (3,), (4,)], [(5, 6, 7), (8,), (9, 9)]))
     part = select_rollouts(batch, slice(1, 3))
-    assert part.token_ids.tolist() == [[3, 8, 9], [4, 9, 9]]
+    assert part.token_ids.tolist() == [[3, 8, 0], [4, 9, 9]]
     assert part.sample_ids.tolist() == [1, 2]
 
 
