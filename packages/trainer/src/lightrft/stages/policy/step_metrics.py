@@ -181,15 +181,15 @@ def record_conversations(
     made = [call for call in calls if call.outcome in ("ok", "error")]
     outcomes = Counter(call.outcome for call in calls)
     totals = {
-        "turns": sum(len(talk.turns) for talk in known),
-        "calls": len(made),
-        "malformed_calls": outcomes["malformed"],
-        "refused_calls": outcomes["refused"],
-        "restarts": sum(talk.num_restarts for talk in known),
-        "failed_share": sum(item.is_masked for item in scored),
+        "episode/turns": sum(len(talk.turns) for talk in known),
+        "episode/calls": len(made),
+        "episode/malformed_calls": outcomes["malformed"],
+        "episode/refused_calls": outcomes["refused"],
+        "episode/restarts": sum(talk.num_restarts for talk in known),
+        "episode/failed_share": sum(item.is_masked for item in scored),
     }
     for name, total in totals.items():
-        metrics.add_mean(f"episode/{name}", total, len(known))
+        metrics.add_mean(name, total, len(known))
     for name in tool_names:
         own = [call for call in made if call.name == name]
         errors = sum(call.outcome == "error" for call in own)
