@@ -11,12 +11,12 @@ from pathlib import Path
 from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
 from lightrft.config.options import OptionInfo, type_hints
-from lightrft.reporting.metric_table import METRICS
 from lightrft.run.gpus import GB, GPUS
 from lightrft.tools.plan.advice import advise
 from lightrft.tools.plan.duration import CONSTANTS, scale, where_it_stops_paying
 from lightrft.tools.plan.plan_command import COUNTS, time_table
 from lightrft.tools.plan.setup import SHAPES, Setup
+from lightrft.tools.report.metric_table import METRICS
 from lightrft.utils.arguments import GROUPS
 
 FOLDER = Path(__file__).resolve().parent

@@ -15,7 +15,7 @@ from lightrft.algorithms.advantages import row_level, token_level
 from lightrft.algorithms.advantages.row_level import Groups
 from lightrft.algorithms.interface import TokenAdvantages, advantage_estimator
 from lightrft.algorithms.policy import clipped
-from lightrft.experience import assemble, forward, maker
+from lightrft.experience import assemble, maker
 from lightrft.stages.policy import algorithm, objective, policy_stage, updates
 from lightrft.strategy import backend, optimizers, strategy_base
 from lightrft.strategy.accumulation import AccumulationState
@@ -100,7 +100,7 @@ def an_optimizer_batch_comes_twice(patch):
 
 @bug("old logprobs", temperature=0.7)
 def temperature_is_left_out(patch):
-    wrap(patch, forward, "scoring_temperature", lambda _: lambda __: 1.0)
+    wrap(patch, maker, "scoring_temperature", lambda _: lambda __: 1.0)
 
 
 @bug("old logprobs")
@@ -138,7 +138,7 @@ def values_are_of_the_token_itself(patch):
 
         return evaluate
 
-    wrap(patch, forward, "_evaluate", change)
+    wrap(patch, maker, "_evaluate", change)
 
 
 # --- rewards

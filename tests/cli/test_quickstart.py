@@ -15,7 +15,6 @@ import torch
 from tests.cli.dice import Dice
 
 from lightrft.cli.main import main
-from lightrft.reporting.metric_table import metric_row
 from lightrft.tools.quickstart.addition import ADDITION, Addition, demonstrate, draw_additions
 from lightrft.tools.quickstart.boxed_sum import score
 from lightrft.tools.quickstart.quickstart_command import (
@@ -26,6 +25,7 @@ from lightrft.tools.quickstart.quickstart_command import (
     training_config,
 )
 from lightrft.tools.quickstart.task import HELD_OUT_SHARE, is_held_out, write_exercises
+from lightrft.tools.report.metric_table import metric_row
 
 pytestmark = pytest.mark.shard("quickstart")
 

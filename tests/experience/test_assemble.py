@@ -68,7 +68,7 @@ def settings(name, *, kl_coef=0.0, **options):
 
 def run(table, rows, how, *, strategy=None, ref=None, old=None, values=None):
     index = np.array(rows)
-    batch = collate(table.take(index), pad_token_id=0, temperature=1.0, device=torch.device("cpu"))
+    batch = collate(table.take(index), temperature=1.0, device=torch.device("cpu"))
     shape = batch.token_ids.shape
     zeros = torch.zeros(shape)
     outputs = PolicyOutputs(

@@ -88,7 +88,7 @@ def check(scored, strategy, *, evidence=None, is_packed=False, change=lambda bat
     if evidence is None:
         evidence = evidence_of(scored, strategy)
     table = tabulate(scored)
-    batch = change(collate(table, pad_token_id=0, temperature=1.0, device=torch.device("cpu")))
+    batch = change(collate(table, temperature=1.0, device=torch.device("cpu")))
     half = len(scored) // 2
     check_ledger(
         batch,

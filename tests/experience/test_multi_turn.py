@@ -13,8 +13,7 @@ from tests.models.tiny import tiny_model
 from lightrft.config import TrainConfig
 from lightrft.engines.types import Completion
 from lightrft.experience.assemble import AdvantageSettings
-from lightrft.experience.forward import ForwardModels
-from lightrft.experience.maker import make_experience
+from lightrft.experience.maker import ForwardModels, make_experience
 from lightrft.models import Actor, Critic
 from lightrft.records.batch import collate
 from lightrft.records.step_timer import StepTimer
@@ -70,7 +69,7 @@ def test_table_and_batch_hold_what_each_row_holds(seed):
     assert table.sampled_lengths.tolist() == [sum(flags(i.rollout)) for i in items]
     order = np.random.default_rng(seed).permutation(12)
     taken = table.take(order)
-    batch = collate(taken, pad_token_id=0, temperature=1.0, device=CPU, version=2)
+    batch = collate(taken, temperature=1.0, device=CPU, version=2)
     for row, place in enumerate(order.tolist()):
         completion = items[place].rollout.completion
         width, start = batch.token_ids.shape[1], len(completion.prompt_token_ids)
@@ -339,7 +338,7 @@ def test_gradients_of_observation_logits_are_exactly_zero(is_packed):
     items = random_step(7, num_turns=3)
     _, _, (actor, _, _) = models()
     actor.pack_samples(is_packed)
-    batch = collate(tabulate(items), pad_token_id=0, temperature=1.0, device=CPU)
+    batch = collate(tabulate(items), temperature=1.0, device=CPU)
     states = []
 
     def keep(module, arguments, output):
@@ -367,7 +366,7 @@ def test_what_an_observation_says_is_context_and_nothing_else():
     """Other observation ids move later logprobs; their flags alone move no token's loss."""
     items = random_step(9, num_rows=1, num_turns=2)
     _, _, (actor, _, _) = models()
-    batch = collate(tabulate(items), pad_token_id=0, temperature=1.0, device=CPU)
+    batch = collate(tabulate(items), temperature=1.0, device=CPU)
     changed = batch.token_ids.clone()
     observed = (~batch.response_mask & batch.attention_mask)[0].nonzero().flatten()
     last = int(observed[-1])  # of the observation: prompt positions come before it

@@ -43,12 +43,12 @@ def table(prompts, responses, *, masked=None):
 
 
 def collated(samples):
-    return collate(samples, pad_token_id=9, temperature=0.7, device=torch.device("cpu"))
+    return collate(samples, temperature=0.7, device=torch.device("cpu"))
 
 
 def test_rows_are_right_padded_and_the_mask_covers_the_sampled_tokens():
     batch = collated(table([(1, 2), (3,)], [(4, 5, 6), (7,)]))
-    assert batch.token_ids.tolist() == [[1, 2, 4, 5, 6], [3, 7, 9, 9, 9]]
+    assert batch.token_ids.tolist() == [[1, 2, 4, 5, 6], [3, 7, 0, 0, 0]]
     assert batch.attention_mask.int().tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
     assert batch.response_mask.int().tolist() == [[0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
     assert batch.rollout_logprobs.tolist() == [[0, 0, -1, -2, -3], [0, -4, 0, 0, 0]]
@@ -61,7 +61,7 @@ def test_rows_are_right_padded_and_the_mask_covers_the_sampled_tokens():
 )
 def test_mask_length_equals_the_number_of_generated_tokens(response):
     samples = table([(1, 0), (1,)], [response, (3,)])
-    batch = collate(samples, pad_token_id=0, temperature=1.0, device=torch.device("cpu"))
+    batch = collate(samples, temperature=1.0, device=torch.device("cpu"))
     assert int(batch.response_mask[0].sum()) == len(response)
     assert batch.token_ids[0][batch.response_mask[0]].tolist() == list(response)
     assert int(batch.attention_mask[0].sum()) == 2 + len(response)
@@ -77,7 +77,7 @@ def test_an_excluded_row_keeps_its_tokens_and_loses_its_mask():
 def test_selected_rows_lose_common_padding():
     batch = collated(table([(1, 2), (3,), (4,)], [(5, 6, 7), (8,), (9, 9)]))
     part = select_rollouts(batch, slice(1, 3))
-    assert part.token_ids.tolist() == [[3, 8, 9], [4, 9, 9]]
+    assert part.token_ids.tolist() == [[3, 8, 0], [4, 9, 9]]
     assert part.sample_ids.tolist() == [1, 2]
 
 

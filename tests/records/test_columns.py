@@ -130,7 +130,7 @@ def assert_right(table):
 
 
 def collated(table):
-    return collate(table, pad_token_id=0, temperature=1.0, device=CPU)
+    return collate(table, temperature=1.0, device=CPU)
 
 
 def test_it_is_tabulated_taken_and_joined(planted):

@@ -88,7 +88,7 @@ def test_rows_and_batch_equal_the_gathered_form_bit_for_bit(kind, world_size, sp
         assert len(found) == len(table) // (world_size // sp_size)
         assert_same_table(found, expected)
         tensors = [
-            collate(rows, pad_token_id=0, temperature=1.0, device=torch.device("cpu"), version=7)
+            collate(rows, temperature=1.0, device=torch.device("cpu"), version=7)
             for rows in (found, expected)
         ]
         assert_same_batch(*tensors)

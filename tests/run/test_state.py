@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.run.state import BestModel, LoopState, read_client_state
-from lightrft.stages.policy.memory import PolicyMemory
+from lightrft.run.loop import BestModel, LoopState, read_client_state
+from lightrft.stages.policy.maker import PolicyMemory
 
 # As commit 3191490 wrote it, after two steps with `reward_running_norm` and `best_metric`.
 WRITTEN = {

@@ -6,8 +6,14 @@ import torch
 from torch.utils.data import Dataset
 
 from lightrft.datasets.batch_stream import planned_steps
-from lightrft.stages.accumulation import optimizer_step, record_total
-from lightrft.stages.stage import Stage, TrainedModel, TrainedModels, Work
+from lightrft.stages.stage import (
+    Stage,
+    TrainedModel,
+    TrainedModels,
+    Work,
+    optimizer_step,
+    record_total,
+)
 
 WEIGHTS = torch.tensor([1.0, -2.0, 0.5])
 

@@ -53,7 +53,7 @@ class Run:
         import torch
 
         from lightrft.config import TrainConfig
-        from lightrft.stages.policy.memory import PolicyMemory
+        from lightrft.stages.policy.maker import PolicyMemory
         from lightrft.stages.stage import TrainedModel, TrainedModels
 
         self.strategy, self.folder = strategy, folder
@@ -102,7 +102,7 @@ class Run:
     def save(self, step):
         from dataclasses import replace
 
-        from lightrft.run.state import LoopState, save_run
+        from lightrft.run.loop import LoopState, save_run
 
         memory = replace(self.memory, num_requests=10 * step)
         state = {**LoopState(num_steps=step).to_client_state(), **memory.to_client_state()}
@@ -112,7 +112,7 @@ class Run:
         """The step that a load chooses, or its error; everything is spoiled before."""
         import torch
 
-        from lightrft.run.state import load_run
+        from lightrft.run.loop import load_run
         from lightrft.strategy.checkpoints.files import CheckpointError
 
         self.train(99)

@@ -113,7 +113,7 @@ def step(changes):
     options, algorithm = decide(config)
     check_algorithm(options, algorithm, has_critic=True, has_reference=True, engine_type="hf")
     table, policy = samples(), TablePolicy()
-    rollouts = collate(table, pad_token_id=0, temperature=1.0, device=torch.device("cpu"))
+    rollouts = collate(table, temperature=1.0, device=torch.device("cpu"))
     mask = rollouts.response_mask
     generator = torch.Generator().manual_seed(5)
 

@@ -3,7 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightrft.reporting.loggers import ConsoleLogger, JsonLinesLogger, drop_steps_after
+from lightrft.reporting.files import JsonLinesLogger, drop_steps_after
+from lightrft.reporting.loggers import ConsoleLogger
 from lightrft.reporting.trajectories import SampleLog
 
 

@@ -19,7 +19,7 @@ from lightrft.models import Actor
 from lightrft.reporting.files import CONFIG_FILE, START_FILE
 from lightrft.run.resume import plan_run
 from lightrft.stages.policy import objective
-from lightrft.stages.policy.decisions import decide_by_machine
+from lightrft.stages.policy.models import decide_by_machine
 from lightrft.stages.policy.objective import why_loss_outside
 
 FUSED = {"fused_linear_logprob": True}

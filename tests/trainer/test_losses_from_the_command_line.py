@@ -75,7 +75,7 @@ def experience(policy):
         has_mixed_versions=np.zeros(ROWS, dtype=bool),
         holders=np.zeros(ROWS, dtype=np.int64),
     )
-    rollouts = collate(table, pad_token_id=0, temperature=1.0, device=torch.device("cpu"))
+    rollouts = collate(table, temperature=1.0, device=torch.device("cpu"))
     mask = rollouts.response_mask
     with torch.no_grad():
         new = policy(rollouts.token_ids, None).logprobs * mask

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.mismatch import record_mismatch
+from lightrft.stages.policy.step_metrics import record_mismatch
 from lightrft.strategy import get_fake_strategy
 
 

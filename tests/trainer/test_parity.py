@@ -146,7 +146,7 @@ def test_a_fault_that_leaves_the_layers_equal_is_told_apart(build_world):
 def test_by_default_the_ledger_finds_it_before_anything_is_trained(build_world):
     world = build_world(args={"verify_weight_sync": False})
     plant(world.strategy, world.trainer.actor, StaleSamplesEngine)
-    with pytest.raises(LedgerError, match=r"engine logprobs \(bits\) differ") as caught:
+    with pytest.raises(LedgerError, match=r"rollout_logprobs \(bits\) differ") as caught:
         world.trainer.make_experience()
     assert exit_code_of(caught.value) == ExitCode.VERIFICATION
 

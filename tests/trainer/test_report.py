@@ -15,9 +15,9 @@ import pytest
 
 import lightrft.tools.report.page as report_module
 from lightrft.cli.main import main
-from lightrft.reporting.loggers import JsonLinesFile, JsonLinesLogger, drop_steps_after
-from lightrft.reporting.metric_table import METRICS, STAGES, metric_row
+from lightrft.reporting.files import JsonLinesFile, JsonLinesLogger, drop_steps_after
 from lightrft.tools.report.charts import MAX_BUCKETS, Chart, downsample
+from lightrft.tools.report.metric_table import METRICS, STAGES, metric_row
 from lightrft.tools.report.page import find_alarms, format_seconds, render_report, write_report
 from lightrft.tools.report.run_data import NotARunError, read_run
 from lightrft.tools.report.sample_page import (
@@ -421,13 +421,14 @@ def test_every_metric_that_the_source_names_has_a_row():
         "stages/policy/step_metrics",
         "stages/policy/policy_stage",
         "stages/policy/updates",
-        "stages/accumulation",
+        "stages/stage",
         "run/loop",
     ):
         names |= set(metric_names(ast.parse((folder / f"{name}.py").read_text())))
     assert {"reward", "engine_hash", "eval/seconds", "approx_kl", "correction_weight"} <= names
-    keywords_and_terms = {"token_loss", "value"}  # keys of other dictionaries
-    assert {name for name in names if name not in METRICS} == keywords_and_terms
+    # Keys of other dictionaries: a term of a loss, and what a checkpoint holds.
+    others = {"value", "num_steps", "episode", "consumed_samples", "best"}
+    assert {name for name in names if name not in METRICS} == others
     assert metric_row("reward/score") is METRICS["reward/*"]
     assert metric_row("eval/reward") is METRICS["eval/reward"]
     assert metric_row("no_such_metric") is None

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.reporting.files import set_aside, write_start
-from lightrft.reporting.loggers import drop_steps_after
+from lightrft.reporting.files import drop_steps_after, set_aside, write_start
 from lightrft.run.resume import describe_inputs, input_files, plan_run
 from lightrft.run.start import sole_writer
 from lightrft.strategy.config import ConfigError

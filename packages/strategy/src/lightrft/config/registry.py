@@ -342,7 +342,7 @@ START_HOOKS = Registry(
     takes_own=False,
     group="lightrft.start_hooks",
 )
-# Receivers of the numbers of an update, made of a `lightrft.stages.policy.observer.ObservedStep`.
+# Receivers of the numbers of an update, made of a `lightrft.stages.policy.updates.ObservedStep`.
 STEP_OBSERVERS = Registry(
     "observer of a step",
     {"audit": "lightrft.tools.audit_recorder:StepRecorder"},

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from lightrft.records.columns import Values, vouched_columns
 from lightrft.records.rollout import Segment
 from lightrft.records.table import SampleTable
 from lightrft.rollout.ledger_records import Evidence, LedgerError, vouched_values
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)

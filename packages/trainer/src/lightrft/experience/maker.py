@@ -1,37 +1,172 @@
 """From the samples of a step to what one rank trains on: model outputs and advantages."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
 import torch
-from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from lightrft.config import TrainConfig
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.media.prompts import RowMedia
 from lightrft.engines.types import SamplingParams, has_known_order
 from lightrft.experience.assemble import AdvantageSettings, ShapedRewards, assemble, shape_rewards
-from lightrft.experience.forward import ForwardModels, compute_outputs
 from lightrft.experience.ledger_gate import check_ledger
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.models.layout import LayoutPolicy
 from lightrft.models.sequence_model import layout_policy
 from lightrft.models.support import SamplingSupport
-from lightrft.records.batch import ExperienceBatch, RolloutBatch, collate
+from lightrft.models.types import (
+    ActorOutput,
+    EntropyMode,
+    PolicyModel,
+    TokenLossFunction,
+    ValueModel,
+)
+from lightrft.records.batch import (
+    ExperienceBatch,
+    PolicyOutputs,
+    RolloutBatch,
+    collate,
+    join_micro_batches,
+    select_rollouts,
+)
 from lightrft.records.media import deliver_media
 from lightrft.records.step_timer import StepTimer
 from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
 from lightrft.rollout.ledger_records import deliver_evidence
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.source import Samples
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardModels:
+    """The models that score rollouts; None where the algorithm has no such model."""
+
+    actor: PolicyModel
+    reference: PolicyModel | None = None
+    critic: ValueModel | None = None
+
+
+def compute_outputs(
+    batch: RolloutBatch,
+    models: ForwardModels,
+    *,
+    slices: Sequence[slice],
+    scores_actor: bool = True,
+) -> PolicyOutputs:
+    """Old and reference logprobs, values and entropies of all response tokens.
+
+    One model after the other, so that only one needs its activations and gathered weights.
+
+    Args:
+        batch: This rank's rows.
+        models: Those that score them.
+        slices: Rows of each forward pass, in order; they cover the batch.
+        scores_actor: False leaves the old logprobs and entropies to the update.
+    """
+    old: ActorOutput | None = None
+    with torch.no_grad():
+        if scores_actor:
+            old = _score(models.actor, batch, slices=slices, entropy="value")
+        ref_logprobs = None
+        if models.reference is not None:
+            # Truncation belongs to the policy that sampled.
+            plain = replace(batch, support=None)
+            ref_logprobs = _score(models.reference, plain, slices=slices, entropy="none").logprobs
+        values = None
+        if models.critic is not None:
+            values = _evaluate(models.critic, batch, slices=slices)
+    if old is None:
+        return PolicyOutputs(None, ref_logprobs, values, None)
+    return PolicyOutputs(old.logprobs, ref_logprobs, values, old.entropy, old.log_kept_mass)
+
+
+@torch.no_grad()
+def score_actor(batch: RolloutBatch, actor: PolicyModel, *, slices: Sequence[slice]) -> Tensor:
+    """The actor's logprobs of all response tokens, in its present mode: [batch, seq] float32.
+
+    They follow the distribution the rows were sampled from, without what it excludes.
+
+    Args:
+        batch: This rank's rows.
+        actor: Every rank calls it equally often.
+        slices: Rows of each forward pass, in order; they cover the batch.
+    """
+    return _score(actor, batch, slices=slices, entropy="none").sampling_logprobs
+
+
+def _score(
+    policy: PolicyModel, batch: RolloutBatch, *, slices: Sequence[slice], entropy: EntropyMode
+) -> ActorOutput:
+    micro_batches = (select_rollouts(batch, rows) for rows in slices)
+    outputs = [
+        run_policy(policy, micro, entropy=entropy, support=micro.support) for micro in micro_batches
+    ]
+    width = batch.token_ids.shape[1]
+
+    def joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
+        found = [piece for piece in pieces if piece is not None]
+        return join_micro_batches(found, width) if found else None
+
+    return ActorOutput(
+        join_micro_batches([output.logprobs for output in outputs], width),
+        joined([output.entropy for output in outputs]),
+        log_kept_mass=joined([output.log_kept_mass for output in outputs]),
+    )
+
+
+def _evaluate(critic: ValueModel, batch: RolloutBatch, *, slices: Sequence[slice]) -> Tensor:
+    pieces: list[Tensor] = []
+    for rows in slices:
+        micro = select_rollouts(batch, rows)
+        values = critic(micro.token_ids, micro.attention_mask, media=micro.media)
+        pieces.append(torch.where(micro.response_mask, values, 0.0))
+    return join_micro_batches(pieces, batch.token_ids.shape[1])
+
+
+def scoring_temperature(temperature: float) -> float:
+    """The temperature at which samples are scored: greedy samples are scored at 1."""
+    return temperature if temperature > 0 else 1.0
+
+
+def run_policy(
+    policy: Callable[..., ActorOutput],
+    rows: RolloutBatch,
+    *,
+    entropy: EntropyMode,
+    support: SamplingSupport | None,
+    token_loss: TokenLossFunction | None = None,
+) -> ActorOutput:
+    """One forward pass over rows.
+
+    Args:
+        policy: Is called.
+        rows: Of a micro-batch.
+        entropy, support, token_loss: See `lightrft.models.Actor`.
+    """
+    inside = {} if token_loss is None else {"token_loss": token_loss}
+    return policy(
+        rows.token_ids,
+        rows.attention_mask,
+        scored_mask=rows.response_mask,
+        temperature=scoring_temperature(rows.temperature),
+        entropy=entropy,
+        media=rows.media,
+        support=support,
+        **inside,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class StepExperience:
-    """What one rank trains on in one step, and what all ranks know about the step.
+    """Rows that one rank trains on in one step, and facts of the step that all ranks know.
 
     Args:
         batch: This rank's rows, optimizer batch after optimizer batch.
@@ -77,31 +212,20 @@ def make_experience(
         encoder: Of prompts with media.
     """
     config, table, rank = settings.config, samples.table, strategy.data_rank
-    plan = plan_minibatches(
-        table.lengths,
-        train_batch_size=config.train_batch_size,
-        world_size=strategy.num_data_ranks,
-        seed=config.seed,
-        step=step,
-    )
-    index = plan.row_index(rank)
-    wanted = [plan.row_index(each) for each in range(strategy.num_data_ranks)]
-    wanted = [each for each in wanted for _ in range(config.sp_size)]
+    num_ranks, size = strategy.num_data_ranks, config.sp_size
+    plan = _plan(table, config, num_ranks, step)
+    wanted = [plan.row_index(each) for each in range(num_ranks) for _ in range(size)]
     with timer.stage("exchange"):
-        rows, media = _deliver(samples, wanted, strategy=strategy, encoder=encoder)
+        rows = deliver_rows(table, tabulate(samples.scored), wanted, strategy)
+        media = deliver_media(table, samples.scored, wanted, strategy.context, encoder)
     batch = _batch(samples, rows, media, config, strategy)
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
     if samples.evidence is not None:
         with timer.stage("exchange"):
             ids = [table.sample_ids[each].tolist() for each in wanted]
-            check_ledger(
-                batch,
-                rows,
-                deliver_evidence(samples.evidence, ids, strategy),
-                policy=_layout_policy(models, strategy),
-                slices=slices,
-                strategy=strategy,
-            )
+            evidence = deliver_evidence(samples.evidence, ids, strategy)
+            policy = _layout_policy(models, strategy)
+            check_ledger(batch, rows, evidence, policy=policy, slices=slices, strategy=strategy)
     is_reused = reuses_policy_logprobs and plan.num_minibatches == 1
     scores_actor = not config.use_rollout_logprobs and not is_reused
     with timer.stage("forward"):
@@ -112,7 +236,7 @@ def make_experience(
     shaped = shape_rewards(table, settings.moments, config)
     experience = assemble(
         table,
-        torch.from_numpy(index),
+        torch.from_numpy(plan.row_index(rank)),
         batch,
         outputs,
         rewards=shaped.rewards,
@@ -123,17 +247,14 @@ def make_experience(
     return StepExperience(experience, rows, samples, shaped, plan)
 
 
-def _deliver(
-    samples: Samples,
-    wanted: Sequence[NDArray[np.int64]],
-    *,
-    strategy: StrategyBase,
-    encoder: Encoder,
-) -> tuple[SampleTable, RowMedia]:
-    """The rows that this rank wants, and their media; collective."""
-    rows = deliver_rows(samples.table, tabulate(samples.scored), wanted, strategy)
-    media = deliver_media(samples.table, samples.scored, wanted, strategy.context, encoder)
-    return rows, media
+def _plan(table: RowTable, config: TrainConfig, num_ranks: int, step: int) -> MinibatchPlan:
+    return plan_minibatches(
+        table.lengths,
+        train_batch_size=config.train_batch_size,
+        world_size=num_ranks,
+        seed=config.seed,
+        step=step,
+    )
 
 
 def _batch(
@@ -146,7 +267,6 @@ def _batch(
     params = training_params(config)
     return collate(
         rows,
-        pad_token_id=0,  # masked everywhere
         temperature=params.temperature,
         device=strategy.device,
         num_uncompared_tokens=int(config.use_fire),

@@ -1,4 +1,4 @@
-"""Which sample is trained in which optimizer batch and on which rank.
+"""Optimizer batches of a step: their samples, and the ranks that train them.
 
 The optimizer batches are cut from one seeded permutation of all sample ids of the step, so their
 contents do not depend on the number of ranks. Within an optimizer batch every rank gets the same

@@ -22,7 +22,7 @@ class RolloutBatch:
     the tokens before t. Rows are right-padded; values outside `response_mask` are 0.
 
     Args:
-        token_ids: [batch, seq] int64, prompt then response, padded with the pad id.
+        token_ids: [batch, seq] int64, prompt then response, padded with 0.
         attention_mask: [batch, seq] bool, True on prompt and response tokens.
         response_mask: [batch, seq] bool, True on tokens the policy sampled; observations between
             them are context.
@@ -55,7 +55,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutputs:
-    """What the models say about a `RolloutBatch` before the update; None means "no such model".
+    """Outputs of the models for a `RolloutBatch` before the update; None means "no such model".
 
     Args:
         old_logprobs: [batch, seq] float32 under the policy at the start of the step; None where
@@ -102,7 +102,6 @@ class ExperienceBatch:
 def collate(
     table: SampleTable,
     *,
-    pad_token_id: int,
     temperature: float,
     device: torch.device,
     num_uncompared_tokens: int = 0,
@@ -118,7 +117,6 @@ def collate(
 
     Args:
         table: The rows.
-        pad_token_id: Fills rows to equal length.
         temperature: At which all rows were sampled.
         device: Where the tensors go.
         num_uncompared_tokens: First response tokens that were drawn at another temperature.
@@ -140,13 +138,13 @@ def collate(
     versions = padded.pop("token_versions")
     if version is not None:
         is_compared = is_compared & (versions == version)
-    token_ids = torch.where(attention_mask, padded.pop("token_ids"), pad_token_id)
+    token_ids = padded.pop("token_ids").to(device)
     padded = {
         name: torch.where(is_kept, values, COLUMNS[name].fill).to(values.dtype).to(device)
         for name, values in padded.items()
     }
     return RolloutBatch(
-        token_ids=token_ids.to(device),
+        token_ids=token_ids,
         attention_mask=attention_mask.to(device),
         response_mask=(is_sampled & is_kept).to(device),
         rollout_logprobs=padded.pop("rollout_logprobs"),

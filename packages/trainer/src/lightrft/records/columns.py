@@ -119,36 +119,17 @@ def _has_mixed_versions(item: ScoredRollout) -> bool:
 
 
 _known = partial(Column, level="row", travels="exchange")
+_count = partial(_known, dtype=np.int64, wire="<i4")
 # On the wire, and within a message of tokens, columns have this order.
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
-        _known("sample_ids", np.int64, of=lambda item: item.rollout.sample_id, wire="<i4"),
-        _known("group_ids", np.int64, of=lambda item: item.rollout.group_id, wire="<i4"),
-        _known(
-            "prompt_lengths",
-            np.int64,
-            of=lambda item: len(item.rollout.completion.prompt_token_ids),
-            wire="<i4",
-        ),
-        _known(
-            "response_lengths",
-            np.int64,
-            of=lambda item: len(item.rollout.completion.output_token_ids),
-            wire="<i4",
-        ),
-        _known(
-            "sampled_lengths",
-            np.int64,
-            of=lambda item: len(item.rollout.completion.sampled_token_ids),
-            wire="<i4",
-        ),
-        _known(
-            "weights_versions",
-            np.int64,
-            of=lambda item: item.rollout.completion.weights_version,
-            wire="<i4",
-        ),
+        _count("sample_ids", of=lambda item: item.rollout.sample_id),
+        _count("group_ids", of=lambda item: item.rollout.group_id),
+        _count("prompt_lengths", of=lambda item: len(item.rollout.completion.prompt_token_ids)),
+        _count("response_lengths", of=lambda item: len(item.rollout.completion.output_token_ids)),
+        _count("sampled_lengths", of=lambda item: len(item.rollout.completion.sampled_token_ids)),
+        _count("weights_versions", of=lambda item: item.rollout.completion.weights_version),
         _known("rewards", np.float64, of=lambda item: item.reward),
         _known("accuracies", np.float64, of=lambda item: item.accuracy),
         _known(

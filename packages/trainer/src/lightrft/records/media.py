@@ -1,6 +1,6 @@
 """Media of prompts, from the rank that sampled them to the ranks that train their rows."""
 
-import json
+import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -168,72 +168,27 @@ def _held(
 
 
 def _pack(own: Mapping[int, _Sources], keys: Sequence[int]) -> bytes:
-    """A line of JSON with all lengths, then the bytes of all media, each once, and of all ids."""
+    """The sources of some rows, which have the bytes of all media in them, each once."""
+    if not keys:
+        return b""
     blobs: dict[str, bytes] = {}
 
-    def stored(file: FileSource) -> list[object]:
-        blobs.setdefault(file.digest, file.read())
-        return [file.name, file.digest]
+    def loaded(files: Iterable[FileSource]) -> tuple[ImageSource, ...]:
+        return tuple(
+            ImageSource(file.name, content=blobs.setdefault(file.digest, file.read()))
+            for file in files
+        )
 
-    header = [
-        {
-            "key": key,
-            "text": own[key].text,
-            "media": {
-                kind: [
-                    [medium.name, medium.facts, [stored(file) for file in medium.files]]
-                    for medium in media
-                ]
-                for kind, media in own[key].media.by_kind.items()
-            },
-            "later": [
-                [each.start, each.num_skipped, each.text, [stored(image) for image in each.images]]
-                for each in own[key].later
-            ],
-            "num_ids": len(own[key].token_ids),
+    def with_bytes(sources: _Sources) -> _Sources:
+        media = {
+            kind: [MEDIA_KINDS[kind].rebuild(m.name, loaded(m.files), m.facts) for m in media]
+            for kind, media in sources.media.by_kind.items()
         }
-        for key in keys
-    ]
-    sizes = [[digest, len(blob)] for digest, blob in blobs.items()]
-    ids = [np.array(own[key].token_ids, dtype=np.int32).tobytes() for key in keys]
-    head = json.dumps({"rows": header, "blobs": sizes}).encode()
-    return b"".join((head, b"\n", *blobs.values(), *ids)) if header else b""
+        later = tuple(replace(each, images=loaded(each.images)) for each in sources.later)
+        return replace(sources, media=Media(media), later=later)
+
+    return pickle.dumps([(key, with_bytes(own[key])) for key in keys])
 
 
-def _unpack(data: bytes) -> Iterable[tuple[int, _Sources]]:
-    if not data:
-        return
-    line, _, rest = data.partition(b"\n")
-    header, place = json.loads(line), 0
-    blobs: dict[str, bytes] = {}
-    for digest, length in header["blobs"]:
-        blobs[digest] = rest[place : place + length]
-        place += length
-
-    def images(listed: Iterable[tuple[str, str]]) -> tuple[ImageSource, ...]:
-        return tuple(ImageSource(name, content=blobs[digest]) for name, digest in listed)
-
-    def media(
-        listed: Mapping[str, Iterable[tuple[str, object, Iterable[tuple[str, str]]]]],
-    ) -> Media:
-        return Media(
-            {
-                kind: [
-                    MEDIA_KINDS[kind].rebuild(a, images(files), facts) for a, facts, files in own
-                ]
-                for kind, own in listed.items()
-            }
-        )
-
-    for item in header["rows"]:
-        ids = np.frombuffer(rest, np.int32, item["num_ids"], place)
-        place += ids.nbytes
-        yield (
-            int(item["key"]),
-            _Sources(
-                str(item["text"]),
-                media(item["media"]),
-                tuple(LaterImages(a, b, text, images(own)) for a, b, text, own in item["later"]),
-                tuple(ids.tolist()),
-            ),
-        )
+def _unpack(data: bytes) -> list[tuple[int, _Sources]]:
+    return pickle.loads(data) if data else []

@@ -13,7 +13,7 @@ from lightrft.engines.types import Completion
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one call of the engine added to a response, and the observation after it.
+    """A part of a response that one call of the engine added, and the observation after it.
 
     Args:
         request_id, sample_index: Under which the engine sampled it.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,9 @@ from lightrft.records.columns import COLUMNS, Column, Values, columns
 from lightrft.records.rollout import ScoredRollout
 from lightrft.rewards.types import RewardError
 from lightrft.strategy.distributed.context import DistributedContext
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from lightrft.reporting.loggers import ConsoleLogger
 from lightrft.strategy.distributed.console_sink import current_progress
@@ -100,18 +100,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-class Screen(Protocol):
-    """A screen of lines, and between them of what is under way."""
-
-    def line(self, text: str) -> None:
-        """Shows a line, or several."""
-        ...
-
-    def close(self) -> None:
-        """Shows nothing but lines from here on."""
-        ...
-
-
 class RunConsole:
     """The console of the first rank: a logger of metrics, and an outlet of lines.
 
@@ -129,19 +117,15 @@ class RunConsole:
         self._first_step: int | None = None
         self._started = 0.0
         self._stream = sys.stdout
-        self._screen: Screen = (
+        self._screen: TerminalScreen | PlainScreen = (
             TerminalScreen(self._stream, self._title)
             if is_terminal(self._stream)
             else PlainScreen(self._stream, lambda: self._step, seconds=heartbeat_seconds)
         )
 
-    def plan(self, num_steps: int) -> None:
-        """Takes the number of steps of the run."""
-        self._num_steps = num_steps
-
-    def continue_after(self, step: int) -> None:
-        """Takes the last step that was completed before."""
-        self._step = step
+    def plan(self, num_steps: int, *, after: int = 0) -> None:
+        """Takes the number of steps of the run, and how many were completed before."""
+        self._num_steps, self._step = num_steps, after
 
     def tell(self, text: str, is_detail: bool) -> None:
         """Shows and logs a line; one of the engine room is only logged, unless verbose."""

@@ -1,13 +1,15 @@
-"""The files of a run, and how half-written ones are read."""
+"""The files of a run: names, JSON lines and their readers, logs."""
 
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from lightrft.config.toml import write_whole
 
@@ -115,6 +117,56 @@ class JsonLines:
                     yield step, entry
                 elif line.strip():
                     self.num_unreadable += 1
+
+
+class JsonLinesFile:
+    """A file of JSON objects, one a line, opened at the first line and flushed after each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def append(self, entry: Mapping[str, object]) -> None:
+        """Writes one line, so that a killed run keeps it."""
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file; a later line opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class JsonLinesLogger(JsonLinesFile):
+    """Appends one JSON object a step: {"step": 3, "policy_loss": ...}.
+
+    Numbers that JSON does not have (NaN, infinity) become null.
+    """
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the line of a step."""
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self.append({"step": step, **values})
+
+
+def drop_steps_after(path: Path, step: int) -> None:
+    """Removes the lines of later steps, which a resumed run is about to write again.
+
+    Lines that are no object with a step, such as one cut off by a kill, are removed, too.
+    """
+    if not path.exists():
+        return
+    kept: list[str] = []
+    # Not splitlines(): JSON leaves U+2028 and the like as they are within a text.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        found = parse_object(line).get("step")
+        if isinstance(found, int) and found <= step:
+            kept.append(line + "\n")
+    write_whole(path, "".join(kept))
 
 
 def read_json(path: Path) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightrft.records.rollout import Rollout, ScoredRollout
-from lightrft.reporting.loggers import JsonLinesFile
+from lightrft.reporting.files import JsonLinesFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

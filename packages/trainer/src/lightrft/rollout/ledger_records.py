@@ -10,6 +10,7 @@ import hashlib
 import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,8 +18,10 @@ from lightrft.engines.ledger import Key, LedgerEntry
 from lightrft.records.columns import Column, Values, vouched_columns
 from lightrft.records.rollout import Rollout, Segment
 from lightrft.strategy.distributed.context import DistributedContext
-from lightrft.strategy.engine.session import EngineSession
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.engine.session import EngineSession
+    from lightrft.strategy.strategy_base import StrategyBase
 
 Call = tuple[int, int]  # request id, sample index
 

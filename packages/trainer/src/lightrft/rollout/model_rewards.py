@@ -17,10 +17,11 @@ from lightrft.records.batch import pad_rows
 from lightrft.records.media import agree_on_kinds, encode_row
 from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardRecipes, RewardResult
-from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ from lightrft.reporting.files import (
     METRICS_FILE,
     SUMMARY_FILE,
     JsonLines,
+    JsonLinesLogger,
     rank_log,
     set_aside,
 )
-from lightrft.reporting.loggers import JsonLinesLogger, MetricsLogger, own_loggers
+from lightrft.reporting.loggers import MetricsLogger, own_loggers
 from lightrft.reporting.trackers import build_trackers
 from lightrft.run.loop import Loop, LoopResult
 from lightrft.run.resume import RunPlan, plan_run
@@ -120,8 +121,7 @@ def run_training(
         stack.callback(loop.close)
         num_planned, num_resumed = loop.stage.planned_steps(), start_run(config, loop, plan)
         if console is not None:
-            console.plan(num_planned)
-            console.continue_after(num_resumed)
+            console.plan(num_planned, after=num_resumed)
         result = loop.run(num_planned, stop_request=stop_request)
         if result.was_stopped:
             strategy.finish_saving()

@@ -16,10 +16,10 @@ from lightrft.reporting.files import (
     START_FILE,
     STEP_FILES,
     SUMMARY_FILE,
+    drop_steps_after,
     write_event,
     write_start,
 )
-from lightrft.reporting.loggers import drop_steps_after
 from lightrft.run.loop import Loop
 from lightrft.run.resume import Change, RunPlan, describe_inputs
 from lightrft.strategy.config import ConfigError

@@ -1,14 +1,19 @@
 """Numbers of CPU threads that pay for the operations of a process."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightrft.config import TrainConfig
 from lightrft.models.loading import load_config
 from lightrft.strategy.distributed.error_report import SHARED_THREADS_VARIABLE
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 # Multiplications and additions of one matrix product that pay for one thread: below, most other
 # operations of a step are too short to be shared. benchmarks/test_bench_threads.py measures it.

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from lightrft.config import TrainConfig
-from lightrft.run.gpus import gpu_of
 from lightrft.stages.stage import Work
-from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,8 @@ def peak_tflops(config: TrainConfig) -> float | None:
         return config.peak_tflops
     if not has_gpu or not config.computes_in_bf16(has_gpu=has_gpu):
         return None
+    from lightrft.run.gpus import gpu_of
+
     gpu = gpu_of(torch.cuda.get_device_name())
     return None if gpu is None else gpu.tflops
 

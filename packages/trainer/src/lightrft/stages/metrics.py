@@ -1,15 +1,19 @@
 """Metrics of one step: sums, counts and extremes that are reduced over ranks in one collective."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from lightrft.algorithms.corrections import effective_sample_fraction, effective_sample_sums
 from lightrft.algorithms.value import explained_variance, explained_variance_sums
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 # How one accumulated number joins over micro batches and ranks.
 Reduction = Literal["sum", "max", "min"]
@@ -30,22 +34,29 @@ class StepMetrics:
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, Reduction], list[float | Tensor]] = {}
-        self._means: set[str] = set()
         self._derived: dict[str, tuple[int, Callable[[Tensor], float | None]]] = {}
 
     def add_mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
         """Adds `total` over `count` items to the mean called `name`."""
-        self._means.add(name)
-        self._add(f"{name}/total", total)
-        self._add(f"{name}/count", count)
+        self.add_sums(name, (total, count), _mean)
 
     def add_masked_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Adds the entries of `values` [batch, seq] where `mask` is true."""
         kept = torch.where(mask, values.detach().double(), 0.0)
         self.add_mean(name, kept.sum(), mask.sum())
 
-    def add_sums(self, name: str, sums: Tensor, finish: Callable[[Tensor], float | None]) -> None:
-        """Adds a vector of sums; `finish` makes the metric of their total over all ranks.
+    def add_masked_means(self, values: Mapping[str, Tensor], mask: Tensor) -> None:
+        """Adds several masked means by name; see `add_masked_mean`."""
+        for name, each in values.items():
+            self.add_masked_mean(name, each, mask)
+
+    def add_sums(
+        self,
+        name: str,
+        sums: Tensor | Sequence[float | Tensor],
+        finish: Callable[[Tensor], float | None],
+    ) -> None:
+        """Adds some sums; `finish` makes the metric of their totals over all ranks, a vector.
 
         A metric that is None is left out.
         """
@@ -55,7 +66,7 @@ class StepMetrics:
 
     def add_count(self, name: str, count: float | Tensor) -> None:
         """Adds to a number that is summed over micro batches, optimizer steps and ranks."""
-        self.add_sums(name, torch.as_tensor(count).reshape(1), float)
+        self.add_sums(name, (count,), float)
 
     def add_explained_variance(
         self, name: str, values: Tensor, returns: Tensor, mask: Tensor
@@ -92,16 +103,9 @@ class StepMetrics:
             for (name, kind), value in joined.items()
             if (kind, value) not in (("max", -math.inf), ("min", math.inf)) and kind != "sum"
         }
-        for name in self._means:
-            count = joined[f"{name}/count", "sum"]
-            if count > 0:
-                metrics[name] = joined[f"{name}/total", "sum"] / count
         for name, (size, finish) in self._derived.items():
-            value = finish(
-                torch.tensor(
-                    [joined[f"{name}/{i}", "sum"] for i in range(size)], dtype=torch.float64
-                )
-            )
+            sums = [joined[f"{name}/{i}", "sum"] for i in range(size)]
+            value = finish(torch.tensor(sums, dtype=torch.float64))
             if value is not None:
                 metrics[name] = value
         return {name: metrics[name] for name in sorted(metrics)}
@@ -111,6 +115,11 @@ class StepMetrics:
         # batch.
         kept = value.detach() if isinstance(value, torch.Tensor) else value
         self._values.setdefault((name, join), []).append(kept)
+
+
+def _mean(sums: Tensor) -> float | None:
+    total, count = sums.tolist()
+    return total / count if count > 0 else None
 
 
 def _joined(values: Iterable[float], join: Reduction) -> Tensor:

@@ -34,7 +34,7 @@ from lightrft.tools.audit.record import (
 
 if TYPE_CHECKING:
     from lightrft.records.batch import ExperienceBatch
-    from lightrft.stages.policy.observer import ObservedStep
+    from lightrft.stages.policy.updates import ObservedStep
     from lightrft.strategy.optimizers import OptimizerStepResult
 
 Kind = TypeVar("Kind", bound=np.generic)
@@ -59,7 +59,7 @@ class _Update:
 class StepRecorder:
     """Writes `OUTPUT_DIR/audit/step_N`; see `lightrft.tools.audit.record` for what is in it.
 
-    An observer (`lightrft.stages.policy.observer.StepObserver`); to be made on every rank, since
+    An observer (`lightrft.stages.policy.updates.StepObserver`); to be made on every rank, since
     the states before the first update are gathered and written at once.
 
     Args:

@@ -21,29 +21,27 @@ from lightrft.datasets.types import Prompt
 from lightrft.models import load_tokenizer
 from lightrft.records.batch import ExperienceBatch
 from lightrft.reporting.loggers import ConsoleLogger, MetricsLogger
-from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.rewards.types import RewardFunction
 from lightrft.rollout.model_rewards import ModelRewards
 from lightrft.rollout.sampler import SingleTurns
-from lightrft.run.loop import Loop, LoopResult, with_run_options
-from lightrft.run.state import LoopState
+from lightrft.run.loop import Loop, LoopResult, LoopState, with_run_options
 from lightrft.run.threads import use_threads
-from lightrft.stages.policy.decisions import decide_by_machine
 from lightrft.stages.policy.maker import ExperienceMaker, PolicyBatch, SampleLogs
-from lightrft.stages.policy.models import trained_model
-from lightrft.stages.policy.parity import ParityReport
+from lightrft.stages.policy.models import decide_by_machine, trained_model
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
-from lightrft.stages.policy.pretrain_mix import PretrainMix
 from lightrft.stages.policy.rewards import build_trainer_rewards
 from lightrft.stages.stage import Step, TrainedModels
 from lightrft.strategy.prepared import Arguments, PreparedModel
-from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
     from lightrft.rollout.environments.environments import Environments
+    from lightrft.stages.policy.parity import ParityReport
+    from lightrft.stages.policy.pretrain_mix import PretrainMix
     from lightrft.stages.policy.rewards import RewardSource
+    from lightrft.strategy.strategy_base import StrategyBase
 
 Model = nn.Module | PreparedModel
 FastExperienceMaker = ExperienceMaker

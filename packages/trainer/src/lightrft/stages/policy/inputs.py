@@ -25,9 +25,8 @@ from lightrft.rewards import CombinedReward
 from lightrft.rewards.types import RewardRecipes
 from lightrft.rollout.sampler import SingleTurns
 from lightrft.stages.policy.algorithm import algorithm_problems
-from lightrft.stages.policy.decisions import decide_by_machine, read_model_facts
 from lightrft.stages.policy.maker import SampleLogs
-from lightrft.stages.policy.models import build_models
+from lightrft.stages.policy.models import build_models, decide_by_machine, read_model_facts
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
 from lightrft.stages.policy.pretrain_mix import PretrainMix
 from lightrft.stages.policy.rewards import (
@@ -217,21 +216,13 @@ def load_run_prompts(
     Raises:
         DataError: They cannot be read.
     """
-    if for_evaluation:
-        return load_prompts(
-            str(config.eval_data),
-            tokenizer,
-            config,
-            max_samples=config.max_eval_samples,
-            split=config.eval_split,
-        )
+    path, max_samples, split, shares = (
+        (config.eval_data, config.max_eval_samples, config.eval_split, ())
+        if for_evaluation
+        else (config.prompt_data, config.max_samples, config.prompt_split, config.prompt_data_probs)
+    )
     return load_prompts(
-        str(config.prompt_data),
-        tokenizer,
-        config,
-        max_samples=config.max_samples,
-        split=config.prompt_split,
-        probabilities=config.prompt_data_probs,
+        str(path), tokenizer, config, max_samples=max_samples, split=split, probabilities=shares
     )
 
 

@@ -1,32 +1,38 @@
-"""The experience of a step: prompts are rolled out, scored by all models, and checked."""
+"""The experience of a step: prompts are rolled out, scored by all models, and checked.
+
+`PolicyMemory` is what one step leaves for the next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
+from lightrft.algorithms.kl import KlController
+from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
 from lightrft.datasets.batch_stream import BatchStream, check_lengths
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import Encoder
 from lightrft.experience.assemble import AdvantageSettings
-from lightrft.experience.forward import ForwardModels, score_actor
-from lightrft.experience.maker import StepExperience, make_experience
+from lightrft.experience.maker import ForwardModels, StepExperience, make_experience, score_actor
 from lightrft.records.step_timer import StepTimer
-from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
+from lightrft.rollout.source import PartialRolloutState
 from lightrft.rollout.sampler import RolloutSampler
 from lightrft.stages.policy.algorithm import Algorithm
-from lightrft.stages.policy.memory import PolicyMemory
 from lightrft.stages.policy.models import is_deterministic
-from lightrft.stages.policy.parity import ParityReport, check_parity
-from lightrft.stages.stage import Step
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.stages.stage import Step, stored_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
+    from lightrft.stages.policy.parity import ParityReport
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,81 @@ class SampleLogs:
         for log in (self.samples, self.trajectories):
             if log is not None:
                 log.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyMemory:
+    """Memory of reinforcement between steps.
+
+    Args:
+        kl: Weight of the KL term.
+        moments: Of all rewards so far, or None without running normalisation.
+        num_requests: Prompts rolled out so far, over all ranks; the id of the next request.
+        carry: Responses that are not finished yet.
+    """
+
+    kl: KlController
+    moments: Moments | None = None
+    num_requests: int = 0
+    carry: PartialRolloutState = field(default_factory=PartialRolloutState)
+
+    @classmethod
+    def initial(cls, config: TrainConfig) -> PolicyMemory:
+        """The memory before the first step."""
+        kl = KlController(config.init_kl_coef, config.kl_target, config.kl_horizon)
+        return cls(kl, Moments() if config.reward_running_norm else None)
+
+    def after_step(self, step: StepExperience, *, kl: float | None) -> PolicyMemory:
+        """The memory after one more step.
+
+        Args:
+            step: What was trained on.
+            kl: Mean KL to the reference model of a response, or None without one; the weight
+                stays as it is where that is not finite.
+        """
+        partial = step.samples.partial
+        controller = self.kl
+        if kl is not None and math.isfinite(kl):
+            controller = controller.update(kl, num_samples=len(step.table))
+        return PolicyMemory(
+            kl=controller,
+            moments=step.rewards.moments,
+            num_requests=self.num_requests + step.samples.num_prompts,
+            carry=self.carry if partial is None else partial.carry,
+        )
+
+    def to_client_state(self) -> dict[str, object]:
+        """See `StageMemory`."""
+        found = self.moments
+        return {
+            "num_requests": self.num_requests,
+            "kl_coef": self.kl.coef,
+            "carry": self.carry.to_json(),
+            "reward_moments": None
+            if found is None
+            else [found.count, found.mean, found.sum_of_squares],
+        }
+
+    def restored(self, client_state: Mapping[str, object]) -> PolicyMemory:
+        """See `StageMemory`; how to adapt and shape stays as it is."""
+        moments, saved = self.moments, client_state["reward_moments"]
+        if moments is not None and isinstance(saved, list):
+            count, mean, squares = saved
+            moments = Moments(int(count), mean, squares)
+        return PolicyMemory(
+            kl=replace(self.kl, coef=stored_number(client_state, "kl_coef")),
+            moments=moments,
+            num_requests=int(stored_number(client_state, "num_requests")),
+            carry=PartialRolloutState.from_json(client_state["carry"]),
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """See `StageMemory`."""
+        moments = self.moments
+        return [
+            ("kl_coef", f"{self.kl.coef:g}"),
+            ("reward moments", "not used" if moments is None else f"of {moments.count} rewards"),
+        ]
 
 
 @dataclass(slots=True)
@@ -184,6 +265,8 @@ class ExperienceMaker:
         engine, batch = self.strategy.inference_engine, experience.batch
         if engine is None or not engine.computes_model:
             return None
+        from lightrft.stages.policy.parity import check_parity
+
         logprobs = batch.outputs.sampling_logprobs
         if logprobs is None or self.config.use_rollout_logprobs:
             rows = experience.plan.forward_slices(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -51,21 +51,9 @@ class LossTokens:
 
     def at(self, rows: Tensor, columns: Tensor) -> LossTokens:
         """Some tokens, as one row: [1, tokens]."""
-
-        def chosen(values: Tensor) -> Tensor:
-            return values[rows, columns][None]
-
-        def chosen_if(values: Tensor | None) -> Tensor | None:
-            return None if values is None else chosen(values)
-
-        return LossTokens(
-            mask=chosen(self.mask),
-            shares=chosen(self.shares),
-            advantages=chosen(self.advantages),
-            old_logprobs=chosen_if(self.old_logprobs),
-            ref_logprobs=chosen_if(self.ref_logprobs),
-            factors=chosen_if(self.factors),
-        )
+        every = {item.name: getattr(self, item.name) for item in fields(self)}
+        chosen = {k: None if v is None else v[rows, columns][None] for k, v in every.items()}
+        return replace(self, **chosen)  # type: ignore[arg-type]
 
     def old_logprobs_or(self, logprobs: Tensor) -> Tensor:
         """The old logprobs, which in the first pass are those of the policy itself."""

@@ -1,8 +1,11 @@
 """The parity gate: engine and trainer must give the tokens of a step the same logprobs."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +14,11 @@ from lightrft.engines.base import RolloutEngine
 from lightrft.engines.hf.layers import module_outputs
 from lightrft.engines.media.prompts import EncodedPrompt, RowMedia
 from lightrft.records.batch import RolloutBatch
-from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.canary import compute_dtypes
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 class ParityError(RuntimeError):

@@ -14,7 +14,7 @@ from lightrft.datasets.batch_stream import Batches, planned_steps
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
 from lightrft.engines.media.families import family_of
-from lightrft.experience.forward import ForwardModels
+from lightrft.experience.maker import ForwardModels
 from lightrft.models import SequenceModel
 from lightrft.rewards.types import RewardError, RewardFunction
 from lightrft.rollout.model_rewards import ModelRewards
@@ -26,27 +26,26 @@ from lightrft.stages.policy.algorithm import (
     decide,
     unused_algorithm_options,
 )
-from lightrft.stages.policy.maker import ExperienceMaker, PolicyBatch, SampleLogs
-from lightrft.stages.policy.memory import PolicyMemory
+from lightrft.stages.policy.maker import ExperienceMaker, PolicyBatch, PolicyMemory, SampleLogs
 from lightrft.stages.policy.models import configure_models
 from lightrft.stages.policy.objective import why_loss_outside
-from lightrft.stages.policy.observer import (
+from lightrft.stages.policy.step_metrics import experience_metrics, record_experience
+from lightrft.stages.policy.updates import (
     NoObserver,
     ObservedStep,
     StepObserver,
+    Update,
     open_observer,
 )
-from lightrft.stages.policy.pretrain_mix import PretrainMix
-from lightrft.stages.policy.step_metrics import experience_metrics, record_experience
-from lightrft.stages.policy.updates import Update
 from lightrft.stages.stage import Stage, Step, TrainedModels, Work
-from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from lightrft.rollout.environments.environments import Environments
     from lightrft.rollout.sampler import SingleTurns
+    from lightrft.stages.policy.pretrain_mix import PretrainMix
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,12 @@
 Source: Ouyang et al. 2022 (InstructGPT, PPO-ptx), arXiv:2203.02155, eq. 2.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,7 +18,9 @@ from lightrft.config import TrainConfig
 from lightrft.models.types import ActorOutput
 from lightrft.records.batch import pad_rows
 from lightrft.stages.metrics import StepMetrics
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)

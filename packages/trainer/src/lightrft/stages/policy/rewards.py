@@ -14,10 +14,11 @@ from lightrft.rewards import CombinedReward, build_reward
 from lightrft.rewards.build import load_recipes, numbered, reward_urls
 from lightrft.rewards.types import RewardFunction, RewardRecipes
 from lightrft.rollout.model_rewards import ModelRewards, ScoringModel
-from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightrft.strategy.strategy_base import StrategyBase
 
     RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
 

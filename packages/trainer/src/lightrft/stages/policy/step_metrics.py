@@ -1,5 +1,7 @@
 """Metrics of the samples of a step, and of what the policy says about them."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,7 +18,6 @@ from lightrft.records.rollout import ScoredRollout
 from lightrft.records.table import RowTable
 from lightrft.rollout.source import Samples
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.mismatch import record_by_media, record_mismatch
 
 
 def table_metrics(table: RowTable) -> dict[str, float]:
@@ -25,28 +26,25 @@ def table_metrics(table: RowTable) -> dict[str, float]:
     Rows that are excluded from the loss are counted in `masked_share` only.
     """
     kept = table.take(np.flatnonzero(~table.is_masked).astype(np.int64))
-    metrics = {"num_samples": float(len(table)), "masked_share": float(table.is_masked.mean())}
-    if not len(kept):
-        return metrics
-    rewards, lengths = kept.rewards, kept.sampled_lengths
-    metrics |= {
-        "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "reward_min": float(rewards.min()),
-        "reward_max": float(rewards.max()),
-        "response_length": float(lengths.mean()),
-        "response_length_std": float(lengths.std()),
-        "response_length_max": float(lengths.max()),
-        "prompt_length": float(kept.prompt_lengths.mean()),
-        "truncated_share": float(kept.is_truncated.mean()),
-        "constant_group_share": constant_group_share(kept),
-        "group_reward_std": group_reward_std(kept),
-    }
-    for column, name in enumerate(kept.component_names):
-        values = kept.components[:, column]
+    metrics = {"num_samples": len(table), "masked_share": table.is_masked.mean()}
+    if len(kept):
+        rewards, lengths = kept.rewards, kept.sampled_lengths
+        metrics |= {
+            "reward": rewards.mean(),
+            "reward_std": rewards.std(),
+            "reward_min": rewards.min(),
+            "reward_max": rewards.max(),
+            "response_length": lengths.mean(),
+            "response_length_std": lengths.std(),
+            "response_length_max": lengths.max(),
+            "prompt_length": kept.prompt_lengths.mean(),
+            "truncated_share": kept.is_truncated.mean(),
+            **group_metrics(kept),
+        }
+    for name, values in zip(kept.component_names, kept.components.T, strict=True):
         if not np.isnan(values).all():
-            metrics[f"reward/{name}"] = float(np.nanmean(values))
-    return metrics
+            metrics[f"reward/{name}"] = np.nanmean(values)
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def experience_metrics(
@@ -128,17 +126,15 @@ def record_staleness(step: StepExperience, metrics: StepMetrics) -> None:
     metrics.add_max("partial/staleness_max", float(staleness.max(initial=0)))
 
 
-def constant_group_share(table: RowTable) -> float:
-    """Share of the prompts whose samples all have the same reward (zero variance)."""
-    groups = np.unique(table.group_ids)
-    spreads = [np.ptp(table.rewards[table.group_ids == group]) for group in groups]
-    return float(np.mean([spread == 0 for spread in spreads]))
-
-
-def group_reward_std(table: RowTable) -> float:
-    """Mean over the prompts of the standard deviation of the rewards of their samples."""
-    groups = np.unique(table.group_ids)
-    return float(np.mean([table.rewards[table.group_ids == group].std() for group in groups]))
+def group_metrics(table: RowTable) -> dict[str, np.floating]:
+    """Over the prompts: the share of those whose samples all have the same reward (zero variance),
+    and the mean of the standard deviation of the rewards of their samples.
+    """
+    groups = [table.rewards[table.group_ids == group] for group in np.unique(table.group_ids)]
+    return {
+        "constant_group_share": np.mean([np.ptp(rewards) == 0 for rewards in groups]),
+        "group_reward_std": np.mean([rewards.std() for rewards in groups]),
+    }
 
 
 def record_experience(step: StepExperience, metrics: StepMetrics, config: TrainConfig) -> None:
@@ -150,18 +146,17 @@ def record_experience(step: StepExperience, metrics: StepMetrics, config: TrainC
         rollouts = replace(rollouts, compared_mask=None)
     if batch.outputs.old_logprobs is not None:
         record_policy(rollouts, batch.outputs, metrics, kl_estimator=config.kl_estimator)
-    metrics.add_masked_mean("advantage_mean", batch.advantages, mask)
-    metrics.add_masked_mean("advantage_abs", batch.advantages.abs(), mask)
+    means = {"advantage_mean": batch.advantages, "advantage_abs": batch.advantages.abs()}
     scored = step.rewards.rewards[torch.from_numpy(~step.table.is_masked)]
     # Every rank has the rewards of all.
     metrics.add_max("nonfinite/rewards", float((~scored.isfinite()).sum()))
     metrics.add_mean("reward_clipped_share", float(step.rewards.is_clipped.sum()), len(step.table))
     if batch.outputs.values is not None:
-        metrics.add_masked_mean("value_mean", batch.outputs.values, mask)
-        metrics.add_masked_mean("return_mean", batch.returns, mask)
+        means |= {"value_mean": batch.outputs.values, "return_mean": batch.returns}
         metrics.add_explained_variance(
             "explained_variance", batch.outputs.values, batch.returns, mask
         )
+    metrics.add_masked_means(means, mask)
     record_staleness(step, metrics)
     for item in step.samples.scored:
         shares = repeated_share(item.rollout.completion.sampled_token_ids)
@@ -181,24 +176,25 @@ def record_conversations(
         tool_names: The same on every rank.
         metrics: Receives the numbers.
     """
-    talks = [item.rollout.conversation for item in scored]
-    known = [talk for talk in talks if talk is not None]
+    known = [talk for item in scored if (talk := item.rollout.conversation) is not None]
     calls = [call for talk in known for turn in talk.answers for call in turn]
     made = [call for call in calls if call.outcome in ("ok", "error")]
-    metrics.add_mean("episode/turns", float(sum(len(t.turns) for t in known)), len(known))
-    metrics.add_mean("episode/calls", float(len(made)), len(known))
-    for outcome in ("malformed", "refused"):
-        count = sum(call.outcome == outcome for call in calls)
-        metrics.add_mean(f"episode/{outcome}_calls", float(count), len(known))
-    restarts = sum(talk.num_restarts for talk in known)
-    metrics.add_mean("episode/restarts", float(restarts), len(known))
-    failed = sum(item.is_masked for item in scored)
-    metrics.add_mean("episode/failed_share", float(failed), len(known))
+    outcomes = Counter(call.outcome for call in calls)
+    totals = {
+        "episode/turns": sum(len(talk.turns) for talk in known),
+        "episode/calls": len(made),
+        "episode/malformed_calls": outcomes["malformed"],
+        "episode/refused_calls": outcomes["refused"],
+        "episode/restarts": sum(talk.num_restarts for talk in known),
+        "episode/failed_share": sum(item.is_masked for item in scored),
+    }
+    for name, total in totals.items():
+        metrics.add_mean(name, total, len(known))
     for name in tool_names:
         own = [call for call in made if call.name == name]
         errors = sum(call.outcome == "error" for call in own)
-        metrics.add_mean(f"tool/{name}/calls", float(len(own)), len(known))
-        metrics.add_mean(f"tool/{name}/error_share", float(errors), len(own))
+        metrics.add_mean(f"tool/{name}/calls", len(own), len(known))
+        metrics.add_mean(f"tool/{name}/error_share", errors, len(own))
         metrics.add_mean(f"tool/{name}/seconds", sum(call.seconds for call in own), len(own))
 
 
@@ -254,13 +250,16 @@ def record_ratios(
 ) -> None:
     """Adds ratios of new to old policy, what was clipped, and the size of the update."""
     log_ratio = torch.where(mask, logprobs.detach() - old_logprobs, 0.0)
-    metrics.add_masked_mean("ratio_mean", token_loss.ratio, mask)
+    means = {
+        "ratio_mean": token_loss.ratio,
+        "clip_fraction_low": token_loss.is_clipped_low,
+        "clip_fraction_high": token_loss.is_clipped_high,
+        "clamped_share": token_loss.is_clamped,
+        # expm1(d) - d = r - 1 - ln r, without the cancellation near 0.
+        "approx_kl": log_ratio.expm1() - log_ratio,
+    }
+    metrics.add_masked_means(means, mask)
     metrics.add_max("ratio_max", token_loss.ratio.where(mask, -torch.inf).amax())
-    metrics.add_masked_mean("clip_fraction_low", token_loss.is_clipped_low, mask)
-    metrics.add_masked_mean("clip_fraction_high", token_loss.is_clipped_high, mask)
-    metrics.add_masked_mean("clamped_share", token_loss.is_clamped, mask)
-    # expm1(d) - d = r - 1 - ln r, without the cancellation near 0.
-    metrics.add_masked_mean("approx_kl", log_ratio.expm1() - log_ratio, mask)
 
 
 def num_nonfinite(values: Tensor | None, mask: Tensor) -> Tensor:
@@ -268,3 +267,102 @@ def num_nonfinite(values: Tensor | None, mask: Tensor) -> Tensor:
     if values is None:
         return mask.new_zeros((), dtype=mask.dtype).long()
     return (mask & ~values.detach().isfinite()).sum()
+
+
+@torch.no_grad()
+def record_mismatch(
+    rollout_logprobs: Tensor, logprobs: Tensor, compared_mask: Tensor, metrics: StepMetrics
+) -> None:
+    """Adds what rows of a step say about the difference between engine and trainer.
+
+    Raw: nothing is clipped or left out. With d_t = rollout_t - trainer_t, both logprobs of the
+    sampled token t under the same distribution:
+
+        logprob_diff_mean, logprob_diff_max    mean and largest |d_t|
+        logprob_diff_exp                       mean exp|d_t|, 1 where both agree
+        mismatch_kl_k1, mismatch_kl_k3         mean d_t and mean exp(-d_t) - 1 + d_t: estimates of
+                                               the KL divergence of the engine from the trainer
+        logprob_pearson                        correlation of the two
+        sequence_log_ratio_min, .._max         extremes over responses of sum_t(-d_t)
+        sequence_diff_max                      largest mean |d_t| of one response
+
+    Source of the estimators: Schulman, "Approximating KL divergence", 2020.
+
+    Args:
+        rollout_logprobs, logprobs: [batch, seq] of the engine and of the trainer.
+        compared_mask: [batch, seq] bool, tokens for which both follow the same distribution.
+        metrics: Receives the numbers.
+    """
+    mask = compared_mask
+    rollout = torch.where(mask, rollout_logprobs.detach().double(), 0.0)
+    trainer = torch.where(mask, logprobs.detach().double(), 0.0)
+    difference = rollout - trainer
+    size = difference.abs()
+    means = {
+        "logprob_diff_mean": size,
+        "logprob_diff_exp": size.exp(),
+        "mismatch_kl_k1": difference,
+        # expm1(-d) + d = exp(-d) - 1 + d, without the cancellation near 0.
+        "mismatch_kl_k3": (-difference).expm1() + difference,
+    }
+    metrics.add_masked_means(means, mask)
+    metrics.add_max("logprob_diff_max", _largest(size, mask))
+    parts = (mask, rollout, trainer, rollout.square(), trainer.square(), rollout * trainer)
+    metrics.add_sums("logprob_pearson", [part.double().sum() for part in parts], pearson)
+    rows = mask.any(dim=1)
+    counts = mask.sum(dim=1).clamp(min=1)
+    log_ratio = -difference.sum(dim=1)
+    metrics.add_max("sequence_log_ratio_max", _largest(log_ratio, rows))
+    metrics.add_min("sequence_log_ratio_min", -_largest(-log_ratio, rows))
+    metrics.add_max("sequence_diff_max", _largest(size.sum(dim=1) / counts, rows))
+
+
+@torch.no_grad()
+def record_by_media(
+    rollout_logprobs: Tensor,
+    logprobs: Tensor,
+    compared_mask: Tensor,
+    has_media: Tensor,
+    metrics: StepMetrics,
+) -> None:
+    """Adds mean and largest difference of rows without and with media apart.
+
+    An encoder that differs in the engine shows in `.../media` alone.
+
+    Args:
+        rollout_logprobs, logprobs, compared_mask, metrics: See `record_mismatch`.
+        has_media: [batch] bool, rows with images or videos.
+    """
+    size = torch.where(compared_mask, rollout_logprobs.double() - logprobs.double(), 0.0).abs()
+    for name, rows in (("text", ~has_media), ("media", has_media)):
+        mask = compared_mask & rows[:, None]
+        metrics.add_masked_mean(f"logprob_diff_mean/{name}", size, mask)
+        metrics.add_max(f"logprob_diff_max/{name}", _largest(size, mask))
+
+
+def _largest(values: Tensor, mask: Tensor) -> Tensor:
+    """The largest marked value, NaN if one of them is; -inf without any."""
+    kept = torch.where(mask, values, -torch.inf).flatten()
+    return torch.cat([kept, kept.new_tensor([-torch.inf])]).max()
+
+
+def pearson(sums: Tensor) -> float | None:
+    """The correlation; None where one side is constant.
+
+    Args:
+        sums: [6] float64: count, sums, sums of squares and sum of products over the mask.
+    """
+    count, left, right, left_squares, right_squares, products = sums.tolist()
+    if count < 2:
+        return None
+    left_variance = left_squares / count - (left / count) ** 2
+    right_variance = right_squares / count - (right / count) ** 2
+    # Below the rounding of the sums a variance is not told from 0. NaN passes, to be seen.
+    floor = 1e-12
+    if left_variance <= floor * left_squares / count:
+        return None
+    if right_variance <= floor * right_squares / count:
+        return None
+    covariance = products / count - left / count * (right / count)
+    scale = left_variance * right_variance
+    return covariance / math.sqrt(scale) if math.isfinite(scale) else math.nan

@@ -1,8 +1,11 @@
-"""One optimizer step of a policy or a critic, from the rows of one optimizer batch."""
+"""The update of a step: optimizer steps of policy and critic; observers of what they compute."""
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +19,100 @@ from lightrft.algorithms.masking import (
     high_entropy_mask,
     high_entropy_mask_per_sequence,
 )
+from lightrft.algorithms.moments import Moments
 from lightrft.algorithms.value import clipped_value_loss
 from lightrft.config import TrainConfig
-from lightrft.experience.forward import scoring_temperature
-from lightrft.experience.maker import StepExperience
+from lightrft.config.registry import STEP_OBSERVERS
+from lightrft.experience.maker import StepExperience, run_policy
 from lightrft.experience.minibatches import epoch_order, micro_slices
-from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
-from lightrft.records.batch import ExperienceBatch, select_experience
-from lightrft.stages.accumulation import optimizer_step, record_total
+from lightrft.records.batch import ExperienceBatch, select_experience, select_rollouts
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.objective import LossTokens, PolicyObjective
-from lightrft.stages.policy.observer import NoObserver, StepObserver
-from lightrft.stages.policy.pretrain_mix import PretrainMix
 from lightrft.stages.policy.step_metrics import record_policy, record_ratios
-from lightrft.stages.stage import TrainedModel, TrainedModels
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.stages.stage import TrainedModel, TrainedModels, optimizer_step, record_total
+from lightrft.strategy.optimizers import OptimizerStepResult
+
+if TYPE_CHECKING:
+    from lightrft.stages.policy.pretrain_mix import PretrainMix
+    from lightrft.strategy.strategy_base import StrategyBase
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedStep:
+    """A step before its update, as observers are told.
+
+    Args:
+        number: Of the step, counted from 1.
+        config: Of the run, as it was asked for: an observer knows a paper's aggregation itself.
+        strategy: Gathers states and the parts of all ranks.
+        models: What is trained.
+        experience: What is trained on.
+        kl_coef: Weight of the KL term; 0 without a reference model.
+        moments: Of all rewards before the step, or None without running normalisation.
+        num_updates: Optimizer steps of the whole run; 0 is unknown.
+    """
+
+    number: int
+    config: TrainConfig
+    strategy: StrategyBase
+    models: TrainedModels
+    experience: StepExperience
+    kl_coef: float
+    moments: Moments | None
+    num_updates: int
+
+
+class StepObserver(Protocol):
+    """A receiver of what the update of one step computes."""
+
+    def begin_update(
+        self, model: str, batch: ExperienceBatch, normalizer: Tensor, weights: Tensor | None
+    ) -> None:
+        """Before the micro batches of an optimizer step.
+
+        Args:
+            model: "actor" or "critic".
+            batch: This rank's rows.
+            normalizer: Z over all ranks.
+            weights: [batch, seq] of the tokens, or None where all are 1.
+        """
+        return
+
+    def micro_batch(
+        self,
+        batch: ExperienceBatch,
+        values: Tensor,
+        terms: Mapping[str, Tensor],
+        old_logprobs: Tensor | None = None,
+    ) -> None:
+        """After the forward pass of a micro batch.
+
+        Args:
+            batch: Its rows.
+            values: [batch, seq] logprobs, or values of a critic.
+            terms: Its share of each term of the loss.
+            old_logprobs: [batch, seq], with which they are compared.
+        """
+        return
+
+    def end_update(self, result: OptimizerStepResult) -> None:
+        """After an optimizer step."""
+        return
+
+    def finish(self) -> None:
+        """After the last optimizer step; collective."""
+        return
+
+
+class NoObserver(StepObserver):
+    """Nobody looks."""
+
+
+def open_observer(name: str, step: ObservedStep) -> StepObserver:
+    """The observer of that name, ready for the update; collective."""
+    build = cast("Callable[[ObservedStep], StepObserver]", STEP_OBSERVERS.load(name))
+    return build(step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +311,15 @@ class Update:
         )
         if any(term.mean_one for term in self.corrections):
             found = found.normalized(self.strategy.reduce_over_data(found.sums, "sum"))
-        metrics.add_masked_mean("correction_weight", found.weights, mask)
-        metrics.add_masked_mean("correction_raw_weight", found.raw, mask)
+        means = {
+            "correction_weight": found.weights,
+            "correction_raw_weight": found.raw,
+            "correction_capped_share": found.is_capped,
+            "correction_rejected_share": found.is_rejected,
+            "correction_invalid_share": found.is_invalid,
+        }
+        metrics.add_masked_means(means, mask)
         metrics.add_max("correction_raw_weight_max", found.raw.where(mask, -torch.inf).max())
-        metrics.add_masked_mean("correction_capped_share", found.is_capped, mask)
-        metrics.add_masked_mean("correction_rejected_share", found.is_rejected, mask)
-        metrics.add_masked_mean("correction_invalid_share", found.is_invalid, mask)
         metrics.add_effective_samples("correction_effective_share", found.weights, mask)
         return found.weights
 
@@ -248,7 +332,11 @@ class Update:
         """
         with torch.no_grad():
             parts = [
-                _router_sums(_forward(select_experience(batch, rows), actor, entropy="none"))
+                _router_sums(
+                    run_policy(
+                        actor, select_rollouts(batch.rollouts, rows), entropy="none", support=None
+                    )
+                )
                 for rows in slices
             ]
         return self.strategy.reduce_over_data(torch.stack(parts).sum(dim=0), "sum")
@@ -305,9 +393,9 @@ class Update:
         """The actor's output for a micro batch; in the first pass over it the metrics, too."""
         rollouts, is_first = micro.rollouts, micro.outputs.old_logprobs is None
         entropy: EntropyMode = "value" if is_first else "none"
-        output = _forward(
-            micro,
+        output = run_policy(
             actor,
+            rollouts,
             entropy="grad" if self.config.entropy_coef > 0 else entropy,
             support=rollouts.support if is_first else None,
             token_loss=token_loss,
@@ -334,29 +422,6 @@ class Update:
         self.observer.micro_batch(micro, values, {"value": share})
         self.metrics.add_mean("critic_loss", share, 0.0)
         return share
-
-
-def _forward(
-    micro: ExperienceBatch,
-    actor: nn.Module,
-    *,
-    entropy: EntropyMode,
-    support: SamplingSupport | None = None,
-    token_loss: TokenLossFunction | None = None,
-) -> ActorOutput:
-    rollouts = micro.rollouts
-    inside = {} if token_loss is None else {"token_loss": token_loss}
-    output: ActorOutput = actor(
-        rollouts.token_ids,
-        rollouts.attention_mask,
-        scored_mask=rollouts.response_mask,
-        temperature=scoring_temperature(rollouts.temperature),
-        entropy=entropy,
-        media=rollouts.media,
-        support=support,
-        **inside,
-    )
-    return output
 
 
 def _router_sums(output: ActorOutput) -> Tensor:

@@ -14,7 +14,7 @@ from lightrft.datasets import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.models import Actor, load_tokenizer
 from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
-from lightrft.reporting.loggers import JsonLinesFile
+from lightrft.reporting.files import JsonLinesFile
 from lightrft.rollout.sampler import (
     RolloutSampler,
     greedy_params,

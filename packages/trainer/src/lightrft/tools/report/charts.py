@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from lightrft.reporting.metric_table import metric_row
+from lightrft.tools.report.metric_table import metric_row
 
 Point = tuple[int, float | None]
 

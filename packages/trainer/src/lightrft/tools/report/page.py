@@ -6,9 +6,9 @@ from pathlib import Path
 
 from lightrft.config.toml import write_whole
 from lightrft.reporting.files import CONFIG_FILE, REPORT_FILE
-from lightrft.reporting.metric_table import METRICS, STAGES, MetricRow, metric_row
 from lightrft.stages.alarms import run_verdict
 from lightrft.tools.report.charts import Chart, format_number, packed_library
+from lightrft.tools.report.metric_table import METRICS, STAGES, MetricRow, metric_row
 from lightrft.tools.report.run_data import RunData, read_run
 from lightrft.tools.report.sample_page import QUANTITIES, Choice, choose_samples, choose_tokens
 
