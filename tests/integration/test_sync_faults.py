@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 from tests.models.tiny import WIDE, tiny_model
+from tests.ranks import run_multiprocess
 
 from lightrft.engines import EngineConfig, GenerationRequest, SamplingParams, StaleEngineError
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.strategy.fake import FakeStrategy
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 from lightrft.strategy.weight_sync.sync import WeightSyncError, WeightSyncReport
 

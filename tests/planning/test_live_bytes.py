@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from tests.ranks import run_multiprocess
 
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.plan.backends import resting, train_peak
 from lightrft.tools.plan.model_size import ModelSize
 from lightrft.tools.plan.setup import Setup

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests.models.tiny import tiny_model
+from tests.ranks import run_multiprocess
 
 from lightrft.strategy.checkpoints.folders import SaveRequest, write_checkpoint
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.deepspeed.engine_config import check_stage, inference_config, training_config
 from lightrft.strategy.fake import FakeStrategy
-from lightrft.strategy.testing import run_multiprocess
 
 SETTINGS = {
     "actor_learning_rate": 1e-2,

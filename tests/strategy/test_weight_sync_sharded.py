@@ -9,9 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 from tests.models.tiny import tiny_model
+from tests.ranks import run_multiprocess
 from torch import nn
-
-from lightrft.strategy.testing import run_multiprocess
 
 pytestmark = pytest.mark.shard("strategies")
 

@@ -5,8 +5,7 @@ import time
 
 import pytest
 from tests.machine import seconds
-
-from lightrft.strategy.testing import RankFailure, run_multiprocess
+from tests.ranks import RankFailure, run_multiprocess
 
 pytestmark = pytest.mark.multiprocess
 
