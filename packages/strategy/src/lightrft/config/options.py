@@ -88,16 +88,19 @@ def option(default: T, help: str, *, group: str, **details: Unpack[_Details]) ->
     return made
 
 
-# Options of one heading each.
+# Values of `commands`: those beside `train` that read the same data, and those that generate.
+DATA_AND_EVAL = ("data", "eval")
+EVAL = ("eval",)
+# Options of one heading each; an observation, or where a run ends and writes, may change.
 algorithm_option = partial(option, group="algorithm")
 data_option = partial(option, group="data")
 distributed_option = partial(option, group="distributed")
 engine_option = partial(option, group="engine")
 models_option = partial(option, group="models")
-monitoring_option = partial(option, group="monitoring")
+monitoring_option = partial(option, group="monitoring", may_change=True)
 reward_option = partial(option, group="reward")
 rollout_option = partial(option, group="rollout")
-run_option = partial(option, group="run")
+run_option = partial(option, group="run", may_change=True)
 training_option = partial(option, group="training")
 
 

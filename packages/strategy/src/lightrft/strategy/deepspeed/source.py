@@ -1,6 +1,5 @@
 """Parameters held by a DeepSpeed engine, read partition by partition without gathering any."""
 
-import itertools
 from typing import Protocol, cast
 
 import torch.distributed as dist
@@ -9,10 +8,10 @@ from torch.distributed import ProcessGroup
 
 from lightrft.strategy.deepspeed.runtime import ZeroEngine
 from lightrft.strategy.weight_sync.parameter_source import (
-    FlatRange,
     ParameterSource,
     SourceParameter,
     checkpoint_module,
+    chunk_ranges,
     module_parameter_source,
     tied_parameter_names,
 )
@@ -64,7 +63,8 @@ def zero_parameter_source(engine: ZeroEngine) -> ParameterSource:
 
 def _partitioned_parameter(name: str, parameter: _PartitionedParameter) -> SourceParameter:
     group = parameter.ds_process_group
-    shards = partition_ranges(parameter.ds_numel, dist.get_world_size(group))
+    # Equal partitions of the flat tensor, padded to a multiple of the ranks.
+    shards = chunk_ranges((parameter.ds_numel,), dist.get_world_size(group))
     start, stop = shards[dist.get_rank(group)]
     partition = parameter.ds_tensor.detach()
     if partition.dtype != parameter.dtype or partition.numel() < stop - start:
@@ -80,10 +80,3 @@ def _partitioned_parameter(name: str, parameter: _PartitionedParameter) -> Sourc
         local_shard=partition.view(-1)[: stop - start],
         frozen=not parameter.requires_grad,
     )
-
-
-def partition_ranges(numel: int, num_ranks: int) -> tuple[FlatRange, ...]:
-    """Flat range of each rank: equal partitions of the tensor padded to a multiple of the ranks."""
-    partition_size = -(-numel // num_ranks)
-    bounds = [min(rank * partition_size, numel) for rank in range(num_ranks + 1)]
-    return tuple(itertools.pairwise(bounds))

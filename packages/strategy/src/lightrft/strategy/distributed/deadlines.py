@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightrft.strategy.distributed.error_report import LastPhase, record_phase, write_error_report
+from lightrft.strategy.distributed.error_report import LastPhase, end_process, record_phase
 
 logger = logging.getLogger(__name__)
 HANG_EXIT_CODE = 7
@@ -124,10 +124,7 @@ def _expire(name: str, seconds: float) -> None:
     except RuntimeError as err:
         lines.append(f"  phases of the other ranks are unknown: {err}")
     print("\n".join(lines[1:]), file=sys.stderr, flush=True)  # noqa: T201
-    write_error_report("\n".join(lines), HANG_EXIT_CODE)
-    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-    sys.stderr.flush()
-    os._exit(HANG_EXIT_CODE)
+    end_process("\n".join(lines), HANG_EXIT_CODE)
 
 
 def _arm_last_resort() -> None:

@@ -132,13 +132,11 @@ def shard_module(module: nn.Module, plan: ShardingPlan) -> nn.Module:
     have real ones: see `shard_empty_module` for the other case.
     """
     full = _full_values_of_rank_0(module)
-    apply_units(module, plan)
     if full is None:
+        apply_units(module, plan)
         move_buffers(module, plan.device)
     else:
-        storage = torch.device("cpu") if plan.offloads_to_cpu else plan.device
-        module.to_empty(device=storage)
-        move_buffers(module, plan.device)
+        shard_empty_module(module, plan)
         _fill_from_rank_0(module, full)
     return module
 
