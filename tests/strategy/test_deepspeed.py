@@ -189,7 +189,7 @@ class Evil:
 def poison(source: Path, folder: Path, tag: str, proof: Path) -> None:
     """A complete, correctly hashed checkpoint whose optimizer file holds pickled code."""
 
-    def write(target: Path) -> None:
+    def write(target: Path, _: object) -> None:
         for path in source.iterdir():
             if path.is_dir() and path.name != "rng":
                 shutil.copytree(path, target / path.name)

@@ -178,15 +178,10 @@ def learning_rate_schedule(
         config: Has `lr_scheduler`, `lr_warmup_ratio` and `min_lr_ratio`.
         optimizer: Its groups' current learning rates are the peaks.
         max_steps: Optimizer steps of the whole run.
-
-    Raises:
-        ValueError: Unknown name; the message lists the known ones.
     """
-    name = config.lr_scheduler
-    if name not in LR_SCHEDULES:
-        raise ValueError(f"unknown lr_scheduler {name!r}: expected one of {list(LR_SCHEDULES)}")
     num_warmup = math.ceil(max_steps * config.lr_warmup_ratio)
-    return PlannedLR(optimizer, LearningRatePlan(name, num_warmup, max_steps, config.min_lr_ratio))
+    plan = LearningRatePlan(config.lr_scheduler, num_warmup, max_steps, config.min_lr_ratio)
+    return PlannedLR(optimizer, plan)
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -206,11 +206,6 @@ class StrategyBase:
         seed_generators(seed)
 
     @property
-    def num_averaging_ranks(self) -> int:
-        """Ranks over which this backend averages gradients."""
-        return self.world_size
-
-    @property
     def num_data_ranks(self) -> int:
         """Data-parallel groups: with sequence parallelism `sp_size` ranks share their samples."""
         return self.context.num_data_ranks
@@ -580,7 +575,7 @@ class StrategyBase:
         """
         _refuse_options(kwargs, "backward")
         state = self.accumulation_state(optimizer)
-        scaled = loss * state.loss_scale(self.num_averaging_ranks)
+        scaled = loss * state.loss_scale(self.world_size)
         self.backend.backward(scaled, model, is_last=state.is_last())
 
     def optimizer_step(

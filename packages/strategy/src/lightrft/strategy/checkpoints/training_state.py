@@ -102,7 +102,7 @@ def save_optimizer(
     shards = own_shards(tensors, rank)
     write_shards(folder / OPTIMIZER_FOLDER, shards, files, rank=rank)
     if rank == 0:
-        save_state(folder / GROUPS_NAME, {"groups": groups}, files=files)
+        save_state(folder / GROUPS_NAME, {"groups": groups}, files)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from lightrft.strategy.weight_sync.parameter_source import (
     checkpoint_module,
     chunk_ranges,
     module_parameter_source,
-    tied_parameter_names,
+    sharded_source,
 )
 
 
@@ -44,24 +44,16 @@ def zero_parameter_source(engine: ZeroEngine) -> ParameterSource:
     if not engine.zero_optimization_partition_weights():
         return module_parameter_source(engine.module)
     root = checkpoint_module(engine.module)
-    entries: list[SourceParameter] = []
-    group: ProcessGroup | None = None
-    for name, parameter in root.named_parameters():
-        partitioned = cast("_PartitionedParameter", parameter)
-        if group is not None and partitioned.ds_process_group is not group:
-            raise ValueError(
-                f"all parameters must be partitioned over the same ranks: got {name!r} on "
-                f"{dist.get_process_group_ranks(partitioned.ds_process_group)} and others on "
-                f"{dist.get_process_group_ranks(group)}"
-            )
-        group = partitioned.ds_process_group
-        entries.append(_partitioned_parameter(name, partitioned))
-    if group is not None and dist.get_world_size(group) == 1:
-        group = None
-    return ParameterSource(engine.module, tuple(entries), group, tied_parameter_names(root))
+    entries = [
+        _partitioned_parameter(name, cast("_PartitionedParameter", parameter))
+        for name, parameter in root.named_parameters()
+    ]
+    return sharded_source(engine.module, root, entries)
 
 
-def _partitioned_parameter(name: str, parameter: _PartitionedParameter) -> SourceParameter:
+def _partitioned_parameter(
+    name: str, parameter: _PartitionedParameter
+) -> tuple[SourceParameter, ProcessGroup]:
     group = parameter.ds_process_group
     # Equal partitions of the flat tensor, padded to a multiple of the ranks.
     shards = chunk_ranges((parameter.ds_numel,), dist.get_world_size(group))
@@ -73,10 +65,11 @@ def _partitioned_parameter(name: str, parameter: _PartitionedParameter) -> Sourc
             f"{stop - start} elements: got {partition.numel()} of {partition.dtype}; do not use "
             "NVMe offload or quantised weights together with a rollout engine"
         )
-    return SourceParameter(
+    entry = SourceParameter(
         checkpoint_name=name,
         shape=tuple(parameter.ds_shape),
         shards=shards,
         local_shard=partition.view(-1)[: stop - start],
         frozen=not parameter.requires_grad,
     )
+    return entry, group

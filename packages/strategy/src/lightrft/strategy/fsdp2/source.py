@@ -3,7 +3,7 @@
 from typing import cast
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -13,7 +13,7 @@ from lightrft.strategy.weight_sync.parameter_source import (
     SourceParameter,
     checkpoint_module,
     chunk_ranges,
-    tied_parameter_names,
+    sharded_source,
     whole_parameter,
 )
 
@@ -33,26 +33,8 @@ def fsdp2_parameter_source(module: nn.Module) -> ParameterSource:
     """
     reshard_modules(module)
     root = checkpoint_module(module)
-    entries: list[SourceParameter] = []
-    group: ProcessGroup | None = None
-    for name, parameter in root.named_parameters():
-        if not isinstance(parameter, DTensor):
-            entries.append(whole_parameter(name, parameter))
-            continue
-        parameter_group = _shard_group(name, parameter)
-        entry = _sharded_parameter(name, parameter, parameter_group)
-        entries.append(entry)
-        if not entry.is_sharded:
-            continue
-        # By their ranks: a mesh may return its group as another object each time.
-        ranks = dist.get_process_group_ranks(parameter_group)
-        if group is not None and ranks != dist.get_process_group_ranks(group):
-            raise ValueError(
-                f"all parameters must be sharded over the same ranks: got {name!r} on {ranks} and "
-                f"others on {dist.get_process_group_ranks(group)}"
-            )
-        group = parameter_group
-    return ParameterSource(module, tuple(entries), group, tied_parameter_names(root))
+    entries = [_entry(name, parameter) for name, parameter in root.named_parameters()]
+    return sharded_source(module, root, entries)
 
 
 def reshard_modules(module: nn.Module) -> None:
@@ -74,7 +56,10 @@ def _shard_group(name: str, parameter: DTensor) -> ProcessGroup:
     return parameter.device_mesh.get_group(sharded_dims[0])
 
 
-def _sharded_parameter(name: str, parameter: DTensor, group: ProcessGroup) -> SourceParameter:
+def _entry(name: str, parameter: Tensor) -> tuple[SourceParameter, ProcessGroup | None]:
+    if not isinstance(parameter, DTensor):
+        return whole_parameter(name, parameter), None
+    group = _shard_group(name, parameter)
     local = cast("DTensor", parameter.detach()).to_local()
     shards = chunk_ranges(tuple(parameter.shape), dist.get_world_size(group))
     start, stop = shards[dist.get_rank(group)]
@@ -83,7 +68,7 @@ def _sharded_parameter(name: str, parameter: DTensor, group: ProcessGroup) -> So
             f"the shard of {name!r} must be the contiguous range [{start}, {stop}) of shape "
             f"{tuple(parameter.shape)}: got a shard of shape {tuple(local.shape)}"
         )
-    return SourceParameter(
+    entry = SourceParameter(
         checkpoint_name=name,
         shape=tuple(parameter.shape),
         shards=shards,
@@ -91,3 +76,4 @@ def _sharded_parameter(name: str, parameter: DTensor, group: ProcessGroup) -> So
         frozen=not parameter.requires_grad,
         is_aliasable=len(shards) == 1,
     )
+    return entry, group

@@ -73,14 +73,15 @@ class FSDP2Backend(Backend):
     def _mesh(self, shard_size: int) -> DeviceMesh:
         """Flat over all ranks, or (replicate, shard); made once per size."""
         wanted = self.config.fsdp_shard_size if shard_size == -1 else shard_size
-        size = resolve_shard_size(wanted, self.context.world_size)
+        world_size = self.context.world_size
+        size = resolve_shard_size(wanted, world_size)
         if size not in self._meshes:
-            if size == self.context.world_size:
-                shape, names = (size,), ("shard",)
-            else:
-                shape, names = (self.context.world_size // size, size), ("replicate", "shard")  # type: ignore[assignment]
+            # From the second dimension on: one of all ranks needs no replicas.
+            first = int(size == world_size)
             self._meshes[size] = init_device_mesh(
-                self.context.device.type, shape, mesh_dim_names=names
+                self.context.device.type,
+                (world_size // size, size)[first:],
+                mesh_dim_names=("replicate", "shard")[first:],
             )
         return self._meshes[size]
 

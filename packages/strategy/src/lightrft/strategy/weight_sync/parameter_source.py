@@ -82,6 +82,38 @@ class ParameterSource:
         return self.entries
 
 
+def sharded_source(
+    module: nn.Module,
+    root: nn.Module,
+    entries: Sequence[tuple[SourceParameter, ProcessGroup | None]],
+) -> ParameterSource:
+    """The source of parameters that are sharded over one group of ranks, or whole.
+
+    Args:
+        module: The wrapped actor or bare model.
+        root: Its `checkpoint_module`.
+        entries: Each parameter of `root` with the group that holds its shards.
+
+    Raises:
+        ValueError: Two parameters are sharded over different ranks.
+    """
+    group: ProcessGroup | None = None
+    for entry, own_group in entries:
+        if not entry.is_sharded:
+            continue
+        # By their ranks: a mesh may return its group as another object each time.
+        ranks = torch.distributed.get_process_group_ranks(own_group)
+        group = group or own_group
+        known = torch.distributed.get_process_group_ranks(group)
+        if ranks != known:
+            raise ValueError(
+                "all parameters must be sharded over the same ranks: got "
+                f"{entry.checkpoint_name!r} on {ranks} and others on {known}"
+            )
+    parameters = tuple(entry for entry, _ in entries)
+    return ParameterSource(module, parameters, group, tied_parameter_names(root))
+
+
 def checkpoint_module(module: nn.Module) -> nn.Module:
     """The part of a model whose parameter names are those of its Hugging Face checkpoint.
 
