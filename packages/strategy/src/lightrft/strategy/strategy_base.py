@@ -35,7 +35,7 @@ from lightrft.strategy.distributed.context import (
     synchronize_and_free,
 )
 from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor
-from lightrft.strategy.engine import generation, multimodal
+from lightrft.strategy.engine import generation
 from lightrft.strategy.engine.generation import PromptBatch, PromptItem
 from lightrft.strategy.engine.session import EngineSession, OnFinished
 from lightrft.strategy.meta_init import parameters_on_meta
@@ -901,8 +901,8 @@ class StrategyBase:
         all_videos: Sequence[object] | None,
         videos_num: Sequence[int] | None,
     ) -> list[dict[str, object]]:
-        """Pairs prompts with images and videos; see `multimodal.build_multimodal_inputs`."""
-        return multimodal.build_multimodal_inputs(
+        """Pairs prompts with images and videos; see `generation.build_multimodal_inputs`."""
+        return generation.build_multimodal_inputs(
             all_prompts,
             images=all_images,
             images_num=images_num,

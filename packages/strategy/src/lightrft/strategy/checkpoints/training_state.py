@@ -17,8 +17,7 @@ from lightrft.strategy.checkpoints.shard_files import (
     own_shards,
     write_shards,
 )
-from lightrft.strategy.fsdp2.source import reshard_modules
-from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
+from lightrft.strategy.weight_sync.parameter_source import reshard_modules, tied_parameter_names
 
 MODEL_FOLDER = "model"
 OPTIMIZER_FOLDER = "optimizer"

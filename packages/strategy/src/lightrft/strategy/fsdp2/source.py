@@ -5,7 +5,6 @@ from typing import cast
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.strategy.weight_sync.parameter_source import (
@@ -13,6 +12,7 @@ from lightrft.strategy.weight_sync.parameter_source import (
     SourceParameter,
     checkpoint_module,
     chunk_ranges,
+    reshard_modules,
     sharded_source,
     whole_parameter,
 )
@@ -35,13 +35,6 @@ def fsdp2_parameter_source(module: nn.Module) -> ParameterSource:
     root = checkpoint_module(module)
     entries = [_entry(name, parameter) for name, parameter in root.named_parameters()]
     return sharded_source(module, root, entries)
-
-
-def reshard_modules(module: nn.Module) -> None:
-    """Frees every unit's gathered parameters; the shards take their place."""
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.reshard()
 
 
 def _shard_group(name: str, parameter: DTensor) -> ProcessGroup:

@@ -28,7 +28,7 @@ from lightrft.strategy.fsdp2.sharding import (
     shard_empty_module,
     shard_module,
 )
-from lightrft.strategy.fsdp2.source import fsdp2_parameter_source, reshard_modules
+from lightrft.strategy.fsdp2.source import fsdp2_parameter_source
 from lightrft.strategy.optimizers import (
     AdamSettings,
     MasterWeightsAdamW,
@@ -43,7 +43,7 @@ from lightrft.strategy.prepared import (
     wrapped_module,
 )
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.strategy.weight_sync.parameter_source import ParameterSource
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, reshard_modules
 
 # Without it (torch before 2.12) replicas exchange gradients after every micro-batch.
 CAN_FORGET = hasattr(FSDPModule, "reset_iter_state")

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 FlatRange = tuple[int, int]
 # `add_local(name, start, values)` adds in place to float32 `values`, the elements from `start`.
@@ -80,6 +81,13 @@ class ParameterSource:
     def parameters(self) -> Sequence[SourceParameter]:
         """The entries."""
         return self.entries
+
+
+def reshard_modules(module: nn.Module) -> None:
+    """Frees every unit's gathered parameters; the shards take their place."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
 
 
 def sharded_source(
