@@ -7,7 +7,7 @@ import torch
 from tests.models.tiny import tiny_model
 from torch import nn
 
-from lightrft.strategy.fsdp2.source import chunk_ranges
+from lightrft.strategy.fsdp2.sharding import chunk_ranges
 from lightrft.strategy.weight_sync.parameter_source import (
     SourceParameter,
     checkpoint_module,

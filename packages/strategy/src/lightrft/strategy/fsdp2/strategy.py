@@ -21,6 +21,7 @@ from lightrft.strategy.fsdp2.sharding import (
     ShardingPlan,
     accumulate_in_float32,
     as_fsdp,
+    fsdp2_parameter_source,
     gradient_norm,
     is_empty_everywhere,
     meta_parameters,
@@ -28,7 +29,6 @@ from lightrft.strategy.fsdp2.sharding import (
     shard_empty_module,
     shard_module,
 )
-from lightrft.strategy.fsdp2.source import fsdp2_parameter_source
 from lightrft.strategy.optimizers import (
     AdamSettings,
     MasterWeightsAdamW,
