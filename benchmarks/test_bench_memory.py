@@ -19,10 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import run_multiprocess
 from torch import nn
 from torch.distributed.tensor import DTensor
-
-from lightrft.strategy.testing import run_multiprocess
 
 VOCAB = 8_000
 SETTINGS = {"bf16": False, "engine_type": "hf", "timeout_minutes": 10.0, "lr_warmup_ratio": 0.0}

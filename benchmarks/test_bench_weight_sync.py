@@ -20,13 +20,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import run_multiprocess
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft.engines import EngineConfig, WeightPiece
 from lightrft.engines.fake import FakeEngine
 from lightrft.kernels import hash_tensors
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     SourceParameter,

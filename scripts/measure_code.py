@@ -57,7 +57,7 @@ PUBLISHED = {
     "lightrft.strategy.strategy_base:StrategyBase.save_ckpt": "given by the interface",
     "lightrft.strategy.strategy_base:StrategyBase.load_ckpt": "given by the interface",
     "lightrft.strategy.strategy_base:StrategyBase.gather_and_generate": "given by the interface",
-    "lightrft.trainer.spmd_ppo_trainer:SPMDPPOTrainerBase.__init__": "given by the interface",
+    "lightrft.trainer.spmd_ppo_trainer:PPOTrainer.__init__": "given by the interface",
     "lightrft.models.actor:Actor.forward": "the call that all policies have in common",
     "lightrft.algorithms.policy.covariance:clip_cov_policy_loss": "its keywords are options",
     "lightrft.kernels.logprob.dispatch:linear_logprob": "an operator, as torch's own have them",

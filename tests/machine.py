@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 
-# Read by `lightrft.strategy.testing` too.
+# Read by `tests.ranks`, too.
 FACTOR = "LIGHTRFT_TEST_TIME_FACTOR"
 # A process start, some imports and a computation, alone on one core of 2020.
 _JOB = "import asyncio, json, email.message; sum(i * i for i in range(300_000))"

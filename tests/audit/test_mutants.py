@@ -20,10 +20,8 @@ PARTS = {
         "kl.py",
         "masking.py",
         "moments.py",
-        "ratios.py",
         "value.py",
         "interface.py",
-        "lookup.py",
     ),
 }
 

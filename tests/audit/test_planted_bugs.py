@@ -357,11 +357,11 @@ def the_better_branch_is_taken(patch):
 
 @bug("gradient norm", policy_loss="gspo")
 def the_row_ratio_is_a_sum(patch):
-    from lightrft.algorithms import ratios
+    from lightrft.algorithms import masking
 
     wrap(
         patch,
-        ratios,
+        masking,
         "masked_row_mean",
         lambda _: lambda values, mask: torch.where(mask, values, 0.0).sum(-1),
     )

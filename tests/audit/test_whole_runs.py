@@ -6,10 +6,10 @@ import json
 import shutil
 
 import pytest
+from tests.ranks import run_multiprocess
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.audit.findings import DIFFERS
 from lightrft.tools.audit.record import FACTS, SAMPLES, VALUES, recorded_steps, step_folder
 from lightrft.tools.model_presets import write_tiny_model

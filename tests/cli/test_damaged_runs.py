@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from tests.machine import seconds
+from tests.ranks import run_multiprocess
 
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.model_presets import write_tiny_model
 
 pytestmark = pytest.mark.shard("damage")

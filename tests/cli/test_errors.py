@@ -114,7 +114,7 @@ def test_a_file_that_cannot_be_written_says_why(tmp_path):
         }
 
         def body(kind):
-            def write(path):
+            def write(path, _):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
                 writers[kind](path / "x")
 

@@ -6,9 +6,9 @@ import json
 
 import numpy as np
 import pytest
+from tests.ranks import run_multiprocess
 
 from lightrft.cli.main import main
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.model_presets import write_tiny_model
 
 REWARD = """

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 from tests.machine import seconds
+from tests.ranks import find_free_port
 
 from lightrft.cli.main import main
-from lightrft.strategy.testing import find_free_port
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "scontrol", "srun", "munged")
 pytestmark = [

@@ -13,8 +13,7 @@ import traceback
 from types import SimpleNamespace
 
 import pytest
-
-from lightrft.strategy.testing import run_multiprocess
+from tests.ranks import run_multiprocess
 
 pytestmark = pytest.mark.multiprocess
 

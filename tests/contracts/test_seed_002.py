@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.ranks import run_multiprocess
 
 from lightrft.strategy import FakeStrategy, StrategyBase, get_fake_strategy
 from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.testing import run_multiprocess
 
 FACTORY = """
 from lightrft.strategy import get_strategy

@@ -7,11 +7,11 @@ from argparse import Namespace
 import pytest
 import torch
 from tests.models.tiny import SPECIAL, WIDE, tiny_model
+from tests.ranks import run_multiprocess
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import GenerationRequest, SamplingParams
 from lightrft.rewards.types import RewardResult
-from lightrft.strategy.testing import run_multiprocess
 
 NUM_STEPS = 3
 NUM_PROMPTS, GROUP_SIZE, VOCAB = 4, 4, 97

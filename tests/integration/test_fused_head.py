@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 from tests.models.tiny import tiny_model
+from tests.ranks import run_multiprocess
 
 from lightrft.models.support import SamplingSupport
-from lightrft.strategy.testing import run_multiprocess
 
 VOCAB = 251
 CHUNK = 100  # does not divide the vocabulary

@@ -4,12 +4,12 @@ import json
 
 import pytest
 from tests.models.vision.tiny_world import tiny
+from tests.ranks import run_multiprocess
 from tests.trainer.vision_world import write_data
 
 from lightrft.config import TrainConfig
 from lightrft.models.loading import save_pretrained
 from lightrft.run.assembly import run_training
-from lightrft.strategy.testing import run_multiprocess
 
 pytestmark = [pytest.mark.shard("vision_vllm"), pytest.mark.vllm, pytest.mark.slow]
 

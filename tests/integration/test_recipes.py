@@ -15,8 +15,7 @@ import sys
 import pytest
 from tests.contracts.recipes import RECIPES
 from tests.machine import seconds
-
-from lightrft.strategy.testing import find_free_port
+from tests.ranks import find_free_port
 
 pytestmark = pytest.mark.shard("training")
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from tests.models.tiny import SPECIAL, tiny_model
+from tests.ranks import run_multiprocess
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.factory import ENGINES
 from lightrft.engines.fake import FakeEngine
 from lightrft.rewards.types import RewardResult
-from lightrft.strategy.testing import run_multiprocess
 
 NUM_STEPS = 3
 NUM_PROMPTS = 4

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 from tests.models.tiny import WIDE, tiny_model
+from tests.ranks import run_multiprocess
 
 from lightrft.engines import EngineConfig, GenerationRequest, SamplingParams, StaleEngineError
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.strategy.fake import FakeStrategy
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 from lightrft.strategy.weight_sync.sync import WeightSyncError, WeightSyncReport
 
@@ -278,7 +278,7 @@ def fault_on_one_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from lightrft.strategy.fsdp2.source import fsdp2_parameter_source
+    from lightrft.strategy.fsdp2.sharding import fsdp2_parameter_source
     from lightrft.strategy.weight_sync.canary import actor_canary
     from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
     from lightrft.strategy.weight_sync.sync import WeightSync

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 from tests.models.tiny import WIDE, tiny_model
+from tests.ranks import run_multiprocess
 
 from lightrft.engines.types import EngineStatus, SamplingParams
-from lightrft.strategy.testing import run_multiprocess
 
 BACKENDS = ("fsdp2", "zero3") if find_spec("deepspeed") is not None else ("fsdp2",)
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)

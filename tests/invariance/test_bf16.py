@@ -11,8 +11,8 @@ from importlib.util import find_spec
 
 import pytest
 from tests.models.tiny import SPECIAL, tiny_model
+from tests.ranks import run_multiprocess
 
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.invariance.batch import NUM_ROWS
 from lightrft.tools.invariance.cells import (
     FP32_BOUNDS,

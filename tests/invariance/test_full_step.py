@@ -9,8 +9,8 @@ import math
 from importlib.util import find_spec
 
 import pytest
+from tests.ranks import run_multiprocess
 
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.model_presets import write_tiny_model
 
 pytestmark = [pytest.mark.shard("invariance"), pytest.mark.multiprocess]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.models.vision.tiny_families import write_tiny_vision_model
+from tests.ranks import run_multiprocess
 
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.invariance.batch import NUM_ROWS
 from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell
 from lightrft.tools.invariance.measure import measure_cells, rows_of, write_reference

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.ranks import run_multiprocess
 
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.invariance.batch import ENTROPY_COEF, KL_COEF, make_rows
 from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell, Deviations, doctor_cells
 from lightrft.tools.invariance.measure import measure_cells, write_reference

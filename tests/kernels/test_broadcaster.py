@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import run_multiprocess
 
 from lightrft.kernels import BucketBroadcaster, BucketLayout, TensorSpec
 from lightrft.kernels.weight_bucket.broadcaster import Timeline
-from lightrft.strategy.testing import run_multiprocess
 
 
 def full_tensors() -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from lightrft.kernels.weight_bucket import native
 from lightrft.models.lora import BASE, FIRST, SECOND, LoraActor
 from lightrft.strategy.weight_sync.accounting import PlannedParameter
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
-from lightrft.strategy.weight_sync.transfer import Transfer, load_buckets
+from lightrft.strategy.weight_sync.sync import Transfer, load_buckets
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -166,7 +166,7 @@ def check_order(events, layout):
 
 def test_a_bucket_in_host_memory_is_seen(world, monkeypatch):
     """Positive control: the slow way over the host."""
-    import lightrft.strategy.weight_sync.transfer as module
+    import lightrft.strategy.weight_sync.sync as module
 
     group, gpu = world
     monkeypatch.setattr(module, "transfer_device", lambda group: torch.device("cpu"))

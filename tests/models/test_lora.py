@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.ranks import run_multiprocess
 
 from lightrft.config import TrainConfig
 from lightrft.models.loading import load_causal_lm
-from lightrft.strategy.testing import run_multiprocess
 
 peft = pytest.importorskip("peft", reason="package peft is not installed")
 

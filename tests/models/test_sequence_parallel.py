@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import run_multiprocess
 
 from lightrft.models import Actor, Critic
 from lightrft.models.support import SamplingSupport
 from lightrft.models.ulysses import check_head_counts
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.strategy.weight_sync.canary import actor_canary, score_with_actor
 
 LENGTHS = (19, 5, 33, 1, 12)  # 70 tokens: filled up to 72 for 4 ranks

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import run_multiprocess
 from torch.distributed.fsdp import fully_shard
 
 from lightrft.models import Actor
 from lightrft.models.support import SamplingSupport
-from lightrft.strategy.testing import run_multiprocess
 
 
 def batch_of(rank: int, has_idle_rank: bool):

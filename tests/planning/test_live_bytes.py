@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from tests.ranks import run_multiprocess
 
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.plan.memory import resting, train_peak
 from lightrft.tools.plan.setup import ModelSize, Setup
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-
-from lightrft.strategy.testing import run_multiprocess
+from tests.ranks import run_multiprocess
 
 STAGE = str(Path(__file__).with_name("toy_stage.py")) + ":read_inputs"
 BACKENDS = {"fake": {}, "fsdp": {"fsdp": True}}

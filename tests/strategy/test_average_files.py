@@ -10,15 +10,18 @@ from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.checkpoints import moving_averages
 from lightrft.strategy.checkpoints.files import CheckpointError, FileWriter
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
-from lightrft.strategy.deepspeed.source import partition_ranges
-from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
+from lightrft.strategy.weight_sync.parameter_source import (
+    ParameterSource,
+    SourceParameter,
+    chunk_ranges,
+)
 
 
 def source_of(rank, num_ranks, values, dtype=torch.float32):
     """What rank holds of parameters that are divided flat, "whole" excepted."""
     entries = []
     for name, value in values.items():
-        shards = partition_ranges(value.numel(), 1 if name == "whole" else num_ranks)
+        shards = chunk_ranges((value.numel(),), 1 if name == "whole" else num_ranks)
         start, stop = shards[rank if len(shards) > 1 else 0]
         shard = value.flatten()[start:stop].to(dtype).clone()
         entries.append(SourceParameter(name, tuple(value.shape), shards, shard, frozen=True))

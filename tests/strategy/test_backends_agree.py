@@ -9,10 +9,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 from tests.models.tiny import tiny_model
+from tests.ranks import run_multiprocess
 from torch import nn
 
 from lightrft.strategy.fake import FakeStrategy
-from lightrft.strategy.testing import run_multiprocess
 
 VOCAB = 251
 NUM_STEPS = 3

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightrft.strategy.checkpoints.client_state import load_state, save_state
-from lightrft.strategy.checkpoints.files import CheckpointError
+from lightrft.strategy.checkpoints.files import CheckpointError, FileWriter
 from lightrft.strategy.checkpoints.folders import (
     RankGroup,
     SaveRequest,
@@ -27,7 +27,7 @@ from lightrft.strategy.checkpoints.manifest import MANIFEST_NAME, _digest, list_
 def save(folder: Path, tag: str | None = None, *, num_bytes: int = 10, **options: object):
     request = SaveRequest(save_dir=folder, strategy="Test", tag=tag, **options)
     return write_checkpoint(
-        request, lambda path: (path / "weights.bin").write_bytes(bytes(num_bytes)) and None
+        request, lambda path, _: (path / "weights.bin").write_bytes(bytes(num_bytes)) and None
     )
 
 
@@ -87,7 +87,7 @@ def test_without_a_tag_the_global_step_or_a_counter_names_the_folder(tmp_path):
 def test_a_failed_save_changes_nothing(tmp_path):
     save(tmp_path, "good", max_num=1)
 
-    def fail(path: Path) -> None:
+    def fail(path: Path, _: FileWriter) -> None:
         (path / "half.bin").write_bytes(b"x")
         raise OSError("disk full")
 
@@ -271,9 +271,9 @@ def test_client_state_keeps_types_and_values(tmp_path):
 
 def test_client_state_refuses_objects_that_would_need_pickle(tmp_path):
     with pytest.raises(TypeError, match=r"PosixPath at state\.a\[1\]"):
-        save_state(tmp_path / "s", {"a": [1, Path("x")]})
+        save_state(tmp_path / "s", {"a": [1, Path("x")]}, FileWriter())
     with pytest.raises(TypeError, match="string keys"):
-        save_state(tmp_path / "s", {"a": {1: 2}})
+        save_state(tmp_path / "s", {"a": {1: 2}}, FileWriter())
 
 
 def test_files_hold_no_pickle(tmp_path):

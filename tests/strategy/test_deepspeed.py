@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests.models.tiny import tiny_model
+from tests.ranks import run_multiprocess
 
 from lightrft.strategy.checkpoints.folders import SaveRequest, write_checkpoint
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.deepspeed.engine_config import check_stage, inference_config, training_config
 from lightrft.strategy.fake import FakeStrategy
-from lightrft.strategy.testing import run_multiprocess
 
 SETTINGS = {
     "actor_learning_rate": 1e-2,
@@ -189,7 +189,7 @@ class Evil:
 def poison(source: Path, folder: Path, tag: str, proof: Path) -> None:
     """A complete, correctly hashed checkpoint whose optimizer file holds pickled code."""
 
-    def write(target: Path) -> None:
+    def write(target: Path, _: object) -> None:
         for path in source.iterdir():
             if path.is_dir() and path.name != "rng":
                 shutil.copytree(path, target / path.name)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import run_multiprocess
 
 from lightrft.strategy.distributed import collectives
 from lightrft.strategy.distributed.collectives import (
@@ -14,7 +15,6 @@ from lightrft.strategy.distributed.collectives import (
     gather_objects,
 )
 from lightrft.strategy.distributed.process_groups import start_process_group
-from lightrft.strategy.testing import run_multiprocess
 
 pytestmark = pytest.mark.shard("strategies")
 

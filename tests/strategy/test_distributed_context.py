@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import RankFailure, run_multiprocess
 
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig, EngineStatus
@@ -23,7 +24,6 @@ from lightrft.strategy.distributed.process_groups import (
     resolve_shard_size,
     start_process_group,
 )
-from lightrft.strategy.testing import RankFailure, run_multiprocess
 
 CONFIG = EngineConfig(engine_type="fake", model_path="")
 

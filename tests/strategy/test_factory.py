@@ -5,9 +5,9 @@ import inspect
 import sys
 
 import pytest
+from tests.ranks import run_multiprocess
 
 from lightrft.strategy import FakeStrategy, StrategyBase, StrategyConfig, get_strategy, is_engine
-from lightrft.strategy.testing import run_multiprocess
 
 SETTINGS = {"train_batch_size": 4, "seed": 3, "max_norm": 0.5, "custom": "kept"}
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 from tests.models.tiny import tiny_model
+from tests.ranks import run_multiprocess
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -15,7 +16,6 @@ from lightrft.strategy.fake import FakeStrategy
 from lightrft.strategy.fsdp2.sharding import find_blocks
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.optimizers import AdamSettings, MasterWeightsAdamW
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
 
 SETTINGS = {

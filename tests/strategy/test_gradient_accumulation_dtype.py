@@ -11,8 +11,7 @@ from itertools import product
 
 import pytest
 import torch
-
-from lightrft.strategy.testing import run_multiprocess
+from tests.ranks import run_multiprocess
 
 SMALL_STEPS = 256
 SETTINGS = {

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.machine import seconds
-
-from lightrft.strategy.testing import find_free_port, run_multiprocess
+from tests.ranks import find_free_port, run_multiprocess
 
 pytestmark = pytest.mark.shard("strategies")
 

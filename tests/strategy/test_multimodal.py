@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft.strategy.engine.multimodal import build_multimodal_inputs, has_media
+from lightrft.strategy.engine.generation import build_multimodal_inputs, has_media
 from lightrft.strategy.strategy_base import StrategyBase
 
 IMAGE = "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>"

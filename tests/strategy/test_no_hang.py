@@ -123,7 +123,7 @@ def run_rank(place: str, kind: str, folder: str) -> None:
 
 
 def start(place: str, kind: str, folder: Path) -> list[subprocess.Popen]:
-    from lightrft.strategy.testing import find_free_port
+    from tests.ranks import find_free_port
 
     port = str(find_free_port())
     processes = []

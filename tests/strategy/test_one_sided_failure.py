@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from lightrft.strategy.testing import RankFailure, find_free_port, run_multiprocess
+from tests.ranks import RankFailure, find_free_port, run_multiprocess
 
 pytestmark = pytest.mark.shard("start_vllm")
 

@@ -7,8 +7,7 @@ import torch
 from tests.models.tiny import tiny_model
 from torch import nn
 
-from lightrft.strategy.deepspeed.source import partition_ranges
-from lightrft.strategy.fsdp2.source import chunk_ranges
+from lightrft.strategy.fsdp2.sharding import chunk_ranges
 from lightrft.strategy.weight_sync.parameter_source import (
     SourceParameter,
     checkpoint_module,
@@ -49,7 +48,7 @@ def test_partition_ranges_cut_the_padding_off(numel: int, num_ranks: int) -> Non
     padded[:numel] = torch.arange(numel)
     parts = [
         padded[rank * partition_size : (rank + 1) * partition_size][: stop - start]
-        for rank, (start, stop) in enumerate(partition_ranges(numel, num_ranks))
+        for rank, (start, stop) in enumerate(chunk_ranges((numel,), num_ranks))
     ]
     assert torch.equal(torch.cat(parts), torch.arange(numel))
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import run_multiprocess
 
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.distributed.deadlines import current_phase, phase
-from lightrft.strategy.testing import run_multiprocess
 
 
 class Spanning(FakeEngine):

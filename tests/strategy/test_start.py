@@ -6,13 +6,13 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from tests.ranks import run_multiprocess
 
 from lightrft.config import TrainConfig
 from lightrft.config.rules import batch_problems
 from lightrft.engines.types import EngineConfig
 from lightrft.strategy.deepspeed.engine_config import check_whole_model
 from lightrft.strategy.engine.session import Place, check_places, own_place
-from lightrft.strategy.testing import run_multiprocess
 
 GIGABYTE = 10**9
 

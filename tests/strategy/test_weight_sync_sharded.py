@@ -9,9 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 from tests.models.tiny import tiny_model
+from tests.ranks import run_multiprocess
 from torch import nn
-
-from lightrft.strategy.testing import run_multiprocess
 
 pytestmark = pytest.mark.shard("strategies")
 
@@ -153,7 +152,7 @@ def fsdp2_rank(rank: int, world_size: int) -> dict[str, object]:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    from lightrft.strategy.fsdp2.source import fsdp2_parameter_source
+    from lightrft.strategy.fsdp2.sharding import fsdp2_parameter_source
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
@@ -212,7 +211,7 @@ def zero_rank(rank: int, world_size: int, stages: tuple[int, ...]) -> dict[str, 
     import torch.distributed as dist
 
     from lightrft.strategy.deepspeed import runtime
-    from lightrft.strategy.deepspeed.source import zero_parameter_source
+    from lightrft.strategy.deepspeed.weights import zero_parameter_source
 
     dist.init_process_group("gloo")
     runtime.start(timedelta(minutes=2))

@@ -11,8 +11,7 @@ import shutil
 
 import pytest
 import torch
-
-from lightrft.strategy.testing import run_multiprocess
+from tests.ranks import run_multiprocess
 
 pytestmark = [
     pytest.mark.shard("learning"),

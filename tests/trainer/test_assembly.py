@@ -82,7 +82,7 @@ def train_each(rank, world_size, runs):
 @pytest.fixture
 def only_process(monkeypatch):
     """The environment of a run with one process: this one."""
-    from lightrft.strategy.testing import find_free_port
+    from tests.ranks import find_free_port
 
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**environment, "MASTER_PORT": str(find_free_port())}.items():
@@ -142,7 +142,7 @@ def test_a_run_leaves_its_files_and_a_broken_one_is_continued(tmp_path, tiny_mod
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("only_process")
 def test_two_processes_train_like_one(tmp_path, tiny_model):
-    from lightrft.strategy.testing import run_multiprocess
+    from tests.ranks import run_multiprocess
 
     write_inputs(tmp_path)
     names = ("group_norm", "gae")

@@ -9,13 +9,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from tests.ranks import run_multiprocess
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.engines.raw_completions import request_seed
 from lightrft.rollout.sampler import training_params
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
 from lightrft.tools.audit.report import audit_step
 from lightrft.tools.model_presets import write_tiny_model

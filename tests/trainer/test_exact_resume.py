@@ -10,8 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-
-from lightrft.strategy.testing import run_multiprocess
+from tests.ranks import run_multiprocess
 
 pytestmark = pytest.mark.shard("training")
 

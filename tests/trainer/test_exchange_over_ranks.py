@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.ranks import run_multiprocess
 
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.audit.record import read_record
 
 pytestmark = [pytest.mark.shard("training"), pytest.mark.multiprocess]

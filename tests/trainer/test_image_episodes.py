@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.models.vision.tiny_families import write_tiny_vision_model
+from tests.ranks import run_multiprocess
 from tests.rollout.image_environments import squares
 from tests.trainer.test_environment_run import REWARD, with_stops
 
@@ -13,7 +14,6 @@ from lightrft.cli.main import main
 from lightrft.rollout import sampler as sampling
 from lightrft.rollout.environments import specs
 from lightrft.rollout.environments.calls import ToolCall
-from lightrft.strategy.testing import run_multiprocess
 
 pytestmark = pytest.mark.shard("vision")
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-
-from lightrft.strategy.testing import run_multiprocess
+from tests.ranks import run_multiprocess
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed]
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from tests.models.tiny import tiny_config
+from tests.ranks import run_multiprocess
 
 from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.engines import EngineConfig
@@ -19,7 +20,6 @@ from lightrft.stages.policy.parity import (
     compare_logprobs,
     parity_limits,
 )
-from lightrft.strategy.testing import run_multiprocess
 
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 

@@ -25,8 +25,7 @@ from pathlib import Path
 
 import pytest
 from tests import machine
-
-from lightrft.strategy.testing import find_free_port, run_multiprocess
+from tests.ranks import find_free_port, run_multiprocess
 
 pytestmark = pytest.mark.shard("kills")
 

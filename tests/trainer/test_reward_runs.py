@@ -7,9 +7,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from tests.ranks import find_free_port
 
 from lightrft.cli.main import main
-from lightrft.strategy.testing import find_free_port
 
 ASYNC = """
 import asyncio

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.ranks import run_multiprocess
 
 from lightrft.config import TrainConfig
-from lightrft.strategy.testing import run_multiprocess
 
 pytestmark = [pytest.mark.shard("training"), pytest.mark.multiprocess, pytest.mark.deepspeed]
 

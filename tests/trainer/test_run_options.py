@@ -6,13 +6,13 @@ import threading
 
 import pytest
 import torch
+from tests.ranks import run_multiprocess
 
 from lightrft.config import TrainConfig
 from lightrft.models.actor import Actor
 from lightrft.reporting.trajectories import TrajectoryLog
 from lightrft.rewards.types import RewardResult
 from lightrft.stages.alarms import alarms
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.rewards.service import RewardServer
 
 

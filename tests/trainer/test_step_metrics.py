@@ -9,7 +9,6 @@ from lightrft.records.rollout import AnsweredCall, Conversation
 from lightrft.records.table import SampleTable
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.step_metrics import (
-    constant_group_share,
     record_conversations,
     table_metrics,
 )
@@ -71,8 +70,10 @@ def test_excluded_rows_are_counted_and_left_out():
 
 
 def test_constant_groups_are_told_by_equality_not_by_rounding():
-    assert constant_group_share(table([0.7] * 8, [0] * 8, [1] * 8)) == 1.0
-    assert constant_group_share(table([0.7, 0.7 + 1e-12], [0, 0], [1, 1])) == 0.0
+    equal = table([0.7] * 8, [0] * 8, [1] * 8)
+    different = table([0.7, 0.7 + 1e-12], [0, 0], [1, 1])
+    assert table_metrics(equal)["constant_group_share"] == 1.0
+    assert table_metrics(different)["constant_group_share"] == 0.0
 
 
 def test_turns_and_calls_of_each_tool_are_counted():

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 from tests.machine import seconds
+from tests.ranks import run_multiprocess
 
 from lightrft.cli.errors import ExitCode, run_guarded
-from lightrft.strategy.testing import run_multiprocess
 
 pytestmark = pytest.mark.multiprocess
 

@@ -7,8 +7,7 @@ import signal
 from datetime import timedelta
 
 import pytest
-
-from lightrft.strategy.testing import RankFailure, run_multiprocess
+from tests.ranks import RankFailure, run_multiprocess
 
 pytestmark = pytest.mark.shard("training")
 

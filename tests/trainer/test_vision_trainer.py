@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.machine import seconds
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.models.vision.tiny_world import Batch
+from tests.ranks import run_multiprocess
 from tests.trainer.vision_world import build_vision_trainer, scorer_folder, write_data
 
 from lightrft.config import ConfigError, TrainConfig
@@ -21,7 +22,6 @@ from lightrft.models.lora import LoraActor
 from lightrft.models.sequence_model import freeze, has_prefix
 from lightrft.run.assembly import run_training
 from lightrft.strategy.meta_init import parameters_on_meta
-from lightrft.strategy.testing import run_multiprocess
 
 pytestmark = pytest.mark.shard("vision")
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from tests.models.vision import wrong_cuts
 from tests.models.vision.tiny_families import TINY_FAMILIES, write_tiny_vision_model
+from tests.ranks import run_multiprocess
 from tests.trainer.vision_world import scorer_folder, write_data
 
 from lightrft.config import ConfigError, TrainConfig
@@ -13,7 +14,6 @@ from lightrft.engines.media.sources import ImageSource
 from lightrft.models.vision import forward
 from lightrft.run.assembly import run_training
 from lightrft.stages.policy.inputs import load_modality
-from lightrft.strategy.testing import run_multiprocess
 
 pytestmark = pytest.mark.shard("vision")
 

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field
 from functools import partial
-from typing import Literal, TypedDict, TypeVar, Unpack
+from typing import Literal, TypedDict, TypeGuard, TypeVar, Unpack
 
 T = TypeVar("T")
 CRITIC = "a critic"
@@ -88,32 +88,29 @@ def option(default: T, help: str, *, group: str, **details: Unpack[_Details]) ->
     return made
 
 
-# Options of one heading each.
+# Values of `commands`: those beside `train` that read the same data, and those that generate.
+DATA_AND_EVAL = ("data", "eval")
+EVAL = ("eval",)
+# Options of one heading each; an observation, or where a run ends and writes, may change.
 algorithm_option = partial(option, group="algorithm")
 data_option = partial(option, group="data")
 distributed_option = partial(option, group="distributed")
 engine_option = partial(option, group="engine")
 models_option = partial(option, group="models")
-monitoring_option = partial(option, group="monitoring")
+monitoring_option = partial(option, group="monitoring", may_change=True)
 reward_option = partial(option, group="reward")
 rollout_option = partial(option, group="rollout")
-run_option = partial(option, group="run")
+run_option = partial(option, group="run", may_change=True)
 training_option = partial(option, group="training")
-
-
-def option_info(entry: Field[object]) -> OptionInfo | None:
-    """Declaration of a field; None if it is no option."""
-    info = entry.metadata.get("option")
-    return info if isinstance(info, OptionInfo) else None
 
 
 def options_of(cls: type[object]) -> dict[str, tuple[Field[object], OptionInfo]]:
     """The options of a dataclass by name, in order of declaration."""
     entries: Mapping[str, Field[object]] = cls.__dataclass_fields__  # type: ignore[attr-defined]
     return {
-        name: (entry, info)
+        name: (entry, entry.metadata["option"])
         for name, entry in entries.items()
-        if (info := option_info(entry)) is not None
+        if "option" in entry.metadata
     }
 
 
@@ -123,7 +120,7 @@ _HINTS: dict[type[object], dict[str, object]] = {}
 def type_hints(cls: type[object]) -> dict[str, object]:
     """The resolved annotation of every field of a dataclass."""
     if cls not in _HINTS:
-        _HINTS[cls] = dict(typing.get_type_hints(cls))
+        _HINTS[cls] = typing.get_type_hints(cls)
     return _HINTS[cls]
 
 
@@ -133,7 +130,7 @@ def alternatives(hint: object) -> tuple[object, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Whether the value is an int or float, but no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -216,7 +213,7 @@ def _number_problem(name: str, value: object, info: OptionInfo) -> str | None:
     elif isinstance(value, Mapping):
         items = ((f"{name}: {key}", item) for key, item in value.items())
     for place, number in items:
-        if isinstance(number, int | float) and not isinstance(number, bool):
+        if is_number(number):
             problem = _range_problem(number, info)
             if problem is not None:
                 shown_value = number if isinstance(value, Mapping) else value

@@ -17,6 +17,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
@@ -124,15 +125,20 @@ def package_of(point: "EntryPoint") -> str:
 
 
 def _load_entry_point(point: "EntryPoint", *, kind: str) -> object:
-    try:
+    place = f"{kind} {point.name!r} of the package {package_of(point)}: {point.value}"
+    with _explained(f"{place} cannot be loaded"):
         found: object = point.load()
+    return found
+
+
+@contextmanager
+def _explained(problem: str) -> Iterator[None]:
+    """Turns whatever a user's file or a package raises as it is loaded into one line."""
+    try:
+        yield
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{kind} {point.name!r} of the package {package_of(point)}: {point.value} cannot be "
-            f"loaded: {type(error).__name__}: {reason}"
-        ) from error
-    return found
+        raise ConfigError(f"{problem}: {type(error).__name__}: {reason}") from error
 
 
 def split_reference(text: str) -> tuple[str, str] | None:
@@ -160,15 +166,10 @@ def load_reference(text: str, *, kind: str) -> object:
         ConfigError: It cannot be imported; the message says why.
     """
     place, name = split_reference(text) or ("", "")
-    try:
+    with _explained(f"{kind} {text}: {place} cannot be imported"):
         module = (
             _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         )
-    except (Exception, SystemExit) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{kind} {text}: {place} cannot be imported: {type(error).__name__}: {reason}"
-        ) from error
     if not hasattr(module, name):
         raise ConfigError(f"{kind} {text}: {place} has no {name!r}")
     found: object = getattr(module, name)

@@ -44,13 +44,13 @@ def _named_losses(c: RunOptions) -> dict[str, str]:
 
 def _nonzero(name: str) -> Rule:
     return lambda c: (
-        getattr(c, name) == 0 and (f"{name}: got 0, expected -1 (off) or a number of at least 1")
+        getattr(c, name) == 0 and f"{name}: got 0, expected -1 (off) or a number of at least 1"
     )
 
 
 def _excludes(switch: str, cause: str, is_set: Callable[[RunOptions], bool]) -> Rule:
     return lambda c: (
-        getattr(c, switch) and is_set(c) and (f"{switch} excludes {cause}; leave one of them out")
+        getattr(c, switch) and is_set(c) and f"{switch} excludes {cause}; leave one of them out"
     )
 
 
@@ -70,17 +70,17 @@ RULES: tuple[Rule, ...] = (
     lambda c: (
         c.system_prompt is not None
         and not c.apply_chat_template
-        and ("system_prompt is part of the chat template: add apply_chat_template")
+        and "system_prompt is part of the chat template: add apply_chat_template"
     ),
     lambda c: probability_problem(split_sources(c.prompt_data or ""), c.prompt_data_probs),
     lambda c: (
         c.use_kl_loss
         and c.init_kl_coef == 0
-        and ("use_kl_loss needs init_kl_coef > 0: got 0, which loads no reference model")
+        and "use_kl_loss needs init_kl_coef > 0: got 0, which loads no reference model"
     ),
     lambda c: (
         len(set(_named_losses(c).values())) > 1
-        and (f"{' and '.join(_named_losses(c))} name different policy losses: give one of them")
+        and f"{' and '.join(_named_losses(c))} name different policy losses: give one of them"
     ),
     lambda c: (
         c.off_policy_correction
@@ -99,7 +99,7 @@ RULES: tuple[Rule, ...] = (
     lambda c: (
         not c.off_policy_correction
         and (c.correction_low is not None or c.correction_high is not None)
-        and ("correction_low and correction_high need off_policy_correction")
+        and "correction_low and correction_high need off_policy_correction"
     ),
     lambda c: (
         c.correction_low is not None
@@ -121,7 +121,7 @@ RULES: tuple[Rule, ...] = (
     lambda c: (
         c.audit_every > 0
         and bool(c.freeze_prefix)
-        and ("an audit follows all weights: leave out one of audit_every and freeze_prefix")
+        and "an audit follows all weights: leave out one of audit_every and freeze_prefix"
     ),
     lambda c: (
         len(c.reward_weights) not in (0, _num_rewards(c))
@@ -133,7 +133,7 @@ RULES: tuple[Rule, ...] = (
     lambda c: (
         bool(c.reward_weights)
         and c.reward_recipe is not None
-        and ("reward_recipe gives the weights: leave reward_weights out")
+        and "reward_recipe gives the weights: leave reward_weights out"
     ),
     lambda c: (
         c.dynamic_sampling
@@ -181,7 +181,7 @@ RULES: tuple[Rule, ...] = (
     lambda c: (
         _has_episodes(c)
         and not c.apply_chat_template
-        and ("environment and tools need turns: add apply_chat_template")
+        and "environment and tools need turns: add apply_chat_template"
     ),
     _excludes("partial_rollout", "environment and tools", _has_episodes),
     _excludes("use_fire", "environment and tools", _has_episodes),

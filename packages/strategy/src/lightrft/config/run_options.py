@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from lightrft.config.options import (
     CRITIC,
+    DATA_AND_EVAL,
+    EVAL,
     algorithm_option,
     data_option,
     engine_option,
@@ -44,48 +46,48 @@ class RunOptions(StrategyConfig):
         may_change=True,
         common=True,
         path="file",
-        commands=("eval",),
+        commands=EVAL,
     )
     eval_split: str = data_option(
         "test",
         "Part of a folder or data set of eval_data.",
         may_change=True,
-        commands=("eval",),
+        commands=EVAL,
     )
     input_key: str = data_option(
         "input",
         "Column that holds the prompt.",
         common=True,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     label_key: str | None = data_option(
         "label",
         "Column that holds the reference answer.",
         common=True,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     apply_chat_template: bool = data_option(
         False,
         "Render prompts by the model's chat template.",
         common=True,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     system_prompt: str | None = data_option(
         None,
         "System message put before every prompt.",
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     input_template: str | None = data_option(
         None,
         "Text around the prompt, which replaces {}.",
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     prompt_max_len: int = data_option(
         1024,
         "Longest prompt, in tokens.",
         at_least=1,
         common=True,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     max_samples: int = data_option(
         1_000_000,
@@ -98,49 +100,49 @@ class RunOptions(StrategyConfig):
         at_least=1,
         acts_with="eval_data",
         may_change=True,
-        commands=("eval",),
+        commands=EVAL,
     )
     images_key: str = data_option(
         "images",
         "Column with the images of a prompt: paths relative to the file, bytes or "
         "base64, one or a list.",
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     videos_key: str = data_option(
         "videos",
         "Column with the videos of a prompt: animated images, or objects with frames and fps.",
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     text_only: bool = data_option(
         False,
         "Leave images and videos of the data out.",
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     max_pixels: int | None = data_option(
         None,
         "Most pixels of an image or frame; larger ones are scaled down. Unset is the "
         "processor's own.",
         at_least=1,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     min_pixels: int | None = data_option(
         None,
         "Fewest pixels of an image or frame; smaller ones are scaled up. Unset is the "
         "processor's own.",
         at_least=1,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     limit_mm_image_per_prompt: int | None = data_option(
         None,
         "Most images of a prompt; a row with more is an error. Unset sets no limit.",
         at_least=0,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     limit_mm_video_per_prompt: int | None = data_option(
         None,
         "Most videos of a prompt; a row with more is an error. Unset sets no limit.",
         at_least=0,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     reward_fn: tuple[str, ...] = reward_option(
         (),
@@ -148,12 +150,12 @@ class RunOptions(StrategyConfig):
         "FILE.py:FUNCTION.",
         common=True,
         path="file",
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     reward_args: Arguments = reward_option(
         None,
         "Keyword-only arguments of own reward functions.",
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     reward_timeout_seconds: float = reward_option(
         120.0,
@@ -161,12 +163,12 @@ class RunOptions(StrategyConfig):
         above=0,
         at_most=1e7,
         may_change=True,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     reward_weights: tuple[float, ...] = reward_option(
         (),
         "Factor of each reward_fn, then remote_rm_url, then reward_pretrain; unset is 1 each.",
-        commands=("eval",),
+        commands=EVAL,
     )
     reward_pretrain: tuple[str, ...] = reward_option(
         (),
@@ -192,14 +194,14 @@ class RunOptions(StrategyConfig):
         "none sets no limit.",
         above=0,
         may_change=True,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     reward_env: tuple[str, ...] = reward_option(
         (),
         "Environment variables with secrets that own reward functions may read; others, such "
         "as WANDB_API_KEY, are kept from them.",
         may_change=True,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     reward_workers: int = reward_option(
         1,
@@ -208,13 +210,13 @@ class RunOptions(StrategyConfig):
         at_least=1,
         at_most=256,
         may_change=True,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     sandbox: str = reward_option(
         "bubblewrap",
         "Where the reward unit_tests runs programs; unsafe has limits of resources only.",
         choices=("bubblewrap", "unsafe"),
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     test_timeout_seconds: float = reward_option(
         5.0,
@@ -222,20 +224,20 @@ class RunOptions(StrategyConfig):
         "times as long.",
         above=0,
         at_most=1e7,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     judge_url: str | None = reward_option(
         None,
         "OpenAI-compatible server of the reward judge, http://HOST:PORT/v1; the environment "
         "variable LIGHTRFT_JUDGE_KEY is its key.",
         may_change=True,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     judge_model: str | None = reward_option(
         None,
         "Name of the judge's model.",
         acts_with="judge_url",
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     judge_template: str | None = reward_option(
         None,
@@ -243,13 +245,13 @@ class RunOptions(StrategyConfig):
         "{prompt} and {label}.",
         acts_with="judge_url",
         path="file",
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     judge_args: Arguments = reward_option(
         None,
         "Fields of the request to the judge, such as max_tokens=2048.",
         acts_with="judge_url",
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     remote_rm_token: str | None = reward_option(
         None,
@@ -258,7 +260,7 @@ class RunOptions(StrategyConfig):
         may_change=True,
         secret=True,
         acts_with="remote_rm_url",
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     rollout_batch_size: int = rollout_option(
         512,
@@ -271,32 +273,32 @@ class RunOptions(StrategyConfig):
         "Longest response, in tokens.",
         at_least=1,
         common=True,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     temperature: float = rollout_option(
         1.0,
         "Sampling temperature.",
         above=0,
         common=True,
-        commands=("eval",),
+        commands=EVAL,
     )
     top_p: float = rollout_option(
         1.0,
         "Sample from the smallest set of tokens with this probability; 1 keeps all.",
         above=0,
         at_most=1,
-        commands=("eval",),
+        commands=EVAL,
     )
     top_k: int = rollout_option(
         -1,
         "Sample from the k most likely tokens; -1 keeps all.",
         at_least=-1,
-        commands=("eval",),
+        commands=EVAL,
     )
     stop: tuple[str, ...] = rollout_option(
         (),
         "Texts that end a response, beside the model's own end; they stay in it.",
-        commands=("eval",),
+        commands=EVAL,
     )
     use_fire: bool = rollout_option(
         False,
@@ -344,27 +346,27 @@ class RunOptions(StrategyConfig):
         "is chosen from by the column environment. Also skyrl_gym:FILE.py:NAME and "
         "openenv:http://HOST:PORT.",
         path="file",
-        commands=("eval",),
+        commands=EVAL,
     )
     tools: tuple[str, ...] = rollout_option(
         (),
         "Functions FILE.py:NAME that the model may call, beside the environment's methods.",
         path="file",
-        commands=("eval",),
+        commands=EVAL,
     )
     max_turns: int = rollout_option(
         8,
         "Turns of an episode; the calls in the last one are not made.",
         acts_with="environment or tools",
         at_least=1,
-        commands=("eval",),
+        commands=EVAL,
     )
     max_tool_calls: int | None = rollout_option(
         None,
         "Calls that an episode may make; further ones are answered by an error.",
         acts_with="environment or tools",
         at_least=1,
-        commands=("eval",),
+        commands=EVAL,
     )
     tool_timeout_seconds: float = rollout_option(
         60.0,
@@ -372,7 +374,7 @@ class RunOptions(StrategyConfig):
         acts_with="environment or tools",
         above=0,
         may_change=True,
-        commands=("eval",),
+        commands=EVAL,
     )
     tool_parser: str = rollout_option(
         "auto",
@@ -380,14 +382,14 @@ class RunOptions(StrategyConfig):
         "chat template shows.",
         acts_with="environment or tools",
         choices=("auto", "hermes", "llama", "pythonic"),
-        commands=("eval",),
+        commands=EVAL,
     )
     max_observation_tokens: int = rollout_option(
         1024,
         "Longest answer of a call, in tokens; the rest is cut.",
         acts_with="environment or tools",
         at_least=16,
-        commands=("eval",),
+        commands=EVAL,
     )
     environment_workers: int | None = rollout_option(
         None,
@@ -395,21 +397,21 @@ class RunOptions(StrategyConfig):
         acts_with="environment or tools",
         at_least=1,
         may_change=True,
-        commands=("eval",),
+        commands=EVAL,
     )
     late_join: bool = rollout_option(
         False,
         "Let an episode whose tool is busy join a later round, once half of the others are "
         "ready; off, a round waits for all, and timing changes no bit.",
         acts_with="environment or tools",
-        commands=("eval",),
+        commands=EVAL,
     )
     chat_template: str | None = data_option(
         None,
         "File with a Jinja chat template in place of the tokenizer's.",
         path="file",
         acts_with="apply_chat_template",
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     use_rollout_logprobs: bool = rollout_option(
         False,
@@ -419,38 +421,30 @@ class RunOptions(StrategyConfig):
         False,
         "Log to Weights & Biases; a key given here is neither shown nor saved, without one "
         "WANDB_API_KEY or an earlier login counts.",
-        may_change=True,
         secret=True,
     )
-    wandb_org: str | None = monitoring_option(
-        None, "W&B entity, SwanLab workspace.", may_change=True
-    )
-    wandb_group: str | None = monitoring_option(
-        None, "Group in W&B, Trackio and SwanLab.", may_change=True
-    )
+    wandb_org: str | None = monitoring_option(None, "W&B entity, SwanLab workspace.")
+    wandb_group: str | None = monitoring_option(None, "Group in W&B, Trackio and SwanLab.")
     wandb_project: str = monitoring_option(
         "lightrft_train_ppo",
         "Project (MLflow: experiment) of the trackers.",
-        may_change=True,
     )
     wandb_run_name: str = monitoring_option(
         "ppo_%m%dT%H:%M",
         "W&B name of the run; %-codes are those of strftime.",
-        may_change=True,
     )
     heartbeat_seconds: float = monitoring_option(
         60.0,
         "Say which phase is under way after so long without a line.",
         above=0,
         at_most=1e7,
-        may_change=True,
     )
     engine_type: str = engine_option(
         "auto",
         "Rollout engine; auto takes vllm or sglang on a GPU, else hf.",
         choices=ENGINE_TYPES,
         common=True,
-        commands=("eval",),
+        commands=EVAL,
     )
     policy_loss: str | None = algorithm_option(
         None,
@@ -655,57 +649,55 @@ class RunOptions(StrategyConfig):
         "Peak of a device for the metric mfu, in 1e12 operations per second; unset knows "
         "common GPUs.",
         above=0,
+        may_change=False,
     )
     alarm_kl: float | None = monitoring_option(
         None,
         "Warn when the KL to the reference or of an update exceeds this.",
         above=0,
-        may_change=True,
     )
     alarm_entropy: float | None = monitoring_option(
         None,
         "Warn when the entropy falls below this.",
         above=0,
-        may_change=True,
     )
     alarm_length: float | None = monitoring_option(
         None,
         "Warn when the mean response length exceeds this.",
         above=0,
-        may_change=True,
     )
     alarm_reward_std: float | None = monitoring_option(
         None,
         "Warn when the standard deviation of rewards falls below this.",
         above=0,
-        may_change=True,
     )
     stop_on_alarm: bool = monitoring_option(
         False,
         "End the run after the step of an alarm, with a checkpoint and exit code 9; also "
         "without any alarm_* bound numbers that are not finite, skipped steps and steps that "
         "change nothing are alarms.",
-        may_change=True,
     )
     parity_check_steps: int = monitoring_option(
         0,
         "Compare engine and trainer logprobs in the first step and every N; 0: first only, -1: "
         "never.",
         at_least=-1,
+        may_change=False,
     )
     parity_limit: float | None = monitoring_option(
         None,
         "Mean distance of a logprob which that allows; unset depends on the dtype.",
         above=0,
+        may_change=False,
     )
     ledger_gate: bool = monitoring_option(
         True,
         "Compare each row to train on with what the engine wrote down as it sampled, bit for bit.",
+        may_change=False,
     )
     output_dir: str = run_option(
         "lightrft_run",
         "Folder for everything that the run writes.",
-        may_change=True,
         common=True,
         path="folder",
     )
@@ -713,21 +705,18 @@ class RunOptions(StrategyConfig):
         1,
         "Passes over the training prompts.",
         at_least=1,
-        may_change=True,
         common=True,
     )
     max_steps: int | None = run_option(
         None,
         "Stop after this many steps (rollout batches).",
         at_least=1,
-        may_change=True,
         common=True,
     )
     save_steps: int = run_option(
         -1,
         "Steps between checkpoints; -1 writes one at the end.",
         at_least=-1,
-        may_change=True,
         common=True,
     )
     eval_steps: int = run_option(
@@ -735,31 +724,26 @@ class RunOptions(StrategyConfig):
         "Steps between evaluations; -1 evaluates at both ends.",
         at_least=-1,
         acts_with="eval_data",
-        may_change=True,
     )
     logging_steps: int = run_option(
         1,
         "Steps between lines on the console.",
         at_least=1,
-        may_change=True,
     )
     ckpt_path: str | None = run_option(
         None,
         "Folder of checkpoints; unset is OUTPUT_DIR/checkpoints.",
-        may_change=True,
         path="folder",
     )
     save_trajectories: bool = run_option(
         False,
         "Write tokens with logprobs, advantages and rewards to trajectories.jsonl.",
-        may_change=True,
     )
     num_trajectories_to_save: int = run_option(
         10,
         "Samples of one step in trajectories.jsonl.",
         at_least=1,
         acts_with="save_trajectories",
-        may_change=True,
     )
     trajectory_steps: int | None = run_option(
         None,
@@ -767,12 +751,10 @@ class RunOptions(StrategyConfig):
         "every step without. A step that is written costs a forward pass that others save.",
         at_least=1,
         acts_with="save_trajectories",
-        may_change=True,
     )
     save_path: str | None = run_option(
         None,
         "Folder of the trained model; unset is OUTPUT_DIR/model.",
-        may_change=True,
         path="folder",
     )
     best_metric: str | None = run_option(
@@ -780,31 +762,28 @@ class RunOptions(StrategyConfig):
         "Keep the model of the best evaluation by this metric, such as eval/reward, in the "
         "folder best beside the checkpoints; larger is better.",
         acts_with="eval_data",
+        may_change=False,
     )
     load_checkpoint: bool = run_option(
         False,
         "Continue also a complete run; an unfinished one continues without it.",
-        may_change=True,
     )
     allow_changes: bool = run_option(
         False,
         "Continue a run although a changed option makes it inexact.",
-        may_change=True,
     )
-    max_ckpt_num: int = run_option(3, "Checkpoints to keep.", at_least=1, may_change=True)
+    max_ckpt_num: int = run_option(3, "Checkpoints to keep.", at_least=1)
     max_ckpt_mem: float = run_option(
         1e8,
         "MB of checkpoints to keep; the newest always stays.",
         above=0,
         finite=False,
-        may_change=True,
     )
     loggers: tuple[str, ...] = monitoring_option(
         (),
         "Further receivers of metrics: trackio, mlflow, swanlab (offline, in OUTPUT_DIR), or "
         "FILE.py:CLASS, made from the options.",
         choices=LOGGERS,
-        may_change=True,
     )
     allow_new_weights: tuple[str, ...] = models_option(
         (),
@@ -816,13 +795,11 @@ class RunOptions(StrategyConfig):
         0,
         "Record every K-th step, with the states before and after, for lightrft audit; 0 is never.",
         at_least=0,
-        may_change=True,
     )
     check_memory: bool = run_option(
         True,
         "Compare the memory that a run will need with that of its machine before it starts; "
         "on GPUs refuse what cannot fit.",
-        may_change=True,
     )
     num_threads: int | None = run_option(
         None,
@@ -830,11 +807,11 @@ class RunOptions(StrategyConfig):
         "is worth, or OMP_NUM_THREADS.",
         at_least=1,
         by_machine=True,
+        may_change=False,
     )
     verbose: bool = monitoring_option(
         False,
         "Show on the console what else is in OUTPUT_DIR/logs: engine, memory, weight sync "
         "and more metrics of each step.",
-        may_change=True,
         common=True,
     )

@@ -11,6 +11,8 @@ from typing import Literal, Self
 
 from lightrft.config.options import (
     CRITIC,
+    DATA_AND_EVAL,
+    EVAL,
     ConfigError,
     OptionInfo,
     accepts,
@@ -54,7 +56,7 @@ class StrategyConfig:
         42,
         "Seed of all random number generators.",
         at_least=0,
-        commands=("eval",),
+        commands=EVAL,
     )
     max_norm: float = training_option(
         1.0,
@@ -77,7 +79,7 @@ class StrategyConfig:
     bf16: bool | None = training_option(
         None,
         "Compute in bfloat16; unset means yes on a GPU and float32 on a CPU.",
-        commands=("eval",),
+        commands=EVAL,
     )
     actor_learning_rate: float = training_option(
         1e-6,
@@ -214,7 +216,7 @@ class StrategyConfig:
         above=0,
         at_most=1e6,
         may_change=True,
-        commands=("eval",),
+        commands=EVAL,
     )
     fsdp_shard_size: int = distributed_option(
         -1,
@@ -228,13 +230,13 @@ class StrategyConfig:
         "Rollout engine.",
         choices=ENGINE_TYPES,
         common=True,
-        commands=("eval",),
+        commands=EVAL,
     )
     engine_tp_size: int = engine_option(
         1,
         "Ranks that share one engine (tensor parallelism).",
         at_least=1,
-        commands=("eval",),
+        commands=EVAL,
     )
     engine_mem_util: float = engine_option(
         0.5,
@@ -242,7 +244,7 @@ class StrategyConfig:
         above=0,
         at_most=1,
         may_change=True,
-        commands=("eval",),
+        commands=EVAL,
     )
     enable_engine_sleep: bool = engine_option(
         True,
@@ -252,7 +254,7 @@ class StrategyConfig:
     engine_args: Arguments = engine_option(
         None,
         "Further options under the engine's own names.",
-        commands=("eval",),
+        commands=EVAL,
     )
     max_len: int | None = engine_option(
         None,
@@ -296,7 +298,7 @@ class StrategyConfig:
         "Address of a reward service, in which ${NAME} is an environment variable; local "
         "reward models are then left alone.",
         may_change=True,
-        commands=("data", "eval"),
+        commands=DATA_AND_EVAL,
     )
     pretrain_data: str | None = models_option(
         None,
@@ -378,23 +380,19 @@ class StrategyConfig:
     log_dir: str | None = monitoring_option(
         None,
         "Folder of logs and of length distributions.",
-        may_change=True,
     )
     plot_every: int = monitoring_option(
         -1,
         "Write the generation length distribution every N steps; 0 or less never.",
         acts_with="log_dir",
-        may_change=True,
     )
     use_tensorboard: str | bool | None = monitoring_option(
         False,
         "Write TensorBoard logs, into this folder or OUTPUT_DIR/tensorboard.",
-        may_change=True,
     )
     strict: bool = monitoring_option(
         False,
         "Options without effect are errors instead of warnings.",
-        may_change=True,
     )
 
     extra_args: dict[str, object] = field(default_factory=dict, repr=False)

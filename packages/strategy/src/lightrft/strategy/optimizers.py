@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightrft.config.options import accepts, coerce, type_hints
 from lightrft.strategy.config import StrategyConfig
 
 # What `torch.optim` takes as one group: "params" and "weight_decay".
@@ -177,15 +178,10 @@ def learning_rate_schedule(
         config: Has `lr_scheduler`, `lr_warmup_ratio` and `min_lr_ratio`.
         optimizer: Its groups' current learning rates are the peaks.
         max_steps: Optimizer steps of the whole run.
-
-    Raises:
-        ValueError: Unknown name; the message lists the known ones.
     """
-    name = config.lr_scheduler
-    if name not in LR_SCHEDULES:
-        raise ValueError(f"unknown lr_scheduler {name!r}: expected one of {list(LR_SCHEDULES)}")
     num_warmup = math.ceil(max_steps * config.lr_warmup_ratio)
-    return PlannedLR(optimizer, LearningRatePlan(name, num_warmup, max_steps, config.min_lr_ratio))
+    plan = LearningRatePlan(config.lr_scheduler, num_warmup, max_steps, config.min_lr_ratio)
+    return PlannedLR(optimizer, plan)
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -243,31 +239,19 @@ class AdamSettings:
         Raises:
             TypeError: Unknown keywords, or values of a wrong type.
         """
-        values: dict[str, object] = {
-            "lr": config.actor_learning_rate,
-            "betas": config.adam_betas,
-            "eps": 1e-8,
-            "weight_decay": config.l2,
+        values = {
+            **asdict(cls(config.actor_learning_rate, config.adam_betas, 1e-8, config.l2)),
+            **kwargs,
         }
-        unknown = sorted(set(kwargs) - set(values))
+        hints = type_hints(cls)
+        unknown = sorted(set(values) - set(hints))
         if unknown:
-            raise TypeError(f"create_optimizer knows {sorted(values)}, got {', '.join(unknown)}")
-        values.update(kwargs)
-        betas = values["betas"]
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise TypeError(f"betas must be two numbers, got {betas!r}")
-        return cls(
-            lr=_number(values["lr"], "lr"),
-            betas=(_number(betas[0], "betas"), _number(betas[1], "betas")),
-            eps=_number(values["eps"], "eps"),
-            weight_decay=_number(values["weight_decay"], "weight_decay"),
-        )
-
-
-def _number(value: object, name: str) -> float:
-    if not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    return float(value)
+            raise TypeError(f"create_optimizer knows {sorted(hints)}, got {', '.join(unknown)}")
+        for name, hint in hints.items():
+            values[name] = coerce(values[name], hint)
+            if not accepts(values[name], hint):
+                raise TypeError(f"{name} must be {hint}, got {values[name]!r}")
+        return cls(**values)
 
 
 class MasterWeightsAdamW(Optimizer):

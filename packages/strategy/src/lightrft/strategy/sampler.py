@@ -1,13 +1,13 @@
 """Dividing a data set among ranks, reproducibly and resumably."""
 
-import math
 from collections.abc import Iterator, Sized
+from itertools import islice
 
-import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
+from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 
-class DistributedSampler(Sampler[int]):
+class DistributedSampler(TorchSampler[int]):
     """Indices of one rank; over all ranks each index comes exactly once per epoch.
 
     If the data does not divide evenly, `drop_last` leaves out the last indices of the shuffled
@@ -38,21 +38,10 @@ class DistributedSampler(Sampler[int]):
         drop_last: bool = False,
         consumed_samples: int = 0,
     ) -> None:
-        if num_replicas < 1 or not 0 <= rank < num_replicas:
-            raise ValueError(f"rank must be in [0, {num_replicas}), got {rank}")
         if not isinstance(dataset, Sized):
             raise ValueError(f"the data set needs a length, got {type(dataset).__name__}")
-        self.dataset = dataset
-        self.num_replicas = num_replicas
-        self.rank = rank
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.epoch = 0
-        length = len(dataset)
-        self.num_samples = length // num_replicas if drop_last else math.ceil(length / num_replicas)
-        self.total_size = self.num_samples * num_replicas
-        self.consumed_per_rank = 0
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
+        self.num_items = len(dataset)
         self.set_epoch(0, consumed_samples)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
@@ -65,28 +54,17 @@ class DistributedSampler(Sampler[int]):
         Raises:
             ValueError: More than an epoch was consumed, or less than nothing.
         """
-        if not 0 <= consumed_samples <= max(self.total_size, len(self.dataset)):
+        if not 0 <= consumed_samples <= max(self.total_size, self.num_items):
             raise ValueError(
                 f"consumed_samples must be in [0, {self.total_size}] (one epoch): got "
                 f"{consumed_samples}; use set_epoch(consumed // {self.total_size}, "
                 f"consumed % {self.total_size})"
             )
-        self.epoch = epoch
+        super().set_epoch(epoch)
         self.consumed_per_rank = min(consumed_samples // self.num_replicas, self.num_samples)
 
     def __iter__(self) -> Iterator[int]:
-        length = len(self.dataset)
-        if self.shuffle:
-            generator = torch.Generator()
-            generator.manual_seed(self.seed + self.epoch)
-            order = torch.randperm(length, generator=generator).tolist()
-        else:
-            order = list(range(length))
-        if length:
-            repeats = math.ceil(self.total_size / length)
-            order = (order * repeats)[: self.total_size]
-        own = order[self.rank :: self.num_replicas]
-        return iter(own[self.consumed_per_rank :])
+        return islice(super().__iter__(), self.consumed_per_rank, None)
 
     def __len__(self) -> int:
         return self.num_samples - self.consumed_per_rank

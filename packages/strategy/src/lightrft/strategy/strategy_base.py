@@ -35,7 +35,7 @@ from lightrft.strategy.distributed.context import (
     synchronize_and_free,
 )
 from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor
-from lightrft.strategy.engine import generation, multimodal
+from lightrft.strategy.engine import generation
 from lightrft.strategy.engine.generation import PromptBatch, PromptItem
 from lightrft.strategy.engine.session import EngineSession, OnFinished
 from lightrft.strategy.meta_init import parameters_on_meta
@@ -204,11 +204,6 @@ class StrategyBase:
     def set_seed(self, seed: int) -> None:
         """Seeds random, NumPy and torch (CPU and all GPUs) with the same value on every rank."""
         seed_generators(seed)
-
-    @property
-    def num_averaging_ranks(self) -> int:
-        """Ranks over which this backend averages gradients."""
-        return self.world_size
 
     @property
     def num_data_ranks(self) -> int:
@@ -580,7 +575,7 @@ class StrategyBase:
         """
         _refuse_options(kwargs, "backward")
         state = self.accumulation_state(optimizer)
-        scaled = loss * state.loss_scale(self.num_averaging_ranks)
+        scaled = loss * state.loss_scale(self.world_size)
         self.backend.backward(scaled, model, is_last=state.is_last())
 
     def optimizer_step(
@@ -906,8 +901,8 @@ class StrategyBase:
         all_videos: Sequence[object] | None,
         videos_num: Sequence[int] | None,
     ) -> list[dict[str, object]]:
-        """Pairs prompts with images and videos; see `multimodal.build_multimodal_inputs`."""
-        return multimodal.build_multimodal_inputs(
+        """Pairs prompts with images and videos; see `generation.build_multimodal_inputs`."""
+        return generation.build_multimodal_inputs(
             all_prompts,
             images=all_images,
             images_num=images_num,

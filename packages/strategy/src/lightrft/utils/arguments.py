@@ -139,7 +139,7 @@ def _add_flag(
     elif shape.form == "value or switch":
         counts |= {"nargs": "?", "const": True}
     if not as_text:
-        counts |= {"type": shape.item, "choices": None if info.choices is None else info.choices}
+        counts |= {"type": shape.item, "choices": info.choices}
     metavar = None if not as_text and info.choices is not None else _METAVARS[shape.item]
     group.add_argument(flag, default=default, metavar=metavar, help=text, **counts)  # type: ignore[arg-type]
 

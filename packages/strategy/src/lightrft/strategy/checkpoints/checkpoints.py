@@ -14,6 +14,7 @@ from lightrft.strategy.checkpoints.folders import (
     OpenCheckpoint,
     RankGroup,
     SaveRequest,
+    Write,
     begin_checkpoint,
     complete_checkpoint,
     find_checkpoint,
@@ -29,8 +30,6 @@ from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_groups import separate_group
 from lightrft.strategy.prepared import AnyModel, PreparedModel, inner_module
 from lightrft.strategy.weight_sync.parameter_source import gathered_dtype
-
-Write = Callable[[Path, FileWriter], None]
 
 
 class CheckpointSaver:
@@ -64,8 +63,7 @@ class CheckpointSaver:
             CheckpointError: This save failed, or the last one into this folder did.
         """
         if self._make_background_ranks is None:
-            files = FileWriter()
-            write_checkpoint(request, lambda folder: write(folder, files), ranks=self._ranks)
+            write_checkpoint(request, write, ranks=self._ranks)
             return
         self._wait(request.save_dir)
         if self._background is None:
@@ -73,9 +71,7 @@ class CheckpointSaver:
             self._background = (thread, self._make_background_ranks())
         thread, ranks = self._background
         staged = StagedWriter()
-        opened = begin_checkpoint(
-            request, lambda folder: write(folder, staged), ranks=self._ranks, files=staged
-        )
+        opened = begin_checkpoint(request, write, staged, ranks=self._ranks)
         earlier = tuple(self._pending.values())
         self._pending[request.save_dir] = thread.submit(_complete, opened, staged, ranks, earlier)
 

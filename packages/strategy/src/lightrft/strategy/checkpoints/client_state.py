@@ -23,21 +23,20 @@ _ARRAY = "__array__"
 _RESERVED = (_TENSOR, _TUPLE, _ARRAY)
 
 
-def save_state(path: Path, state: Mapping[str, object], *, files: FileWriter | None = None) -> None:
+def save_state(path: Path, state: Mapping[str, object], files: FileWriter) -> None:
     """Write a nested state to `path` with suffix .json, and its tensors to .safetensors.
 
     Args:
         path: Target without a suffix.
         state: Mappings with string keys, lists, tuples, None, bool, int, float, str, tensors and
             numpy arrays or scalars, nested at will.
-        files: Writes the files; None writes them now.
+        files: Writes the files.
 
     Raises:
         TypeError: A value has another type; the message names its place in the state.
     """
     tensors: dict[str, torch.Tensor] = {}
     encoded = _encode(state, place="state", tensors=tensors)
-    files = files if files is not None else FileWriter()
     if tensors:
         files.tensors(path.with_name(path.name + ".safetensors"), tensors)
     files.text(path.with_name(path.name + ".json"), json.dumps(encoded))
@@ -124,7 +123,7 @@ def restore_rng_state(state: Mapping[str, object]) -> None:
 
 def save_scheduler(folder: Path, scheduler: LRScheduler, files: FileWriter) -> None:
     """Write a schedule's position."""
-    save_state(folder / SCHEDULER_NAME, scheduler.state_dict(), files=files)
+    save_state(folder / SCHEDULER_NAME, scheduler.state_dict(), files)
 
 
 def load_scheduler(folder: Path, scheduler: LRScheduler) -> None:

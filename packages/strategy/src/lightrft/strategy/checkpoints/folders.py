@@ -42,6 +42,7 @@ from lightrft.strategy.checkpoints.manifest import (
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+Write = Callable[[Path, FileWriter], None]
 
 LATEST_NAME = "latest"
 _TEMPORARY_PREFIX = ".lightrft-tmp-"
@@ -142,38 +143,28 @@ class OpenCheckpoint:
 
 
 def write_checkpoint(
-    request: SaveRequest,
-    write: Callable[[Path], None],
-    *,
-    ranks: RankGroup = ONE_RANK,
-    files: FileWriter | None = None,
+    request: SaveRequest, write: Write, *, ranks: RankGroup = ONE_RANK
 ) -> Checkpoint:
     """Write one checkpoint, then rotate older ones; collective over `ranks`.
 
     Args:
         request: Where, under which name, and what to keep.
-        write: Writes this rank's files into the folder it is given, which all ranks share. It must
-            reach the same collectives on every rank.
-        ranks: The ranks that take part; None is this process alone.
-        files: Writes the generators and the client state.
+        write: Writes this rank's files by the writer it is given into the folder, which all ranks
+            share. It must reach the same collectives on every rank.
+        ranks: The ranks that take part; by default this process alone.
 
     Raises:
         CheckpointError: Writing failed on some rank (named in the message), a folder with this tag
             is not a checkpoint, or `save_dir` is not shared by all ranks; nothing was changed.
     """
-    opened = begin_checkpoint(request, write, ranks=ranks, files=files)
+    opened = begin_checkpoint(request, write, FileWriter(), ranks=ranks)
     return complete_checkpoint(opened, ranks=ranks)
 
 
 def begin_checkpoint(
-    request: SaveRequest,
-    write: Callable[[Path], None],
-    *,
-    ranks: RankGroup = ONE_RANK,
-    files: FileWriter | None = None,
+    request: SaveRequest, write: Write, files: FileWriter, *, ranks: RankGroup
 ) -> OpenCheckpoint:
     """The first half of `write_checkpoint`: everything that reads the state of the run."""
-    files = files if files is not None else FileWriter()
     # The generators are read first: writing may draw random numbers.
     rng_state = capture_rng_state()
     opened = ranks.on_first(lambda: _begin(request))
@@ -187,7 +178,7 @@ def begin_checkpoint(
 
 
 def complete_checkpoint(
-    opened: OpenCheckpoint, *, ranks: RankGroup = ONE_RANK, flush: Callable[[], None] | None = None
+    opened: OpenCheckpoint, *, ranks: RankGroup, flush: Callable[[], None] | None = None
 ) -> Checkpoint:
     """The second half: flush and hash the files, publish the folder, rotate older ones.
 
@@ -256,16 +247,16 @@ def _require_shared(folder: Path) -> None:
 
 def _write_files(
     opened: OpenCheckpoint,
-    write: Callable[[Path], None],
+    write: Write,
     files: FileWriter,
     generators: tuple[int, dict[str, object]],
 ) -> None:
     rank, rng_state = generators
-    write(opened.folder)
+    write(opened.folder, files)
     rng_file(opened.folder, rank).parent.mkdir(exist_ok=True)
-    save_state(rng_file(opened.folder, rank), rng_state, files=files)
+    save_state(rng_file(opened.folder, rank), rng_state, files)
     if rank == 0:
-        save_state(opened.folder / CLIENT_STATE_NAME, opened.request.client_state, files=files)
+        save_state(opened.folder / CLIENT_STATE_NAME, opened.request.client_state, files)
 
 
 def _publish(folder: Path, request: SaveRequest, manifest: Manifest) -> None:

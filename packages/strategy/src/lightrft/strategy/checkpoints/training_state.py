@@ -17,8 +17,7 @@ from lightrft.strategy.checkpoints.shard_files import (
     own_shards,
     write_shards,
 )
-from lightrft.strategy.fsdp2.source import reshard_modules
-from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
+from lightrft.strategy.weight_sync.parameter_source import reshard_modules, tied_parameter_names
 
 MODEL_FOLDER = "model"
 OPTIMIZER_FOLDER = "optimizer"
@@ -102,7 +101,7 @@ def save_optimizer(
     shards = own_shards(tensors, rank)
     write_shards(folder / OPTIMIZER_FOLDER, shards, files, rank=rank)
     if rank == 0:
-        save_state(folder / GROUPS_NAME, {"groups": groups}, files=files)
+        save_state(folder / GROUPS_NAME, {"groups": groups}, files)
 
 
 @torch.no_grad()

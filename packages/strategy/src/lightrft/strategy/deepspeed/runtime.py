@@ -201,9 +201,7 @@ def as_engine(module: nn.Module) -> ZeroEngine:
     Raises:
         ValueError: It is none.
     """
-    import deepspeed
-
-    if not isinstance(module, deepspeed.DeepSpeedEngine):
+    if not is_engine_module(module):
         raise ValueError(
             f"{type(module).__name__} is no DeepSpeed engine: call strategy.prepare((model, "
             "optimizer, scheduler)), or prepare_models_and_optimizers, first"

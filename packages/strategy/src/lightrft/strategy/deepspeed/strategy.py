@@ -21,7 +21,6 @@ from lightrft.strategy.deepspeed.engine_config import (
     inference_config,
     training_config,
 )
-from lightrft.strategy.deepspeed.source import zero_parameter_source
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_groups import resolve_shard_size
@@ -159,7 +158,7 @@ class ZeroBackend(Backend):
         """Parameters as the forward uses them, without any gather."""
         module = wrapped_module(model)
         if runtime.is_engine_module(module):
-            return zero_parameter_source(runtime.as_engine(module))
+            return weights.zero_parameter_source(runtime.as_engine(module))
         return module_parameter_source(inner_module(model))
 
     @property

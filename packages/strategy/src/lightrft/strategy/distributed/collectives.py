@@ -94,8 +94,7 @@ def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
     """Every rank's bytes, by rank, on every rank; lengths may differ."""
     if not _has_peers(group):
         return [data]
-    size = torch.tensor([len(data)])
-    length = size if "cpu" in _backends(group) else size.cuda()
+    length = _movable(torch.tensor([len(data)]), group)
     lengths = [torch.empty_like(length) for _ in range(group_size(group))]
     dist.all_gather(lengths, length, group=group)
     sizes = [int(found) for found in lengths]
@@ -119,7 +118,7 @@ def exchange_bytes(parts: Sequence[bytes], group: Group = None) -> list[bytes]:
     if not _has_peers(group):
         return list(parts)
     sizes = torch.tensor([len(part) for part in parts])
-    outgoing = sizes if "cpu" in _backends(group) else sizes.cuda()
+    outgoing = _movable(sizes, group)
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing, group=group)
     lengths = incoming.tolist()
@@ -134,7 +133,12 @@ def exchange_bytes(parts: Sequence[bytes], group: Group = None) -> list[bytes]:
 def _on_wire(data: bytes, group: Group) -> Tensor:
     """[bytes] uint8 where the group can move them."""
     row = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
-    return row if "cpu" in _backends(group) else row.cuda()
+    return _movable(row, group)
+
+
+def _movable(tensor: Tensor, group: Group) -> Tensor:
+    """A CPU tensor where the group can move it."""
+    return tensor if "cpu" in _backends(group) else tensor.cuda()
 
 
 def run_together(action: Callable[[], T], group: Group, *, what: str) -> list[T]:

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightrft.strategy.distributed.error_report import LastPhase, record_phase, write_error_report
+from lightrft.strategy.distributed.error_report import LastPhase, end_process, record_phase
 
 logger = logging.getLogger(__name__)
 HANG_EXIT_CODE = 7
@@ -27,24 +27,16 @@ _stack: list[_Deadline] = []
 _stack_lock = threading.RLock()
 
 
-class _Deadline:
-    """One running phase and the thread that watches it."""
+class _Deadline(threading.Timer):
+    """One running phase, and the thread that ends the process when it takes too long."""
 
-    def __init__(self, name: str, seconds: float) -> None:
-        self.name = name
-        self.seconds = seconds
-        self.started = time.monotonic()
-        self.expires = self.started + seconds
-        self.done = threading.Event()
-        self.thread = threading.Thread(target=self._watch, name=f"deadline:{name}", daemon=True)
-        self.thread.start()
-
-    def _watch(self) -> None:
-        if not self.done.wait(self.seconds):
-            _expire(self.name, self.seconds)
-
-    def close(self) -> None:
-        self.done.set()
+    def __init__(self, phase_name: str, seconds: float) -> None:
+        super().__init__(seconds, _expire, (phase_name, seconds))
+        self.daemon = True
+        self.phase_name = phase_name
+        self.begin = time.monotonic()
+        self.expires = self.begin + seconds
+        self.start()
 
 
 def _rank() -> tuple[int, int]:
@@ -106,7 +98,7 @@ def current_phase() -> tuple[str, float] | None:
     running = _stack[-1:]
     if not running:
         return None
-    return running[0].name, time.monotonic() - running[0].started
+    return running[0].phase_name, time.monotonic() - running[0].begin
 
 
 def _expire(name: str, seconds: float) -> None:
@@ -124,10 +116,7 @@ def _expire(name: str, seconds: float) -> None:
     except RuntimeError as err:
         lines.append(f"  phases of the other ranks are unknown: {err}")
     print("\n".join(lines[1:]), file=sys.stderr, flush=True)  # noqa: T201
-    write_error_report("\n".join(lines), HANG_EXIT_CODE)
-    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-    sys.stderr.flush()
-    os._exit(HANG_EXIT_CODE)
+    end_process("\n".join(lines), HANG_EXIT_CODE)
 
 
 def _arm_last_resort() -> None:
@@ -167,13 +156,13 @@ def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
         note_phase(error, name)
         raise
     finally:
-        logger.debug("phase %r took %.3f s", name, time.monotonic() - deadline.started)
-        deadline.close()
+        logger.debug("phase %r took %.3f s", name, time.monotonic() - deadline.begin)
+        deadline.cancel()
         with _stack_lock:
             _stack.remove(deadline)
             _arm_last_resort()
             if _stack:
-                _record(_stack[-1].name, _stack[-1].expires - time.monotonic())
+                _record(_stack[-1].phase_name, _stack[-1].expires - time.monotonic())
             else:
                 _record(f"between phases, after {name}")
 

@@ -5,8 +5,10 @@ a folder in LIGHTRFT_PHASE_FOLDER for all. Standard library only.
 """
 
 import contextlib
+import faulthandler
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,14 @@ def write_error_report(text: str, code: int) -> None:
     message = {"message": text, "extraInfo": extra, "errorCode": code, "seconds": now}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as stream:
         json.dump({"message": message}, stream)
+
+
+def end_process(text: str, code: int) -> None:
+    """Leaves the error for the launcher and all stacks on the standard error, and ends at once."""
+    write_error_report(text, code)
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def has_failed_peer() -> bool:

@@ -8,9 +8,7 @@ looks for it.
 
 from __future__ import annotations
 
-import faulthandler
 import itertools
-import os
 import sys
 import threading
 import time
@@ -21,7 +19,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from lightrft.strategy.distributed.collectives import Alone, Group, group_size, run_together
-from lightrft.strategy.distributed.error_report import write_error_report
+from lightrft.strategy.distributed.error_report import end_process
 
 T = TypeVar("T")
 PEER_FAILED_EXIT_CODE = 1
@@ -154,18 +152,11 @@ class _Watcher:
         while not self._done.wait(_POLL_SECONDS):
             text = self._board.failure()
             if text is not None and not self._done.wait(GRACE_SECONDS + _MARGIN_SECONDS):
-                _end(f"{self._board.what} on {text}")
+                line = f"ended because another rank failed: {self._board.what} on {text}"
+                print(line, file=sys.stderr, flush=True)  # noqa: T201
+                end_process(line, PEER_FAILED_EXIT_CODE)
 
     def close(self) -> None:
         """Stops watching."""
         self._done.set()
         self._thread.join()
-
-
-def _end(text: str) -> None:
-    line = f"ended because another rank failed: {text}"
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
-    write_error_report(line, PEER_FAILED_EXIT_CODE)
-    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-    sys.stderr.flush()
-    os._exit(PEER_FAILED_EXIT_CODE)

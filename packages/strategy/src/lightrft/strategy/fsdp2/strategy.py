@@ -21,6 +21,7 @@ from lightrft.strategy.fsdp2.sharding import (
     ShardingPlan,
     accumulate_in_float32,
     as_fsdp,
+    fsdp2_parameter_source,
     gradient_norm,
     is_empty_everywhere,
     meta_parameters,
@@ -28,7 +29,6 @@ from lightrft.strategy.fsdp2.sharding import (
     shard_empty_module,
     shard_module,
 )
-from lightrft.strategy.fsdp2.source import fsdp2_parameter_source, reshard_modules
 from lightrft.strategy.optimizers import (
     AdamSettings,
     MasterWeightsAdamW,
@@ -43,7 +43,7 @@ from lightrft.strategy.prepared import (
     wrapped_module,
 )
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.strategy.weight_sync.parameter_source import ParameterSource
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, reshard_modules
 
 # Without it (torch before 2.12) replicas exchange gradients after every micro-batch.
 CAN_FORGET = hasattr(FSDPModule, "reset_iter_state")
@@ -73,14 +73,15 @@ class FSDP2Backend(Backend):
     def _mesh(self, shard_size: int) -> DeviceMesh:
         """Flat over all ranks, or (replicate, shard); made once per size."""
         wanted = self.config.fsdp_shard_size if shard_size == -1 else shard_size
-        size = resolve_shard_size(wanted, self.context.world_size)
+        world_size = self.context.world_size
+        size = resolve_shard_size(wanted, world_size)
         if size not in self._meshes:
-            if size == self.context.world_size:
-                shape, names = (size,), ("shard",)
-            else:
-                shape, names = (self.context.world_size // size, size), ("replicate", "shard")  # type: ignore[assignment]
+            # From the second dimension on: one of all ranks needs no replicas.
+            first = int(size == world_size)
             self._meshes[size] = init_device_mesh(
-                self.context.device.type, shape, mesh_dim_names=names
+                self.context.device.type,
+                (world_size // size, size)[first:],
+                mesh_dim_names=("replicate", "shard")[first:],
             )
         return self._meshes[size]
 

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 FlatRange = tuple[int, int]
 # `add_local(name, start, values)` adds in place to float32 `values`, the elements from `start`.
@@ -80,6 +81,45 @@ class ParameterSource:
     def parameters(self) -> Sequence[SourceParameter]:
         """The entries."""
         return self.entries
+
+
+def reshard_modules(module: nn.Module) -> None:
+    """Frees every unit's gathered parameters; the shards take their place."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+
+
+def sharded_source(
+    module: nn.Module,
+    root: nn.Module,
+    entries: Sequence[tuple[SourceParameter, ProcessGroup | None]],
+) -> ParameterSource:
+    """The source of parameters that are sharded over one group of ranks, or whole.
+
+    Args:
+        module: The wrapped actor or bare model.
+        root: Its `checkpoint_module`.
+        entries: Each parameter of `root` with the group that holds its shards.
+
+    Raises:
+        ValueError: Two parameters are sharded over different ranks.
+    """
+    group: ProcessGroup | None = None
+    for entry, own_group in entries:
+        if not entry.is_sharded:
+            continue
+        # By their ranks: a mesh may return its group as another object each time.
+        ranks = torch.distributed.get_process_group_ranks(own_group)
+        group = group or own_group
+        known = torch.distributed.get_process_group_ranks(group)
+        if ranks != known:
+            raise ValueError(
+                "all parameters must be sharded over the same ranks: got "
+                f"{entry.checkpoint_name!r} on {ranks} and others on {known}"
+            )
+    parameters = tuple(entry for entry, _ in entries)
+    return ParameterSource(module, parameters, group, tied_parameter_names(root))
 
 
 def checkpoint_module(module: nn.Module) -> nn.Module:

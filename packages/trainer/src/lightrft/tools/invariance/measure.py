@@ -1,7 +1,9 @@
 """Carries out one step in several ways, on the ranks that each of them needs, and compares."""
 
 import math
+import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -11,17 +13,19 @@ from typing import cast
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.multiprocessing import start_processes
 from torch.optim import SGD, Optimizer
 
 from lightrft.algorithms.aggregation import local_normalizer
+from lightrft.cli.launch import free_port
 from lightrft.engines.media.families import family_of, placeholder_ids
+from lightrft.engines.process_state import replaced_environment
 from lightrft.experience.minibatches import micro_slices
 from lightrft.models import Actor, ActorOutput, Critic, load_config
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.prepared import PreparedModel
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.strategy.testing import run_multiprocess
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     checkpoint_module,
@@ -43,6 +47,10 @@ ADAM_RATE = 1e-3
 # How far the step of SGD moves the weights, over their norm: so far that the gradient can be read
 # off them, whatever the strategy keeps of it.
 SGD_MOVE = 1e3
+
+RESULTS_NAME = "results.pt"
+# So long other processes may report their own errors after the first.
+GRACE_SECONDS = 3.0
 
 # Tensors below this share of the whole norm are judged with the whole only.
 SMALLEST_TENSOR = 1e-4
@@ -281,7 +289,7 @@ def measure_cells(
     """Measures cells of one number of ranks, one after the other; runs on every rank.
 
     Args:
-        rank, world_size: As `run_multiprocess` passes them.
+        rank, world_size: Of this process.
         cells: Each cell with the path of its model and of its reference.
         on_step: Called on every rank after the steps of AdamW of each cell.
 
@@ -380,28 +388,47 @@ def examine(
 
     Raises:
         ModelLoadError: The checkpoint cannot be read.
-        RankFailure: A process failed.
+        ProcessException: A process failed; the message has its traceback.
+        TimeoutError: The ways with one number of processes took too long.
     """
     load_config(path)
     has_deepspeed = find_spec("deepspeed") is not None
     cells = doctor_cells(num_processes, has_deepspeed=has_deepspeed, bf16=bf16)
     with tempfile.TemporaryDirectory() as folder:
-        reference = str(Path(folder) / "reference.safetensors")
         for world_size in sorted({cell.world_size for cell in cells}):
             chosen = [cell for cell in cells if cell.world_size == world_size]
-            results = run_multiprocess(
-                examine_cells,
-                world_size,
-                timeout_seconds=timeout_seconds,
-                args=(chosen, path, reference),
-            )
-            yield from zip(chosen, results[0], strict=True)  # type: ignore[call-overload]
+            _run_on_ranks(world_size, timeout_seconds, (chosen, path, Path(folder)))
+            results = torch.load(Path(folder, RESULTS_NAME), weights_only=False)
+            yield from zip(chosen, results, strict=True)
 
 
-def examine_cells(
-    rank: int, world_size: int, cells: list[Cell], path: str, reference: str
-) -> list[Deviations | str]:
-    """Measures cells on one rank; the first rank writes the reference if there is none."""
-    if not Path(reference).exists():
-        write_reference(path, "actor", Path(reference))
-    return measure_cells(rank, world_size, [(cell, path, reference) for cell in cells])
+def _run_on_ranks(
+    world_size: int, timeout_seconds: float, work: tuple[list[Cell], str, Path]
+) -> None:
+    """Runs `examine_cells` in new processes, which end with this one."""
+    launcher = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    deadline = time.monotonic() + timeout_seconds
+    with replaced_environment(launcher):
+        ranks = start_processes(  # type: ignore[no-untyped-call]
+            examine_cells, (world_size, *work), world_size, join=False, daemon=True
+        )
+    while not ranks.join(max(0.0, deadline - time.monotonic()), grace_period=GRACE_SECONDS):
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{world_size} processes took more than {timeout_seconds:g} s")
+
+
+def examine_cells(rank: int, world_size: int, cells: list[Cell], path: str, folder: Path) -> None:
+    """Measures cells on one rank; the first rank writes results, and the reference if none is."""
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    reference = folder / "reference.safetensors"
+    if not reference.exists():
+        write_reference(path, "actor", reference)
+    results = measure_cells(rank, world_size, [(cell, path, str(reference)) for cell in cells])
+    if rank == 0:
+        torch.save(results, folder / RESULTS_NAME)

@@ -22,7 +22,7 @@ from lightrft.engines.process_state import replaced_environment
 _PRELOADED = ["torch.distributed.tensor", "transformers.modeling_utils"]
 
 
-class RankFailure(RuntimeError):  # noqa: N818
+class RankFailure(RuntimeError):
     """A rank raised, died or did not finish in time; the message has every rank's traceback."""
 
 

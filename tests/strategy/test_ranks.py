@@ -5,8 +5,7 @@ import time
 
 import pytest
 from tests.machine import seconds
-
-from lightrft.strategy.testing import RankFailure, run_multiprocess
+from tests.ranks import RankFailure, run_multiprocess
 
 pytestmark = pytest.mark.multiprocess
 
@@ -25,7 +24,7 @@ def fail_on_one(rank, world_size):
 
 
 def hang(rank, world_size):
-    time.sleep(3600)
+    time.sleep(3600)  # longer than any deadline of a busy machine
 
 
 def die(rank, world_size):
