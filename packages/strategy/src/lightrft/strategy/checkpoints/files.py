@@ -1,4 +1,4 @@
-"""Writers of checkpoint files, at once or from copies and later, and the error of checkpoints."""
+"""Writers of checkpoint files, at once or from copies and later."""
 
 import io
 from collections.abc import Callable, Mapping
@@ -9,10 +9,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 _PROBE_BYTES = 2**20
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint is incomplete, damaged, or of another kind than expected."""
 
 
 class FileWriter:

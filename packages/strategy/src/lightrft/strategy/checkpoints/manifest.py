@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
-from lightrft.strategy.checkpoints.files import CheckpointError
-
 logger = logging.getLogger(__name__)
 
 FORMAT = "lightrft-checkpoint"
@@ -22,6 +20,10 @@ CLIENT_STATE_NAME = "client_state"
 REPLACED_PREFIX = ".lightrft-old-"
 # Beyond any manifest; what is larger is not read into memory.
 _MAX_MANIFEST_BYTES = 2**28
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is incomplete, damaged, or of another kind than expected."""
 
 
 @dataclass(frozen=True, slots=True)
