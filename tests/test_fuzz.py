@@ -27,7 +27,8 @@ from lightrft.reporting.files import drop_steps_after
 from lightrft.rewards.user_task import checked_results
 from lightrft.rewards.worker import ReportedError
 from lightrft.stages.alarms import alarms, run_verdict
-from lightrft.strategy.checkpoints.manifest import CheckpointError, Manifest
+from lightrft.strategy.checkpoints.errors import CheckpointError
+from lightrft.strategy.checkpoints.manifest import Manifest
 from lightrft.tools.report.page import find_alarms
 from lightrft.tools.report.run_data import read_run
 

@@ -87,7 +87,7 @@ def test_a_worker_of_our_own_launcher_leaves_a_report_and_prints_nothing(
 def test_a_full_disk_is_not_a_mistake_of_usage_whoever_says_so(capsys, text):
     from safetensors import SafetensorError
 
-    from lightrft.strategy.checkpoints.manifest import CheckpointError
+    from lightrft.strategy.checkpoints.errors import CheckpointError
 
     for error in (CheckpointError(text), SafetensorError(text)):
         assert run_guarded("lightrft", raise_(error)) == ExitCode.PREFLIGHT

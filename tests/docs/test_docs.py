@@ -26,7 +26,7 @@ PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glo
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 LANGUAGES = {"bash", "python", "text"}
 # What takes seconds runs by default, what trains a model with the slow tests.
-CHEAP = ("errors.md", "data_formats.md", "library.md", "rewards.md")
+CHEAP = ("errors.md", "data_formats.md", "extending.md", "library.md", "rewards.md")
 COSTLY = (
     "after_a_run.md",
     "audit.md",

@@ -86,6 +86,7 @@ def nodes():
 
 def environment(**changes: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    kept["PYTHONPATH"] = str(Path(__file__).parents[2])
     return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **changes}
 
 

@@ -17,7 +17,7 @@ from lightrft.models import Actor, Critic, ModelLoadError, load_causal_lm, load_
 from lightrft.models.reward_model import RewardModel
 from lightrft.stages.policy.models import require_equal_start
 from lightrft.strategy import get_fake_strategy
-from lightrft.strategy.checkpoints.manifest import CheckpointError
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.meta_init import parameters_on_meta
 
 LAYER = "model.layers.0.mlp.up_proj.weight"

@@ -9,9 +9,10 @@ import torch
 
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.checkpoints.checkpoints import CheckpointSaver
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter, StagedWriter
 from lightrft.strategy.checkpoints.folders import RankGroup, SaveRequest
-from lightrft.strategy.checkpoints.manifest import CheckpointError, list_checkpoints
+from lightrft.strategy.checkpoints.manifest import list_checkpoints
 
 
 def saver():

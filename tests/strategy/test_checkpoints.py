@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightrft.strategy.checkpoints.client_state import load_state, save_state
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.folders import (
     RankGroup,
@@ -21,12 +22,7 @@ from lightrft.strategy.checkpoints.folders import (
     rotate,
     write_checkpoint,
 )
-from lightrft.strategy.checkpoints.manifest import (
-    MANIFEST_NAME,
-    CheckpointError,
-    _digest,
-    list_checkpoints,
-)
+from lightrft.strategy.checkpoints.manifest import MANIFEST_NAME, _digest, list_checkpoints
 
 
 def save(folder: Path, tag: str | None = None, *, num_bytes: int = 10, **options: object):

@@ -112,7 +112,7 @@ class Run:
         import torch
 
         from lightrft.run.loop import load_run
-        from lightrft.strategy.checkpoints.manifest import CheckpointError
+        from lightrft.strategy.checkpoints.errors import CheckpointError
 
         self.train(99)
         torch.manual_seed(99)

@@ -15,6 +15,7 @@ import torch
 from lightrft.cli.main import main
 from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
+from lightrft.engines.media.kinds import MEDIA_KINDS
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.scoring import overlong_penalty
 from lightrft.run.assembly import _open_console
@@ -334,6 +335,14 @@ def test_every_documented_flag_is_an_option_or_refused():
     assert options.isdisjoint(UNAVAILABLE)
 
 
+def names_of_kinds(text):
+    """Options that a loop over the kinds of media reads by an f-string."""
+    return {
+        text[2:-1].replace("{kind.plural}", row.plural).replace("{kind}", kind)
+        for kind, row in MEDIA_KINDS.items()
+    }
+
+
 def test_every_option_is_read_by_the_code_that_carries_it_out():
     """Outside of the record and its rules: as an attribute or by its name."""
     found = set()
@@ -342,6 +351,8 @@ def test_every_option_is_read_by_the_code_that_carries_it_out():
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Attribute):
                     found.add(node.attr)
+                elif isinstance(node, ast.JoinedStr):
+                    found |= names_of_kinds(ast.unparse(node))
                 elif isinstance(node, ast.Constant) and path.parent.name != "config":
                     found.add(node.value)
     assert set(available_options()) - found == set()

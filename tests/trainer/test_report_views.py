@@ -14,9 +14,9 @@ import pytest
 from tests.machine import seconds
 from tests.trainer.report_runs import write_run
 
-import lightrft.reporting as reporting
 from lightrft.cli.main import main
 from lightrft.reporting.files import note_interruption, write_event
+from lightrft.tools import report
 from lightrft.tools.report.comparison import (
     MAX_RUNS,
     differing_options,
@@ -95,7 +95,7 @@ def distance(one, other):
 
 
 def test_colours_of_curves_are_far_apart_in_both_schemes():
-    text = (Path(reporting.__file__).parent / "base.html.jinja").read_text()
+    text = (Path(report.__file__).parent / "base.html.jinja").read_text()
     schemes = re.findall(r"--c0: .*?--c5: #\w+", text)
     assert len(schemes) == 2
     for scheme in schemes:

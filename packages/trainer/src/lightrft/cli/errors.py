@@ -84,7 +84,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.datasets.types", "DataError", ExitCode.DATA),
     ("lightrft.rewards.types", "RewardError", ExitCode.REWARD),
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
-    ("lightrft.strategy.checkpoints.files", "CheckpointError", ExitCode.USAGE),
+    ("lightrft.strategy.checkpoints.errors", "CheckpointError", ExitCode.USAGE),
     ("lightrft.strategy.distributed.network", "NetworkError", ExitCode.PREFLIGHT),
     ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ExitCode.VERIFICATION),
     ("lightrft.experience.assemble", "NumericsError", ExitCode.NUMERICS),

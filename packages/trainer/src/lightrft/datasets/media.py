@@ -45,7 +45,7 @@ def media_of(row: Row, config: TrainConfig) -> Media:
         raise DataError(str(error)) from error
     for kind, media in found.items():
         _check_count(row, kind, len(media), vars(config).get(f"limit_mm_{kind}_per_prompt"))
-    return Media(found)
+    return Media({kind: media for kind, media in found.items() if media})
 
 
 def check_no_media(rows: Sequence[Row], config: TrainConfig) -> None:

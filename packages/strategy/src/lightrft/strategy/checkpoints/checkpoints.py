@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 
 from lightrft.strategy.backend import Backend, WantedState
 from lightrft.strategy.checkpoints.client_state import load_scheduler, save_scheduler
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter, StagedWriter
 from lightrft.strategy.checkpoints.folders import (
     OpenCheckpoint,
@@ -22,7 +23,7 @@ from lightrft.strategy.checkpoints.folders import (
     write_checkpoint,
 )
 from lightrft.strategy.checkpoints.gathered_model import as_saved, save_gathered_model
-from lightrft.strategy.checkpoints.manifest import Checkpoint, CheckpointError
+from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.distributed.collectives import gather_objects
 from lightrft.strategy.distributed.context import DistributedContext

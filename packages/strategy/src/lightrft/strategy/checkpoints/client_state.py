@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
-from lightrft.strategy.checkpoints.manifest import CheckpointError
 
 SCHEDULER_NAME = "scheduler"
 _TENSOR = "__tensor__"

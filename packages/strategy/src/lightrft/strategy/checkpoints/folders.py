@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from lightrft.strategy.checkpoints.client_state import capture_rng_state, save_state
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.manifest import (
     CLIENT_STATE_NAME,
     MANIFEST_NAME,
     REPLACED_PREFIX,
     Checkpoint,
-    CheckpointError,
     FileEntry,
     Manifest,
     is_plain_name,

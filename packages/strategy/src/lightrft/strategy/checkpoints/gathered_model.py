@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightrft.engines.process_state import deepspeed_unless_used
-from lightrft.strategy.checkpoints.manifest import CheckpointError
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.weight_sync.parameter_source import exported_state, tied_parameter_names
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
+from lightrft.strategy.checkpoints.errors import CheckpointError
+
 logger = logging.getLogger(__name__)
 
 FORMAT = "lightrft-checkpoint"
@@ -20,10 +22,6 @@ CLIENT_STATE_NAME = "client_state"
 REPLACED_PREFIX = ".lightrft-old-"
 # Beyond any manifest; what is larger is not read into memory.
 _MAX_MANIFEST_BYTES = 2**28
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint is incomplete, damaged, or of another kind than expected."""
 
 
 @dataclass(frozen=True, slots=True)

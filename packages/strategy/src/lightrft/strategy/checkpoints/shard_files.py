@@ -11,8 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard as ShardPlacement
 
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
-from lightrft.strategy.checkpoints.manifest import CheckpointError
 from lightrft.strategy.weight_sync.parameter_source import chunk_ranges
 
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrft.strategy.checkpoints.client_state import load_state, save_state
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.gathered_model import WeightFiles, check_names
-from lightrft.strategy.checkpoints.manifest import CheckpointError
 from lightrft.strategy.checkpoints.shard_files import (
     ShardReader,
     full_value,

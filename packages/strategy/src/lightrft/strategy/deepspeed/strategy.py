@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.strategy.backend import Backend, WantedState
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
-from lightrft.strategy.checkpoints.manifest import Checkpoint, CheckpointError
+from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.deepspeed import runtime, weights
 from lightrft.strategy.deepspeed.engine_config import (
