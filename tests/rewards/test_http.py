@@ -272,7 +272,7 @@ def test_proxies_of_the_environment_do_not_stand_before_this_machine(serve, clie
         assert trusting.fetch(HttpRequest(server.url, b"{}")) == b"{}"
         assert proxy.requests == []
         # The positive control: an address elsewhere goes through it.
-        assert trusting.fetch(HttpRequest("http://example.invalid/x")) == b"{}"
+        assert trusting.fetch(HttpRequest("http://example.invalid/x", b"{}")) == b"{}"
         assert len(proxy.requests) == 1
     finally:
         trusting.close()
