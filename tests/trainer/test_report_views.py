@@ -14,7 +14,7 @@ import pytest
 from tests.machine import seconds
 from tests.trainer.report_runs import write_run
 
-import lightrft.reporting as reporting
+import lightrft.tools.report as report_pages
 from lightrft.cli.main import main
 from lightrft.reporting.files import note_interruption, write_event
 from lightrft.tools.report.comparison import (
@@ -95,7 +95,7 @@ def distance(one, other):
 
 
 def test_colours_of_curves_are_far_apart_in_both_schemes():
-    text = (Path(reporting.__file__).parent / "base.html.jinja").read_text()
+    text = (Path(report_pages.__file__).parent / "base.html.jinja").read_text()
     schemes = re.findall(r"--c0: .*?--c5: #\w+", text)
     assert len(schemes) == 2
     for scheme in schemes:
