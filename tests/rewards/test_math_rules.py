@@ -102,7 +102,7 @@ def test_an_answer_that_hangs_the_grader_times_out_is_counted_and_harms_no_other
 @pytest.mark.parametrize(
     ("rule", "label", "message"),
     [
-        (BOXED_MATH, None, "needs a label and sample 1 has none: set --label_key"),
+        (BOXED_MATH, None, "label of sample 1: the row has no label: set --label_key"),
         (BOXED_MATH, " ", "label of sample 1: the label is empty"),
         (BOXED_MATH, "2 + 3\n#### 5", "got a worked solution.*use the reward gsm8k"),
         (GSM8K, "Paris", "label of sample 1: expected a number.*'Paris'"),

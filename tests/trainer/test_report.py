@@ -10,6 +10,7 @@ import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -32,6 +33,11 @@ from lightrft.tools.report.sample_page import (
 
 CONFIG = 'pretrain = "some/model"\nseed = 7\nn_samples_per_prompt = 8\nverify_weight_sync = true\n'
 HASH = -6861381335572764021
+
+
+def at(moment, read, folder):
+    with patch("time.time", return_value=moment):
+        return read(folder)
 
 
 def metrics_of(step, **changes):
@@ -308,20 +314,20 @@ def test_a_run_that_has_only_just_started(tmp_path):
 def test_finished_running_and_crashed_are_told_apart(tmp_path):
     folder = write_run(tmp_path / "run", summary=False)
     written = max(path.stat().st_mtime for path in folder.iterdir())
-    assert read_run(folder, now=written + 200).status == "running"
-    assert read_run(folder, now=written + 400).status == "stopped"
-    assert "crashed or killed" in render_report(folder, now=written + 400)
+    assert at(written + 200, read_run, folder).status == "running"
+    assert at(written + 400, read_run, folder).status == "stopped"
+    assert "crashed or killed" in at(written + 400, render_report, folder)
     (folder / "summary.json").write_text('{"num_steps": 5}')
-    assert read_run(folder, now=written + 4000).status == "finished"
+    assert at(written + 4000, read_run, folder).status == "finished"
     (folder / "summary.json").write_text('{"num_steps": 4}')  # of the part before a resume
-    assert read_run(folder, now=written + 4000).status == "stopped"
+    assert at(written + 4000, read_run, folder).status == "stopped"
 
 
 def test_long_steps_are_given_more_time_before_a_run_counts_as_crashed(tmp_path):
     folder = write_run(tmp_path / "run", summary=False, step_seconds=100.0)
     written = max(path.stat().st_mtime for path in folder.iterdir())
-    assert read_run(folder, now=written + 1900).status == "running"
-    assert read_run(folder, now=written + 2100).status == "stopped"
+    assert at(written + 1900, read_run, folder).status == "running"
+    assert at(written + 2100, read_run, folder).status == "stopped"
 
 
 def test_a_long_run_stays_below_five_megabytes_and_shows_its_last_step(tmp_path):
@@ -542,7 +548,7 @@ def test_starts_stops_and_continuations_are_told(tmp_path):
     path = folder / "events.jsonl"
     path.write_text("\n".join(map(json.dumps, events)))
     written = max(file.stat().st_mtime for file in folder.iterdir())
-    assert read_run(folder, now=written + 4000).status == "paused"
+    assert at(written + 4000, read_run, folder).status == "paused"
     shown = "\n".join(Page(render_report(folder)).texts)
     assert "2025-11-21 20:15:07 UTC" in shown
     assert "started, 2 processes" in shown
@@ -552,7 +558,7 @@ def test_starts_stops_and_continuations_are_told(tmp_path):
     odd = {"event": "<b>odd", "step": 4, "unix_seconds": 1e300}
     lines = [*events, resumed | {"changes": [change, 3]}, odd, {"event": "half"}]
     path.write_text("\n".join(map(json.dumps, lines)) + '\n{"event": "fin')
-    run = read_run(folder, now=written + 4000)
+    run = at(written + 4000, read_run, folder)
     assert run.status == "stopped"
     assert [event.sentence for event in run.events][2:] == [
         "continued after step 3, 1 process; max_steps: <3> → 5",

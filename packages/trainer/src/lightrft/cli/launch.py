@@ -105,12 +105,12 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ[LAUNCHED_BY_LIGHTRFT] = "1"
+    from lightrft.engines.process_state import replaced_environment
+
     _silence_agent()
-    with _shared_threads(nproc_per_node), scratch_folder() as scratch:
+    with scratch_folder() as scratch:
         phases = scratch / "phases"
         phases.mkdir()
-        os.environ[PHASE_FOLDER_VARIABLE] = str(phases)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -125,7 +125,9 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
             signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
         )
         try:
-            with passing_on(STOP_SIGNALS):
+            variables = {LAUNCHED_BY_LIGHTRFT: "1", PHASE_FOLDER_VARIABLE: str(phases)}
+            variables |= _shared_threads(nproc_per_node)
+            with replaced_environment(variables), passing_on(STOP_SIGNALS):
                 elastic_launch(config, sys.executable)("-m", module, *arguments)
         except ChildFailedError as failed:
             raise worker_error(failed.failures, phases=phases) from None
@@ -133,24 +135,15 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
             if stopped.sigval.name == "SIGINT":
                 raise KeyboardInterrupt from None
             raise WorkerError(f"stopped by {stopped.sigval.name}", ExitCode.TERMINATED) from None
-        finally:
-            del os.environ[LAUNCHED_BY_LIGHTRFT], os.environ[PHASE_FOLDER_VARIABLE]
     return ExitCode.OK
 
 
-@contextmanager
-def _shared_threads(nproc_per_node: int) -> Iterator[None]:
-    """Gives each process its share of the cores, unless the user set OMP_NUM_THREADS."""
-    own = {}
-    if "OMP_NUM_THREADS" not in os.environ:
-        share = max(1, (os.cpu_count() or 1) // nproc_per_node)
-        own = {"OMP_NUM_THREADS": str(share), SHARED_THREADS_VARIABLE: "1"}
-    os.environ.update(own)
-    try:
-        yield
-    finally:
-        for name in own:
-            del os.environ[name]
+def _shared_threads(nproc_per_node: int) -> dict[str, str]:
+    """Variables that give each process its share of the cores; OMP_NUM_THREADS is the user's."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return {}
+    share = max(1, (os.cpu_count() or 1) // nproc_per_node)
+    return {"OMP_NUM_THREADS": str(share), SHARED_THREADS_VARIABLE: "1"}
 
 
 @contextmanager

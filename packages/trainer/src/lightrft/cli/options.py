@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -183,9 +183,17 @@ def add_options(parser: argparse.ArgumentParser, names: Collection[str] | None =
 
 
 def parse_options(
-    parser: argparse.ArgumentParser, argv: Sequence[str]
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+    *,
+    first_files: Callable[[argparse.Namespace], Sequence[Path]] = lambda _: (),
 ) -> tuple[TrainConfig, argparse.Namespace, list[str]]:
     """The options of a command line and its files; the command's own arguments; all problems.
+
+    Args:
+        parser: Of the command.
+        argv: Its arguments.
+        first_files: TOML files that the arguments name otherwise; those of --config win over them.
 
     Raises:
         UsageError: Arguments that cannot be read, or a file that does not exist.
@@ -194,7 +202,8 @@ def parse_options(
     parsed, unknown = parser.parse_known_args(normalise(argv))
     known = available_options()
     flags = {name: value for name, value in vars(parsed).items() if name in known}
-    config, problems = merge_options([Path(name) for name in parsed.config], flags)
+    files = [*first_files(parsed), *map(Path, parsed.config)]
+    config, problems = merge_options(files, flags)
     return config, parsed, unknown_flags(unknown) + problems
 
 

@@ -139,9 +139,14 @@ def login_problems(config: TrainConfig) -> list[str]:
     ]
 
 
+def device_files(folder: Path = Path("/dev")) -> int:
+    """GPUs that the driver shows."""
+    return sum(bool(_DEVICE.match(path.name)) for path in folder.glob("nvidia*"))
+
+
 def device_problems(num_processes: int) -> list[str]:
     """Devices that were asked for and are not there; a machine without any trains on its CPU."""
-    present = sum(bool(_DEVICE.match(path.name)) for path in Path("/dev").glob("nvidia*"))
+    present = device_files()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     asked = [name for name in (chosen or "").split(",") if name.strip() not in ("", "-1")]
     if asked and present == 0:

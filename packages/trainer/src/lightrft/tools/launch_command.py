@@ -182,24 +182,23 @@ def manifest(argv: Sequence[str]) -> str:
     return json.dumps(job(options, arguments), indent=2)
 
 
-def check_names(options: dict[str, object]) -> None:
+def check_names(options: dict[str, Any]) -> None:
     """Raises a UsageError for what Kubernetes would refuse."""
     for name in ("job_name", "namespace", "claim"):
         value = options[name]
-        if value is not None and not NAME.match(str(value)):
+        if value is not None and not NAME.match(value):
             raise UsageError(
                 f"--{name}: got {value!r}, expected at most 52 lower-case letters, digits and -, "
                 "with a letter or digit at both ends"
             )
     for name in ("memory", "shared_memory"):
-        if not QUANTITY.match(str(options[name])):
+        if not QUANTITY.match(options[name]):
             raise UsageError(f"--{name}: got {options[name]!r}, expected for example 64Gi")
 
 
-def job(options: dict[str, object], arguments: Sequence[str]) -> dict[str, object]:
+def job(options: dict[str, Any], arguments: Sequence[str]) -> dict[str, object]:
     """The PyTorchJob."""
-    nodes = int(str(options["nodes"]))
-    replicas = {"Master": 1, "Worker": nodes - 1}
+    replicas = {"Master": 1, "Worker": options["nodes"] - 1}
     metadata = {"name": options["job_name"]}
     if options["namespace"] is not None:
         metadata["namespace"] = options["namespace"]
@@ -224,9 +223,9 @@ def job(options: dict[str, object], arguments: Sequence[str]) -> dict[str, objec
     }
 
 
-def pod(options: dict[str, object], arguments: Sequence[str]) -> dict[str, object]:
+def pod(options: dict[str, Any], arguments: Sequence[str]) -> dict[str, object]:
     """One node's pod; the operator expects a container called pytorch."""
-    gpus, cores = int(str(options["gpus_per_node"])), int(str(options["cpus_per_task"]))
+    gpus, cores = options["gpus_per_node"], options["cpus_per_task"]
     resources = {"nvidia.com/gpu": gpus, "cpu": gpus * cores, "memory": options["memory"]}
     volumes: list[dict[str, object]] = [
         # NCCL and the data loaders need more than the 64 MB that a container has by default.
@@ -238,7 +237,7 @@ def pod(options: dict[str, object], arguments: Sequence[str]) -> dict[str, objec
     mounts = [{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}]
     if options["claim"] is not None:
         volumes.append({"name": STORAGE, "persistentVolumeClaim": {"claimName": options["claim"]}})
-        mounts.append({"name": STORAGE, "mountPath": str(options["mount"])})
+        mounts.append({"name": STORAGE, "mountPath": options["mount"]})
     container = {
         "name": "pytorch",
         "image": options["image"],
@@ -256,7 +255,7 @@ def pod(options: dict[str, object], arguments: Sequence[str]) -> dict[str, objec
         "resources": {"limits": resources, "requests": resources},
         "volumeMounts": mounts,
     }
-    grace = int(str(options["grace_seconds"]))
+    grace = options["grace_seconds"]
     return {"containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": grace}
 
 

@@ -125,9 +125,8 @@ def make_probes(rows: Sequence[CheckedRow]) -> _Probes:
                 continue
             probes.add("truncated", form, index, row, _before(text) + label[: len(label) // 2])
             probes.add("repeated", form, index, row, "\n".join([answer] * _NUM_REPETITIONS))
-        probes.add("empty", "", index, row, "")
-        probes.add("echoed", "", index, row, row.text)
-        probes.add("injected", "", index, row, INJECTION)
+        for kind, text in (("empty", ""), ("echoed", row.text), ("injected", INJECTION)):
+            probes.add(kind, "", index, row, text)
         if row.label is not None:
             others = [label for label in labels if label != row.label] or [f"{row.label}0"]
             boxes = [row.label, *others[:_NUM_BOXES]]

@@ -17,8 +17,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.printable import printable
 from lightrft.config.sources import split_sources
 from lightrft.datasets.files import Row, scan_rows
-from lightrft.datasets.media import Modality
-from lightrft.datasets.render import check_tokenizer
+from lightrft.datasets.render import PromptTokenizer, check_tokenizer
 from lightrft.datasets.types import DataError
 from lightrft.tools.data.certificate import Certificate, certify
 from lightrft.tools.data.row_checks import (
@@ -75,12 +74,12 @@ def show_samples(
     places = sorted({0, len(rows) // 2, len(rows) - 1})[:NUM_SAMPLES] if rows else []
     for number, place in enumerate(places, start=1):
         row = rows[place]
-        unit = "characters" if tokenizer is None else "tokens"
-        count = len(row.text) if tokenizer is None else len(row.token_ids)
-        text = row.text if tokenizer is None else visible(row, tokenizer)
-        end = None if tokenizer is None else tokenizer.eos_token
+        size, text, end = f"{len(row.text)} characters", row.text, None
+        if tokenizer is not None:
+            size, text = f"{len(row.token_ids)} tokens", visible(row, tokenizer)
+            end = tokenizer.eos_token
         say(f"\nsample {number} of {len(places)}, {row.location}")
-        say(f"  prompt, {count} {unit}, not trained (mask 0):")
+        say(f"  prompt, {size}, not trained (mask 0):")
         say("\n".join(f"    {line}" for line in text[:MAX_CHARACTERS].split("\n")))
         until = f" up to and including ⟦{end}⟧" if end else ""
         say(f"  response, at most {max_new_tokens} sampled tokens, trained (mask 1){until}")
@@ -220,8 +219,11 @@ def check(request: Request) -> int:
     show_layout(request.source, rows, num_items=len(items))
     config = propose_keys_of(request, rows)
     tokenizer = load_tokenizer(config)
-    plain = PlainTokenizer() if tokenizer is None else tokenizer
-    reader = plain if tokenizer is None else load_modality(config, tokenizer).renderer
+    reader: PromptTokenizer = PlainTokenizer()
+    if tokenizer is not None:
+        from lightrft.stages.policy.inputs import load_modality
+
+        reader = load_modality(config, tokenizer).renderer
     shown = with_progress(items, "rows checked")
     found = check_rows(shown, reader, config, has_model=tokenizer is not None)
     show_samples(found, tokenizer, max_new_tokens=config.generate_max_len)
@@ -306,13 +308,6 @@ def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
         flags.append("--apply_chat_template")
     say(f"proposed options: {' '.join(flags) or 'none, the keys fit'}")
     return config.replaced(proposed)
-
-
-def load_modality(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Modality:
-    """Reader of the prompts of the model."""
-    from lightrft.stages.policy.inputs import load_modality as load
-
-    return load(config, tokenizer)
 
 
 def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase | None:

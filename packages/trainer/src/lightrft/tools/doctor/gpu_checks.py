@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,7 +54,7 @@ class EngineProbe:
     runner: str = ""
     parity: float | None = None
     problem: str = "vllm is not installed"
-    is_done: bool = field(default=False)
+    is_done: bool = False
 
 
 def gpu_checks() -> list[Check]:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from lightrft.cli.preflight import environment_problems
+from lightrft.cli.preflight import device_files, environment_problems
 from lightrft.tools.doctor.check import Check, Finding, found, unchecked
 
 GIGABYTE = 1e9
@@ -162,11 +162,6 @@ def import_check(name: str) -> Check:
         examine,
         deadline_seconds=IMPORT_SECONDS + 5,
     )
-
-
-def device_files(folder: Path = Path("/dev")) -> int:
-    """GPUs that the driver shows."""
-    return sum(path.name.removeprefix("nvidia").isdigit() for path in folder.glob("nvidia*"))
 
 
 def check_gpu() -> Finding:

@@ -22,9 +22,7 @@ from lightrft.cli.options import (
     at_least,
     command_options,
     finite,
-    merge_options,
-    normalise,
-    unknown_flags,
+    parse_options,
 )
 from lightrft.cli.preflight import check_data, device_problems, engine_problems, model_problems
 from lightrft.config import TrainConfig
@@ -82,21 +80,12 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
         ConfigError: Unknown names, wrong values, missing files; all of them at once.
         UsageError: Arguments that cannot be read.
     """
-    parsed, unknown = build_parser().parse_known_args(normalise(argv))
-    flags = vars(parsed)
-    model, processes = Path(flags.pop("model")), flags.pop("nproc_per_node")
-    output_dir = flags.pop("output_dir")
-    files = [Path(name) for name in flags.pop("config")]
-    settings = EvalSettings(
-        num_samples=flags.pop("num_samples"),
-        pass_k=tuple(flags.pop("pass_k")),
-        threshold=flags.pop("threshold"),
-    )
-    if (model / CONFIG_FILE).is_file():
-        files, model = [model / CONFIG_FILE, *files], model / "model"
-    config, problems = merge_options(files, flags)
-    config.pretrain, config.output_dir, config.fsdp = str(model), output_dir, True
-    problems = unknown_flags(unknown) + problems + settings.problems()
+    config, parsed, problems = parse_options(build_parser(), argv, first_files=_run_options)
+    settings = EvalSettings(parsed.num_samples, tuple(parsed.pass_k), parsed.threshold)
+    is_run = bool(_run_options(parsed))
+    model = Path(parsed.model, "model") if is_run else Path(parsed.model)
+    config.pretrain, config.fsdp = str(model), True
+    problems += settings.problems()
     problems += model_problems("MODEL", str(model))
     if config.eval_data is None:
         problems.append("--eval_data is missing: give a JSONL, JSON or Parquet file")
@@ -105,9 +94,15 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
     refuse(problems, ConfigError)
     config.prompt_data = None  # only the evaluation's prompts are read
     # Nothing is trained: sizes that fit any number of processes.
-    world_size = int(os.environ.get("WORLD_SIZE", processes))
+    world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
     config.micro_train_batch_size, config.train_batch_size = 1, world_size
-    return config, settings, processes
+    return config, settings, parsed.nproc_per_node
+
+
+def _run_options(parsed: argparse.Namespace) -> list[Path]:
+    """The file with the options of the run, if MODEL is a run."""
+    path = Path(parsed.model, CONFIG_FILE)
+    return [path] if path.is_file() else []
 
 
 def build_parser() -> Parser:

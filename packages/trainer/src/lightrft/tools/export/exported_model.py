@@ -247,7 +247,7 @@ def _sentences(run: RunData) -> list[str]:
     """First and last value of the evaluation and of the training reward."""
     sentences = []
     for name, words in (("eval/reward", "evaluation reward"), ("reward", "training reward")):
-        values = [value for _, value in run.points(name) if value is not None]
+        values = run.values(name)
         if values:
             sentences.append(f"Mean {words}: {values[0]:.3f} at first, {values[-1]:.3f} at last.")
     return sentences

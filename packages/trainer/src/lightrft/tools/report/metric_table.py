@@ -14,14 +14,14 @@ class MetricRow:
 
     Args:
         name: As in metrics.jsonl; a name that ends in "/*" stands for all of its group.
-        unit: Of its values; "" for pure numbers.
         meaning: What it says, in one sentence.
+        unit: Of its values; "" for pure numbers.
         low, high: Bounds of the healthy range; None is unbounded.
     """
 
     name: str
-    unit: str
     meaning: str
+    unit: str = ""
     low: float | None = None
     high: float | None = None
 
@@ -41,10 +41,7 @@ class MetricRow:
 
 def _read_table() -> dict[str, MetricRow]:
     rows = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text("utf-8"))
-    return {
-        name: MetricRow(name, row.get("unit", ""), row["meaning"], row.get("low"), row.get("high"))
-        for name, row in rows.items()
-    }
+    return {name: MetricRow(name, **row) for name, row in rows.items()}
 
 
 METRICS = _read_table()

@@ -41,12 +41,11 @@ STATUS_WORDS = {
 }
 
 
-def write_report(folder: Path, *, now: float | None = None) -> Path:
+def write_report(folder: Path) -> Path:
     """Writes report.html into the folder of a run that has ended, runs, or crashed.
 
     Args:
         folder: Of the run.
-        now: Seconds since the epoch, to tell a running from a crashed run; None is the present.
 
     Returns:
         The path of the page, which appears whole or not at all.
@@ -55,19 +54,18 @@ def write_report(folder: Path, *, now: float | None = None) -> Path:
         NotARunError: The folder holds no run.
     """
     path = folder / REPORT_FILE
-    write_whole(path, render_report(folder, now=now))
+    write_whole(path, render_report(folder))
     return path
 
 
-def render_report(folder: Path, *, now: float | None = None, version: str = "") -> str:
+def render_report(folder: Path, *, version: str = "") -> str:
     """The HTML text of the report on the run in `folder`; see `write_report`.
 
     Args:
         folder: Of the run.
-        now: As for `write_report`.
         version: Of the run's files, for a page that follows them; "" for one that stays as it is.
     """
-    run, tokens = read_run(folder, now=now), choose_tokens(folder)
+    run, tokens = read_run(folder), choose_tokens(folder)
     stages = {name: run.points(f"{name}_seconds") for name in STAGES}
     totals = {name: sum(value or 0.0 for _, value in points) for name, points in stages.items()}
     curves = _curves(run)
@@ -162,10 +160,7 @@ def _alarm(row: MetricRow, bad: Sequence[int], worst: Sequence[float]) -> str:
 
 def solved_steps(run: RunData) -> set[int]:
     """Steps in which nearly all responses got the best reward that any response ever got."""
-    best, worst = (
-        [value for _, value in run.points(f"reward_{end}") if value is not None]
-        for end in ("max", "min")
-    )
+    best, worst = run.values("reward_max"), run.values("reward_min")
     if not best or not worst or max(best) <= min(worst):
         return set()
     enough = max(best) - (1 - SOLVED_SHARE) * (max(best) - min(worst))
@@ -197,7 +192,7 @@ def run_facts(run: RunData) -> list[tuple[str, str]]:
     if run.world_size is not None:
         facts.append(("processes", str(run.world_size)))
     for name in ("reward", "eval/reward"):
-        values = [value for _, value in run.points(name) if value is not None]
+        values = run.values(name)
         if values:
             facts.append((name, f"{values[0]:.3f} → {values[-1]:.3f}"))
     facts.append(("verdict", run_verdict(row for step, row in run.metrics.items() if step > 0)))

@@ -11,7 +11,7 @@ from lightrft.tools.report.comparison import (
     write_comparison,
 )
 from lightrft.tools.report.page import write_report
-from lightrft.tools.report.watch import ADDRESS, PortError, serving
+from lightrft.tools.report.watch import ADDRESS, serving
 
 
 def run(argv: Sequence[str]) -> int:
@@ -44,12 +44,8 @@ def _watch(folders: Sequence[Path], port: int) -> int:
             shown = ", ".join(map(str, folders))
             print(f"http://{ADDRESS}:{server.server_port} follows {shown}; Ctrl-C ends", flush=True)
             server.serve_forever()
-    except PortError as error:
-        raise UsageError(
-            f"--port {port}: cannot be used: {error}; choose another, or leave it out"
-        ) from error
     except KeyboardInterrupt:
-        return ExitCode.OK
+        pass
     return ExitCode.OK
 
 

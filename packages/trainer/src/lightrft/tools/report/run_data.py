@@ -97,6 +97,10 @@ class RunData:
         """Steps and values of one metric, where a step has it."""
         return [(step, row[name]) for step, row in self.metrics.items() if name in row]
 
+    def values(self, name: str) -> list[float]:
+        """The finite values of one metric."""
+        return [value for _, value in self.points(name) if value is not None]
+
     @property
     def last_step(self) -> int:
         """The last step with metrics; 0 without any."""
@@ -107,12 +111,11 @@ class NotARunError(UsageError):
     """A folder without what a run leaves from its first seconds on."""
 
 
-def read_run(folder: Path, *, now: float | None = None) -> RunData:
+def read_run(folder: Path) -> RunData:
     """Reads all but the samples of a run; missing and half-written files become notes.
 
     Args:
         folder: Of the run.
-        now: Seconds since the epoch; None is the present.
 
     Raises:
         NotARunError: The folder holds no run.
@@ -130,7 +133,7 @@ def read_run(folder: Path, *, now: float | None = None) -> RunData:
         notes.append(f"{METRICS_FILE}: {lines.num_unreadable} unreadable lines left out.")
     summary, start = read_json(folder / SUMMARY_FILE), read_json(folder / START_FILE)
     written = [(folder / name).stat().st_mtime for name in names if (folder / name).is_file()]
-    quiet = max(0.0, (time.time() if now is None else now) - max(written, default=0.0))
+    quiet = max(0.0, time.time() - max(written, default=0.0))
     durations = [row["step_seconds"] or 0.0 for row in metrics.values() if "step_seconds" in row]
     last_step = max(metrics, default=0)
     world_size = start.get("world_size", summary.get("world_size"))

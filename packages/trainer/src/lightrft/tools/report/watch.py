@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import socket
 
+from lightrft.cli.errors import UsageError
 from lightrft.reporting.files import (
     CONFIG_FILE,
     EVENTS_FILE,
@@ -25,10 +26,6 @@ REQUEST_SECONDS = 10.0
 # A run that writes nothing becomes one that has crashed.
 QUIET_CHECK_SECONDS = 300.0
 _WATCHED = (CONFIG_FILE, EVENTS_FILE, START_FILE, SUMMARY_FILE, *STEP_FILES)
-
-
-class PortError(ValueError):
-    """The server cannot have its port."""
 
 
 class LivePage:
@@ -77,14 +74,16 @@ def serving(folders: Sequence[Path], *, port: int = 0) -> Iterator[ThreadingHTTP
 
     Raises:
         NotARunError: A folder holds no run.
-        PortError: The port is taken or is none.
+        UsageError: The port is taken or is none.
     """
     page = LivePage(folders)
     page.text()
     try:
         server = _Server((ADDRESS, port), _handler(page))
     except (OSError, OverflowError) as error:
-        raise PortError(str(error)) from error
+        raise UsageError(
+            f"--port {port}: cannot be used: {error}; choose another, or leave it out"
+        ) from error
     try:
         yield server
     finally:

@@ -65,14 +65,12 @@ class HttpLimits:
         total_seconds: Deadline of everything, repetitions included.
         connect_seconds: Deadline of one attempt to connect.
         max_bytes: Longest answer.
-        max_attempts: None repeats until the deadline.
         concurrency: Requests under way at once.
     """
 
     total_seconds: float
     connect_seconds: float = 10.0
     max_bytes: int = 16 << 20
-    max_attempts: int | None = None
     concurrency: int = 8
 
 
@@ -82,14 +80,12 @@ class HttpRequest:
 
     Args:
         url: http or https; `USER:PASSWORD@` becomes an Authorization header.
-        body: None sends none.
-        method: GET, POST ...
+        body: Sent by POST.
         headers: Beside those that the client sets.
     """
 
     url: str
-    body: bytes | None = None
-    method: str = "POST"
+    body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -177,8 +173,7 @@ class HttpClient:
                         raise HttpError(f"{shown}: {last}") from last
                     wait = max(pause, last.wait_seconds)
                     ends = deadline.when() or math.inf
-                    is_last = num_attempts == self.limits.max_attempts
-                    if is_last or asyncio.get_running_loop().time() + wait >= ends:
+                    if asyncio.get_running_loop().time() + wait >= ends:
                         raise TimeoutError
                     await asyncio.sleep(wait)
                     pause = min(2 * pause, MAX_WAIT_SECONDS)
@@ -195,7 +190,7 @@ class HttpClient:
         try:
             client = self._client(request.url)
             made = client.build_request(
-                request.method, request.url, content=request.body, headers=dict(request.headers)
+                "POST", request.url, content=request.body, headers=dict(request.headers)
             )
             answer = await client.send(made, stream=True)
             try:

@@ -214,13 +214,8 @@ class MathReward:
         return None
 
     def _gold(self, index: int, label: str | None) -> str:
-        if label is None:
-            raise RewardError(
-                f"reward {self.name!r} needs a label and sample {index} has none: set --label_key "
-                "to the column with the reference answer"
-            )
         problem = self.label_problem(label)
-        if problem is not None:
+        if label is None or problem is not None:
             raise RewardError(f"reward {self.name!r}, label of sample {index}: {problem}")
         return self._rule.find_gold(label)
 

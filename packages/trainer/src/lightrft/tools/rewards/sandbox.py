@@ -96,6 +96,9 @@ class Sandbox:
             is root, but network, files and daemons stay open.
         limits: Of each program.
 
+    Attributes:
+        interpreter: The Python program that runs the programs.
+
     Raises:
         ConfigError: No sandbox works here; the message says what would help.
     """
@@ -109,15 +112,10 @@ class Sandbox:
         Path(self._folder).chmod(0o755)
         try:
             self._bwrap = "" if self._is_unsafe else self._find_bwrap()
-            self._interpreter = self._probe()
+            self._probe()
         except BaseException:
             self.close()
             raise
-
-    @property
-    def interpreter(self) -> str:
-        """The Python program that runs the programs."""
-        return self._interpreter
 
     def run(
         self, source: bytes, *, stdin: bytes = b"", slot: int = 0, deadline: float = math.inf
@@ -133,22 +131,8 @@ class Sandbox:
         Raises:
             SandboxError: The sandbox did not start.
         """
-        return self._run(self._interpreter, source, stdin, slot, deadline)
-
-    def stop(self) -> None:
-        """Ends what runs now, and all that is started from now on; for other threads."""
-        self._is_stopped.set()
-
-    def close(self) -> None:
-        """Removes the folder; may be called twice."""
-        self.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _run(
-        self, interpreter: str, source: bytes, stdin: bytes, slot: int, deadline: float
-    ) -> Ending:
         ends = min(deadline, time.monotonic() + self.limits.wall_seconds)
-        with self._started(interpreter, source, slot) as (process, status):
+        with self._started(source, slot) as (process, status):
             found = capture(
                 process,
                 stdin,
@@ -162,6 +146,15 @@ class Sandbox:
             raise SandboxError(f"bubblewrap did not start the program: {_last_line(found)}")
         return self._ending(found, process.returncode, deadline)
 
+    def stop(self) -> None:
+        """Ends what runs now, and all that is started from now on; for other threads."""
+        self._is_stopped.set()
+
+    def close(self) -> None:
+        """Removes the folder; may be called twice."""
+        self.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def _ending(self, found: Captured, returncode: int, deadline: float) -> Ending:
         if found.is_complete:
             return Ending("ended", returncode, found.stdout, found.stderr)
@@ -172,28 +165,27 @@ class Sandbox:
             reason = "deadline" if is_over else "timeout"
         return Ending(reason, None, found.stdout, found.stderr)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _started(
-        self, interpreter: str, source: bytes, slot: int
+        self, source: bytes, slot: int
     ) -> Iterator[tuple["subprocess.Popen[bytes]", int | None]]:
         """The process, and where bubblewrap says that it has started it."""
         with contextlib.ExitStack() as held:
             passed: tuple[int, ...] = ()
-            status = None
-            folder = self._folder
+            status, folder = None, self._folder
             if self._is_unsafe:
                 folder = held.enter_context(_folder_of(slot, source))
-                inner = [interpreter, "-s", "-S", "-X", "utf8", f"{folder}/main.py"]
+                inner = self._python(folder)
             else:
                 program = _in_memory(source, held)
                 status, writes = os.pipe()
                 held.callback(os.close, status)
                 passed = (program, writes)
-                inner = self._sandboxed(interpreter, program, writes)
+                inner = self._sandboxed(program, writes)
             environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "PYTHONHASHSEED": "0"}
             try:
                 process = subprocess.Popen(
-                    [*_as_user(slot), *_limited(self.limits), *inner],
+                    [*_as_user(_user_of(slot)), *_limited(self.limits), *inner],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -208,12 +200,17 @@ class Sandbox:
             finally:
                 if status is not None:
                     os.close(writes)
-            held.callback(_close_pipes, process)
+            held.enter_context(process)
             held.callback(_kill, process)
             yield process, status
 
-    def _sandboxed(self, interpreter: str, program: int, status: int) -> list[str]:
-        limits, prefix = self.limits, _prefix_of(interpreter)
+    def _python(self, folder: str) -> list[str]:
+        return [self.interpreter, "-s", "-S", "-X", "utf8", f"{folder}/main.py"]
+
+    def _sandboxed(self, program: int, status: int) -> list[str]:
+        limits = self.limits
+        is_system = self.interpreter == _SYSTEM_PYTHON
+        prefix = Path("/usr" if is_system else sys.base_prefix).resolve()
         binds = ["--ro-bind", "/usr", "/usr"]
         for name in _SYSTEM_FOLDERS:
             path = Path("/", name)
@@ -232,8 +229,7 @@ class Sandbox:
             "/usr/bin:/bin --setenv HOME /tmp --setenv PYTHONHASHSEED 0 --json-status-fd "
             f"{status} --"
         )
-        python = [interpreter, "-s", "-S", "-X", "utf8", "/tmp/main.py"]
-        return [self._bwrap, *binds, *flags.split(), *python]
+        return [self._bwrap, *binds, *flags.split(), *self._python("/tmp")]
 
     def _find_bwrap(self) -> str:
         found = shutil.which("bwrap")
@@ -253,8 +249,8 @@ class Sandbox:
                 shutil.copytree(folder, Path(self._folder, folder.name))
         return str(Path(self._folder, bwrap_path().relative_to(package.parent)))
 
-    def _probe(self) -> str:
-        """The first interpreter that runs here, after a search from inside for ways out."""
+    def _probe(self) -> None:
+        """Takes the first interpreter that runs here, after a search from inside for ways out."""
         missing = [name for name in ("prlimit", "setpriv") if shutil.which(name) is None]
         if missing:
             raise ConfigError(f"the sandbox needs the program {missing[0]}: install util-linux")
@@ -262,16 +258,16 @@ class Sandbox:
         for interpreter in dict.fromkeys((os.path.realpath(sys.executable), _SYSTEM_PYTHON)):
             if not os.access(interpreter, os.X_OK):
                 continue
+            self.interpreter = interpreter
             with probe_program(is_unsafe=self._is_unsafe) as source:
-                deadline = time.monotonic() + 30.0
                 try:
-                    ending = self._run(interpreter, source, b"", 0, deadline)
+                    ending = self.run(source, deadline=time.monotonic() + 30.0)
                 except SandboxError as err:
                     reasons.append(f"{interpreter}: {err}")
                     continue
             problem = probe_verdict(ending.stdout)
             if problem is None:
-                return interpreter
+                return
             reasons.append(
                 f"{interpreter}: {problem}, exit code {ending.returncode}, "
                 f"{one_line(ending.stderr[-300:].decode(errors='replace'))!r}"
@@ -291,11 +287,15 @@ def num_slots() -> int:
     return max(1, min(share, MAX_SLOTS))
 
 
-def _as_user(slot: int) -> list[str]:
+def _user_of(slot: int) -> int | None:
     """For root, a user for every slot: the limit of processes counts those of a user."""
-    if os.geteuid() != 0:
+    is_root = os.geteuid() == 0
+    return _FIRST_USER + (os.getpid() * MAX_SLOTS + slot) % _NUM_USERS if is_root else None
+
+
+def _as_user(user: int | None) -> list[str]:
+    if user is None:
         return []
-    user = _FIRST_USER + (os.getpid() * MAX_SLOTS + slot) % _NUM_USERS
     return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--"]
 
 
@@ -326,19 +326,14 @@ def _num_own_threads() -> int:
     return count
 
 
-def _prefix_of(interpreter: str) -> Path:
-    return Path(sys.base_prefix if interpreter != _SYSTEM_PYTHON else "/usr").resolve()
-
-
-@contextlib.contextmanager
+@contextmanager
 def _folder_of(slot: int, source: bytes) -> Iterator[str]:
     """A folder on the disk for a program without a sandbox."""
     folder = tempfile.mkdtemp(prefix="lightrft-program-")
     try:
         Path(folder, "main.py").write_bytes(source)
-        command = _as_user(slot)
-        if command:
-            user = int(command[1].rpartition("=")[2])
+        user = _user_of(slot)
+        if user is not None:
             os.chown(folder, user, user)
         Path(folder).chmod(0o755)
         yield folder
@@ -350,9 +345,7 @@ def _in_memory(source: bytes, held: contextlib.ExitStack) -> int:
     """A file without a name that holds the bytes."""
     file = os.memfd_create("program", 0)
     held.callback(os.close, file)
-    with os.fdopen(os.dup(file), "wb") as writer:
-        writer.write(source)
-    os.lseek(file, 0, os.SEEK_SET)
+    os.pwrite(file, source, 0)  # the place of reading stays at the start
     return file
 
 
@@ -362,13 +355,6 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _close_pipes(process: "subprocess.Popen[bytes]") -> None:
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
 
 
 def _read_all(file: int) -> bytes:
