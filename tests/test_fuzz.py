@@ -26,7 +26,7 @@ from lightrft.datasets.types import DataError
 from lightrft.reporting.files import drop_steps_after
 from lightrft.rewards.user_task import checked_results
 from lightrft.rewards.worker import ReportedError
-from lightrft.stages.alarms import alarms, run_verdict
+from lightrft.stages.metrics import alarms, run_verdict
 from lightrft.strategy.checkpoints.manifest import CheckpointError, Manifest
 from lightrft.tools.report.page import find_alarms
 from lightrft.tools.report.run_data import read_run

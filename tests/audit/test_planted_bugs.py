@@ -18,7 +18,7 @@ from lightrft.algorithms.policy import clipped
 from lightrft.experience import assemble, maker
 from lightrft.stages.policy import algorithm, objective, policy_stage, updates
 from lightrft.strategy import backend, optimizers, strategy_base
-from lightrft.strategy.accumulation import AccumulationState
+from lightrft.strategy.optimizers import AccumulationState
 
 BUGS = {}
 

@@ -32,7 +32,7 @@ KNOWN_ERRORS = (
     ("lightrft.models.loading", "ModelLoadError", ("text",), 2),
     ("lightrft.datasets.types", "DataError", ("text",), 4),
     ("lightrft.rewards.types", "RewardError", ("text",), 5),
-    ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ("hash", "text"), 8),
+    ("lightrft.strategy.weight_sync.verification", "WeightSyncError", ("hash", "text"), 8),
     ("lightrft.cli.errors", "WorkerError", ("text", 77), 77),
 )
 

@@ -83,7 +83,7 @@ WORKER = textwrap.dedent("""
         time.sleep(100)
 
     def verification(rank):
-        from lightrft.strategy.weight_sync.accounting import WeightSyncError
+        from lightrft.strategy.weight_sync.verification import WeightSyncError
         of_rank(rank, WeightSyncError("hash", "p differs"))
 
     def stopped(rank):

@@ -133,7 +133,7 @@ def test_a_request_stops_the_run_with_a_checkpoint(tmp_path):
 
 
 def test_an_alarm_ends_the_run(tmp_path):
-    from lightrft.stages.alarms import RunAlarmError
+    from lightrft.stages.metrics import RunAlarmError
 
     with pytest.raises(RunAlarmError, match=r"after step 1: .*learning rate was 0"):
         train(tmp_path, "fake", actor_learning_rate=0.0, stop_on_alarm=True)

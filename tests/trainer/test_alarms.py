@@ -15,7 +15,7 @@ from lightrft.experience.assemble import NumericsError
 from lightrft.models.loading import load_tokenizer
 from lightrft.rewards.types import RewardResult
 from lightrft.run.assembly import run_training
-from lightrft.stages.alarms import RunAlarmError, alarms, run_verdict, why_unchanged
+from lightrft.stages.metrics import RunAlarmError, alarms, run_verdict, why_unchanged
 from lightrft.stages.policy.inputs import warn_without_end
 from lightrft.tools.report.page import find_alarms, render_report
 from lightrft.tools.report.run_data import read_run

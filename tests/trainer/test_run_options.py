@@ -12,7 +12,7 @@ from lightrft.config import TrainConfig
 from lightrft.models.actor import Actor
 from lightrft.reporting.trajectories import TrajectoryLog
 from lightrft.rewards.types import RewardResult
-from lightrft.stages.alarms import alarms
+from lightrft.stages.metrics import alarms
 from lightrft.tools.rewards.service import RewardServer
 
 

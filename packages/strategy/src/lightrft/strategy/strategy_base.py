@@ -19,8 +19,21 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.types import Completion, EngineStatus
-from lightrft.strategy.accumulation import Accumulations, AccumulationState
-from lightrft.strategy.backend import Backend, WantedState
+from lightrft.strategy.backend import (
+    NO_MODEL,
+    AnyModel,
+    Arguments,
+    Backend,
+    ModelOptimPair,
+    ModelOrModelOptimPair,
+    PreparedModel,
+    RewardModels,
+    WantedState,
+    inner_module,
+    is_actor,
+    is_engine,
+    wrapped_module,
+)
 from lightrft.strategy.checkpoints.checkpoints import Checkpoints
 from lightrft.strategy.checkpoints.folders import SaveRequest
 from lightrft.strategy.config import ConfigError, StrategyConfig
@@ -39,19 +52,12 @@ from lightrft.strategy.engine import generation
 from lightrft.strategy.engine.generation import PromptBatch, PromptItem
 from lightrft.strategy.engine.session import EngineSession, OnFinished
 from lightrft.strategy.meta_init import parameters_on_meta
-from lightrft.strategy.optimizers import AdamSettings, OptimizerStepResult, learning_rate_schedule
-from lightrft.strategy.prepared import (
-    NO_MODEL,
-    AnyModel,
-    Arguments,
-    ModelOptimPair,
-    ModelOrModelOptimPair,
-    PreparedModel,
-    RewardModels,
-    inner_module,
-    is_actor,
-    is_engine,
-    wrapped_module,
+from lightrft.strategy.optimizers import (
+    Accumulations,
+    AccumulationState,
+    AdamSettings,
+    OptimizerStepResult,
+    learning_rate_schedule,
 )
 from lightrft.strategy.sampler import DistributedSampler
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, checkpoint_module

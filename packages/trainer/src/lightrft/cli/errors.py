@@ -86,7 +86,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
     ("lightrft.strategy.checkpoints.files", "CheckpointError", ExitCode.USAGE),
     ("lightrft.strategy.distributed.network", "NetworkError", ExitCode.PREFLIGHT),
-    ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ExitCode.VERIFICATION),
+    ("lightrft.strategy.weight_sync.verification", "WeightSyncError", ExitCode.VERIFICATION),
     ("lightrft.experience.assemble", "NumericsError", ExitCode.NUMERICS),
     ("lightrft.stages.policy.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),

@@ -35,11 +35,11 @@ from lightrft.records.batch import (
     select_rollouts,
 )
 from lightrft.records.media import deliver_media
-from lightrft.records.step_timer import StepTimer
 from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
 from lightrft.rollout.ledger_records import deliver_evidence
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.source import Samples
+from lightrft.strategy.distributed.deadlines import StepTimer
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase

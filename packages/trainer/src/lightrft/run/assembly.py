@@ -31,7 +31,7 @@ from lightrft.run.resume import RunPlan, plan_run
 from lightrft.run.start import end_run, sole_writer, start_run
 from lightrft.run.stopping import RunStoppedError
 from lightrft.run.threads import choose_threads
-from lightrft.stages.alarms import RunAlarmError, run_verdict
+from lightrft.stages.metrics import RunAlarmError, run_verdict
 from lightrft.stages.stage import StageInputs
 from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.console_sink import console_sink

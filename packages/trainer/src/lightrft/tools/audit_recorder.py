@@ -16,8 +16,8 @@ from torch import Tensor
 from lightrft.models import LoraActor, SequenceModel
 from lightrft.records.columns import COLUMNS
 from lightrft.records.table import RowTable, SampleTable, join_tables, tabulate
+from lightrft.strategy.backend import PreparedModel
 from lightrft.strategy.optimizers import PlannedLR
-from lightrft.strategy.prepared import PreparedModel
 from lightrft.tools.audit.record import (
     CONFIG,
     TOKEN_VALUES,

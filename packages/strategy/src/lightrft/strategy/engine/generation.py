@@ -13,8 +13,8 @@ from lightrft.engines.base import RolloutEngine
 from lightrft.engines.factory import ENGINES, build_engine, resolve_engine_type
 from lightrft.engines.types import EngineConfig, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.kernels.names import nearest_names
+from lightrft.strategy.backend import Arguments
 from lightrft.strategy.config import ENGINE_TYPES, StrategyConfig
-from lightrft.strategy.prepared import Arguments
 
 # Whether the ranks of a tensor-parallel group share one engine of this name. The embedded engines
 # live in each rank alone, so each rank generates for its own prompts.

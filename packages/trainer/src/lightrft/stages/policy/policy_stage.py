@@ -20,7 +20,7 @@ from lightrft.rewards.types import RewardError, RewardFunction
 from lightrft.rollout.model_rewards import ModelRewards
 from lightrft.rollout.sampler import RolloutSampler, greedy_params
 from lightrft.rollout.source import SourceParts
-from lightrft.stages.alarms import alarms
+from lightrft.stages.metrics import alarms
 from lightrft.stages.policy.algorithm import (
     check_algorithm,
     decide,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightrft.config.toml import write_whole
 from lightrft.reporting.files import CONFIG_FILE, REPORT_FILE
-from lightrft.stages.alarms import run_verdict
+from lightrft.stages.metrics import run_verdict
 from lightrft.tools.report.charts import Chart, format_number, packed_library
 from lightrft.tools.report.metric_table import METRICS, STAGES, MetricRow, metric_row
 from lightrft.tools.report.run_data import RunData, read_run
