@@ -12,8 +12,7 @@ from tests.models.tiny import tiny_model
 
 from lightrft.config import TrainConfig
 from lightrft.engines.types import Completion
-from lightrft.experience.assemble import AdvantageSettings
-from lightrft.experience.maker import ForwardModels, make_experience
+from lightrft.experience.maker import AdvantageSettings, ForwardModels, make_experience
 from lightrft.models import Actor, Critic
 from lightrft.records.batch import collate
 from lightrft.records.table import row_table, tabulate

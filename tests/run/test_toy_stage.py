@@ -122,7 +122,7 @@ def test_two_ranks_train_what_one_does(tmp_path):
 
 
 def test_a_request_stops_the_run_with_a_checkpoint(tmp_path):
-    from lightrft.run.stopping import RunStoppedError
+    from lightrft.strategy.distributed.process_end import RunStoppedError
 
     asked = iter([False] * 9 + [True])
     with pytest.raises(RunStoppedError, match="after step 4"):

@@ -11,8 +11,8 @@ import torch
 
 from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.config import TrainConfig
-from lightrft.experience.assemble import NumericsError
 from lightrft.models.loading import load_tokenizer
+from lightrft.records.batch import NumericsError
 from lightrft.rewards.types import RewardResult
 from lightrft.run.assembly import run_training
 from lightrft.stages.metrics import RunAlarmError, alarms, run_verdict, why_unchanged

@@ -29,13 +29,13 @@ from lightrft.reporting.trackers import build_trackers
 from lightrft.run.loop import Loop, LoopResult
 from lightrft.run.resume import RunPlan, plan_run
 from lightrft.run.start import end_run, sole_writer, start_run
-from lightrft.run.stopping import RunStoppedError
 from lightrft.run.threads import choose_threads
 from lightrft.stages.metrics import RunAlarmError, run_verdict
 from lightrft.stages.stage import StageInputs
 from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.console_sink import console_sink
 from lightrft.strategy.distributed.context import print_on_first_rank
+from lightrft.strategy.distributed.process_end import RunStoppedError
 from lightrft.strategy.strategy_base import StrategyBase
 
 EMA_FOLDER = "model_ema"

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightrft.algorithms.corrections import effective_sample_fraction, effective_sample_sums
 from lightrft.algorithms.value import explained_variance, explained_variance_sums
 from lightrft.config import TrainConfig
-from lightrft.experience.assemble import NumericsError
+from lightrft.records.batch import NumericsError
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase

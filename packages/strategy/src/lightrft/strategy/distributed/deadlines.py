@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lightrft.strategy.distributed.context import measure_memory
-from lightrft.strategy.distributed.error_report import LastPhase, end_process, record_phase
+from lightrft.strategy.distributed.process_end import LastPhase, end_process, record_phase
 
 logger = logging.getLogger(__name__)
 HANG_EXIT_CODE = 7

@@ -18,8 +18,13 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.batch_stream import BatchStream, check_lengths
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import Encoder
-from lightrft.experience.assemble import AdvantageSettings
-from lightrft.experience.maker import ForwardModels, StepExperience, make_experience, score_actor
+from lightrft.experience.maker import (
+    AdvantageSettings,
+    ForwardModels,
+    StepExperience,
+    make_experience,
+    score_actor,
+)
 from lightrft.rollout.sampler import RolloutSampler
 from lightrft.rollout.source import PartialRolloutState
 from lightrft.stages.policy.algorithm import Algorithm
