@@ -282,14 +282,6 @@ class StrategyBase:
         """Every rank's plain Python object, by rank, on every rank of the group."""
         return self.context.gather_objects(item, group)
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank, on every rank; lengths may differ."""
-        return self.context.gather_bytes(data)
-
-    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Gives every rank its part, and returns what each rank gave this one; both by rank."""
-        return self.context.exchange_bytes(parts)
-
     # --- models
 
     def prepare_model(

@@ -387,14 +387,14 @@ def make_experience(
     plan = _plan(table, config, num_ranks, step)
     wanted = [plan.row_index(each) for each in range(num_ranks) for _ in range(size)]
     with timer.stage("exchange"):
-        rows = deliver_rows(table, tabulate(samples.scored), wanted, strategy)
+        rows = deliver_rows(table, tabulate(samples.scored), wanted, strategy.context)
         media = deliver_media(table, samples.scored, wanted, strategy.context, encoder)
     batch = _batch(samples, rows, media, config, strategy)
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
     if samples.evidence is not None:
         with timer.stage("exchange"):
             ids = [table.sample_ids[each].tolist() for each in wanted]
-            evidence = deliver_evidence(samples.evidence, ids, strategy)
+            evidence = deliver_evidence(samples.evidence, ids, strategy.context)
             policy = _layout_policy(models, strategy)
             check_ledger(batch, rows, evidence, policy=policy, slices=slices, strategy=strategy)
     is_reused = reuses_policy_logprobs and plan.num_minibatches == 1

@@ -153,7 +153,7 @@ class StepRecorder:
         )
         # Only the first rank writes.
         parts = [pickle.dumps(own), *([b""] * (strategy.world_size - 1))]
-        gathered = strategy.exchange_bytes(parts)
+        gathered = strategy.context.exchange_bytes(parts)
         if strategy.is_rank_0():
             self._write([pickle.loads(data) for data in gathered])
         strategy.barrier()
