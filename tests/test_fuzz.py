@@ -23,10 +23,10 @@ from lightrft.config.toml import format_toml, read_toml
 from lightrft.datasets.files import Row, read_rows, scan_rows
 from lightrft.datasets.render import tokenise
 from lightrft.datasets.types import DataError
+from lightrft.reporting.alarms import alarms, run_verdict
 from lightrft.reporting.files import drop_steps_after
 from lightrft.rewards.user_task import checked_results
 from lightrft.rewards.worker import ReportedError
-from lightrft.stages.alarms import alarms, run_verdict
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.manifest import Manifest
 from lightrft.tools.report.page import find_alarms

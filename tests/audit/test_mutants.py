@@ -43,26 +43,26 @@ def test_the_parts_are_all_of_the_algorithms(mutation):
 
 def test_a_planted_module_is_taken_out_again(mutation):
     from lightrft.algorithms import kl
-    from lightrft.experience import assemble
+    from lightrft.experience import maker
 
     own, path = kl.estimate_kl, mutation.ALGORITHMS / "kl.py"
     code = path.read_text().replace("MAX_K3 = 10.0", "MAX_K3 = 11.0")
     with mutation.planted(path, compile(code, str(path), "exec")):
         assert kl.MAX_K3 == 11.0
-        assert assemble.estimate_kl is kl.estimate_kl is not own
+        assert maker.estimate_kl is kl.estimate_kl is not own
     assert kl.MAX_K3 == 10.0
-    assert assemble.estimate_kl is kl.estimate_kl is own
+    assert maker.estimate_kl is kl.estimate_kl is own
 
 
 def test_a_call_is_repeated_with_the_planted_module(mutation):
     import torch
 
     from lightrft.algorithms import kl
-    from lightrft.experience import assemble
+    from lightrft.experience import maker
 
     logprobs, mask = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.ones(1, 2).bool()
     with mutation.Recorder() as recorder:
-        assemble.estimate_kl(logprobs, torch.zeros(1, 2), mask, estimator="k2")
+        maker.estimate_kl(logprobs, torch.zeros(1, 2), mask, estimator="k2")
     (call,) = recorder.calls
     assert (call.module, call.name) == (kl.__name__, "estimate_kl")
     assert call.replayed() == call.result

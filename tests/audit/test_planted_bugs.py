@@ -15,10 +15,10 @@ from lightrft.algorithms.advantages import row_level, token_level
 from lightrft.algorithms.advantages.row_level import Groups
 from lightrft.algorithms.interface import TokenAdvantages, advantage_estimator
 from lightrft.algorithms.policy import clipped
-from lightrft.experience import assemble, maker
+from lightrft.experience import maker
 from lightrft.stages.policy import algorithm, objective, policy_stage, updates
 from lightrft.strategy import backend, optimizers, strategy_base
-from lightrft.strategy.accumulation import AccumulationState
+from lightrft.strategy.optimizers import AccumulationState
 
 BUGS = {}
 
@@ -158,7 +158,7 @@ def overlong_responses_are_rewarded(patch, world):
 def rewards_are_clipped_below_only(patch):
     wrap(
         patch,
-        assemble,
+        maker,
         "clip_rewards",
         lambda _: lambda rewards, limit: (rewards.clamp(min=-limit), rewards.abs() > limit),
     )
@@ -242,17 +242,17 @@ def returns_are_of_rewards_alone(patch):
 
 @bug("returns", init_kl_coef=0.3, steps=2)
 def the_kl_reward_has_the_wrong_sign(patch):
-    wrap(patch, assemble, "estimate_kl", lambda original: lambda *a, **k: -original(*a, **k))
+    wrap(patch, maker, "estimate_kl", lambda original: lambda *a, **k: -original(*a, **k))
 
 
 @bug("advantages", advantage_estimator="reinforce++")
 def whitening_divides_by_n_less_one(patch):
-    wrap(patch, assemble, "whiten", lambda original: lambda *args: original(*args, ddof=1))
+    wrap(patch, maker, "whiten", lambda original: lambda *args: original(*args, ddof=1))
 
 
 @bug("advantages", advantage_estimator="reinforce++")
 def whitening_is_forgotten(patch):
-    wrap(patch, assemble, "whiten", lambda _: lambda advantages, *__: advantages)
+    wrap(patch, maker, "whiten", lambda _: lambda advantages, *__: advantages)
 
 
 # --- weights of tokens

@@ -10,6 +10,7 @@ import sys
 import pytest
 from tests.machine import seconds
 
+from lightrft.cli import errors
 from lightrft.cli.errors import ExitCode, UsageError, is_out_of_memory, run_guarded
 
 
@@ -32,7 +33,7 @@ KNOWN_ERRORS = (
     ("lightrft.models.loading", "ModelLoadError", ("text",), 2),
     ("lightrft.datasets.types", "DataError", ("text",), 4),
     ("lightrft.rewards.types", "RewardError", ("text",), 5),
-    ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ("hash", "text"), 8),
+    ("lightrft.strategy.weight_sync.verification", "WeightSyncError", ("hash", "text"), 8),
     ("lightrft.cli.errors", "WorkerError", ("text", 77), 77),
 )
 
@@ -145,3 +146,8 @@ def test_the_words_of_a_reward_are_not_memory_of_ours(capsys):
 
 def test_success_passes_its_code_on():
     assert run_guarded("lightrft", lambda: 0) == 0
+
+
+@pytest.mark.parametrize(("module", "name"), [row[:2] for row in errors._CODES])
+def test_every_error_with_a_code_is_where_the_table_says(module, name):
+    assert issubclass(getattr(importlib.import_module(module), name), Exception)

@@ -83,11 +83,11 @@ WORKER = textwrap.dedent("""
         time.sleep(100)
 
     def verification(rank):
-        from lightrft.strategy.weight_sync.accounting import WeightSyncError
+        from lightrft.strategy.weight_sync.verification import WeightSyncError
         of_rank(rank, WeightSyncError("hash", "p differs"))
 
     def stopped(rank):
-        from lightrft.run.stopping import RunStoppedError
+        from lightrft.strategy.distributed.process_end import RunStoppedError
         of_rank(rank, RunStoppedError(3, "run"))
 
     def interrupted(rank):
@@ -274,7 +274,7 @@ def assert_message(text, name, expected, *, prefix):
 
 
 def test_the_error_of_a_process_is_kept_and_a_second_one_does_not_replace_it(tmp_path, monkeypatch):
-    from lightrft.strategy.distributed.error_report import has_failed_peer, write_error_report
+    from lightrft.strategy.distributed.process_end import has_failed_peer, write_error_report
 
     for rank in (0, 1):
         (tmp_path / str(rank)).mkdir()

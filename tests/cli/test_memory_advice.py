@@ -12,8 +12,7 @@ from lightrft.cli import train as train_command
 from lightrft.cli.errors import is_out_of_memory, run_guarded
 from lightrft.cli.options import available_options
 from lightrft.config import TrainConfig
-from lightrft.records.step_timer import StepTimer
-from lightrft.strategy.distributed.deadlines import phase, phase_of
+from lightrft.strategy.distributed.deadlines import StepTimer, phase, phase_of
 from lightrft.tools.memory_advice import NUM_REMEDIES, memory_report, remedies
 
 KINDS = ("train", "forward", "generate", "engine", "sync", "models")

@@ -16,10 +16,10 @@ from lightrft.engines.media.kinds import Media
 from lightrft.kernels import hash_tensor
 from lightrft.models.actor import Actor
 from lightrft.models.loading import save_pretrained
-from lightrft.strategy.weight_sync.accounting import WeightSyncError
 from lightrft.strategy.weight_sync.canary import actor_canary, media_seen
 from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
 from lightrft.strategy.weight_sync.sync import WeightSync
+from lightrft.strategy.weight_sync.verification import WeightSyncError
 
 pytestmark = [pytest.mark.shard("vision_vllm"), pytest.mark.vllm]
 

@@ -8,7 +8,7 @@ from lightrft.algorithms.interface import advantage_estimator
 from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS
-from lightrft.experience.assemble import AdvantageSettings, assemble, shape_rewards
+from lightrft.experience.maker import AdvantageSettings, assemble, shape_rewards
 from lightrft.records.batch import PolicyOutputs, collate
 from lightrft.records.table import SampleTable
 

@@ -12,11 +12,9 @@ from tests.models.tiny import tiny_model
 
 from lightrft.config import TrainConfig
 from lightrft.engines.types import Completion
-from lightrft.experience.assemble import AdvantageSettings
-from lightrft.experience.maker import ForwardModels, make_experience
+from lightrft.experience.maker import AdvantageSettings, ForwardModels, make_experience
 from lightrft.models import Actor, Critic
 from lightrft.records.batch import collate
-from lightrft.records.step_timer import StepTimer
 from lightrft.records.table import row_table, tabulate
 from lightrft.reporting.trajectories import spans
 from lightrft.rewards.types import RewardResult
@@ -27,6 +25,7 @@ from lightrft.stages.policy.algorithm import decide
 from lightrft.stages.policy.step_metrics import record_experience, table_metrics
 from lightrft.stages.policy.updates import TrainedModel, Update
 from lightrft.strategy import get_fake_strategy
+from lightrft.strategy.distributed.deadlines import StepTimer
 from lightrft.tools.report.sample_page import token_sample
 
 _SPEC = importlib.util.spec_from_file_location(

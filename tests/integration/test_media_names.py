@@ -14,9 +14,9 @@ from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.families import family_of
 from lightrft.models.actor import Actor
 from lightrft.models.loading import ModelLoadError, load_causal_lm, load_model
-from lightrft.strategy.weight_sync.accounting import WeightSyncError
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, module_parameter_source
 from lightrft.strategy.weight_sync.sync import WeightSync
+from lightrft.strategy.weight_sync.verification import WeightSyncError
 
 
 class CopyingEngine(HFEngine):

@@ -11,7 +11,7 @@ from lightrft.engines import EngineConfig, SamplingParams
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.models.actor import Actor
 from lightrft.strategy.fake import get_fake_strategy
-from lightrft.strategy.weight_sync.accounting import WeightSyncError
+from lightrft.strategy.weight_sync.verification import WeightSyncError
 
 
 class KeepsFeatures(HFEngine):

@@ -19,9 +19,9 @@ from lightrft.engines.types import EngineParameter
 from lightrft.kernels import BucketLayout, TensorSpec
 from lightrft.kernels.weight_bucket import native
 from lightrft.models.lora import BASE, FIRST, SECOND, LoraActor
-from lightrft.strategy.weight_sync.accounting import PlannedParameter
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 from lightrft.strategy.weight_sync.sync import Transfer, load_buckets
+from lightrft.strategy.weight_sync.verification import PlannedParameter
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

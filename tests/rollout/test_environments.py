@@ -14,7 +14,6 @@ from lightrft.datasets import load_prompts
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig
 from lightrft.experience.ledger_gate import rebuild
-from lightrft.records.step_timer import StepTimer
 from lightrft.rewards.build import CombinedReward, build_reward
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments.calls import (
@@ -34,6 +33,7 @@ from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.sampler import RolloutSampler, training_params
 from lightrft.rollout.source import SampleRequests, SourceParts
 from lightrft.strategy import get_fake_strategy
+from lightrft.strategy.distributed.deadlines import StepTimer
 
 HERE = Path(__file__).parent
 CASES = HERE / "environment_cases.py"

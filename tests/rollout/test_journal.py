@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from lightrft.experience.ledger_gate import rebuild
-from lightrft.records.step_timer import StepTimer
 from lightrft.rewards.build import CombinedReward
 from lightrft.rollout.environments.journal import read_journal
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.sampler import RolloutSampler, training_params
 from lightrft.rollout.source import SourceParts
+from lightrft.strategy.distributed.deadlines import StepTimer
 from lightrft.tools.replay.journal_rounds import Replay, replay_journal
 
 _SPEC = importlib.util.spec_from_file_location(

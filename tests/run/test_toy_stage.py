@@ -122,7 +122,7 @@ def test_two_ranks_train_what_one_does(tmp_path):
 
 
 def test_a_request_stops_the_run_with_a_checkpoint(tmp_path):
-    from lightrft.run.stopping import RunStoppedError
+    from lightrft.strategy.distributed.process_end import RunStoppedError
 
     asked = iter([False] * 9 + [True])
     with pytest.raises(RunStoppedError, match="after step 4"):
@@ -133,7 +133,7 @@ def test_a_request_stops_the_run_with_a_checkpoint(tmp_path):
 
 
 def test_an_alarm_ends_the_run(tmp_path):
-    from lightrft.stages.alarms import RunAlarmError
+    from lightrft.stages.metrics import RunAlarmError
 
     with pytest.raises(RunAlarmError, match=r"after step 1: .*learning rate was 0"):
         train(tmp_path, "fake", actor_learning_rate=0.0, stop_on_alarm=True)

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lightrft.strategy.weight_sync.accounting import WeightSyncError
 from lightrft.strategy.weight_sync.canary import CANARY_LIMITS, Canary, check_answer
+from lightrft.strategy.weight_sync.verification import WeightSyncError
 
 EXPECTED = [0.0] + [-9.0] * 63
 

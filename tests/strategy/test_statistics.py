@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from lightrft.strategy.distributed.collectives import ALONE
-from lightrft.strategy.engine.statistics import GenLenAnalyser, LengthStatistics, histogram_png
+from lightrft.strategy.engine.generation import GenLenAnalyser, LengthStatistics, histogram_png
 
 
 def analyser(plot_every, log_dir=None):

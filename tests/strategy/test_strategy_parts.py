@@ -19,8 +19,8 @@ import lightrft.strategy
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig, SamplingParams
 from lightrft.strategy import get_fake_strategy, get_strategy
+from lightrft.strategy.backend import NO_MODEL
 from lightrft.strategy.engine.generation import as_sampling_params
-from lightrft.strategy.prepared import NO_MODEL
 from lightrft.strategy.weight_sync.sync import WeightSync
 
 SMALL = {"train_batch_size": 1, "micro_train_batch_size": 1}

@@ -14,15 +14,16 @@ from lightrft.engines import EngineConfig, EngineParameter, GenerationRequest, S
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.kernels import combine_hashes, hash_tensor
-from lightrft.strategy.weight_sync.accounting import (
-    WeightSyncError,
-    match_parameters,
-    parameters_to_send,
-)
 from lightrft.strategy.weight_sync.canary import actor_canary, canary_token_ids, score_with_actor
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, module_parameter_source
 from lightrft.strategy.weight_sync.sync import WeightSync
-from lightrft.strategy.weight_sync.verification import model_hash, source_hashes
+from lightrft.strategy.weight_sync.verification import (
+    WeightSyncError,
+    match_parameters,
+    model_hash,
+    parameters_to_send,
+    source_hashes,
+)
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,12 @@ import torch
 
 from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.config import TrainConfig
-from lightrft.experience.assemble import NumericsError
 from lightrft.models.loading import load_tokenizer
+from lightrft.records.batch import NumericsError
+from lightrft.reporting.alarms import alarms, run_verdict, why_unchanged
 from lightrft.rewards.types import RewardResult
 from lightrft.run.assembly import run_training
-from lightrft.stages.alarms import RunAlarmError, alarms, run_verdict, why_unchanged
+from lightrft.stages.metrics import RunAlarmError
 from lightrft.stages.policy.inputs import warn_without_end
 from lightrft.tools.report.page import find_alarms, render_report
 from lightrft.tools.report.run_data import read_run

@@ -12,7 +12,7 @@ from lightrft.algorithms.advantages.row_level import CPGD_WEIGHTINGS
 from lightrft.algorithms.correction_terms import CORRECTION_PRESETS
 from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
-from lightrft.experience.assemble import AdvantageSettings, assemble
+from lightrft.experience.maker import AdvantageSettings, assemble
 from lightrft.models.types import ActorOutput
 from lightrft.records.batch import PolicyOutputs, collate
 from lightrft.records.table import SampleTable

@@ -16,10 +16,10 @@ from lightrft.cli.main import main
 from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
 from lightrft.engines.media.kinds import MEDIA_KINDS
+from lightrft.reporting.alarms import alarms
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.scoring import overlong_penalty
 from lightrft.run.assembly import _open_console
-from lightrft.stages.alarms import alarms
 from lightrft.stages.policy.algorithm import build_policy_loss
 from lightrft.stages.policy.inputs import pretrain_mix
 from lightrft.stages.policy.models import build_models

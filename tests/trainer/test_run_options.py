@@ -10,9 +10,9 @@ from tests.ranks import run_multiprocess
 
 from lightrft.config import TrainConfig
 from lightrft.models.actor import Actor
+from lightrft.reporting.alarms import alarms
 from lightrft.reporting.trajectories import TrajectoryLog
 from lightrft.rewards.types import RewardResult
-from lightrft.stages.alarms import alarms
 from lightrft.tools.rewards.service import RewardServer
 
 

@@ -14,7 +14,7 @@ from lightrft.run.threads import (
     decide_threads,
     max_micro_batch_tokens,
 )
-from lightrft.strategy.distributed.error_report import SHARED_THREADS_VARIABLE
+from lightrft.strategy.distributed.process_end import SHARED_THREADS_VARIABLE
 from lightrft.tools.model_presets import write_tiny_model
 
 SMOLLM2_135M = {"hidden_size": 576, "intermediate_size": 1536}

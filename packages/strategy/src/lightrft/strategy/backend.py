@@ -1,16 +1,19 @@
-"""Training backends of a strategy: placing models, gradients, states as files."""
+"""Training backends: models they prepare, placing, gradients, states as files."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.engines.base import RolloutEngine
 from lightrft.strategy.checkpoints import training_state
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
@@ -24,8 +27,67 @@ from lightrft.strategy.optimizers import (
     optimizer_parameters,
     parameter_groups,
 )
-from lightrft.strategy.prepared import AnyModel, PreparedModel, inner_module, wrapped_module
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource
+
+
+class PreparedModel(NamedTuple):
+    """A model ready for training, with its optimizer and schedule; None means "no such model"."""
+
+    model: nn.Module | None
+    optimizer: Optimizer | None
+    scheduler: LRScheduler | None
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """The model's forward pass."""
+        return wrapped_module(self)(*args, **kwargs)
+
+
+NO_MODEL = PreparedModel(None, None, None)
+AnyModel = nn.Module | PreparedModel
+ModelOptimPair = tuple[nn.Module, Optimizer]
+ModelOrModelOptimPair = nn.Module | ModelOptimPair
+RewardModels = nn.Module | Sequence[nn.Module] | None
+Arguments = Namespace | Mapping[str, object] | StrategyConfig
+
+
+@runtime_checkable
+class _Wrapper(Protocol):
+    """DistributedDataParallel, a DeepSpeed engine and the like."""
+
+    module: nn.Module
+
+
+def wrapped_module(model: AnyModel) -> nn.Module:
+    """The callable module of a model or PreparedModel, with whatever a backend put around it.
+
+    Raises:
+        ValueError: The PreparedModel is empty.
+    """
+    module = model.model if isinstance(model, PreparedModel) else model
+    if module is None:
+        raise ValueError("this PreparedModel has no model")
+    return module
+
+
+def inner_module(model: AnyModel) -> nn.Module:
+    """The actor, critic or bare model inside a wrapper with a `module` attribute."""
+    module = wrapped_module(model)
+    return module.module if isinstance(module, _Wrapper) else module
+
+
+def is_actor(model: object) -> bool:
+    """Whether the model is marked as an actor (`is_actor = True`)."""
+    return bool(getattr(model, "is_actor", False))
+
+
+def is_engine(model: object) -> bool:
+    """Whether the object is a rollout engine."""
+    return isinstance(model, RolloutEngine)
+
+
+def published_sizes(config: StrategyConfig) -> tuple[int, float, int, int]:
+    """The arguments that every strategy's constructor begins with."""
+    return config.seed, config.max_norm, config.micro_train_batch_size, config.train_batch_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.strategy.backend import Backend
-from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.distributed.collectives import ALONE
-from lightrft.strategy.distributed.process_groups import resolve_shard_size
-from lightrft.strategy.distributed.sequence_parallel import share_sequences
-from lightrft.strategy.prepared import (
+from lightrft.strategy.backend import (
     AnyModel,
     Arguments,
+    Backend,
     PreparedModel,
     inner_module,
     published_sizes,
 )
+from lightrft.strategy.config import StrategyConfig
+from lightrft.strategy.distributed.collectives import ALONE
+from lightrft.strategy.distributed.process_groups import resolve_shard_size
+from lightrft.strategy.distributed.sequence_parallel import share_sequences
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, module_parameter_source
 

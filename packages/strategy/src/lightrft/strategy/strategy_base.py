@@ -19,8 +19,21 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.types import Completion, EngineStatus
-from lightrft.strategy.accumulation import Accumulations, AccumulationState
-from lightrft.strategy.backend import Backend, WantedState
+from lightrft.strategy.backend import (
+    NO_MODEL,
+    AnyModel,
+    Arguments,
+    Backend,
+    ModelOptimPair,
+    ModelOrModelOptimPair,
+    PreparedModel,
+    RewardModels,
+    WantedState,
+    inner_module,
+    is_actor,
+    is_engine,
+    wrapped_module,
+)
 from lightrft.strategy.checkpoints.checkpoints import Checkpoints
 from lightrft.strategy.checkpoints.folders import SaveRequest
 from lightrft.strategy.config import ConfigError, StrategyConfig
@@ -39,19 +52,12 @@ from lightrft.strategy.engine import generation
 from lightrft.strategy.engine.generation import PromptBatch, PromptItem
 from lightrft.strategy.engine.session import EngineSession, OnFinished
 from lightrft.strategy.meta_init import parameters_on_meta
-from lightrft.strategy.optimizers import AdamSettings, OptimizerStepResult, learning_rate_schedule
-from lightrft.strategy.prepared import (
-    NO_MODEL,
-    AnyModel,
-    Arguments,
-    ModelOptimPair,
-    ModelOrModelOptimPair,
-    PreparedModel,
-    RewardModels,
-    inner_module,
-    is_actor,
-    is_engine,
-    wrapped_module,
+from lightrft.strategy.optimizers import (
+    Accumulations,
+    AccumulationState,
+    AdamSettings,
+    OptimizerStepResult,
+    learning_rate_schedule,
 )
 from lightrft.strategy.sampler import DistributedSampler
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, checkpoint_module
@@ -275,14 +281,6 @@ class StrategyBase:
     def gather_objects(self, item: T, group: ProcessGroup | None = None) -> list[T]:
         """Every rank's plain Python object, by rank, on every rank of the group."""
         return self.context.gather_objects(item, group)
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank, on every rank; lengths may differ."""
-        return self.context.gather_bytes(data)
-
-    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Gives every rank its part, and returns what each rank gave this one; both by rank."""
-        return self.context.exchange_bytes(parts)
 
     # --- models
 

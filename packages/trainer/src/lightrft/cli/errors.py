@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from lightrft.config.options import mask_address
 from lightrft.config.printable import printable
 from lightrft.config.registry import load_reference
-from lightrft.strategy.distributed.error_report import write_error_report
+from lightrft.strategy.distributed.process_end import write_error_report
 
 if TYPE_CHECKING:
     from lightrft.config import TrainConfig
@@ -86,12 +86,12 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
     ("lightrft.strategy.checkpoints.errors", "CheckpointError", ExitCode.USAGE),
     ("lightrft.strategy.distributed.network", "NetworkError", ExitCode.PREFLIGHT),
-    ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ExitCode.VERIFICATION),
-    ("lightrft.experience.assemble", "NumericsError", ExitCode.NUMERICS),
+    ("lightrft.strategy.weight_sync.verification", "WeightSyncError", ExitCode.VERIFICATION),
+    ("lightrft.records.batch", "NumericsError", ExitCode.NUMERICS),
     ("lightrft.stages.policy.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),
     ("lightrft.reporting.trackers.best_effort", "TrackerError", ExitCode.PREFLIGHT),
-    ("lightrft.run.stopping", "RunStoppedError", ExitCode.STOPPED),
+    ("lightrft.strategy.distributed.process_end", "RunStoppedError", ExitCode.STOPPED),
 )
 MAX_ERROR_CHARACTERS = 20_000
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"

@@ -21,10 +21,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import LAUNCHED_BY_LIGHTRFT, ExitCode, WorkerError
-from lightrft.run.stopping import STOP_SIGNALS
-from lightrft.strategy.distributed.error_report import (
+from lightrft.strategy.distributed.process_end import (
     PHASE_FOLDER_VARIABLE,
     SHARED_THREADS_VARIABLE,
+    STOP_SIGNALS,
     LastPhase,
     read_phase,
 )

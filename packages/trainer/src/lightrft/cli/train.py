@@ -36,7 +36,7 @@ from lightrft.cli.options import (
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.rules import batch_problems
 from lightrft.reporting.files import note_interruption
-from lightrft.run.stopping import StopRequest
+from lightrft.strategy.distributed.process_end import StopRequest
 
 EPILOG = """\
 Boolean options have a negative form, --no_NAME. Options may stand in TOML files as well

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,6 @@ from lightrft.records.columns import COLUMNS, Column, Values, columns
 from lightrft.records.rollout import ScoredRollout
 from lightrft.rewards.types import RewardError
 from lightrft.strategy.distributed.context import DistributedContext
-
-if TYPE_CHECKING:
-    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +254,10 @@ def _from_wire(message: tuple[tuple[str, ...], bytes, bytes], holder: int) -> Ro
 
 
 def deliver_rows(
-    table: RowTable, own: SampleTable, wanted: Sequence[NDArray[np.int64]], strategy: StrategyBase
+    table: RowTable,
+    own: SampleTable,
+    wanted: Sequence[NDArray[np.int64]],
+    context: DistributedContext,
 ) -> SampleTable:
     """The rows that this rank wants, with their tokens; collective.
 
@@ -265,12 +265,12 @@ def deliver_rows(
         table: The rows of all ranks.
         own: The samples of this rank, in any order; more than `table` has do no harm.
         wanted: Which rows of `table` each rank wants, the same on every rank.
-        strategy: Brings bytes from rank to rank.
+        context: Brings bytes from rank to rank.
 
     Returns:
         The rows `wanted[rank]`, in that order.
     """
-    rank = strategy.get_rank()
+    rank = context.rank
     places = {sample_id: place for place, sample_id in enumerate(own.sample_ids.tolist())}
     parts = []
     for rows in wanted:
@@ -281,7 +281,7 @@ def deliver_rows(
     holders = table.holders[rows]
     found = [
         _unpack(data, table.take(rows[holders == sender]))
-        for sender, data in enumerate(strategy.exchange_bytes(parts))
+        for sender, data in enumerate(context.exchange_bytes(parts))
     ]
     order = np.argsort(holders, kind="stable")
     arrived = table.take(rows[order])

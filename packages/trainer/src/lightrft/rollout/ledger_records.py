@@ -21,7 +21,6 @@ from lightrft.strategy.distributed.context import DistributedContext
 
 if TYPE_CHECKING:
     from lightrft.strategy.engine.session import EngineSession
-    from lightrft.strategy.strategy_base import StrategyBase
 
 Call = tuple[int, int]  # request id, sample index
 
@@ -110,14 +109,14 @@ def share_entries(
 
 
 def deliver_evidence(
-    evidence: Evidence, wanted: Sequence[Collection[int]], strategy: StrategyBase
+    evidence: Evidence, wanted: Sequence[Collection[int]], context: DistributedContext
 ) -> Evidence:
     """The evidence on the samples that this rank trains; collective.
 
     Args:
         evidence: Of the samples of this rank.
         wanted: Sample ids that each rank trains; the same on every rank.
-        strategy: Brings bytes from rank to rank.
+        context: Brings bytes from rank to rank.
     """
     by_call: dict[Call, list[LedgerEntry]] = {}
     for entry in () if evidence.is_shared else evidence.entries.values():
@@ -128,7 +127,7 @@ def deliver_evidence(
     ]
     accounts: dict[int, Account] = {}
     entries = dict(evidence.entries) if evidence.is_shared else {}
-    for data in strategy.exchange_bytes(parts):
+    for data in context.exchange_bytes(parts):
         if data:
             theirs, found = _unpack(data)
             accounts |= theirs

@@ -10,7 +10,6 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
-from lightrft.records.step_timer import StepTimer
 from lightrft.records.table import RowTable
 from lightrft.rollout.scoring import require_rewards
 from lightrft.rollout.single_turn import SingleTurnSource
@@ -23,6 +22,7 @@ from lightrft.rollout.source import (
     SourceParts,
     own_positions,
 )
+from lightrft.strategy.distributed.deadlines import StepTimer
 
 # Makes the source of the responses to a batch of prompts.
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import Completion, Facts, FinishReason, LogprobsMode, SamplingParams
 from lightrft.records.columns import join_facts
 from lightrft.records.rollout import ScoredRollout, Segment
-from lightrft.records.step_timer import StepTimer
 from lightrft.records.table import RowTable
 from lightrft.rewards.types import RewardFunction
 from lightrft.rollout.ledger_records import Evidence
+from lightrft.strategy.distributed.deadlines import StepTimer
 
 if TYPE_CHECKING:
     from lightrft.rollout.model_rewards import ModelRewards

@@ -14,6 +14,7 @@ from typing import cast
 from lightrft.config import TrainConfig
 from lightrft.config.registry import STAGES, START_HOOKS
 from lightrft.config.toml import write_whole
+from lightrft.reporting.alarms import run_verdict
 from lightrft.reporting.console import RunConsole
 from lightrft.reporting.files import (
     CONFIG_FILE,
@@ -29,13 +30,13 @@ from lightrft.reporting.trackers import build_trackers
 from lightrft.run.loop import Loop, LoopResult
 from lightrft.run.resume import RunPlan, plan_run
 from lightrft.run.start import end_run, sole_writer, start_run
-from lightrft.run.stopping import RunStoppedError
 from lightrft.run.threads import choose_threads
-from lightrft.stages.alarms import RunAlarmError, run_verdict
+from lightrft.stages.metrics import RunAlarmError
 from lightrft.stages.stage import StageInputs
 from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.console_sink import console_sink
 from lightrft.strategy.distributed.context import print_on_first_rank
+from lightrft.strategy.distributed.process_end import RunStoppedError
 from lightrft.strategy.strategy_base import StrategyBase
 
 EMA_FOLDER = "model_ema"

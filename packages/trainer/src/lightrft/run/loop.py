@@ -21,7 +21,7 @@ from lightrft.datasets.batch_stream import Batches, BatchStream
 from lightrft.reporting.loggers import LoggerGroup, MetricsLogger
 from lightrft.run.throughput import TrainingFlops, peak_tflops, training_flops, utilisation
 from lightrft.stages.stage import Stage, StageMemory, Step, TrainedModels, Work, stored_number
-from lightrft.strategy.prepared import Arguments
+from lightrft.strategy.backend import Arguments
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase

@@ -10,7 +10,7 @@ import torch
 
 from lightrft.config import TrainConfig
 from lightrft.models.loading import load_config
-from lightrft.strategy.distributed.error_report import SHARED_THREADS_VARIABLE
+from lightrft.strategy.distributed.process_end import SHARED_THREADS_VARIABLE
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase

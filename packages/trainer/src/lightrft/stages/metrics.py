@@ -1,4 +1,4 @@
-"""Metrics of one step: sums, counts and extremes that are reduced over ranks in one collective."""
+"""Metrics of one step, reduced over ranks in one collective, and the alarms about them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from lightrft.algorithms.corrections import effective_sample_fraction, effective_sample_sums
 from lightrft.algorithms.value import explained_variance, explained_variance_sums
+from lightrft.records.batch import NumericsError
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
+
 
 # How one accumulated number joins over micro batches and ranks.
 Reduction = Literal["sum", "max", "min"]
@@ -22,6 +24,7 @@ _JOINS: dict[Reduction, Callable[[Tensor], Tensor]] = {
     "max": torch.amax,
     "min": torch.amin,
 }
+Metrics = Mapping[str, float]
 
 
 class StepMetrics:
@@ -124,3 +127,7 @@ def _mean(sums: Tensor) -> float | None:
 
 def _joined(values: Iterable[float], join: Reduction) -> Tensor:
     return _JOINS[join](torch.tensor(list(values), dtype=torch.float64))
+
+
+class RunAlarmError(NumericsError):
+    """An alarm ended a run (`stop_on_alarm`); model, checkpoint and summary are written."""

@@ -19,11 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.batch_stream import Batches, BatchStream
-from lightrft.records.step_timer import StepTimer
-from lightrft.stages.alarms import MAIN_NAMES, alarms
+from lightrft.reporting.alarms import MAIN_NAMES, alarms
 from lightrft.stages.metrics import StepMetrics
 from lightrft.strategy.distributed.console_sink import with_progress
-from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.deadlines import StepTimer, phase
 from lightrft.strategy.optimizers import OptimizerStepResult
 
 if TYPE_CHECKING:

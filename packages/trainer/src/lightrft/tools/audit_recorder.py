@@ -16,8 +16,8 @@ from torch import Tensor
 from lightrft.models import LoraActor, SequenceModel
 from lightrft.records.columns import COLUMNS
 from lightrft.records.table import RowTable, SampleTable, join_tables, tabulate
+from lightrft.strategy.backend import PreparedModel
 from lightrft.strategy.optimizers import PlannedLR
-from lightrft.strategy.prepared import PreparedModel
 from lightrft.tools.audit.record import (
     CONFIG,
     TOKEN_VALUES,
@@ -153,7 +153,7 @@ class StepRecorder:
         )
         # Only the first rank writes.
         parts = [pickle.dumps(own), *([b""] * (strategy.world_size - 1))]
-        gathered = strategy.exchange_bytes(parts)
+        gathered = strategy.context.exchange_bytes(parts)
         if strategy.is_rank_0():
             self._write([pickle.loads(data) for data in gathered])
         strategy.barrier()

@@ -31,7 +31,7 @@ from lightrft.stages.policy.models import decide_by_machine, trained_model
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
 from lightrft.stages.policy.rewards import build_trainer_rewards
 from lightrft.stages.stage import Step, TrainedModels
-from lightrft.strategy.prepared import Arguments, PreparedModel
+from lightrft.strategy.backend import Arguments, PreparedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from pickle import UnpicklingError
 
 from safetensors import SafetensorError
 
-from lightrft.strategy.backend import Backend, WantedState
+from lightrft.strategy.backend import AnyModel, Backend, PreparedModel, WantedState, inner_module
 from lightrft.strategy.checkpoints.client_state import load_scheduler, save_scheduler
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter, StagedWriter
@@ -29,7 +29,6 @@ from lightrft.strategy.distributed.collectives import gather_objects
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_groups import separate_group
-from lightrft.strategy.prepared import AnyModel, PreparedModel, inner_module
 from lightrft.strategy.weight_sync.parameter_source import gathered_dtype
 
 

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.strategy.backend import Backend, WantedState
+from lightrft.strategy.backend import (
+    AnyModel,
+    Arguments,
+    Backend,
+    PreparedModel,
+    WantedState,
+    inner_module,
+    wrapped_module,
+)
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
@@ -27,13 +35,6 @@ from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_groups import resolve_shard_size
 from lightrft.strategy.distributed.sequence_parallel import share_sequences
 from lightrft.strategy.optimizers import clip_gradients, gradient_norm, optimizer_parameters
-from lightrft.strategy.prepared import (
-    AnyModel,
-    Arguments,
-    PreparedModel,
-    inner_module,
-    wrapped_module,
-)
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, module_parameter_source
 

@@ -1,4 +1,7 @@
-"""Deadlines on phases: a hang ends the process and says where every rank was."""
+"""Phases of a run: their deadlines, durations and memory, and notes on errors from them.
+
+A hang ends the process and says where every rank was.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from lightrft.strategy.distributed.error_report import LastPhase, end_process, record_phase
+from lightrft.strategy.distributed.context import measure_memory
+from lightrft.strategy.distributed.process_end import LastPhase, end_process, record_phase
 
 logger = logging.getLogger(__name__)
 HANG_EXIT_CODE = 7
 _LAST_RESORT_SECONDS = 10.0
 _ANSWER_SECONDS = 1.0
+_NOTE = "in phase "
 # Of all threads: rollouts may run beside training.
 _stack: list[_Deadline] = []
 _stack_lock = threading.RLock()
@@ -167,9 +174,6 @@ def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
                 _record(f"between phases, after {name}")
 
 
-_NOTE = "in phase "
-
-
 def note_phase(error: BaseException, name: str) -> None:
     """Attaches to an exception the innermost phase that it came from, and this rank."""
     if phase_of(error) is None:
@@ -188,3 +192,33 @@ def phase_of(error: BaseException) -> str | None:
     # What fails while a failed run is closed hides the first error behind it.
     behind = error.__cause__ or error.__context__
     return None if behind is None else phase_of(behind)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimer:
+    """Durations and memory by stage, on this rank.
+
+    Args:
+        seconds: Duration of each stage, summed over its repetitions.
+        memory_bytes: On a GPU the most that torch allocated during the stage; on a CPU what the
+            process holds at its end.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Measures what runs inside."""
+        has_gpu = torch.cuda.is_available()
+        if has_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        try:
+            yield
+        except BaseException as error:
+            note_phase(error, name)
+            raise
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated() if has_gpu else measure_memory().allocated_bytes
+        self.memory_bytes[name] = max(self.memory_bytes.get(name, 0), peak)

@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from lightrft.strategy.distributed.collectives import Alone, Group, group_size, run_together
-from lightrft.strategy.distributed.error_report import end_process
+from lightrft.strategy.distributed.process_end import end_process
 
 T = TypeVar("T")
 PEER_FAILED_EXIT_CODE = 1

@@ -18,6 +18,7 @@ from lightrft.engines.types import (
     GenerationRequest,
     SamplingParams,
 )
+from lightrft.strategy.backend import inner_module
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import group_rank, group_size, run_together
 from lightrft.strategy.distributed.context import DistributedContext
@@ -26,13 +27,12 @@ from lightrft.strategy.distributed.one_sided import run_apart
 from lightrft.strategy.distributed.process_groups import engine_group_ranks
 from lightrft.strategy.engine.generation import (
     SHARED_BY_GROUP,
+    GenLenAnalyser,
     PromptBatch,
     as_sampling_params,
     check_engine_type,
     engine_config,
 )
-from lightrft.strategy.engine.statistics import GenLenAnalyser
-from lightrft.strategy.prepared import inner_module
 from lightrft.strategy.weight_sync.canary import actor_canary, compute_dtypes, media_seen
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, engine_source
 from lightrft.strategy.weight_sync.sync import MEGABYTE, WeightSync, WeightSyncReport

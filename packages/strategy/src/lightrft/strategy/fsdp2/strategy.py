@@ -10,7 +10,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.strategy.backend import Backend
+from lightrft.strategy.backend import (
+    AnyModel,
+    Arguments,
+    Backend,
+    PreparedModel,
+    inner_module,
+    wrapped_module,
+)
 from lightrft.strategy.checkpoints import training_state
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.context import DistributedContext
@@ -34,13 +41,6 @@ from lightrft.strategy.optimizers import (
     MasterWeightsAdamW,
     optimizer_parameters,
     parameter_groups,
-)
-from lightrft.strategy.prepared import (
-    AnyModel,
-    Arguments,
-    PreparedModel,
-    inner_module,
-    wrapped_module,
 )
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, reshard_modules

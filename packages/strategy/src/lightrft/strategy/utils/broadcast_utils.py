@@ -1,7 +1,7 @@
 """Sending weights to the rollout engine."""
 
 from lightrft.engines.base import RolloutEngine
-from lightrft.strategy.prepared import AnyModel
+from lightrft.strategy.backend import AnyModel
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.sync import WeightSyncReport
 

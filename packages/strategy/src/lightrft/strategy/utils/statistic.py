@@ -1,3 +1,3 @@
 """Generation lengths."""
 
-from lightrft.strategy.engine.statistics import GenLenAnalyser as GenLenAnalyser
+from lightrft.strategy.engine.generation import GenLenAnalyser as GenLenAnalyser

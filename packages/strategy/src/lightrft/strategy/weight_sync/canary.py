@@ -16,13 +16,12 @@ from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import Group, gather_objects, group_rank
 from lightrft.strategy.distributed.sequence_parallel import SharesSequences
-from lightrft.strategy.weight_sync.accounting import WeightSyncError
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     checkpoint_module,
     reshard_modules,
 )
-from lightrft.strategy.weight_sync.verification import mix64
+from lightrft.strategy.weight_sync.verification import WeightSyncError, mix64
 
 CANARY_LENGTH = 64
 

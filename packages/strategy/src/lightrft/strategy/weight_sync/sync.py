@@ -21,18 +21,16 @@ from lightrft.kernels import (
 )
 from lightrft.strategy.distributed.collectives import Group, gather_objects, transfer_device
 from lightrft.strategy.distributed.one_sided import run_apart
-from lightrft.strategy.weight_sync.accounting import (
-    PlannedParameter,
-    WeightSyncError,
-    match_parameters,
-    parameters_to_send,
-)
 from lightrft.strategy.weight_sync.canary import Canary, ask_about_media, ask_engine, check_answer
 from lightrft.strategy.weight_sync.parameter_source import AddLocal, ParameterSource
 from lightrft.strategy.weight_sync.verification import (
     PEER_FAILED,
+    PlannedParameter,
+    WeightSyncError,
     check_hashes,
+    match_parameters,
     model_hash,
+    parameters_to_send,
     raise_together,
     source_hashes,
 )

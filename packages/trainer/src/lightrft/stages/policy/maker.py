@@ -18,14 +18,19 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.batch_stream import BatchStream, check_lengths
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import Encoder
-from lightrft.experience.assemble import AdvantageSettings
-from lightrft.experience.maker import ForwardModels, StepExperience, make_experience, score_actor
-from lightrft.records.step_timer import StepTimer
+from lightrft.experience.maker import (
+    AdvantageSettings,
+    ForwardModels,
+    StepExperience,
+    make_experience,
+    score_actor,
+)
 from lightrft.rollout.sampler import RolloutSampler
 from lightrft.rollout.source import PartialRolloutState
 from lightrft.stages.policy.algorithm import Algorithm
 from lightrft.stages.policy.models import is_deterministic
 from lightrft.stages.stage import Step, stored_number
+from lightrft.strategy.distributed.deadlines import StepTimer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,7 +21,7 @@ from lightrft.models.sequence_model import freeze
 from lightrft.models.weight_files import count_model
 from lightrft.stages.policy.algorithm import build_estimator
 from lightrft.stages.stage import TrainedModel, TrainedModels
-from lightrft.strategy.prepared import PreparedModel, inner_module
+from lightrft.strategy.backend import PreparedModel, inner_module
 from lightrft.strategy.weight_sync.parameter_source import engine_source
 from lightrft.strategy.weight_sync.verification import common_hashes, model_hash
 

@@ -16,11 +16,11 @@ from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
 from lightrft.engines.media.families import family_of
 from lightrft.experience.maker import ForwardModels
 from lightrft.models import SequenceModel
+from lightrft.reporting.alarms import alarms
 from lightrft.rewards.types import RewardError, RewardFunction
 from lightrft.rollout.model_rewards import ModelRewards
 from lightrft.rollout.sampler import RolloutSampler, greedy_params
 from lightrft.rollout.source import SourceParts
-from lightrft.stages.alarms import alarms
 from lightrft.stages.policy.algorithm import (
     check_algorithm,
     decide,

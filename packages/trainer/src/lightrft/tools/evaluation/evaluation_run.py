@@ -144,7 +144,7 @@ def _sample_passes(
         own, table = sampler.sample_all(prompts, params)
         metrics |= summarise(name, table, settings, params.n)
         wanted = [np.arange(len(table) if rank == 0 else 0) for rank in range(strategy.world_size)]
-        tables[name] = deliver_rows(table, tabulate(own), wanted, strategy)
+        tables[name] = deliver_rows(table, tabulate(own), wanted, strategy.context)
     return EvalResult(len(prompts), metrics), tables
 
 

@@ -24,7 +24,7 @@ from lightrft.experience.minibatches import micro_slices
 from lightrft.models import Actor, ActorOutput, Critic, load_config
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy, get_strategy
-from lightrft.strategy.prepared import PreparedModel
+from lightrft.strategy.backend import PreparedModel
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightrft.config.toml import write_whole
+from lightrft.reporting.alarms import run_verdict
 from lightrft.reporting.files import CONFIG_FILE, REPORT_FILE
-from lightrft.stages.alarms import run_verdict
 from lightrft.tools.report.charts import Chart, format_number, packed_library
 from lightrft.tools.report.metric_table import METRICS, STAGES, MetricRow, metric_row
 from lightrft.tools.report.run_data import RunData, read_run

@@ -1,12 +1,10 @@
-"""Alarms about the numbers of a step, and the verdict on a whole run, in words."""
+"""Alarms about the metrics of a step, and the verdict on those of a run; needs no torch."""
 
 import math
 from collections.abc import Iterable, Mapping
 
 from lightrft.config import TrainConfig
-from lightrft.experience.assemble import NumericsError
 
-Metrics = Mapping[str, float]
 # Names of main models: their metrics have no prefix, and their learning rate is NAME_lr.
 MAIN_NAMES = ("actor", "model")
 # Of these any number above 0 is an alarm.
@@ -21,11 +19,9 @@ _NONE_ALLOWED = (
 _RATES = tuple(f"{name}_lr" for name in MAIN_NAMES)
 
 
-class RunAlarmError(NumericsError):
-    """An alarm ended a run (`stop_on_alarm`); model, checkpoint and summary are written."""
-
-
-def alarms(config: TrainConfig, metrics: Metrics, *, compares_groups: bool = False) -> list[str]:
+def alarms(
+    config: TrainConfig, metrics: Mapping[str, float], *, compares_groups: bool = False
+) -> list[str]:
     """One sentence for each thing that is wrong with the metrics of a step.
 
     `alarm_kl` bounds `kl` (to the reference model, per token) and `approx_kl` (of the update).
@@ -61,7 +57,7 @@ def alarms(config: TrainConfig, metrics: Metrics, *, compares_groups: bool = Fal
     return [*found, idle] if idle else found
 
 
-def _equal_rewards(metrics: Metrics, *, compares_groups: bool) -> str | None:
+def _equal_rewards(metrics: Mapping[str, float], *, compares_groups: bool) -> str | None:
     """The sentence about a step whose rewards teach nothing."""
     if metrics.get("num_samples", 0) < 2:
         return None
