@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from tests.engines.fake_engine import FakeEngine
 from tests.models.tiny import SPECIAL, tiny_model
 from tests.ranks import run_multiprocess
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.factory import ENGINES
-from lightrft.engines.fake import FakeEngine
 from lightrft.rewards.types import RewardResult
 
 NUM_STEPS = 3
@@ -99,7 +99,6 @@ def arguments(backend: str) -> Namespace:
         advantage_estimator="dr_grpo",
         loss_agg_mode="token-mean",
         policy_loss="recorded",
-        engine_type="fake",
         engine_args={"vocab_size": 37, "eos_token_id": -1},
         enable_engine_sleep=False,
         pretrain=None,

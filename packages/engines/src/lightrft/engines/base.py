@@ -58,7 +58,7 @@ class RolloutEngine(ABC):
         config: What to start.
 
     Attributes:
-        name: The registry name ("hf", "fake", "vllm", "sglang").
+        name: The registry name ("hf", "vllm", "sglang").
         weights_version: Version of the weights in use; -1 before the first update. Set by
             `set_weights_version` after the caller has verified the update.
         status: Asleep or awake.
