@@ -14,12 +14,10 @@ from torch import nn
 
 from lightrft.engines.backend_options import check_options
 from lightrft.engines.base import FinishedRows, RolloutEngine
+from lightrft.engines.engine_weights import ParameterStore, full_shape, is_full_tensor
 from lightrft.engines.factory import ENGINES
-from lightrft.engines.hf.sampling import draw_tokens, sampling_logprobs
-from lightrft.engines.parameter_store import ParameterStore, full_shape, is_full_tensor
-from lightrft.engines.random import mix64, row_keys, uniforms
-from lightrft.engines.raw_completions import RawCompletion
-from lightrft.engines.requests import Limits, Row
+from lightrft.engines.rows import Limits, RawCompletion, Row
+from lightrft.engines.sampling import draw_tokens, mix64, row_keys, sampling_logprobs, uniforms
 from lightrft.engines.types import (
     EngineConfig,
     FinishReason,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightrft.config import TrainConfig
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
-from lightrft.engines.media.prompts import RowMedia
+from lightrft.engines.media.media import RowMedia
 from lightrft.engines.types import SamplingParams, has_known_order
 from lightrft.experience.assemble import AdvantageSettings, ShapedRewards, assemble, shape_rewards
 from lightrft.experience.ledger_gate import check_ledger
