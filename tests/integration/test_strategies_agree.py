@@ -136,14 +136,15 @@ def build_strategy(backend: str):
 def train(rank: int, world_size: int, backend: str) -> tuple:
     from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
-    ENGINES["fake"] = lambda config, *, module=None: _replay(config, module)
+    # The trainer checks its options: the engine stands under a name that users can choose.
+    ENGINES["hf"] = lambda config, *, module=None: _replay(config, module)
     rows: list = []
     record_losses(rows)
     strategy = build_strategy(backend)
     actor, _, _, _ = strategy.prepare_models_and_optimizers(
         tiny_actor(), None, None, None, strategy.args, 2 * NUM_STEPS
     )
-    strategy.setup_inference_engine(strategy.args, engine_type="fake", actor=actor)
+    strategy.setup_inference_engine(strategy.args, engine_type="hf", actor=actor)
     trainer = SPMDPPOTrainer(
         strategy, actor, None, LengthReward(), tokenizer=CharacterTokenizer(), loggers=[]
     )
