@@ -20,12 +20,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from lightrft.engines.fake import FakeEngine
 from tests.ranks import run_multiprocess
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft.engines import EngineConfig, WeightPiece
-from lightrft.engines.fake import FakeEngine
 from lightrft.kernels import hash_tensors
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,

@@ -13,7 +13,7 @@ from tests.cli.dice import Dice
 from lightrft.cli.main import main
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
-from lightrft.engines.media.kinds import Media
+from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import as_image
 from lightrft.tools.quickstart.boxed_sum import score
 from lightrft.tools.quickstart.colours import COLOURS, SHAPES, Shapes, describe, draw_shapes

@@ -392,7 +392,8 @@ def check_text_generation(world):
 
 
 def check_multimodal_generation(world):
-    from lightrft.engines.fake import FakeEngine
+    from tests.engines.fake_engine import FakeEngine
+
     from lightrft.engines.types import EngineConfig
 
     def script(request, index):

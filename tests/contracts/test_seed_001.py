@@ -14,8 +14,8 @@ import shlex
 import pytest
 import torch
 from tests.contracts.recipes import RECIPES
+from tests.engines.fake_engine import FakeEngine
 
-from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig, EngineStatus
 from lightrft.strategy import FakeStrategy, get_fake_strategy
 from lightrft.strategy.config import StrategyConfig

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.engines.fake_engine import FakeEngine
 from torch import nn
 
-from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig, MultiModalInputs
 from lightrft.strategy import FakeStrategy, get_fake_strategy
 from lightrft.strategy.strategy_base import EngineStatus, StrategyBase

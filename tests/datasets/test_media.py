@@ -11,7 +11,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.media import VisionPrompts, with_media
 from lightrft.datasets.prompts import load_prompts
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.kinds import Media
+from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import as_image, as_video
 from lightrft.tools.model_presets import byte_level_tokenizer
 

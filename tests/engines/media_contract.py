@@ -8,7 +8,7 @@ from tests.engines.media_requests import requests_of
 from tests.models.vision.tiny_world import image, prompt
 
 from lightrft.engines import GenerationRequest, SamplingParams, StaleEngineError
-from lightrft.engines.media.kinds import Media
+from lightrft.engines.media.media import Media
 from lightrft.strategy.fake import get_fake_strategy
 
 SAMPLED = SamplingParams(max_tokens=7, n=2, seed=5)

@@ -3,7 +3,7 @@
 import torch
 from tests.models.vision.tiny_world import Batch, image, prompt
 
-from lightrft.engines.media.kinds import Media
+from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import VideoSource
 from lightrft.engines.types import GenerationRequest
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from tests.engines import fake_engine  # noqa: F401 - registers "fake"
 
 from lightrft.engines import (
     EngineConfig,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.engines.fake_engine import FakeEngine
 
 from lightrft.engines import (
     EngineConfig,
@@ -11,7 +12,6 @@ from lightrft.engines import (
     WeightPiece,
     build_engine,
 )
-from lightrft.engines.fake import FakeEngine
 
 CONFIG = EngineConfig("fake", "")
 REQUEST = GenerationRequest((4, 5, 6), 3)

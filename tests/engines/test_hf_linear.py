@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from lightrft.engines import EngineConfig, GenerationRequest, SamplingParams
-from lightrft.engines.hf.build import FewRowsLinear, use_few_rows_products
-from lightrft.engines.hf.engine import HFEngine
+from lightrft.engines.hf.engine import FewRowsLinear, HFEngine, use_few_rows_products
 
 
 def layers(*, bias: bool) -> tuple[nn.Linear, nn.Linear]:

@@ -1,6 +1,7 @@
 """The contract of engines with images: here the ones that need no other package."""
 
 import pytest
+from tests.engines import fake_engine  # noqa: F401 - registers "fake"
 from tests.engines.media_contract import CHECKS, a_strategy_takes_nested_and_flat_lists
 from tests.models.vision.tiny_world import encoded_prompts, tiny
 

@@ -9,8 +9,8 @@ from tests.models.vision.tiny_world import image, prompt, tiny
 
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.inputs import axes_of_rows
-from lightrft.engines.media.kinds import Media
-from lightrft.engines.raw_completions import Job
+from lightrft.engines.media.media import Media
+from lightrft.engines.rows import Job
 from lightrft.engines.vllm.media import check_prompt, forbid_tokens, native_prompt
 
 

@@ -12,7 +12,7 @@ from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines import EngineConfig, SamplingParams, build_engine
 from lightrft.engines.media.families import placeholder_ids
-from lightrft.engines.media.kinds import Media
+from lightrft.engines.media.media import Media
 from lightrft.kernels import hash_tensor
 from lightrft.models.actor import Actor
 from lightrft.models.loading import save_pretrained

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from lightrft.engines.random import mix64, row_keys, uniforms
+from lightrft.engines.sampling import mix64, row_keys, uniforms
 
 CPU = torch.device("cpu")
 MASK = 2**64 - 1

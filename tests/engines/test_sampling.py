@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 
-from lightrft.engines.hf.sampling import (
+from lightrft.engines.sampling import (
     draw_tokens,
     invert_cumulative,
     keep_top_p,
+    row_keys,
     sampling_logprobs,
+    uniforms,
 )
-from lightrft.engines.random import row_keys, uniforms
 from lightrft.engines.types import SamplingParams
 
 

@@ -7,8 +7,7 @@ import torch
 from tests.models.vision.tiny_families import build_tiny
 
 from lightrft.engines import EngineConfig, SamplingParams
-from lightrft.engines.raw_completions import RawCompletion, cut_at_token, first_job, next_job
-from lightrft.engines.requests import Row
+from lightrft.engines.rows import RawCompletion, Row, cut_at_token, first_job, next_job
 from lightrft.engines.sglang.backend import hash_uint32
 from lightrft.engines.sglang.engine import SGLangEngine, native_params, raw_of
 

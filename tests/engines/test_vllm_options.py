@@ -8,7 +8,7 @@ import torch
 
 from lightrft.engines.backend_options import check_options, parse_options
 from lightrft.engines.process_state import preserved_process_state
-from lightrft.engines.raw_completions import Job, RawCompletion, joined, request_seed
+from lightrft.engines.rows import Job, RawCompletion, joined, request_seed
 from lightrft.engines.types import SamplingParams
 from lightrft.engines.vllm.backend import choose_executor, prepare_environment
 from lightrft.engines.vllm.options import RESERVED

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tests.engines.fake_engine import FakeEngine
 
 from lightrft.datasets.types import Prompt
-from lightrft.engines.fake import FakeEngine
 from lightrft.engines.ledger import Ledger, hash_context
 from lightrft.engines.types import Completion, EngineConfig, GenerationRequest, SamplingParams
 from lightrft.experience.ledger_gate import check_ledger

@@ -166,7 +166,6 @@ OPTIONS = {
     "max_norm": 1e9,
     "rollout_batch_size": 2,
     "n_samples_per_prompt": 4,
-    "engine_type": "fake",
     "value_clip": 0.0,
     "kl_estimator": "k1",
 }

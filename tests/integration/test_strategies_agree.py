@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from tests.engines.fake_engine import FakeEngine
 from tests.models.tiny import SPECIAL, tiny_model
 from tests.ranks import run_multiprocess
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.factory import ENGINES
-from lightrft.engines.fake import FakeEngine
 from lightrft.rewards.types import RewardResult
 
 NUM_STEPS = 3
@@ -99,7 +99,6 @@ def arguments(backend: str) -> Namespace:
         advantage_estimator="dr_grpo",
         loss_agg_mode="token-mean",
         policy_loss="recorded",
-        engine_type="fake",
         engine_args={"vocab_size": 37, "eos_token_id": -1},
         enable_engine_sleep=False,
         pretrain=None,
@@ -137,14 +136,15 @@ def build_strategy(backend: str):
 def train(rank: int, world_size: int, backend: str) -> tuple:
     from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
-    ENGINES["fake"] = lambda config, *, module=None: _replay(config, module)
+    # The trainer checks its options: the engine stands under a name that users can choose.
+    ENGINES["hf"] = lambda config, *, module=None: _replay(config, module)
     rows: list = []
     record_losses(rows)
     strategy = build_strategy(backend)
     actor, _, _, _ = strategy.prepare_models_and_optimizers(
         tiny_actor(), None, None, None, strategy.args, 2 * NUM_STEPS
     )
-    strategy.setup_inference_engine(strategy.args, engine_type="fake", actor=actor)
+    strategy.setup_inference_engine(strategy.args, engine_type="hf", actor=actor)
     trainer = SPMDPPOTrainer(
         strategy, actor, None, LengthReward(), tokenizer=CharacterTokenizer(), loggers=[]
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
-from lightrft.engines.media.prompts import EncodedPrompt, RowMedia
+from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.models import Actor, Critic, TokenLayout
 from lightrft.models.attention import PACKED
 

@@ -49,7 +49,7 @@ def setup_of(name, layers, *, tokens, checkpointing=False, world=WORLD):
         micro_train_batch_size=1,
     )
     size = replace(SHAPES[name], num_layers=layers)
-    return Setup(config, size, world, world, True, 80e9, "fake")
+    return Setup(config, size, world, world, True, 80e9, "hf")
 
 
 def predicted(setup, forgets=()):

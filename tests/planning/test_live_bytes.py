@@ -29,7 +29,7 @@ TOLERANCE = 0.10
 def setup_of(sizes, options):
     config = two_ranks.run_config(sizes, options)
     size = ModelSize.of_config(two_ranks.model_config(sizes).to_dict())
-    return Setup(config, size, 2, 2, False, 1e12, "fake")
+    return Setup(config, size, 2, 2, False, 1e12, "hf")
 
 
 def predict(sizes, options, forgets=()):

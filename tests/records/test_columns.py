@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.engines.fake_engine import FakeEngine
 
 from lightrft.datasets.suffix import Observation
 from lightrft.datasets.types import Prompt
-from lightrft.engines.fake import FakeEngine
-from lightrft.engines.raw_completions import cut_at_token, joined
+from lightrft.engines.rows import cut_at_token, joined
 from lightrft.engines.types import Completion, EngineConfig, GenerationRequest, SamplingParams
 from lightrft.experience.ledger_gate import check_ledger, rebuild
 from lightrft.models.layout import LayoutPolicy
@@ -441,7 +441,7 @@ FACTS = (
 )
 # Where an engine's calls become a response, and where batches and files are read.
 ENDS = {
-    "raw_completions",
+    "rows",
     "types",
     "fire",
     "source",

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.engines.fake_engine import FakeEngine
 from tests.machine import seconds
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets import load_prompts
-from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.rewards.build import CombinedReward, build_reward
@@ -72,7 +72,6 @@ class Stage:
                 "n_samples_per_prompt": 2,
                 "generate_max_len": 200,
                 "prompt_max_len": 700,
-                "engine_type": "fake",
                 "bf16": False,
                 "environment_workers": 1,
                 "tool_timeout_seconds": 20.0,

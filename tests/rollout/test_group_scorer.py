@@ -8,12 +8,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.engines.fake_engine import FakeEngine
 from tests.machine import seconds
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines import EngineConfig, SamplingParams
-from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import Completion
 from lightrft.records.rollout import Rollout
 from lightrft.rewards import build_reward

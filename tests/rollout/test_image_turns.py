@@ -16,7 +16,7 @@ from lightrft.datasets import load_prompts
 from lightrft.datasets.media import VisionPrompts
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.inputs import axes_of_rows
-from lightrft.engines.media.prompts import RowMedia
+from lightrft.engines.media.media import RowMedia
 from lightrft.engines.types import EngineConfig
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.models.actor import Actor

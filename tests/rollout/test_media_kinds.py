@@ -14,7 +14,7 @@ from lightrft.datasets.types import DataError
 from lightrft.engines.media.encoder import TEXT_ENCODER, PromptEncoder
 from lightrft.engines.media.families import VisionFamily
 from lightrft.engines.media.inputs import media_inputs
-from lightrft.engines.media.kinds import MEDIA_KINDS, Media, MediaKind
+from lightrft.engines.media.media import MEDIA_KINDS, Media, MediaKind
 from lightrft.engines.media.sources import FileSource, MediaError
 from lightrft.engines.types import Completion
 from lightrft.records.media import _pack, _Sources, _unpack, deliver_media, media_request

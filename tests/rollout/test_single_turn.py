@@ -2,7 +2,7 @@ import pytest
 
 from lightrft.config import ConfigError
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.kinds import Media
+from lightrft.engines.media.media import Media
 from lightrft.engines.types import Completion
 from lightrft.rollout.single_turn import RolloutGroups, build_requests
 from lightrft.rollout.source import own_positions

@@ -11,9 +11,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.engines.fake_engine import FakeEngine
 from tests.ranks import RankFailure, run_multiprocess
 
-from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig, EngineStatus
 from lightrft.strategy import FakeStrategy
 from lightrft.strategy.distributed.process_groups import (

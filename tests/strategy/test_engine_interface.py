@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from tests.engines.fake_engine import FakeEngine
 from torch import nn
 
 from lightrft.engines.base import StaleEngineError
-from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import (
     EngineConfig,
     EngineStatus,
@@ -170,7 +170,7 @@ def test_generation_wakes_and_sleeps_as_told():
 
 def test_engine_never_sleeps_when_sleep_is_disabled():
     strategy = strategy_with(enable_engine_sleep=False)
-    engine = strategy.setup_inference_engine(None, "fake")
+    engine = strategy.setup_inference_engine(None, "fake", nn.Linear(2, 3))
     strategy.gather_and_generate({"max_tokens": 1}, [[1]])
     strategy.maybe_sleep_inference_engine()
     assert "sleep" not in engine.calls
@@ -229,8 +229,8 @@ def test_optimizer_step_makes_the_engine_stale_until_the_next_update():
 
 def test_a_second_engine_takes_the_place_of_the_first():
     strategy = strategy_with()
-    first = strategy.setup_inference_engine(None, "fake")
-    second = strategy.setup_inference_engine(None, "fake")
+    first = strategy.setup_inference_engine(None, "fake", nn.Linear(2, 3))
+    second = strategy.setup_inference_engine(None, "fake", nn.Linear(2, 3))
     assert first.calls[-1] == "close"
     assert strategy.inference_engine is second
     assert "close" not in second.calls
@@ -244,7 +244,7 @@ def test_unknown_engine_type(unknown):
 
 def test_engine_type_has_one_truth_afterwards(capsys):
     strategy = strategy_with(engine_type="vllm")
-    strategy.setup_inference_engine(None, "fake")
+    strategy.setup_inference_engine(None, "fake", nn.Linear(2, 3))
     assert strategy.config.engine_type == strategy.engine_type == "fake"
     assert strategy.inference_engine_type == "fake"
     assert "the configuration said vllm" in capsys.readouterr().out
@@ -258,7 +258,7 @@ def test_engine_without_a_model_is_refused_early():
 def test_engine_settings_come_from_the_arguments():
     strategy = strategy_with()
     with pytest.raises(ValueError, match="nonsense"):
-        strategy.setup_inference_engine({"engine_args": {"nonsense": 1}}, "fake")
+        strategy.setup_inference_engine({"engine_args": {"nonsense": 1}}, "fake", nn.Linear(2, 3))
 
 
 def test_lengths_are_written_at_the_interval(tmp_path, capsys):

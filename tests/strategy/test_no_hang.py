@@ -49,10 +49,10 @@ def fail(kind: str, folder: str) -> None:
 
 def run_rank(place: str, kind: str, folder: str) -> None:
     import torch
+    from tests.engines.fake_engine import FakeEngine
     from torch import nn
 
     from lightrft.engines import factory
-    from lightrft.engines.fake import FakeEngine
     from lightrft.strategy import get_strategy
 
     is_faulty = os.environ["RANK"] == "1"

@@ -50,10 +50,10 @@ def wait_inside(folder: str) -> None:
 
 
 def run_fake(place: str, folder: str) -> None:
+    from tests.engines.fake_engine import FakeEngine
     from torch import nn
 
     from lightrft.engines import factory
-    from lightrft.engines.fake import FakeEngine
     from lightrft.strategy import get_strategy
     from lightrft.strategy.engine.generation import SHARED_BY_GROUP
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.engines.fake_engine import FakeEngine
 from tests.ranks import run_multiprocess
 
-from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.distributed.deadlines import current_phase, phase

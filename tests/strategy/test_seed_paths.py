@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 
 import pytest
+from tests.engines.fake_engine import FakeEngine
 
-from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.config import StrategyConfig
@@ -39,7 +39,7 @@ def test_the_helpers_do_what_they_are_named_for():
     from lightrft.strategy.utils.distributed_util import gather_inputs_object_for_inference
 
     assert gather_inputs_object_for_inference([[1], [2]], ALONE) == [[1], [2]]
-    engine = rollout_engine(StrategyConfig(engine_type="fake"), "fake")
+    engine = rollout_engine(StrategyConfig(pretrain="unread"), "fake")
     assert isinstance(engine, FakeEngine)
     import torch
 

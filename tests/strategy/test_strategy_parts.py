@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.engines.fake_engine import FakeEngine
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import lightrft.strategy
-from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig, SamplingParams
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.backend import NO_MODEL
@@ -122,7 +122,7 @@ def test_a_closed_engine_leaves_nothing_behind(engine_type):
 
 def test_results_are_read_by_attribute_or_by_name():
     with get_fake_strategy(SMALL) as strategy:
-        strategy.setup_inference_engine(None, "fake")
+        strategy.setup_inference_engine(None, "fake", nn.Linear(2, 3))
         strategy.inference_engine.set_weights_version(0)
         (found,) = strategy.gather_and_generate({"max_tokens": 2}, [[3, 4]])
     assert found["output_token_ids"] == found.output_token_ids

@@ -7,11 +7,11 @@ import itertools
 
 import pytest
 import torch
+from tests.engines.fake_engine import FakeEngine
 from tests.models.tiny import tiny_model
 from torch import nn
 
 from lightrft.engines import EngineConfig, EngineParameter, GenerationRequest, SamplingParams
-from lightrft.engines.fake import FakeEngine
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.kernels import combine_hashes, hash_tensor
 from lightrft.strategy.weight_sync.canary import actor_canary, canary_token_ids, score_with_actor

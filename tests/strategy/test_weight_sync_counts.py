@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from tests.engines.fake_engine import FakeEngine
 from tests.ranks import run_multiprocess
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft.engines import EngineConfig
-from lightrft.engines.fake import FakeEngine
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 from lightrft.strategy.weight_sync.sync import WeightSync
 

@@ -68,8 +68,9 @@ def check_ranges(source, full: dict[str, torch.Tensor], rank: int) -> dict[str, 
 
 def check_fake_engine(source, full: dict[str, torch.Tensor]) -> None:
     """Odd shapes reach a scripted engine whole, in buckets of 64 bytes and in one."""
+    from tests.engines.fake_engine import FakeEngine
+
     from lightrft.engines import EngineConfig
-    from lightrft.engines.fake import FakeEngine
     from lightrft.strategy.weight_sync.sync import WeightSync
 
     for bucket_bytes in (64, 2**20):

@@ -14,7 +14,7 @@ from tests.ranks import run_multiprocess
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
-from lightrft.engines.raw_completions import request_seed
+from lightrft.engines.rows import request_seed
 from lightrft.rollout.sampler import training_params
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
 from lightrft.tools.audit.report import audit_step

@@ -2,8 +2,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.engines.fake_engine import FakeEngine
 
-from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig
 from lightrft.records.rollout import AnsweredCall, Conversation
 from lightrft.records.table import SampleTable

@@ -7,7 +7,7 @@ import torch
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.trainer.vision_world import build_vision_trainer, write_data
 
-from lightrft.engines.media.prompts import RowMedia
+from lightrft.engines.media.media import RowMedia
 from lightrft.models.vision import forward
 from lightrft.stages.policy import updates
 

@@ -15,7 +15,7 @@ from tests.ranks import run_multiprocess
 from tests.trainer.vision_world import build_vision_trainer, scorer_folder, write_data
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.engines.media.prompts import RowMedia
+from lightrft.engines.media.media import RowMedia
 from lightrft.models import Actor, Critic, RewardModel
 from lightrft.models.loading import ModelLoadError, load_causal_lm, load_trunk
 from lightrft.models.lora import LoraActor

@@ -9,7 +9,7 @@ from tests.ranks import run_multiprocess
 from tests.trainer.vision_world import scorer_folder, write_data
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.engines.media.kinds import Media
+from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import ImageSource
 from lightrft.models.vision import forward
 from lightrft.run.assembly import run_training

@@ -11,7 +11,7 @@ from tests.models.vision.tiny_world import MROPE, PACKABLE, Batch, tiny
 
 from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.media.inputs import token_types
-from lightrft.engines.media.prompts import RowMedia
+from lightrft.engines.media.media import RowMedia
 from lightrft.models.actor import Actor
 from lightrft.models.attention import LayoutRefusedError
 from lightrft.models.layout import TokenLayout

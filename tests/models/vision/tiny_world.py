@@ -10,8 +10,7 @@ from tests.models.vision.tiny_families import TINY_FAMILIES, build_tiny
 
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of, placeholder_ids
-from lightrft.engines.media.kinds import Media
-from lightrft.engines.media.prompts import RowMedia
+from lightrft.engines.media.media import Media, RowMedia
 from lightrft.engines.media.sources import as_image
 
 PACKABLE = [name for name in TINY_FAMILIES if name != "tiny-mllama"]

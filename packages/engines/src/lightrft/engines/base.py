@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lightrft.engines.engine_weights import EngineWeights, StaleEngineError as StaleEngineError
+from lightrft.engines.engine_weights import (
+    EngineWeights,
+    StaleEngineError as StaleEngineError,
+    is_full_tensor,
+)
 from lightrft.engines.ledger import Ledger
 from lightrft.engines.media.encoder import MediaReader
 from lightrft.engines.media.families import family_of
-from lightrft.engines.media.prompts import EncodedPrompt
+from lightrft.engines.media.media import EncodedPrompt
 from lightrft.engines.native_params import params_of_native
-from lightrft.engines.parameter_store import is_full_tensor
-from lightrft.engines.raw_completions import FinishedRow, completion_of
-from lightrft.engines.requests import Limits, Row, rows_of_requests
+from lightrft.engines.rows import FinishedRow, Limits, Row, completion_of, rows_of_requests
 from lightrft.engines.text import Text, end_of_sequence_ids
 from lightrft.engines.types import (
     Completion,
@@ -58,7 +60,7 @@ class RolloutEngine(ABC):
         config: What to start.
 
     Attributes:
-        name: The registry name ("hf", "fake", "vllm", "sglang").
+        name: The registry name ("hf", "vllm", "sglang").
         weights_version: Version of the weights in use; -1 before the first update. Set by
             `set_weights_version` after the caller has verified the update.
         status: Asleep or awake.

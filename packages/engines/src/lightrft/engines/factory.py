@@ -24,7 +24,6 @@ class EngineBuilder(Protocol):
 # Name -> where the builder is (`module:name`), or the builder itself.
 ENGINES: dict[str, str | EngineBuilder] = {
     "hf": "lightrft.engines.hf.engine:HFEngine",
-    "fake": "lightrft.engines.fake:build_fake",
     "vllm": "lightrft.engines.vllm.engine:VLLMEngine",
     "sglang": "lightrft.engines.sglang.engine:SGLangEngine",
 }

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.engines.raw_completions import RawCompletion
-from lightrft.engines.requests import Row
+from lightrft.engines.rows import RawCompletion, Row
 from lightrft.engines.types import Facts
 
 # Request id, sample index, hash of the context: what one call sampled for one sample.

@@ -18,9 +18,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightrft.engines.hf.build import architecture_of
+from lightrft.engines.engine_weights import tied_names
+from lightrft.engines.hf.engine import architecture_of
 from lightrft.engines.media.families import family_of
-from lightrft.engines.parameter_store import tied_names
 from lightrft.engines.types import EngineConfig
 
 

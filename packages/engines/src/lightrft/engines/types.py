@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-    from lightrft.engines.media.prompts import EncodedPrompt
+    from lightrft.engines.media.media import EncodedPrompt
 
 LogprobsMode = Literal["temperature", "truncated"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -105,7 +105,7 @@ class MultiModalInputs:
 
     Args:
         images, videos: Of these kinds.
-        others: Of further kinds of `lightrft.engines.media.kinds`.
+        others: Of further kinds of `lightrft.engines.media.media`.
     """
 
     images: tuple[object, ...] = ()
@@ -289,7 +289,7 @@ class EngineConfig:
 def has_known_order(
     engine_name: str | None, *, top_k: int, top_p: float, min_p: float = 0.0
 ) -> bool:
-    """Whether what the engine keeps follows from the logits as in `lightrft.engines.hf.sampling`.
+    """Whether what the engine keeps follows from the logits as in `lightrft.engines.sampling`.
 
     SGLang takes top_p of the mass before top_k, and vLLM min_p before both; one truncation alone
     is the same everywhere.

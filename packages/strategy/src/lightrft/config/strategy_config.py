@@ -34,7 +34,7 @@ from lightrft.config.options import (
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 
 Arguments = Mapping[str, str | int | float | bool] | None
-EngineType = Literal["vllm", "sglang", "hf", "fake", "auto"]
+EngineType = Literal["vllm", "sglang", "hf", "auto"]
 ENGINE_TYPES: tuple[str, ...] = typing.get_args(EngineType)
 # Weights of which every rank would load a whole copy into the host's memory.
 META_INIT_BYTES = 2_000_000_000

@@ -823,7 +823,7 @@ class StrategyBase:
 
         Args:
             args: Settings of the engine; None takes the strategy's own.
-            engine_type: "vllm", "sglang", "hf", "fake" or "auto". From here on the only one.
+            engine_type: "vllm", "sglang", "hf" or "auto". From here on the only one.
             actor: If given, its weights are sent at once.
 
         Raises:

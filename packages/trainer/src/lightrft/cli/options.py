@@ -20,8 +20,6 @@ from lightrft.config.options import (
 from lightrft.config.toml import read_toml
 from lightrft.utils.arguments import add_arguments
 
-# A scripted engine samples nothing of a model: only scripts may ask for it.
-CHOICES_FOR_TESTS = {"engine_type": "fake"}
 # Documented options that this version does not implement, with what to do instead. They are
 # refused: an option that were accepted and ignored would change nothing without a word.
 _METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
@@ -234,11 +232,6 @@ def merge_options(
     for name, value in {**values, **texts}.items():
         setattr(config, name, value)
     problems += config.problems()
-    problems += [
-        f"{name}: {choice} is for tests: choose another"
-        for name, choice in CHOICES_FOR_TESTS.items()
-        if config.__dict__[name] == choice
-    ]
     return config, problems
 
 

@@ -10,7 +10,7 @@ from lightrft.datasets.files import Row
 from lightrft.datasets.render import PromptTokenizer, RowTokenizer, messages_of
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, PromptEncoder
-from lightrft.engines.media.kinds import MEDIA_KINDS, Media
+from lightrft.engines.media.media import MEDIA_KINDS, Media
 from lightrft.engines.media.sources import MediaError
 
 if TYPE_CHECKING:

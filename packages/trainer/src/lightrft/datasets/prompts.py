@@ -24,7 +24,7 @@ from lightrft.datasets.render import (
     tokenise,
 )
 from lightrft.datasets.types import DataError, Prompt
-from lightrft.engines.media.kinds import Media
+from lightrft.engines.media.media import Media
 
 _TOKENIZER_BATCH = 1000
 _MAX_EXAMPLES = 3

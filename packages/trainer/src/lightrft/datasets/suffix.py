@@ -16,8 +16,7 @@ from itertools import chain
 from typing import Literal, Protocol, cast
 
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
-from lightrft.engines.media.kinds import Media
-from lightrft.engines.media.prompts import LaterImages
+from lightrft.engines.media.media import LaterImages, Media
 from lightrft.engines.media.sources import ImageSource
 
 Role = Literal["tool", "user"]

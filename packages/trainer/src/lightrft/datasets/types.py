@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightrft.engines.media.kinds import Media
+from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import ImageSource
 
 

@@ -31,7 +31,7 @@ from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
 from lightrft.config import TrainConfig
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
-from lightrft.engines.media.prompts import RowMedia
+from lightrft.engines.media.media import RowMedia
 from lightrft.engines.types import SamplingParams, has_known_order
 from lightrft.experience.ledger_gate import check_ledger
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches

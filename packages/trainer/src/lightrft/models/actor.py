@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightrft.engines.media.families import family_of, placeholder_ids
-from lightrft.engines.media.prompts import RowMedia
+from lightrft.engines.media.media import RowMedia
 from lightrft.models.head import LinearLogprobHead, read_head_transform
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightrft.engines.media.prompts import RowMedia
+from lightrft.engines.media.media import RowMedia
 from lightrft.models.loading import ModelLoadError, load_trunk, save_pretrained
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.strategy.meta_init import parameters_on_meta

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from lightrft.engines.media.families import family_of
-from lightrft.engines.media.prompts import RowMedia
+from lightrft.engines.media.media import RowMedia
 from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import (
     ModelLoadError,

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from lightrft.config import ConfigError
 from lightrft.engines.hf.attention import set_text_attention
 from lightrft.engines.media.families import family_of
-from lightrft.engines.media.prompts import NO_MEDIA, RowMedia
+from lightrft.engines.media.media import NO_MEDIA, RowMedia
 from lightrft.models.attention import use_packed_attention
 from lightrft.models.layout import LayoutPolicy, TokenLayout
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrft.engines.hf.sampling import keep_support
+from lightrft.engines.sampling import keep_support
 from lightrft.kernels.logprob.products import wide_product
 from lightrft.kernels.logprob.types import OutputLayer, apply_transform
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.engines.media.prompts import NO_MEDIA, RowMedia
+from lightrft.engines.media.media import NO_MEDIA, RowMedia
 from lightrft.models.support import SamplingSupport
 from lightrft.records.columns import COLUMNS
 from lightrft.records.table import SampleTable

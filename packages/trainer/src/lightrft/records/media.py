@@ -11,8 +11,14 @@ from numpy.typing import NDArray
 from lightrft.config import ConfigError
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import Encoder
-from lightrft.engines.media.kinds import MEDIA_KINDS, Media, MediumKind
-from lightrft.engines.media.prompts import EncodedPrompt, LaterImages, RowMedia
+from lightrft.engines.media.media import (
+    MEDIA_KINDS,
+    EncodedPrompt,
+    LaterImages,
+    Media,
+    MediumKind,
+    RowMedia,
+)
 from lightrft.engines.media.sources import FileSource, ImageSource
 from lightrft.engines.types import GenerationRequest, MultiModalInputs
 from lightrft.records.rollout import Rollout, ScoredRollout

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.kinds import Media
-from lightrft.engines.media.prompts import LaterImages
+from lightrft.engines.media.media import LaterImages, Media
 from lightrft.engines.media.sources import ImageSource
 from lightrft.engines.types import Completion
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
-from lightrft.engines.media.kinds import MediumKind
-from lightrft.engines.media.prompts import RowMedia
+from lightrft.engines.media.media import MediumKind, RowMedia
 from lightrft.models import RewardModel
 from lightrft.records.batch import pad_rows
 from lightrft.records.media import agree_on_kinds, encode_row

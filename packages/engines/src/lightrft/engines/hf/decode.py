@@ -6,8 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from lightrft.engines.hf.sampling import draw_tokens
-from lightrft.engines.random import uniforms
+from lightrft.engines.sampling import draw_tokens, uniforms
 from lightrft.engines.text import StopStringMatcher
 from lightrft.engines.types import SamplingParams
 

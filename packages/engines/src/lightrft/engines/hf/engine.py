@@ -1,25 +1,43 @@
-"""The embedded rollout engine: transformers in the trainer's own process."""
+"""The embedded rollout engine: transformers in the trainer's own process, and its own model."""
 
+from __future__ import annotations
+
+import copy
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
+from lightrft.engines.backend_options import check_options
 from lightrft.engines.base import FinishedRows, RolloutEngine
-from lightrft.engines.hf.build import build_model
+from lightrft.engines.engine_weights import ParameterStore, is_full_tensor
+from lightrft.engines.hf.attention import use_attention
 from lightrft.engines.hf.decode import RowForward, StopRule, decode, stop_token_table
 from lightrft.engines.hf.forward import ModelTraits, PlainForward, WholeBatchForward
 from lightrft.engines.hf.layers import module_outputs
-from lightrft.engines.media.prompts import EncodedPrompt
-from lightrft.engines.parameter_store import ParameterStore
-from lightrft.engines.random import row_keys
-from lightrft.engines.raw_completions import RawCompletion
-from lightrft.engines.requests import Row, chunks_of_rows
+from lightrft.engines.media.families import family_of
+from lightrft.engines.media.media import EncodedPrompt
+from lightrft.engines.rows import RawCompletion, Row, chunks_of_rows
+from lightrft.engines.sampling import row_keys
 from lightrft.engines.text import StopStringMatcher
 from lightrft.engines.types import EngineConfig, SamplingParams
 
 _logger = logging.getLogger(__name__)
+# Where the product with the weight on the left was the faster one; with fewer rows reading the
+# weight decides, with more the arithmetic.
+_MIN_ROWS = 12
+_MAX_ROWS = 64
 
 
 class HFEngine(RolloutEngine):
@@ -137,3 +155,152 @@ class HFEngine(RolloutEngine):
             table = stop_token_table(stop_ids, self._limits.vocab_size, device=self._model.device)
         matcher = StopStringMatcher(params.stop, self._text, num_rows) if params.stop else None
         return StopRule(table, matcher, params.min_tokens)
+
+
+def build_model(config: EngineConfig, module: nn.Module | None) -> tuple[PreTrainedModel, set[str]]:
+    """Loads the checkpoint at `config.model_path`, or rebuilds `module` with storage of its own.
+
+    Neither the global random state nor the default dtype is changed.
+
+    Args:
+        config: dtype, path and options ("device", "attn_implementation").
+        module: A transformers model. Parameters that it holds in full are copied; sharded ones
+            stay unwritten until the first weight update.
+
+    Returns:
+        The model in eval mode, and its parameters that hold no weights yet.
+
+    Raises:
+        ValueError: An option or dtype is unknown, or the checkpoint lacks weights.
+        TypeError: `module` is not a transformers model.
+        FileNotFoundError: `config.model_path` is not a directory.
+    """
+    check_options(config.options, ("attn_implementation", "device"), engine_name="hf")
+    dtype: torch.dtype = config.torch_dtype
+    attention = config.options.get("attn_implementation")
+    device = _device(config, module)
+    # The model is built on the host: with the default, fork_rng would open every GPU.
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        if module is None:
+            model, unwritten = _load(config.model_path, dtype), set[str]()
+        else:
+            model = _rebuild(module, dtype)
+            unwritten = _copy_weights(module, model)
+    use_attention(model, None if attention is None else str(attention))
+    model.requires_grad_(False)
+    model.eval()
+    head = model.get_output_embeddings()
+    if head is not None:
+        head.register_forward_pre_hook(_in_one_piece)
+    model = model.to(device)
+    use_few_rows_products(model)
+    return model, unwritten
+
+
+def _in_one_piece(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Of the last positions' states, a slice, torch would make one product for each row.
+
+    On a CPU each then reads the whole weight, in bfloat16 even copies it.
+    """
+    return (inputs[0].contiguous(), *inputs[1:])
+
+
+def _device(config: EngineConfig, module: nn.Module | None) -> torch.device:
+    if "device" in config.options:
+        return torch.device(str(config.options["device"]))
+    own = None if module is None else next((p.device for p in module.parameters()), None)
+    if own is not None and own.type not in ("meta", "cpu"):
+        return own
+    if own is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _load(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+    if not model_path or not Path(model_path).is_dir():
+        raise FileNotFoundError(
+            f"the hf engine reads its model from a local directory: {model_path!r} is none; "
+            "pass the path of a Hugging Face checkpoint, or a module"
+        )
+    config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    auto_class = AutoModelForImageTextToText if family_of(config) else AutoModelForCausalLM
+    model, report = auto_class.from_pretrained(
+        model_path,
+        dtype=dtype,
+        local_files_only=True,
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
+    if report["missing_keys"]:
+        raise ValueError(
+            f"the checkpoint at {model_path} lacks {len(report['missing_keys'])} parameters "
+            f"(first: {min(report['missing_keys'])})"
+        )
+    return model
+
+
+def _rebuild(module: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the same architecture with uninitialised parameters."""
+    if not isinstance(module, PreTrainedModel):
+        raise TypeError(
+            f"the hf engine needs a transformers model: got {type(module).__name__}; "
+            "pass the inner model of a wrapper (actor.model)"
+        )
+    architecture = architecture_of(type(module))
+    hf_config = copy.deepcopy(module.config)
+    hf_config.dtype = dtype
+    with no_init_weights(), local_torch_dtype(dtype):
+        model = architecture(hf_config)
+    model.tie_weights()
+    model.generation_config = copy.deepcopy(module.generation_config)
+    return model
+
+
+def architecture_of(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class that defines a model: sharding swaps it for a subclass made on the fly."""
+    mro: list[type[PreTrainedModel]] = [c for c in kind.__mro__ if issubclass(c, PreTrainedModel)]
+    return next(c for c in mro if not issubclass(c, FSDPModule))
+
+
+def _copy_weights(source: nn.Module, target: nn.Module) -> set[str]:
+    """Copies what the source holds in full; returns the names of the parameters it does not."""
+    sources = dict(source.named_parameters(remove_duplicate=False))
+    unwritten: set[str] = set()
+    for name, parameter in target.named_parameters():
+        given = sources.get(name)
+        if given is not None and is_full_tensor(given, parameter.shape):
+            parameter.copy_(given)
+        else:
+            unwritten.add(name)
+    buffers = dict(source.named_buffers())
+    for name, buffer in target.named_buffers():
+        if name in buffers and buffers[name].shape == buffer.shape:
+            buffer.copy_(buffers[name])
+    return unwritten
+
+
+class FewRowsLinear(nn.Linear):
+    """An `nn.Linear` that multiplies weight by rows where rows are few, as in decoding on a CPU.
+
+    The BLAS that torch ships reads a large weight up to twice as fast as the left factor. The
+    results are those of `nn.Linear` but for the order of sums.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Maps [..., in_features] to [..., out_features]."""
+        rows = input.numel() // self.in_features
+        if not _MIN_ROWS <= rows <= _MAX_ROWS:
+            return super().forward(input)
+        columns = torch.mm(self.weight, input.reshape(rows, self.in_features).t())
+        output = columns.t().contiguous().view(*input.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
+
+
+def use_few_rows_products(model: nn.Module) -> None:
+    """Makes the float32 linear layers that a model has on the CPU `FewRowsLinear`s, in place."""
+    for module in model.modules():
+        # A subclass has a forward of its own.
+        if type(module) is not nn.Linear:
+            continue
+        if module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
+            module.__class__ = FewRowsLinear

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor
 
 from lightrft.engines.media.families import VisionFamily, family_of
-from lightrft.engines.media.kinds import MEDIA_KINDS, Media, MediumKind
-from lightrft.engines.media.prompts import EncodedPrompt, LaterImages
+from lightrft.engines.media.media import MEDIA_KINDS, EncodedPrompt, LaterImages, Media, MediumKind
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin

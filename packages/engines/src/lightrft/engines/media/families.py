@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.engines.media.kinds import MediumKind
+from lightrft.engines.media.media import MediumKind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

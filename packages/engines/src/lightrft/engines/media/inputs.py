@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.engines.media.families import VisionFamily
-from lightrft.engines.media.prompts import EncodedPrompt
+from lightrft.engines.media.media import EncodedPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

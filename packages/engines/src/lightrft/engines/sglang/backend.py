@@ -14,8 +14,8 @@ from lightrft.engines.process_state import (
     replaced_environment,
     require_functions,
 )
-from lightrft.engines.random import mix64
-from lightrft.engines.requests import Limits
+from lightrft.engines.rows import Limits
+from lightrft.engines.sampling import mix64
 from lightrft.engines.sglang.options import engine_arguments
 from lightrft.engines.types import EngineConfig
 

@@ -10,16 +10,16 @@ from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.media.families import family_of
 from lightrft.engines.model_shape import model_configs, model_directory, model_shape
 from lightrft.engines.process_state import preserved_process_state
-from lightrft.engines.raw_completions import (
+from lightrft.engines.rows import (
     FinishedJob,
     Job,
     RawCompletion,
+    Row,
     cut_at_string,
     cut_at_token,
     first_job,
     stream_in_parts,
 )
-from lightrft.engines.requests import Row
 from lightrft.engines.sglang.backend import KNOWN_VERSIONS, Engine, generate_native, start_engine
 from lightrft.engines.sglang.weights import SGLangWeights
 from lightrft.engines.types import (

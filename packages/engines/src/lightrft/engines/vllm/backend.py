@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightrft.engines.process_state import environment, preserved_process_state, require_functions
-from lightrft.engines.requests import Limits
+from lightrft.engines.rows import Limits
 from lightrft.engines.types import EngineConfig
 from lightrft.engines.vllm.media import name_tower
 from lightrft.engines.vllm.options import engine_arguments

@@ -10,11 +10,10 @@ from torch import nn
 
 from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.media.families import placeholder_ids
-from lightrft.engines.media.prompts import EncodedPrompt
+from lightrft.engines.media.media import EncodedPrompt
 from lightrft.engines.model_shape import ModelShape, model_configs, model_directory, model_shape
 from lightrft.engines.process_state import preserved_process_state
-from lightrft.engines.raw_completions import FinishedJob, Job, first_job, stream_in_parts
-from lightrft.engines.requests import Row
+from lightrft.engines.rows import FinishedJob, Job, Row, first_job, stream_in_parts
 from lightrft.engines.types import EngineConfig, EngineStatus, SamplingParams
 from lightrft.engines.vllm.backend import (
     Backend,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from lightrft.engines.media.kinds import MEDIA_KINDS
-from lightrft.engines.raw_completions import Job
+from lightrft.engines.media.media import MEDIA_KINDS
+from lightrft.engines.rows import Job
 
 
 def native_prompt(job: Job) -> dict[str, object]:

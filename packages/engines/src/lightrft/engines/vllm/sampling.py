@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from lightrft.engines.raw_completions import Job, RawCompletion
+from lightrft.engines.rows import Job, RawCompletion
 from lightrft.engines.types import FinishReason, SamplingParams
 
 

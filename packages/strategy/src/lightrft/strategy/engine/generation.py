@@ -23,9 +23,9 @@ from lightrft.strategy.backend import Arguments
 from lightrft.strategy.config import ENGINE_TYPES, StrategyConfig
 from lightrft.strategy.distributed.collectives import Group, gather_objects
 
-# Whether the ranks of a tensor-parallel group share one engine of this name. The embedded engines
-# live in each rank alone, so each rank generates for its own prompts.
-SHARED_BY_GROUP: dict[str, bool] = {"vllm": True, "sglang": True, "hf": False, "fake": False}
+# Engines that the ranks of a tensor-parallel group share. The others live in each rank alone, so
+# each rank generates for its own prompts.
+SHARED_BY_GROUP = {"vllm", "sglang"}
 
 IMAGE_PLACEHOLDER = re.compile(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>")
 VIDEO_PLACEHOLDER = re.compile(r"<\|vision_start\|>(?:<\|video_pad\|>)+<\|vision_end\|>")
@@ -55,17 +55,16 @@ def engine_config(
     Raises:
         ValueError: Neither a checkpoint directory (`pretrain`) nor a module is known.
     """
-    if config.pretrain is None and module is None and engine_type != "fake":
+    if config.pretrain is None and module is None:
         raise ValueError(
             f"the {engine_type} engine needs a model: set pretrain (a checkpoint directory) or "
             "pass actor= to setup_inference_engine"
         )
-    is_shared = SHARED_BY_GROUP.get(engine_type, True)
     return EngineConfig(
         engine_type=engine_type,
         model_path=config.pretrain or "",
         dtype="bfloat16" if config.computes_in_bf16(has_gpu=has_gpu) else "float32",
-        tensor_parallel_size=config.engine_tp_size if is_shared else 1,
+        tensor_parallel_size=config.engine_tp_size if engine_type in SHARED_BY_GROUP else 1,
         memory_utilization=config.engine_mem_util,
         max_model_len=config.max_len,
         seed=config.seed,

@@ -165,7 +165,7 @@ class EngineSession:
         return (
             self._engine is not None
             and group_size(self.context.engine_group) > 1
-            and SHARED_BY_GROUP.get(self._engine.name, True)
+            and self._engine.name in SHARED_BY_GROUP
         )
 
     def start(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightrft.engines.base import RolloutEngine, StaleEngineError
-from lightrft.engines.media.prompts import EncodedPrompt, RowMedia
+from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import Group, gather_objects, group_rank

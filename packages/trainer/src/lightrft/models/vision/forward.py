@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from lightrft.engines.media.cross_attention import only_own_images
 from lightrft.engines.media.families import VisionFamily, placeholder_ids
 from lightrft.engines.media.inputs import axes_of_rows, language_model, media_inputs, token_types
-from lightrft.engines.media.kinds import MediumKind
-from lightrft.engines.media.prompts import EncodedPrompt, RowMedia
+from lightrft.engines.media.media import EncodedPrompt, MediumKind, RowMedia
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

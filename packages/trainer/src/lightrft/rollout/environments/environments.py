@@ -14,7 +14,7 @@ from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.suffix import ChatTokenizer, TemplateRefusedError, TurnSuffix
 from lightrft.engines.ledger import hash_context
-from lightrft.engines.raw_completions import request_seed
+from lightrft.engines.rows import request_seed
 from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.episode import Episode

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from lightrft.datasets.suffix import Observation
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.prompts import LaterImages
+from lightrft.engines.media.media import LaterImages
 from lightrft.engines.types import Completion, Facts
 from lightrft.records.columns import join_facts
 from lightrft.records.rollout import AnsweredCall, Conversation, Rollout, Segment

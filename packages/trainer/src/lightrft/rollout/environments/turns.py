@@ -12,7 +12,7 @@ from lightrft.datasets.media import as_parts
 from lightrft.datasets.suffix import Content, Observation, TurnSuffix
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import Encoder
-from lightrft.engines.media.kinds import Media
+from lightrft.engines.media.media import Media
 from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_prompt, encode_row
 from lightrft.records.rollout import AnsweredCall

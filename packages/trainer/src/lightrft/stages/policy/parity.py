@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.hf.layers import module_outputs
-from lightrft.engines.media.prompts import EncodedPrompt, RowMedia
+from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.records.batch import RolloutBatch
 from lightrft.strategy.weight_sync.canary import compute_dtypes
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module

@@ -13,8 +13,7 @@ from torch import Tensor
 from lightrft.algorithms.aggregation import aggregate
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
-from lightrft.engines.media.kinds import Media
-from lightrft.engines.media.prompts import NO_MEDIA, EncodedPrompt, RowMedia
+from lightrft.engines.media.media import NO_MEDIA, EncodedPrompt, Media, RowMedia
 from lightrft.engines.media.sources import ImageSource
 from lightrft.models import ActorOutput
 from lightrft.models.loading import load_config, load_processor

@@ -380,7 +380,7 @@ def _shares_memory(setup: Setup) -> bool:
     config = setup.config
     is_whole = setup.world_size == 1 or (not config.fsdp and config.zero_stage < 3)
     is_alike = not config.fsdp or setup.compute_bytes == 4
-    return setup.engine == "fake" or (is_whole and is_alike and config.lora_rank == 0)
+    return is_whole and is_alike and config.lora_rank == 0
 
 
 def _engine_weights(setup: Setup) -> Iterator[Term]:

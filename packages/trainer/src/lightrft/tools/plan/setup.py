@@ -233,7 +233,7 @@ class Setup:
         has_gpu: Whether ranks have a GPU each.
         capacity_bytes: Memory of a rank's device; of its share of the host without a GPU.
         host_bytes: Memory of the host that is this rank's share; None is not known.
-        engine: "vllm", "sglang", "hf" or "fake".
+        engine: "vllm", "sglang" or "hf".
     """
 
     config: TrainConfig

@@ -1,4 +1,7 @@
-"""A scripted engine: the whole interface on a distribution of its own, for tests of its callers."""
+"""A scripted engine: the whole interface on a distribution of its own, for tests of its callers.
+
+Importing this module makes it the engine "fake".
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,10 @@ from torch import nn
 
 from lightrft.engines.backend_options import check_options
 from lightrft.engines.base import FinishedRows, RolloutEngine
-from lightrft.engines.hf.sampling import draw_tokens, sampling_logprobs
-from lightrft.engines.parameter_store import ParameterStore, full_shape, is_full_tensor
-from lightrft.engines.random import mix64, row_keys, uniforms
-from lightrft.engines.raw_completions import RawCompletion
-from lightrft.engines.requests import Limits, Row
+from lightrft.engines.engine_weights import ParameterStore, full_shape, is_full_tensor
+from lightrft.engines.factory import ENGINES
+from lightrft.engines.rows import Limits, RawCompletion, Row
+from lightrft.engines.sampling import draw_tokens, mix64, row_keys, sampling_logprobs, uniforms
 from lightrft.engines.types import (
     EngineConfig,
     FinishReason,
@@ -240,3 +242,6 @@ def _own_copies(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 def build_fake(config: EngineConfig, *, module: nn.Module | None = None) -> FakeEngine:
     """The engine, with the parameters of a module if there is one."""
     return FakeEngine(config) if module is None else FakeEngine.for_module(config, module)
+
+
+ENGINES["fake"] = build_fake

@@ -1,0 +1,230 @@
+"""Kinds of media as one table, prompts that have some, and the media of a batch of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, cast
+
+from lightrft.engines.media.sources import FileSource, ImageSource, VideoSource, as_image, as_video
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MediumKind: TypeAlias = str
+Medium: TypeAlias = FileSource | VideoSource
+
+
+class Reader(Protocol):
+    """Makes a medium of what data sets hold, or raises a MediaError."""
+
+    def __call__(self, value: object, *, name: str, folder: Path) -> Medium:
+        """See `as_image`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MediaKind:
+    """A row of the table: all that is particular to one kind of media.
+
+    Its name is the type of its parts of messages, and `<name>` marks its places in texts.
+
+    Args:
+        plural: Its column in the data, unless the option `{plural}_key` names another.
+        read: Makes a medium of what data sets hold.
+        rebuild: Makes one of its name, its files and its facts, which came from another rank.
+        arguments: Of a processor's call, from what the media of a prompt decode to.
+        native: Form of a decoded medium for an engine with a processor of its own.
+        is_scaled: Sizes to which a processor scales it belong to its name in such an engine.
+    """
+
+    plural: str
+    read: Reader
+    rebuild: Callable[[str, Sequence[FileSource], object], Medium]
+    arguments: Callable[[Sequence[object]], dict[str, object]]
+    native: Callable[[object], object] = lambda decoded: decoded
+    is_scaled: bool = False
+
+
+Clip: TypeAlias = tuple[object, Mapping[str, object]]
+
+
+def _image(name: str, files: Sequence[FileSource], facts: object) -> ImageSource:
+    del facts
+    return ImageSource(name, content=files[0].read())
+
+
+def _video(name: str, files: Sequence[FileSource], facts: object) -> VideoSource:
+    frames = tuple(_image(file.name, [file], None) for file in files)
+    return VideoSource(name, frames, cast("float | None", facts))
+
+
+def _video_arguments(decoded: Sequence[object]) -> dict[str, object]:
+    clips = cast("Sequence[Clip]", decoded)
+    return {
+        "videos": [[frames for frames, _ in clips]],
+        "video_metadata": [[facts for _, facts in clips]],
+        "do_sample_frames": False,
+    }
+
+
+def _native_video(decoded: object) -> Clip:
+    frames, facts = cast("Clip", decoded)
+    return frames, {**facts, "do_sample_frames": False}
+
+
+# In the order in which a prompt without places of its own begins with them.
+MEDIA_KINDS: dict[MediumKind, MediaKind] = {
+    "image": MediaKind(
+        "images", as_image, _image, lambda decoded: {"images": [decoded]}, is_scaled=True
+    ),
+    "video": MediaKind("videos", as_video, _video, _video_arguments, _native_video),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """The media of one prompt; iterating gives all of them, kind after kind.
+
+    Args:
+        by_kind: In the order of their placeholders; kinds without media may be missing.
+    """
+
+    by_kind: Mapping[MediumKind, Sequence[Medium]] = field(default_factory=dict)
+
+    def __getitem__(self, kind: MediumKind) -> tuple[Medium, ...]:
+        return tuple(self.by_kind.get(kind, ()))
+
+    def __iter__(self) -> Iterator[Medium]:
+        for kind in MEDIA_KINDS:
+            yield from self[kind]
+
+    def __bool__(self) -> bool:
+        return any(self.by_kind.values())
+
+    def __add__(self, more: Media) -> Media:
+        return Media({kind: (*self[kind], *more[kind]) for kind in MEDIA_KINDS})
+
+    @property
+    def kinds(self) -> tuple[MediumKind, ...]:
+        """Kinds of which there are some."""
+        return tuple(kind for kind in MEDIA_KINDS if self[kind])
+
+    @property
+    def counts(self) -> str:
+        """Numbers for messages: "2 images and 0 videos"."""
+        return " and ".join(f"{len(self[k])} {row.plural}" for k, row in MEDIA_KINDS.items())
+
+    @property
+    def images(self) -> tuple[ImageSource, ...]:
+        """Its images."""
+        return cast("tuple[ImageSource, ...]", self["image"])
+
+    @property
+    def videos(self) -> tuple[VideoSource, ...]:
+        """Its videos."""
+        return cast("tuple[VideoSource, ...]", self["video"])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedPrompt:
+    """One prompt as a processor gives it; the samples of the prompt share it.
+
+    Args:
+        token_ids: The prompt, with one placeholder token for each feature of its media.
+        request_token_ids: The same with one placeholder for each medium, as engines take it.
+        token_types: Of each of `token_ids`, the kind the model tells apart; None where the family
+            has no such input.
+        tensors: Inputs of the model by name, of the media of this prompt only, in order of
+            appearance.
+        kinds: Media that it has.
+        media: Sources that it was encoded from, for engines with a processor of their own.
+        sizes: Arguments that make such a processor scale images in the same way.
+    """
+
+    token_ids: tuple[int, ...]
+    request_token_ids: tuple[int, ...]
+    token_types: tuple[int, ...] | None
+    tensors: Mapping[str, Tensor]
+    kinds: frozenset[MediumKind]
+    media: Media = field(default_factory=Media)
+    sizes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+    def continued(self, token_ids: Sequence[int]) -> Self:
+        """The prompt with tokens of text behind it."""
+        if not token_ids:
+            return self
+        types = self.token_types
+        return replace(
+            self,
+            token_ids=(*self.token_ids, *token_ids),
+            request_token_ids=(*self.request_token_ids, *token_ids),
+            token_types=None if types is None else (*types, *[0] * len(token_ids)),
+        )
+
+    @property
+    def num_images(self) -> int:
+        """Images of a prompt that text attends to, [1, images, ...]."""
+        return self.tensors["pixel_values"].shape[1] if "pixel_values" in self.tensors else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class LaterImages:
+    """Images that stand behind the prompt of a row, in what was appended after a turn.
+
+    Args:
+        start: Place in the row of the first token of `text`.
+        num_skipped: First tokens of `text` that are not appended: they are what stands before it.
+        text: A piece of a chat template, with one placeholder for each image.
+        images: In order of appearance.
+    """
+
+    start: int
+    num_skipped: int
+    text: str
+    images: tuple[ImageSource, ...]
+
+    @property
+    def media(self) -> Media:
+        """Its images."""
+        return Media({"image": self.images})
+
+
+@dataclass(frozen=True, slots=True)
+class RowMedia:
+    """The media of the rows of a batch, by reference: selecting rows copies no tensor.
+
+    Args:
+        prompts: Of each row; None for rows without media.
+        present: Kinds that some rank has among the rows of this forward pass; every rank then runs
+            its vision tower once for each.
+    """
+
+    prompts: tuple[EncodedPrompt | None, ...] = ()
+    present: frozenset[MediumKind] = frozenset()
+
+    @property
+    def kinds(self) -> frozenset[MediumKind]:
+        """Kinds of these rows."""
+        return frozenset(kind for prompt in self.prompts if prompt for kind in prompt.kinds)
+
+    def of_rows(self, num_rows: int) -> tuple[EncodedPrompt | None, ...]:
+        """Of each of the rows; a batch without media need not name them."""
+        return self.prompts or (None,) * num_rows
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether neither these rows nor those of other ranks have media."""
+        return not self.kinds and not self.present
+
+    def __getitem__(self, rows: slice) -> Self:
+        return type(self)(self.prompts[rows], self.present)
+
+
+NO_MEDIA = RowMedia()
