@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from lightrft.engines.fake import FakeEngine
+from tests.engines.fake_engine import FakeEngine
 from tests.ranks import run_multiprocess
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -15,7 +15,7 @@ import torch
 from lightrft.cli.main import main
 from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
-from lightrft.engines.media.kinds import MEDIA_KINDS
+from lightrft.engines.media.media import MEDIA_KINDS
 from lightrft.reporting.alarms import alarms
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.scoring import overlong_penalty

@@ -1,4 +1,4 @@
-"""Metrics of one step, reduced over ranks in one collective, and the alarms about them."""
+"""Metrics of one step, reduced over ranks in one collective."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ _JOINS: dict[Reduction, Callable[[Tensor], Tensor]] = {
     "max": torch.amax,
     "min": torch.amin,
 }
-Metrics = Mapping[str, float]
 
 
 class StepMetrics:
