@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from tests.engines.fake_engine import build_fake
 from tests.models.tiny import tiny_config
 from tests.ranks import run_multiprocess
 
 from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.engines import EngineConfig
+from lightrft.engines.factory import ENGINES
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.experience.ledger_gate import LedgerError
 from lightrft.stages.policy.maker import ExperienceMaker
@@ -151,8 +153,9 @@ def test_by_default_the_ledger_finds_it_before_anything_is_trained(build_world):
     assert exit_code_of(caught.value) == ExitCode.VERIFICATION
 
 
-def test_an_engine_that_computes_no_model_is_not_compared(build_world, capsys):
-    world = build_world(engine="fake")
+def test_an_engine_that_computes_no_model_is_not_compared(build_world, capsys, monkeypatch):
+    monkeypatch.setitem(ENGINES, "hf", build_fake)
+    world = build_world()
     world.trainer.make_experience()
     assert world.trainer.check_parity() is None
     assert "parity" not in capsys.readouterr().out
