@@ -79,9 +79,9 @@ class ThreadRank:
         return self._count([sent[self.rank] for sent in self.world.swap(self.rank, parts)])
 
 
-def gathered(table, own, wanted, strategy):
+def gathered(table, own, wanted, context):
     """The reference: every rank gets the tokens of all samples, and takes its own rows."""
-    tables = strategy.gather_objects(own)
+    tables = context.gather_objects(own)
     names = table.component_names
     named = ("component_names", "components", "holders", "facts")
     columns = [item.name for item in fields(SampleTable) if item.name not in named]
@@ -97,7 +97,7 @@ def gathered(table, own, wanted, strategy):
     kept = order[np.isin(whole.sample_ids[order], table.sample_ids)]
     # Groups that only fill the batch are masked after the exchange.
     whole = replace(whole.take(kept), is_masked=table.is_masked)
-    return whole.take(wanted[strategy.get_rank()])
+    return whole.take(wanted[context.rank])
 
 
 def _under(names, table):
@@ -181,10 +181,10 @@ def long_sample(rng, sample_id, *, prompt, response, turns):
     return ScoredRollout(rollout, float(rng.normal()), {"score": 1.0}), entries
 
 
-def gathered_evidence(evidence, wanted, strategy):
+def gathered_evidence(evidence, wanted, context):
     """The reference: journals and ledgers of all ranks, on every rank."""
     accounts, entries = {}, {}
-    for theirs, found in strategy.gather_objects((evidence.accounts, evidence.entries)):
+    for theirs, found in context.gather_objects((evidence.accounts, evidence.entries)):
         accounts |= theirs
         entries |= found
     return replace(evidence, accounts=accounts, entries=entries)
