@@ -136,6 +136,7 @@ def start(place: str, kind: str, folder: Path) -> list[subprocess.Popen]:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
         }
         with (folder / f"rank{rank}.log").open("w") as log:
             processes.append(
