@@ -129,6 +129,7 @@ def run_pair(engine: str, place: str, folder: Path) -> tuple[list[int], list[str
     for rank in range(2):
         environment = {
             **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "2",
