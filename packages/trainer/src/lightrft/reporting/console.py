@@ -1,4 +1,4 @@
-"""The console of a run: a line a step, on a terminal a bar below, and the engine room if asked."""
+"""The console of a run: a line a step, on a terminal a bar below, and details if asked."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ def clock(seconds: float) -> str:
 
 
 class RunConsole:
-    """The console of the first rank: a logger of metrics, and an outlet of lines.
+    """The console of the first rank: a logger of metrics, and a sink of lines.
 
     Args:
         every: Steps between two lines; lines with evaluation results are always shown.
         heartbeat_seconds: Silence after which the phase under way is named, where no bar is.
-        is_verbose: Show news of the engine room, and all metrics of the console, too.
+        is_verbose: Show details, and all metrics of the console, too.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class RunConsole:
         self._num_steps, self._step = num_steps, after
 
     def tell(self, text: str, is_detail: bool) -> None:
-        """Shows and logs a line; one of the engine room is only logged, unless verbose."""
+        """Shows and logs a line; a detail is only logged, unless verbose."""
         logger.info("%s", text)
         if self._is_verbose or not is_detail:
             self._screen.line(text)

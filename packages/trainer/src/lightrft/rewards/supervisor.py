@@ -1,4 +1,4 @@
-"""The guard of a reward worker. Run as a file; imports the standard library only.
+"""The guard of a reward worker. Run as a file; imports the standard library and psutil.
 
     python -P supervisor.py CHANNEL MEMORY_BYTES WORKER.py
 
