@@ -66,12 +66,9 @@ def make_buckets(device, source_dtype, out_dtype, bucket_bytes):
     return [(sources, memory[:size], offsets) for sources, size, offsets in buckets]
 
 
-def pack_all(buckets, dtype, *, impl="auto", with_hash=False):
+def pack_all(buckets, dtype, *, impl="auto"):
     for sources, bucket, offsets in buckets:
-        hashes = None
-        if with_hash:
-            hashes = torch.zeros(len(sources), dtype=torch.int64, device=bucket.device)
-        pack(sources, bucket, offsets, [dtype] * len(sources), impl=impl, hashes=hashes)
+        pack(sources, bucket, offsets, [dtype] * len(sources), impl=impl)
 
 
 def per_tensor(buckets, dtype):
@@ -118,7 +115,6 @@ def test_pack(benchmark, device, source_dtype, out_dtype):
     runs = {
         "floor: one copy": functools.partial(target.copy_, half),
         "ours": functools.partial(pack_all, buckets, out_dtype),
-        "ours with hash": functools.partial(pack_all, buckets, out_dtype, with_hash=True),
         "ours in torch": functools.partial(pack_all, buckets, out_dtype, impl="torch"),
         "copy per tensor": functools.partial(per_tensor, buckets, out_dtype),
         "cast, then cat": functools.partial(cast_then_cat, buckets, out_dtype),

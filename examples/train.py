@@ -26,14 +26,14 @@ def train(args):
         prompts, args.rollout_batch_size // strategy.world_size, collate_fn=collate_prompts
     )
     with strategy.init_model_context():
-        actor, reference = (Actor.from_pretrained(args.pretrain) for _ in range(2))
+        actor = Actor.from_pretrained(args.pretrain)
     updates = args.rollout_batch_size * args.n_samples_per_prompt // args.train_batch_size
-    actor, _, _, reference = strategy.prepare_models_and_optimizers(
-        actor, None, None, reference, args, args.max_steps * updates
+    actor, _, _, _ = strategy.prepare_models_and_optimizers(
+        actor, None, None, None, args, args.max_steps * updates
     )
     strategy.setup_inference_engine(args, engine_type=args.engine_type, actor=actor)
     trainer = SPMDPPOTrainer(
-        strategy, actor, None, reward, reference, tokenizer=tokenizer, prompts_dataloader=loader
+        strategy, actor, None, reward, None, tokenizer=tokenizer, prompts_dataloader=loader
     )
     for step in range(1, args.max_steps + 1):
         trainer.make_experience()

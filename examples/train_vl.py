@@ -30,14 +30,14 @@ def train(args):
     num_prompts = args.rollout_batch_size // strategy.world_size
     loader = strategy.setup_dataloader(prompts, num_prompts, collate_fn=collate_prompts)
     with strategy.init_model_context():
-        actor, reference = (Actor.from_pretrained(args.pretrain) for _ in range(2))
+        actor = Actor.from_pretrained(args.pretrain)
     updates = args.max_steps * args.rollout_batch_size * args.n_samples_per_prompt
-    actor, _, _, reference = strategy.prepare_models_and_optimizers(
-        actor, None, None, reference, args, updates // args.train_batch_size
+    actor, _, _, _ = strategy.prepare_models_and_optimizers(
+        actor, None, None, None, args, updates // args.train_batch_size
     )
     strategy.setup_inference_engine(args, engine_type=args.engine_type, actor=actor)
     kit = {"tokenizer": tokenizer, "processor": processor, "prompts_dataloader": loader}
-    trainer = SPMDPPOTrainerVL(strategy, actor, None, reward, reference, **kit)
+    trainer = SPMDPPOTrainerVL(strategy, actor, None, reward, None, **kit)
     for step in range(1, args.max_steps + 1):
         trainer.make_experience()
         strategy.print(f"step {step}: reward {trainer.ppo_train(step)['reward']:.3f}")

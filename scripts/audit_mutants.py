@@ -326,7 +326,7 @@ class Bench:
     """Runs steps with a mutant in place."""
 
     def __init__(self, folder: Path) -> None:
-        helper = ROOT / "tests" / "audit" / "world.py"
+        helper = ROOT / "tests" / "tools" / "audit" / "world.py"
         spec = importlib.util.spec_from_file_location("audit_world", helper)
         self.world = importlib.util.module_from_spec(spec)
         sys.modules["audit_world"] = self.world

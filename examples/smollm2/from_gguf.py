@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -32,6 +34,9 @@ from lightrft.cli.options import Parser
 from lightrft.models.loading import ModelLoadError, save_pretrained
 from lightrft.tools.init_model_command import require_empty
 
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
 MAGIC = b"GGUF"
 # The texts on which the written tokenizer must agree with the one that was read.
 SAMPLES = ("What is 23+45?\n\n  7 8", " Hello é ü\tdon't  stop 12345\n", "\\boxed{7} 日本語 🙂")
@@ -44,6 +49,8 @@ _DEFAULT_HEAD_SIZE = ("qwen3",)
 # Which tokens end a response: the end of the text, of a turn, of a message.
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _MAX_LISTED_NAMES = 3
+# Of a header; a vocabulary of 256,000 tokens with its merges has a million.
+MAX_VALUES = 2**22
 # What readers of a file that is cut off or damaged raise.
 _UNREADABLE = (
     OSError,
@@ -116,8 +123,6 @@ def read_fields(file: Path) -> dict[str, object]:
     Raises:
         ModelLoadError: It is missing, cut off, damaged or not of this format.
     """
-    from gguf import GGUFReader
-
     if not file.is_file():
         raise ModelLoadError(f"no file {file}: expected a model in GGUF format")
     with file.open("rb") as stream:
@@ -130,7 +135,7 @@ def read_fields(file: Path) -> dict[str, object]:
         # The vocabulary is read by the tokenizer.
         return {
             name: field.contents()
-            for name, field in GGUFReader(file).fields.items()
+            for name, field in _bounded_reader(file).fields.items()
             if len(field.data) == 1
         }
     except _UNREADABLE as err:
@@ -138,6 +143,29 @@ def read_fields(file: Path) -> dict[str, object]:
             f"{file} is cut off or damaged ({_first_line(err)}): its header tells of more than its "
             f"{file.stat().st_size} bytes hold; copy or download it again"
         ) from err
+
+
+def _bounded_reader(file: Path) -> "GGUFReader":
+    """A reader that takes no value from beyond the file, and no more of them than any model has."""
+    import numpy as np
+    from gguf import GGUFReader
+
+    class Bounded(GGUFReader):
+        """A reader whose counts are compared with the file."""
+
+        num_values = 0
+
+        def _get(
+            self, offset: int, dtype: np.dtype[np.generic], count: int = 1, **options: str
+        ) -> NDArray[np.generic]:
+            self.num_values += 1
+            if int(offset) + np.dtype(dtype).itemsize * int(count) > self.data.size:
+                raise ValueError(f"a value of {int(count)} items at byte {int(offset)}")
+            if self.num_values > MAX_VALUES:
+                raise ValueError(f"more than {MAX_VALUES} values")
+            return super()._get(offset, dtype, count, **options)
+
+    return Bounded(file)
 
 
 def complete_tokenizer(

@@ -94,7 +94,7 @@ def gspo(new, old, advantages, mask, *, clip_low=3e-4, clip_high=4e-4):
     return _mean(total)
 
 
-def gmpo(new, old, advantages, mask, *, max_log_ratio=0.4):
+def gmpo(new, old, advantages, mask, *, max_log_ratio=0.4, max_log_fall=None):
     """GMPO, arXiv:2507.20673, with token-level clipping to e^-0.4 and e^0.4."""
     total = []
     for p, q, a in rows_of(new, old, advantages, mask):
@@ -104,7 +104,7 @@ def gmpo(new, old, advantages, mask, *, max_log_ratio=0.4):
             if each > 0:
                 d = min(d, max_log_ratio)
             elif each < 0:
-                d = max(d, -max_log_ratio)
+                d = max(d, -(max_log_fall or max_log_ratio))
             logs.append(d)
         rho = math.exp(_mean(logs))
         total.append(-_mean(rho * each for each in a))
@@ -140,13 +140,43 @@ def cispo(new, old, advantages, mask, *, clip_low=1.0, clip_high=0.28):
 def sapo(new, old, advantages, mask, *, temperature_positive=1.0, temperature_negative=1.05):
     """SAPO, arXiv:2511.20347: 1/G sum_i 1/|o_i| sum_t of the gate times the advantage."""
 
-    def token(p, q, a):
-        tau = temperature_positive if a > 0 else temperature_negative
-        return -4 / tau / (1 + math.exp(-tau * (math.exp(p - q) - 1))) * a
-
+    taus = (temperature_positive, temperature_negative)
     return _mean(
-        _mean(token(*each) for each in zip(*row, strict=True))
+        _mean(_gate(p - q, a, *taus) for p, q, a in zip(*row, strict=True))
         for row in rows_of(new, old, advantages, mask)
+    )
+
+
+def _gate(log_ratio, a, temperature_positive, temperature_negative):
+    tau = temperature_positive if a > 0 else temperature_negative
+    return -4 / tau / (1 + math.exp(-tau * (math.exp(log_ratio) - 1))) * a
+
+
+def sapo_sequence(
+    new, old, advantages, mask, *, temperature_positive=1.0, temperature_negative=1.05
+):
+    """The gate of SAPO on the ratio of GSPO."""
+    taus = (temperature_positive, temperature_negative)
+    return _mean(
+        _mean(_gate(_mean(x - y for x, y in zip(p, q, strict=True)), each, *taus) for each in a)
+        for p, q, a in rows_of(new, old, advantages, mask)
+    )
+
+
+def ppo_sequence(new, old, advantages, mask, *, clip_low=0.2, clip_high=0.2):
+    """A response as one action, arXiv:2402.14740: PPO's surrogate of the product of ratios."""
+    return _mean(
+        _mean(_surrogate(sum(p), sum(q), each, clip_low, clip_high) for each in a)
+        for p, q, a in rows_of(new, old, advantages, mask)
+    )
+
+
+def dro(new, old, advantages, mask, *, penalty=0.1):
+    """DRO, arXiv:2405.19107, token by token: -A log p and half the squared log-ratio."""
+    return _mean(
+        -a * p + penalty / 2 * (p - q) ** 2
+        for row in rows_of(new, old, advantages, mask)
+        for p, q, a in zip(*row, strict=True)
     )
 
 
@@ -215,6 +245,9 @@ PAPER_LOSSES = {
     "cispo": cispo,
     "sapo": sapo,
     "reinforce": reinforce,
+    "dro": dro,
+    "ppo-sequence": ppo_sequence,
+    "sapo-sequence": sapo_sequence,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }

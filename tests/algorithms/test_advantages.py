@@ -28,8 +28,8 @@ TRAITS = {
     name: advantage_traits(build_advantage_estimator(name, {})) for name in ADVANTAGE_ESTIMATORS
 }
 GROUP_ESTIMATORS = [name for name, traits in TRAITS.items() if traits.needs_groups]
-# The standard deviation of all groups is divided by: another group moves it.
-LOCAL_GROUP_ESTIMATORS = [name for name in GROUP_ESTIMATORS if name != "group_mean_batch_std"]
+# Those with moments of all groups are left out: another group moves them.
+LOCAL_GROUP_ESTIMATORS = [name for name in GROUP_ESTIMATORS if "batch" not in name]
 
 WORKED = [
     ("group_norm", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
@@ -40,6 +40,9 @@ WORKED = [
     ("reinforce_baseline", {}, [0.375, -0.625, -0.125, 0.375]),
     ("rloo", {}, [0.5, -0.833333, -0.166667, 0.5]),
     ("opo", {}, [0.333333, -0.666667, -0.166667, 0.333333]),
+    ("batch_mean_group_std", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
+    ("maxrl", {}, [0.599999, -0.999998, -0.2, 0.599999]),
+    ("pass_at_k", {}, [0.0] * 4),
     ("cpgd", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
     ("cpgd", {"weighting": "centre"}, [0.375, -0.625, -0.125, 0.375]),
 ]
@@ -81,6 +84,29 @@ def test_remax_subtracts_the_greedy_reward() -> None:
         _estimate("remax", _inputs(REWARDS))
 
 
+def test_further_group_estimators_equal_a_loop_over_groups() -> None:
+    rng = np.random.default_rng(5)
+    groups = rng.permutation(np.repeat(np.arange(5), 4))
+    rewards, scored = rng.random(20).round(2), rng.random(20) > 0.15
+    rewards[groups == 3] = 0.5
+    inputs = _inputs(
+        rewards.tolist(), groups=groups.tolist(), is_scored=torch.tensor(scored.tolist())
+    )
+    expected = {name: np.zeros(20) for name in ("batch_mean_group_std", "maxrl", "pass_at_k")}
+    for i in range(20):
+        own = rewards[(groups == groups[i]) & scored]
+        if not scored[i] or len(set(own)) < 2:
+            continue
+        std, first, second = own.std(ddof=1), *sorted(own)[:-3:-1]
+        expected["batch_mean_group_std"][i] = (rewards[i] - rewards[scored].mean()) / (std + 1e-6)
+        expected["maxrl"][i] = (rewards[i] - own.mean()) / (own.mean() + 1e-6)
+        expected["pass_at_k"][i] = (first - second) / (std + 1e-6) if rewards[i] == first else 0
+    for name, values in expected.items():
+        assert _estimate(name, inputs).tolist() == pytest.approx(values.tolist(), abs=1e-12), name
+    with pytest.raises(ValueError, match="maxrl estimator needs rewards of at least 0"):
+        _estimate("maxrl", _inputs([1.0, -0.5]))
+
+
 def test_clip_filter_makes_up_for_constant_groups_up_to_three() -> None:
     inputs = _inputs([*REWARDS, 1, 1, 1, 1], groups=[0] * 4 + [1] * 4)
     result = _estimate("cpgd", inputs, {"weighting": "clip_filter"})
@@ -107,7 +133,7 @@ def test_batch_std_is_that_of_the_rewards_of_all_groups() -> None:
 @pytest.mark.parametrize("name", LOCAL_GROUP_ESTIMATORS)
 def test_permuting_interleaved_groups_permutes_the_advantages(name: str) -> None:
     rng = np.random.default_rng(0)
-    rewards, lengths = rng.normal(size=24), rng.integers(1, 9, 24)
+    rewards, lengths = abs(rng.normal(size=24)), rng.integers(1, 9, 24)
     groups = np.repeat([7, 3, 90, -2, 5, 11], 4)
     order = rng.permutation(24)
     straight = _estimate(name, _inputs(rewards, groups, lengths))

@@ -11,6 +11,8 @@ import torch
 from lightrft.algorithms.aggregation import aggregate
 from lightrft.algorithms.correction_terms import (
     CORRECTION_PRESETS,
+    PAIRS,
+    STATISTICS,
     CorrectionTerm,
     parse_correction,
 )
@@ -35,13 +37,14 @@ WORKED = [  # token-mean of the weighted PPO loss
 SINGLE = [mode for mode, _, _ in WORKED]
 
 
-def _weights(batch, text, *, advantages=None, **bounds):
+def _weights(batch, text, *, advantages=None, new=None, **bounds):
     return correction_weights(
         torch.as_tensor(batch.old),
         torch.as_tensor(batch.rollout),
         torch.as_tensor(batch.mask),
         terms=parse_correction(text, **bounds),
         advantages=advantages,
+        new_logprobs=torch.as_tensor(batch.old if new is None else new),
     )
 
 
@@ -83,18 +86,22 @@ def test_equals_a_loop_on_random_rows(mode: str, ragged) -> None:
     assert capped + rejected > 0
 
 
-STATISTICS = ("ratio", "k1", "k2", "k3", "difference", "variation")
+# Those of any two numbers, probabilities or not.
+OF_NUMBERS = ("ratio", "k1", "k2", "k3", "difference", "variation")
 
 
 def _slow_statistic(name, old, rollout):
-    l = old - rollout
+    l, p, q = old - rollout, np.exp(old), np.exp(rollout)
+    if name == "binary_kl":
+        return q * -l + (1 - q) * np.log((1 - q) / (1 - p))
     return {
         "ratio": np.exp(l),
         "k1": -l,
         "k2": l**2 / 2,
         "k3": np.exp(l) - 1 - l,
-        "difference": np.exp(old) - np.exp(rollout),
-        "variation": abs(np.exp(old) - np.exp(rollout)),
+        "reverse_k3": np.exp(-l) - 1 + l,
+        "difference": p - q,
+        "variation": abs(p - q),
     }[name]
 
 
@@ -125,7 +132,7 @@ def _slow_rejection(batch, action, statistic, level, low, high, negative=None):
     return rejected
 
 
-@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("statistic", OF_NUMBERS)
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric", "worst"])
 @pytest.mark.parametrize("action", ["reject", "veto"])
 def test_every_test_of_every_statistic_equals_a_loop(action, statistic, level, ragged) -> None:
@@ -216,7 +223,9 @@ def test_long_rows_do_not_overflow() -> None:
     mask = torch.ones(1, 400, dtype=torch.bool)
     for mode in CORRECTION_PRESETS:
         terms = parse_correction(mode)
-        result = correction_weights(old, rollout, mask, terms=terms, advantages=old)
+        result = correction_weights(
+            old, rollout, mask, terms=terms, advantages=old, new_logprobs=old
+        )
         assert torch.isfinite(result.weights).all()
         assert result.weights.dtype == torch.float32
 
@@ -229,6 +238,7 @@ def test_equal_policies_have_weight_one_under_every_preset(worked) -> None:
             worked.mask,
             terms=parse_correction(mode),
             advantages=worked.advantages,
+            new_logprobs=worked.old,
         )
         assert result.weights[worked.mask].tolist() == [1.0] * 6
 
@@ -246,7 +256,12 @@ def test_rows_that_drifted_are_dropped_only_with_a_negative_advantage() -> None:
     logprobs = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-0.2, 9.0], [-9.0, -9.0]])
     advantages = torch.tensor([[-1.0] * 2, [1.0] * 2, [-1.0] * 2, [-1.0] * 2])
     correct = functools.partial(
-        correction_weights, logprobs, rollout, mask, terms=parse_correction("off-policy-mask")
+        correction_weights,
+        torch.zeros(4, 2),
+        rollout,
+        mask,
+        terms=parse_correction("off-policy-mask"),
+        new_logprobs=logprobs,
     )
     result = correct(advantages=advantages)
     assert result.weights.tolist() == [[0.0] * 2, [1.0] * 2, [1.0, 0.0], [0.0] * 2]
@@ -255,17 +270,93 @@ def test_rows_that_drifted_are_dropped_only_with_a_negative_advantage() -> None:
 
 
 def test_dppo_leaves_out_what_moved_too_far_towards_its_advantage() -> None:
-    old, rollout = (torch.tensor([row]).log() for row in ([0.9, 0.5, 0.1], [0.5, 0.5, 0.5]))
+    new, rollout = (torch.tensor([row]).log() for row in ([0.9, 0.5, 0.1], [0.5, 0.5, 0.5]))
     mask = torch.ones(1, 3, dtype=torch.bool)
     for sign, kept in ((1.0, [0.0, 1.0, 1.0]), (-1.0, [1.0, 1.0, 0.0])):
         result = correction_weights(
-            old,
+            rollout,
             rollout,
             mask,
             terms=parse_correction("dppo"),
             advantages=torch.full((1, 3), sign),
+            new_logprobs=new,
         )
         assert result.weights[0].tolist() == kept
+
+
+SIDES = {"old": "old", "engine": "rollout", "new": "new"}
+
+
+@pytest.mark.parametrize("level", ["token", "largest", "worst"])
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_tests_of_every_statistic_and_pair_equal_a_loop(pair, statistic, level, ragged) -> None:
+    batch = ragged(21)
+    # Probabilities below one.
+    for name in SIDES.values():
+        setattr(batch, name, np.minimum(getattr(batch, name), -0.05))
+    first, second = (getattr(batch, SIDES[side]) for side in pair.split("/"))
+    values = [
+        [
+            _slow_statistic(statistic, first[i, t], second[i, t])
+            for t in np.flatnonzero(batch.mask[i])
+        ]
+        for i in range(len(batch.mask))
+    ]
+    bound = float(np.median(np.concatenate(values)))
+    low, high = (bound * 0.99, 1e6) if level == "largest" else (-1e6, bound)
+    if statistic not in ("k1", "difference"):
+        low = max(low, 0.0)
+    elif low > high:
+        low = -1e6
+    text = f"reject:{statistic}:{level}:low={low}:high={high}:{pair}"
+    found = _weights(batch, text, new=batch.new).weights.numpy()
+    for i, row in enumerate(values):
+        places = np.flatnonzero(batch.mask[i])
+        if level == "largest":
+            row = [max(row)] * len(row) if row else []
+        is_kept = [low <= value <= high for value in row]
+        if level == "worst":
+            is_kept = [all(is_kept)] * len(row)
+        assert found[i, places].tolist() == [float(each) for each in is_kept]
+
+
+def test_a_weight_may_be_that_of_the_rows_largest_ratio(ragged) -> None:
+    batch = ragged(22)
+    found = _weights(batch, "weight:ratio:largest:high=1.5:new/old", new=batch.new).weights.numpy()
+    for i, inside in enumerate(batch.mask):
+        ratios = np.exp(batch.new - batch.old)[i][inside]
+        expected = min(ratios.max(initial=0.0), 1.5)
+        np.testing.assert_allclose(found[i][inside], expected)
+
+
+def test_binary_kl_of_certain_tokens_is_finite_or_outside_every_bound() -> None:
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    new, old = torch.tensor([[0.0, 1e-7, 0.0]]), torch.tensor([[0.0, 0.0, -0.7]])
+    terms = parse_correction("reject:binary_kl:token:high=0.1:new/old")
+    found = correction_weights(old, old, mask, terms=terms, new_logprobs=new)
+    assert found.weights.tolist() == [[1.0, 1.0, 0.0]]
+    assert not found.is_invalid.any()
+
+
+def test_weights_of_the_new_policy_are_detached(worked) -> None:
+    new = worked.new.clone().requires_grad_(True)
+    terms = parse_correction("weight:ratio:token:new/old reject:k3:sequence:high=0.4:new/engine")
+    found = correction_weights(
+        worked.old, worked.rollout, worked.mask, terms=terms, new_logprobs=new
+    )
+    assert not found.weights.requires_grad
+    with pytest.raises(ValueError, match="new policy needs its log-probabilities"):
+        correction_weights(worked.old, worked.rollout, worked.mask, terms=terms)
+
+
+def test_a_pair_of_a_preset_is_that_of_all_its_terms() -> None:
+    assert {term.pair for term in parse_correction("dppo")} == {"new/engine"}
+    assert {term.pair for term in parse_correction("off-policy-mask")} == {"new/engine"}
+    assert {term.pair for term in parse_correction("dppo:old/engine")} == {"old/engine"}
+    assert {term.pair for term in parse_correction("icepop:new/old")} == {"new/old"}
+    others = set(CORRECTION_PRESETS) - {"dppo", "off-policy-mask"}
+    assert not any(term.follows_policy for name in others for term in parse_correction(name))
 
 
 def test_text_becomes_terms() -> None:
@@ -292,12 +383,14 @@ def test_text_becomes_terms() -> None:
         ("tiss", {}, "did you mean 'tis'"),
         ("", {}, "such as tis or reject:k3:sequence:high=0.01: got none"),
         ("reject:k4:token:high=1", {}, "unknown statistic of a correction 'k4'"),
-        ("reject:k3:rows:high=1", {}, "expected one of geometric, sequence, token, worst"),
+        ("reject:k3:rows:high=1", {}, "expected one of geometric, largest, sequence, token, worst"),
         ("reject:k3", {}, "'reject:k3' is incomplete"),
         ("reject:k3:token:hihg=1", {}, "did you mean 'high='"),
         ("reject:k3:token:high=big", {}, "'big' is not a number"),
         ("reject:k3:token", {}, "needs low=, high= or both"),
         ("reject:k3:token:high=1:mean-one", {}, "has no mean-one"),
+        ("tis:mean-one dppo", {}, "has mean-one and compares the new policy"),
+        ("tis:new/olt", {}, "did you mean 'new/old'"),
         ("reject:k3:token:high=nan", {}, "needs finite bounds with 0 <= low < high"),
         ("reject:k3:token:low=-1", {}, "needs finite bounds with 0 <= low < high"),
         ("veto:k1:token:low=2:high=1", {}, "needs finite bounds with low < high"),

@@ -236,12 +236,13 @@ def test_defaults_and_options_are_the_papers(name: str) -> None:
 
 def test_every_loss_declares_the_aggregation_of_its_paper() -> None:
     modes = {name: policy_loss_traits(POLICY_LOSSES.load(name)) for name in POLICY_LOSSES}
-    by_token = {"dapo", "cispo", "reinforce", "clip_cov", "kl_cov"}
+    by_token = {"dapo", "cispo", "reinforce", "dro", "clip_cov", "kl_cov"}
     assert {n for n, t in modes.items() if t.aggregation == "token-mean"} == by_token
     assert {n for n, t in modes.items() if t.aggregation == "seq-mean-token-sum-norm"} == {
         "dr_grpo"
     }
-    assert {n for n, t in modes.items() if t.is_sequence_level} == {"gspo", "gspo-token", "gmpo"}
+    by_row = {"gspo", "gspo-token", "gmpo", "ppo-sequence", "sapo-sequence"}
+    assert {n for n, t in modes.items() if t.is_sequence_level} == by_row
     assert {n for n, t in modes.items() if t.couples_rows} == {"clip_cov", "kl_cov"}
 
 
@@ -267,6 +268,9 @@ SURROGATES = [
     "gmpo",
     "cpgd",
     "sapo",
+    "dro",
+    "ppo-sequence",
+    "sapo-sequence",
     "clip_cov",
     "kl_cov",
 ]
@@ -301,7 +305,9 @@ def test_first_update_has_the_reinforce_gradient(name: str, ragged) -> None:
     mode = "seq-mean-token-mean"
     options = {"cov_ratio": 0.0} if name == "clip_cov" else {}  # it leaves tokens out at once
     _, _, grad = _value_and_grad(name, options, mode, new, new, rows, mask)
-    _, _, expected = _value_and_grad("reinforce", {}, mode, new, new, rows, mask)
+    # The product of a row's ratios has the derivative of each, not of their mean.
+    own = "seq-mean-token-sum" if name == "ppo-sequence" else mode
+    _, _, expected = _value_and_grad("reinforce", {}, own, new, new, rows, mask)
     assert expected.abs().max() > 0.01
     torch.testing.assert_close(grad, expected, atol=1e-12, rtol=0)
 
@@ -372,8 +378,9 @@ def test_far_apart_policies_stay_finite_and_are_counted(name: str) -> None:
         (grad,) = torch.autograd.grad(result.loss.sum(), new)
         assert torch.isfinite(result.loss).all()
         assert torch.isfinite(grad).all()
-        # Sequence-level losses hold the mean of a row; GMPO bounds one side before.
-        held = {"gspo": [False] * 3, "gspo-token": [False] * 3, "gmpo": [True] * 3}
+        # Sequence-level losses hold the mean or sum of a row; GMPO bounds one side before.
+        held = dict.fromkeys(("gspo", "gspo-token", "ppo-sequence", "sapo-sequence"), [False] * 3)
+        held["gmpo"] = [True] * 3
         assert result.is_clamped.tolist() == [held.get(name, [True, True, False])]
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightrft.algorithms.advantages.row_level import clip_rewards, normalize_rewards
-from lightrft.algorithms.moments import Moments, moments_of
-from lightrft.algorithms.value import explained_variance, explained_variance_sums
+from lightrft.algorithms.moments import Moments, PairedMoments, moments_of, paired_moments
+from lightrft.algorithms.value import explained_variance
 
 
 def test_clip_rewards_says_which_changed() -> None:
@@ -53,7 +53,8 @@ def test_explained_variance_worked_and_over_ranks(ragged) -> None:
     mask = torch.ones(1, 4, dtype=torch.bool)
 
     def share(values, returns, mask=mask):
-        return explained_variance(explained_variance_sums(values, returns, mask))
+        part = paired_moments(returns, returns - values, mask)
+        return explained_variance(PairedMoments.joined(part[None]))
 
     assert share(values, returns) == pytest.approx(-1.518398, abs=1e-6)
     assert share(returns + 1, returns) == pytest.approx(1.0)
@@ -61,7 +62,26 @@ def test_explained_variance_worked_and_over_ranks(ragged) -> None:
     assert share(values, returns, torch.zeros_like(mask)) is None
     batch = ragged(4, rows=6)
     arguments = [torch.tensor(x) for x in (batch.values, batch.rewards, batch.mask)]
-    parts = [explained_variance_sums(*(x[i : i + 3] for x in arguments)) for i in (0, 3)]
+    values, returns, mask = arguments
+    parts = torch.stack(
+        [
+            paired_moments(returns[rows], (returns - values)[rows], mask[rows])
+            for rows in (slice(0, 3), slice(3, 6))
+        ]
+    )
     error = (batch.rewards - batch.values)[batch.mask]
     expected = 1 - error.var() / batch.rewards[batch.mask].var()
-    assert explained_variance(parts[0] + parts[1]) == pytest.approx(expected)
+    assert explained_variance(PairedMoments.joined(parts)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e7, -1e9])
+def test_explained_variance_of_far_returns_keeps_its_digits(offset) -> None:
+    """Returns of 1e7 +- 1, half of whose variance the values explain, in two parts of unequal
+    means."""
+    returns = offset + torch.tensor([[1.0, -1.0, 1.0, -1.0], [3.0, 1.0, 3.0, 1.0]]).double()
+    errors = torch.tensor([[0.5, 0.5, -0.5, -0.5], [1.0, -1.0, 1.0, -1.0]]).double()
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    rows = [paired_moments(returns[i], errors[i], mask[i]) for i in (0, 1)]
+    expected = 1 - errors.var(correction=0) / (returns - offset).var(correction=0)
+    found = explained_variance(PairedMoments.joined(torch.stack(rows)))
+    assert found == pytest.approx(float(expected), rel=1e-6)

@@ -6,15 +6,18 @@ import contextlib
 import io
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from tests.machine import seconds
 from tests.ranks import run_multiprocess
 
+from lightrft.config.files import FileEntry, sealed
 from lightrft.tools.model_presets import write_tiny_model
 
 pytestmark = pytest.mark.shard("damage")
@@ -32,15 +35,11 @@ def flip(path):
 
 def forge_state(folder):
     """A state that is no trainer's, in a manifest that vouches for it."""
-    from lightrft.strategy.checkpoints import folders, manifest
-
     (folder / "client_state.json").write_text("{}")
     values = json.loads((folder / "manifest.json").read_text())
     entry = next(e for e in values["files"] if e["path"] == "client_state.json")
-    entry |= {"num_bytes": 2, "sha256": folders._sha256(folder / "client_state.json")}
-    del values["sha256"]
-    values["sha256"] = manifest._digest(values)
-    (folder / "manifest.json").write_text(json.dumps(values))
+    entry |= asdict(FileEntry.of(folder, "client_state.json"))
+    (folder / "manifest.json").write_text(sealed(values))
 
 
 def lose_manifests(checkpoints):
@@ -168,6 +167,14 @@ def ending(run):
     return found
 
 
+def as_if_killed(run):
+    """Leaves what a kill in the third step would."""
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "model")
+    for model in ("_actor", "_critic"):
+        shutil.rmtree(run / "checkpoints" / model / "global_step3")
+
+
 def run_cases(rank, world_size, folder, names, *, as_process):
     """What every case came to; asserted here, in a process that has imported everything."""
     folder, execute = Path(folder), started if as_process else called
@@ -177,11 +184,7 @@ def run_cases(rank, world_size, folder, names, *, as_process):
     for name in names:
         change, code, text = CASES[name]
         run = Path(shutil.copytree(folder / "whole", folder / name.replace(" ", "_")))
-        # As if it had been killed in its third step.
-        (run / "summary.json").unlink()
-        shutil.rmtree(run / "model")
-        for model in ("_actor", "_critic"):
-            shutil.rmtree(run / "checkpoints" / model / "global_step3")
+        as_if_killed(run)
         config = (run / "config.toml").read_text().replace(str(folder / "whole"), str(run))
         (run / "config.toml").write_text(config)
         change(run / "checkpoints")
@@ -197,6 +200,43 @@ def run_cases(rank, world_size, folder, names, *, as_process):
             assert text in line, (name, messages)
             assert "Traceback" not in messages
     return len(names)
+
+
+def flip_bytes(rank, world_size, folder, num_flips, num_inner):
+    """Flips a byte of each file of a killed run, and starts it again; returns the files.
+
+    Args:
+        num_flips: Of each file, one after the other.
+        num_inner: Files of checkpoints, which a hash protects; None is all.
+    """
+    folder, draw = Path(folder), random.Random(7)
+    run, template, words = folder / "run", folder / "killed", arguments(folder, folder / "run")
+    code, _, messages = called(words)
+    assert code == 0, messages
+    expected = ending(run)
+    as_if_killed(run)
+    run.rename(template)
+    files = sorted(path for path in template.rglob("*") if path.is_file() and path.stat().st_size)
+    files = [path.relative_to(template) for path in files]
+    inner = [path for path in files if path.parts[0] == "checkpoints"]
+    if num_inner is not None:
+        files = [path for path in files if path not in inner] + draw.sample(inner, num_inner)
+    for path in (path for path in files for _ in range(num_flips)):
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(template, run)
+        content = bytearray((run / path).read_bytes())
+        place, bit = draw.randrange(len(content)), 1 << draw.randrange(8)
+        content[place] ^= bit
+        (run / path).write_bytes(content)
+        code, _, messages = called(words)
+        case = (str(path), place, bit, code, messages[-3000:])
+        assert "Traceback" not in messages, case
+        if code == 0:
+            ended = ending(run)
+            assert [key for key in expected if ended[key] != expected[key]] == [], case
+        else:
+            assert path.name in messages, case
+    return {str(path) for path in files}
 
 
 def run_called(rank, world_size, folder, names):
@@ -222,3 +262,27 @@ def test_two_damaged_runs_are_continued_or_named(folder):
 @pytest.mark.timeout(1800)
 def test_every_damaged_run_is_continued_or_named(folder):
     assert run_cases(0, 1, str(folder), tuple(CASES), as_process=True) == 12
+
+
+@pytest.mark.multiprocess
+def test_a_flipped_byte_of_a_run_is_passed_over_or_its_file_is_named(folder):
+    arguments = (str(folder), 1, 1)
+    (files,) = run_multiprocess(flip_bytes, 1, timeout_seconds=240, args=arguments)
+    outer = {name for name in files if not name.startswith("checkpoints")}
+    assert outer == {
+        ".lock",
+        "config.toml",
+        "events.jsonl",
+        "logs/rank_0.log",
+        "metrics.jsonl",
+        "run.json",
+        "samples.jsonl",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(3000)
+def test_flipped_bytes_of_every_file_of_a_run(folder):
+    arguments = (str(folder), 3, None)
+    run_multiprocess(flip_bytes, 1, timeout_seconds=2700, args=arguments)

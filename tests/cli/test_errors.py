@@ -12,6 +12,10 @@ from tests.machine import seconds
 
 from lightrft.cli import errors
 from lightrft.cli.errors import ExitCode, UsageError, is_out_of_memory, run_guarded
+from lightrft.strategy.checkpoints.errors import CheckpointError
+from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.process_end import PeerFailedError
+from lightrft.strategy.weight_sync.verification import WeightSyncError
 
 
 def raise_(error, cause=None):
@@ -34,6 +38,8 @@ KNOWN_ERRORS = (
     ("lightrft.datasets.types", "DataError", ("text",), 4),
     ("lightrft.rewards.types", "RewardError", ("text",), 5),
     ("lightrft.strategy.weight_sync.verification", "WeightSyncError", ("hash", "text"), 8),
+    ("lightrft.strategy.distributed.process_end", "NonFiniteError", ("text",), 9),
+    ("builtins", "FloatingPointError", ("text",), 9),
     ("lightrft.cli.errors", "WorkerError", ("text", 77), 77),
 )
 
@@ -142,6 +148,39 @@ def test_the_words_of_a_reward_are_not_memory_of_ours(capsys):
     assert run_guarded("lightrft", raise_(error)) == ExitCode.REWARD
     assert not is_out_of_memory(error)
     assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("[/x/pair.cc:5] Connection closed by peer [::1]:1. GLHF!"), "closed by peer"),
+        (RuntimeError("Read error: Connection reset by peer"), "reset by peer"),
+        (CheckpointError("saving into x failed: rank 0: RuntimeError: Broken pipe"), "broken pipe"),
+        (WeightSyncError("transfer", "Connection reset by peer"), "reset by peer"),
+        (PeerFailedError("sampling failed on rank 1: OSError: x"), "on rank 1: OSError: x"),
+    ],
+)
+def test_who_loses_another_rank_says_so_in_a_line(capsys, error, words):
+    assert run_guarded("lightrft", raise_(error)) == ExitCode.UNEXPECTED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lightrft: ended because another rank failed: ")
+    assert line.endswith(words)
+
+
+def test_an_error_that_is_its_own_cause_ends_with_a_line(capsys):
+    error = RuntimeError("Connection closed by peer")
+    with pytest.raises(RuntimeError), phase("exchange", 60):
+        raise error from error
+    assert run_guarded("lightrft", raise_(error, error)) == ExitCode.UNEXPECTED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("rank 0 lost it in phase 'exchange': connection closed by peer")
+
+
+def test_a_service_that_refuses_a_connection_is_no_rank(capsys):
+    from lightrft.rewards.types import RewardError
+
+    assert run_guarded("lightrft", raise_(RewardError("Connection refused"))) == ExitCode.REWARD
+    assert "another rank" not in capsys.readouterr().err
 
 
 def test_success_passes_its_code_on():

@@ -134,9 +134,7 @@ class Command:
             {
                 name: value
                 for name, value in row.items()
-                if "second" not in name
-                and name != "weights_version"
-                and not name.startswith("memory/")
+                if "second" not in name and not name.startswith("memory/")
             }
             for row in rows
         ]
@@ -187,9 +185,15 @@ def test_a_stopped_and_a_killed_run_are_continued_by_the_same_command(folder, mo
     expected, found = whole.weights(), broken.weights()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
-    code, _, messages = broken.finish()
+    files = {path: path.stat().st_mtime_ns for path in broken.run.rglob("*")}
+    code, output, messages = broken.finish()
+    assert (code, messages) == (0, "")
+    assert "is complete after 5 steps: nothing is left to do" in output
+    assert files == {path: path.stat().st_mtime_ns for path in broken.run.rglob("*")}
+
+    code, _, messages = Command(folder, model, "broken", max_steps=7).finish()
     assert code == 2
-    assert "complete after 5 steps" in messages
+    assert "complete after 5 steps:\nlightrft:   max_steps: None -> 7" in messages
     assert "new folder" in messages
 
 
@@ -207,6 +211,8 @@ def test_all_ranks_stop_together_and_continue_exactly(folder, model, number):
     code, output, messages = broken.finish()
     assert code == 0, messages
     assert "2 of 2 processes" in output
+    code, output, messages = broken.finish()
+    assert (code, messages, output.count("nothing is left to do")) == (0, "", 1)
     assert broken.metrics() == whole.metrics()
     expected, found = whole.weights(), broken.weights()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -245,6 +251,9 @@ def test_under_torchrun_the_ranks_stop_with_a_checkpoint_and_say_so(folder, mode
     assert code == 0, messages
     assert "continuing" in output
     assert broken.events()[-1] == ("finished", 5)
+    code, output, messages = broken.finish()
+    assert code == 0, messages
+    assert output.count("nothing is left to do") == 1
 
 
 @pytest.mark.slow

@@ -135,6 +135,9 @@ CONFIGURATION = {
     "temperature": usage("temperature", "> 0", temperature="0"),
     "share": usage("lr_warmup_ratio", "<= 1", lr_warmup_ratio="3"),
     "off with 0": usage("save_steps", "-1 (off)", save_steps="0"),
+    "kl of the loss": usage(
+        "kl_estimator k3 is for the loss", "add use_kl_loss", init_kl_coef="0.1", kl_estimator="k3"
+    ),
     "one sample": usage(
         "n_samples_per_prompt >= 2", n_samples_per_prompt="1", train_batch_size="16"
     ),
@@ -539,6 +542,21 @@ COMMANDS = {
         expected=("remote_rm_url", "http://[::1"),
     ),
     "no run": command("report", "nowhere", expected=("nowhere", "--output_dir")),
+    "null in a folder": command("init-model", "a\0b", expected=("a\\x00b", "null byte")),
+    "folder in proc": command("quickstart", "--output_dir", "/proc/xx", expected=("/proc/xx",)),
+    **{
+        f"plan of {name}": Wrong(
+            USAGE,
+            ("m/config.json", part),
+            argv=("plan", "--pretrain", "m"),
+            files={"m/config.json": content},
+        )
+        for name, content, part in (
+            ("a list", "[]", "an object"),
+            ("depth", "[" * 10**5, "nested deeper"),
+            ("bytes", b"\xff\xfe{}", "not UTF-8"),
+        )
+    },
     "nothing to export": command("export", "nowhere", "new", expected=("nowhere", "--output_dir")),
 }
 TABLE = {
@@ -570,7 +588,7 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "")  # so that what a run sets is undone afterwards
         monkeypatch.delenv(name)
 
-    def refuse(config, stop_request):
+    def refuse(*_, **more):
         raise AssertionError("a run was started")
 
     monkeypatch.setattr(train_command, "train", refuse)
@@ -649,7 +667,8 @@ def test_a_mistake_costs_one_clear_message_and_its_exit_code(folder, capsys, mon
 
 # What depends on the loss and the estimator, whose modules need torch.
 OF_THE_ALGORITHM = {
-    f"configuration: {name}" for name in ("one sample", "range", "dual clip", "frozen")
+    f"configuration: {name}"
+    for name in ("one sample", "range", "dual clip", "frozen", "kl of the loss")
 }
 
 

@@ -92,6 +92,12 @@ def test_replaced_checks_names_and_values():
         config.replaced({"gamma": 2})
 
 
+def test_options_of_a_run_with_the_former_kl_term_are_read(tmp_path):
+    """Programs beside training read them; a new run is refused."""
+    (tmp_path / "config.toml").write_text('init_kl_coef = 0.01\nkl_estimator = "k3"\n')
+    assert TrainConfig.load(tmp_path / "config.toml").kl_estimator_name == "k3"
+
+
 def test_unset_is_told_apart_from_a_value_that_equals_a_default():
     from lightrft.stages.policy.algorithm import decide
 

@@ -200,6 +200,7 @@ class World:
             generate_max_len=4,
             engine_type="hf",
             adam_offload=True,
+            init_kl_coef=0.01,
             use_kl_loss=True,
             advantage_estimator="gae",
             actor_learning_rate=1e-3,

@@ -104,6 +104,7 @@ def names(tmp_path):
             critic_learning_rate=1e-4,
             advantage_estimator="gae",
             engine_type="hf",
+            init_kl_coef=0.01,
             use_kl_loss=True,
         )
     )

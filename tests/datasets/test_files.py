@@ -99,3 +99,13 @@ def test_gsm8k_reads_whole(test_data) -> None:
     assert len(rows) == 1319
     assert set(rows[-1].columns) == {"question", "answer"}
     assert rows[-1].location.endswith("test.jsonl:1319")
+
+
+def test_a_small_parquet_file_of_many_rows_is_refused_before_they_are_made(tmp_path, monkeypatch):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = arrow.array(["x" * 1000] * 20_000).dictionary_encode()
+    parquet.write_table(arrow.table({"input": rows}), tmp_path / "d.parquet")
+    assert len(read_rows(tmp_path / "d.parquet")) == 20_000
+    monkeypatch.setattr("lightrft.datasets.files.MIN_PARQUET_BYTES", 2**20)
+    with pytest.raises(DataError, match="at most 1000 times the size"):
+        read_rows(tmp_path / "d.parquet")

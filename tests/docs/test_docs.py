@@ -37,6 +37,7 @@ COSTLY = (
     "one_node.md",
     "scaling.md",
     "several_nodes.md",
+    "sft.md",
     "vision.md",
 )
 

@@ -4,6 +4,7 @@ import dataclasses
 import io
 
 import pytest
+import torch
 from tests.engines.media_requests import requests_of
 from tests.models.vision.tiny_world import image, prompt
 
@@ -150,7 +151,21 @@ def damaged_pictures_are_refused(engine, encoder, prompts):
     assert len(engine.generate(requests_of(prompts), SAMPLED)) == 6
 
 
+def other_threads_than_at_the_start_change_no_score(engine, encoder, prompts):
+    expected = engine.generate(requests_of(prompts), SAMPLED)
+    for num_threads in (3, 1):
+        torch.set_num_threads(num_threads)
+        # Features of pictures are computed again.
+        engine.reset_caches()
+        for found, known in zip(
+            engine.generate(requests_of(prompts), SAMPLED), expected, strict=True
+        ):
+            assert found.output_token_ids == known.output_token_ids
+            assert found.output_logprobs == pytest.approx(known.output_logprobs, abs=1e-4)
+
+
 CHECKS = [
+    other_threads_than_at_the_start_change_no_score,
     prompts_come_back_expanded_and_in_order,
     polls_give_what_generate_gives,
     an_abort_leaves_nothing,

@@ -468,6 +468,14 @@ def test_generate_leaves_the_global_generator_and_threads_alone(engine):
     assert torch.is_grad_enabled()
 
 
+def test_other_threads_than_at_the_start_change_no_score(engine):
+    tokens = list(range(3, 40))
+    expected = engine.score(tokens)
+    torch.set_num_threads(3)
+    assert engine.score(tokens) == pytest.approx(expected, abs=1e-5)
+    assert torch.get_num_threads() == 3
+
+
 # Malformed requests
 
 

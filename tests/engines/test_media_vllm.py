@@ -38,6 +38,8 @@ class World:
         self.model, self.encoder = tiny(preset)
         save_pretrained(self.model, None, directory)
         self.encoder.processor.save_pretrained(directory)
+        # Another number than tests run with, however the suite was started.
+        torch.set_num_threads(2)
         self.engine = build_engine(EngineConfig("vllm", str(directory), max_model_len=256))
         self.actor = Actor(self.model)
         self.prompts = encoded_prompts(self.encoder)

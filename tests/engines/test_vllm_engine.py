@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.ranks import run_multiprocess
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -237,3 +238,25 @@ def test_vllms_own_sampling_parameters_are_converted_or_refused():
         params_of_native(NativeParams(presence_penalty=0.5))
     with pytest.raises(ValueError, match="prompt_logprobs=1"):
         params_of_native(NativeParams(prompt_logprobs=1))
+
+
+def score_with_two_engines(rank: int, world_size: int, directory: str) -> list[list[float]]:
+    """Each in a process group of its own, as two runs in one process are."""
+    found = []
+    for _ in range(2):
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        engine = build_engine(EngineConfig("vllm", directory, max_model_len=MAX_MODEL_LEN))
+        found.append(engine.score([3, 4, 5]))
+        engine.close()
+        torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.mark.multiprocess
+def test_a_second_engine_starts_after_the_first_and_its_process_group_ended(tiny_model, tmp_path):
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    ((first, second),) = run_multiprocess(
+        score_with_two_engines, 1, timeout_seconds=240, args=(str(tmp_path),)
+    )
+    assert first == pytest.approx(second, abs=1e-6)

@@ -15,9 +15,12 @@ from lightrft.experience.ledger_gate import check_ledger
 from lightrft.models import layout as layout_module
 from lightrft.models.layout import LayoutPolicy
 from lightrft.records.batch import collate
-from lightrft.records.rollout import Rollout, ScoredRollout, Segment
+from lightrft.records.rollout import Rollout, Segment
+from lightrft.records.sample_ledger import FUNCTION, SampleLedger
 from lightrft.records.table import tabulate
-from lightrft.rollout.ledger_records import LedgerError, take_evidence
+from lightrft.rewards.types import RewardResult
+from lightrft.rollout.ledger_records import LedgerError, deliver_evidence, take_evidence
+from lightrft.rollout.scoring import score_rollouts
 
 SPECIAL = frozenset(range(90, 97))
 VOCAB = 90
@@ -32,6 +35,9 @@ class OneRank:
     def gather_objects(self, item):
         return [item]
 
+    def exchange_bytes(self, parts):
+        return parts
+
 
 def sampled_step(seed, num_rows=6):
     """Responses of 1 to 3 turns that an engine really sampled, and what the step knows of them."""
@@ -43,11 +49,11 @@ def sampled_step(seed, num_rows=6):
         for sample_id in range(num_rows):
             prompt = tuple(rng.integers(0, VOCAB, rng.integers(1, 6)).tolist())
             items.append(sampled_rollout(rng, engine, sample_id, prompt))
-    scored = [
-        ScoredRollout(item, float(rng.normal()), is_masked=bool(rng.random() < 0.15))
-        for item in items
+    results = [
+        None if rng.random() < 0.15 else RewardResult(float(rng.normal()), {"a": 1.0, "b": i / 7})
+        for i in range(num_rows)
     ]
-    return scored, OneRank(engine)
+    return score_rollouts(items, results), OneRank(engine)
 
 
 def sampled_rollout(rng, engine, sample_id, prompt):
@@ -75,7 +81,7 @@ def sampled_rollout(rng, engine, sample_id, prompt):
         tuple(ids),
         tuple(logprobs),
         "temperature",
-        "stop",
+        found.finish_reason,
         version,
         tuple(flags),
     )
@@ -83,25 +89,54 @@ def sampled_rollout(rng, engine, sample_id, prompt):
     return Rollout(row, completion, sample_id, sample_id, "", tuple(versions), tuple(segments))
 
 
-def check(scored, strategy, *, evidence=None, is_packed=False, change=lambda batch: batch):
+def check(
+    scored,
+    strategy,
+    *,
+    evidence=None,
+    is_packed=False,
+    change=lambda batch: batch,
+    change_table=lambda table: table,
+    temperature=1.0,
+):
     """The gate on the batch of some rollouts, as `make_experience` calls it."""
     if evidence is None:
         evidence = evidence_of(scored, strategy)
-    table = tabulate(scored)
-    batch = change(collate(table, temperature=1.0, device=torch.device("cpu")))
+    table = change_table(tabulate(scored))
+    cpu = torch.device("cpu")
+    version = strategy.engine.weights_version
+    batch = change(collate(table, temperature=temperature, device=cpu, version=version))
     half = len(scored) // 2
     check_ledger(
         batch,
         table,
         evidence,
+        (table, None),
         policy=LayoutPolicy(packs_samples=is_packed),
         slices=[slice(0, half), slice(half, len(scored))],
         strategy=strategy,
     )
 
 
-def evidence_of(scored, strategy):
-    return take_evidence([item.rollout for item in scored], strategy.session, special_ids=SPECIAL)
+def evidence_of(scored, strategy, ledger=None):
+    taken = take_evidence(
+        [item.rollout for item in scored],
+        strategy.session,
+        ledger=ledger or ledger_of(scored),
+        special_ids=SPECIAL,
+    )
+    return deliver_evidence(taken, [[item.rollout.sample_id for item in scored]], strategy)
+
+
+def ledger_of(scored):
+    """What prompts and scorer write down of sound samples."""
+    ledger = SampleLedger()
+    for item in scored:
+        rollout, entry = item.rollout, ledger.of(item.rollout.sample_id)
+        entry.group_id, entry.prompt = rollout.group_id, rollout.prompt
+        entry.has_failed = item.is_masked
+        entry.reward_is(FUNCTION, RewardResult(item.reward, item.components), rollout.token_ids)
+    return ledger
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -329,11 +364,32 @@ def test_a_context_the_engine_never_saw_is_found():
         check(told, strategy, evidence=evidence)
 
 
+def test_a_request_with_two_answers_is_named_by_what_differs_in_them():
+    _, strategy = sampled_step(2)
+    entries = strategy.inference_engine.ledger.take()
+    other = replace(entries[0], token_ids=tuple(i + 1 for i in entries[0].token_ids))
+    session = SimpleNamespace(
+        engine=SimpleNamespace(ledger=SimpleNamespace(take=lambda: [*entries, other])),
+        context=SimpleNamespace(engine_mp_group=None),
+    )
+    with pytest.raises(LedgerError, match="twice in one context, with different tokens: the ranks"):
+        take_evidence([], session)
+    session.engine.ledger.take = lambda: entries
+    session.context = SimpleNamespace(
+        engine_mp_group="ranks of one engine",
+        gather_objects=lambda own, group: [own, dict.fromkeys(own, (b"", b""))],
+    )
+    with pytest.raises(LedgerError, match="twice in one context, with different tokens: the ranks"):
+        take_evidence([], session)
+
+
 def test_ranks_of_one_engine_that_disagree_are_found():
     _, strategy = sampled_step(2)
     entries = strategy.inference_engine.ledger.take()
     moved = replace(entries[0], logprobs=tuple(x - 1 for x in entries[0].logprobs))
-    engine = SimpleNamespace(ledger=SimpleNamespace(take=lambda: [moved, *entries[1:]]))
+    engine = SimpleNamespace(
+        weights_version=0, ledger=SimpleNamespace(take=lambda: [moved, *entries[1:]])
+    )
     told = []
     for agrees in (True, False):
         peer = take_evidence_of(entries if agrees else [moved, *entries[1:]], told)
@@ -343,12 +399,13 @@ def test_ranks_of_one_engine_that_disagree_are_found():
         gather_objects=lambda own, group: [own, told[0]],
     )
     session = SimpleNamespace(engine=engine, context=world)
-    with pytest.raises(LedgerError, match="sampled twice in one context"):
+    rounded = "twice in one context, with equal tokens and other log-probabilities or weights"
+    with pytest.raises(LedgerError, match=rounded):
         take_evidence([], session)
     world.gather_objects = lambda own, group: [own, told[1]]
     assert len(take_evidence([], session).entries) == len(entries)
     engine.ledger.take = lambda: [*entries, moved]
-    with pytest.raises(LedgerError, match="sampled twice in one context"):
+    with pytest.raises(LedgerError, match=rounded):
         take_evidence([], session)
 
 
@@ -359,7 +416,7 @@ def take_evidence_of(entries, told):
         told.append(own)
         return [own]
 
-    engine = SimpleNamespace(ledger=SimpleNamespace(take=lambda: entries))
+    engine = SimpleNamespace(weights_version=0, ledger=SimpleNamespace(take=lambda: entries))
     return take_evidence(
         [],
         SimpleNamespace(
@@ -372,7 +429,7 @@ def take_evidence_of(entries, told):
 def test_every_rank_raises_what_one_rank_found():
     scored, strategy = sampled_step(2)
     evidence = evidence_of(scored, strategy)
-    strategy.gather_objects = lambda own: [own, "sample 40, turn 2, token 7: ids differ"]
+    strategy.gather_objects = lambda own: [own, ("sample 40, turn 2, token 7: ids differ", False)]
     with pytest.raises(LedgerError, match="ledger gate: sample 40, turn 2, token 7"):
         check(scored, strategy, evidence=evidence)
 

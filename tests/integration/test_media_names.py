@@ -47,7 +47,9 @@ def planted_sync(engine, actor, change):
 def modules_of(model):
     """The tower, and the projector, which may lie in it."""
     family = family_of(model.config)
-    return [*family.towers, *(family.projectors or ("visual.merger",))]
+    kind = family.model_type.split("_")[0]
+    projector = {"qwen2": "visual.merger", "qwen3": "visual.merger", "smolvlm": "connector"}
+    return [*family.towers, projector.get(kind, "multi_modal_projector")]
 
 
 @pytest.mark.parametrize("preset", TINY_FAMILIES)

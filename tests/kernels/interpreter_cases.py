@@ -18,6 +18,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_triton.py"
 
 from lightrft.kernels import Workspace, linear_logprob
 from lightrft.kernels.logprob import triton_launch
+from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
 from lightrft.kernels.logprob.operators import logprob_forward
 from lightrft.kernels.logprob.policy_loss import LinearPolicyLoss, PolicyLossOptions
 from lightrft.kernels.logprob.product_engine import ProductEngine
@@ -32,7 +33,7 @@ HARD = LogitsTransform(temperature=0.7, softcap=20.0)
 ENGINES = {
     "fused": TritonEngine(1024, TILES, TILES),
     "bulk": TritonEngine(1024, BULK, TILES),
-    "products": ProductEngine(1024, uses_triton=True),
+    "products": ProductEngine(1024),
 }
 
 
@@ -336,11 +337,10 @@ def test_loss_inside_the_output_layer(budget):
         assert relative_error(value, reference) < 5e-6
 
 
-def test_products_give_the_same_with_and_without_triton():
+def test_stored_products_give_the_same_as_chunks_of_logits():
     hidden, weight, bias, targets, upstream = make_inputs(130, 1500, dtype=torch.float16)
     results = []
-    for uses_triton in (True, False):
-        engine = ProductEngine(1024, uses_triton)
+    for engine in (ENGINES["products"], ChunkedEngine(1024)):
         output = engine_logprob(hidden, weight, bias, targets, engine, HARD, "grad")
         loss = (output.logprobs * upstream[0]).sum() + (output.entropy * upstream[1]).sum()
         gradients = torch.autograd.grad(loss, (hidden, weight, bias))
@@ -349,6 +349,23 @@ def test_products_give_the_same_with_and_without_triton():
     assert (results[0][1] - results[1][1]).abs().max() < 2e-5
     for value, reference in zip(results[0][2:], results[1][2:], strict=True):
         assert relative_error(value, reference) < 1e-3
+
+
+def test_a_split_weight_gives_float32_logprobs_and_gradients():
+    hidden, weight, _, targets, upstream = make_inputs(60, 700)
+    hidden = hidden.detach().bfloat16().requires_grad_()
+    engine = ProductEngine(512, splits_weight=True)
+    plain = LogitsTransform(1.0, None)
+    output = engine_logprob(hidden, weight, None, targets, engine, plain, "none")
+    doubles = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+    exact = float64_logprob(*doubles, None, targets, plain)[0]
+    assert (output.logprobs - exact).abs().max() < 5e-5
+    found = torch.autograd.grad(output.logprobs, (hidden, weight), upstream[0])
+    wanted = torch.autograd.grad(exact, doubles, upstream[0].double())
+    assert [gradient.dtype for gradient in found] == [torch.bfloat16, torch.float32]
+    # Gradients of logits in bfloat16; that of hidden is rounded once more.
+    assert relative_error(found[1], wanted[1]) < 4e-3
+    assert relative_error(found[0], wanted[0]) < 8e-3
 
 
 def test_no_row_at_all():

@@ -14,9 +14,10 @@ from lightrft.kernels import (
     TensorSpec,
     capabilities,
     hash_tensor,
+    hash_tensors,
     pack,
 )
-from lightrft.kernels.weight_bucket import cuda, reference
+from lightrft.kernels.weight_bucket import cuda
 from lightrft.kernels.weight_bucket.native import Move
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -76,24 +77,16 @@ def test_tables_are_sent_anew_and_none_is_kept():
 
 
 @pytest.mark.parametrize("impl", ["torch", "auto"])
-def test_pack_of_column_shards_with_hashes(impl):
+def test_pack_of_column_shards(impl):
     generator = torch.Generator().manual_seed(1)
     matrix = torch.randn(9, 20, generator=generator)
     sources = [matrix[:, 3:11], matrix[4:], torch.randn(5, generator=generator)]
     bucket = torch.zeros(1024, dtype=torch.uint8)
-    hashes = torch.tensor([1, 2, 3])
-    starts = [40, 80, 0]
     dtypes = [torch.bfloat16, torch.float16, torch.float32]
-    pack(sources, bucket, [0, 256, 512], dtypes, impl=impl, starts=starts, hashes=hashes)
-    for slot, (source, offset, dtype) in enumerate(
-        zip(sources, [0, 256, 512], dtypes, strict=True)
-    ):
+    pack(sources, bucket, [0, 256, 512], dtypes, impl=impl)
+    for source, offset, dtype in zip(sources, [0, 256, 512], dtypes, strict=True):
         packed = bucket[offset : offset + source.numel() * dtype.itemsize].view(dtype)
         assert torch.equal(packed, source.to(dtype).reshape(-1))
-        expected = hash_tensor(source.to(dtype), start=starts[slot])
-        assert hashes[slot].item() == reference.to_signed((expected + slot + 1) % 2**64)
-    with pytest.raises(ValueError, match=r"expected hashes \[3\] int64"):
-        pack(sources, bucket, [0, 256, 512], dtypes, hashes=torch.zeros(2, dtype=torch.int64))
 
 
 needs_device_code = pytest.mark.skipif(
@@ -121,19 +114,12 @@ def test_device_pack_equals_torch_bitwise(source_dtype, out_dtype, shift):
     results = []
     for impl in ("native", "torch"):
         bucket = torch.full((position,), 7, dtype=torch.uint8, device="cuda")
-        hashes = torch.zeros(len(sources), dtype=torch.int64, device="cuda")
-        pack(
-            sources,
-            bucket,
-            offsets,
-            [out_dtype] * len(sources),
-            impl=impl,
-            starts=[11, 0, 5, 0],
-            hashes=hashes,
-        )
+        dtypes = [out_dtype] * len(sources)
+        pack(sources, bucket, offsets, dtypes, impl=impl)
+        hashes = hash_tensors(sources, starts=[11, 0, 5, 0], dtypes=dtypes, impl=impl)
         results.append((bucket, hashes))
     assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
+    assert results[0][1] == results[1][1]
 
 
 @pytest.mark.gpu

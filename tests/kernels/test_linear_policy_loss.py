@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightrft.kernels import linear_logprob, linear_policy_loss
-from lightrft.kernels.logprob.policy_loss import plan_row_chunks
 
 
 def make_inputs(num_tokens=53, vocab=300, size=24, dtype=torch.float32):
@@ -102,55 +101,6 @@ def test_loss_and_gradients_equal_autograd(chunk_tokens, budget, dtype):
         # 16-bit gradients are rounded when they are stored and when 3.0 scales them, and those of
         # the logits before, on a CPU that multiplies bfloat16.
         assert relative_error(value, reference) < (5e-6 if dtype == torch.float32 else 6e-3)
-
-
-def test_a_loss_over_sequences_sees_whole_sequences():
-    leaves, targets, data = make_inputs(num_tokens=60)
-    starts = torch.tensor([0, 9, 10, 31, 58])
-    sequence = torch.repeat_interleave(torch.arange(5), torch.tensor([9, 1, 21, 27, 2]))
-    old = old_logprobs(leaves, targets, data)
-
-    def gspo_like(logprobs, rows):
-        """Ratio of a sequence's mean logprob: it couples all tokens of a sequence."""
-        sums = torch.zeros(5).index_add(0, sequence[rows], logprobs - old[rows])
-        counts = torch.zeros(5).index_add(0, sequence[rows], torch.ones(len(rows)))
-        present = counts > 0
-        return -((sums[present] / counts[present]).exp() * (1 + starts[present])).sum()
-
-    calls: list[torch.Tensor] = []
-    token_loss = token_loss_of(
-        lambda logprobs, entropy, rows: gspo_like(logprobs, rows) + 0 * entropy.sum(), calls
-    )
-    output = linear_policy_loss(
-        leaves[0],
-        leaves[1],
-        targets,
-        token_loss,
-        bias=leaves[2],
-        chunk_tokens=12,
-        sequence_starts=starts,
-    )
-    for rows in calls:
-        others = torch.cat([other for other in calls if other is not rows])
-        assert not torch.isin(sequence[rows], sequence[others]).any()
-    plain = linear_logprob(leaves[0], leaves[1], targets, bias=leaves[2])
-    rows = (targets != -100).nonzero().squeeze(1)
-    expected = gspo_like(plain.logprobs[rows], rows)
-    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    got = torch.autograd.grad(output.loss, leaves)
-    for value, reference in zip(got, torch.autograd.grad(expected, leaves), strict=True):
-        assert relative_error(value, reference) < 5e-6
-
-
-def test_chunks_of_rows():
-    active = torch.tensor([0, 1, 2, 5, 6, 7, 8])
-    assert [c.tolist() for c in plan_row_chunks(active, 9, 3, None)] == [[0, 1, 2], [5, 6, 7], [8]]
-    starts = torch.tensor([0, 2, 3, 5])
-    chunks = plan_row_chunks(active, 9, 3, starts)
-    assert [c.tolist() for c in chunks] == [[0, 1, 2], [5, 6, 7, 8]]
-    assert plan_row_chunks(active[:0], 9, 3, starts) == ()
-    with pytest.raises(ValueError, match="ascend from 0"):
-        plan_row_chunks(active, 9, 3, torch.tensor([1, 2]))
 
 
 def test_no_gradient_is_computed_where_none_is_needed():

@@ -12,7 +12,10 @@ from lightrft.engines.ledger import LedgerEntry, hash_context
 from lightrft.engines.types import Completion
 from lightrft.records.columns import COLUMNS
 from lightrft.records.rollout import Rollout, ScoredRollout, Segment
+from lightrft.records.sample_ledger import FUNCTION, SampleLedger
 from lightrft.records.table import SampleTable
+from lightrft.rewards.types import RewardResult
+from lightrft.rollout.ledger_records import rows_hash
 
 
 class ThreadWorld:
@@ -107,6 +110,17 @@ def _under(names, table):
     return values
 
 
+def ledger_of(scored):
+    """What prompts and scorer write down of sound samples."""
+    ledger = SampleLedger()
+    for item in scored:
+        rollout, entry = item.rollout, ledger.of(item.rollout.sample_id)
+        entry.group_id, entry.prompt = rollout.group_id, rollout.prompt
+        entry.has_failed = item.is_masked
+        entry.reward_is(FUNCTION, RewardResult(item.reward, item.components), rollout.token_ids)
+    return ledger
+
+
 def ragged_sample(rng, sample_id, *, kind, group_size=4):
     """A sample of one call, of several turns with observations, or of several versions."""
     prompt = tuple(rng.integers(0, 60_000, rng.integers(1, 9)).tolist())
@@ -183,8 +197,12 @@ def long_sample(rng, sample_id, *, prompt, response, turns):
 
 def gathered_evidence(evidence, wanted, context):
     """The reference: journals and ledgers of all ranks, on every rank."""
-    accounts, entries = {}, {}
-    for theirs, found in context.gather_objects((evidence.accounts, evidence.entries)):
+    accounts, entries, total = {}, {}, 0
+    noted, greedy = evidence.noted_rows({i for ids in wanted for i in ids})
+    own = {i: replace(each, facts=noted.get(i, {})) for i, each in evidence.accounts.items()}
+    told = own, evidence.entries, rows_hash(noted) + rows_hash(greedy)
+    for theirs, found, part in context.gather_objects(told):
         accounts |= theirs
         entries |= found
-    return replace(evidence, accounts=accounts, entries=entries)
+        total += part
+    return replace(evidence, accounts=accounts, entries=entries, total=total)

@@ -34,6 +34,7 @@ from lightrft.records.rollout import ScoredRollout, Segment
 from lightrft.records.table import deliver_rows, exchange, join_tables, merge, tabulate
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal import Journal, read_journal
+from lightrft.rollout.environments.journal_lines import FORMAT, event_line
 from lightrft.rollout.ledger_records import LedgerError, deliver_evidence, take_evidence
 from lightrft.rollout.source import InFlightGroup, OpenSample, PartialRolloutState
 
@@ -97,13 +98,19 @@ def sampled(num_rows=8, first=0):
                     episode.add_observation(Observation((91, 5, 6), ((1, 3),)))
                 episode.add_turn(turn_of(engine, episode, turn, int(rng.integers(1, 7))), "")
             is_masked = sample_id == first + 3
-            scored.append(ScoredRollout(episode.as_rollout(), 1.0, is_masked=is_masked))
+            reward = 0.0 if is_masked else 1.0
+            scored.append(ScoredRollout(episode.as_rollout(), reward, is_masked=is_masked))
     return scored, engine
+
+
+HEADER = {"weights": 17, "environment": {"schemas": [], "answers_turns": False}}
 
 
 def episode_of(sample_id, prompt):
     row = Prompt(sample_id, "", prompt)
-    return Episode(0, row, sample_id, sample_id // 4, sample_id, row={}, environment=None)
+    return Episode(
+        0, row, sample_id, sample_id // 4, sample_id, row={}, environment=None, seeds=(0, 0)
+    )
 
 
 def turn_of(engine, episode, turn, max_tokens):
@@ -162,7 +169,7 @@ def test_rows_of_an_engine_that_does_not_say_are_filled(planted):
     assert tabulate([item, scored[1]])[NAME][:length].tolist() == [1.0] * length
 
 
-def both_ranks(change=lambda batch: batch):
+def both_ranks(change=lambda batch: batch, change_table=lambda table, rank: table):
     """Samples change ranks and pass the gate there; the batch of each rank."""
     world = cases.ThreadWorld(2)
     shares = [sampled(first=0), sampled(first=8)]
@@ -170,11 +177,13 @@ def both_ranks(change=lambda batch: batch):
     def one_rank(strategy):
         scored, engine = shares[strategy.rank]
         strategy = Rank(world, strategy.rank, engine)
-        table = exchange(scored, strategy)
+        table = change_table(exchange(scored, strategy), strategy.rank)
         # Half of the rows of each rank go to the other one.
         wanted = [np.arange(0, 16, 2), np.arange(1, 16, 2)]
         rows = deliver_rows(table, tabulate(scored), wanted, strategy)
-        evidence = take_evidence([item.rollout for item in scored], strategy)
+        evidence = take_evidence(
+            [item.rollout for item in scored], strategy, ledger=cases.ledger_of(scored)
+        )
         ids = [table.sample_ids[each].tolist() for each in wanted]
         evidence = deliver_evidence(evidence, ids, strategy)
         batch = change(collated(rows))
@@ -182,6 +191,7 @@ def both_ranks(change=lambda batch: batch):
             batch,
             rows,
             evidence,
+            (table, None),
             policy=LayoutPolicy(packs_samples=False),
             slices=[slice(0, 4), slice(4, 8)],
             strategy=strategy,
@@ -230,6 +240,35 @@ def test_the_gate_finds_values_at_the_wrong_place(planted, fault):
         both_ranks(fault)
 
 
+def unmasked_on(rank):
+    """Rank 1 trains the row; it counts into the mean of its group on rank 0, too."""
+
+    def change(table, own_rank):
+        is_masked = table.is_masked & (own_rank != rank)
+        return replace(table, is_masked=is_masked)
+
+    return change
+
+
+def exchanged_groups(table, rank):
+    groups = table.group_ids.copy()
+    groups[[3, 4]] = groups[[4, 3]]
+    return replace(table, group_ids=groups)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (unmasked_on(0), "sample 3: is_masked differ: True was written down .*, False"),
+        (unmasked_on(1), "sample 3: is_masked differ: True was written down .*, False"),
+        (exchanged_groups, "sample 4: group_ids differ: 1 was written down as it arose, 0 is"),
+    ],
+)
+def test_the_gate_finds_rows_that_one_rank_knows_otherwise(fault, message):
+    with pytest.raises(LedgerError, match=message):
+        both_ranks(change_table=fault)
+
+
 def test_the_gate_does_not_look_at_what_the_ledger_does_not_vouch_for(monkeypatch):
     monkeypatch.setitem(COLUMNS, NAME, replace(FIFTH, is_vouched=False))
     assert len(both_ranks(swapped_rows)) == 2
@@ -271,7 +310,7 @@ def test_it_is_padded_selected_and_consumed(planted):
 def test_it_is_in_the_journal(planted, tmp_path):
     engine = sampled(num_rows=0)[1]
     path = tmp_path / "step.jsonl"
-    journal = Journal(path, {"weights": "w"})
+    journal = Journal(path, HEADER)
     episode = episode_of(5, (3, 4))
     turns = []
     for number in range(2):
@@ -289,7 +328,6 @@ def test_it_is_in_the_journal(planted, tmp_path):
 
 
 def test_journals_without_it_are_read_and_written_as_before(tmp_path):
-    """Lines of 3191490."""
     line = {
         "event": "turn",
         "sample_id": 5,
@@ -303,20 +341,23 @@ def test_journals_without_it_are_read_and_written_as_before(tmp_path):
         "finish_reason": "stop",
         "weights_version": 0,
     }
-    lines = [line, {"event": "round", "round": 0, "sample_ids": [5]}]
-    path = tmp_path / "old.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    begin = {"event": "begin", "format": FORMAT, **HEADER}
+    path, check = tmp_path / "old.jsonl", 0
+    with path.open("wb") as file:
+        for each in (begin, line, {"event": "round", "round": 0, "sample_ids": [5]}):
+            text, check = event_line(each, check)
+            file.write(text)
     (turns,) = read_journal(path).rounds
     completion = turns[5].completion((1, 2), 0)
     assert completion.facts == {}
     episode = episode_of(5, (1, 2))
     episode.add_turn(completion, "")
-    journal = Journal(tmp_path / "new.jsonl", {})
+    journal = Journal(tmp_path / "new.jsonl", HEADER)
     journal.round(0, [episode])
     journal.leave(0)
     journal.close()
     written = [json.loads(each) for each in (tmp_path / "new.jsonl").read_text().splitlines()]
-    assert set(written[1]) == set(line)
+    assert set(written[1]) == {*line, "check"}
 
 
 def test_an_episode_that_starts_over_forgets_it(planted):
@@ -447,6 +488,7 @@ ENDS = {
     "source",
     "episode",
     "journal",
+    "journal_lines",
     "journal_rounds",
     "batch",
     "trajectories",

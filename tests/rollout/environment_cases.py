@@ -1,10 +1,12 @@
 """Environments as their authors write them; run in worker processes by the tests."""
 
 import asyncio
+import gc
 import os
 import random
 import sys
 import time
+import weakref
 
 
 class Guess:
@@ -54,6 +56,36 @@ class Counter:
         return {"count": self.count, "half": self.count / 2}
 
 
+class Dicey:
+    """Draws its task and its answers as TRL's examples do, and says what it was given."""
+
+    def __init__(self):
+        self.born = random.randint(0, 10**9)
+
+    def reset(self, seed: int, sample_seed: int, **row):
+        self.own = sample_seed
+        return f" {seed} {self.born} {random.randint(0, 10**9)}"
+
+    def roll(self) -> str:
+        """Roll dice."""
+        import numpy
+
+        number = numpy.random.randint(10**9)  # noqa: NPY002
+        thrown = random.randint(0, 10**9), number, {"a", "b", "c", "d"}
+        return f"{self.own} {thrown}"
+
+    def leave(self, ends: bool) -> str:
+        """End the process, or roll.
+
+        Args:
+            ends: Whether to end it.
+        """
+        return os._exit(3) if ends else self.roll()
+
+    def get_reward(self):
+        return random.random()
+
+
 class Naughty:
     """Everything a tool may do wrong."""
 
@@ -88,11 +120,28 @@ class Naughty:
             "list": [1, 2],
             "dict": {"a": True, "b": None},
             "none": None,
+            "object": [object(), len],
             "half": "\ud800",
         }[what]
 
     async def get_reward(self):
         return 1.0
+
+
+class Living:
+    """Says how many of its kind there are; has no `get_reward`."""
+
+    everyone = weakref.WeakSet()
+
+    def reset(self, **row):
+        self.everyone.add(self)
+        if row.get("bad_reset"):
+            raise ValueError("no such puzzle")
+
+    def count(self) -> int:
+        """Count them."""
+        gc.collect()
+        return len(self.everyone)
 
 
 class NoReward:

@@ -81,6 +81,18 @@ def test_a_skyrl_gym_class_is_answered_turn_by_turn_as_a_user_answers(stage):
         assert tuple((row.turns >= 0)[start:].tolist()) == rollout.completion.sampled
 
 
+def test_extras_have_what_skyrls_generator_gives_and_seeds(stage):
+    played = stage(["3", "7"], f"skyrl_gym:{TEXT}", "Telling", max_turns=5)
+    (first, second), _ = played.sample()
+    told = [json.loads(r.prompt.messages[-1]["content"].partition("!")[2]) for r in (first, second)]
+    assert [each["max_turns"] for each in told] == [5, 5]
+    assert told[0]["seed"] == told[1]["seed"] != told[0]["sample_seed"] != told[1]["sample_seed"]
+    rows = [{"input": "Find it.", "target": 7, "max_turns": 2, "seed": 11}]
+    played = stage(["7"], f"skyrl_gym:{TEXT}", "Telling", rows=rows)
+    told = json.loads(played.sample()[0][0].prompt.messages[-1]["content"].partition("!")[2])
+    assert (told["max_turns"], told["seed"]) == (2, 11)
+
+
 def test_the_last_turn_is_paid_although_nothing_follows_it(stage):
     played = stage(["1", "7"], f"skyrl_gym:{TEXT}", "Countdown", max_turns=2)
     rollouts, rewards = played.sample()
@@ -112,6 +124,17 @@ def test_a_step_that_fails_fails_its_episode(stage, said, reason):
         stage([said], f"skyrl_gym:{TEXT}", "Countdown").sample()
     played = stage([said], f"skyrl_gym:{TEXT}", "Countdown", reward_failure="mask")
     assert played.sample()[1] == [None, None]
+
+
+def test_every_episode_is_closed_once_failed_or_not(stage, tmp_path):
+    rows = [
+        {"input": "Find it.", "target": target, "log": str(tmp_path / "log")} for target in (7, 8)
+    ]
+    options = {"rows": rows, "reward_failure": "mask"}
+    stage(["raise"], f"skyrl_gym:{TEXT}", "Countdown", **options).sample()
+    stage(["7", "8"], f"skyrl_gym:{TEXT}", "Countdown", **options).sample()
+    closed = sorted((tmp_path / "log").read_text().splitlines())
+    assert closed == ["['7', '8']"] * 2 + ["['7']"] * 2 + ["['raise']"] * 4
 
 
 def test_an_init_that_asks_something_else_is_refused(stage):
@@ -181,7 +204,7 @@ class Server:
         for number, raw in enumerate(connection):
             asked = json.loads(raw)
             state.setdefault("asked", []).append(asked)
-            fault = self.fault if number == 1 else None
+            fault = self.fault if number == 2 else None  # after reset and state
             if fault == "cut":
                 return
             if fault == "slow":
@@ -193,12 +216,19 @@ class Server:
             elif fault in ("SESSION_ERROR", "VALIDATION_ERROR", "EXECUTION_ERROR"):
                 details = {"message": "told", "code": fault}
                 connection.send(json.dumps({"type": "error", "data": details}))
+            elif fault == "error of no form":
+                connection.send(json.dumps({"type": "error", "data": ["told"]}))
             elif asked["type"] == "state":
                 shown = {"episode_id": state["episode_id"], "step_count": state["step_count"]}
-                if self.fault == "another episode":
+                if self.fault == "another episode" and number > 1:
                     shown["episode_id"] = None
-                if self.fault == "another count":
+                if self.fault == "another count" and number > 1:
                     shown["step_count"] += 1
+                if self.fault == "own names":
+                    shown = {
+                        "episode_id": f"mine {id(state)}",
+                        "step_count": shown["step_count"] + 3,
+                    }
                 connection.send(json.dumps({"type": "state", "data": shown}))
             else:
                 connection.send(json.dumps(self.observed(state, asked)))
@@ -239,7 +269,8 @@ def test_actions_of_an_openenv_server_are_calls_of_a_tool(stage, server):
     assert all(session["step_count"] == 2 for session in server.sessions)
     asked = [session["asked"][0]["data"] for session in server.sessions]
     assert all(data["input"] == "Find it." for data in asked)
-    assert len({data["seed"] for data in asked}) == 2
+    assert len({data["seed"] for data in asked}) == 1  # of the prompt
+    assert all("max_turns" not in data for data in asked)
 
 
 def begun(server):
@@ -248,7 +279,9 @@ def begun(server):
     return episode
 
 
-@pytest.mark.parametrize("fault", ["cut", "slow", "noise", "large", "SESSION_ERROR"])
+@pytest.mark.parametrize(
+    "fault", ["cut", "slow", "noise", "large", "SESSION_ERROR", "error of no form"]
+)
 def test_an_episode_ends_with_its_connection(server, fault, monkeypatch):
     """OpenEnv's client would step on in a new environment, and be paid for it."""
     monkeypatch.setattr("lightrft.tools.environments.openenv.MESSAGE_SECONDS", 1.0)
@@ -283,6 +316,14 @@ def test_a_reward_of_another_episode_does_not_count(server, fault):
     episode.step(number=7)
     with pytest.raises(EpisodeLostError, match="the server answers for episode"):
         episode.get_reward()
+
+
+def test_a_server_names_and_counts_its_episodes_as_it_likes(server):
+    server.fault = "own names"
+    episode = begun(server)
+    episode.step(number=1)
+    episode.step(number=7)
+    assert episode.get_reward() == 0.75
 
 
 def test_a_lost_episode_fails_instead_of_being_answered_by_an_error(stage, server):

@@ -2,8 +2,11 @@
 
 import numpy as np
 
+from lightrft.config import TrainConfig
 from lightrft.records.table import SampleTable
 from lightrft.rollout.dynamic import apply_selection, mixed_groups, select_groups
+from lightrft.rollout.sampler import GreedySource, training_params
+from lightrft.rollout.source import SampleRequests, Samples
 
 
 def table(groups, *, rewards=None, masked=()):
@@ -68,3 +71,27 @@ def test_nothing_to_learn_from_is_known():
     assert found.is_empty
     assert apply_selection(samples, found).is_masked.all()
     assert not select_groups(table([(0, 1), (1, 1)]), 2).is_empty
+
+
+def test_a_step_whose_rewards_all_failed_has_no_mixed_group():
+    samples = table([(0, 1), (1, 1)], masked=range(4))
+    found = select_groups(samples, 1)
+    assert found.is_empty
+    assert found.num_solved == 0
+
+
+def test_a_group_whose_greedy_baseline_failed_is_excluded():
+    samples, greedy = table([(0, 1), (1, 0)]), table([(1,), (0,)], masked=[1])
+
+    class Scripted:
+        def sample(self, requests):
+            is_greedy = requests.params.temperature == 0
+            return Samples((), greedy if is_greedy else samples, 2)
+
+    config = TrainConfig(n_samples_per_prompt=2)
+    requests = SampleRequests((), range(0), 2, training_params(config))
+    found = GreedySource(Scripted(), config).sample(requests)
+    assert found.table.is_masked.tolist() == [False, False, True, True]
+    # Dynamic sampling puts another prompt in its place.
+    assert mixed_groups(found.table) == [0]
+    assert samples.is_masked.tolist() == [False] * 4

@@ -198,6 +198,7 @@ def test_state_belongs_to_one_episode_and_calls_keep_their_order(stage):
         ("list", "ok", "[1, 2]"),
         ("dict", "ok", '{"a": true, "b": null}'),
         ("none", "ok", "null"),
+        ("object", "ok", '["<object object>", "<built-in function len>"]'),
         ("half", "ok", "?"),
         ("fork", "ok", "forked"),
         ("print", "ok", "printed"),
@@ -248,6 +249,56 @@ def test_an_environment_that_hangs_or_dies_is_masked_alone(stage, what, reason):
     ends = [e for e in map(json.loads, lines) if e["event"] == "end"]
     assert [e["sample_id"] for e in ends if e["failure"]] == [1]
     assert reason in next(e["failure"] for e in ends if e["failure"])
+
+
+def told(played):
+    """What the environment said to each sample, and its rewards."""
+    rollouts, rewards = played.sample()
+    return [
+        (r.prompt.text, [c.text for turn in r.conversation.answers for c in turn], w and w.reward)
+        for r, w in zip(rollouts, rewards, strict=True)
+    ]
+
+
+def test_draws_of_an_environment_follow_from_the_seed(stage):
+    rows = [{"input": f"Roll {i}."} for i in range(2)]
+    turns = [call("roll") + "\n" + call("roll"), call("roll"), "done"]
+
+    def run(workers, **options):
+        options = {"environment_workers": workers, "n_samples_per_prompt": 3, **options}
+        return told(stage(turns, environment="Dicey", rows=rows, train_batch_size=6, **options))
+
+    first = run(1)
+    assert run(2) == first
+    assert run(1) == first
+    assert {text for text, _, _ in run(1, seed=5)}.isdisjoint(text for text, _, _ in first)
+    # One task for the samples of a prompt, and draws of its own for each sample and each call.
+    assert [text for text, _, _ in first] == [first[0][0]] * 3 + [first[3][0]] * 3
+    assert first[0][0].replace("Roll 0", "") != first[3][0].replace("Roll 1", "")
+    assert len({answer for _, answers, _ in first for answer in answers}) == 18
+    assert len({answers[0].split()[0] for _, answers, _ in first}) == 6
+    assert len({reward for _, _, reward in first}) == 6
+
+
+def test_episodes_of_a_worker_that_died_draw_again_what_they_drew(stage):
+    def run(dies):
+        def script(request_id):
+            return [call("roll"), call("leave", ends=dies and request_id == 1), call("roll"), "end"]
+
+        options = {"reward_failure": "mask", "n_samples_per_prompt": 4, "train_batch_size": 4}
+        return told(stage(script, environment="Dicey", **options))
+
+    calm, dying = run(False), run(True)
+    assert dying[1][2] is None
+    assert [dying[i] for i in (0, 2, 3)] == [calm[i] for i in (0, 2, 3)]
+
+
+def test_nothing_is_left_of_episodes_that_have_ended(stage):
+    options = {"environment": "Living", "reward_failure": "mask", "n_samples_per_prompt": 3}
+    rows = [{"input": "Count."}, {"input": "Fail.", "bad_reset": True}]
+    stage([call("count"), "end"], rows=rows, train_batch_size=6, **options).sample()
+    rollouts, _ = stage([call("count"), "end"], **options).sample(n=1)
+    assert rollouts[0].conversation.answers[0][0].text == "1"
 
 
 def test_a_failure_ends_the_run_unless_it_is_masked(stage):

@@ -16,8 +16,9 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines import EngineConfig, SamplingParams
 from lightrft.engines.types import Completion
 from lightrft.records.rollout import Rollout
+from lightrft.records.sample_ledger import FUNCTION, SampleEntry, SampleLedger
 from lightrft.rewards import build_reward
-from lightrft.rewards.types import CallStyle, RewardError, RewardResult
+from lightrft.rewards.types import UNDECIDED, CallStyle, RewardError, RewardResult
 from lightrft.rollout.sampler import RolloutSampler
 from lightrft.rollout.scoring import GroupScorer
 from lightrft.rollout.source import SourceParts
@@ -125,6 +126,17 @@ def test_of_several_failures_the_first_group_is_named(parallel_calls):
         scored(function, added=GROUPS[::-1])
 
 
+@pytest.mark.parametrize("masks_failures", [False, True])
+def test_undecided_groups_do_not_end_the_scoring_of_later_ones(masks_failures):
+    class Unsure(Apart):
+        def score(self, *arguments):
+            results = super().score(*arguments)
+            return [None] * len(results) if len(self.calls) <= 6 else results
+
+    found = scored(Unsure(1), masks_failures=masks_failures)
+    assert found == [UNDECIDED] * 12 + EXPECTED[12:]
+
+
 def test_after_a_failure_later_groups_are_not_tried():
     function = Apart(1, failing=(0,))
     with pytest.raises(RewardError, match=r"^group 0$"):
@@ -139,9 +151,22 @@ def test_failed_groups_are_masked_and_three_in_a_row_end_it(parallel_calls):
     assert [i for i, result in enumerate(found) if result is None] == [0, 1, 4, 5]
     assert [result for result in found if result] == EXPECTED[2:4] + EXPECTED[6:]
     broken = Apart(parallel_calls, failing=(1, 4, 5, 6), pauses={4: 0.05})
-    found = scored(broken, masks_failures=True)
+    ledger = SampleLedger()
+    found = scored(broken, masks_failures=True, ledger=ledger)
+    given_up = [ledger.of(each.sample_id).is_abandoned for each in ROLLOUTS]
+    assert given_up == [False] * 14 + [True] * 10
     # Whatever later groups did meanwhile, none of them counts.
     assert [result is not None for result in found[::2]] == [True, False, True, True] + [False] * 8
+
+
+def test_what_a_given_up_group_was_found_to_be_is_not_noted():
+    """A thread may have scored it before the groups in front of it had failed."""
+    entry = SampleEntry(has_failed=True, is_abandoned=True)
+    entry.reward_is(FUNCTION, UNDECIDED)
+    assert entry.components == {}
+    undecided = SampleEntry()
+    undecided.reward_is(FUNCTION, UNDECIDED)
+    assert (undecided.has_failed, undecided.components) == (True, {"undecided": 1.0})
 
 
 def test_a_function_for_the_whole_batch_gets_one_call():

@@ -8,10 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.rollout.journal_edits import events_of, lines_of
 
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.rewards.build import CombinedReward
-from lightrft.rollout.environments.journal import read_journal
+from lightrft.rollout.environments.journal import JournalError, read_journal
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.sampler import RolloutSampler, training_params
 from lightrft.rollout.source import SourceParts
@@ -25,6 +26,7 @@ environments = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(environments)
 Stage, call, CASES = environments.Stage, environments.call, environments.CASES
 FILE = "step-000001.rank-0.jsonl"
+SAY = Stage.say
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,7 +83,7 @@ def whole(tmp_path_factory):
 
 def timeless(text):
     """Events in the order of each sample: those of different samples may come in any order."""
-    events = [json.loads(line) for line in text.splitlines()]
+    events = events_of(text)
     for event in events:
         event.pop("weights_version", None)
         if "call" in event:
@@ -124,13 +126,11 @@ def test_turns_of_a_journal_are_evidence_for_the_ledger_gate(whole, tmp_path):
 
 def edited(text, sample_id, old, new):
     """The lines with another text in the answers of one sample."""
-    found = []
-    for line in text.splitlines():
-        event = json.loads(line)
+    events = events_of(text)
+    for event in events:
         if event["event"] == "answer" and event["sample_id"] == sample_id:
             event["call"]["text"] = event["call"]["text"].replace(old, new)
-        found.append(json.dumps(event))
-    return "\n".join(found) + "\n"
+    return lines_of(events)
 
 
 def test_an_episode_that_is_answered_otherwise_starts_over_alone(whole, tmp_path, capsys):
@@ -140,7 +140,7 @@ def test_an_episode_that_is_answered_otherwise_starts_over_alone(whole, tmp_path
     assert "sample 5 starts over: turn 1: count_up answered '2', where the journal says '9'" in (
         capsys.readouterr().out
     )
-    assert again.ids == whole.ids  # it is sampled again by the same random numbers
+    assert again.ids == whole.ids  # of a script
     assert again.num_requests == 4  # its four turns
     assert [r.reward for r in again.rewards] == [r.reward for r in whole.rewards]
     # What starts over is followed the next time.
@@ -150,18 +150,42 @@ def test_an_episode_that_is_answered_otherwise_starts_over_alone(whole, tmp_path
     assert third.restarts == []
 
 
+def test_what_starts_over_leaves_nothing_of_its_first_turns_in_the_ledger(
+    whole, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        Stage, "say", lambda self, *asked: ((said := SAY(self, *asked))[0], [-0.3] * len(said[0]))
+    )
+    text = edited(whole.lines, 5, "2", "9")
+    again = Played(tmp_path / "run", lines=text)
+    asked = {segment.request_id for segment in again.rollouts[5].segments}
+    assert asked.isdisjoint(s.request_id for s in whole.rollouts[5].segments)
+    evidence = take_evidence(again.rollouts, again.stage.strategy.session)
+    assert {key[0] for key in evidence.entries} == {
+        segment.request_id for rollout in again.rollouts for segment in rollout.segments
+    }
+    for rollout in again.rollouts:
+        rebuild(rollout.sample_id, evidence)
+    # A third process goes on under the ids of the second, and a fourth under its own.
+    lines = again.lines.splitlines(keepends=True)
+    cut = next(n for n, line in enumerate(lines) if f'"request_id": {min(asked)}' in line) + 2
+    third = Played(tmp_path / "third", lines="".join(lines[:cut]))
+    assert 0 < third.num_requests < 4
+    assert {s.request_id for s in third.rollouts[5].segments} == asked
+    fourth = Played(tmp_path / "fourth", lines=edited(third.lines, 5, "2", "9"))
+    assert fourth.restarts == [5]
+    assert asked.isdisjoint(s.request_id for s in fourth.rollouts[5].segments)
+
+
 def test_a_journal_of_other_weights_or_prompts_is_not_followed(whole, tmp_path):
-    header, _, rest = whole.lines.partition("\n")
-    for name, value in (("weights", 5), ("prompts", "0"), ("world_size", 2), ("format", 0)):
-        changed = json.dumps({**json.loads(header), name: value}) + "\n" + rest
+    header, *rest = events_of(whole.lines)
+    for name, value in (("weights", 5), ("prompts", "0"), ("world_size", 2)):
+        changed = lines_of([{**header, name: value}, *rest])
         again = Played(tmp_path / name, lines=changed)
         assert again.num_requests == whole.num_requests
         assert again.ids == whole.ids
     unknown = Played(tmp_path / "unknown", weights=0)
     assert Played(tmp_path / "again", weights=0, lines=unknown.lines).num_requests > 0
-    for broken in ("", "no JSON\n" + whole.lines):
-        again = Played(tmp_path / f"broken{len(broken)}", lines=broken)
-        assert again.ids == whole.ids
 
 
 def test_functions_without_state_are_answered_from_the_journal(tmp_path):
@@ -314,12 +338,12 @@ def test_a_replay_names_what_was_changed(whole):
     assert found
     assert all(line.startswith("sample 4, turn ") and ", token 2: id " in line for line in found)
     # Both changed together: then what came next was sampled after other ids.
-    events = [json.loads(line) for line in whole.lines.splitlines()]
+    events = events_of(whole.lines)
     for event in events:
         if event["event"] == "observation" and event["sample_id"] == 5 and event["turn"] == 0:
             start, _ = event["text_spans"][0]
             event["token_ids"][start] += 1
-    text = "\n".join(map(json.dumps, events)) + "\n"
+    text = lines_of(events)
     found = replayed(whole, text).differences
     assert found[0] == "sample 5, turn 0: what the model saw of count_up is not the answer"
     assert found[1].startswith("sample 5, turn 1: the ids before it are not those the engine saw")
@@ -329,7 +353,7 @@ def test_a_torn_line_inside_a_journal_is_named(whole, tmp_path):
     path = tmp_path / "torn.jsonl"
     lines = whole.lines.splitlines(keepends=True)
     path.write_text("".join([*lines[:3], lines[3][:20] + "\n", *lines[4:]]))
-    with pytest.raises(ValueError, match="line 4 is no event"):
+    with pytest.raises(JournalError, match=r"torn.jsonl is damaged from line 4 on \(its checksum"):
         read_journal(path)
     shutil.copy(whole.path, path)
     assert len(read_journal(path).rounds) == 4

@@ -11,8 +11,10 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.records.rollout import Rollout
+from lightrft.records.table import tabulate
+from lightrft.rewards.build import CombinedReward
 from lightrft.rewards.types import RewardError, RewardResult
-from lightrft.rollout.scoring import GroupScorer, overlong_penalty, score_rollouts
+from lightrft.rollout.scoring import GroupScorer, overlong_penalty, require_rewards, score_rollouts
 from lightrft.tools.rewards.remote import RemoteReward
 
 
@@ -146,6 +148,36 @@ def test_a_broken_function_is_not_tried_for_every_sample():
     assert function.calls == 4  # the batch and three samples
 
 
+class Unsure:
+    """Cannot decide what contains an x."""
+
+    name = "unsure"
+    needs_labels = False
+
+    def score(self, prompts, responses, labels, columns):
+        return [None if "x" in text else RewardResult(1.0, {"unsure": 1.0}) for text in responses]
+
+
+@pytest.mark.parametrize("masks_failures", [False, True])
+def test_an_undecided_sample_is_left_out_alone_and_counted(masks_failures):
+    samples = in_one_group([replying(text) for text in ("a", "x", "b")])
+    scored = scored_by(
+        Unsure(), samples, masks_failures=masks_failures, overlong_penalty=penalty(2, 2)
+    )
+    assert [item.is_masked for item in scored] == [False, True, False]
+    assert scored[1].components == {"undecided": 1.0}
+    assert tabulate(scored).is_undecided.tolist() == [False, True, False]
+    require_rewards(tabulate(scored))
+    both = CombinedReward([Unsure(), Fragile(2.0)], [1.0, 1.0])
+    assert [item.is_masked for item in scored_by(both, samples)] == [False, True, False]
+
+
+def test_a_step_of_undecided_samples_alone_is_an_error():
+    scored = scored_by(Unsure(), in_one_group([replying("x"), replying("x")]))
+    with pytest.raises(RewardError, match=r"all 2 samples .* or could not decide them \(2\)"):
+        require_rewards(tabulate(scored))
+
+
 def test_accuracy_is_taken_before_the_length_shaping():
     (scored,) = scored_by(Fragile(), [replying("a")], overlong_penalty=penalty(2, 2))
     assert scored.reward < 1.0
@@ -177,7 +209,7 @@ row = Prompt(id=0, text="p", token_ids=(1,), label=None, columns={})
 for seconds in ("0", "100"):
     requests = SampleRequests([row], range(1), 1, SamplingParams())
     rollouts = [Rollout(row, completion, 0, 0, seconds)]
-    table = finished_samples(parts, requests, rollouts, scorer=open_scorer(parts, [row])).table
+    table = finished_samples(parts, requests, rollouts, scorer=open_scorer(parts, requests)).table
     print("reward", table.rewards.tolist(), flush=True)
 """
 

@@ -1,11 +1,13 @@
 """Environments of SkyRL-Gym's make, as their authors write them; run in workers by the tests."""
 
+import json
+
 
 class Countdown:
     """Answers whole turns: guess a number, hot or cold; the reward is paid turn by turn."""
 
     def __init__(self, env_config=None, extras=None):
-        self.target = extras["target"]
+        self.target, self.extras = extras["target"], extras
         self.said, self.is_closed = [], False
 
     def init(self, prompt):
@@ -25,6 +27,23 @@ class Countdown:
 
     def close(self):
         self.is_closed = True
+        if "log" in self.extras:
+            with open(self.extras["log"], "a", encoding="utf-8") as file:
+                file.write(f"{self.said}\n")
+
+
+class Telling(Countdown):
+    """Shows its extras."""
+
+    def __init__(self, env_config=None, extras=None):
+        super().__init__(env_config, extras)
+        kept = {n: v for n, v in extras.items() if n != "prompt"}
+        self.shown = json.dumps(kept)
+
+    def init(self, prompt):
+        asked, known = super().init(prompt)
+        asked[-1]["content"] += self.shown
+        return asked, known
 
 
 class Moving(Countdown):

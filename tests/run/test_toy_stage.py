@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,22 @@ def interrupted(folder, backend, step):
         pass
     finally:
         Loop.update = original
+
+
+@contextmanager
+def watched_optimizer():
+    """Moments and decays of matrices in all steps of optimizers inside."""
+    seen, original = set(), torch.optim.AdamW.step
+
+    def step(self, *arguments):
+        seen.add((tuple(self.param_groups[0]["betas"]), self.param_groups[0]["weight_decay"]))
+        return original(self, *arguments)
+
+    torch.optim.AdamW.step = step
+    try:
+        yield seen
+    finally:
+        torch.optim.AdamW.step = original
 
 
 def steps(folder):
@@ -150,3 +167,53 @@ def test_the_report_shows_the_run(tmp_path):
     kept = load_file(tmp_path / "model" / "model.safetensors")
     true = torch.tensor([1.0, -2.0, 0.5])
     assert (kept["weight"][0] - true).norm() < 0.6 * true.norm()
+
+
+def spoilt_and_healed(rank, world_size, folder, backend):
+    """What a step without finite weights says, and the end of a run that went back before it."""
+    import torch.distributed as dist
+
+    from lightrft.strategy.distributed.process_end import NonFiniteError
+
+    if world_size > 1:
+        dist.init_process_group("gloo")
+    train(folder / "whole", backend)
+    interrupted(folder / "parts", backend, 4)
+    with pytest.raises(NonFiniteError) as caught:
+        train(folder / "parts", backend, l2=1e300, allow_changes=True)
+    assert not (folder / "parts/model").exists()
+    summary = train(folder / "parts", backend, allow_changes=True)
+    return str(caught.value), summary.num_resumed_steps
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_without_finite_weights_is_not_kept_and_can_be_left_out(tmp_path, backend):
+    num_ranks = {"fake": 1, "fsdp": 2}[backend]
+    arguments = (tmp_path, backend)
+    found = run_multiprocess(spoilt_and_healed, num_ranks, timeout_seconds=300, args=arguments)
+    text = (
+        "after step 4 weights are not finite: weight; nothing of this step was saved: continue "
+        "from the checkpoint before it with --allow_changes and, say, a smaller learning rate"
+    )
+    assert found == [(text, 3)] * num_ranks
+    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
+    assert digest(tmp_path / "parts/model") == digest(tmp_path / "whole/model")
+
+
+def test_a_continued_run_learns_with_the_options_of_its_command(tmp_path):
+    interrupted(tmp_path, "fake", 4)
+    with watched_optimizer() as seen:
+        train(
+            tmp_path,
+            "fake",
+            allow_changes=True,
+            actor_learning_rate=0.05,
+            adam_betas=(0.8, 0.99),
+            l2=0.25,
+        )
+    rates = [step["model_lr"] for step in steps(tmp_path) if step["step"] > 0]
+    factors = [1 / (1 + 0.1 * n) for n in range(8)]
+    assert rates == pytest.approx(
+        [(0.1 if n < 3 else 0.05) * factor for n, factor in enumerate(factors)]
+    )
+    assert seen == {((0.8, 0.99), 0.25), ((0.8, 0.99), 0.0)}

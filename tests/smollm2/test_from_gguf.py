@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 
 import gguf
 import pytest
@@ -231,6 +232,15 @@ def test_a_file_that_is_cut_off_is_one_line(tmp_path, capsys, share):
     write_gguf(tmp_path / "whole.gguf", source_model("llama"))
     content = (tmp_path / "whole.gguf").read_bytes()
     (tmp_path / "model.gguf").write_bytes(content[: max(int(len(content) * share), 4)])
+    code, error = refusal(tmp_path, capsys)
+    assert code == 2
+    assert "model.gguf is cut off or damaged" in error
+
+
+def test_an_array_of_more_than_the_file_holds_is_one_line_at_once(tmp_path, capsys):
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+    array = struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, 0, 2**60)
+    (tmp_path / "model.gguf").write_bytes(header + array)
     code, error = refusal(tmp_path, capsys)
     assert code == 2
     assert "model.gguf is cut off or damaged" in error

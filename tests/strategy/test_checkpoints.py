@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightrft.config.files import sealed
 from lightrft.strategy.checkpoints.client_state import load_state, save_state
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
@@ -22,7 +23,7 @@ from lightrft.strategy.checkpoints.folders import (
     rotate,
     write_checkpoint,
 )
-from lightrft.strategy.checkpoints.manifest import MANIFEST_NAME, _digest, list_checkpoints
+from lightrft.strategy.checkpoints.manifest import MANIFEST_NAME, list_checkpoints
 
 
 def save(folder: Path, tag: str | None = None, *, num_bytes: int = 10, **options: object):
@@ -145,9 +146,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(tmp_path, damage, ca
 def rewrite_manifest(path: Path, **changes: object) -> None:
     """Other values in a manifest that vouches for itself."""
     values = json.loads((path / MANIFEST_NAME).read_text()) | changes
-    del values["sha256"]
     # Private: a damaged manifest with a digest that is right.
-    (path / MANIFEST_NAME).write_text(json.dumps({**values, "sha256": _digest(values)}))
+    (path / MANIFEST_NAME).write_text(sealed(values))
 
 
 @pytest.mark.parametrize("tag", ["old", "new"])
@@ -195,7 +195,7 @@ def test_a_link_out_of_the_checkpoint_is_damage(tmp_path):
     folder = save(tmp_path, "a").path
     (folder / "weights.bin").rename(tmp_path / "elsewhere")
     (folder / "weights.bin").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"weights\.bin is a link out of the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"weights\.bin is a link out of its folder"):
         find_checkpoint(tmp_path)
 
 

@@ -44,13 +44,13 @@ PUBLISHED = {
     "dynamic_sampling": False,
     "advantage_estimator": "group_norm",
     "use_kl_loss": False,
-    "kl_estimator": "k3",
     "mixed_mm_data": False,
     "use_mp_opt": False,
     "use_tensorboard": False,
     "extra_args": {},
 }
 DECIDED = {
+    "kl_estimator": None,
     "bf16": None,
     "fused_linear_logprob": None,
     "enable_engine_sleep": True,

@@ -209,7 +209,7 @@ def test_a_rank_that_waits_for_a_failed_one_ends_with_the_cause(place, stays, ca
         assert "died with exit code 1" in of_rank_0
         assert f"ended because another rank failed: {told}" in capfd.readouterr().err
     else:
-        assert f"RuntimeError: {told}" in of_rank_0
+        assert f"PeerFailedError: {told}" in of_rank_0
 
 
 @pytest.mark.multiprocess

@@ -98,12 +98,6 @@ def test_matrices_are_decayed_once_and_vectors_are_not():
     assert {id(p) for p in exempt["params"]} == expected
 
 
-def test_logical_shape_decides_for_flat_shards():
-    flat = nn.Parameter(torch.zeros(6))
-    (group,) = parameter_groups([("w", flat)], 0.1, shapes={"w": (2, 3)})
-    assert group["weight_decay"] == 0.1
-
-
 def test_nothing_to_train_is_an_error():
     with pytest.raises(ValueError, match="requires gradients"):
         parameter_groups(nn.Linear(2, 2).requires_grad_(False).named_parameters(), 0.0)
@@ -212,6 +206,14 @@ def test_a_continued_run_of_the_same_length_has_the_same_rates():
     after = continued(first, "cosine_with_min_lr", 9, warmup=0.3)
     assert after.change == ""
     assert [*rates, *rates_of(after, 5)] == whole
+
+
+def test_a_continued_run_takes_another_schedule_of_the_same_length():
+    first = new_schedule("constant", 12)
+    rates_of(first, 4)
+    after = continued(first, "linear", 12)
+    assert after.change.startswith("another schedule: goes on from 2 with")
+    assert rates_of(after, 8)[2:] == pytest.approx(rates_of(new_schedule("linear", 12), 12)[6:])
 
 
 def test_an_extended_run_that_is_killed_goes_on_where_it_was():

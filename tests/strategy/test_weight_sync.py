@@ -22,6 +22,7 @@ from lightrft.strategy.weight_sync.verification import (
     match_parameters,
     model_hash,
     parameters_to_send,
+    shard_hashes,
     source_hashes,
 )
 
@@ -445,7 +446,7 @@ def test_source_hashes_are_those_of_the_cast_full_tensors() -> None:
     )
     source = module_parameter_source(module)
     pairs = match_parameters(engine.parameter_manifest(), source.parameters(), {})
-    hashes, replica_hash = source_hashes(pairs, source)
+    hashes, replica_hash = source_hashes(pairs, source, shard_hashes(pairs, source)[0])
     assert hashes == {n: hash_tensor(p.to(torch.bfloat16)) for n, p in module.named_parameters()}
     assert replica_hash == model_hash(hashes)
 

@@ -12,12 +12,12 @@ import torch
 from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.config import TrainConfig
 from lightrft.models.loading import load_tokenizer
-from lightrft.records.batch import NumericsError
 from lightrft.reporting.alarms import alarms, run_verdict, why_unchanged
 from lightrft.rewards.types import RewardResult
 from lightrft.run.assembly import run_training
 from lightrft.stages.metrics import RunAlarmError
 from lightrft.stages.policy.inputs import warn_without_end
+from lightrft.strategy.distributed.process_end import NonFiniteError, NumericsError
 from lightrft.tools.report.page import find_alarms, render_report
 from lightrft.tools.report.run_data import read_run
 
@@ -178,6 +178,22 @@ def test_a_gradient_that_is_not_finite_is_counted_said_and_changes_nothing(build
     assert "alarm after step 1: skipped_steps is 1, above 0" in text
     assert "every optimizer step was skipped" in text
     assert all(torch.equal(before[name], value) for name, value in world.weights().items())
+
+
+def test_a_critic_that_is_not_finite_ends_the_step_by_name(build_world):
+    world = build_world(max_steps=1, with_critic=True, advantage_estimator="gae")
+    stage = world.trainer.stage
+    critic, update = world.strategy.unwrap_model(stage.models.named("critic").model), stage.update
+
+    def spoil(batch, step):
+        work = update(batch, step)
+        with torch.no_grad():
+            critic.value_head.weight[0, 0] = math.inf
+        return work
+
+    stage.update = spoil
+    with pytest.raises(NonFiniteError, match=r"after step 1 weights are not finite: value_head"):
+        world.trainer.fit()
 
 
 def test_logprobs_that_are_not_finite_are_counted(build_world, capsys):

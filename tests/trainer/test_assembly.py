@@ -94,11 +94,7 @@ def read(path):
 
 
 def timeless(metrics):
-    return {
-        n: v
-        for n, v in metrics.items()
-        if "second" not in n and n != "weights_version" and not n.startswith("memory/")
-    }
+    return {n: v for n, v in metrics.items() if "second" not in n and not n.startswith("memory/")}
 
 
 @pytest.mark.usefixtures("only_process")

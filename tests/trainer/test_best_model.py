@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
 
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
-SCORES = [0.3, 0.5, 0.4, 0.5, 0.7]
+# Of the first evaluation nothing is known.
+SCORES = [math.nan, 0.5, 0.4, 0.5, 0.7]
 
 
 class Graded(SPMDPPOTrainer):

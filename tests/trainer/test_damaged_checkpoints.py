@@ -166,7 +166,7 @@ def damage(path, dice, folder):
 
 def edited(values, dice, *, is_forged):
     """Other values in JSON that stays JSON; forged, a manifest that lies with the right hash."""
-    from lightrft.strategy.checkpoints import manifest
+    from lightrft.config.files import sealed
 
     if not isinstance(values, dict) or "files" not in values:
         return json.dumps({"state": values})
@@ -195,8 +195,7 @@ def edited(values, dice, *, is_forged):
             values["order"] = 99
             values["files"] = values["files"][:1] if isinstance(values["files"], list) else []
         return json.dumps(values)
-    del values["sha256"]
-    return json.dumps({**values, "sha256": manifest._digest(values)})
+    return sealed(values)
 
 
 def is_equal(path, before):
@@ -349,8 +348,8 @@ def test_a_manifest_says_the_same_if_only_its_spaces_differ(tmp_path):
 
 
 def test_a_load_that_does_not_verify_is_caught(tmp_path, monkeypatch):
-    from lightrft.strategy.checkpoints import folders
+    from lightrft.config.files import FileEntry
 
-    monkeypatch.setattr(folders, "_file_damage", lambda folder, entry: None)
+    monkeypatch.setattr(FileEntry, "damage", lambda entry, folder: None)
     with pytest.raises(AssertionError):
         run_cases(0, 1, "fake", str(tmp_path / "checkpoints"), 40, 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.ranks import run_multiprocess
+from tests.rollout.journal_edits import events_of, lines_of
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
@@ -46,6 +47,9 @@ GATE = Path(__file__).with_suffix(".gate")
 
 
 class Counter(environment_cases.Counter):
+    def reset(self, sample_seed: int, **row):
+        super().reset(sample_seed, **row)
+
     def count_up(self) -> int:
         \"\"\"Count.\"\"\"
         if self.seed == {seed}:
@@ -57,6 +61,27 @@ class Counter(environment_cases.Counter):
         return super().count_up()
 """
 LATE_SAMPLE = 14
+# Draws its task in `reset` and its answers in the tool, from three generators without a seed.
+DRAWING = """
+import random
+
+import numpy as np
+import torch
+
+
+class Counter:
+    def reset(self, **row):
+        self.task = random.randrange(10**6)
+        return f"{self.task}"
+
+    def count_up(self) -> str:
+        \"\"\"Count.\"\"\"
+        drawn = random.random(), np.random.rand(), torch.rand(()).item(), hash(str(self.task))
+        return str(drawn)[:40]
+
+    def get_reward(self):
+        return random.random()
+"""
 REWARD = """
 def score(responses):
     return [(sum(map(ord, text)) % 7) / 7 for text in responses]
@@ -140,7 +165,7 @@ def folder(tmp_path_factory):
 def alone(folder):
     padded = {"fsdp": True, "micro_train_batch_size": 2, "audit_every": 1}
     packed = {"fsdp": True, "packing_samples": True, "micro_batch_tokens": 150}
-    seed = request_seed(TrainConfig().seed, LATE_SAMPLE, 0) % 2**31
+    seed = request_seed(TrainConfig().seed, LATE_SAMPLE, 1) % 2**31
     (folder / "late.py").write_text(LATE.format(cases=str(CASES.parent), seed=seed))
     late = {
         **padded,
@@ -253,7 +278,7 @@ def test_episodes_are_replayed_without_their_environment(alone, monkeypatch, cap
     # The weights before step 2 stand in the record for the audit, then in a checkpoint.
     code, shown = replayed("--json")
     assert code == ExitCode.OK
-    found = json.loads(shown.out[shown.out.index("{\n") :])
+    found = json.loads(shown.out)
     assert (found["step"], found["num_turns"], found["differences"]) == (2, num_turns, [])
     assert found["max_difference"] <= 2e-5
     shutil.rmtree(folder / "audit")
@@ -262,16 +287,17 @@ def test_episodes_are_replayed_without_their_environment(alone, monkeypatch, cap
     assert shown.out.strip().endswith("equal to the run")
     # A changed answer is named.
     text = journal.read_text()
-    first = next(e for e in lines(journal) if e["event"] == "answer" and e["turn"] == 0)
+    events = events_of(text)
+    first = next(e for e in events if e["event"] == "answer" and e["turn"] == 0)
     changed = {**first, "call": {**first["call"], "text": "77"}}
-    journal.write_text(text.replace(json.dumps(first), json.dumps(changed)))
+    journal.write_text(lines_of([changed if each is first else each for each in events]))
     code, shown = replayed("--step", "2")
     assert code == ExitCode.VERIFICATION
     assert f"sample {first['sample_id']}, turn 0: what the model saw of count_up" in shown.out
     journal.write_text(text)
     # Other weights are refused, and missing ones.
-    header, _, rest = text.partition("\n")
-    journal.write_text(json.dumps({**json.loads(header), "weights": 5}) + "\n" + rest)
+    header, *rest = events
+    journal.write_text(lines_of([{**header, "weights": 5}, *rest]))
     assert replayed("--step", "2")[0] == ExitCode.USAGE
     journal.write_text(text)
     shutil.rmtree(folder / "checkpoints")
@@ -282,6 +308,26 @@ def test_episodes_are_replayed_without_their_environment(alone, monkeypatch, cap
 
 
 @pytest.mark.timeout(600)
+def test_two_runs_of_one_seed_are_equal_though_their_environment_draws_without_one(folder):
+    (folder / "drawing.py").write_text(DRAWING)
+    drawing = {"fsdp": True, "environment": f"{folder / 'drawing.py'}:Counter", "max_steps": 2}
+    variants = [drawing, {**drawing, "environment_workers": 2}, {**drawing, "seed": 7}]
+    first, second, other = (out for _, out in run(folder, 1, variants))
+    assert (first / "trajectories.jsonl").read_bytes() == (
+        second / "trajectories.jsonl"
+    ).read_bytes()
+    weights, same, changed = (
+        (out / "model" / "model.safetensors").read_bytes() for out in (first, second, other)
+    )
+    assert weights == same
+    assert weights != changed
+    # All samples of a prompt have one task, different prompts different ones.
+    events = events_of((first / "journal" / FILE).read_text())
+    told = [event["told"] for event in events if event["event"] == "reset"]
+    assert len(told) == 16
+    assert len(set(told)) == 4
+
+
 def test_two_processes_give_the_step_of_one(folder, alone):
     sharing = {"fsdp": True, "sp_size": 2, "packing_samples": True, "micro_batch_tokens": 150}
     for found in run(folder, 2, ({"fsdp": True, "micro_train_batch_size": 2}, sharing)):

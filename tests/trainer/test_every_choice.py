@@ -41,10 +41,11 @@ SAME = {
     # CPGD weighs by the standard deviation, as GRPO does, unless advantage_args say otherwise.
     "advantage_estimator": ({"group_norm", "grpo", "cpgd"},),
     # No token of this batch reaches the bound of k3.
-    "kl_estimator": ({"k3", "k3_unclamped"},),
+    "kl_estimator": ({"k3", "k3_unclamped"}, {"k2", "k1+", "k3+"}, {"k2_is", "k3_is"}),
 }
 # The choices of these act elsewhere: on the model, the engine, the schedule, the processes.
 ELSEWHERE = {
+    "train_on",  # tests/stages/supervised
     "compile_backend",
     "engine_type",
     "grad_accum_dtype",
@@ -80,7 +81,7 @@ def samples():
     generator = np.random.default_rng(3)
     lengths = generator.integers(20, 41, 12)
     num_tokens = int(lengths.sum())
-    rewards = generator.normal(size=12).round(2)
+    rewards = abs(generator.normal(size=12)).round(2)
     # A prompt that teaches nothing.
     rewards[8:] = 0.5
     return SampleTable(

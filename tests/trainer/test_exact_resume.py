@@ -98,7 +98,7 @@ def train_cells(rank, world_size, cells, folder, model):
 
 
 def timeless(path):
-    ignored = ("second", "memory/", "weights_version", "tokens_per")
+    ignored = ("second", "memory/", "tokens_per")
     return [
         {n: v for n, v in json.loads(line).items() if not any(word in n for word in ignored)}
         for line in path.read_text().splitlines()

@@ -99,6 +99,11 @@ def files_of(folder):
         for path in sorted(folder.glob("audit/**/*"))
         if path.suffix == ".safetensors" or path.name == "facts.json"
     }
+    for name in [name for name in found if name.endswith("facts.json")]:
+        facts = json.loads(found[name])
+        # Of the options, too, which name the run's folder.
+        del facts["sha256"], facts["files"]
+        found[name] = json.dumps(facts).encode()
     return found | {"trajectories": (folder / "trajectories.jsonl").read_bytes()}
 
 

@@ -13,11 +13,7 @@ def read(path):
 
 
 def timeless(metrics):
-    return {
-        n: v
-        for n, v in metrics.items()
-        if "second" not in n and n != "weights_version" and not n.startswith("memory/")
-    }
+    return {n: v for n, v in metrics.items() if "second" not in n and not n.startswith("memory/")}
 
 
 def test_two_steps_of_fit_write_metrics_and_samples(build_world, tmp_path, capsys):

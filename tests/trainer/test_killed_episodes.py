@@ -2,7 +2,9 @@
 
 The journal says where an episode is: a run is killed once rank 0 of this process has written so
 many events of a step, drawn at random, and the kill counts if episodes were under way. Compared are
-every file of the last checkpoint, the exported model, metrics, samples, and all journals.
+every file of the last checkpoint, the exported model, metrics, samples, and all journals. Where a
+random part of the episodes answers otherwise after the kill, those start over and the run ends;
+it ends, too, where journals are damaged.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ _SPEC.loader.exec_module(kills)
 NUM_STEPS = 3
 # Answers follow from all that was said before.
 ENVIRONMENT = '''
+import os
 import time
 
 
@@ -50,6 +53,12 @@ class Mixer:
 
     def get_reward(self) -> float:
         return float(self.state % 5)
+
+
+class Moody(Mixer):
+    def reset(self, **row):
+        super().reset(**row)
+        self.state += os.urandom(1)[0] % 2
 '''
 TEMPLATE = """\
 {%- for x in tools or [] %}{{- '<|system|>' + x.function.name }}{%- endfor %}\
@@ -144,6 +153,7 @@ def timeless_journal(options, world_size):
             own = [json.loads(line) for line in journal_of(options, step, rank)]
             for event in own:
                 event.pop("weights_version", None)
+                del event["check"]
                 event.get("call", {}).pop("seconds", None)
             own.sort(key=lambda event: event.get("sample_id", -1))
             found.append(own)
@@ -156,16 +166,18 @@ def result(options, world_size):
     return found
 
 
-def kill_inside(options, world_size, lengths, dice, share):
+def kill_inside(options, world_size, lengths, dice, share, first=0.0):
     """Kills when the journal has a random number of events; what was killed, if inside.
 
     Args:
         share: Of the run, before which it is not killed.
+        first: Of the events of a step, before which it is not.
     """
     folder = Path(options["output_dir"]) / "journal"
     begun = [int(path.name[5:11]) for path in folder.glob("step-*")]
     step = max(1 + int(NUM_STEPS * share), *begun, 1)
-    wanted, since = dice.randrange(2, lengths[step - 1]), time.time_ns()
+    length = lengths[step - 1]
+    wanted, since = dice.randrange(max(2, int(first * length)), length), time.time_ns()
     ranks = kills.Ranks(options, world_size)
     limit = time.monotonic() + seconds(kills.RUN_SECONDS)
     while ranks.running() and len(journal_of(options, step, 0, since)) < wanted:
@@ -233,3 +245,47 @@ def run_all(rank, world_size, folder, num_runs, chain, seed):
 )
 def test_a_run_killed_inside_episodes_ends_as_one_that_nobody_killed(tmp_path, num_runs, chain):
     kills.kill_in_a_process(run_all, tmp_path, num_runs, chain)
+
+
+def damage_journals(options, dice):
+    """Other bytes somewhere in each journal."""
+    for path in (Path(options["output_dir"]) / "journal").glob("*step-*"):
+        data = path.read_bytes()
+        place = dice.randrange(len(data))
+        path.write_bytes(data[:place] + dice.randbytes(3) + data[place + 3 :])
+
+
+def run_moody(rank, world_size, folder, num_runs, chain, seed):
+    """Kills every run once, where about half of its episodes will be answered otherwise."""
+    kills.become_launcher()
+    folder, dice, num_restarts = Path(folder), random.Random(seed), 0
+    write_inputs(folder)
+    let_random_models_call()
+    whole = settings(folder, "whole")
+    kills.finish(whole, 1)
+    kills.import_modules(Path(f"{whole['output_dir']}.modules"))
+    lengths = [len(journal_of(whole, step, 0)) for step in range(1, NUM_STEPS + 1)]
+    for number in range(num_runs):
+        size, options = 1 + number % 2, settings(folder, f"moody_{number}")
+        options["environment"] = options["environment"].replace("Mixer", "Moody")
+        # Of two ranks each has half of the episodes.
+        own, share = [length // size for length in lengths], dice.random()
+        while kill_inside(options, size, own, dice, share, first=0.5) is None:
+            shutil.rmtree(options["output_dir"])
+        if number % 4 in (1, 2):
+            damage_journals(options, dice)
+        kills.finish(options, size)
+        rows = kills.timeless(Path(options["output_dir"]) / "metrics.jsonl")
+        num_restarts += sum(row["episode/restarts"] for row in rows)
+        print(f"{number + 1} ended, {num_restarts} restarts", file=sys.stderr, flush=True)
+    assert num_restarts > 0
+    return num_runs
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "num_runs", [2, pytest.param(20, marks=pytest.mark.slow)], ids=["2 kills", "20 kills"]
+)
+def test_a_killed_run_ends_where_a_part_of_its_episodes_is_answered_otherwise(tmp_path, num_runs):
+    kills.kill_in_a_process(run_moody, tmp_path, num_runs, 1)

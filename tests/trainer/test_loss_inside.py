@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightrft.algorithms import policy_loss
+from lightrft.algorithms.correction_terms import parse_correction
 from lightrft.algorithms.interface import PolicyLossTraits, policy_loss_traits
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES
@@ -126,6 +127,9 @@ def test_reasons(tiny_model):
     assert why_loss_outside(config, token_wise, actor) is None
     unfused = replace(config, fused_linear_logprob=False)
     assert why_loss_outside(unfused, token_wise, actor) == "fused_linear_logprob is off"
+    moving, still = parse_correction("dppo"), parse_correction("tis")
+    assert why_loss_outside(config, token_wise, actor, still) is None
+    assert "policy of each forward pass" in str(why_loss_outside(config, token_wise, actor, moving))
     assert "got Linear" in str(why_loss_outside(config, token_wise, torch.nn.Linear(1, 1)))
     undeclared = policy_loss_traits(lambda *_: None)
     assert "is not declared is_token_wise" in str(why_loss_outside(config, undeclared, actor))

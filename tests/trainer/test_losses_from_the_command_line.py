@@ -111,6 +111,12 @@ CASES = [
     ("gspo", ("--eps_clip", "0.2"), {"clip_low": 0.2, "clip_high": 0.2}),
     ("gmpo", ("--policy_loss_args", "max_log_ratio=0.2"), {"max_log_ratio": 0.2}),
     (
+        "gmpo",
+        ("--policy_loss_args", "max_log_ratio=0.3", "max_log_fall=0.1"),
+        {"max_log_ratio": 0.3, "max_log_fall": 0.1},
+    ),
+    ("dro", ("--policy_loss_args", "penalty=2"), {"penalty": 2.0}),
+    (
         "sapo",
         ("--policy_loss_args", "temperature_positive=2", "temperature_negative=3"),
         {"temperature_positive": 2.0, "temperature_negative": 3.0},

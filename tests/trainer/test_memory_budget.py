@@ -25,7 +25,7 @@ def test_what_fits_is_left_alone():
 
 def test_the_engine_gets_what_the_trainer_leaves():
     lines = []
-    setup = setup_of("qwen2.5-7b", 8, 80)
+    setup = setup_of("qwen2.5-7b", 8, 80, init_kl_coef=0.01)
     assert not plan_memory(setup).fits
     config = settle(setup, lines.append)
     assert 0.3 < config.engine_mem_util < 0.5

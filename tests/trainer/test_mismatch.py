@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from lightrft.algorithms.policy.clipped import clipped_policy_loss
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.step_metrics import record_mismatch
+from lightrft.stages.policy.step_metrics import record_mismatch, record_ratios
 from lightrft.strategy import get_fake_strategy
 
 
@@ -98,6 +99,30 @@ def test_a_logprob_that_is_not_a_number_is_seen():
 def test_a_step_without_comparable_tokens_has_no_such_metrics():
     zeros = torch.zeros(2, 3)
     assert recorded((zeros, zeros, torch.zeros(2, 3, dtype=torch.bool))) == {}
+
+
+def test_the_correlation_of_far_numbers_keeps_its_digits():
+    generator = torch.Generator().manual_seed(3)
+    rollout, noise = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    near = recorded((rollout, rollout + noise, mask))["logprob_pearson"]
+    far = recorded(
+        *(
+            (r[None] - 1e7, (r + n)[None] - 1e7, m[None])
+            for r, n, m in zip(rollout, noise, mask, strict=True)
+        )
+    )["logprob_pearson"]
+    assert far == pytest.approx(near, rel=1e-6)
+
+
+def test_one_token_far_away_leaves_the_size_of_an_update_finite():
+    metrics, mask = StepMetrics(), torch.ones(1, 2, dtype=torch.bool)
+    logprobs, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -91.0]])
+    loss = clipped_policy_loss(logprobs, old, torch.ones(1, 2), mask)
+    record_ratios(loss, logprobs, old, mask, metrics)
+    found = metrics.reduce(get_fake_strategy())
+    assert found["approx_kl"] == pytest.approx((math.exp(20) - 21) / 2)
+    assert found["clamped_share"] == 0.5
 
 
 def test_constant_logprobs_have_no_correlation():

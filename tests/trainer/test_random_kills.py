@@ -174,7 +174,7 @@ def kill_once(options, whole_events, dice):
 
 
 def timeless(path):
-    ignored = ("second", "memory/", "weights_version", "tokens_per", "tflops", "mfu")
+    ignored = ("second", "memory/", "tokens_per", "tflops", "mfu")
     return [
         {n: v for n, v in json.loads(line).items() if not any(word in n for word in ignored)}
         for line in path.read_text().splitlines()

@@ -13,6 +13,8 @@ from lightrft.models.actor import Actor
 from lightrft.reporting.alarms import alarms
 from lightrft.reporting.trajectories import TrajectoryLog
 from lightrft.rewards.types import RewardResult
+from lightrft.stages.policy.models import build_models
+from lightrft.strategy import get_fake_strategy
 from lightrft.tools.rewards.service import RewardServer
 
 
@@ -38,6 +40,30 @@ def test_the_actor_is_frozen_at_first_while_the_critic_learns(build_world):
 def test_freezing_without_a_critic_is_refused(build_world):
     with pytest.raises(ValueError, match="freezing_actor_steps"):
         build_world(freezing_actor_steps=2)
+
+
+def test_the_schedule_of_a_frozen_actor_has_only_the_steps_it_takes(tiny_model):
+    config = TrainConfig(
+        pretrain=tiny_model,
+        advantage_estimator="gae",
+        freezing_actor_steps=2,
+        max_epochs=3,
+        rollout_batch_size=4,
+        n_samples_per_prompt=4,
+        train_batch_size=8,
+        lr_scheduler="linear",
+        lr_warmup_ratio=0.0,
+    )
+    models, _ = build_models(config, get_fake_strategy(config), 10 * config.steps_per_rollout)
+    rates = {}
+    for trained, num_steps in zip(models.trained, (8 * 6, 10 * 6), strict=True):
+        for _ in range(num_steps - 1):
+            trained.optimizer.step()
+            trained.scheduler.step()
+        rates[trained.name] = trained.scheduler.get_last_lr()[0]
+    peaks = {"actor": config.actor_learning_rate, "critic": config.critic_learning_rate}
+    for name, num_steps in (("actor", 48), ("critic", 60)):
+        assert rates[name] == pytest.approx(peaks[name] / num_steps)
 
 
 def test_the_average_follows_the_actor(build_world, tiny_model):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import subprocess
 import sys
 
 import pytest
 
 from lightrft.config import TrainConfig
+from lightrft.config.files import file_sha256
 from lightrft.reporting.files import drop_steps_after, set_aside, write_start
 from lightrft.run.resume import describe_inputs, input_files, plan_run
 from lightrft.run.start import sole_writer
@@ -38,7 +41,9 @@ def leave_run(config, *, checkpoint=True, summary=False):
     folder = config.checkpoint_dir.parent
     folder.mkdir(parents=True)
     config.save(folder / "config.toml")
-    write_start(folder / "run.json", world_size=1, inputs=describe_inputs(config))
+    digest = file_sha256(folder / "config.toml")
+    inputs = describe_inputs(config)
+    write_start(folder / "run.json", world_size=1, inputs=inputs, config_sha256=digest)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     if checkpoint:
         (config.checkpoint_dir / "_actor" / "global_step2").mkdir(parents=True)
@@ -58,13 +63,54 @@ def test_an_unfinished_run_is_continued_by_the_same_command(config):
     assert plan.changes == ()
 
 
-def test_a_complete_run_is_refused_unless_asked_for(config):
+def test_of_a_complete_run_nothing_is_left_to_do(config):
+    leave_run(config(), summary=True)
+    plan = plan_run(config())
+    assert plan.summary == {"num_steps": 2}
+    assert not plan.resumes
+    assert plan_run(config(load_checkpoint=True)).resumes
+    assert plan_run(config(load_checkpoint=True, max_steps=9)).resumes
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.9}, {"max_steps": 9}, {"logging_steps": 7}])
+def test_a_complete_run_of_other_options_is_refused_with_what_differs(config, changes):
     leave_run(config(), summary=True)
     with pytest.raises(ConfigError) as caught:
-        plan_run(config())
-    for text in ("holds another run", "complete after 2 steps", "--load_checkpoint", "--max_steps"):
+        plan_run(config(**changes))
+    (name,) = changes
+    texts = ("holds another run", "complete after 2 steps", f"\n  {name}: ", "--load_checkpoint")
+    for text in texts:
         assert text in str(caught.value)
-    assert plan_run(config(load_checkpoint=True)).resumes
+
+
+def test_a_run_that_an_alarm_ended_is_not_taken_for_a_complete_one(config, tmp_path):
+    leave_run(config(), summary=True)
+    (tmp_path / "run/summary.json").write_text('{"num_steps": 2, "alarms": ["kl is 9"]}')
+    with pytest.raises(ConfigError, match=r"ended by an alarm after 2 steps:\n.*kl is 9"):
+        plan_run(config())
+
+
+def test_a_damaged_summary_is_written_again(config, tmp_path):
+    leave_run(config(), summary=True)
+    (tmp_path / "run/summary.json").write_text('{"num_st')
+    assert plan_run(config()).resumes
+
+
+@pytest.mark.parametrize("name", ["config.toml", "run.json", "summary.json"])
+def test_a_flipped_byte_of_a_record_is_passed_over_or_its_file_is_named(config, tmp_path, name):
+    leave_run(config(num_threads=3), summary=name == "summary.json")
+    path, draw = tmp_path / "run" / name, random.Random(11)
+    content = path.read_bytes()
+    for place in draw.sample(range(len(content)), min(100, len(content))):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            said = plan_run(config()).warnings
+        except ConfigError as error:
+            said = (str(error),)
+        if name != "summary.json":
+            assert [name in text for text in said] == [True], (place, said)
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -153,6 +199,28 @@ def test_a_changed_input_file_is_refused_and_a_touched_one_is_not(config, tmp_pa
     assert plan_run(config()).changes == ()
     path.write_text(path.read_text() + "\n")
     with pytest.raises(ConfigError, match=rf"{name}: contents [0-9a-f]{{12}} -> contents"):
+        plan_run(config())
+
+
+def test_a_run_of_before_its_record_had_hashes_keeps_the_check_of_its_inputs(config, tmp_path):
+    leave_run(config())
+    path = tmp_path / "run" / "run.json"
+    start = json.loads(path.read_text())
+    del start["sha256"], start["config_sha256"]
+    path.write_text(json.dumps(start))
+    assert plan_run(config()).warnings == ()
+    (tmp_path / "train.jsonl").write_text('{"input": "b"}\n')
+    with pytest.raises(ConfigError, match=r"train\.jsonl"):
+        plan_run(config())
+
+
+def test_of_a_complete_run_whose_record_is_damaged_nobody_says_that_nothing_is_left(
+    config, tmp_path
+):
+    leave_run(config(), summary=True)
+    path = tmp_path / "run" / "run.json"
+    path.write_text(path.read_text().replace('"world_size": 1', '"world_size": 2'))
+    with pytest.raises(ConfigError, match=r"run\.json is damaged"):
         plan_run(config())
 
 

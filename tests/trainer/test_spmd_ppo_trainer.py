@@ -84,6 +84,12 @@ def test_without_a_critic_there_is_no_critic_loss(build_world):
     assert not any(name.startswith(("critic", "kl")) for name in world.trainer.ppo_train())
 
 
+def test_a_reference_model_without_a_penalty_is_named(build_world, capsys):
+    world = build_world(with_reference=True, init_kl_coef=0.0)
+    assert world.trainer.stage.maker.models.reference is None
+    assert "initial_model is not used: init_kl_coef is 0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("options", [{}, {"use_kl_loss": True, "entropy_coef": 0.01}])
 def test_the_step_does_not_depend_on_the_micro_batch_size(build_world, options):
     results = []

@@ -1,18 +1,23 @@
+import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tests.engines.fake_engine import FakeEngine
 
+from lightrft.config import TrainConfig
 from lightrft.engines.types import EngineConfig
 from lightrft.records.rollout import AnsweredCall, Conversation
 from lightrft.records.table import SampleTable
+from lightrft.rewards.types import RewardError
 from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.policy.policy_stage import evaluate_prompts
 from lightrft.stages.policy.step_metrics import (
     record_conversations,
     table_metrics,
 )
 from lightrft.strategy import get_fake_strategy
+from lightrft.tools.evaluation.evaluation_run import EvalSettings, summarise
 
 
 def table(rewards, group_ids, lengths, *, masked=(), truncated=(), components=None):
@@ -66,7 +71,47 @@ def test_excluded_rows_are_counted_and_left_out():
     assert metrics["reward_max"] == 1.0
     assert metrics["response_length_max"] == 2
     assert metrics["masked_share"] == 0.5
-    assert set(table_metrics(table([1.0], [0], [1], masked=[0]))) == {"num_samples", "masked_share"}
+    assert metrics["undecided_share"] == 0.0
+    shares = {"num_samples", "masked_share", "undecided_share"}
+    assert set(table_metrics(table([1.0], [0], [1], masked=[0]))) == shares
+
+
+def test_undecided_rows_are_counted_apart():
+    flags = {"undecided": [1.0, np.nan, np.nan, np.nan]}
+    metrics = table_metrics(table([0.0] * 4, [0] * 4, [1] * 4, masked=[0, 1], components=flags))
+    assert (metrics["masked_share"], metrics["undecided_share"]) == (0.5, 0.25)
+    assert "reward/undecided" not in metrics
+
+
+def test_an_evaluation_leaves_undecided_rows_out_of_its_means_and_counts_them():
+    flags = {"right": [np.nan, 1.0, 1.0, 0.0], "undecided": [1.0, np.nan, np.nan, np.nan]}
+    rows = table([0.0, 1.0, 1.0, 0.0], range(4), [1] * 4, masked=[0], components=flags)
+    sampler = SimpleNamespace(sample_all=lambda prompts, params: ([], rows))
+    metrics = evaluate_prompts(["p"] * 4, sampler, TrainConfig())
+    assert metrics["eval/reward"] == metrics["eval/right"] == pytest.approx(2 / 3)
+    assert metrics["eval/masked_share"] == 0.25
+    assert "eval/undecided" not in metrics
+    # `lightrft eval`: not right, and out of the mean rewards.
+    metrics = summarise("greedy", rows, EvalSettings(threshold=0.0), 1)
+    assert metrics["greedy/accuracy"] == 0.75
+    assert metrics["greedy/reward"] == metrics["greedy/component/right"] == pytest.approx(2 / 3)
+    assert metrics["greedy/masked_share"] == 0.25
+    assert "greedy/component/undecided" not in metrics
+    decided = rows.take(np.arange(1, 4))
+    assert "greedy/masked_share" not in summarise("greedy", decided, EvalSettings(), 1)
+
+
+def test_an_evaluation_of_undecided_rows_alone_has_no_mean_and_one_of_failed_rows_is_an_error():
+    def evaluation(**components):
+        rows = table([0.0] * 2, range(2), [3, 5], masked=[0, 1], components=components)
+        sampler = SimpleNamespace(sample_all=lambda prompts, params: ([], rows))
+        return evaluate_prompts(["p"] * 2, sampler, TrainConfig())
+
+    metrics = evaluation(undecided=[1.0, 1.0])
+    assert math.isnan(metrics["eval/reward"])
+    assert (metrics["eval/masked_share"], metrics["eval/response_length"]) == (1.0, 4.0)
+    with pytest.raises(RewardError, match="failed for every prompt of the evaluation"):
+        evaluation()
 
 
 def test_constant_groups_are_told_by_equality_not_by_rounding():

@@ -15,6 +15,7 @@ from lightrft.engines.types import SamplingParams
 from lightrft.experience.maker import replayed_support
 from lightrft.models.support import SamplingSupport
 from lightrft.reporting.trajectories import TrajectoryLog
+from lightrft.rollout.ledger_records import LedgerError
 from lightrft.stages.policy.algorithm import check_algorithm, decide
 from lightrft.stages.policy.parity import ParityError
 from lightrft.strategy.config import ConfigError
@@ -120,8 +121,10 @@ def test_a_wrong_support_trips_the_gate(build_world, monkeypatch):
     monkeypatch.setattr(
         "lightrft.experience.maker.replayed_support", lambda *_: SamplingSupport(top_p=0.6)
     )
-    with pytest.raises(ParityError):
+    with pytest.raises(LedgerError, match="top_p, top_k and min_p differ"):
         build_world(top_p=0.8).trainer.make_experience()
+    with pytest.raises(ParityError):
+        build_world(top_p=0.8, ledger_gate=False).trainer.make_experience()
 
 
 def check(engine, **options):

@@ -1,9 +1,11 @@
 import math
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
+from lightrft.algorithms.correction_terms import parse_correction
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES, bind
 from lightrft.models.types import ActorOutput
@@ -263,3 +265,101 @@ def test_ratio_metrics_count_tokens():
     assert found["clip_fraction_high"] == pytest.approx(high / count)
     expected = sum(r - 1 - math.log(r) for r in ratios) / count
     assert found["approx_kl"] == pytest.approx(expected, rel=1e-6)
+
+
+class Stepping(ManyRanks):
+    """One rank whose optimizer moves the policy."""
+
+    def optimizer_step(self, optimizer, model, scheduler, name):
+        result = super().optimizer_step(optimizer, model, scheduler, name)
+        if result is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        return result
+
+
+def token_logprob(table, batch, row, t):
+    logits = table[batch.rollouts.token_ids[row, t - 1]] / batch.rollouts.temperature
+    return logits.log_softmax(-1)[batch.rollouts.token_ids[row, t]]
+
+
+def kept_by_dppo(new, engine, advantages):
+    moved = [float(p.exp() - q.exp()) for p, q in zip(new, engine, strict=True)]
+    return [
+        move <= 0.02 if a > 0 else move >= -0.02 for move, a in zip(moved, advantages, strict=True)
+    ]
+
+
+def kept_by_off_policy_mask(new, engine, advantages):
+    drift = sum(float(q - p) for p, q in zip(new, engine, strict=True)) / len(new)
+    return [drift <= 0.05 or sum(advantages) / len(new) >= 0] * len(new)
+
+
+def slow_trust_region(table, batch, updates, kept):
+    """Updates of -ratio A on the tokens that `kept` leaves; also how many they were each time."""
+    engine, counts = table.detach().clone(), []
+    num_tokens = int(batch.rollouts.response_mask.sum())
+    for _ in range(updates):
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for row in range(ROWS):
+            places = [t for t in range(SEQ) if batch.rollouts.response_mask[row, t]]
+            new = [token_logprob(table, batch, row, t) for t in places]
+            old = [token_logprob(engine, batch, row, t) for t in places]
+            a = [float(batch.advantages[row, t]) for t in places]
+            chosen = kept([p.detach() for p in new], old, a) if places else []
+            for p, q, each, is_kept in zip(new, old, a, chosen, strict=True):
+                total = total - (p - q).exp() * each * is_kept / num_tokens
+                count += is_kept
+        (slope,) = torch.autograd.grad(total, table)
+        table = (table - 2.0 * slope).detach().requires_grad_()
+        counts.append(count)
+    return table, counts
+
+
+@pytest.mark.parametrize(
+    ("preset", "kept"),
+    [
+        (
+            "reject:difference:token:high=0.02:positive:new/engine "
+            "reject:difference:token:low=-0.02:negative:new/engine",
+            kept_by_dppo,
+        ),
+        ("off-policy-mask:high=0.05", kept_by_off_policy_mask),
+    ],
+)
+@pytest.mark.parametrize("micro", [3, 8])
+def test_a_trust_region_bounds_the_policy_that_moves(preset, kept, micro):
+    batch, policy = experience(4), TablePolicy()
+    mask = batch.rollouts.response_mask
+    scores = torch.zeros(mask.shape, dtype=torch.float64)
+    for row, t in mask.nonzero().tolist():
+        scores[row, t] = token_logprob(policy.table.detach(), batch, row, t)
+    batch = replace(
+        batch,
+        rollouts=replace(batch.rollouts, rollout_logprobs=scores),
+        outputs=replace(batch.outputs, old_logprobs=scores),
+    )
+    expected, counts = slow_trust_region(policy.table, batch, 4, kept)
+    assert counts[0] == int(mask.sum())
+    assert min(counts) < counts[0]
+
+    config = TrainConfig(loss_agg_mode="token-mean", micro_train_batch_size=micro)
+    loss = bind(POLICY_LOSSES.load("ppo"), {"clip_low": 1.0, "clip_high": 1e9}, owner="test")
+
+    def trained(correction):
+        model, metrics = TablePolicy(), StepMetrics()
+        strategy = Stepping(1, mask.sum().double())
+        update = Update(config, loss, strategy, metrics, parse_correction(correction))
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+        for _ in range(4):
+            update.policy_step(batch, TrainedModel("actor", model, optimizer, None))
+        return model.table.detach(), metrics.reduce(strategy)
+
+    found, metrics = trained(preset)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-12)
+    share = 1 - sum(counts) / len(counts) / int(mask.sum())
+    assert metrics["correction_rejected_share"] == pytest.approx(share)
+    # Looked at before the first update only, nothing is ever too far away.
+    still, metrics = trained(preset.replace(":new/engine", "") + ":old/engine")
+    assert metrics["correction_rejected_share"] == 0
+    assert not torch.allclose(still, expected.detach())

@@ -7,14 +7,13 @@ import torch
 import transformers as hf
 from tokenizers import AddedToken
 
-from lightrft.tools.model_presets import END, PAD, SYSTEM, byte_level_core
+from lightrft.tools.model_presets import END, PAD, SYSTEM, byte_level_core, save_checked
 from lightrft.tools.tiny_vision_models import (
     IMAGE,
     MARKS,
     PIXELS,
     TEMPLATE,
     VIDEO,
-    save_vision_model,
 )
 
 PATCH = 14
@@ -385,4 +384,4 @@ def write_tiny_vision_model(directory, preset, seed=0, *, initializer_range=0.1)
     """Writes a random float32 model with its processor as a Hugging Face checkpoint."""
     model, processor = build_tiny(preset, seed=seed, initializer_range=initializer_range)
     sample = TINY_FAMILIES[preset].image + f"é 4+3?{END}"
-    save_vision_model(model, processor, directory, sample=sample)
+    save_checked(model, processor.tokenizer, directory, sample=sample, processor=processor)

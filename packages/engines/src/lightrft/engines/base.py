@@ -148,6 +148,11 @@ class RolloutEngine(ABC):
         self.weights_version = version
         self._stale_reason = None
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that the model knows."""
+        return self._limits.vocab_size
+
     def mark_stale(self, reason: str) -> None:
         """Forbids `generate` until the next completed weight update."""
         self._stale_reason = reason
@@ -264,7 +269,7 @@ class RolloutEngine(ABC):
             rows, raws = zip(*finished, strict=True)
             media = (row.media for row in rows if row.media is not None)
             self.seen_media = next(media, self.seen_media)
-            self.ledger.append(rows, raws, self.weights_version)
+            self.ledger.append(rows, raws, self.weights_version, running.params)
             return [
                 completion_of(row, raw, running.params, self.weights_version)
                 for row, raw in finished

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightrft.engines.rows import RawCompletion, Row
-from lightrft.engines.types import Facts
+from lightrft.engines.types import Facts, SamplingParams
 
 # Request id, sample index, hash of the context: what one call sampled for one sample.
 Key = tuple[int, int, str]
@@ -27,6 +27,8 @@ class LedgerEntry:
         token_ids, logprobs: As they were sampled.
         weights_version: Of the weights that sampled them.
         facts: As in `Completion`.
+        sampling: See `SamplingParams.distribution`; () where a checkpoint does not say.
+        finish_reason: Why the call ended; "" where a checkpoint does not say.
     """
 
     request_id: int
@@ -36,6 +38,8 @@ class LedgerEntry:
     logprobs: tuple[float, ...]
     weights_version: int
     facts: Facts = field(default_factory=dict)
+    sampling: tuple[float, ...] = ()
+    finish_reason: str = ""
 
     @property
     def key(self) -> Key:
@@ -65,7 +69,13 @@ class Ledger:
         finally:
             self._is_recording = False
 
-    def append(self, rows: Sequence[Row], raws: Sequence[RawCompletion], version: int) -> None:
+    def append(
+        self,
+        rows: Sequence[Row],
+        raws: Sequence[RawCompletion],
+        version: int,
+        params: SamplingParams,
+    ) -> None:
         """Notes what was sampled for each row."""
         if not self._is_recording:
             return
@@ -83,6 +93,8 @@ class Ledger:
                     raw.logprobs,
                     version,
                     raw.facts,
+                    params.distribution,
+                    raw.finish_reason,
                 )
             )
 
@@ -90,6 +102,10 @@ class Ledger:
         """Notes what the engine of a killed process had written down."""
         if self._is_recording:
             self._entries += entries
+
+    def discard(self, request_ids: Collection[int]) -> None:
+        """Forgets what was sampled for these requests."""
+        self._entries = [e for e in self._entries if e.request_id not in request_ids]
 
     def take(self) -> list[LedgerEntry]:
         """All entries; none are left."""

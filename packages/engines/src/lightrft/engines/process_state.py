@@ -13,13 +13,18 @@ import torch
 
 
 @contextmanager
-def preserved_process_state() -> Iterator[None]:
+def preserved_process_state(inner_threads: int | None = None) -> Iterator[None]:
     """Restores random states, thread count and default dtype, also after an exception.
 
     A backend may even replace `torch.set_num_threads` itself, so the function is restored too.
+
+    Args:
+        inner_threads: CPU threads of torch inside; None leaves them.
     """
     set_num_threads = torch.set_num_threads
     num_threads = torch.get_num_threads()
+    if inner_threads not in (None, num_threads):
+        torch.set_num_threads(inner_threads)
     dtype = torch.get_default_dtype()
     python_state = random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002 - the global generator is what is kept

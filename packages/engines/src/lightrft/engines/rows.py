@@ -148,34 +148,6 @@ def _checked_prompt(
     return prompt
 
 
-def chunks_of_rows(
-    rows: Sequence[Row], *, max_rows: int, equal_lengths: bool
-) -> list[Sequence[Row]]:
-    """Splits rows into batches that are decoded together.
-
-    Args:
-        rows: All rows.
-        max_rows: Most rows of a batch; 0 is unlimited.
-        equal_lengths: Whether the prompts of a batch must have one length.
-    """
-    if not rows:
-        return []
-    ordered = list(rows)
-    if equal_lengths or 0 < max_rows < len(rows):
-        # Prompts of similar length together leave few holes in the cache.
-        ordered.sort(key=lambda row: len(row.prompt))
-    chunks: list[list[Row]] = [[]]
-    for row in ordered:
-        last = chunks[-1]
-        is_full = 0 < max_rows <= len(last)
-        differs = equal_lengths and bool(last) and len(last[0].prompt) != len(row.prompt)
-        if is_full or differs:
-            chunks.append([row])
-        else:
-            last.append(row)
-    return list(chunks)
-
-
 @dataclass(frozen=True, slots=True)
 class RawCompletion:
     """Tokens of one completion so far.

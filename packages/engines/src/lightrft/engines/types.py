@@ -94,6 +94,11 @@ class SamplingParams:
         return not self.is_greedy and (self.top_p < 1 or self.top_k != -1 or self.min_p > 0)
 
     @property
+    def distribution(self) -> tuple[float, ...]:
+        """Temperature, top_p, top_k and min_p: the first arguments of this class."""
+        return self.temperature, self.top_p, self.top_k, self.min_p
+
+    @property
     def logprobs_mode(self) -> LogprobsMode:
         """Measure of these parameters' logprobs (`Completion.logprobs_mode`)."""
         return "truncated" if self.truncates else "temperature"
@@ -253,7 +258,6 @@ class EngineConfig:
         max_model_len: Longest prompt plus completion, in tokens; None takes the model's own limit.
         seed: Seed of the engine's own generator, where it has one.
         enable_sleep: Whether `sleep` must be able to release memory.
-        micro_batch_size: Most sequences decoded together by the embedded engine; 0 is unlimited.
         options: Further options under the engine's own names; unknown ones are refused by it.
     """
 
@@ -265,7 +269,6 @@ class EngineConfig:
     max_model_len: int | None = None
     seed: int = 0
     enable_sleep: bool = True
-    micro_batch_size: int = 0
     options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     @property

@@ -17,7 +17,6 @@ class KernelCapabilities:
         native_extension: The C++ extension is built and matches these sources.
         cuda_extension: It contains CUDA code.
         cuda: torch sees a CUDA device.
-        cuda_capability: Compute capability of the current CUDA device, or None.
         triton: Triton is importable.
         cpu_capability: The vector instruction set torch uses on the CPU, e.g. "AVX512".
     """
@@ -25,7 +24,6 @@ class KernelCapabilities:
     native_extension: bool
     cuda_extension: bool
     cuda: bool
-    cuda_capability: tuple[int, int] | None
     triton: bool
     cpu_capability: str
 
@@ -33,13 +31,11 @@ class KernelCapabilities:
 @cache
 def capabilities() -> KernelCapabilities:
     """Probes once per process; creates no CUDA context unless a device is present."""
-    has_cuda = torch.cuda.is_available()
     extension = load_extension()
     return KernelCapabilities(
         native_extension=extension is not None,
         cuda_extension=extension is not None and extension.has_cuda,
-        cuda=has_cuda,
-        cuda_capability=torch.cuda.get_device_capability() if has_cuda else None,
+        cuda=torch.cuda.is_available(),
         triton=importlib.util.find_spec("triton") is not None,
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
     )

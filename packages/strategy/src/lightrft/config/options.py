@@ -12,6 +12,7 @@ from typing import Literal, TypedDict, TypeGuard, TypeVar, Unpack
 
 T = TypeVar("T")
 CRITIC = "a critic"
+SUPERVISED = "supervised"
 _SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$|wandb")
 _COLUMN = re.compile(r"(input|label|images?|videos?|reference)_key$")
 _ADDRESS = re.compile(r"\w*:?//[^\s'\"<>]*[@?][^\s'\"<>]*")
@@ -88,20 +89,24 @@ def option(default: T, help: str, *, group: str, **details: Unpack[_Details]) ->
     return made
 
 
-# Values of `commands`: those beside `train` that read the same data, and those that generate.
+# Values of `commands`: those beside `train` that read the same data, that generate, that train.
 DATA_AND_EVAL = ("data", "eval")
 EVAL = ("eval",)
+SFT = ("sft",)
+NOT_SFT = ()
 # Options of one heading each; an observation, or where a run ends and writes, may change.
 algorithm_option = partial(option, group="algorithm")
 data_option = partial(option, group="data")
-distributed_option = partial(option, group="distributed")
+distributed_option = partial(option, group="distributed", commands=SFT)
 engine_option = partial(option, group="engine")
 models_option = partial(option, group="models")
-monitoring_option = partial(option, group="monitoring", may_change=True)
+monitoring_option = partial(option, group="monitoring", may_change=True, commands=SFT)
 reward_option = partial(option, group="reward")
 rollout_option = partial(option, group="rollout")
-run_option = partial(option, group="run", may_change=True)
-training_option = partial(option, group="training")
+run_option = partial(option, group="run", may_change=True, commands=SFT)
+training_option = partial(option, group="training", commands=SFT)
+# Options of `lightrft sft` alone.
+supervised_option = partial(option, group=SUPERVISED, commands=SFT)
 
 
 def options_of(cls: type[object]) -> dict[str, tuple[Field[object], OptionInfo]]:
@@ -156,6 +161,11 @@ def accepts(value: object, hint: object) -> bool:
     return isinstance(value, target) if isinstance(target, type) else True
 
 
+def type_name(hint: object) -> str:
+    """The annotation as a message shows it."""
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
 def coerce(value: object, hint: object) -> object:
     """Parsers and TOML give lists, single strings and ints for tuples and floats."""
     kinds = alternatives(hint)
@@ -185,12 +195,11 @@ def item_hint(kinds: tuple[object, ...]) -> object:
 def check_value(name: str, value: object, hint: object, info: OptionInfo) -> str | None:
     """The problem of a value's type, choice, text or range in one line; None without one."""
     if not accepts(value, hint):
-        expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-        return f"{name}: got {_short(value)} ({type(value).__name__}), expected {expected}"
+        return f"{name}: got {short(value)} ({type(value).__name__}), expected {type_name(hint)}"
     problem = _choice_problem(name, value, info)
     text_problem = _text_problem(value, info)
     if problem is None and text_problem is not None:
-        problem = f"{name}: got {_short(value)}, expected {text_problem}"
+        problem = f"{name}: got {short(value)}, expected {text_problem}"
     return problem or _number_problem(name, value, info)
 
 
@@ -203,7 +212,7 @@ def _choice_problem(name: str, value: object, info: OptionInfo) -> str | None:
     near = difflib.get_close_matches(str(wrong[0]), [str(c) for c in listing], n=1)
     hint_text = f" (did you mean {near[0]!r}?)" if near else ""
     own = "" if isinstance(info.choices, tuple) else ", FILE.py:NAME or MODULE:NAME"
-    return f"{name}: got {_short(wrong[0])}, expected one of {listing}{own}{hint_text}"
+    return f"{name}: got {short(wrong[0])}, expected one of {listing}{own}{hint_text}"
 
 
 def _number_problem(name: str, value: object, info: OptionInfo) -> str | None:
@@ -217,7 +226,7 @@ def _number_problem(name: str, value: object, info: OptionInfo) -> str | None:
             problem = _range_problem(number, info)
             if problem is not None:
                 shown_value = number if isinstance(value, Mapping) else value
-                return f"{place}: got {_short(shown_value)}, expected {problem}"
+                return f"{place}: got {short(shown_value)}, expected {problem}"
     return None
 
 
@@ -252,7 +261,7 @@ def _has_surrogate(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     """The value as a message shows it."""
     try:
         text = repr(value)

@@ -274,6 +274,9 @@ POLICY_LOSSES = Registry(
         "clip_cov": f"{_POLICY}.covariance:clip_cov_policy_loss",
         "kl_cov": f"{_POLICY}.covariance:kl_cov_policy_loss",
         "reinforce": f"{_POLICY}.token_level:reinforce_policy_loss",
+        "dro": f"{_POLICY}.token_level:dro_policy_loss",
+        "ppo-sequence": f"{_POLICY}.sequence_level:sequence_ppo_policy_loss",
+        "sapo-sequence": f"{_POLICY}.sequence_level:sequence_sapo_policy_loss",
     },
 )
 ADVANTAGE_ESTIMATORS = Registry(
@@ -290,6 +293,9 @@ ADVANTAGE_ESTIMATORS = Registry(
         "dr_grpo": f"{_ROWS}:group_centred_advantages",
         "cpgd": f"{_ROWS}:cpgd_advantages",
         "opo": f"{_ROWS}:opo_advantages",
+        "batch_mean_group_std": f"{_ROWS}:batch_mean_group_std_advantages",
+        "maxrl": f"{_ROWS}:maxrl_advantages",
+        "pass_at_k": f"{_ROWS}:pass_at_k_advantages",
         "remax": f"{_ROWS}:remax_advantages",
     },
 )
@@ -334,7 +340,13 @@ ENVIRONMENT_KINDS = Registry(
     takes_own=False,
 )
 # What a run trains: functions of the options that give a `lightrft.stages.stage.StageInputs`.
-STAGES = Registry("stage", {"policy": "lightrft.stages.policy.inputs:read_inputs"})
+STAGES = Registry(
+    "stage",
+    {
+        "policy": "lightrft.stages.policy.inputs:read_inputs",
+        "sft": "lightrft.stages.supervised.supervised_inputs:read_inputs",
+    },
+)
 # Functions of (config, strategy) that run before models are built and return the options to run
 # with; collective.
 START_HOOKS = Registry(
@@ -350,13 +362,26 @@ STEP_OBSERVERS = Registry(
     takes_own=False,
 )
 # Choices that are the branches of one function.
-KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k3_unclamped", "k3_is")
+KL_ESTIMATORS = (
+    "k1",
+    "abs",
+    "k2",
+    "k3",
+    "k3_unclamped",
+    "k1+",
+    "k3+",
+    "k1_is",
+    "k2_is",
+    "k3_is",
+)
 AGGREGATIONS = (
     "token-mean",
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
+# Tokens of a supervised row that count.
+TRAIN_ON = ("all", "completion", "assistant", "last_assistant")
 
 # The registries that take a user's own choices, by the option that chooses.
 REGISTRIES = {

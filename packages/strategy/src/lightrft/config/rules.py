@@ -76,7 +76,7 @@ RULES: tuple[Rule, ...] = (
     lambda c: (
         c.use_kl_loss
         and c.init_kl_coef == 0
-        and "use_kl_loss needs init_kl_coef > 0: got 0, which loads no reference model"
+        and "use_kl_loss needs init_kl_coef > 0, say 0.01: got 0, which loads no reference model"
     ),
     lambda c: (
         len(set(_named_losses(c).values())) > 1
@@ -251,6 +251,11 @@ def unused_by_rules(c: RunOptions) -> list[str]:
         ("test_timeout_seconds", "--reward_fn unit_tests", "unit_tests" in c.reward_fn),
         ("judge_url", "--reward_fn judge", "judge" in c.reward_fn),
         ("turn_credit", "gamma below 1", c.gamma < 1),
+        (
+            "kl_estimator",
+            "the KL in the reward: as a loss k1 has no expected gradient",
+            not (c.use_kl_loss and c.kl_estimator == "k1"),
+        ),
         ("parity_limit", "parity_check_steps >= 0", c.parity_check_steps >= 0),
     )
     return [

@@ -6,6 +6,8 @@ from lightrft.config.options import (
     CRITIC,
     DATA_AND_EVAL,
     EVAL,
+    NOT_SFT,
+    SFT,
     algorithm_option,
     data_option,
     engine_option,
@@ -14,9 +16,10 @@ from lightrft.config.options import (
     reward_option,
     rollout_option,
     run_option,
+    supervised_option,
     training_option,
 )
-from lightrft.config.registry import AGGREGATIONS, LOGGERS, POLICY_LOSSES
+from lightrft.config.registry import AGGREGATIONS, LOGGERS, POLICY_LOSSES, TRAIN_ON
 from lightrft.config.strategy_config import ENGINE_TYPES, Arguments, StrategyConfig
 
 
@@ -26,19 +29,21 @@ class RunOptions(StrategyConfig):
 
     prompt_data: str | None = data_option(
         None,
-        "Training prompts: a JSONL, JSON or Parquet file, a folder, or the name of a data "
-        "set (owner/name[:configuration]); several separated by commas.",
+        "Training prompts (rows of lightrft sft): a JSONL, JSON or Parquet file, a folder, or the "
+        "name of a data set (owner/name[:configuration]); several separated by commas.",
         common=True,
         path="file",
+        commands=SFT,
     )
     prompt_data_probs: tuple[float, ...] = data_option(
         (),
         "Shares of several sources of prompt_data; unset follows their sizes.",
+        commands=SFT,
     )
     prompt_split: str = data_option(
         "train",
         "Part of a folder or data set to train on.",
-        commands=("data",),
+        commands=("data", *SFT),
     )
     eval_data: str | None = data_option(
         None,
@@ -46,13 +51,13 @@ class RunOptions(StrategyConfig):
         may_change=True,
         common=True,
         path="file",
-        commands=EVAL,
+        commands=(*EVAL, *SFT),
     )
     eval_split: str = data_option(
         "test",
         "Part of a folder or data set of eval_data.",
         may_change=True,
-        commands=EVAL,
+        commands=(*EVAL, *SFT),
     )
     input_key: str = data_option(
         "input",
@@ -70,7 +75,7 @@ class RunOptions(StrategyConfig):
         False,
         "Render prompts by the model's chat template.",
         common=True,
-        commands=DATA_AND_EVAL,
+        commands=(*DATA_AND_EVAL, *SFT),
     )
     system_prompt: str | None = data_option(
         None,
@@ -93,6 +98,7 @@ class RunOptions(StrategyConfig):
         1_000_000,
         "Use at most this many training prompts.",
         at_least=1,
+        commands=SFT,
     )
     max_eval_samples: int = data_option(
         500,
@@ -100,7 +106,7 @@ class RunOptions(StrategyConfig):
         at_least=1,
         acts_with="eval_data",
         may_change=True,
-        commands=EVAL,
+        commands=(*EVAL, *SFT),
     )
     images_key: str = data_option(
         "images",
@@ -220,8 +226,8 @@ class RunOptions(StrategyConfig):
     )
     test_timeout_seconds: float = reward_option(
         5.0,
-        "Processor time of a program of the reward unit_tests; by the clock it may take three "
-        "times as long.",
+        "Processor time of a process of a program of the reward unit_tests; all of them may take "
+        "three times as much, and do nothing for as long.",
         above=0,
         at_most=1e7,
         commands=DATA_AND_EVAL,
@@ -411,7 +417,7 @@ class RunOptions(StrategyConfig):
         "File with a Jinja chat template in place of the tokenizer's.",
         path="file",
         acts_with="apply_chat_template",
-        commands=DATA_AND_EVAL,
+        commands=(*DATA_AND_EVAL, *SFT),
     )
     use_rollout_logprobs: bool = rollout_option(
         False,
@@ -505,7 +511,8 @@ class RunOptions(StrategyConfig):
     off_policy_correction: str | tuple[str, ...] | None = algorithm_option(
         None,
         "Corrections for the difference between engine and trainer: presets (tis, icepop, "
-        "mis, geometric ...) or terms such as reject:k3:sequence:high=0.01; several at once.",
+        "mis, geometric ...) or terms such as reject:k3:sequence:high=0.01; several at once. dppo, "
+        "off-policy-mask and pairs new/engine, new/old bound the policy that each update moves.",
     )
     advantage_args: Arguments = algorithm_option(
         None,
@@ -542,8 +549,8 @@ class RunOptions(StrategyConfig):
         acts_with=CRITIC,
     )
     init_kl_coef: float = algorithm_option(
-        0.01,
-        "Weight of the KL divergence; 0 loads no reference model.",
+        0.0,
+        "Weight of the KL divergence to the initial policy; 0 loads no reference model.",
         at_least=0,
         common=True,
     )
@@ -584,8 +591,9 @@ class RunOptions(StrategyConfig):
     )
     max_epochs: int = algorithm_option(
         1,
-        "Passes over the samples of one step.",
+        "Passes over the samples of one step; of lightrft sft, over its rows.",
         at_least=1,
+        commands=SFT,
     )
     freezing_actor_steps: int = algorithm_option(
         -1,
@@ -609,6 +617,19 @@ class RunOptions(StrategyConfig):
         "tokens; discounted, its turns.",
         acts_with="environment or tools",
         choices=("last", "discounted"),
+    )
+    train_on: str | None = supervised_option(
+        None,
+        "Tokens whose loss counts: all, the completion, every assistant turn or the last one; "
+        "unset is all of a text, the completion after a prompt, the assistant turns of a chat.",
+        choices=TRAIN_ON,
+        common=True,
+    )
+    max_row_tokens: int = supervised_option(
+        2048,
+        "Longest row, in tokens; longer ones are left out and counted.",
+        at_least=2,
+        common=True,
     )
     lora_rank: int = training_option(
         0,
@@ -655,21 +676,25 @@ class RunOptions(StrategyConfig):
         None,
         "Warn when the KL to the reference or of an update exceeds this.",
         above=0,
+        commands=NOT_SFT,
     )
     alarm_entropy: float | None = monitoring_option(
         None,
         "Warn when the entropy falls below this.",
         above=0,
+        commands=NOT_SFT,
     )
     alarm_length: float | None = monitoring_option(
         None,
         "Warn when the mean response length exceeds this.",
         above=0,
+        commands=NOT_SFT,
     )
     alarm_reward_std: float | None = monitoring_option(
         None,
         "Warn when the standard deviation of rewards falls below this.",
         above=0,
+        commands=NOT_SFT,
     )
     stop_on_alarm: bool = monitoring_option(
         False,
@@ -683,17 +708,20 @@ class RunOptions(StrategyConfig):
         "never.",
         at_least=-1,
         may_change=False,
+        commands=NOT_SFT,
     )
     parity_limit: float | None = monitoring_option(
         None,
         "Mean distance of a logprob which that allows; unset depends on the dtype.",
         above=0,
         may_change=False,
+        commands=NOT_SFT,
     )
     ledger_gate: bool = monitoring_option(
         True,
-        "Compare each row to train on with what the engine wrote down as it sampled, bit for bit.",
+        "Compare each row to train on with what was written down as it was sampled and scored.",
         may_change=False,
+        commands=NOT_SFT,
     )
     output_dir: str = run_option(
         "lightrft_run",
@@ -706,6 +734,7 @@ class RunOptions(StrategyConfig):
         "Passes over the training prompts.",
         at_least=1,
         common=True,
+        commands=NOT_SFT,
     )
     max_steps: int | None = run_option(
         None,
@@ -738,12 +767,14 @@ class RunOptions(StrategyConfig):
     save_trajectories: bool = run_option(
         False,
         "Write tokens with logprobs, advantages and rewards to trajectories.jsonl.",
+        commands=NOT_SFT,
     )
     num_trajectories_to_save: int = run_option(
         10,
         "Samples of one step in trajectories.jsonl.",
         at_least=1,
         acts_with="save_trajectories",
+        commands=NOT_SFT,
     )
     trajectory_steps: int | None = run_option(
         None,
@@ -751,6 +782,7 @@ class RunOptions(StrategyConfig):
         "every step without. A step that is written costs a forward pass that others save.",
         at_least=1,
         acts_with="save_trajectories",
+        commands=NOT_SFT,
     )
     save_path: str | None = run_option(
         None,
@@ -790,16 +822,19 @@ class RunOptions(StrategyConfig):
         "Names of tensors (patterns like 'score.*') that may be missing from a checkpoint, of "
         "another shape or unused; those the model needs are initialised anew, alike in actor and "
         "reference.",
+        commands=SFT,
     )
     audit_every: int = monitoring_option(
         0,
         "Record every K-th step, with the states before and after, for lightrft audit; 0 is never.",
         at_least=0,
+        commands=NOT_SFT,
     )
     check_memory: bool = run_option(
         True,
         "Compare the memory that a run will need with that of its machine before it starts; "
         "on GPUs refuse what cannot fit.",
+        commands=NOT_SFT,
     )
     num_threads: int | None = run_option(
         None,

@@ -13,6 +13,8 @@ from lightrft.config.options import (
     CRITIC,
     DATA_AND_EVAL,
     EVAL,
+    NOT_SFT,
+    SFT,
     ConfigError,
     OptionInfo,
     accepts,
@@ -39,6 +41,7 @@ ENGINE_TYPES: tuple[str, ...] = typing.get_args(EngineType)
 # Weights of which every rank would load a whole copy into the host's memory.
 META_INIT_BYTES = 2_000_000_000
 _NO_DEFAULT = object()
+ADAM_MOVES = "At most 1: Adam moves each weight by about as much a step, and weights are smaller."
 
 
 @dataclass(kw_only=True)
@@ -56,7 +59,7 @@ class StrategyConfig:
         42,
         "Seed of all random number generators.",
         at_least=0,
-        commands=EVAL,
+        commands=(*EVAL, *SFT),
     )
     max_norm: float = training_option(
         1.0,
@@ -79,19 +82,22 @@ class StrategyConfig:
     bf16: bool | None = training_option(
         None,
         "Compute in bfloat16; unset means yes on a GPU and float32 on a CPU.",
-        commands=EVAL,
+        commands=(*EVAL, *SFT),
     )
     actor_learning_rate: float = training_option(
         1e-6,
-        "Peak learning rate of the actor.",
+        f"Peak learning rate of the actor. {ADAM_MOVES}",
         at_least=0,
+        at_most=1,
         common=True,
     )
     critic_learning_rate: float = training_option(
         9e-6,
-        "Peak learning rate of the critic.",
+        f"Peak learning rate of the critic. {ADAM_MOVES}",
         at_least=0,
+        at_most=1,
         acts_with=CRITIC,
+        commands=NOT_SFT,
     )
     adam_betas: tuple[float, float] = training_option(
         (0.9, 0.95),
@@ -192,6 +198,7 @@ class StrategyConfig:
         False,
         "Ranks may differ in having images; the vision tower stays in FSDP2's root unit.",
         acts_with="fsdp",
+        commands=NOT_SFT,
     )
     async_save: bool = distributed_option(
         False,
@@ -216,7 +223,7 @@ class StrategyConfig:
         above=0,
         at_most=1e6,
         may_change=True,
-        commands=EVAL,
+        commands=(*EVAL, *SFT),
     )
     fsdp_shard_size: int = distributed_option(
         -1,
@@ -285,7 +292,7 @@ class StrategyConfig:
         "Checkpoint directory of the actor.",
         common=True,
         path="folder",
-        commands=("data",),
+        commands=("data", *SFT),
     )
     critic_pretrain: str | bool | None = models_option(
         False,
@@ -326,11 +333,12 @@ class StrategyConfig:
     )
     use_kl_loss: bool = rollout_option(
         False,
-        "Add the KL divergence to the loss.",
+        "Put the KL divergence into the loss instead of the reward.",
     )
-    kl_estimator: str = rollout_option(
-        "k3",
-        "Estimator of the KL divergence.",
+    kl_estimator: str | None = rollout_option(
+        None,
+        "Estimator of the KL divergence; unset is k1 in the reward, where no other is right, and "
+        "k3+ in the loss.",
         choices=KL_ESTIMATORS,
         acts_with="init_kl_coef",
     )
@@ -380,11 +388,13 @@ class StrategyConfig:
     log_dir: str | None = monitoring_option(
         None,
         "Folder of logs and of length distributions.",
+        commands=NOT_SFT,
     )
     plot_every: int = monitoring_option(
         -1,
         "Write the generation length distribution every N steps; 0 or less never.",
         acts_with="log_dir",
+        commands=NOT_SFT,
     )
     use_tensorboard: str | bool | None = monitoring_option(
         False,
@@ -393,6 +403,7 @@ class StrategyConfig:
     strict: bool = monitoring_option(
         False,
         "Options without effect are errors instead of warnings.",
+        commands=NOT_SFT,
     )
 
     extra_args: dict[str, object] = field(default_factory=dict, repr=False)

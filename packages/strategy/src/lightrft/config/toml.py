@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightrft.config.files import read_bytes, require_flat
 from lightrft.config.options import ConfigError, masked, options_of
 
 if TYPE_CHECKING:
     from lightrft.config.strategy_config import StrategyConfig
 
+MAX_TOML_BYTES = 2**22
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -20,14 +22,16 @@ def read_toml(path: Path) -> dict[str, object]:
     """Keys and values of a TOML file.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileError: It cannot be read.
         ConfigError: It is not TOML; the message names file, line and column.
     """
+    content = read_bytes(path, max_bytes=MAX_TOML_BYTES)
     try:
-        with path.open("rb") as stream:
-            return tomllib.load(stream)
+        values = tomllib.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as err:  # no TOML, no UTF-8, or numbers without end
         raise ConfigError(f"{path}: not a TOML file: {err}") from err
+    require_flat(values, path)
+    return values
 
 
 def write_toml(config: StrategyConfig, path: Path) -> None:

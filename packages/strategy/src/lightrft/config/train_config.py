@@ -37,6 +37,11 @@ class TrainConfig(RunOptions):
         return self.policy_loss or by_flag
 
     @property
+    def kl_estimator_name(self) -> str:
+        """The KL estimator, by default the one whose gradient is right where the KL is put."""
+        return self.kl_estimator or ("k3+" if self.use_kl_loss else "k1")
+
+    @property
     def checkpoint_dir(self) -> Path:
         """Folder of the resumable checkpoints."""
         return Path(self.ckpt_path or Path(self.output_dir) / "checkpoints")
@@ -55,6 +60,11 @@ class TrainConfig(RunOptions):
     def steps_per_rollout(self) -> int:
         """Optimizer steps after each rollout."""
         return self.num_minibatches * self.max_epochs
+
+    @property
+    def num_frozen_updates(self) -> int:
+        """Optimizer steps at the start of the run that the actor does not take."""
+        return max(self.freezing_actor_steps, 0) * self.steps_per_rollout
 
     @property
     def num_prompts_in_flight(self) -> int:
@@ -130,7 +140,7 @@ class TrainConfig(RunOptions):
         """Read a file that `save` or a user wrote; missing keys take their defaults.
 
         Raises:
-            FileNotFoundError: There is no such file.
+            FileError: It cannot be read.
             ConfigError: It is not TOML, or holds unknown keys or wrong values.
         """
         config = cls.from_args(read_toml(Path(path)))

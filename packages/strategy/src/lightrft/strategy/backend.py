@@ -17,7 +17,7 @@ from lightrft.engines.base import RolloutEngine
 from lightrft.strategy.checkpoints import training_state
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
-from lightrft.strategy.checkpoints.shard_files import full_value
+from lightrft.strategy.checkpoints.shard_files import full_value, local_rows
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.optimizers import (
@@ -192,6 +192,10 @@ class Backend(ABC):
     def discard_gradients(self, optimizer: Optimizer) -> None:
         """Drops the gradients of an optimizer step that was given up."""
         optimizer.zero_grad()
+
+    def local_part(self, parameter: Tensor) -> Tensor:
+        """This rank's part of a parameter."""
+        return local_rows(parameter.detach())[0]
 
     @abstractmethod
     def parameter_source(self, model: AnyModel) -> ParameterSource:

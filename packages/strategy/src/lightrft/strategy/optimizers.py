@@ -38,14 +38,11 @@ class OptimizerStepResult:
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    weight_decay: float,
-    *,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
 ) -> list[ParameterGroup]:
     """Splits trainable parameters into decayed matrices and undecayed vectors.
 
-    A parameter is decayed if and only if its logical shape has two or more dimensions, so biases
+    A parameter is decayed if and only if its shape has two or more dimensions, so biases
     and norm gains of every architecture are exempt. Tied parameters appear once.
 
     Source: Loshchilov & Hutter 2017, arXiv:1711.05101; the usual exemption of biases and gains.
@@ -53,7 +50,6 @@ def parameter_groups(
     Args:
         named_parameters: As from `Module.named_parameters()`.
         weight_decay: Decay of the first group; the second has 0.
-        shapes: Logical shape by name where the parameter itself holds a flat shard.
 
     Returns:
         One or two non-empty groups.
@@ -64,12 +60,11 @@ def parameter_groups(
     decayed: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []
     seen: set[int] = set()
-    for name, parameter in named_parameters:
+    for _, parameter in named_parameters:
         if not parameter.requires_grad or id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        shape = tuple(parameter.shape) if shapes is None else shapes.get(name, parameter.shape)
-        (decayed if len(shape) >= 2 else exempt).append(parameter)
+        (decayed if parameter.dim() >= 2 else exempt).append(parameter)
     if not seen:
         raise ValueError("no parameter requires gradients: nothing to optimize")
     groups: list[ParameterGroup] = [
@@ -151,22 +146,24 @@ class PlannedLR(LambdaLR):
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Takes the position; of the plan only what has happened to it.
 
-        `change` then says whether the run has another length than it was planned with.
+        `change` then says whether the run is planned otherwise than it was.
         """
         planned = self.plan
         former = LearningRatePlan(**state_dict["plan"])  # type: ignore[arg-type]
         super().load_state_dict({**state_dict, "plan": former, "change": ""})
         length = planned.num_training_steps
-        if former.num_training_steps == length:
+        if replace(former, changed_at=planned.changed_at, gap=planned.gap) == planned:
             return
         step = self.last_epoch
         self.plan = planned.going_on_from(former, step)
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * self.plan(step)
         rates = [self.base_lrs[0] * factor for factor in (former(step), self.plan(step))]
+        what = f"planned for {former.num_training_steps} optimizer steps, now for {length}"
+        if former.num_training_steps == length:
+            what = "another schedule"
         self.change = (
-            f"planned for {former.num_training_steps} optimizer steps, now for {length}: goes on "
-            f"from {rates[0]:.3g} with {rates[1]:.3g} and reaches the new plan in "
+            f"{what}: goes on from {rates[0]:.3g} with {rates[1]:.3g} and reaches the new plan in "
             f"{max(1, planned.num_warmup_steps)} steps"
         )
 

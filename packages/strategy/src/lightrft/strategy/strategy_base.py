@@ -60,7 +60,11 @@ from lightrft.strategy.optimizers import (
     learning_rate_schedule,
 )
 from lightrft.strategy.sampler import DistributedSampler
-from lightrft.strategy.weight_sync.parameter_source import ParameterSource, checkpoint_module
+from lightrft.strategy.weight_sync.parameter_source import (
+    ParameterSource,
+    checkpoint_module,
+    reshard_modules,
+)
 from lightrft.strategy.weight_sync.sync import WeightSync, WeightSyncReport
 
 __all__ = [
@@ -236,11 +240,6 @@ class StrategyBase:
         print_on_first_rank(cls.world_group, *msg)
 
     @classmethod
-    def print_detail(cls, *msg: object) -> None:
-        """As `print`, for details (memory, sleep, weight sync), which a run keeps in its log."""
-        print_on_first_rank(cls.world_group, *msg, is_detail=True)
-
-    @classmethod
     def report_memory(cls, prefix: str = "") -> MemoryReport:
         """Prints (on rank 0) and returns the memory in use; on a CPU that of the process."""
         return report_memory(cls.world_group, prefix)
@@ -405,6 +404,8 @@ class StrategyBase:
         initial_model: nn.Module | None,
         args: Arguments | None,
         max_steps: int,
+        *,
+        frozen_steps: int = 0,
     ) -> tuple[PreparedModel, PreparedModel, RewardModels, nn.Module | None]:
         """Makes all models of a run ready, with optimizers and schedules for actor and critic.
 
@@ -417,6 +418,7 @@ class StrategyBase:
             initial_model: The reference model, or None.
             args: Not needed; the strategy's own configuration counts.
             max_steps: Optimizer steps of the run; the schedule ends there.
+            frozen_steps: Those of them that the actor does not take.
 
         Returns:
             (actor, critic, reward_models, initial_model), the first two as PreparedModel.
@@ -424,7 +426,8 @@ class StrategyBase:
         del args
         actor.is_actor = True  # type: ignore[assignment]
         config = self.config
-        ready_actor = self._trainable(actor, config.actor_learning_rate, max_steps, config)
+        own_steps = max(max_steps - frozen_steps, 1)
+        ready_actor = self._trainable(actor, config.actor_learning_rate, own_steps, config)
         ready_critic = NO_MODEL
         if critic is not None:
             ready_critic = self._trainable(critic, config.critic_learning_rate, max_steps, config)
@@ -611,6 +614,22 @@ class StrategyBase:
                 scheduler.step()
             self.session.mark_stale()
         return OptimizerStepResult(norm, is_skipped, learning_rate)
+
+    def require_finite(self, model: AnyModel) -> None:
+        """Looks at every trained parameter. Collective.
+
+        Raises:
+            NonFiniteError: One holds an infinity or NaN on some rank; raised on all ranks.
+        """
+        module = inner_module(model)
+        reshard_modules(module)
+        trained = (
+            (name, self.backend.local_part(parameter))
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        )
+        names = collectives.nonfinite_names(trained)
+        collectives.require_finite(names, what="weights are", group=self.world_group)
 
     def accumulation_state(self, optimizer: Optimizer) -> AccumulationState:
         """Progress of an optimizer inside its current step."""

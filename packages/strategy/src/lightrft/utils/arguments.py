@@ -39,6 +39,7 @@ GROUPS = (
     "rollout",
     "algorithm",
     "training",
+    "supervised",
     "distributed",
     "engine",
     "run",

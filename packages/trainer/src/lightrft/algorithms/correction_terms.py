@@ -6,18 +6,27 @@
     tis:high=3                            a preset with other bounds
     reject:k3:sequence:high=0.01 tis      several at once; at most one of them a weight
 
-Statistics of a token, with l = old_logprob - rollout_logprob:
+Pairs of policies that are compared: `old/engine`, the trainer before the update and the engine;
+`new/engine` and `new/old`, the policy of this very forward pass and one of the two. A pair without
+`new` is computed once, before the first optimizer step of a rollout; one with it in every micro
+batch, from detached log-probabilities. A term without a pair compares old/engine.
+
+Statistics of a token, with p and q its probabilities under the first and second of the pair, and
+l = ln p - ln q:
 
     ratio         exp(l)
-    k1, k2, k3    -l, l^2 / 2, exp(l) - 1 - l: estimates of KL(engine || trainer)
-    difference    exp(old_logprob) - exp(rollout_logprob), signed
+    k1, k2, k3    -l, l^2 / 2, exp(l) - 1 - l: estimates of KL(second || first)
+    reverse_k3    exp(-l) - 1 + l, of KL(first || second)
+    difference    p - q, signed
     variation     its size: the total variation distance of this token against all others
+    binary_kl     q ln(q / p) + (1 - q) ln((1 - q) / (1 - p)): the divergence of the same
 
 Levels: `token`; `sequence`, the product of the ratios or the sum of another statistic over the
-row; `geometric`, the geometric mean of the ratios or the mean of another statistic; `worst`, the
-row lies outside if one of its tokens does. Further words: `negative` and `positive` test only
-where the advantage (of a row its mean) is below or above 0; `mean-one` divides the weights by their
-mean over the batch.
+row; `geometric`, the geometric mean of the ratios or the mean of another statistic; `largest`, the
+largest one of the row's tokens; `worst`, the row lies outside if one of its tokens does. Further
+words: `negative` and `positive` test only where the advantage (of a row its mean) is below or above
+0; `mean-one` divides the weights by their mean over the batch, before rejection (verl divides by
+that after it). Each test looks at all response tokens, also at those that another one rejected.
 
 `corrections.correction_weights` computes what is described here. This module needs no torch.
 """
@@ -29,17 +38,20 @@ from dataclasses import dataclass
 from lightrft.algorithms.interface import lookup
 
 ACTIONS = ("weight", "reject", "veto")
-STATISTICS = ("ratio", "k1", "k2", "k3", "difference", "variation")
-LEVELS = ("token", "sequence", "geometric", "worst")
+STATISTICS = ("ratio", "k1", "k2", "k3", "reverse_k3", "difference", "variation", "binary_kl")
+LEVELS = ("token", "sequence", "geometric", "largest", "worst")
 SIGNS = ("negative", "positive")
-OPTIONS = ("low=", "high=", *SIGNS, "mean-one")
+PAIRS = ("old/engine", "new/engine", "new/old")
+OPTIONS = ("low=", "high=", *SIGNS, *PAIRS, "mean-one")
 EXAMPLES = "tis or reject:k3:sequence:high=0.01"
 
 # Terms by name.
 #
 # `icepop` is arXiv:2510.18855; `off-policy-mask` is DeepSeek-V3.2, arXiv:2512.02556, with the bound
 # that TRL suggests; `dppo` leaves out what moved too far in the direction of its advantage, with
-# the bounds of prime-rl; the others are the common forms of TRL, verl, slime, OpenRLHF and NeMo-RL.
+# the bounds of prime-rl (arXiv:2602.04879; it stands in for the clip of the loss: widen that). Both
+# bound the policy that is being trained. The others are the common forms of TRL, verl, slime,
+# OpenRLHF and NeMo-RL.
 CORRECTION_PRESETS: dict[str, str] = {
     "tis": "weight:ratio:token:high=2",
     "icepop": "weight:ratio:token reject:ratio:token:low=0.5:high=5",
@@ -50,8 +62,11 @@ CORRECTION_PRESETS: dict[str, str] = {
     "geometric-tis": "weight:ratio:token:high=2 reject:ratio:geometric:low=0.999:high=1.002",
     "geometric-mis": "weight:ratio:geometric reject:ratio:geometric:low=0.999:high=1.002",
     "token-veto": "veto:ratio:token:low=0.0001",
-    "off-policy-mask": "reject:k1:geometric:high=0.5:negative",
-    "dppo": ("reject:difference:token:high=0.2:positive reject:difference:token:low=-0.2:negative"),
+    "off-policy-mask": "reject:k1:geometric:high=0.5:negative:new/engine",
+    "dppo": (
+        "reject:difference:token:high=0.2:positive:new/engine "
+        "reject:difference:token:low=-0.2:negative:new/engine"
+    ),
 }
 
 
@@ -64,6 +79,7 @@ class CorrectionTerm:
         low, high: Bounds, inclusive; None is none.
         sign: One of `SIGNS`: test only where the advantage has it; None tests everywhere.
         mean_one: Divide the weights by their mean over the batch.
+        pair: One of `PAIRS`, the policies that are compared.
 
     Raises:
         ValueError: an unknown word, or parts that do not go together.
@@ -76,6 +92,7 @@ class CorrectionTerm:
     high: float | None = None
     sign: str | None = None
     mean_one: bool = False
+    pair: str = PAIRS[0]
 
     def __post_init__(self) -> None:
         lookup(dict.fromkeys(ACTIONS), self.action, kind="action of a correction")
@@ -94,6 +111,17 @@ class CorrectionTerm:
                 "does not weigh"
             )
         self._check_bounds(name)
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        """The two policies that are compared."""
+        first, _, second = self.pair.partition("/")
+        return first, second
+
+    @property
+    def follows_policy(self) -> bool:
+        """It looks at the policy that is being trained, which every update changes."""
+        return "new" in self.sides
 
     @property
     def is_bounded(self) -> bool:
@@ -139,6 +167,11 @@ def parse_correction(
             f"off-policy correction {text!r} has several weights, of which only one can multiply "
             "the loss: keep one, and write the others as reject:... or veto:..."
         )
+    if any(term.mean_one for term in terms) and any(term.follows_policy for term in terms):
+        raise ValueError(
+            f"off-policy correction {text!r} has mean-one and compares the new policy, whose mean "
+            "weight is known only after the batch: leave mean-one out, or compare old/engine"
+        )
     return terms
 
 
@@ -156,6 +189,8 @@ def _expanded(word: str) -> list[str]:
 
 def _with_option(terms: list[str], option: str, *, text: str) -> list[str]:
     """The terms with an option added to the one that it must mean; of equal keys the last holds."""
+    if option in PAIRS:
+        return [f"{term}:{option}" for term in terms]
     weights = [term for term in terms if term.startswith("weight")]
     if option == "mean-one":
         meant = weights
@@ -193,6 +228,7 @@ def _term(text: str) -> CorrectionTerm:
         high=bounds.get("high"),
         sign=next((sign for sign in SIGNS if sign in options), None),
         mean_one="mean-one" in options,
+        pair=next((word for word in reversed(options) if word in PAIRS), PAIRS[0]),
     )
 
 

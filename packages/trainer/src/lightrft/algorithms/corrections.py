@@ -1,4 +1,4 @@
-"""Weights that correct for the difference between the sampling engine and the trainer.
+"""Weights that correct for the difference between the engine's, the old and the new policy.
 
 The weights are detached, multiply the numerator of the aggregation only, and leave the response
 mask alone: a rejected token has weight 0 and is still counted. What is computed is composed of the
@@ -33,7 +33,8 @@ class CorrectionWeights:
 
     Args:
         weights: [batch, seq], 0 outside the response mask and where rejected.
-        raw: [batch, seq] token ratios before bounds and rejection; 0 where not finite.
+        raw: [batch, seq] token ratios of the first term's pair before bounds and rejection; 0
+            where not finite.
         is_capped: [batch, seq] bool, the weight was held at a bound.
         is_rejected: [batch, seq] bool, the weight was set to 0.
         is_invalid: [batch, seq] bool, a log-probability is NaN or infinite: the engine or the
@@ -68,6 +69,7 @@ def correction_weights(
     *,
     terms: Sequence[CorrectionTerm],
     advantages: Tensor | None = None,
+    new_logprobs: Tensor | None = None,
 ) -> CorrectionWeights:
     """Off-policy correction weights of every response token.
 
@@ -76,23 +78,32 @@ def correction_weights(
 
     Args:
         old_logprobs: [batch, seq] of the trainer, before the update.
-        rollout_logprobs: [batch, seq] of the engine, under the same distribution of temperature
-            and truncation.
+        rollout_logprobs: [batch, seq] of the engine; all follow one temperature and truncation.
         response_mask: [batch, seq] bool.
         terms: From `correction_terms.parse_correction`.
         advantages: [batch, seq]; needed by terms for one sign of them only.
+        new_logprobs: [batch, seq] of the policy that is being trained; needed by terms on it.
 
     Raises:
-        ValueError: `advantages` is missing, or shapes differ.
+        ValueError: `advantages` or `new_logprobs` is missing, or shapes differ.
     """
-    log_ratios = masked_difference(old_logprobs, rollout_logprobs, response_mask)
-    is_invalid = ~log_ratios.isfinite()
-    log_ratios = torch.where(is_invalid, torch.nan, log_ratios)
-    raw = _exp(log_ratios)
+    policies = {"old": old_logprobs, "engine": rollout_logprobs}
+    if new_logprobs is not None:
+        policies["new"] = new_logprobs
+    elif any(term.follows_policy for term in terms):
+        raise ValueError("a correction by the new policy needs its log-probabilities")
+    compared = {
+        (first, second): masked_difference(policies[first], policies[second], response_mask)
+        for first, second in [term.sides for term in terms] or [("old", "engine")]
+    }
+    is_invalid = ~torch.stack([*compared.values()]).isfinite().all(dim=0)
+    compared = {key: each.masked_fill(is_invalid, torch.nan) for key, each in compared.items()}
+    raw = _exp(next(iter(compared.values())))
     weights, is_capped = torch.ones_like(raw), torch.zeros_like(response_mask)
     sums = torch.stack([response_mask.sum().double()] * 2)
     is_rejected = is_invalid
     for term in terms:
+        log_ratios = compared[term.sides]
         if term.action == "weight":
             free = _exp(_at_level(log_ratios, response_mask, term.level))
             weights = free.clamp(term.low, term.high) if term.is_bounded else free
@@ -100,13 +111,9 @@ def correction_weights(
             is_rejected = is_rejected | (response_mask & free.isnan())
             sums = _weight_sums(weights, response_mask & ~free.isnan(), term.level)
         else:
-            statistic = _statistic(term, log_ratios, old_logprobs, rollout_logprobs, response_mask)
-            is_outside = response_mask & ~_is_inside(statistic, term)
-            if term.sign is not None:
-                is_outside &= _has_sign(term, advantages, old_logprobs, response_mask)
-            if term.action == "veto" or term.level == "worst":
-                is_outside = response_mask & is_outside.any(dim=-1, keepdim=True)
-            is_rejected = is_rejected | is_outside
+            pair = tuple(policies[side] for side in term.sides)
+            statistic = _statistic(term, log_ratios, pair, response_mask)
+            is_rejected = is_rejected | _is_rejected(term, statistic, advantages, response_mask)
     return CorrectionWeights(
         weights=mask_out(weights, response_mask & ~is_rejected),
         raw=mask_out(raw, response_mask & ~is_invalid),
@@ -133,19 +140,25 @@ def effective_sample_fraction(sums: Tensor) -> float:
 def _statistic(
     term: CorrectionTerm,
     log_ratios: Tensor,
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
+    pair: Sequence[Tensor],
     mask: Tensor,
 ) -> Tensor:
     """The statistic that a term compares with its bounds: [batch, seq]."""
     if term.statistic == "ratio":
         return _exp(_at_level(log_ratios, mask, term.level))
-    if term.statistic in ("difference", "variation"):
-        old, rollout = (mask_out(x.double(), mask).exp() for x in (old_logprobs, rollout_logprobs))
-        values = torch.where(log_ratios.isnan(), torch.nan, old - rollout)
-        values = values if term.statistic == "difference" else values.abs()
-    elif term.statistic == "k3":
+    if term.statistic in ("difference", "variation", "binary_kl"):
+        first, second = (mask_out(logprobs.double(), mask) for logprobs in pair)
+        values = first.exp() - second.exp()
+        if term.statistic == "binary_kl":
+            # 1 - p by expm1: of a token that is nearly certain it has no digit left otherwise.
+            others = [(-each.expm1()).clamp(min=0) for each in (first, second)]
+            values = second.exp() * (second - first)
+            values += torch.xlogy(others[1], others[1]) - torch.xlogy(others[1], others[0])
+        values = torch.where(log_ratios.isnan(), torch.nan, values)
+        values = values.abs() if term.statistic == "variation" else values
+    elif term.statistic in ("k3", "reverse_k3"):
         held = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        held = held if term.statistic == "k3" else -held
         values = held.expm1() - held
     else:
         values = -log_ratios if term.statistic == "k1" else log_ratios.square() / 2
@@ -155,6 +168,8 @@ def _statistic(
 def _at_level(values: Tensor, mask: Tensor, level: str) -> Tensor:
     if level in ("token", "worst"):
         return values
+    if level == "largest":
+        return torch.where(mask, values, -torch.inf).amax(-1, keepdim=True).expand_as(values)
     reduce = masked_row_sum if level == "sequence" else masked_row_mean
     return reduce(values, mask).unsqueeze(-1).expand_as(values)
 
@@ -163,20 +178,25 @@ def _exp(logarithms: Tensor) -> Tensor:
     return logarithms.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _is_inside(statistic: Tensor, term: CorrectionTerm) -> Tensor:
-    """False for NaN."""
+def _is_rejected(
+    term: CorrectionTerm, statistic: Tensor, advantages: Tensor | None, mask: Tensor
+) -> Tensor:
+    """Tokens that a test leaves out; those with NaN are."""
     low = -math.inf if term.low is None else term.low
     high = math.inf if term.high is None else term.high
-    return (statistic >= low) & (statistic <= high)
+    found = mask & ~((statistic >= low) & (statistic <= high))
+    if term.sign is not None:
+        found &= _has_sign(term, advantages, mask)
+    if term.action == "veto" or term.level == "worst":
+        found = mask & found.any(dim=-1, keepdim=True)
+    return found
 
 
-def _has_sign(
-    term: CorrectionTerm, advantages: Tensor | None, logprobs: Tensor, mask: Tensor
-) -> Tensor:
+def _has_sign(term: CorrectionTerm, advantages: Tensor | None, mask: Tensor) -> Tensor:
     if advantages is None:
         raise ValueError(f"a correction for {term.sign} advantages only needs the advantages")
-    inside = mask_like(advantages, logprobs, mask)
-    if term.level in ("sequence", "geometric"):
+    inside = mask_like(advantages, advantages, mask)
+    if term.level in ("sequence", "geometric", "largest"):
         inside = _at_level(inside, mask, "geometric")
     return inside < 0 if term.sign == "negative" else inside > 0
 

@@ -4,16 +4,18 @@ d = logprobs - ref_logprobs. What each estimator optimises, per token and exactl
 
     k1 in the reward            gradient of KL(policy || reference)
     k2 as a loss                gradient of KL(policy || reference), though its value is biased
+    k3+ as a loss               value of k3, gradient of k2; k1+ likewise
     k3 as a loss                unbiased value, gradient of KL(reference || policy); both up to
                                 the bound of its value
-    k3_is as a loss             gradient of KL(policy || reference), off-policy, at any distance;
-                                its value is unbiased up to the bound of k3
+    k1_is, k2_is, k3_is         times the ratio to the policy that was sampled; as a loss the
+                                gradient of KL(policy || reference), off-policy, at any distance
     k1 as a loss                no expected gradient: noise only
-    abs as a loss               sign of d: pulls every token equally hard
-    k2, k3 in the reward        biased
+    abs as a loss               gradient of the total variation: pulls every token equally hard
+    others in the reward        the value's gradient less that as a loss: it vanishes near the
+                                reference, and its sign is wrong for a policy that is more peaked
 
 Source: Schulman, "Approximating KL divergence"; k3 as a loss: GRPO, arXiv:2402.03300; k3_is:
-DeepSeek-V3.2, arXiv:2512.02556.
+DeepSeek-V3.2, arXiv:2512.02556; k1+ and k3+: verl.
 """
 
 from __future__ import annotations
@@ -46,13 +48,40 @@ def k3_unclamped_kl(d: Tensor) -> Tensor:
     return (-d).expm1() + d
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda d: d,
-    "abs": Tensor.abs,
-    "k2": lambda d: d.square() / 2,
-    "k3": k3_kl,
-    "k3_unclamped": k3_unclamped_kl,
-    "k3_is": k3_kl,  # multiplied by the ratio to the policy that was sampled
+def _k1(d: Tensor) -> Tensor:
+    return d
+
+
+def _k2(d: Tensor) -> Tensor:
+    return d.square() / 2
+
+
+@dataclass(frozen=True, slots=True)
+class KlEstimator:
+    """An estimate of the KL divergence of a token, as a function of d.
+
+    Args:
+        value: Of d.
+        slope: The derivative where it is not that of the value, as a function of d; or None.
+        has_ratio: Both are multiplied by the ratio to the policy that was sampled.
+    """
+
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor] | None = None
+    has_ratio: bool = False
+
+
+KL_ESTIMATORS: dict[str, KlEstimator] = {
+    "k1": KlEstimator(_k1),
+    "abs": KlEstimator(Tensor.abs),
+    "k2": KlEstimator(_k2),
+    "k3": KlEstimator(k3_kl),
+    "k3_unclamped": KlEstimator(k3_unclamped_kl),
+    "k1+": KlEstimator(_k1, _k1),
+    "k3+": KlEstimator(k3_kl, _k1),
+    "k1_is": KlEstimator(_k1, lambda d: d + 1, has_ratio=True),
+    "k2_is": KlEstimator(_k2, _k1, has_ratio=True),
+    "k3_is": KlEstimator(k3_kl, _k1, has_ratio=True),
 }
 
 
@@ -67,32 +96,37 @@ def estimate_kl(
     """Per-token estimate of KL(policy || reference): [batch, seq], 0 outside the mask.
 
     k1 = d,  abs = |d|,  k2 = d^2 / 2,  k3 = min(exp(-d) - 1 + d, 10),  k3_unclamped without the
-    bound,  k3_is = rho k3 with the gradient rho d,  rho = exp(logprobs - old_logprobs)
+    bound;  k1+ and k3+ with the gradient d;  k1_is = rho k1 with the gradient rho (d + 1),
+    k2_is = rho k2 and k3_is = rho k3 with the gradient rho d,  rho = exp(logprobs - old_logprobs)
 
     d and the logarithm of rho are clamped to +-20 where they are exponentiated; the gradient of k3
-    is 0 beyond, that of k3_is stays rho d.
+    is 0 beyond, those that are written above stay.
 
     Args:
         logprobs: [batch, seq]; gradients flow through it only.
         ref_logprobs: [batch, seq].
         response_mask: [batch, seq] bool.
         estimator: A name in `KL_ESTIMATORS`.
-        old_logprobs: [batch, seq] under the policy that was sampled; needed by k3_is.
+        old_logprobs: [batch, seq] under the policy that was sampled; needed by k1_is to k3_is.
 
     Raises:
-        ValueError: unknown estimator, or k3_is without `old_logprobs`.
+        ValueError: unknown estimator, or one with a ratio without `old_logprobs`.
     """
-    function = lookup(KL_ESTIMATORS, estimator, kind="KL estimator")
+    found = lookup(KL_ESTIMATORS, estimator, kind="KL estimator")
     d = masked_difference(logprobs, ref_logprobs, response_mask)
-    kl = function(d)
-    if estimator == "k3_is":
-        if old_logprobs is None:
-            raise ValueError("KL estimator 'k3_is' needs old_logprobs, the policy that was sampled")
-        ratio = log_ratio(logprobs, old_logprobs, response_mask).values.exp().detach()
+    kl = found.value(d)
+    if found.slope is not None:
         # The derivative of rho k3, written by hand: where the value is held, its own derivative
         # would be that of the ratio alone, 5e8 in the wrong direction at d = -20.
-        slope = ratio * d.detach()
-        kl = (ratio * kl).detach() + slope * (d - d.detach())
+        slope = found.slope(d.detach())
+        if found.has_ratio:
+            if old_logprobs is None:
+                raise ValueError(
+                    f"KL estimator {estimator!r} needs old_logprobs, the policy that was sampled"
+                )
+            ratio = log_ratio(logprobs, old_logprobs, response_mask).values.exp().detach()
+            kl, slope = ratio * kl, ratio * slope
+        kl = kl.detach() + slope * (d - d.detach())
     return mask_out(kl, response_mask)
 
 

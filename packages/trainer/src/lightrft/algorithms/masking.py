@@ -123,7 +123,7 @@ def log_ratio(logprobs: Tensor, other_logprobs: Tensor, mask: Tensor) -> LogRati
     return _clamped(masked_difference(logprobs, other_logprobs, mask))
 
 
-def row_log_ratio(difference: Tensor, mask: Tensor) -> LogRatio:
+def row_log_ratio(difference: Tensor, mask: Tensor, *, is_product: bool = False) -> LogRatio:
     """The mean of the differences of a row, repeated on its tokens.
 
     The mean is clamped, not its terms: a single token beyond 20 counts in full.
@@ -131,9 +131,11 @@ def row_log_ratio(difference: Tensor, mask: Tensor) -> LogRatio:
     Args:
         difference: [batch, seq] of `masked_difference`, or a bounded form of it.
         mask: [batch, seq] bool.
+        is_product: Their sum instead: the logarithm of the product of ratios.
     """
-    means = masked_row_mean(difference, mask).unsqueeze(-1).expand_as(difference)
-    return _clamped(mask_out(means, mask))
+    reduce = masked_row_sum if is_product else masked_row_mean
+    rows = reduce(difference, mask).unsqueeze(-1).expand_as(difference)
+    return _clamped(mask_out(rows, mask))
 
 
 def masked_difference(logprobs: Tensor, other_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -85,6 +85,59 @@ def masked_moments(
     return Moments(int(total), mean, float(squares))
 
 
+@dataclass(frozen=True, slots=True)
+class PairedMoments:
+    """Moments of pairs of numbers.
+
+    Args:
+        count: How many pairs.
+        means: Of the first and of the second numbers.
+        squares: Sums of squared deviations of each.
+        products: Sum of the products of their deviations.
+    """
+
+    count: float
+    means: tuple[float, float]
+    squares: tuple[float, float]
+    products: float
+
+    @classmethod
+    def joined(cls, parts: Tensor) -> PairedMoments:
+        """Those of all parts together.
+
+        Args:
+            parts: [parts, 6] float64, each from `paired_moments`.
+        """
+        counts = parts[:, :1]
+        total = counts.sum().clamp(min=1)
+        means = (counts * parts[:, 1:3]).sum(dim=0) / total
+        shift = parts[:, 1:3] - means
+        between = torch.cat([shift.square(), shift.prod(dim=1, keepdim=True)], dim=1)
+        sums = (parts[:, 3:] + counts * between).sum(dim=0).tolist()
+        first, second = means.tolist()
+        return cls(float(counts.sum()), (first, second), (sums[0], sums[1]), sums[2])
+
+    def to_tensor(self) -> Tensor:
+        """[6] float64, a part for `joined`."""
+        numbers = (self.count, *self.means, *self.squares, self.products)
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def is_constant(self, index: int) -> bool:
+        """Whether the first or second numbers are equal, up to rounding; False for NaN."""
+        rounding = self.count * (1e-14 * self.means[index]) ** 2
+        return self.count < 1 or self.squares[index] <= rounding
+
+
+@torch.no_grad()
+def paired_moments(first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
+    """Moments of the pairs inside the mask, in two passes: [6] float64, see `PairedMoments`."""
+    count = mask.sum().double()
+    inside = [mask_out(values.double(), mask) for values in (first, second)]
+    means = [values.sum() / count.clamp(min=1) for values in inside]
+    x, y = (mask_out(v - mean, mask) for v, mean in zip(inside, means, strict=True))
+    return torch.stack([count, *means, x.square().sum(), y.square().sum(), (x * y).sum()])
+
+
 def whiten(values: Tensor, mask: Tensor, moments: Moments, *, ddof: int = 0) -> Tensor:
     """(values - mean) / std inside the mask, 0 outside.
 

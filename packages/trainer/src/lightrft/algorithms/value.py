@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.masking import at_least_float32, mask_like, mask_out
+from lightrft.algorithms.moments import PairedMoments
 
 
 def clipped_value_loss(
@@ -41,34 +42,12 @@ def clipped_value_loss(
     return mask_out(error / 2, response_mask)
 
 
-@torch.no_grad()
-def explained_variance_sums(values: Tensor, returns: Tensor, response_mask: Tensor) -> Tensor:
-    """[5] float64: count, sum and sum of squares of returns, the same of the critic's errors.
-
-    All-reduce by summation.
-
-    Args:
-        values, returns: [batch, seq].
-        response_mask: [batch, seq] bool.
-    """
-    target = mask_out(returns.double(), response_mask)
-    error = mask_out(returns.double() - values.double(), response_mask)
-    count = response_mask.sum().double()
-    sums = [count, target.sum(), target.square().sum(), error.sum(), error.square().sum()]
-    return torch.stack(sums)
-
-
-def explained_variance(sums: Tensor) -> float | None:
-    """1 - Var(returns - values) / Var(returns) of `explained_variance_sums`.
+def explained_variance(moments: PairedMoments) -> float | None:
+    """1 - Var(returns - values) / Var(returns) of the moments of returns and of their errors.
 
     Blind to a constant offset of the values. None where the returns are constant, so that there
     is nothing to explain.
     """
-    count, returns, squares, errors, error_squares = sums.tolist()
-    if count < 1:
+    if moments.is_constant(0):
         return None
-    variance = squares / count - (returns / count) ** 2
-    # Below the rounding of the sums a variance is not told from 0.
-    if variance <= 1e-12 * max(squares / count, 1e-30):
-        return None
-    return float(1.0 - (error_squares / count - (errors / count) ** 2) / variance)
+    return 1.0 - moments.squares[1] / moments.squares[0]

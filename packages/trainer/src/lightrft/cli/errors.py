@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from lightrft.config.options import mask_address
 from lightrft.config.printable import printable
 from lightrft.config.registry import load_reference
-from lightrft.strategy.distributed.process_end import write_error_report
+from lightrft.strategy.distributed.process_end import PeerFailedError, write_error_report
 
 if TYPE_CHECKING:
     from lightrft.config import TrainConfig
@@ -80,6 +80,7 @@ def refuse(problems: Sequence[str], error: type[Exception]) -> None:
 # Errors of the packages below; one can only be raised once its module is loaded, so nothing is
 # imported here. Commands derive theirs from `CommandError`.
 _CODES: tuple[tuple[str, str, ExitCode], ...] = (
+    ("lightrft.config.files", "FileError", ExitCode.USAGE),
     ("lightrft.config.options", "ConfigError", ExitCode.USAGE),
     ("lightrft.datasets.types", "DataError", ExitCode.DATA),
     ("lightrft.rewards.types", "RewardError", ExitCode.REWARD),
@@ -87,7 +88,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.strategy.checkpoints.errors", "CheckpointError", ExitCode.USAGE),
     ("lightrft.strategy.distributed.network", "NetworkError", ExitCode.PREFLIGHT),
     ("lightrft.strategy.weight_sync.verification", "WeightSyncError", ExitCode.VERIFICATION),
-    ("lightrft.records.batch", "NumericsError", ExitCode.NUMERICS),
+    ("lightrft.strategy.distributed.process_end", "NumericsError", ExitCode.NUMERICS),
     ("lightrft.stages.policy.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),
     ("lightrft.reporting.trackers.best_effort", "TrackerError", ExitCode.PREFLIGHT),
@@ -116,13 +117,29 @@ _NO_MEMORY = (
 )
 # What gloo and NCCL say when a peer did not come in time.
 _TIMED_OUT = ("Timed out waiting", "timed out in", "Watchdog caught collective operation timeout")
+# What gloo, NCCL and the store say when another process is gone.
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "failed to recv",
+    "recvvalue failed",
+    "remote process exited",
+    "connectfullmesh failed",
+    "ended because another rank failed",
+)
+# Errors that may tell of a collective: their texts are no user's and no service's.
+_OF_COLLECTIVES = ("CheckpointError", "WeightSyncError", "RuntimeError")
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and its causes."""
+    """An exception and its causes, each once: one may be its own."""
+    seen: list[BaseException] = []
     current: BaseException | None = error
-    while current is not None:
+    while current is not None and current not in seen:
         yield current
+        seen.append(current)
         current = current.__cause__
 
 
@@ -158,6 +175,8 @@ def memory_report(error: BaseException, phase: str | None, config: "TrainConfig 
 def exit_code_of(error: BaseException) -> int:
     """The code of an exception: that of its class, or of the first cause that has one."""
     for link in chain(error):
+        if _lost_peer(link) is not None:
+            break
         code = _class_code(link) or _system_code(link)
         if code is None and isinstance(link, RuntimeError):
             code = ExitCode.DEADLINE if any(text in str(link) for text in _TIMED_OUT) else None
@@ -166,6 +185,18 @@ def exit_code_of(error: BaseException) -> int:
         if code is not None:
             return code
     return ExitCode.UNEXPECTED
+
+
+def words_of_lost_peer(text: str) -> str | None:
+    """The words of a text that say that another process is gone; None if none do."""
+    return next((words for words in _LOST_PEER if words in text.lower()), None)
+
+
+def _lost_peer(error: BaseException) -> str | None:
+    """The same of an exception, if it tells of a collective."""
+    kind = type(error)
+    tells = kind.__name__ in _OF_COLLECTIVES or kind.__module__.startswith("torch.")
+    return words_of_lost_peer(str(error)) if tells else None
 
 
 def _class_code(error: BaseException) -> int | None:
@@ -184,9 +215,11 @@ def _class_code(error: BaseException) -> int | None:
 
 
 def _system_code(error: BaseException) -> int | None:
-    """The code of an error of the system: of a name that is no name, or of this machine."""
+    """The code of an error of Python's own: of the system, of this machine, of arithmetic."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return ExitCode.USAGE
+    if isinstance(error, FloatingPointError):  # an engine's: of finite weights
+        return ExitCode.NUMERICS
     is_here = isinstance(error, OSError) and error.errno in _NOT_POSSIBLE_HERE
     is_full = type(error).__name__ == "SafetensorError" and _tells_of_full_disk(error)
     return ExitCode.PREFLIGHT if is_here or is_full else None
@@ -204,6 +237,14 @@ def describe(error: BaseException) -> str:
         return str(error) or "interrupted"
     code = exit_code_of(error)
     if code == ExitCode.UNEXPECTED and not isinstance(error, WorkerError):
+        for link in chain(error):
+            if isinstance(link, PeerFailedError):
+                return f"ended because another rank failed: {link}"
+            if words := _lost_peer(link):
+                rank = os.environ.get("RANK", "0")
+                phase = _phase_of(error)
+                where = "" if phase is None else f" in phase {phase!r}"
+                return f"ended because another rank failed: rank {rank} lost it{where}: {words}"
         return "".join(traceback.format_exception(error)).rstrip()
     if code == ExitCode.OUT_OF_MEMORY and not isinstance(error, MemoryExhaustedError):
         return memory_report(error, _phase_of(error), None)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from lightrft.cli.errors import LAUNCHED_BY_LIGHTRFT, ExitCode, WorkerError
+from lightrft.cli.errors import LAUNCHED_BY_LIGHTRFT, ExitCode, WorkerError, words_of_lost_peer
 from lightrft.strategy.distributed.process_end import (
     PHASE_FOLDER_VARIABLE,
     SHARED_THREADS_VARIABLE,
@@ -34,18 +34,6 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _SCRATCH_PREFIX = "lightrft_launch_"
-# What gloo, NCCL and the store say when another process is gone.
-_LOST_PEER = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "failed to recv",
-    "recvvalue failed",
-    "remote process exited",
-    "connectfullmesh failed",
-    "ended because another rank failed",
-)
 
 
 def hide_progress_bars() -> None:
@@ -265,7 +253,6 @@ def _failed_at(failure: ProcessFailure) -> tuple[int, float]:
     """
     report = failure.error_file_data.get("message")
     if isinstance(report, dict) and "seconds" in report:
-        text = str(report.get("message", "")).lower()
-        has_lost_peer = any(words in text for words in _LOST_PEER)
+        has_lost_peer = words_of_lost_peer(str(report.get("message", ""))) is not None
         return (int(has_lost_peer), float(report["seconds"]))
     return (2 * (failure.exitcode == -signal.SIGTERM), float(failure.timestamp))

@@ -10,6 +10,8 @@ from typing import NoReturn
 from lightrft.cli.errors import UsageError
 from lightrft.config import TrainConfig
 from lightrft.config.options import (
+    SFT,
+    SUPERVISED,
     OptionInfo,
     coerce,
     did_you_mean,
@@ -89,6 +91,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, command: str, description: str, **settings: object) -> None:
+        self.command = command
         super().__init__(
             f"lightrft {command}",
             description=description,
@@ -132,7 +135,6 @@ def add_number(
     *,
     default: int,
     lowest: int = 1,
-    dest: str | None = None,
 ) -> None:
     """Add a flag that takes a whole number.
 
@@ -142,11 +144,9 @@ def add_number(
         text: The help, to which the default is added.
         default: Its value where it is not given.
         lowest: The smallest number that is taken.
-        dest: Its name among the parsed arguments; None takes that of the flag.
     """
     parser.add_argument(
         flag,
-        dest=dest,
         default=default,
         type=at_least(lowest),
         metavar="N",
@@ -154,10 +154,19 @@ def add_number(
     )
 
 
-def available_options() -> dict[str, OptionInfo]:
-    """Options of the command line and of TOML files, by name."""
+def available_options(command: str = "train") -> dict[str, OptionInfo]:
+    """Options of `train` or `sft` on the command line and in TOML files, by name.
+
+    Other commands read the files of both.
+    """
+
+    def takes(info: OptionInfo) -> bool:
+        if command in SFT:
+            return command in info.commands
+        return command != "train" or info.group != SUPERVISED
+
     options = options_of(TrainConfig)
-    return {name: info for name, (_, info) in options.items() if name not in UNAVAILABLE}
+    return {n: info for n, (_, info) in options.items() if n not in UNAVAILABLE and takes(info)}
 
 
 def command_options(command: str) -> list[str]:
@@ -198,15 +207,16 @@ def parse_options(
         ConfigError: A file is not TOML.
     """
     parsed, unknown = parser.parse_known_args(normalise(argv))
-    known = available_options()
+    command = parser.command if isinstance(parser, Parser) else "train"
+    known = available_options(command)
     flags = {name: value for name, value in vars(parsed).items() if name in known}
     files = [*first_files(parsed), *map(Path, parsed.config)]
-    config, problems = merge_options(files, flags)
-    return config, parsed, unknown_flags(unknown) + problems
+    config, problems = merge_options(files, flags, command)
+    return config, parsed, unknown_flags(unknown, command) + problems
 
 
 def merge_options(
-    files: Sequence[Path], flags: Mapping[str, object]
+    files: Sequence[Path], flags: Mapping[str, object], command: str = "train"
 ) -> tuple[TrainConfig, list[str]]:
     """The options of some TOML files, left to right, and then the flags, with all problems.
 
@@ -214,7 +224,7 @@ def merge_options(
         UsageError: A file does not exist.
         ConfigError: A file is not TOML.
     """
-    known = available_options()
+    known = available_options(command)
     options, hints = options_of(TrainConfig), type_hints(TrainConfig)
     problems: list[str] = []
     values: dict[str, object] = {}
@@ -224,9 +234,9 @@ def merge_options(
         for name, value in read_toml(path).items():
             if name in known:
                 values[name] = coerce(value, hints[name])
-            elif name not in options or value != options[name][0].default:
+            elif name not in options or coerce(value, hints[name]) != options[name][0].default:
                 # The config.toml of a run holds every option that the record has.
-                problems.append(f"{path}: {unknown_name(name)}")
+                problems.append(f"{path}: {unknown_name(name, command)}")
     texts = {name: from_text(value, hints[name]) for name, value in flags.items()}
     config = TrainConfig()
     for name, value in {**values, **texts}.items():
@@ -235,20 +245,23 @@ def merge_options(
     return config, problems
 
 
-def unknown_name(name: str) -> str:
-    """The sentence about an option that does not exist: why, or the nearest names."""
+def unknown_name(name: str, command: str = "train") -> str:
+    """The sentence about an option that a command lacks: why, or the nearest names."""
     if name in UNAVAILABLE:
         return f"{name} is not available: {UNAVAILABLE[name]}"
-    hint = did_you_mean(name, available_options())
+    for other in ("train", *SFT):
+        if name in available_options(other) and name not in available_options(command):
+            return f"{name} is an option of lightrft {other}, not of lightrft {command}"
+    hint = did_you_mean(name, available_options(command))
     return f"unknown option {name!r}" + ("" if hint.startswith("; known") else hint)
 
 
-def unknown_flags(arguments: Sequence[str]) -> list[str]:
+def unknown_flags(arguments: Sequence[str], command: str = "train") -> list[str]:
     """Sentences about what the parser did not know; values after an unknown flag are its own."""
     flags = [argument for argument in arguments if argument.startswith("--")]
     if not flags:
         return [f"unexpected argument {argument!r}" for argument in arguments]
-    return [unknown_name(flag.removeprefix("--").split("=")[0]) for flag in flags]
+    return [unknown_name(flag.removeprefix("--").split("=")[0], command) for flag in flags]
 
 
 def normalise(arguments: Sequence[str]) -> list[str]:

@@ -4,8 +4,9 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightrft.cli.errors import (
@@ -59,57 +60,92 @@ def run(argv: Sequence[str]) -> int:
         DataError: Prompts that cannot be read.
         RewardError: A reward function that cannot be called.
     """
+    return run_stage(
+        argv,
+        StageCommand("lightrft.cli.train", "policy", build_parser, parse, _check, next_commands),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StageCommand:
+    """A command that trains.
+
+    Args:
+        module: Run by the processes that it starts.
+        stage: Of `config.registry.STAGES`.
+        build_parser: Given whether it lists all options.
+        parse: Gives the configuration and the number of processes.
+        check: Of what needs no model; raises what is wrong.
+        next_commands: Given folder and model of a run, what is said at its end.
+    """
+
+    module: str
+    stage: str
+    build_parser: Callable[..., Parser]
+    parse: Callable[[Sequence[str]], tuple[TrainConfig, int]]
+    check: Callable[[TrainConfig], None]
+    next_commands: Callable[[str, str], str]
+
+
+def run_stage(argv: Sequence[str], command: StageCommand) -> int:
+    """Runs a command that trains; errors as for `run`."""
     # Imports after the parser's work: --help is to be fast.
     arguments = normalise(argv)
     wants_short_help = {"-h", "--help"} & set(arguments) and "--help_all" not in arguments
-    build_parser(lists_all=not wants_short_help).parse_known_args(arguments)
-    from lightrft.cli.preflight import (
-        check_algorithm,
-        check_data,
-        check_reward,
-        environment_problems,
-        machine_problems,
-    )
+    command.build_parser(lists_all=not wants_short_help).parse_known_args(arguments)
+    from lightrft.cli.preflight import environment_problems, machine_problems
 
     refuse(environment_problems(), PreflightError)
     if is_worker():
         end_with_launcher()
         # Before the imports that take seconds: a signal must not end a rank alone.
-        return _train_stoppably(argv)
-    config, nproc_per_node = parse(argv)
+        return _train_stoppably(argv, command)
+    config, nproc_per_node = command.parse(argv)
     share_processors()
     refuse(machine_problems(config, nproc_per_node), PreflightError)
-    check_reward(config, check_data(config))
-    check_algorithm(config)
+    command.check(config)
     with interruption_explained(config):
         if nproc_per_node > 1:
-            return launch("lightrft.cli.train", argv, nproc_per_node=nproc_per_node)
+            return launch(command.module, argv, nproc_per_node=nproc_per_node)
         become_only_process()
-        return _train_stoppably(argv)
+        return _train_stoppably(argv, command)
 
 
-def _train_stoppably(argv: Sequence[str]) -> int:
+def _check(config: TrainConfig) -> None:
+    from lightrft.cli.preflight import check_algorithm, check_data, check_reward
+
+    check_reward(config, check_data(config))
+    check_algorithm(config)
+
+
+def _train_stoppably(argv: Sequence[str], command: StageCommand) -> int:
     stop_request = StopRequest()
     with stop_request.listening():
-        config, _ = parse(argv)
+        config, _ = command.parse(argv)
         share_processors()
-        return train(config, stop_request)
+        return train(config, stop_request, stage=command.stage, following=command.next_commands)
 
 
-def train(config: TrainConfig, stop_request: StopRequest) -> int:
+def train(
+    config: TrainConfig,
+    stop_request: StopRequest,
+    *,
+    stage: str = "policy",
+    following: Callable[[str, str], str] | None = None,
+) -> int:
     """Train as one of the processes of a run, whose rank is in the environment."""
     from lightrft.run.assembly import run_training
     from lightrft.strategy.distributed.deadlines import phase_of
 
     hide_progress_bars()
     try:
-        summary = run_training(config, stop_request=stop_request)
+        summary = run_training(config, stage=stage, stop_request=stop_request)
     except Exception as error:
         if is_out_of_memory(error):
             raise MemoryExhaustedError(memory_report(error, phase_of(error), config)) from error
         raise
     if os.environ.get("RANK", "0") == "0":
-        print(next_commands(summary.output_dir, summary.model_dir), flush=True)
+        print((following or next_commands)(summary.output_dir, summary.model_dir), flush=True)
     return ExitCode.OK
 
 
@@ -171,16 +207,23 @@ def build_parser(*, lists_all: bool = True) -> Parser:
     Args:
         lists_all: Otherwise it has only the options that most runs set.
     """
+    return stage_parser(
+        "train", "Fine-tune a language model by reinforcement learning.", lists_all=lists_all
+    )
+
+
+def stage_parser(command: str, description: str, *, lists_all: bool) -> Parser:
+    """The parser of a command that runs a stage; options that are not given leave no trace."""
     parser = Parser(
-        "train",
-        "Fine-tune a language model by reinforcement learning.",
+        command,
+        description,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--help_all", "--help-all", action="help", help="List all options.")
     add_number(parser, "--nproc_per_node", "Processes to start on this machine.", default=1)
-    options = available_options()
+    options = available_options(command)
     add_options(parser, [name for name, info in options.items() if lists_all or info.common])
     return parser
 

@@ -1,6 +1,5 @@
 """Rows of JSONL, JSON and Parquet files and of data sets, each with the place it came from."""
 
-import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,17 +8,21 @@ from fractions import Fraction
 from pathlib import Path
 from typing import cast
 
+from lightrft.config.files import FileError, kind_of, parse_json
+from lightrft.config.printable import one_line
 from lightrft.config.registry import DATA_SOURCES, split_kind
 from lightrft.config.sources import probability_problem, split_sources
 from lightrft.datasets.types import DataError
+from lightrft.kernels.names import first_line
 from lightrft.utils.hub import is_hub_reachable
 
 # One of these marks a folder that `save_to_disk` has written.
 SAVED_FILES = ("dataset_dict.json", "dataset_info.json")
-_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<configuration>[\w.-]+))?\Z")
 MAX_DEPTH = 100
-_TOO_DEEP = f"JSON nested deeper than {MAX_DEPTH} levels: expected a row of columns"
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# What the rows of a Parquet file may take in memory: so many times its size, or so much.
+MAX_EXPANSION, MIN_PARQUET_BYTES = 1000, 2**28
+PARQUET_ROWS = 1024
+_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<configuration>[\w.-]+))?\Z")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 # The rows of (source, split).
 RowSource = Callable[[str, str], Iterator[Mapping[str, object]]]
@@ -119,7 +122,7 @@ def _load_rows(source: str, split: str) -> Iterator[Mapping[str, object]]:
             saved = datasets.load_from_disk(source)
             parts = {split: saved} if isinstance(saved, datasets.Dataset) else saved
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as err:
-        reason = next(iter(str(err).splitlines()), type(err).__name__)
+        reason = first_line(err)
         raise DataError(
             f"{source}: the data set cannot be loaded: {reason}; a machine without network finds "
             "only what its cache holds (HF_HOME), or give a local file"
@@ -143,7 +146,7 @@ def _read_json(path: Path) -> Iterator[Row | DataError]:
     content = _parse(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path))
     if not isinstance(content, list):
         raise DataError(
-            f"{path}: expected a list of objects, got {_kind(content)}; for one object per line "
+            f"{path}: expected a list of objects, got {kind_of(content)}; for one object per line "
             "name the file .jsonl"
         )
     for number, item in enumerate(content, start=1):
@@ -158,12 +161,25 @@ def _read_parquet(path: Path) -> Iterator[Row | DataError]:
             f"{path}: reading Parquet needs the package pyarrow (`pip install pyarrow`), or "
             "convert the file to JSONL"
         ) from err
+    number = num_bytes = 0
     try:
-        items = cast("list[object]", parquet.read_table(path).to_pylist())
+        limit = max(MIN_PARQUET_BYTES, MAX_EXPANSION * path.stat().st_size)
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS):
+                rows = cast("list[dict[str, object]]", batch.to_pylist())
+                # Arrow holds a repeated text once, and Python as often as it stands there.
+                texts = (v for row in rows for v in row.values() if isinstance(v, str | bytes))
+                num_bytes += max(batch.nbytes, sum(map(len, texts)))
+                if num_bytes > limit:
+                    raise DataError(
+                        f"{path}: its rows take more than {limit} bytes of memory: expected at "
+                        f"most {MAX_EXPANSION} times the size of the file; its rows repeat "
+                        "themselves, write each once"
+                    )
+                for number, row in enumerate(rows, start=number + 1):  # noqa: B020
+                    yield _row(row, f"{path}, row {number}")
     except (ArrowException, OSError) as err:
-        raise DataError(f"{path} is not a readable Parquet file: {err}") from err
-    for number, item in enumerate(items, start=1):
-        yield _row(item, f"{path}, row {number}")
+        raise DataError(f"{path} is not a readable Parquet file: {one_line(str(err))}") from err
 
 
 READERS: dict[str, Callable[[Path], Iterator[Row | DataError]]] = {
@@ -212,67 +228,14 @@ def _row(content: object, location: str) -> Row | DataError:
         return err
     if isinstance(value, dict):
         return Row(value, location)
-    return DataError(f"{location}: expected an object with named columns, got {_kind(value)}")
+    return DataError(f"{location}: expected an object with named columns, got {kind_of(value)}")
 
 
 def _parse(content: bytes, location: str) -> object:
-    text = ""
     try:
-        text = content.decode("utf-8")
-        value = cast("object", json.loads(text))
-    except UnicodeDecodeError as err:
-        raise DataError(f"{location} is not UTF-8: {err.reason} at byte {err.start}") from err
-    except json.JSONDecodeError as err:
-        where = f"column {err.colno}" if err.lineno == 1 else f"line {err.lineno}"
-        excerpt = text[max(err.pos - 20, 0) : err.pos + 20].strip()
-        raise DataError(
-            f"{location}: not valid JSON ({err.msg} at {where}, near {excerpt!r})"
-        ) from err
-    except RecursionError as err:
-        raise DataError(f"{location}: {_TOO_DEEP}") from err
-    except ValueError as err:
-        raise DataError(f"{location}: a number has too many digits ({err})") from err
-    if (
-        max(text.count("["), text.count("{")) > MAX_DEPTH
-        and isinstance(value, list | dict)
-        and not _is_flat(value)
-    ):
-        raise DataError(f"{location}: {_TOO_DEEP}")
-    if _SURROGATE.search(text):
-        _require_text(value, location)
-    return value
-
-
-def _is_flat(value: object) -> bool:
-    """Whether lists and objects are nested at most `MAX_DEPTH` deep."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for each in level
-            for item in (each.values() if isinstance(each, dict) else cast("list[object]", each))
-            if isinstance(item, list | dict)
-        ]
-        if not level:
-            return True
-    return False
-
-
-def _require_text(value: object, location: str) -> None:
-    """Raise a DataError if a string has half of a surrogate pair, which is no character."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as err:
-        raise DataError(
-            f"{location}: a string has half of a surrogate pair "
-            f"(\\u{ord(err.object[err.start]):04x}), which is no character: write it in pairs or "
-            "leave it out"
-        ) from err
-
-
-def _kind(value: object) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a string", type(None): "null"}
-    return kinds.get(type(value), "a number" if isinstance(value, int | float) else repr(value))
+        return parse_json(content, location, max_depth=MAX_DEPTH)
+    except FileError as err:
+        raise DataError(str(err)) from err
 
 
 def read_sources(

@@ -12,6 +12,7 @@ from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, PromptEncoder
 from lightrft.engines.media.media import MEDIA_KINDS, Media
 from lightrft.engines.media.sources import MediaError
+from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -229,7 +230,7 @@ class VisionPrompts:
         except MediaError as error:
             raise DataError(str(error)) from error
         except (ValueError, IndexError, TypeError, StopIteration) as error:
-            first = next(iter(str(error).splitlines()), type(error).__name__)
+            first = first_line(error)
             raise DataError(
                 f"{row.location}: {media.counts} do not fit the prompt {text[:80]!r}: {first}"
             ) from error

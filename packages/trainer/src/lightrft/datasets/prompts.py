@@ -131,7 +131,6 @@ def load_texts(
     text_key: str,
     max_tokens: int,
     end_token_id: int | None,
-    max_samples: int | None = None,
 ) -> tuple[tuple[int, ...], ...]:
     """Token ids of each text, its end marked and its tail cut off.
 
@@ -141,14 +140,13 @@ def load_texts(
         text_key: Column of the texts.
         max_tokens: Longest text; what follows is cut off.
         end_token_id: Put after each text that is not cut; None puts nothing.
-        max_samples: Use at most this many rows; None uses all.
 
     Raises:
         DataError: A row has no text, or a text has less than two tokens, so that none of them
             follows another.
     """
     texts: list[tuple[int, ...]] = []
-    for row in read_rows(path)[:max_samples]:
+    for row in read_rows(path):
         text = row.columns.get(text_key)
         if not isinstance(text, str):
             raise DataError(

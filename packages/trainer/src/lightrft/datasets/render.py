@@ -10,6 +10,8 @@ from lightrft.config.rules import PROMPT_SLOT
 from lightrft.datasets.files import Row
 from lightrft.datasets.types import DataError
 
+# Some million tokens, more than any model takes.
+MAX_PROMPT_CHARACTERS = 2**24
 INPUT_KEYS = (
     "input",
     "prompt",
@@ -66,7 +68,13 @@ def render(row: Row, tokenizer: PromptTokenizer, config: TrainConfig) -> str:
             messages come without the chat template.
     """
     content = messages_of(row, config)
-    return content if isinstance(content, str) else _chat(row, tokenizer, content)
+    text = content if isinstance(content, str) else _chat(row, tokenizer, content)
+    if len(text) > MAX_PROMPT_CHARACTERS:
+        raise DataError(
+            f"{row.location}: the prompt has {len(text)} characters: expected at most "
+            f"{MAX_PROMPT_CHARACTERS}; look for a column, or a chat template, that repeats itself"
+        )
+    return text
 
 
 def messages_of(row: Row, config: TrainConfig) -> str | list[dict[str, object]]:
@@ -103,11 +111,13 @@ def tokenise(
     """
     texts = [render(row, tokenizer, config) for row in rows]
     for row, text in zip(rows, texts, strict=True):
-        if any("\ud800" <= character <= "\udfff" for character in text):
+        try:
+            text.encode()
+        except UnicodeEncodeError as err:
             raise DataError(
                 f"{row.location}: the rendered prompt has half of a surrogate pair, which is no "
                 f"character: got {text[:80]!r}"
-            )
+            ) from err
     # A chat template writes the special tokens itself.
     add_special_tokens = not config.apply_chat_template
     token_ids = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]

@@ -10,14 +10,19 @@ template puts them; only its own pieces of text are read by the processor that e
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.media.media import LaterImages, Media
 from lightrft.engines.media.sources import ImageSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lightrft.datasets.media import VisionPrompts
 
 Role = Literal["tool", "user"]
 Message = dict[str, object]
@@ -28,34 +33,6 @@ Shape = tuple[tuple[bool, ...], ...]
 _TEXT: Shape = ((True,),)
 # Ids of nine letters and digits are what Mistral's templates take.
 CALL_ID = "call00000"
-
-
-class ChatTokenizer(Protocol):
-    """The interface of a Hugging Face tokenizer that turns need."""
-
-    chat_template: str | None
-    all_special_ids: list[int]
-
-    def __call__(
-        self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False
-    ) -> Mapping[str, list[int]]:
-        """Token ids under the key `input_ids`."""
-        ...
-
-    def apply_chat_template(
-        self,
-        conversation: list[Message],
-        *,
-        tools: list[dict[str, object]] | None,
-        tokenize: bool,
-        add_generation_prompt: bool,
-    ) -> object:
-        """The rendered conversation: a string with tokenize=False."""
-        ...
-
-    def convert_ids_to_tokens(self, ids: int) -> str:
-        """The text of a special token."""
-        ...
 
 
 class TemplateRefusedError(ValueError):
@@ -119,7 +96,7 @@ class TurnSuffix:
 
     def __init__(
         self,
-        tokenizer: ChatTokenizer,
+        tokenizer: PreTrainedTokenizerBase | VisionPrompts,
         *,
         tools: Sequence[dict[str, object]] = (),
         has_system: bool = False,
@@ -162,7 +139,9 @@ class TurnSuffix:
         for index, piece in enumerate(frame):
             if index:
                 start = len(found)
-                found += self._as_text(self._shown(frame, shape, texts, index - 1))
+                found += self._ids(
+                    self._shown(frame, shape, texts, index - 1), split_special_tokens=True
+                )
                 spans.append((start, len(found)))
             own = tuple(images[: self._encoder.num_places(piece)])
             del images[: len(own)]
@@ -192,7 +171,7 @@ class TurnSuffix:
         rest = _after_last(text, self._mark)
         if rest is None:
             raise _refused("it drops what the assistant says")
-        ids = self._tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"]
+        ids = self._ids(rest.lstrip())
         return ids[0] if ids and ids[0] in self._special else None
 
     def _find_role(self) -> Role:
@@ -328,15 +307,14 @@ class TurnSuffix:
         if images and self._encoder.reads_media:
             ids = list(self._encoder.kept(whole, Media({"image": images})).token_ids)
         else:
-            ids = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
+            ids = self._ids(whole)
         # Some tokenizers put a space before the first word of a text, but not after the anchor.
         return ids if self._end is None else ids[1:]
 
-    def _as_text(self, text: str) -> list[int]:
-        """Ids of a text of which nothing becomes a special token."""
-        return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)[
-            "input_ids"
-        ]
+    def _ids(self, text: str, **options: bool) -> list[int]:
+        """Ids of a text; with `split_special_tokens` nothing in it becomes a special token."""
+        found = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+        return cast("list[int]", found)
 
     def _shows_tools(self, tools: Sequence[dict[str, object]]) -> bool:
         name = f"f{self._mark}"

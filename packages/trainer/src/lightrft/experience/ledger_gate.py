@@ -1,30 +1,42 @@
-"""The ledger gate: each trained token is one the engine sampled, in its context, by its weights.
+"""The ledger gate: each trained token is one the engine sampled, with the reward it was given.
 
-The rows to train on are compared, bit for bit, with rows rebuilt from two sources that no other
-stage touches: the ledger, which the engine's adapter writes before anybody sees a completion, and
-the journal, which says for each sample which prompt it answers, which calls of the engine it came
-from and which observations were appended. An entry is found by the hash of its context, so a token
-counts only in the context it was sampled in.
+The rows to train on are compared, bit for bit, with rows rebuilt from sources that no other stage
+touches: the engine's ledger, which its adapter writes before anybody sees a completion, the ledger
+of samples, where prompts, answers and rewards are written down as they arise, and the journal,
+which says for each sample which calls of the engine it came from and which observations were
+appended. An entry is found by the hash of its context, so a token counts only in the context it was
+sampled in, and a reward only for the tokens it was given to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightrft.engines.ledger import LedgerEntry, hash_context
+from lightrft.engines.types import SamplingParams
 from lightrft.models.layout import LayoutPolicy, TokenLayout
+from lightrft.models.support import SamplingSupport
 from lightrft.records.batch import RolloutBatch
-from lightrft.records.columns import Values, vouched_columns
+from lightrft.records.columns import COLUMNS, Values, vouched_columns
 from lightrft.records.rollout import Segment
-from lightrft.records.table import SampleTable
-from lightrft.rollout.ledger_records import Evidence, LedgerError, vouched_values
+from lightrft.records.table import RowTable, SampleTable
+from lightrft.rollout.ledger_records import (
+    CallEnd,
+    Evidence,
+    LedgerError,
+    RowFacts,
+    component_facts,
+    rows_hash,
+    vouched_values,
+)
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
@@ -39,31 +51,45 @@ class RebuiltRow:
         turns: [length] int64, number of the call that sampled the token; -1 is nobody.
         versions: [length] int64 of the weights; -1 where nobody sampled.
         vouched: [length] values of the columns that the ledger holds.
+        ends: Of each turn, how it was drawn and why it ended.
     """
 
     token_ids: NDArray[np.int64]
     turns: NDArray[np.int64]
     versions: NDArray[np.int64]
     vouched: Mapping[str, Values]
+    ends: Sequence[CallEnd] = ()
+
+
+FOUND_OTHERWISE = ("vouched", "temperature", "support")
 
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """The tensors of a batch that are compared, copied to host memory at once."""
+    """The parts of a batch that are compared, its tensors copied to host memory at once."""
 
     sample_ids: NDArray[np.int64]
+    group_ids: NDArray[np.int64]
+    rewards: NDArray[np.float32]
     token_ids: NDArray[np.int64]
     attention_mask: NDArray[np.bool_]
     response_mask: NDArray[np.bool_]
+    compared_mask: NDArray[np.bool_]
     vouched: Mapping[str, Values]
+    temperature: float
+    support: SamplingSupport | None
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> HostRows:
         """Those of a batch on any device."""
         values = {"rollout_logprobs": batch.rollout_logprobs, **batch.facts}
-        names = ("sample_ids", "token_ids", "attention_mask", "response_mask")
+        if batch.compared_mask is None:
+            batch = replace(batch, compared_mask=torch.zeros_like(batch.response_mask))
+        names = [item.name for item in fields(cls) if item.name not in FOUND_OTHERWISE]
         return cls(
             **{name: getattr(batch, name).cpu().numpy() for name in names},
+            temperature=batch.temperature,
+            support=batch.support,
             vouched={
                 column.name: values[column.name].cpu().numpy() for column in vouched_columns()
             },
@@ -74,17 +100,20 @@ def check_ledger(
     batch: RolloutBatch,
     table: SampleTable,
     evidence: Evidence,
+    step: tuple[RowTable, RowTable | None],
     *,
     policy: LayoutPolicy,
     slices: Sequence[slice],
     strategy: StrategyBase,
 ) -> None:
-    """Raises unless every row to train on is what journal and ledger say; collective.
+    """Raises unless every row to train on is what journal and ledgers say; collective.
 
     Args:
         batch: This rank's rows.
         table: The same rows, in the same order: they know the versions.
         evidence: On these rows.
+        step: The rows of all ranks, of which advantages are made, and the greedy samples beside
+            them, if there are.
         policy: How the actor lays rows out.
         slices: Rows of each forward pass.
         strategy: Reaches the other ranks.
@@ -92,26 +121,34 @@ def check_ledger(
     Raises:
         LedgerError: They differ; on every rank, with sample, turn and token of the first.
     """
-    problem = ""
+    problem = evidence.problem
     try:
+        _check_facts(_facts(table), {i: each.facts for i, each in evidence.accounts.items()})
         found_rows = HostRows.of(batch)
         rows = [_check_row(found_rows, table, row, evidence) for row in range(len(table))]
     except LedgerError as error:
-        rows, problem = [], str(error)
-    problems: list[str] = strategy.gather_objects(problem)
+        rows, problem = [], problem or str(error)
+    everything = [{} if each is None else _facts(each) for each in step]
+    is_other = sum(map(rows_hash, everything)) != evidence.total
+    told: list[tuple[str, bool]] = strategy.gather_objects((problem, is_other))
+    problems = [text for text, _ in told]
     if not any(problems):
         # The layout of shared sequences is a collective: every rank has sound rows here.
         try:
-            for part in slices:
-                _check_layout(batch, policy, part, rows[part])
+            if any(is_other for _, is_other in told):
+                own = evidence.noted_rows(everything[0])
+                _check_everything(everything, strategy.gather_objects(own), is_other=is_other)
+            else:
+                for part in slices:
+                    _check_layout(batch, policy, part, rows[part])
         except LedgerError as error:
             problem = str(error)
         problems = strategy.gather_objects(problem)
     found = [text for text in problems if text]
     if found:
         raise LedgerError(
-            f"ledger gate: {found[0]}\n  what is about to be trained on is not what the engine "
-            "sampled; nothing was trained. Report this: it is a fault of the program, or of an "
+            f"ledger gate: {found[0]}\n  what is about to be trained on is not what was sampled "
+            "and scored; nothing was trained. Report this: it is a fault of the program, or of an "
             "own part of it; --no_ledger_gate trains all the same"
         )
 
@@ -126,7 +163,7 @@ def rebuild(sample_id: int, evidence: Evidence) -> RebuiltRow:
     if account is None:
         raise LedgerError(f"sample {sample_id} is in no journal")
     ids = np.array(account.prompt, dtype=np.int64)
-    parts = [_part(account.prompt)]
+    parts, ends = [_part(account.prompt)], list[CallEnd]()
     for turn, segment in enumerate(account.segments):
         key = (segment.request_id, segment.sample_index, hash_context(ids))
         entry = evidence.entries.get(key)
@@ -138,10 +175,11 @@ def rebuild(sample_id: int, evidence: Evidence) -> RebuiltRow:
             )
         _check_observation(sample_id, turn, segment, evidence.special_ids)
         parts += [_part(entry.token_ids, turn, entry), _part(segment.observation)]
+        ends.append((entry.sampling, entry.finish_reason))
         further = np.array((*entry.token_ids, *segment.observation), dtype=np.int64)
         ids = np.concatenate([ids, further])
     row = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return RebuiltRow(ids, row.pop("turns"), row.pop("versions"), row)
+    return RebuiltRow(ids, row.pop("turns"), row.pop("versions"), row, ends)
 
 
 def _part(
@@ -168,6 +206,55 @@ def _check_observation(
             )
 
 
+def _facts(table: RowTable) -> dict[int, RowFacts]:
+    """What is written down of samples, as rows say it."""
+    columns = {name: table[name].tolist() for name, c in COLUMNS.items() if c.noted is not None}
+    names, components = table.component_names, table.components.tolist()
+    return {
+        sample_id: {name: values[row] for name, values in columns.items()}
+        | component_facts(dict(zip(names, components[row], strict=True)))
+        for row, sample_id in enumerate(table.sample_ids.tolist())
+    }
+
+
+def _check_facts(
+    trained: Mapping[int, RowFacts], noted: Mapping[int, RowFacts], whose: str = "sample"
+) -> None:
+    """Groups, rewards and failures of rows are those that were written down as they arose."""
+    for sample_id, facts in trained.items():
+        if not noted.get(sample_id):
+            raise LedgerError(f"{whose} {sample_id} is in no ledger of samples")
+        if facts != noted[sample_id]:
+            _require_equal(f"{whose} {sample_id}", facts, noted[sample_id])
+
+
+def _check_everything(
+    trained: Sequence[dict[int, RowFacts]],
+    noted: Sequence[tuple[dict[int, RowFacts], dict[int, RowFacts]]],
+    *,
+    is_other: bool,
+) -> None:
+    """The rows of all ranks, and the greedy samples, against what all ranks wrote down."""
+    for found, by_rank, whose in zip(
+        trained, zip(*noted, strict=True), ("sample", "greedy sample of group"), strict=True
+    ):
+        _check_facts(found, {i: facts for own in by_rank for i, facts in own.items()}, whose)
+    if is_other:
+        raise LedgerError("samples that were written down are missing among the rows of all ranks")
+
+
+def _require_equal(
+    whose: str, trained: Mapping[str, object], written: Mapping[str, object]
+) -> None:
+    for name in {**written, **trained}:
+        found, expected = trained.get(name), written.get(name)
+        if found != expected:
+            raise LedgerError(
+                f"{whose}: {name} differ: {expected} was written down as it arose, {found} is "
+                "about to be trained on"
+            )
+
+
 def _check_row(batch: HostRows, table: SampleTable, row: int, evidence: Evidence) -> RebuiltRow:
     """One row of tensors against the row that must be; returns that."""
     sample_id = int(table.sample_ids[row])
@@ -184,7 +271,9 @@ def _check_row(batch: HostRows, table: SampleTable, row: int, evidence: Evidence
     _compare("token ids", ids[:shared], right.token_ids[:shared], sample_id, right)
     if num_real != length or not real[:length].all():
         raise LedgerError(f"sample {sample_id} has {num_real} tokens, expected {length}")
-    is_trained = is_sampled & (not bool(table.is_masked[row]))
+    if any(found != hash_context(right.token_ids) for found in evidence.accounts[sample_id].scored):
+        raise LedgerError(f"sample {sample_id}: its reward was given to other tokens than these")
+    is_trained = is_sampled & (not evidence.accounts[sample_id].facts["is_masked"])
     mask = batch.response_mask[row]
     _compare("sampled mask", mask[:length], is_trained, sample_id, right)
     if mask[length:].any():
@@ -200,7 +289,68 @@ def _check_row(batch: HostRows, table: SampleTable, row: int, evidence: Evidence
     start = stop - int(table.response_lengths[row])
     versions[int(table.prompt_lengths[row]) :] = table.token_versions[start:stop]
     _compare("weights versions", versions, right.versions, sample_id, right)
+    if all(sampling for sampling, _ in right.ends):
+        compared = np.zeros(len(mask), np.bool_)
+        compared[:length] = is_trained & _is_comparable(batch, right, evidence.version, sample_id)
+        _compare("compared mask", batch.compared_mask[row], compared, sample_id, right)
+    _require_equal(f"sample {sample_id}", *_facts_of_row(batch, table, row, evidence, right))
     return right
+
+
+def _facts_of_row(
+    batch: HostRows, table: SampleTable, row: int, evidence: Evidence, right: RebuiltRow
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Facts of a row that is sound so far: as they are trained, and as they were written down."""
+    sample_id = int(table.sample_ids[row])
+    account = evidence.accounts[sample_id]
+    noted, num_prompt = account.facts, len(account.prompt)
+    end = right.ends[-1][1] if right.ends else "abort"
+    names = ("prompt_lengths", "response_lengths", "sampled_lengths", "weights_versions")
+    trained: dict[str, object] = {name: int(table[name][row]) for name in (*names, "is_truncated")}
+    if (right.turns < 0).all():  # of no sampled token, no version is known
+        del trained["weights_versions"]
+    trained |= {"rewards": batch.rewards[row], "group_ids": batch.group_ids[row]}
+    written = {
+        "prompt_lengths": num_prompt,
+        "response_lengths": len(right.token_ids) - num_prompt,
+        "sampled_lengths": int((right.turns >= 0).sum()),
+        "weights_versions": int(right.versions.max(initial=-1)),
+        "is_truncated": int(end == "length") if end else trained["is_truncated"],
+        "rewards": np.float32(noted["rewards"]),
+        "group_ids": noted["group_ids"],
+    }
+    return trained, {name: written[name] for name in trained}
+
+
+def _is_comparable(
+    batch: HostRows, right: RebuiltRow, version: int, sample_id: int
+) -> NDArray[np.bool_]:
+    """[length] bool: drawn from the distribution, and by the weights, that the trainer scores with.
+
+    Raises:
+        LedgerError: The trainer scores at another temperature or another truncation; only the
+            first token of a response may have a temperature of its own.
+    """
+    is_like, support, later = [], batch.support, right.turns[right.turns >= 0][1:]
+    replayed = None if support is None else (support.top_p, support.top_k, support.min_p)
+    for turn, (sampling, _) in enumerate(right.ends):
+        temperature, top_p, top_k, min_p = sampling
+        drawn = SamplingParams(temperature, top_p, int(top_k), min_p)
+        is_same = drawn.temperature == batch.temperature
+        if not is_same and turn in later:
+            raise LedgerError(
+                f"sample {sample_id}, turn {turn}: temperature differs: it was sampled at "
+                f"{drawn.temperature}, the trainer scores at {batch.temperature}"
+            )
+        cut = drawn.distribution[1:] if drawn.truncates else None
+        if cut != replayed and None not in (cut, replayed):
+            raise LedgerError(
+                f"sample {sample_id}, turn {turn}: top_p, top_k and min_p differ: it was sampled "
+                f"with {cut}, the trainer replays {replayed}"
+            )
+        is_like.append(is_same and cut == replayed)
+    is_so: NDArray[np.bool_] = np.array([*is_like, False], dtype=np.bool_)
+    return is_so[right.turns] & np.equal(right.versions, version)
 
 
 def _compare(

@@ -47,7 +47,6 @@ from lightrft.models.types import (
 )
 from lightrft.records.batch import (
     ExperienceBatch,
-    NumericsError,
     PolicyOutputs,
     RolloutBatch,
     collate,
@@ -61,6 +60,7 @@ from lightrft.rollout.sampler import training_params
 from lightrft.rollout.source import Samples
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import StepTimer
+from lightrft.strategy.distributed.process_end import NumericsError
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
@@ -91,31 +91,46 @@ class ShapedRewards:
         rewards: [rows] float64.
         is_clipped: [rows] bool.
         moments: Of all rewards so far, or None without running normalisation.
+        greedy_rewards: [rows] float64 of the greedy completions of their prompts, shaped alike; or
+            None.
     """
 
     rewards: Tensor
     is_clipped: Tensor
     moments: Moments | None
+    greedy_rewards: Tensor | None = None
 
 
-def shape_rewards(table: RowTable, moments: Moments | None, config: TrainConfig) -> ShapedRewards:
+def shape_rewards(
+    table: RowTable,
+    moments: Moments | None,
+    config: TrainConfig,
+    *,
+    greedy_rewards: Tensor | None = None,
+) -> ShapedRewards:
     """Running normalisation, then clipping, over the rows of all ranks.
 
     Args:
         table: The samples; excluded rows do not count into the moments.
         moments: Of all rewards before this step, or None without running normalisation.
         config: reward_running_norm_minus_mean and reward_clip.
+        greedy_rewards: [rows] as they were given; they do not count into the moments.
     """
     rewards = torch.from_numpy(table.rewards)
-    is_clipped = torch.zeros(len(table), dtype=torch.bool)
     if moments is not None:
-        is_scored = torch.from_numpy(~table.is_masked)
-        moments = moments.merge(moments_of(rewards[is_scored]))
-        minus_mean = config.reward_running_norm_minus_mean
-        rewards = normalize_rewards(rewards, moments, minus_mean=minus_mean)
-    if config.reward_clip > 0:
-        rewards, is_clipped = clip_rewards(rewards, limit=config.reward_clip)
-    return ShapedRewards(rewards, is_clipped, moments)
+        moments = moments.merge(moments_of(rewards[torch.from_numpy(~table.is_masked)]))
+
+    def shaped(given: Tensor) -> tuple[Tensor, Tensor]:
+        is_clipped = torch.zeros(len(table), dtype=torch.bool)
+        if moments is not None:
+            minus_mean = config.reward_running_norm_minus_mean
+            given = normalize_rewards(given, moments, minus_mean=minus_mean)
+        if config.reward_clip > 0:
+            given, is_clipped = clip_rewards(given, limit=config.reward_clip)
+        return given, is_clipped
+
+    greedy = None if greedy_rewards is None else shaped(greedy_rewards)[0]
+    return ShapedRewards(*shaped(rewards), moments, greedy)
 
 
 def assemble(
@@ -211,7 +226,7 @@ def _reward_kl(outputs: PolicyOutputs, mask: Tensor, settings: AdvantageSettings
         outputs.old_logprobs,
         outputs.ref_logprobs,
         mask,
-        estimator=settings.config.kl_estimator,
+        estimator=settings.config.kl_estimator_name,
         old_logprobs=outputs.old_logprobs,
     )
 
@@ -395,8 +410,10 @@ def make_experience(
         with timer.stage("exchange"):
             ids = [table.sample_ids[each].tolist() for each in wanted]
             evidence = deliver_evidence(samples.evidence, ids, strategy.context)
-            policy = _layout_policy(models, strategy)
-            check_ledger(batch, rows, evidence, policy=policy, slices=slices, strategy=strategy)
+            policy, made = _layout_policy(models, strategy), (table, samples.greedy)
+            check_ledger(
+                batch, rows, evidence, made, policy=policy, slices=slices, strategy=strategy
+            )
     is_reused = reuses_policy_logprobs and plan.num_minibatches == 1
     scores_actor = not config.use_rollout_logprobs and not is_reused
     with timer.stage("forward"):
@@ -404,14 +421,15 @@ def make_experience(
     if config.use_rollout_logprobs:
         sampled = torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)
         outputs = replace(outputs, old_logprobs=sampled)
-    shaped = shape_rewards(table, settings.moments, config)
+    greedy = _greedy_rewards(samples)
+    shaped = shape_rewards(table, settings.moments, config, greedy_rewards=greedy)
     experience = assemble(
         table,
         torch.from_numpy(plan.row_index(rank)),
         batch,
         outputs,
         rewards=shaped.rewards,
-        greedy_rewards=_greedy_rewards(samples),
+        greedy_rewards=shaped.greedy_rewards,
         settings=settings,
         context=strategy.context,
     )
@@ -440,7 +458,9 @@ def _batch(
         rows,
         temperature=params.temperature,
         device=strategy.device,
-        num_uncompared_tokens=int(config.use_fire),
+        num_uncompared_tokens=int(
+            config.use_fire and config.first_token_temperature != config.temperature
+        ),
         version=_version(samples),
         support=replayed_support(params, strategy.inference_engine_type),
         media=media,

@@ -24,8 +24,12 @@ from transformers import (
 )
 
 from lightrft.config import ConfigError
+from lightrft.config.files import FileError, read_object
+from lightrft.config.options import short
+from lightrft.config.printable import one_line
 from lightrft.engines.media.families import family_of
 from lightrft.engines.process_state import deepspeed_unless_used
+from lightrft.kernels.names import first_line
 from lightrft.models.attention import use_short_attention
 from lightrft.strategy.meta_init import is_building_on_meta
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
@@ -40,14 +44,14 @@ WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 # Output layers of other tasks, which a trunk leaves in the file.
 OTHER_HEADS = ("lm_head.*", "language_model.lm_head.*", "score.*", "classifier.*", "v_head.*")
 _MAX_LISTED_NAMES = 5
+# Of a vocabulary.
+MAX_TOKENS = 2**24
 
 
 class ModelLoadError(OSError):
     """A checkpoint is missing or cannot be read; the message names the path and the remedy."""
 
 
-# transformers does not check a JSON file's structure before it uses it.
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 AutoClass = (
     type[AutoModel]
     | type[AutoModelForCausalLM]
@@ -78,6 +82,8 @@ def load_tokenizer(path: str, *, chat_template: str | None = None) -> PreTrained
         ModelLoadError: It is missing or unreadable.
     """
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if (Path(path) / files[0]).exists():
+        _require_bounded(Path(path) / files[0])
     tokenizer: PreTrainedTokenizerBase = _read(AutoTokenizer, path, files, "tokenizer")
     if chat_template is not None:
         file = Path(chat_template)
@@ -85,6 +91,30 @@ def load_tokenizer(path: str, *, chat_template: str | None = None) -> PreTrained
             raise ConfigError(f"chat_template: no file {file}")
         tokenizer.chat_template = file.read_text("utf-8")
     return tokenizer
+
+
+def _require_bounded(file: Path) -> None:
+    """Raises a ModelLoadError for numbers after which tokenizers would take as much memory."""
+
+    def numbers(value: object) -> Iterator[int]:
+        items = value.values() if isinstance(value, dict) else value
+        for item in items if isinstance(items, Iterable) else ():
+            if isinstance(item, int):
+                yield item
+            elif isinstance(item, dict):
+                yield from numbers(item)
+
+    try:
+        values = read_object(file)
+    except FileError as err:
+        raise ModelLoadError(f"cannot read the tokenizer: {err}") from err
+    places = [values.get(name) for name in ("model", "added_tokens", "padding")]
+    largest = max((number for place in places for number in numbers(place)), default=0)
+    if largest > MAX_TOKENS:
+        raise ModelLoadError(
+            f"cannot read the tokenizer: {file} has an id or a length of {short(largest)}, "
+            f"expected at most {MAX_TOKENS}"
+        )
 
 
 def load_processor(path: str) -> ProcessorMixin:
@@ -98,7 +128,7 @@ def load_processor(path: str) -> ProcessorMixin:
         processor: ProcessorMixin = _read(AutoProcessor, path, files, "processor")
     except ImportError as err:
         raise ModelLoadError(
-            f"the processor of {path!r} needs more packages: {_first_line(err)}; install the extra "
+            f"the processor of {path!r} needs more packages: {first_line(err)}; install the extra "
             "`vision` of lightrft-trainer"
         ) from err
     return processor
@@ -112,11 +142,18 @@ def _read(
 ) -> object:
     _require(path, patterns, what)
     try:
-        return auto_class.from_pretrained(
+        made = auto_class.from_pretrained(
             path, trust_remote_code=False, local_files_only=_only_local(path)
         )
-    except _UNREADABLE as err:
-        raise ModelLoadError(f"cannot read the {what} of {path!r}: {_first_line(err)}") from err
+        if isinstance(made, PreTrainedTokenizerBase):
+            made("a")  # settings of a wrong type show where they are used
+        return made
+    except ImportError:
+        raise
+    except Exception as err:  # bytes of files may fail anywhere in transformers and tokenizers
+        raise ModelLoadError(
+            f"cannot read the {what} of {path!r}: {one_line(first_line(err), limit=1000)}"
+        ) from err
 
 
 def load_causal_lm(
@@ -237,7 +274,7 @@ def _one_line_errors(path: str) -> Iterator[None]:
             "tensors, which are not run; give the model as safetensors"
         ) from err
     except Exception as err:  # the bytes of a file may fail anywhere in three libraries
-        raise ModelLoadError(f"cannot load the model {path!r}: {_first_line(err)}") from err
+        raise ModelLoadError(f"cannot load the model {path!r}: {first_line(err)}") from err
 
 
 def _require_own_names(config: PretrainedConfig, path: str) -> None:
@@ -352,8 +389,3 @@ def _require(path: str, patterns: tuple[str, ...], what: str) -> None:
             f"no {what} in {path!r}: expected {' or '.join(patterns)}; is it a complete Hugging "
             "Face checkpoint?"
         )
-
-
-def _first_line(err: Exception) -> str:
-    lines = str(err).strip().splitlines()
-    return lines[0] if lines else type(err).__name__

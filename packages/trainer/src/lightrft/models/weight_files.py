@@ -1,8 +1,9 @@
 """Sizes of models from the headers of their files, without torch."""
 
-import json
 import math
 from pathlib import Path
+
+from lightrft.config.files import parse_json, require_object, typed
 
 
 def count_model(path: str) -> int:
@@ -12,11 +13,14 @@ def count_model(path: str) -> int:
 
 def count_parameters(path: Path) -> int:
     """Numbers in a safetensors file, from its header; 0 if it has none that can be read."""
-    with path.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        try:
-            header = json.loads(stream.read(min(length, 1 << 28)))
-            shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, AttributeError, TypeError, KeyError):
-            return 0  # a damaged file is reported by what loads it
-    return sum(map(math.prod, shapes))
+    try:
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            # No more than there is: a damaged length would ask for as much memory.
+            content = stream.read(min(length, path.stat().st_size))
+        header = require_object(parse_json(content, path), path)
+        header.pop("__metadata__", None)
+        shapes = [require_object(entry, path)["shape"] for entry in header.values()]
+        return sum(math.prod(typed(list[int], shape, path)) for shape in shapes)
+    except (OSError, ValueError, KeyError):
+        return 0  # a damaged file is reported by what loads it

@@ -14,10 +14,6 @@ from lightrft.records.columns import COLUMNS
 from lightrft.records.table import SampleTable
 
 
-class NumericsError(RuntimeError):
-    """Numbers of a step cannot be trained on, or an alarm ended the run; the message says which."""
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
     """Padded tensors of the rows one rank trains on.

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from lightrft.engines.types import Facts
 from lightrft.records.rollout import ScoredRollout
+from lightrft.records.sample_ledger import SampleEntry
 
 Values = NDArray[np.generic]
 
@@ -41,6 +42,8 @@ class Column:
             True.
         is_vouched: Whether the ledger holds it as the engine said it, and the ledger gate compares
             it. Ids, masks and versions follow from the rows that the gate rebuilds.
+        noted: The value of a row by what was written down where it arose; the ledger gate compares
+            the rows of all ranks with it. None compares nothing.
 
     Raises:
         ValueError: It cannot travel so, or the ledger cannot vouch for it.
@@ -56,14 +59,16 @@ class Column:
     sent_where: str = ""
     implied: str | Literal[True] = True
     is_vouched: bool = False
+    noted: Callable[[SampleEntry], float] | None = None
 
     def __post_init__(self) -> None:
         place = self.level, self.travels
         is_lost = self.level != "row" and self.travels == "exchange"
-        if is_lost or (self.is_vouched and place != ("response token", "delivery")):
+        is_unseen = self.noted is not None and place != ("row", "exchange")
+        if is_lost or is_unseen or (self.is_vouched and place != ("response token", "delivery")):
             raise ValueError(
-                f"column {self.name!r}: values of tokens travel by delivery, and the ledger "
-                "vouches for those of responses"
+                f"column {self.name!r}: values of tokens travel by delivery, the ledger vouches "
+                "for those of responses, and what is noted of rows is known to all ranks"
             )
 
     @property
@@ -125,19 +130,36 @@ COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
         _count("sample_ids", of=lambda item: item.rollout.sample_id),
-        _count("group_ids", of=lambda item: item.rollout.group_id),
+        _count(
+            "group_ids", of=lambda item: item.rollout.group_id, noted=lambda entry: entry.group_id
+        ),
         _count("prompt_lengths", of=lambda item: len(item.rollout.completion.prompt_token_ids)),
         _count("response_lengths", of=lambda item: len(item.rollout.completion.output_token_ids)),
         _count("sampled_lengths", of=lambda item: len(item.rollout.completion.sampled_token_ids)),
         _count("weights_versions", of=lambda item: item.rollout.completion.weights_version),
-        _known("rewards", np.float64, of=lambda item: item.reward),
-        _known("accuracies", np.float64, of=lambda item: item.accuracy),
+        _known(
+            "rewards",
+            np.float64,
+            of=lambda item: item.reward,
+            noted=lambda entry: entry.reward,
+        ),
+        _known(
+            "accuracies",
+            np.float64,
+            of=lambda item: item.accuracy,
+            noted=lambda entry: entry.accuracy,
+        ),
         _known(
             "is_truncated",
             np.bool_,
             of=lambda item: item.rollout.completion.finish_reason == "length",
         ),
-        _known("is_masked", np.bool_, of=lambda item: item.is_masked),
+        _known(
+            "is_masked",
+            np.bool_,
+            of=lambda item: item.is_masked,
+            noted=lambda entry: entry.is_masked,
+        ),
         _known(
             "is_untruncated",
             np.bool_,

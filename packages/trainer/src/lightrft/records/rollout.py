@@ -125,7 +125,8 @@ class ScoredRollout:
         rollout: The sample.
         reward: The scalar the advantage is estimated from, shaping included.
         components: Every reward component by name, unweighted (logged as `reward/<name>`).
-        is_masked: Excluded from the loss (a reward failure under `--reward_failure=mask`).
+        is_masked: Excluded from the loss (a reward that could not be decided, or
+            failed under `--reward_failure=mask`).
         unshaped_reward: The reward before the length shaping; None means `reward`.
     """
 

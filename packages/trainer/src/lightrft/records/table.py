@@ -81,6 +81,15 @@ class RowTable:
         return found
 
     @property
+    def is_undecided(self) -> NDArray[np.bool_]:
+        """[rows] bool; excluded, since the reward could not decide the response."""
+        if "undecided" not in self.component_names:
+            return np.zeros(len(self), np.bool_)
+        flags = self.components[:, self.component_names.index("undecided")]
+        found: NDArray[np.bool_] = self.is_masked & (flags == 1)
+        return found
+
+    @property
     def columns(self) -> dict[str, Values]:
         """All columns by name."""
         own = [item.name for item in fields(self) if item.name not in ("component_names", "facts")]

@@ -34,6 +34,11 @@ FIELDS = (
     ("response_length", "len ", 1, ""),
     ("tokens_per_second", "", 0, " tok/s"),
 )
+LOSS_FIELDS = (
+    ("loss", "loss ", 3, ""),
+    ("eval/loss", "held-out ", 3, ""),
+    ("train_tokens_per_second", "", 0, " tok/s"),
+)
 # What a line that had to be broken goes on with.
 INDENT = "    "
 
@@ -61,14 +66,20 @@ def step_line(
     """
     digits = len(str(num_steps))
     fields = [f"step {step:>{digits}}/{num_steps}"]
-    for name, label, decimals, unit in FIELDS:
+    shown = LOSS_FIELDS if _speaks_of_loss(metrics) else FIELDS
+    for name, label, decimals, unit in shown:
         field = f"{label}{fitted(metrics.get(name, 0.0), decimals)}{unit}"
         fields.append(field if name in metrics else " " * len(field))
     if seconds_left is not None:
-        fields.append(f"{remaining(seconds_left):>6} left")
+        fields.append(f"{duration(seconds_left):>6} left")
     while width is not None and len(fields) > 1 and len("  ".join(fields).rstrip()) > width:
-        fields.pop(len(FIELDS) if len(fields) > len(FIELDS) else -1)
+        fields.pop(len(shown) if len(fields) > len(shown) else -1)
     return "  ".join(fields).rstrip()
+
+
+def _speaks_of_loss(metrics: Mapping[str, float]) -> bool:
+    """Whether the metrics are of a stage without rewards."""
+    return "loss" in metrics or "eval/loss" in metrics
 
 
 def fitted(value: float, decimals: int) -> str:
@@ -83,21 +94,14 @@ def fitted(value: float, decimals: int) -> str:
     return f"{value:.0e}".replace("e+", "e").rjust(NUMBER_WIDTH)
 
 
-def remaining(seconds: float) -> str:
-    """The two largest units of what is left: 1:05 (minutes, seconds), 2h05m, 3d04h."""
+def duration(seconds: float) -> str:
+    """The two largest units: 1:05 (minutes, seconds), 2h05m, 3d04h."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:
         return f"{days}d{hours:02}h"
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}:{rest:02}"
-
-
-def clock(seconds: float) -> str:
-    """Hours, where there are any, minutes and seconds."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class RunConsole:
@@ -140,7 +144,7 @@ class RunConsole:
             # The first step shown may not be the first of the run: its own time counts.
             self._first_step, self._started = step, now - metrics.get("step_seconds", 0.0)
         self._step = step
-        if "eval/reward" in metrics or step % self._every == 0:
+        if "eval/reward" in metrics or "eval/loss" in metrics or step % self._every == 0:
             width = shutil.get_terminal_size().columns if self.is_live else None
             left = self._seconds_left(now)
             self._screen.line(
@@ -326,5 +330,5 @@ def bar_text(
         bar = f"{'#' * (BAR_WIDTH * done // total):-<{BAR_WIDTH}}"
         return f"{title}  {name:{NAME_WIDTH}.{NAME_WIDTH}}  {bar}  {done}/{total}"
     if phase is not None and phase[1] >= LONG_PHASE_SECONDS:
-        return f"{title}  {phase[0]:{NAME_WIDTH}.{NAME_WIDTH}}  {clock(phase[1])}"
+        return f"{title}  {phase[0]:{NAME_WIDTH}.{NAME_WIDTH}}  {duration(phase[1])}"
     return ""

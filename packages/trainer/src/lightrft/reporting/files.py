@@ -11,6 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from lightrft.config.files import (
+    MAX_BYTES,
+    FileError,
+    parse_json,
+    read_object,
+    require_object,
+    sealed,
+)
 from lightrft.config.toml import write_whole
 
 CONFIG_FILE = "config.toml"
@@ -30,16 +38,26 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PACKAGES = ("lightrft-trainer", "torch", "transformers", "deepspeed", "vllm", "sglang")
 
 
-def write_start(path: Path, *, world_size: int, inputs: Mapping[str, object] | None = None) -> None:
-    """Records when a run started, with how many processes, on which versions and inputs."""
+def write_start(
+    path: Path,
+    *,
+    world_size: int,
+    inputs: Mapping[str, object] | None = None,
+    config_sha256: str = "",
+) -> None:
+    """Records when a run started, with how many processes, on which versions and inputs.
+
+    The file ends with a hash of all the rest.
+    """
     python = ".".join(map(str, sys.version_info[:3]))
     start = {
         "started_unix": time.time(),
         "world_size": world_size,
         "versions": {"python": python, **package_versions(_PACKAGES)},
         "inputs": dict(inputs or {}),
+        "config_sha256": config_sha256,
     }
-    write_whole(path, json.dumps(start, indent=2) + "\n")
+    write_whole(path, sealed(start) + "\n")
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
@@ -107,10 +125,10 @@ class JsonLines:
     def __iter__(self) -> Iterator[tuple[int, dict[str, object]]]:
         """Step and object of every readable line."""
         self.num_unreadable = 0
-        if not self.path.exists():
+        if not self.path.is_file():
             return
-        with self.path.open(encoding="utf-8", errors="replace") as stream:
-            for line in stream:
+        with self.path.open("rb") as stream:
+            while line := stream.readline(MAX_BYTES):
                 entry = parse_object(line)
                 step = entry.get("step")
                 if isinstance(step, int) and not isinstance(step, bool):
@@ -162,28 +180,27 @@ def drop_steps_after(path: Path, step: int) -> None:
         return
     kept: list[str] = []
     # Not splitlines(): JSON leaves U+2028 and the like as they are within a text.
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    for line in path.read_bytes().split(b"\n"):
         found = parse_object(line).get("step")
         if isinstance(found, int) and found <= step:
-            kept.append(line + "\n")
+            kept.append(line.decode() + "\n")
     write_whole(path, "".join(kept))
 
 
 def read_json(path: Path) -> dict[str, object]:
     """The object in a JSON file; {} if it is missing or not readable."""
     try:
-        return parse_object(path.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
+        return read_object(path)
+    except FileError:
         return {}
 
 
-def parse_object(text: str) -> dict[str, object]:
+def parse_object(content: bytes) -> dict[str, object]:
     """The JSON object of a text; {} if it is none."""
     try:
-        entry = json.loads(text)
-    except (ValueError, RecursionError):
+        return require_object(parse_json(content, "a line"), "a line")
+    except FileError:
         return {}
-    return entry if isinstance(entry, dict) else {}
 
 
 @contextmanager

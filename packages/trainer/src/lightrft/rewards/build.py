@@ -2,7 +2,6 @@
 
 import math
 import threading
-import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from typing import Self, cast
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARD_KINDS, REWARD_SERVICES, REWARDS, split_kind
+from lightrft.config.toml import read_toml
 from lightrft.rewards.types import (
     CallStyle,
     ChecksLabels,
@@ -77,11 +77,11 @@ class CombinedReward:
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
-    ) -> list[RewardResult]:
-        """See `RewardFunction.score`."""
+    ) -> list[RewardResult | None]:
+        """See `RewardFunction.score`; undecided by one function is undecided."""
         weights = self._row_weights(len(responses), columns)
 
-        def score(index: int) -> dict[int, RewardResult]:
+        def score(index: int) -> dict[int, RewardResult | None]:
             rows = [i for i, row in enumerate(weights) if index in row]
             with self._turns[index]:
                 found = self._functions[index].score(
@@ -105,7 +105,7 @@ class CombinedReward:
             with ThreadPoolExecutor(count, thread_name_prefix="reward") as threads:
                 by_function = list(threads.map(score, range(count)))
         return [
-            self._combine(row, [found.get(i) for found in by_function])
+            self._combine(row, {index: by_function[index][i] for index in row})
             for i, row in enumerate(weights)
         ]
 
@@ -145,15 +145,16 @@ class CombinedReward:
         self.close()
 
     def _combine(
-        self, weights: Mapping[int, float], results: Sequence[RewardResult | None]
-    ) -> RewardResult:
+        self, weights: Mapping[int, float], results: Mapping[int, RewardResult | None]
+    ) -> RewardResult | None:
         components: dict[str, float] = {}
         total = 0.0
-        for index, (function, result) in enumerate(zip(self._functions, results, strict=True)):
+        for index, result in sorted(results.items()):
             if result is None:
-                continue
+                return None
             for name, value in result.components.items():
-                components[f"{function.name}/{name}" if name in components else name] = value
+                own = f"{self._functions[index].name}/{name}" if name in components else name
+                components[own] = value
             total += weights[index] * result.reward
         return RewardResult(total, components)
 
@@ -224,9 +225,9 @@ def load_recipes(path: str | Path, *, column: str, names: Sequence[str]) -> Rewa
     if len(set(names)) < len(names):
         raise ConfigError(f"reward_recipe needs rewards of different names: got {', '.join(names)}")
     try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
-        raise ConfigError(f"reward_recipe: cannot read {path}: {err}") from err
+        tables = read_toml(Path(path))
+    except ValueError as err:
+        raise ConfigError(f"reward_recipe: cannot read {err}") from err
     recipes: dict[str, dict[str, float]] = {}
     for value, table in tables.items():
         if not isinstance(table, dict) or not table:

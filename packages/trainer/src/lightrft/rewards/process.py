@@ -213,7 +213,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=worker_environment(task.passed_variables),
+            env=worker_environment(task.passed_variables) | {"PYTHONHASHSEED": "0"},
             pass_fds=(theirs.fileno(),),
             start_new_session=True,  # Ctrl-C does not hit it
         )

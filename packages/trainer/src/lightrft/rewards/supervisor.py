@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 
 import psutil
 
@@ -71,7 +72,7 @@ def _watch(
         if status is not None or channel.fileno() in ready or os.getppid() != parent:
             break
         round_number += 1
-        if memory_bytes and _holds_more(memory_bytes, worker, round_number):
+        if memory_bytes and _all_hold_more(memory_bytes, worker, round_number):
             with contextlib.suppress(OSError):
                 channel.send(MEMORY_REASON)
             break
@@ -112,10 +113,14 @@ def _reap(worker: int) -> int | None:
     return found
 
 
-def _holds_more(limit: int, worker: int, round_number: int) -> bool:
+def _all_hold_more(limit: int, worker: int, round_number: int) -> bool:
     """Whether the worker, or in some rounds all processes together, hold more than the limit."""
     own, is_scan = psutil.Process(), round_number % _SCANS_EVERY == 0
-    processes = own.children(recursive=True) if is_scan else [psutil.Process(worker)]
+    return holds_more(own.children(recursive=True) if is_scan else [psutil.Process(worker)], limit)
+
+
+def holds_more(processes: Sequence[psutil.Process], limit: int) -> bool:
+    """Whether processes hold more bytes than the limit together."""
     if sum(map(_resident_bytes, processes)) <= limit:
         return False
     # Processes that share pages were counted with all of them.

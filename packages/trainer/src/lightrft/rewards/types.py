@@ -1,5 +1,6 @@
 """The interface of reward functions."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -27,6 +28,10 @@ class RewardResult:
     components: Mapping[str, float] = field(default_factory=dict)
 
 
+# In the place of a reward that could not be decided: no failure of the function. Told by identity.
+UNDECIDED = RewardResult(math.nan, {"undecided": 1.0})
+
+
 class RewardFunction(Protocol):
     """Scores responses; holds processes, so it must be closed."""
 
@@ -42,8 +47,11 @@ class RewardFunction(Protocol):
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
-    ) -> list[RewardResult]:
-        """One result per response, in order.
+    ) -> Sequence[RewardResult | None]:
+        """One result per response, in order; None for one that could not be decided.
+
+        That response alone is left out of the loss, whatever `--reward_failure` says: what a model
+        writes must neither end a run nor earn a number that nobody computed.
 
         Args:
             prompts: Rendered prompts.

@@ -58,6 +58,9 @@ class DynamicSource:
         require_rewards(samples.table)
         selection = select_groups(samples.table, num_wanted)
         table = apply_selection(samples.table, selection)
+        fillers = set(table.group_ids[selection.is_filler].tolist())
+        for entry in requests.ledger.entries.values():
+            entry.is_filler = entry.group_id in fillers
         kept = set(table.group_ids.tolist())
         scored = [item for item in samples.scored if item.rollout.group_id in kept]
         return replace(samples, table=table, scored=scored, selection=selection)
@@ -107,7 +110,7 @@ def select_groups(table: RowTable, num_wanted: int) -> Selection:
     kept, fillers = mixed[:num_wanted], constant[: max(0, num_wanted - len(mixed))]
     rows = np.flatnonzero(np.isin(table.group_ids, [*kept, *fillers])).astype(np.int64)
     scored = table.accuracies[~table.is_masked]
-    top = scored.max()
+    top = scored.max(initial=-np.inf)
     solved = [g for g in constant if (table.accuracies[table.group_ids == g] == top).all()]
     return Selection(
         rows=rows,

@@ -1,28 +1,32 @@
-"""Evidence of the ledger gate: journal and ledger, brought to the rank that trains a sample.
+"""Evidence of the ledger gate: journal and ledgers, brought to the rank that trains a sample.
 
-The journal says which prompt a sample answers, which calls of the engine it came from and which
-observations were appended; the ledger is what the engine's adapter wrote.
+The journal says which calls of the engine a sample came from and which observations were appended;
+the engine's ledger is what its adapter wrote, the ledger of samples what was asked and scored.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lightrft.engines.ledger import Key, LedgerEntry
-from lightrft.records.columns import Column, Values, vouched_columns
+from lightrft.records.columns import COLUMNS, Column, Values, vouched_columns
 from lightrft.records.rollout import Rollout, Segment
+from lightrft.records.sample_ledger import SampleEntry, SampleLedger
 from lightrft.strategy.distributed.context import DistributedContext
 
 if TYPE_CHECKING:
     from lightrft.strategy.engine.session import EngineSession
 
 Call = tuple[int, int]  # request id, sample index
+CallEnd = tuple[tuple[float, ...], str]  # `sampling` and `finish_reason` of an entry
+RowFacts = dict[str, float]  # by name of the column, or of the component
 
 
 class LedgerError(RuntimeError):
@@ -36,10 +40,14 @@ class Account:
     Args:
         prompt: Token ids of the data row's prompt.
         segments: Calls of the engine and observations, in their order.
+        scored: Hashes of the ids that its rewards were given to.
+        facts: What was written down of it.
     """
 
     prompt: tuple[int, ...]
     segments: tuple[Segment, ...]
+    scored: tuple[str, ...] = ()
+    facts: RowFacts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +59,45 @@ class Evidence:
         entries: Of ledgers.
         special_ids: Ids that no text of an observation may have.
         is_shared: Every rank has the entries of all ranks.
+        version: Of the engine's weights in this step.
+        ledger: Of the samples of this rank.
+        total: `rows_hash` of what was written down of all ranks' samples and greedy samples.
+        problem: The first contradiction in what this rank wrote down; "" is none.
     """
 
     accounts: Mapping[int, Account]
     entries: Mapping[Key, LedgerEntry]
     special_ids: frozenset[int] = frozenset()
     is_shared: bool = False
+    version: int = -1
+    ledger: SampleLedger = field(default_factory=SampleLedger)
+    total: int = 0
+    problem: str = ""
+
+    def noted_rows(
+        self, sample_ids: Collection[int]
+    ) -> tuple[dict[int, RowFacts], dict[int, RowFacts]]:
+        """What this rank wrote down of its own among some samples, and of its greedy ones."""
+        own, greedy = self.ledger.entries, self.ledger.greedy.entries
+        return (
+            {i: noted_facts(entry) for i, entry in own.items() if i in sample_ids},
+            {i: noted_facts(entry) for i, entry in greedy.items()},
+        )
 
 
 def take_evidence(
-    rollouts: Sequence[Rollout], session: EngineSession, *, special_ids: Collection[int] = ()
+    rollouts: Sequence[Rollout],
+    session: EngineSession,
+    *,
+    ledger: SampleLedger | None = None,
+    special_ids: Collection[int] = (),
 ) -> Evidence:
-    """Journal and ledger of this rank, whose engine's ledger is emptied; collective.
+    """Journal and ledgers of this rank, whose engine's ledger is emptied; collective.
 
     Args:
         rollouts: This rank's.
         session: Of the engine.
+        ledger: Of the samples; None rebuilds rows, and proves nothing of their facts.
         special_ids: See `Evidence`.
 
     Raises:
@@ -76,17 +107,24 @@ def take_evidence(
     taken = [] if engine is None else engine.ledger.take()
     entries: dict[Key, LedgerEntry] = {}
     _add(entries, taken)
-    digests = {_digest(entry.key): _digest(entry) for entry in taken}
     # The ranks of a tensor-parallel group all write what the group samples.
     group = context.engine_mp_group
+    compared = [] if group is None else taken
+    digests = {_digest(e.key): (_digest(e.token_ids), _digest(e)) for e in compared}
     for theirs in [] if group is None else context.gather_objects(digests, group):
-        odd = [
-            entry for entry in taken if theirs.get(_digest(entry.key)) not in (None, _digest(entry))
-        ]
-        if odd:
-            raise _sampled_twice(odd[0])
-    accounts = {item.sample_id: Account(item.prompt.token_ids, item.segments) for item in rollouts}
-    return Evidence(accounts, entries, frozenset(special_ids))
+        for entry in taken:
+            own = digests[_digest(entry.key)]
+            found = theirs.get(_digest(entry.key), own)
+            if found != own:
+                raise _sampled_twice(entry, has_same_tokens=found[0] == own[0])
+    ledger = ledger or SampleLedger()
+    accounts = {}
+    for item in rollouts:
+        noted = ledger.entries.get(item.sample_id, SampleEntry())
+        prompt = noted.prompt or item.prompt
+        accounts[item.sample_id] = Account(prompt.token_ids, item.segments, tuple(noted.scored))
+    version = -1 if engine is None else engine.weights_version
+    return Evidence(accounts, entries, frozenset(special_ids), version=version, ledger=ledger)
 
 
 def share_entries(
@@ -117,36 +155,77 @@ def deliver_evidence(
         evidence: Of the samples of this rank.
         wanted: Sample ids that each rank trains; the same on every rank.
         context: Brings bytes from rank to rank.
+
+    Returns:
+        Also a hash of what was written down of all that any rank trains.
     """
+    noted, greedy = evidence.noted_rows({i for ids in wanted for i in ids})
+    total = rows_hash(noted) + rows_hash(greedy)
     by_call: dict[Call, list[LedgerEntry]] = {}
     for entry in () if evidence.is_shared else evidence.entries.values():
         by_call.setdefault(entry.key[:2], []).append(entry)
     parts = [
-        _pack({i: evidence.accounts[i] for i in ids if i in evidence.accounts}, by_call)
+        _pack(
+            total,
+            {
+                i: replace(evidence.accounts[i], facts=noted.get(i, {}))
+                for i in ids
+                if i in evidence.accounts
+            },
+            by_call,
+        )
         for ids in wanted
     ]
     accounts: dict[int, Account] = {}
     entries = dict(evidence.entries) if evidence.is_shared else {}
+    total = 0
     for data in context.exchange_bytes(parts):
-        if data:
-            theirs, found = _unpack(data)
-            accounts |= theirs
-            _add(entries, found)
-    return replace(evidence, accounts=accounts, entries=entries)
+        part, theirs, found = _unpack(data)
+        total += part
+        accounts |= theirs
+        _add(entries, found)
+    own = evidence.ledger.entries
+    problems = (f"sample {i}: {own[i].problem}" for i in sorted(noted) if own[i].problem)
+    return replace(
+        evidence, accounts=accounts, entries=entries, total=total, problem=next(problems, "")
+    )
 
 
-def _pack(accounts: Mapping[int, Account], by_call: Mapping[Call, Sequence[LedgerEntry]]) -> bytes:
+def noted_facts(entry: SampleEntry) -> RowFacts:
+    """What was written down of a sample, by column and by component of the reward."""
+    facts = {name: c.noted(entry) for name, c in COLUMNS.items() if c.noted is not None}
+    return facts | component_facts(entry.components)
+
+
+def component_facts(components: Mapping[str, float]) -> RowFacts:
+    """Components of a reward, without those that are absent."""
+    given = sorted(components.items())
+    return {f"component {name}": value for name, value in given if not math.isnan(value)}
+
+
+def rows_hash(rows: Mapping[int, RowFacts]) -> int:
+    """A sum over rows, the same in any order and for any distribution over ranks."""
+    return sum(hash((sample_id, *facts.values())) for sample_id, facts in rows.items())
+
+
+def _pack(
+    total: int,
+    accounts: Mapping[int, Account],
+    by_call: Mapping[Call, Sequence[LedgerEntry]],
+) -> bytes:
     """Accounts and the entries of their calls, with values as the gate reads them."""
-    if not accounts:
-        return b""
     calls = {(s.request_id, s.sample_index) for each in accounts.values() for s in each.segments}
     entries = [entry for call in sorted(calls) for entry in by_call.get(call, ())]
+    ends: dict[CallEnd, CallEnd] = {}  # one object is sent once
     return pickle.dumps(
         (
+            total,
             [
                 (
                     sample_id,
                     _ids(account.prompt),
+                    account.scored,
+                    account.facts,
                     [
                         (s.request_id, s.sample_index, _ids(s.observation), s.text_spans)
                         for s in account.segments
@@ -156,9 +235,10 @@ def _pack(accounts: Mapping[int, Account], by_call: Mapping[Call, Sequence[Ledge
             ],
             [
                 (
-                    *entry.key,
+                    entry.key,
                     entry.weights_version,
                     _ids(entry.token_ids),
+                    ends.setdefault(end := (entry.sampling, entry.finish_reason), end),
                     *(
                         column.to_wire(vouched_values(entry, column))
                         for column in vouched_columns()
@@ -178,30 +258,31 @@ def vouched_values(entry: LedgerEntry, column: Column) -> Values:
     )
 
 
-def _unpack(data: bytes) -> tuple[dict[int, Account], list[LedgerEntry]]:
-    accounts, entries = pickle.loads(data)
+def _unpack(data: bytes) -> tuple[int, dict[int, Account], list[LedgerEntry]]:
+    total, accounts, entries = pickle.loads(data)
     return (
+        total,
         {
             sample_id: Account(
                 _tuple(prompt),
                 tuple(Segment(i, j, _tuple(seen), spans) for i, j, seen, spans in segments),
+                scored,
+                facts,
             )
-            for sample_id, prompt, segments in accounts
+            for sample_id, prompt, scored, facts, segments in accounts
         },
         [_entry(*values) for values in entries],
     )
 
 
-def _entry(
-    request_id: int, index: int, context: str, version: int, ids: bytes, *columns: bytes
-) -> LedgerEntry:
+def _entry(key: Key, version: int, ids: bytes, end: CallEnd, *columns: bytes) -> LedgerEntry:
     token_ids = _tuple(ids)
     facts = {
         column.name: tuple(column.from_wire(memoryview(data), len(token_ids))[0].tolist())
         for column, data in zip(vouched_columns(), columns, strict=True)
     }
     logprobs = facts.pop("rollout_logprobs")
-    return LedgerEntry(request_id, index, context, token_ids, logprobs, version, facts)
+    return LedgerEntry(*key, token_ids, logprobs, version, facts, *end)
 
 
 def _ids(token_ids: Sequence[int]) -> bytes:
@@ -214,16 +295,19 @@ def _tuple(data: bytes) -> tuple[int, ...]:
 
 def _add(entries: dict[Key, LedgerEntry], more: Iterable[LedgerEntry]) -> None:
     for entry in more:
-        if entries.setdefault(entry.key, entry) != entry:
-            raise _sampled_twice(entry)
+        before = entries.setdefault(entry.key, entry)
+        if before != entry:
+            raise _sampled_twice(entry, has_same_tokens=before.token_ids == entry.token_ids)
 
 
 def _digest(item: object) -> bytes:
     return hashlib.blake2b(repr(item).encode(), digest_size=8).digest()
 
 
-def _sampled_twice(entry: LedgerEntry) -> LedgerError:
+def _sampled_twice(entry: LedgerEntry, *, has_same_tokens: bool) -> LedgerError:
+    found = "equal tokens and other log-probabilities or weights"
     return LedgerError(
-        f"request {entry.request_id} was sampled twice in one context, with different tokens: the "
-        "ranks of an engine disagree, or request ids repeat"
+        f"request {entry.request_id} was sampled twice in one context, with "
+        f"{found if has_same_tokens else 'different tokens'}: the ranks of an engine disagree, or "
+        "request ids repeat"
     )

@@ -55,6 +55,8 @@ class PartialSource:
                 sampling_params=requests.params,
                 session=parts.session,
             )
+            asked = [chosen[i].prompt for i in requests.positions]
+            requests.ledger.ask(asked, requests.positions, requests.params.n)
             rollouts = [
                 item for i in requests.positions for item in self._rollouts(chosen[i], i, requests)
             ]
@@ -62,7 +64,7 @@ class PartialSource:
             parts,
             requests,
             rollouts,
-            scorer=open_scorer(parts, [item.prompt for item in rollouts]),
+            scorer=open_scorer(parts, replace(requests, prompts=asked)),
             carried=carry.entries,
         )
         evidence = samples.evidence

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
@@ -52,6 +54,8 @@ def greedy_params(config: TrainConfig) -> SamplingParams:
 class GreedySource:
     """Samples of another source, and a greedy completion of each prompt beside them.
 
+    Groups whose greedy completion has no reward have no baseline: they are excluded.
+
     Args:
         source: Of both.
         config: Stops and lengths of the greedy completions.
@@ -62,9 +66,20 @@ class GreedySource:
 
     def sample(self, requests: SampleRequests) -> Samples:
         """See `RolloutSource`."""
-        greedy = replace(requests, params=greedy_params(self._config), is_recorded=False, step=None)
-        found = self._source.sample(greedy).table
-        return replace(self._source.sample(requests), greedy=found)
+        greedy = replace(
+            requests,
+            params=greedy_params(self._config),
+            is_recorded=False,
+            step=None,
+            ledger=requests.ledger.greedy,
+        )
+        best = self._source.sample(greedy).table
+        found = self._source.sample(requests)
+        without = best.group_ids[best.is_masked]
+        requests.ledger.lack_baselines(without)
+        has_none = np.isin(found.table.group_ids, without)
+        table = replace(found.table, is_masked=found.table.is_masked | has_none)
+        return replace(found, table=table, greedy=best)
 
 
 def single_turns(parts: SourceParts) -> SingleTurnSource:

@@ -9,11 +9,17 @@ from itertools import groupby
 from typing import Self
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
 from lightrft.records.rollout import Rollout, ScoredRollout
+from lightrft.records.sample_ledger import FUNCTION, MODELS, SampleLedger
 from lightrft.records.table import RowTable, exchange
-from lightrft.rewards.types import CallStyle, RewardError, RewardFunction, RewardResult
+from lightrft.rewards.types import (
+    UNDECIDED,
+    CallStyle,
+    RewardError,
+    RewardFunction,
+    RewardResult,
+)
 from lightrft.rollout.ledger_records import share_entries, take_evidence
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
 from lightrft.strategy.distributed.deadlines import phase
@@ -35,6 +41,7 @@ class GroupScorer:
     Args:
         reward_function: Scores responses.
         columns: Names of the data's columns; every call gets all of them.
+        ledger: Receives each reward when it is given; None is one that nobody reads.
         masks_failures: Where a call fails, score its rollouts one by one, and give None for those
             that fail; after three failures in a row the rest of the call is not tried, and after
             three groups in a row, of which nothing was scored, no later group counts.
@@ -46,11 +53,13 @@ class GroupScorer:
         *,
         columns: Iterable[str] = (),
         masks_failures: bool = False,
+        ledger: SampleLedger | None = None,
     ) -> None:
         style = reward_function if isinstance(reward_function, CallStyle) else None
         self._function = reward_function
         self._columns = sorted(set(columns))
         self._masks_failures = masks_failures
+        self._ledger = ledger or SampleLedger()
         self._is_whole = style is not None and style.whole_batch
         self._num_threads = 0 if style is None or self._is_whole else style.parallel_calls
         self._threads: ThreadPoolExecutor | None = None
@@ -79,7 +88,7 @@ class GroupScorer:
         self._calls[group_id] = self._threads.submit(self._score_in_thread, group_id, group)
 
     def results(self, rollouts: Sequence[Rollout]) -> GroupResults:
-        """One result for each rollout, in order.
+        """One result for each rollout, in order: None where it failed, or `UNDECIDED`.
 
         Args:
             rollouts: Of whole groups.
@@ -97,16 +106,20 @@ class GroupScorer:
             if key not in self._calls:
                 self.add(group)
         results: list[RewardResult | None] = [None] * len(rollouts)
-        num_broken = 0
+        num_broken, scored = 0, set[int]()
         for key, group in groups.items():
             call = self._calls.get(key)
             found = self._score(group) if call is None else call.result()
             for place, result in zip(places[key], found, strict=True):
                 results[place] = result
+            scored.update(places[key])
             num_broken = num_broken + 1 if all(result is None for result in found) else 0
             if num_broken == MAX_FAILURES_IN_A_ROW:
                 self.close()
                 break
+        for place in set(range(len(rollouts))) - scored:
+            entry = self._ledger.of(rollouts[place].sample_id)
+            entry.has_failed = entry.is_abandoned = True
         return results
 
     def close(self) -> None:
@@ -151,25 +164,35 @@ class GroupScorer:
                     num_failures += 1
                 else:
                     num_failures = 0
+            if result is None:
+                self._ledger.of(rollout.sample_id).has_failed = True
             results.append(result)
         return results
 
     def _call(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         rows = [rollout.prompt for rollout in rollouts]
-        results = self._function.score(
-            [row.text for row in rows],
-            [rollout.response_text for rollout in rollouts],
-            [row.label for row in rows],
-            {name: [row.columns.get(name) for row in rows] for name in self._columns},
-        )
+        texts, labels = [row.text for row in rows], [row.label for row in rows]
+        columns = {name: [row.columns.get(name) for row in rows] for name in self._columns}
+        responses = [rollout.response_text for rollout in rollouts]
+        rest = [
+            dict(zip(columns, found, strict=True)) for found in zip(*columns.values(), strict=True)
+        ]
+        given = list(zip(texts, labels, rest or [{}] * len(rows), strict=True))
+        results = self._function.score(texts, responses, labels, columns)
         if len(results) != len(rollouts):
             raise RewardError(
                 f"the reward function must return one result per response: got {len(results)} for "
                 f"{len(rollouts)} responses"
             )
         for rollout, result in zip(rollouts, results, strict=True):
-            require_finite(rollout, result.reward)
-        return results
+            if result is not None:
+                require_finite(rollout, result.reward)
+        found = [UNDECIDED if result is None else result for result in results]
+        for rollout, values, result in zip(rollouts, given, found, strict=True):
+            entry = self._ledger.of(rollout.sample_id)
+            entry.given = values
+            entry.reward_is(FUNCTION, result, rollout.token_ids)
+        return found
 
 
 def require_finite(rollout: Rollout, reward: float) -> None:
@@ -206,6 +229,7 @@ def score_rollouts(
     overlong_penalty: Callable[[int], float] | None = None,
     model_results: Sequence[RewardResult] = (),
     environment_results: Sequence[RewardResult | None] = (),
+    ledger: SampleLedger | None = None,
 ) -> list[ScoredRollout]:
     """Rollouts with the sum of their rewards.
 
@@ -214,12 +238,13 @@ def score_rollouts(
 
     Args:
         rollouts: What was scored.
-        results: What the reward function says of each; None where it failed, which excludes the
-            rollout from the loss, its reward being 0.
+        results: What the reward function says of each. None, where it failed, and `UNDECIDED`
+            exclude the rollout from the loss, its reward being 0.
         overlong_penalty: Soft punishment of long responses, or None.
         model_results: What reward models add to each rollout; () without them.
         environment_results: What environments add; None for an episode that failed, which is
             excluded. () without environments.
+        ledger: Receives the penalties; None is one that nobody reads.
 
     Raises:
         RewardError: A reward is not finite; a failed one is never replaced by a number.
@@ -227,8 +252,9 @@ def score_rollouts(
     scored: list[ScoredRollout] = []
     for index, (rollout, result) in enumerate(zip(rollouts, results, strict=True)):
         sources = [given[index] for given in (model_results, environment_results) if given]
-        if result is None or None in sources:
-            scored.append(ScoredRollout(rollout, 0.0, is_masked=True))
+        if result is None or result is UNDECIDED or None in sources:
+            known = UNDECIDED.components if result is UNDECIDED else {}
+            scored.append(ScoredRollout(rollout, 0.0, known, is_masked=True))
             continue
         penalty, reward = 0.0, result.reward
         components = dict(result.components)
@@ -241,6 +267,8 @@ def score_rollouts(
         if overlong_penalty is not None:
             penalty = overlong_penalty(_longest_turn(rollout.completion.is_sampled))
             components["overlong"] = penalty
+            if ledger is not None:
+                ledger.of(rollout.sample_id).penalty = penalty
         scored.append(ScoredRollout(rollout, reward + penalty, components, unshaped_reward=reward))
     return scored
 
@@ -250,12 +278,13 @@ def _longest_turn(is_sampled: Sequence[bool]) -> int:
     return max((sum(1 for _ in run) for flag, run in groupby(is_sampled) if flag), default=0)
 
 
-def open_scorer(parts: SourceParts, prompts: Sequence[Prompt]) -> GroupScorer:
-    """A scorer of rollouts of these prompts."""
+def open_scorer(parts: SourceParts, requests: SampleRequests) -> GroupScorer:
+    """A scorer of rollouts of the prompts of these requests."""
     return GroupScorer(
         parts.reward_function,
-        columns={name for prompt in prompts for name in prompt.columns},
+        columns={name for prompt in requests.prompts for name in prompt.columns},
         masks_failures=parts.config.reward_failure == "mask",
+        ledger=requests.ledger,
     )
 
 
@@ -288,6 +317,8 @@ def finished_samples(
         models: Sequence[RewardResult] = ()
         if parts.model_rewards is not None:
             models = parts.model_rewards.score(rollouts, parts.encoder)
+            for rollout, result in zip(rollouts, models, strict=True):
+                requests.ledger.of(rollout.sample_id).reward_is(MODELS, result)
         try:
             with scorer:
                 results = scorer.results(rollouts)
@@ -297,6 +328,7 @@ def finished_samples(
                 overlong_penalty=overlong_penalty(config) if requests.shapes_rewards else None,
                 model_results=models,
                 environment_results=environment_results,
+                ledger=requests.ledger,
             )
         except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
             problem = error
@@ -304,7 +336,9 @@ def finished_samples(
         table = exchange(problem or scored, parts.context)
         evidence = None
         if config.ledger_gate and parts.session.engine is not None and requests.is_recorded:
-            evidence = take_evidence(rollouts, parts.session, special_ids=special_ids)
+            evidence = take_evidence(
+                rollouts, parts.session, ledger=requests.ledger, special_ids=special_ids
+            )
             if carried is not None:
                 evidence = share_entries(evidence, carried, parts.context)
     return Samples(scored, table, requests.num_prompts, evidence=evidence)
@@ -314,6 +348,7 @@ def require_rewards(table: RowTable) -> None:
     """Raises a RewardError if the reward failed for every sample of a step."""
     if table.is_masked.all():
         raise RewardError(
-            f"the reward failed for all {len(table)} samples of the step: there is nothing to "
-            "train on; run with reward_failure=raise to see the cause"
+            f"the reward failed for all {len(table)} samples of the step, or could not decide "
+            f"them ({int(table.is_undecided.sum())}): there is nothing to train on; run with "
+            "reward_failure=raise to see the cause of a failure"
         )

@@ -34,7 +34,8 @@ class SingleTurnSource:
     def sample(self, requests: SampleRequests) -> Samples:
         """See `RolloutSource`."""
         parts, prompts, ids = self._parts, requests.prompts, requests.request_ids
-        with open_scorer(parts, prompts) as scorer:
+        requests.ledger.ask(prompts, requests.positions, requests.params.n)
+        with open_scorer(parts, requests) as scorer:
             groups = RolloutGroups(
                 prompts,
                 ids,

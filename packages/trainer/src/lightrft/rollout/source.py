@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from functools import cache
-from typing import TYPE_CHECKING, Protocol, Self, cast, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightrft.config import TrainConfig
+from lightrft.config.files import parse_json, typed
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import Completion, Facts, FinishReason, LogprobsMode, SamplingParams
 from lightrft.records.columns import join_facts
 from lightrft.records.rollout import ScoredRollout, Segment
+from lightrft.records.sample_ledger import SampleLedger
 from lightrft.records.table import RowTable
 from lightrft.rewards.types import RewardFunction
 from lightrft.rollout.ledger_records import Evidence
@@ -174,29 +175,13 @@ class PartialRolloutState:
             ValueError: The text is none of ours.
         """
         try:
-            return cast("Self", _read(cls, json.loads(str(text))))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            # Prompts of earlier checkpoints list images and videos apart; carried ones have none.
+            return typed(cls, parse_json(str(text).encode(), "they"), "they", skips_unknown=True)
+        except ValueError as error:
             raise ValueError(
-                f"the checkpoint's unfinished responses cannot be read: {error!r}; start anew, or "
+                f"the checkpoint's unfinished responses cannot be read: {error}; start anew, or "
                 "load it with load_module_only"
             ) from error
-
-
-_hints = cache(get_type_hints)
-
-
-def _read(kind: object, value: object) -> object:
-    """The records, tuples and mappings that values of JSON stand for."""
-    if is_dataclass(kind) and isinstance(kind, type):
-        types, given = _hints(kind), cast("dict[str, object]", value)
-        # Prompts of earlier checkpoints list images and videos apart; carried ones have none.
-        return kind(**{n: _read(types[n], each) for n, each in given.items() if n in types})
-    if get_origin(kind) is tuple:
-        return tuple(_read(get_args(kind)[0], each) for each in cast("list[object]", value))
-    if get_origin(kind) is Mapping:
-        given = cast("dict[str, object]", value)
-        return {name: _read(get_args(kind)[1], each) for name, each in given.items()}
-    return value
 
 
 NOTHING_CARRIED = PartialRolloutState()
@@ -255,6 +240,7 @@ class SampleRequests:
         carry: State of the source: responses that the step before left unfinished.
         step, batch: Of the run and within the step, for the journal; step None writes none.
         timer: Measures the step.
+        ledger: Receives what is asked, answered and scored.
     """
 
     prompts: Sequence[Prompt]
@@ -269,6 +255,7 @@ class SampleRequests:
     step: int | None = None
     batch: int = 0
     timer: StepTimer = field(default_factory=StepTimer)
+    ledger: SampleLedger = field(default_factory=SampleLedger)
 
     @property
     def request_ids(self) -> range:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import cast
 
@@ -57,6 +57,7 @@ class RunSummary:
         last_metrics: Metrics of the last step.
         verdict: "learned: ..." or "no update: ...", see `run_verdict`; then, what ended the run
             before its last step.
+        alarms: The alarms that ended it (`stop_on_alarm`).
     """
 
     output_dir: str
@@ -71,6 +72,7 @@ class RunSummary:
     last_eval: dict[str, float]
     last_metrics: dict[str, float]
     verdict: str
+    alarms: tuple[str, ...] = ()
 
 
 def run_training(
@@ -102,6 +104,8 @@ def run_training(
     started = time.perf_counter()
     with ExitStack() as stack:
         plan = plan_run(config)
+        if plan.summary:
+            return _nothing_left(config, plan.summary)
         config = config.replaced(plan.kept)
         read = cast("Callable[[TrainConfig], StageInputs]", STAGES.load(stage))
         inputs = read(config)
@@ -117,7 +121,7 @@ def run_training(
             trackers = (*build_trackers(config), *own_loggers(config))
             loggers = (console, JsonLinesLogger(folder / METRICS_FILE), *trackers, *loggers)
         strategy = stack.enter_context(get_strategy(config))
-        config = _ready(config, inputs, strategy)
+        config = _ready(config, inputs, strategy, stage)
         loop = Loop(inputs.build(config, strategy), loggers)
         stack.callback(loop.close)
         num_planned, num_resumed = loop.stage.planned_steps(), start_run(config, loop, plan)
@@ -131,10 +135,24 @@ def run_training(
         return _finish(config, loop, result, num_resumed=num_resumed, started=started)
 
 
-def _ready(config: TrainConfig, inputs: StageInputs, strategy: StrategyBase) -> TrainConfig:
+def _nothing_left(config: TrainConfig, summary: Mapping[str, object]) -> RunSummary:
+    """The summary that the complete run of this command has left."""
+    values = {each.name: summary.get(each.name) for each in fields(RunSummary)}
+    values |= {"output_dir": config.output_dir, "model_dir": str(config.model_dir)}
+    if os.environ.get("RANK", "0") == "0":
+        text = f"{config.output_dir} is complete after {values['num_steps']} steps"
+        print_on_first_rank(None, f"{text}: nothing is left to do")
+    return RunSummary(**values)  # type: ignore[arg-type]
+
+
+def _ready(
+    config: TrainConfig, inputs: StageInputs, strategy: StrategyBase, stage: str
+) -> TrainConfig:
     """The configuration with all that is decided on the machine; collective."""
     config = choose_threads(inputs.decided(config, strategy), strategy)
     for name in START_HOOKS:
+        if name == "memory_budget" and stage != "policy":
+            continue  # it plans for rollouts, too
         hook = cast("Callable[[TrainConfig, StrategyBase], TrainConfig]", START_HOOKS.load(name))
         config = hook(config, strategy)
     return config.replaced({"ckpt_path": str(config.checkpoint_dir)})
@@ -153,8 +171,13 @@ def _open_console(config: TrainConfig, stack: ExitStack) -> RunConsole:
 
 
 def _open_folder(config: TrainConfig, plan: RunPlan) -> None:
-    """Moves the files of a run without checkpoint aside, and keeps the options of a new one."""
+    """Moves the files of a run without checkpoint aside, and keeps the options of a new one.
+
+    Says which files of the one before are damaged.
+    """
     folder = Path(config.output_dir)
+    for text in plan.warnings:
+        print_on_first_rank(None, f"warning: {text}")
     if plan.restarts:
         aside = set_aside(folder, config.checkpoint_dir)
         print_on_first_rank(
@@ -220,6 +243,7 @@ def _summarise(
         last_eval=result.last_eval,
         last_metrics=result.last_metrics,
         num_steps=result.num_steps,
+        alarms=result.alarms,
         verdict="; ".join([verdict, *(f"ended by an alarm: {text}" for text in result.alarms)]),
     )
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -20,8 +21,17 @@ from lightrft.config.options import options_of
 from lightrft.datasets.batch_stream import Batches, BatchStream
 from lightrft.reporting.loggers import LoggerGroup, MetricsLogger
 from lightrft.run.throughput import TrainingFlops, peak_tflops, training_flops, utilisation
-from lightrft.stages.stage import Stage, StageMemory, Step, TrainedModels, Work, stored_number
+from lightrft.stages.stage import (
+    Stage,
+    StageMemory,
+    Step,
+    TrainedModel,
+    TrainedModels,
+    Work,
+    stored_number,
+)
 from lightrft.strategy.backend import Arguments
+from lightrft.strategy.distributed.process_end import NonFiniteError
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
@@ -29,6 +39,7 @@ if TYPE_CHECKING:
 
 
 BEST_FOLDER = "best"
+OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
 GIGABYTE = 2**30
 Batch = TypeVar("Batch")
 
@@ -55,12 +66,14 @@ class LoopState:
         episode: Pass over the data that is under way.
         num_consumed: Items of that pass already used, over all ranks.
         best: The best evaluation so far, or None.
+        weights_version: That the engine will have when the next step is drawn; -1 is not known.
     """
 
     num_steps: int = 0
     episode: int = 0
     num_consumed: int = 0
     best: BestModel | None = None
+    weights_version: int = -1
 
     def to_client_state(self) -> dict[str, object]:
         """Plain values for `strategy.save_ckpt`."""
@@ -69,6 +82,7 @@ class LoopState:
             "episode": self.episode,
             "consumed_samples": self.num_consumed,
             "best": None if self.best is None else [self.best.value, self.best.step],
+            "weights_version": self.weights_version,
         }
 
     @classmethod
@@ -80,11 +94,13 @@ class LoopState:
             ValueError: A value is of another kind.
         """
         best = client_state["best"]
+        versions = {"weights_version": -1, **client_state}
         return cls(
             num_steps=int(stored_number(client_state, "num_steps")),
             episode=int(stored_number(client_state, "episode")),
             num_consumed=int(stored_number(client_state, "consumed_samples")),
             best=BestModel(float(best[0]), int(best[1])) if isinstance(best, list) else None,
+            weights_version=int(stored_number(versions, "weights_version")),
         )
 
 
@@ -155,17 +171,39 @@ def load_run(
     tag = strategy.find_ckpt(folders, accepts)
     found = None
     for trained, folder in zip(models.trained, folders, strict=True) if tag is not None else ():
-        _, client_state = strategy.load_ckpt(
-            trained.model,
-            folder,
-            tag,
-            optimizer=trained.optimizer,
-            scheduler=trained.scheduler,
-            model_ema=models.average if trained is models.main else None,
-        )
+        with options_kept(trained):
+            _, client_state = strategy.load_ckpt(
+                trained.model,
+                folder,
+                tag,
+                optimizer=trained.optimizer,
+                scheduler=trained.scheduler,
+                model_ema=models.average if trained is models.main else None,
+            )
         if trained is models.main:
             found = read_client_state(client_state, memory)
     return found
+
+
+@contextmanager
+def options_kept(trained: TrainedModel) -> Iterator[None]:
+    """Gives what the body loads the options of this command, where they are other ones.
+
+    A checkpoint holds those of the run that wrote it: decay, moments and learning rates.
+    """
+    groups, schedule = trained.optimizer.param_groups, trained.scheduler
+    own = [{name: group[name] for name in OPTIMIZER_OPTIONS if name in group} for group in groups]
+    peaks = [] if schedule is None else schedule.base_lrs
+    yield
+    groups = trained.optimizer.param_groups
+    for group, options in zip(groups, own, strict=True):
+        group.update(options)
+    if schedule is None:
+        return
+    for group, before, peak in zip(groups, schedule.base_lrs, peaks, strict=True):
+        if before != peak:
+            group["lr"] *= peak / before if before else 1.0
+    schedule.base_lrs = peaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +294,8 @@ class Loop(Generic[Batch]):
             batch = self.draw(step)
             if was_stopped := self._is_asked_to_stop(stop_request):
                 break
-            metrics = self.update(batch, step).metrics
+            with self._nothing_kept(step.number):
+                metrics = self.update(batch, step).metrics
             found = self._find_alarms(metrics)
             ended_by = found if self.stage.config.stop_on_alarm else ()
             is_last = bool(ended_by) or step.number == num_steps
@@ -267,7 +306,8 @@ class Loop(Generic[Batch]):
                 shown = {**metrics, **last_eval}
             self._loggers.log(step.number, shown)
             if is_last or is_due(step.number, self.stage.config.save_steps):
-                self.save_checkpoint()
+                with self._nothing_kept(step.number):
+                    self.save_checkpoint()
                 num_saved = step.number
         if was_stopped and num_saved != self.state.num_steps:
             self.save_checkpoint()
@@ -315,6 +355,9 @@ class Loop(Generic[Batch]):
                 trained.model.train()
             work = stage.update(batch, step)
             for trained in models:
+                # What is sent to the engine and verified is looked at on its way.
+                if trained is not stage.models.main or not self._sync_verifies:
+                    strategy.require_finite(trained.model)
                 strategy.maybe_offload_optimizer(trained.optimizer)
         if stage.syncs_engine:
             self._sync(step, work)
@@ -343,6 +386,26 @@ class Loop(Generic[Batch]):
             self.strategy.update_engine_weights(main.model)
         if before and self._engine_hash and main.name in work.models:
             step.metrics.add_max("weights_changed", float(before != self._engine_hash))
+
+    @property
+    def _sync_verifies(self) -> bool:
+        """Whether every update is followed by a weight sync that reads all weights."""
+        return self.stage.syncs_engine and self.stage.config.verify_weight_sync
+
+    @contextmanager
+    def _nothing_kept(self, step: int) -> Iterator[None]:
+        """Says of values that are not finite after which step they came, and what to do.
+
+        Raises:
+            NonFiniteError: Instead of the one that the body raised.
+        """
+        try:
+            yield
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"after step {step} {error}; nothing of this step was saved: continue from the "
+                "checkpoint before it with --allow_changes and, say, a smaller learning rate"
+            ) from error
 
     @property
     def _engine_hash(self) -> int:
@@ -405,7 +468,8 @@ class Loop(Generic[Batch]):
                 f"{', '.join(sorted(metrics))}"
             )
         value = metrics[metric]
-        if best is not None and not value > best.value:
+        # Not a number, where an evaluation could decide nothing, is above none.
+        if not value > (-math.inf if best is None else best.value):
             return
         folder = Path(config.ckpt_path) / BEST_FOLDER
         partial, former = (folder.with_name(f"best.{kind}") for kind in ("partial", "former"))
@@ -434,6 +498,11 @@ class Loop(Generic[Batch]):
         """Writes all that a run needs to continue; does nothing without `ckpt_path`."""
         config, stage = self.stage.config, self.stage
         if config.ckpt_path is not None:
+            engine = self.strategy.inference_engine if stage.syncs_engine else None
+            if engine is not None and engine.weights_version >= 0:
+                # Dropped weights are sent once more before the next step is drawn.
+                version = engine.weights_version + int(engine.weights_were_dropped)
+                self.state = replace(self.state, weights_version=version)
             client_state = {**self.state.to_client_state(), **stage.memory.to_client_state()}
             save_run(self.strategy, config, client_state, stage.models)
 
@@ -455,6 +524,9 @@ class Loop(Generic[Batch]):
         self._num_resumed, self._data = self.state.num_steps, None
         if stage.syncs_engine:
             self.strategy.update_engine_weights(stage.models.main.model)
+            engine = self.strategy.inference_engine
+            if engine is not None and self.state.weights_version >= 0:
+                engine.set_weights_version(self.state.weights_version)
         stage.resumed()
         return True
 

@@ -1,12 +1,12 @@
 """Whether a run starts anew, continues, or must not start: decided from the files of its folder."""
 
 import ast
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.files import CHECKSUM, FileError, file_sha256, unsealed
 from lightrft.config.options import options_of
 from lightrft.config.registry import REGISTRIES, split_kind, split_reference
 from lightrft.config.toml import without_secrets
@@ -45,19 +45,25 @@ class RunPlan:
             kept aside.
         kept: Options that a machine decided when the run on disk started, and that the command
             leaves open.
+        summary: Of the complete run of this very command, after which nothing is left to do; {}
+            where something is.
+        warnings: Damage of the files that say how the run started; a line each.
     """
 
     resumes: bool
     changes: tuple[Change, ...] = ()
     restarts: bool = False
     kept: Mapping[str, object] = field(default_factory=dict)
+    summary: Mapping[str, object] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def plan_run(config: TrainConfig) -> RunPlan:
     """Decides from the files in the run's folder; reads only.
 
     An unfinished run with a checkpoint is continued by the same command, one that ended before its
-    first checkpoint starts over. All else that would write into a used folder has to be asked for.
+    first checkpoint starts over, and a complete one is left as it is. All else that would write
+    into a used folder has to be asked for.
 
     Raises:
         ConfigError: The folder is used and the run cannot be continued, or a changed option would
@@ -71,35 +77,85 @@ def plan_run(config: TrainConfig) -> RunPlan:
     if not config.load_checkpoint:
         if not is_used and not has_checkpoint:
             return RunPlan(resumes=False)
-        _require_continuable(config, is_known=is_known, has_checkpoint=has_checkpoint)
+        if not is_known:
+            where = config.checkpoint_dir if has_checkpoint else folder
+            raise ConfigError(
+                f"--output_dir: {where} holds another run: give a new folder, or "
+                "--load_checkpoint to continue that run"
+            )
+        # What is damaged is written again, after the last checkpoint.
+        summary = read_json(folder / SUMMARY_FILE)
+        if summary:
+            _require_same(config, summary)
+            return RunPlan(resumes=False, summary=summary)
     if not has_checkpoint:
         return RunPlan(resumes=False, restarts=is_used)
-    kept = decided_before(folder, config) if is_known else {}
-    changes = find_changes(folder, config.replaced(kept)) if is_known else ()
+    return _continued(folder, config) if is_known else RunPlan(resumes=True)
+
+
+def _continued(folder: Path, config: TrainConfig) -> RunPlan:
+    """The plan of a run that goes on; raises a ConfigError if a change breaks its exactness."""
+    warnings, kept = damage_of_records(folder), decided_before(folder, config)
+    changes = find_changes(folder, config.replaced(kept))
     breaking = [change for change in changes if not change.is_free]
     if breaking and not config.allow_changes:
-        lines = "\n".join(f"  {change}" for change in breaking)
+        lines = "\n".join(f"  {line}" for line in (*breaking, *warnings))
         raise ConfigError(
             f"{config.output_dir} cannot be continued exactly, since these changed:\n{lines}\n"
             "give their old values, another --output_dir, or --allow_changes to continue anyway"
         )
-    return RunPlan(resumes=True, changes=changes, kept=kept)
+    return RunPlan(resumes=True, changes=changes, kept=kept, warnings=warnings)
 
 
-def _require_continuable(config: TrainConfig, *, is_known: bool, has_checkpoint: bool) -> None:
-    """Raises a ConfigError if the same command must not simply continue."""
-    folder = config.output_dir
-    if (Path(folder) / SUMMARY_FILE).is_file():
-        steps = read_json(Path(folder) / SUMMARY_FILE).get("num_steps")
+def damage_of_records(folder: Path) -> tuple[str, ...]:
+    """A line for the file beside the checkpoints that is not as the run wrote it, if one is."""
+    start = _read_start(folder)
+    if not start:
+        return (f"{folder / START_FILE} is damaged: which input files changed is not known",)
+    if start.get("config_sha256") not in (None, "", file_sha256(folder / CONFIG_FILE)):
+        return (f"{folder / CONFIG_FILE} is not as the run wrote it",)
+    return ()
+
+
+def _read_start(folder: Path) -> dict[str, object]:
+    """What was recorded at the start of the run in `folder`; {} if it does not fit its hash."""
+    start = read_json(folder / START_FILE)
+    if start.keys().isdisjoint({CHECKSUM, "config_sha256"}):
+        return start  # of a version that wrote no hashes
+    try:
+        return unsealed(start, START_FILE)
+    except FileError:
+        return {}
+
+
+def _options_before(folder: Path) -> TrainConfig:
+    """The options of the run in `folder`.
+
+    Raises:
+        ConfigError: They cannot be read; the message says how to go on without them.
+    """
+    try:
+        return TrainConfig.load(folder / CONFIG_FILE)
+    except ConfigError as error:
         raise ConfigError(
-            f"--output_dir: {folder} holds another run, which is complete after {steps} steps: "
+            f"{error}\nremove {folder / CONFIG_FILE} and give --load_checkpoint to continue with "
+            "the options of this command"
+        ) from error
+
+
+def _require_same(config: TrainConfig, summary: Mapping[str, object]) -> None:
+    """Raises a ConfigError unless the run of the summary is complete, and of the same options."""
+    folder, how = config.output_dir, f"complete after {summary.get('num_steps')} steps"
+    same = config.replaced(decided_before(Path(folder), config))
+    odd = [str(change) for change in find_changes(Path(folder), same)]
+    odd += damage_of_records(Path(folder))
+    if alarms := summary.get("alarms"):
+        how, odd = how.replace("complete", "ended by an alarm"), [str(alarms), *odd]
+    if odd:
+        lines = "\n".join(f"  {line}" for line in odd)
+        raise ConfigError(
+            f"--output_dir: {folder} holds another run, which is {how}:\n{lines}\n"
             "give a new folder, or --load_checkpoint with a larger --max_steps or --num_episodes"
-        )
-    if not is_known:
-        where = config.checkpoint_dir if has_checkpoint else folder
-        raise ConfigError(
-            f"--output_dir: {where} holds another run: give a new folder, or --load_checkpoint to "
-            "continue that run"
         )
 
 
@@ -119,7 +175,7 @@ def shows_checkpoints(folder: Path) -> bool:
 
 def decided_before(folder: Path, config: TrainConfig) -> dict[str, object]:
     """Options that the run in `folder` left to its machine and that are open here."""
-    old = TrainConfig.load(folder / CONFIG_FILE)
+    old = _options_before(folder)
     return {
         name: old.__dict__[name]
         for name, (_, info) in options_of(TrainConfig).items()
@@ -129,9 +185,10 @@ def decided_before(folder: Path, config: TrainConfig) -> dict[str, object]:
 
 def find_changes(folder: Path, config: TrainConfig) -> tuple[Change, ...]:
     """Options and input files that differ from those of the run in `folder`."""
-    old = TrainConfig.load(folder / CONFIG_FILE)
+    old = _options_before(folder)
     new = without_secrets(config)
     before = without_secrets(old)
+    new["ckpt_path"], before["ckpt_path"] = str(config.checkpoint_dir), str(old.checkpoint_dir)
     found = [
         Change(name, repr(before[name]), repr(new[name]), is_free=info.may_change)
         for name, (_, info) in options_of(TrainConfig).items()
@@ -141,7 +198,7 @@ def find_changes(folder: Path, config: TrainConfig) -> tuple[Change, ...]:
 
 
 def _changed_inputs(folder: Path, config: TrainConfig) -> list[Change]:
-    recorded = read_json(folder / START_FILE).get("inputs")
+    recorded = _read_start(folder).get("inputs")
     if not isinstance(recorded, dict):
         return []
     changes = []
@@ -149,7 +206,7 @@ def _changed_inputs(folder: Path, config: TrainConfig) -> list[Change]:
         old = recorded.get(str(path))
         if not isinstance(old, dict) or old.get("modified_ns") == path.stat().st_mtime_ns:
             continue
-        digest = sha256_of(path)
+        digest = file_sha256(path)
         if digest != old.get("sha256"):
             before = f"contents {str(old.get('sha256'))[:12]}"
             changes.append(Change(str(path), before, f"contents {digest[:12]}", is_free=False))
@@ -159,7 +216,7 @@ def _changed_inputs(folder: Path, config: TrainConfig) -> list[Change]:
 def describe_inputs(config: TrainConfig) -> dict[str, Mapping[str, int | str]]:
     """Hash and time of the files that decide the numbers of a run, by path."""
     return {
-        str(path): {"sha256": sha256_of(path), "modified_ns": path.stat().st_mtime_ns}
+        str(path): {"sha256": file_sha256(path), "modified_ns": path.stat().st_mtime_ns}
         for path in input_files(config)
     }
 
@@ -209,9 +266,3 @@ def _imported(tree: ast.Module, path: Path, folder: Path) -> Iterator[Path]:
             parts = [part for part in name.split(".") if part.isidentifier()]
             # `import a.b` runs a, too.
             yield from (start.joinpath(*parts[:count]) for count in range(1, len(parts) + 1))
-
-
-def sha256_of(path: Path) -> str:
-    """Hex digest of a file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lightrft.config import TrainConfig
+from lightrft.config.files import file_sha256
 from lightrft.reporting.files import (
     CONFIG_FILE,
     START_FILE,
@@ -48,7 +49,10 @@ def start_run(config: TrainConfig, loop: Loop[Batch], plan: RunPlan) -> int:
         folder = Path(config.output_dir)
         config.save(folder / CONFIG_FILE)
         write_start(
-            folder / START_FILE, world_size=strategy.world_size, inputs=describe_inputs(config)
+            folder / START_FILE,
+            world_size=strategy.world_size,
+            inputs=describe_inputs(config),
+            config_sha256=file_sha256(folder / CONFIG_FILE),
         )
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         for name in STEP_FILES:
@@ -81,7 +85,7 @@ def resume_rows(
     num_generators = len(list((folder / "rng").glob("*.json")))
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
     models = " and ".join(trained.name for trained in stage.models.trained)
-    sync = strategy.last_weight_sync
+    engine = strategy.inference_engine
     rows = [
         ("checkpoint", f"{folder}: complete, {num_files} files, written {written}"),
         ("weights", f"{models}, hashes of all files as written"),
@@ -94,7 +98,7 @@ def resume_rows(
         *stage.memory.rows(),
     ]
     if stage.syncs_engine:
-        version = "" if sync is None else f", version {sync.weights_version}"
+        version = "" if engine is None else f", version {engine.weights_version}"
         rows.append(("engine", f"holds the restored weights{version}"))
     if isinstance(main.scheduler, PlannedLR) and main.scheduler.change:
         rows.append(("learning rate", main.scheduler.change))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.corrections import effective_sample_fraction, effective_sample_sums
-from lightrft.algorithms.value import explained_variance, explained_variance_sums
-from lightrft.records.batch import NumericsError
+from lightrft.algorithms.moments import PairedMoments, paired_moments
+from lightrft.strategy.distributed.process_end import NumericsError
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
@@ -37,6 +37,7 @@ class StepMetrics:
     def __init__(self) -> None:
         self._values: dict[tuple[str, Reduction], list[float | Tensor]] = {}
         self._derived: dict[str, tuple[int, Callable[[Tensor], float | None]]] = {}
+        self._pairs: dict[str, tuple[Callable[[PairedMoments], float | None], list[Tensor]]] = {}
 
     def add_mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
         """Adds `total` over `count` items to the mean called `name`."""
@@ -70,11 +71,20 @@ class StepMetrics:
         """Adds to a number that is summed over micro batches, optimizer steps and ranks."""
         self.add_sums(name, (count,), float)
 
-    def add_explained_variance(
-        self, name: str, values: Tensor, returns: Tensor, mask: Tensor
+    def add_pairs(
+        self,
+        name: str,
+        first: Tensor,
+        second: Tensor,
+        mask: Tensor,
+        finish: Callable[[PairedMoments], float | None],
     ) -> None:
-        """Adds how well `values` predict `returns` [batch, seq] where `mask` is true."""
-        self.add_sums(name, explained_variance_sums(values, returns, mask), explained_variance)
+        """Adds pairs of entries [batch, seq] where `mask` is true.
+
+        `finish` makes the metric of their moments over all ranks; one that is None is left out.
+        """
+        parts = self._pairs.setdefault(name, (finish, []))[1]
+        parts.append(paired_moments(first, second, mask))
 
     def add_effective_samples(self, name: str, weights: Tensor, mask: Tensor) -> None:
         """Adds weights [batch, seq] whose effective share of samples is the metric."""
@@ -95,8 +105,13 @@ class StepMetrics:
             Name -> value, the same on every rank, names sorted.
         """
         keys = sorted(self._values)
-        local = torch.stack([_joined(map(float, self._values[key]), key[1]) for key in keys])
-        rows = strategy.all_gather(local).reshape(-1, len(keys))  # [ranks, keys]
+        local = [_joined(map(float, self._values[key]), key[1])[None] for key in keys]
+        pairs = sorted(self._pairs.items())
+        local += [
+            PairedMoments.joined(torch.stack(parts).cpu()).to_tensor() for _, (_, parts) in pairs
+        ]
+        flat = torch.cat(local)
+        rows = strategy.all_gather(flat).reshape(-1, len(flat))  # [ranks, numbers]
         joined = {
             key: float(_joined(rows[:, column].tolist(), key[1])) for column, key in enumerate(keys)
         }
@@ -108,6 +123,11 @@ class StepMetrics:
         for name, (size, finish) in self._derived.items():
             sums = [joined[f"{name}/{i}", "sum"] for i in range(size)]
             value = finish(torch.tensor(sums, dtype=torch.float64))
+            if value is not None:
+                metrics[name] = value
+        for index, (name, (finish_pairs, _)) in enumerate(pairs):
+            begin = len(keys) + 6 * index
+            value = finish_pairs(PairedMoments.joined(rows[:, begin : begin + 6].double()))
             if value is not None:
                 metrics[name] = value
         return {name: metrics[name] for name in sorted(metrics)}

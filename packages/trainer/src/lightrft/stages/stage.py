@@ -198,9 +198,11 @@ class Stage(Protocol, Generic[Batch]):
 
     def resumed(self) -> None:
         """Adapts to a loaded checkpoint, once the engine has the weights."""
+        return
 
     def close(self) -> None:
         """Closes files."""
+        return
 
 
 class StageInputs(Protocol):

@@ -4,7 +4,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.errors import ExitCode
+from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser
 
 
@@ -12,18 +13,15 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft audit --help`.
 
     Raises:
-        UsageError: There is no record of the step, or it is damaged.
+        RecordError: There is no record of the step, or it is damaged.
     """
     given = build_parser().parse_args(argv)
     # Imported here: it brings transformers along.
-    from lightrft.tools.audit.record import RecordError
     from lightrft.tools.audit.report import as_table, audit_step
 
     reference = None if given.reference is None else Path(given.reference)
-    try:
-        report = audit_step(Path(given.run), given.step, reference=reference)
-    except RecordError as error:
-        raise UsageError(str(error)) from error
+    hide_progress_bars()
+    report = audit_step(Path(given.run), given.step, reference=reference)
     print(json.dumps(report.to_json(), indent=2) if given.json else as_table(report))
     return ExitCode.OK if report.first_difference is None else ExitCode.VERIFICATION
 

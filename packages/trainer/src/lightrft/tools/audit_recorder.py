@@ -47,7 +47,7 @@ class _Update:
 
     model: str
     normalizer: float
-    weights: dict[int, Flat]
+    weights: dict[int, Flat] = field(default_factory=dict)
     new: dict[int, Flat] = field(default_factory=dict)
     micro_batches: list[list[int]] = field(default_factory=list)
     losses: dict[str, float] = field(default_factory=dict)
@@ -75,6 +75,7 @@ class StepRecorder:
         self._updates: list[_Update] = []
         self._old: dict[int, Flat] = {}
         self._number, self._kl_coef, moments = step.number, step.kl_coef, step.moments
+        self._num_planned = step.num_planned
         self._folder = step_folder(Path(self._config.output_dir), self._number)
         self._partial = self._folder.with_name(f".{self._folder.name}.partial")
         strategy = self._strategy
@@ -84,23 +85,21 @@ class StepRecorder:
         self._moments = (
             [] if moments is None else [moments.count, moments.mean, moments.sum_of_squares]
         )
-        self._optimizers = {
-            name: self._facts_of(found, step.num_updates) for name, found in self._models.items()
-        }
+        self._optimizers = {name: self._facts_of(found) for name, found in self._models.items()}
         self._write_states("before")
         for name, found in self._models.items() if strategy.is_rank_0() else ():
             module = strategy.unwrap_model(found)
             if isinstance(module, SequenceModel):
                 module.pretrained.config.save_pretrained(self._partial / "before" / name)
 
-    def _facts_of(self, found: PreparedModel, num_updates: int) -> OptimizerFacts:
+    def _facts_of(self, found: PreparedModel) -> OptimizerFacts:
         scheduler = found.scheduler
         plan = scheduler.plan if isinstance(scheduler, PlannedLR) else None
         return OptimizerFacts(
             kind=type(found.optimizer).__name__,
             groups=self._strategy.backend.optimizer_groups(found),
             schedule_position=0 if scheduler is None else int(scheduler.last_epoch),
-            schedule_steps=0 if plan is None else num_updates,
+            schedule_steps=0 if plan is None else plan.num_training_steps,
             schedule_changed_at=-1 if plan is None else plan.changed_at,
             schedule_gap=0.0 if plan is None else plan.gap,
         )
@@ -111,12 +110,9 @@ class StepRecorder:
             folder = self._partial / when / name
             write_states(folder, states, keeps=self._strategy.is_rank_0())
 
-    def begin_update(
-        self, model: str, batch: ExperienceBatch, normalizer: Tensor, weights: Tensor | None
-    ) -> None:
+    def begin_update(self, model: str, normalizer: Tensor) -> None:
         """See `StepObserver`."""
-        by_row = {} if weights is None else _by_sample(batch, weights)
-        self._updates.append(_Update(model, float(normalizer), by_row))
+        self._updates.append(_Update(model, float(normalizer)))
 
     def micro_batch(
         self,
@@ -124,9 +120,12 @@ class StepRecorder:
         values: Tensor,
         terms: Mapping[str, Tensor],
         old_logprobs: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         """See `StepObserver`."""
         update, by_row = self._updates[-1], _by_sample(batch, values)
+        if weights is not None:
+            update.weights |= _by_sample(batch, weights)
         update.micro_batches.append(list(by_row))
         update.new |= by_row
         for name, share in terms.items():
@@ -183,6 +182,7 @@ class StepRecorder:
         strategy = self._strategy
         facts = Facts(
             step=self._number,
+            num_planned=self._num_planned,
             world_size=strategy.world_size,
             data_ranks=strategy.num_data_ranks,
             strategy=type(strategy).__name__,
@@ -234,7 +234,8 @@ def _raw_samples(table: SampleTable, greedy: RowTable | None) -> RawSamples:
     found |= {"rewards": found.pop("unshaped_rewards"), "is_failed": table.is_masked}
     found["greedy_rewards"] = np.full(len(table), np.nan)
     if greedy is not None:
-        by_group = dict(zip(greedy.group_ids.tolist(), greedy.rewards.tolist(), strict=True))
+        rewards = np.where(greedy.is_masked, np.nan, greedy.rewards)
+        by_group = dict(zip(greedy.group_ids.tolist(), rewards.tolist(), strict=True))
         found["greedy_rewards"] = np.array([by_group[i] for i in table.group_ids.tolist()])
     own = {item.name for item in fields(RawSamples)}
     return RawSamples(

@@ -13,7 +13,6 @@ from lightrft.config.rules import batch_problems
 from lightrft.config.toml import format_toml, without_secrets
 from lightrft.reporting.files import CONFIG_FILE
 
-ACTIONS = ("show", "schema", "diff")
 _SCHEMA_OF = {"at_least": "minimum", "at_most": "maximum", "above": "exclusiveMinimum"}
 
 
@@ -24,14 +23,13 @@ def run(argv: Sequence[str]) -> int:
         UsageError: Arguments that cannot be read.
         ConfigError: Options with wrong values.
     """
-    actions = {"show": show, "schema": schema, "diff": diff}
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: lightrft config {{{','.join(ACTIONS)}}} ...; --help after one explains it")
         return ExitCode.OK
     name, *rest = argv
-    if name not in actions:
+    if name not in ACTIONS:
         raise UsageError(f"unknown action {name!r}{did_you_mean(name, ACTIONS)}")
-    print(actions[name](rest))
+    print(ACTIONS[name](rest))
     return ExitCode.OK
 
 
@@ -72,7 +70,7 @@ def show(argv: Sequence[str]) -> str:
     values = without_secrets(config)
     lines: list[str] = []
     group = ""
-    for name, info in available_options().items():
+    for name, info in available_options("config").items():
         is_changed = config.__dict__[name] != TrainConfig.__dataclass_fields__[name].default
         if info.secret or (parsed.changed and not is_changed):
             continue
@@ -94,7 +92,7 @@ def schema(argv: Sequence[str]) -> str:
 
     made = TypeAdapter(TrainConfig).json_schema()
     properties = {}
-    for name, info in available_options().items():
+    for name, info in available_options("config").items():
         found = {**made["properties"][name], "description": info.help}
         if isinstance(info.choices, tuple):  # a registry also takes a user's own
             found["enum"] = list(info.choices)
@@ -134,3 +132,6 @@ def _load(name: str) -> TrainConfig:
     if not path.is_file():
         raise UsageError(f"no options at {path}: expected a TOML file or the folder of a run")
     return TrainConfig.load(path)
+
+
+ACTIONS = {"show": show, "schema": schema, "diff": diff}

@@ -24,6 +24,7 @@ def run(argv: Sequence[str]) -> int:
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}")
     require_empty(directory)
+    make_folder(directory)
 
     hide_progress_bars()
     if preset in VISION_PRESETS:
@@ -48,6 +49,20 @@ def require_empty(directory: Path) -> None:
         raise UsageError(f"{directory} is a file: expected a new or empty directory")
     if directory.is_dir() and any(directory.iterdir()):
         raise UsageError(f"{directory} is not empty: choose another directory or remove it first")
+
+
+def make_folder(directory: Path) -> None:
+    """Make a folder, and those above it.
+
+    Raises:
+        UsageError: It can be none; the message names it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, ValueError) as err:
+        raise UsageError(
+            f"{directory} cannot be a folder ({err}): choose another directory"
+        ) from err
 
 
 def build_parser() -> Parser:

@@ -95,6 +95,16 @@ def read_options(
     return options, argv[place + 1 :]
 
 
+def check_form(
+    options: dict[str, Any], names: Sequence[str], form: re.Pattern[str], expected: str
+) -> None:
+    """Raises a UsageError for a text of another form."""
+    for name in names:
+        value = options[name]
+        if value is not None and not form.fullmatch(value):
+            raise UsageError(f"--{name}: got {value!r}, expected {expected}")
+
+
 def check_run(options: dict[str, Any], arguments: Sequence[str]) -> None:
     """Raises a ConfigError for options of `lightrft train` that these machines cannot run."""
     config, parsed, problems = parse_options(build_train_parser(), arguments)
@@ -111,7 +121,8 @@ exit codes pass through. Everything after -- are options of lightrft train, whic
 A run that is stopped before its time is over (exit code 75) is queued again and continues.
 """
 SLURM_EXAMPLE = "lightrft launch slurm --print --nodes 2 --gpus_per_node 8 -- --config run.toml"
-TIME = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){0,2}\Z")
+TIME = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){0,2}")
+WORD = re.compile(r"[\w.,@-]+")
 
 
 def script(argv: Sequence[str]) -> str:
@@ -124,14 +135,10 @@ def script(argv: Sequence[str]) -> str:
     import jinja2
 
     options, arguments = read_options(slurm_parser(), argv, example=SLURM_EXAMPLE, submit="sbatch")
-    if not TIME.match(options["time"]):
-        raise UsageError(
-            f"--time: got {options['time']!r}, expected for example 8:00:00 or 2-00:00:00"
-        )
-    for name in ("job_name", "partition", "account"):
-        value = options[name]
-        if value is not None and not re.fullmatch(r"[\w.,@-]+", value):
-            raise UsageError(f"--{name}: got {value!r}, expected letters, digits, . , _ @ and -")
+    check_form(options, ("time",), TIME, "for example 8:00:00 or 2-00:00:00")
+    check_form(
+        options, ("job_name", "partition", "account"), WORD, "letters, digits, . , _ @ and -"
+    )
     check_run(options, arguments)
     template = Path(__file__).with_name("slurm.sh.jinja").read_text("utf-8")
     command = shlex.join([sys.executable, "-m", "lightrft.cli.train", *arguments])
@@ -161,8 +168,8 @@ KUBERNETES_EXAMPLE = (
     "lightrft launch kubernetes --print --image IMAGE --nodes 2 --gpus_per_node 8 -- --config "
     "/data/run.toml"
 )
-NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?\Z")
-QUANTITY = re.compile(r"\d+(\.\d+)?([KMGT]i?)?\Z")
+NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?")
+QUANTITY = re.compile(r"\d+(\.\d+)?([KMGT]i?)?")
 SHARED_MEMORY = "shared-memory"
 STORAGE = "storage"
 
@@ -177,23 +184,15 @@ def manifest(argv: Sequence[str]) -> str:
     options, arguments = read_options(
         kubernetes_parser(), argv, example=KUBERNETES_EXAMPLE, submit="kubectl apply"
     )
-    check_names(options)
+    check_form(
+        options,
+        ("job_name", "namespace", "claim"),
+        NAME,
+        "at most 52 lower-case letters, digits and -, with a letter or digit at both ends",
+    )
+    check_form(options, ("memory", "shared_memory"), QUANTITY, "for example 64Gi")
     check_run(options, arguments)
     return json.dumps(job(options, arguments), indent=2)
-
-
-def check_names(options: dict[str, Any]) -> None:
-    """Raises a UsageError for what Kubernetes would refuse."""
-    for name in ("job_name", "namespace", "claim"):
-        value = options[name]
-        if value is not None and not NAME.match(value):
-            raise UsageError(
-                f"--{name}: got {value!r}, expected at most 52 lower-case letters, digits and -, "
-                "with a letter or digit at both ends"
-            )
-    for name in ("memory", "shared_memory"):
-        if not QUANTITY.match(options[name]):
-            raise UsageError(f"--{name}: got {options[name]!r}, expected for example 64Gi")
 
 
 def job(options: dict[str, Any], arguments: Sequence[str]) -> dict[str, object]:

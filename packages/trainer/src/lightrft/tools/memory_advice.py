@@ -4,6 +4,7 @@ import sys
 
 from lightrft.cli.errors import chain, is_memory_error
 from lightrft.config import TrainConfig
+from lightrft.kernels.names import first_line
 
 NUM_REMEDIES = 3
 # Phases and stages by name, and whose remedies apply.
@@ -27,9 +28,7 @@ _KINDS = {
 
 def first_words(error: BaseException) -> str:
     """The first line of the link of the chain that ran out, with its type where it has no text."""
-    link = next((link for link in chain(error) if is_memory_error(link)), error)
-    lines = str(link).strip().splitlines()
-    return lines[0] if lines else type(link).__name__
+    return first_line(next((link for link in chain(error) if is_memory_error(link)), error))
 
 
 def memory_report(error: BaseException, phase: str | None, config: TrainConfig | None) -> str:

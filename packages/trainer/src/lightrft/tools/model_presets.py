@@ -14,11 +14,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
     Qwen3Config,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from lightrft.models.loading import save_pretrained
+from lightrft.models.loading import load_processor, save_pretrained
 
 PAD, END, USER, ASSISTANT, SYSTEM = (
     "<|pad|>",
@@ -37,16 +38,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def _tiny_config(
-    kind: type[PretrainedConfig],
-    *,
-    is_tied: bool,
-    vocab_size: int = VOCAB_SIZE,
-    initializer_range: float = 0.1,
-) -> PretrainedConfig:
+def _tiny_config(kind: type[PretrainedConfig], *, is_tied: bool) -> PretrainedConfig:
     """Two layers; `is_tied` makes the input embedding the output projection."""
     return kind(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB_SIZE,
         hidden_size=128,
         head_dim=32,
         num_attention_heads=4,
@@ -54,7 +49,7 @@ def _tiny_config(
         num_hidden_layers=2,
         intermediate_size=192,
         max_position_embeddings=1024,
-        initializer_range=initializer_range,
+        initializer_range=0.1,
         tie_word_embeddings=is_tied,
     )
 
@@ -115,34 +110,22 @@ def random_model(
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def write_tiny_model(
-    directory: str | Path,
-    preset: str,
-    seed: int = 0,
-    *,
-    vocab_size: int = VOCAB_SIZE,
-    initializer_range: float = 0.1,
-) -> None:
+def write_tiny_model(directory: str | Path, preset: str, seed: int = 0) -> None:
     """Writes a random float32 model and its tokenizer as a Hugging Face checkpoint.
 
     Args:
         directory: Created if it does not exist.
         preset: A key of `PRESETS`.
         seed: Fixes the weights.
-        vocab_size: At least `VOCAB_SIZE`; ids above are never produced by the tokenizer.
-        initializer_range: Standard deviation of the weights.
 
     Raises:
-        ValueError: The preset is unknown or the vocabulary too small.
+        ValueError: The preset is unknown.
         RuntimeError: The tokenizer does not survive being saved and loaded.
     """
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: expected one of {', '.join(PRESETS)}")
-    if vocab_size < VOCAB_SIZE:
-        raise ValueError(f"vocab_size must be at least {VOCAB_SIZE}: got {vocab_size}")
     tokenizer = byte_level_tokenizer()
-    config = PRESETS[preset](vocab_size=vocab_size, initializer_range=initializer_range)
-    model = random_model(config, tokenizer, seed)
+    model = random_model(PRESETS[preset](), tokenizer, seed)
     sample = f"{SYSTEM}é ü\n{USER}  What is 4+3?\t{ASSISTANT}\\boxed{{7}}{END}"
     save_checked(model, tokenizer, directory, sample=sample)
 
@@ -153,8 +136,9 @@ def save_checked(
     directory: str | Path,
     *,
     sample: str,
+    processor: ProcessorMixin | None = None,
 ) -> None:
-    """Writes a checkpoint and reads its tokenizer back.
+    """Writes a checkpoint and reads its tokenizer, or the processor with it, back.
 
     Raises:
         RuntimeError: The loaded tokenizer reads or writes `sample` in another way.
@@ -162,6 +146,9 @@ def save_checked(
     save_pretrained(model, tokenizer, directory)
     expected = tokenizer(sample)["input_ids"]
     loaded = AutoTokenizer.from_pretrained(directory)
+    if processor is not None:
+        processor.save_pretrained(directory)
+        loaded = load_processor(str(directory)).tokenizer
     token_ids = loaded(sample)["input_ids"]
     if token_ids != expected or loaded.decode(token_ids) != sample:
         raise RuntimeError(

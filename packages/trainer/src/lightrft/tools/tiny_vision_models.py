@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 import transformers as hf
 
-from lightrft.models.loading import load_processor, save_pretrained
-from lightrft.tools.model_presets import END, PAD, SYSTEM, byte_level_core
+from lightrft.tools.model_presets import END, PAD, SYSTEM, byte_level_core, save_checked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
@@ -116,23 +115,5 @@ def write_tiny_vision_model(directory: str | Path, seed: int = 0) -> None:
         RuntimeError: The processor does not survive being saved and loaded.
     """
     model, processor = build_tiny(seed=seed)
-    save_vision_model(model, processor, directory, sample=IMAGE + f"é 4+3?{END}")
-
-
-def save_vision_model(
-    model: "PreTrainedModel", processor: "ProcessorMixin", directory: str | Path, *, sample: str
-) -> None:
-    """Writes a checkpoint and reads its processor back.
-
-    Raises:
-        RuntimeError: The loaded processor reads `sample` in another way.
-    """
-    save_pretrained(model, None, directory)
-    processor.save_pretrained(directory)
-    expected = processor.tokenizer(sample)["input_ids"]
-    loaded = load_processor(str(directory)).tokenizer(sample)["input_ids"]
-    if loaded != expected:
-        raise RuntimeError(
-            f"the processor saved in {directory} does not survive loading: got {loaded}, expected "
-            f"{expected}; check the version of transformers"
-        )
+    sample = IMAGE + f"é 4+3?{END}"
+    save_checked(model, processor.tokenizer, directory, sample=sample, processor=processor)

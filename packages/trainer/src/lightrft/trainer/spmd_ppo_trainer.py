@@ -129,11 +129,14 @@ class PPOTrainer:
             reward_fn or reward_model, model_rewards, strategy, config
         )
         episodes = environments or SingleTurns(TextModality(tokenizer))
+        if initial_model is not None and config.init_kl_coef == 0:
+            strategy.print("warning: initial_model is not used: init_kl_coef is 0; give 0.01, say")
+            initial_model = None
         self.stage = PolicyStage(
             config,
             strategy,
             TrainedModels(tuple(trained), ema_model),
-            initial_model if config.init_kl_coef > 0 else None,
+            initial_model,
             parts=RolloutParts(reward, tokenizer, models, episodes, processor),
             data=PolicyData(prompts_dataloader, eval_prompts, pretrain),
             logs=SampleLogs(sample_log, trajectory_log),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from lightrft.engines.hf.forward import ModelTraits, PlainForward, WholeBatchFor
 from lightrft.engines.hf.layers import module_outputs
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import EncodedPrompt
-from lightrft.engines.rows import RawCompletion, Row, chunks_of_rows
+from lightrft.engines.rows import RawCompletion, Row
 from lightrft.engines.sampling import row_keys
 from lightrft.engines.text import StopStringMatcher
 from lightrft.engines.types import EngineConfig, SamplingParams
@@ -78,13 +79,12 @@ class HFEngine(RolloutEngine):
         return self._model
 
     def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
-        chunks = chunks_of_rows(
-            rows,
-            max_rows=self._config.micro_batch_size,
-            equal_lengths=not self._traits.can_drop_rows,
-        )
-        for chunk in chunks:
-            yield from self._decode(chunk, params)
+        def group(row: Row) -> int:
+            # Rows that cannot be dropped are decoded with others of their length.
+            return 0 if self._traits.can_drop_rows else len(row.prompt)
+
+        for _, chunk in groupby(sorted(rows, key=group), key=group):
+            yield from self._decode(list(chunk), params)
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> list[float]:

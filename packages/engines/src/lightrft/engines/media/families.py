@@ -42,8 +42,7 @@ class VisionFamily:
         takes_types: Whether the forward pass reads it; else only the positions do.
         has_axes: Whether positions have the three axes time, height and width.
         kinds: Media it reads, and the input that holds the pixels of each.
-        towers: Modules that see pixels, and those that carry features over to the language model.
-        projectors: See `towers`.
+        towers: Modules that see pixels.
         reads: Media that prompts may have.
         attends_to_images: Whether layers attend from text to images, instead of images lying
             between the tokens; sequences of one stream cannot be kept apart then.
@@ -60,7 +59,6 @@ class VisionFamily:
     has_axes: bool = False
     kinds: Mapping[MediumKind, str] = field(default_factory=_images_alone)
     towers: tuple[str, ...] = ("vision_tower",)
-    projectors: tuple[str, ...] = ("multi_modal_projector",)
     reads: frozenset[MediumKind] = frozenset({"image"})
     attends_to_images: bool = False
     token_axis: tuple[str, ...] = ()
@@ -168,7 +166,6 @@ def _qwen(model_type: str, *times: str) -> VisionFamily:
         kinds={"image": "pixel_values", "video": "pixel_values_videos"},
         reads=_PICTURES,
         towers=("visual",),
-        projectors=(),
     )
 
 
@@ -205,7 +202,6 @@ _FAMILIES = (
         {"pixel_values": "stream", "pixel_attention_mask": "stream"},
         _stream_dummy,
         towers=("vision_model",),
-        projectors=("connector",),
     ),
     VisionFamily(
         "mllama",

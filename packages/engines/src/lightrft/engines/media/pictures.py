@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lightrft.kernels.names import first_line
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -167,9 +169,3 @@ def animation(content: bytes, name: str) -> "tuple[list[Image], float | None]":
             except Exception as err:
                 raise damaged(where, err) from err
         return frames, (1000 * count / total if total else None)
-
-
-def first_line(err: BaseException) -> str:
-    """The first line of what an exception says, or its class."""
-    lines = str(err).strip().splitlines()
-    return lines[0] if lines else type(err).__name__

@@ -17,10 +17,10 @@ from lightrft.engines.media.pictures import (
     MediaError as MediaError,
     animation,
     as_rgb,
-    first_line,
     opened,
     upright_size,
 )
+from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,9 +1,11 @@
 """Start of an SGLang engine beside this process, and the few functions of it that are called."""
 
+from __future__ import annotations
+
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from lightrft.engines.rows import Limits
 from lightrft.engines.sampling import mix64
 from lightrft.engines.sglang.options import engine_arguments
 from lightrft.engines.types import EngineConfig
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
 
 KNOWN_VERSIONS = "0.5.21"
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -48,30 +53,6 @@ _LAUNCHER_NAMES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-
-
-class Engine(Protocol):
-    """The part of `sglang.Engine` that is called."""
-
-    def begin_weight_update(self) -> tuple[bool, str]:
-        """Opens a session; returns success and a message."""
-
-    def end_weight_update(self) -> tuple[bool, str]:
-        """Closes the session likewise."""
-
-    def update_weights_from_tensor(
-        self, named_tensors: Sequence[object], load_format: str | None, flush_cache: bool
-    ) -> tuple[bool, str]:
-        """Loads one payload for each tensor-parallel rank likewise."""
-
-    def release_memory_occupation(self, tags: list[str]) -> None:
-        """Frees memory."""
-
-    def resume_memory_occupation(self, tags: list[str]) -> None:
-        """Takes it back."""
-
-    def shutdown(self) -> None:
-        """Ends all processes."""
 
 
 def start_engine(config: EngineConfig, model_path: str, limits: Limits) -> Engine:
@@ -120,12 +101,11 @@ def _build(arguments: Mapping[str, object], *, is_on_cpu: bool) -> Engine:
     # The scheduler may use a model length that the configuration does not name.
     name = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
     with environment({name: "1"}):
-        engine: Engine = SeededEngine(**arguments)
-    return engine
+        return SeededEngine(**arguments)
 
 
 def generate_native(
-    engine: object,
+    engine: Engine,
     prompts: Sequence[Sequence[int]],
     params: Sequence[Mapping[str, object]],
     *,
@@ -150,10 +130,8 @@ def generate_native(
         logprob_start_len=[logprob_start] * len(prompts),
         return_sampling_mask=[wants_support] * len(prompts),
     )
-    stream = engine.tokenizer_manager.generate_request(request, None)  # type: ignore[attr-defined]
-    answers: list[Mapping[str, object]] = engine.loop.run_until_complete(  # type: ignore[attr-defined]
-        stream.__anext__()
-    )
+    stream = engine.tokenizer_manager.generate_request(request, None)
+    answers: list[Mapping[str, object]] = engine.loop.run_until_complete(stream.__anext__())
     return answers
 
 

@@ -1,7 +1,9 @@
 """The SGLang rollout engine, in a process beside each trainer process."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from lightrft.engines.rows import (
     first_job,
     stream_in_parts,
 )
-from lightrft.engines.sglang.backend import KNOWN_VERSIONS, Engine, generate_native, start_engine
+from lightrft.engines.sglang.backend import KNOWN_VERSIONS, generate_native, start_engine
 from lightrft.engines.sglang.weights import SGLangWeights
 from lightrft.engines.types import (
     EngineConfig,
@@ -29,6 +31,9 @@ from lightrft.engines.types import (
     FinishReason,
     SamplingParams,
 )
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
 
 
 class SGLangEngine(RolloutEngine):
@@ -162,7 +167,7 @@ class SGLangEngine(RolloutEngine):
         Raises:
             RuntimeError: SGLang refused because requests are running.
         """
-        outcome = self._started.flush_cache()  # type: ignore[attr-defined]
+        outcome = self._started.flush_cache()
         if not outcome.success:
             raise RuntimeError("SGLang did not flush its cache; requests must be finished")
 

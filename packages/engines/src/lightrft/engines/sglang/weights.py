@@ -1,12 +1,18 @@
 """Weights of an SGLang engine: updates in its own sessions, whole tensors at a time."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightrft.engines.engine_weights import AssembledWeights
-from lightrft.engines.sglang.backend import Engine, flattened
+from lightrft.engines.sglang.backend import flattened
 from lightrft.engines.types import EngineParameter
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
 
 
 class SGLangWeights(AssembledWeights):

@@ -72,6 +72,8 @@ class Backend:
         vllm_config: Its configuration, which must be current during a reload.
         model_config: The part of it that describes the model.
         owns_process_group: Whether vLLM started `torch.distributed`.
+        num_threads: Of torch when it started, for every call: without AVX-512, weights that oneDNN
+            packed for one number of threads are multiplied wrongly with another.
         runner: Module and class of what executes the model.
         caches: Of keys and values, or of a layer's states: tensors and lists of tensors.
     """
@@ -81,6 +83,7 @@ class Backend:
     vllm_config: object
     model_config: object
     owns_process_group: bool
+    num_threads: int
     runner: str = ""
     caches: Sequence[object] = ()
 
@@ -183,6 +186,7 @@ def _start(arguments: dict[str, object], *, owns_process_group: bool) -> Backend
         vllm_config=worker.vllm_config,
         model_config=worker.vllm_config.model_config,
         owns_process_group=owns_process_group,
+        num_threads=torch.get_num_threads(),
         runner=f"{runner.__module__}.{runner.__qualname__}",
         caches=worker.model_runner.kv_caches,
     )
@@ -225,6 +229,11 @@ def _leave_groups(*, owns_process_group: bool) -> None:
     parallel_state.destroy_model_parallel()
     if owns_process_group:
         parallel_state.destroy_distributed_environment()
+    elif parallel_state._WORLD is not None:
+        # The same without the default group, which is the trainer's: vLLM would start the next
+        # engine on groups that end with this trainer.
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = parallel_state._NODE_COUNT = None
 
 
 def has_tokenizer(model_path: str) -> bool:

@@ -1,9 +1,12 @@
 """The vLLM rollout engine, in the trainer's own process."""
 
+from __future__ import annotations
+
 import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -25,12 +28,14 @@ from lightrft.engines.vllm.backend import (
 from lightrft.engines.vllm.layout import LayoutReader
 from lightrft.engines.vllm.media import check_prompt, forbid_tokens, may_lack, native_prompt
 from lightrft.engines.vllm.sampling import (
-    NativeAnswer,
     native_params,
     raw_completions_of,
     scoring_params,
 )
 from lightrft.engines.vllm.weights import VLLMWeights
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
 
 _LAYER = re.compile(r"^(?P<parts>(?:language_model\.)?model\.layers\.)(?P<number>\d+)$")
 
@@ -126,25 +131,25 @@ class VLLMEngine(RolloutEngine):
 
     def _run(
         self, jobs: Sequence[Job], natives: Sequence[object]
-    ) -> Iterator[list[tuple[int, NativeAnswer]]]:
+    ) -> Iterator[list[tuple[int, RequestOutput]]]:
         """Answers of vLLM as they come, each with the index of its job, in batches.
 
         Nothing is left queued, whether the caller stops early or vLLM fails.
         """
-        llm = self._started.llm
+        llm, num_threads = self._started.llm, self._started.num_threads
         engine = llm.llm_engine  # type: ignore[attr-defined]
         # vLLM numbers its requests.
         first = next(llm.request_counter) + 1  # type: ignore[attr-defined]
         try:
-            with preserved_process_state():
+            with preserved_process_state(num_threads):
                 llm.enqueue(  # type: ignore[attr-defined]
                     [native_prompt(job) for job in jobs],
                     sampling_params=list(natives),
                     use_tqdm=False,
                 )
             while engine.has_unfinished_requests():
-                answers: list[NativeAnswer] = []
-                with preserved_process_state():
+                answers: list[RequestOutput] = []
+                with preserved_process_state(num_threads):
                     while not answers and engine.has_unfinished_requests():
                         answers = [answer for answer in engine.step() if answer.finished]
                 found = [(int(answer.request_id) - first, answer) for answer in answers]

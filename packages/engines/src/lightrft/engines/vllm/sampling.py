@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lightrft.engines.rows import Job, RawCompletion
 from lightrft.engines.types import FinishReason, SamplingParams
 
-
-class NativeCompletion(Protocol):
-    """The fields of a vLLM completion that are read."""
-
-    index: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[Mapping[int, NativeLogprob]]
-    finish_reason: str | None
-
-
-class NativeAnswer(Protocol):
-    """The fields of a vLLM answer that are read."""
-
-    request_id: str
-    finished: bool
-    prompt_token_ids: Sequence[int]
-    outputs: Sequence[NativeCompletion]
-    # None at the first token.
-    prompt_logprobs: Sequence[Mapping[int, NativeLogprob]]
-
-
-class NativeLogprob(Protocol):
-    """A vLLM logprob."""
-
-    logprob: float
+if TYPE_CHECKING:
+    from vllm import CompletionOutput
 
 
 def native_params(
@@ -70,7 +47,7 @@ def native_params(
     )
 
 
-def raw_completions_of(job: Job, outputs: Sequence[NativeCompletion]) -> list[RawCompletion]:
+def raw_completions_of(job: Job, outputs: Sequence[CompletionOutput]) -> list[RawCompletion]:
     """The samples of one job, in order; greedy ones are the same sample `num_samples` times."""
     raws = []
     for output in sorted(outputs, key=lambda o: o.index):

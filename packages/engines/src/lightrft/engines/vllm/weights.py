@@ -1,14 +1,28 @@
 """Weights of a vLLM engine: updates through its layerwise reload, and hashes of its storage."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from lightrft.engines.engine_weights import AssembledWeights
+from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.vllm.backend import Backend
 from lightrft.engines.vllm.experts import repack_on_cpu
 from lightrft.engines.vllm.layout import Layout, Place
+
+
+@contextmanager
+def reloading(backend: Backend) -> Iterator[None]:
+    """The state that vLLM's layers are written and repacked in.
+
+    Without AVX-512, oneDNN's layout of a packed weight depends on the number of threads.
+    """
+    from vllm.config import set_current_vllm_config
+
+    with preserved_process_state(backend.num_threads), set_current_vllm_config(backend.vllm_config):
+        yield
 
 
 class VLLMWeights(AssembledWeights):
@@ -39,11 +53,10 @@ class VLLMWeights(AssembledWeights):
         del self._backend
 
     def _hand_over(self, tensors: dict[str, torch.Tensor]) -> None:
-        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         tensors = {name: tensor for name, tensor in tensors.items() if name in self._layout.modules}
-        with set_current_vllm_config(self._backend.vllm_config):
+        with reloading(self._backend):
             if not self._is_updating:
                 self._is_updating = True
                 self._reloaded.clear()
@@ -52,10 +65,9 @@ class VLLMWeights(AssembledWeights):
         self._reloaded |= {self._layout.modules[name] for name in tensors}
 
     def _end_update(self) -> None:
-        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        with set_current_vllm_config(self._backend.vllm_config):
+        with reloading(self._backend):
             finalize_layerwise_reload(self._backend.model, self._backend.model_config)
             self._repack_tied_heads()
             repack_on_cpu(self._modules, self._reloaded)

@@ -30,10 +30,8 @@ class ChunkedEngine:
     chunk_columns: int
     rounds_operands: bool = False
 
-    @property
-    def row_multiple(self) -> int:
-        """Any number of rows is as good."""
-        return 1
+    # Any number of rows is as good.
+    row_multiple = 1
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
         """Both operands are widened."""

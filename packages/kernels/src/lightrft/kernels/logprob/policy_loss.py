@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NoReturn, Protocol
 
 import torch
@@ -105,7 +104,6 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     ignore_index: int = -100,
     entropy: EntropyMode = "grad",
     chunk_tokens: int | None = None,
-    sequence_starts: Tensor | None = None,
     logits_budget_bytes: int | None = None,
 ) -> PolicyLossOutput:
     """A policy loss of the targets' logprobs and entropies, computed with its gradients at once.
@@ -120,9 +118,6 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         bias, temperature, softcap, ignore_index: As in `linear_logprob`.
         entropy: "none" computes none; with "value" `token_loss` must give no gradient for it.
         chunk_tokens: Most tokens of a chunk; None is as many as the budget holds.
-        sequence_starts: [sequences] int64 ascending from 0. A chunk then holds whole sequences,
-            for losses that couple the tokens of one; a sequence longer than `chunk_tokens` is a
-            chunk of its own. None: chunks begin anywhere.
         logits_budget_bytes: Logits stored at a time; those that do not fit are computed twice.
             None takes the device's row of `WORKSPACES`.
 
@@ -140,7 +135,7 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     options = PolicyLossOptions(
         choose_loss_engine(hidden, weight, chunk_columns=CHUNK_COLUMNS),
         token_loss,
-        plan_row_chunks(active, len(targets), chunk_tokens, sequence_starts),
+        tuple(active[i : i + chunk_tokens] for i in range(0, len(active), chunk_tokens)),
         budget,
         entropy,
     )
@@ -317,39 +312,6 @@ def plan_loss(
     return chunk_tokens, budget
 
 
-def plan_row_chunks(
-    active: Tensor, num_tokens: int, chunk_tokens: int, sequence_starts: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Cuts the tokens that count into chunks, at borders of sequences if those are given.
-
-    Args:
-        active: [rows] int64 ascending, tokens that are not ignored.
-        num_tokens: All tokens.
-        chunk_tokens: Most rows of a chunk; a longer sequence is a chunk of its own.
-        sequence_starts: [sequences] int64 ascending, first token of each sequence; None lets
-            chunks begin anywhere.
-
-    Raises:
-        ValueError: The starts do not ascend from 0 within the tokens.
-    """
-    if sequence_starts is None:
-        firsts = range(0, len(active), chunk_tokens)
-        return tuple(active[first : first + chunk_tokens] for first in firsts)
-    starts = sequence_starts.tolist()
-    if not starts or starts[0] != 0 or sorted(set(starts)) != starts or starts[-1] > num_tokens:
-        raise ValueError(
-            f"sequence_starts must ascend from 0 to at most {num_tokens}: got {starts[:8]}"
-        )
-    borders = torch.searchsorted(active, sequence_starts.to(active.device)).tolist()
-    cuts = [0]
-    ends = [*borders[1:], len(active)]
-    for start, end in zip(borders, ends, strict=True):
-        if end - cuts[-1] > chunk_tokens and start > cuts[-1]:
-            cuts.append(start)
-    cuts.append(len(active))
-    return tuple(active[start:stop] for start, stop in pairwise(cuts) if stop > start)
-
-
 def _add_chunks(
     totals: _Totals, hidden: Tensor, layer: OutputLayer, targets: Tensor, options: PolicyLossOptions
 ) -> None:
@@ -440,9 +402,9 @@ class _Forward:
         statistics = RowStatistics.empty(len(hidden), hidden, wanted.dtype)
         kept: list[Tensor] = []
         num_bytes = 0
-        for start, _, chunk in chunks(layer, engine.chunk_columns, dtype):
+        for _, _, chunk in chunks(layer, engine.chunk_columns, dtype):
             products = engine.products(hidden, chunk)
-            part = engine.fold(products, chunk, targets, start, needs_entropy=needs_entropy)
+            part = engine.fold(products, chunk, targets, needs_entropy=needs_entropy)
             statistics = statistics.merge(part)
             num_bytes += products.nbytes
             if num_bytes <= options.budget_bytes:

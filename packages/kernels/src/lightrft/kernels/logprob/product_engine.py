@@ -1,6 +1,6 @@
 """Logprobs from stored matrix products of the library, a chunk of the vocabulary at a time.
 
-Products are float32, those of a chunk laid out [columns, tokens].
+Products are float32, those of a chunk laid out [columns, tokens]; Triton kernels pass over them.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,7 @@ from torch import Tensor
 
 from lightrft.kernels.logprob.passes import chunks
 from lightrft.kernels.logprob.products import split_product, wide_product
-from lightrft.kernels.logprob.rows import (
-    GradRows,
-    RowStatistics,
-    finish_logits,
-    finish_target_logits,
-    grad_of_logits,
-)
+from lightrft.kernels.logprob.rows import GradRows, RowStatistics, finish_target_logits
 from lightrft.kernels.logprob.types import OutputLayer, accumulation_dtype
 
 # Products stored at a time in the forward pass: they stay in the cache until they are reduced.
@@ -29,19 +23,15 @@ class ProductEngine:
 
     Args:
         chunk_columns: Columns of the vocabulary in one chunk.
-        uses_triton: The passes over products are Triton kernels; else plain torch.
         splits_weight: A float32 weight beside bfloat16 hidden states: its logits are those of
             float32, from products of bfloat16 parts. Gradients of logits are stored in bfloat16.
     """
 
     chunk_columns: int
-    uses_triton: bool
     splits_weight: bool = False
 
-    @property
-    def row_multiple(self) -> int:
-        """Rows of products are contiguous: whole 16-byte vectors of them, if Triton reads them."""
-        return 16 if self.uses_triton else 1
+    # Rows of products are contiguous: whole 16-byte vectors of them.
+    row_multiple = 16
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
         """The inputs' 16 bits where products take them, else the accumulation dtype."""
@@ -52,28 +42,34 @@ class ProductEngine:
     def statistics(
         self, hidden: Tensor, layer: OutputLayer, targets: Tensor, *, needs_entropy: bool
     ) -> RowStatistics:
-        """Chunk by chunk of the vocabulary, block by block of tokens."""
-        dtype = self.product_dtype(hidden, layer.weight)
-        hidden = hidden.to(dtype)
-        wanted = target_products(hidden, layer.weight.detach(), targets)
-        target_logits = finish_target_logits(wanted, layer, targets)
-        if self.uses_triton and len(hidden) > 0 and len(layer.weight) > 0:
-            return self._fold_on_chip(hidden, layer, target_logits, needs_entropy=needs_entropy)
-        blocks = []
-        step = self._block_tokens(layer)
-        for first in range(0, max(1, len(hidden)), step):
-            block = slice(first, first + step)
-            rows = RowStatistics.empty(
-                len(hidden[block]), hidden, accumulation_dtype(hidden, layer.weight)
+        """Products block by block; their statistics go to one table that is merged at the end."""
+        from lightrft.kernels.logprob import triton_launch
+
+        hidden = hidden.to(self.product_dtype(hidden, layer.weight))
+        if len(hidden) == 0 or len(layer.weight) == 0:
+            return RowStatistics.empty(
+                len(hidden), hidden, accumulation_dtype(hidden, layer.weight)
             )
-            for start, _, chunk in chunks(layer, self.chunk_columns, dtype):
-                products = self.products(hidden[block], chunk)
-                part = self.fold(
-                    products, chunk, targets[block], start, needs_entropy=needs_entropy
+        per_chunk = -(-self.chunk_columns // triton_launch.COLUMNS_PER_SPLIT)
+        num_chunks, rest = divmod(len(layer.weight), self.chunk_columns)
+        num_splits = num_chunks * per_chunk + -(-rest // triton_launch.COLUMNS_PER_SPLIT)
+        partials = triton_launch.Partials.allocate(
+            num_splits, len(hidden), hidden, needs_entropy=needs_entropy
+        )
+        columns = min(self.chunk_columns, len(layer.weight))
+        step = max(128, _BLOCK_BYTES // (columns * 4) // 128 * 128)
+        for start, _, chunk in chunks(layer, self.chunk_columns, hidden.dtype):
+            for first in range(0, len(hidden), step):
+                products = self.products(hidden[first : first + step], chunk)
+                triton_launch.fold_products(
+                    products,
+                    chunk,
+                    partials,
+                    first_row=first,
+                    first_split=start // self.chunk_columns * per_chunk,
                 )
-                rows = rows.merge(part)
-            blocks.append(rows)
-        return RowStatistics.joined(blocks)._replace(target_logits=target_logits)
+        wanted = target_products(hidden, layer.weight.detach(), targets)
+        return partials.merge(finish_target_logits(wanted, layer, targets))
 
     def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
         """Recomputes the chunk's products."""
@@ -88,73 +84,27 @@ class ProductEngine:
         return wide_product(chunk.weight, hidden.T)
 
     def fold(
-        self,
-        products: Tensor,
-        chunk: OutputLayer,
-        targets: Tensor,
-        first_column: int,
-        *,
-        needs_entropy: bool,
+        self, products: Tensor, chunk: OutputLayer, targets: Tensor, *, needs_entropy: bool
     ) -> RowStatistics:
-        """Statistics of stored products; without the target's logit where Triton computes them."""
-        if self.uses_triton and products.shape[1] > 0:
-            from lightrft.kernels.logprob import triton_launch
+        """Statistics of stored products, without the targets' logits."""
+        from lightrft.kernels.logprob import triton_launch
 
-            num_splits = -(-len(products) // triton_launch.COLUMNS_PER_SPLIT)
-            partials = triton_launch.Partials.allocate(
-                num_splits, products.shape[1], products, needs_entropy=needs_entropy
-            )
-            triton_launch.fold_products(products, chunk, partials, first_row=0, first_split=0)
-            return partials.merge(torch.zeros_like(targets, dtype=torch.float32))
-        logits = finish_logits(products.T, chunk.bias, chunk.transform)
-        return RowStatistics.of_logits(logits, targets, first_column, needs_entropy=needs_entropy)
+        num_splits = -(-len(products) // triton_launch.COLUMNS_PER_SPLIT)
+        partials = triton_launch.Partials.allocate(
+            num_splits, products.shape[1], products, needs_entropy=needs_entropy
+        )
+        triton_launch.fold_products(products, chunk, partials, first_row=0, first_split=0)
+        return partials.merge(torch.zeros_like(targets, dtype=torch.float32))
 
     def grad_of_products(
         self, products: Tensor, rows: GradRows, chunk: OutputLayer, first_column: int
     ) -> Tensor:
         """Gradient of stored products, which may be overwritten: [rows, columns]."""
-        dtype = torch.bfloat16 if self.splits_weight else rows.hidden.dtype
-        if self.uses_triton:
-            from lightrft.kernels.logprob import triton_launch
-
-            grad = triton_launch.grad_of_stored_products(products, rows, chunk, first_column)
-            return grad.to(dtype).T
-        logits = finish_logits(products.T, chunk.bias, chunk.transform)
-        return grad_of_logits(logits, rows, first_column, chunk.transform).to(dtype)
-
-    def _block_tokens(self, layer: OutputLayer) -> int:
-        columns = min(self.chunk_columns, max(1, len(layer.weight)))
-        return max(128, _BLOCK_BYTES // (columns * 4) // 128 * 128)
-
-    def _fold_on_chip(
-        self,
-        hidden: Tensor,
-        layer: OutputLayer,
-        target_logits: Tensor,
-        *,
-        needs_entropy: bool,
-    ) -> RowStatistics:
-        """Products block by block; their statistics go to one table that is merged at the end."""
         from lightrft.kernels.logprob import triton_launch
 
-        per_chunk = -(-self.chunk_columns // triton_launch.COLUMNS_PER_SPLIT)
-        num_chunks, rest = divmod(len(layer.weight), self.chunk_columns)
-        num_splits = num_chunks * per_chunk + -(-rest // triton_launch.COLUMNS_PER_SPLIT)
-        partials = triton_launch.Partials.allocate(
-            num_splits, len(hidden), hidden, needs_entropy=needs_entropy
-        )
-        step = self._block_tokens(layer)
-        for start, _, chunk in chunks(layer, self.chunk_columns, hidden.dtype):
-            for first in range(0, len(hidden), step):
-                products = self.products(hidden[first : first + step], chunk)
-                triton_launch.fold_products(
-                    products,
-                    chunk,
-                    partials,
-                    first_row=first,
-                    first_split=start // self.chunk_columns * per_chunk,
-                )
-        return partials.merge(target_logits)
+        dtype = torch.bfloat16 if self.splits_weight else rows.hidden.dtype
+        grad = triton_launch.grad_of_stored_products(products, rows, chunk, first_column)
+        return grad.to(dtype).T
 
 
 def target_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

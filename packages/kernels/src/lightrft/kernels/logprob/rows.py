@@ -49,31 +49,6 @@ class RowStatistics(NamedTuple):
         """Statistics of blocks of tokens, one after the other."""
         return cls(*map(torch.cat, zip(*blocks, strict=True)))
 
-    @classmethod
-    def of_logits(
-        cls,
-        logits: Tensor,
-        targets: Tensor,
-        first_column: int,
-        *,
-        needs_entropy: bool,
-    ) -> RowStatistics:
-        """Statistics of a chunk [tokens, columns] that starts at `first_column`."""
-        columns = targets - first_column
-        is_inside = (columns >= 0) & (columns < logits.shape[1])
-        picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
-        target_logits = torch.where(is_inside, picked, 0)
-        maximum = logits.amax(dim=1)
-        shifted = logits - _finite(maximum)[:, None]
-        if needs_entropy:
-            exponentials = shifted.exp()
-            # 0 * -inf is not a number, 0 times a very negative number is 0.
-            weighted = shifted.clamp_(min=_VERY_NEGATIVE).mul_(exponentials).sum(1)
-        else:
-            exponentials = shifted.exp_()
-            weighted = torch.zeros_like(maximum)
-        return cls(maximum, exponentials.sum(1), weighted, target_logits)
-
     def merge(self, other: RowStatistics) -> RowStatistics:
         """Statistics of the union of two disjoint sets of columns."""
         maximum = torch.maximum(self.maximum, other.maximum)
@@ -375,19 +350,14 @@ def grad_of_logits(
     return grad if transform.temperature == 1 else grad.div_(transform.temperature)
 
 
-def finish_logits(product: Tensor, bias: Tensor | None, transform: LogitsTransform) -> Tensor:
-    """Logits from a wide product [tokens, columns], or of one column for each token."""
-    return apply_transform(product, None if bias is None else bias.to(product.dtype), transform)
-
-
 def finish_target_logits(products: Tensor, layer: OutputLayer, targets: Tensor) -> Tensor:
     """Logits of the targets from their products [tokens]; 0 where the target is outside."""
     num_columns = len(layer.weight)
     is_here = (targets >= 0) & (targets < num_columns)
     bias = None
     if layer.bias is not None and num_columns > 0:
-        bias = layer.bias[targets.clamp(0, num_columns - 1)]
-    return torch.where(is_here, finish_logits(products, bias, layer.transform), 0)
+        bias = layer.bias[targets.clamp(0, num_columns - 1)].to(products.dtype)
+    return torch.where(is_here, apply_transform(products, bias, layer.transform), 0)
 
 
 def _finite(maximum: Tensor) -> Tensor:

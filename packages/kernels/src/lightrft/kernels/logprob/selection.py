@@ -66,7 +66,7 @@ def choose_loss_engine(
     hidden: Tensor, weight: Tensor, *, chunk_columns: int
 ) -> ProductEngine | ChunkedEngine:
     """The engine of a loss inside the output layer, which stores logits or products."""
-    if hidden.is_cuda:
+    if hidden.is_cuda and has_triton():
         return _product_engine(hidden, weight, chunk_columns)
     return _chunked_engine(hidden, weight, chunk_columns)
 
@@ -76,16 +76,13 @@ def automatic_choice(hidden: Tensor, weight: Tensor) -> LogprobImplementation:
     if not hidden.is_cuda:
         # Plain torch, in blocks of logits that stay in a CPU's caches.
         return "chunked"
-    if splits_weight(hidden, weight):
+    if splits_weight(hidden, weight) and has_triton():
         # Exact logits from three products of bfloat16 parts, each about 15 times as fast as a
         # float32 product.
         return "cublas"
-    if hidden.dtype not in _HALVES or hidden.dtype != weight.dtype:
+    if why_not_cublas(hidden, weight) is not None:
         # No tensor-core product is exact for these dtypes: float32 or float64 products.
         return "chunked"
-    if why_not_triton(hidden, weight) is not None:
-        # Library products, with passes in torch.
-        return "cublas"
     # A pass over stored products is little beside products of this size; with a smaller one it
     # would take as long as their computation.
     return "cublas" if hidden.shape[1] >= _MIN_PRODUCT_HIDDEN else "triton"
@@ -110,6 +107,8 @@ def why_not_triton(hidden: Tensor, weight: Tensor) -> str | None:
 
 def why_not_cublas(hidden: Tensor, weight: Tensor) -> str | None:
     """The reason that stored float32 products cannot serve these tensors here, or None."""
+    if not has_triton():
+        return "Triton is not installed"
     if not hidden.is_cuda:
         return "it needs CUDA tensors"
     if hidden.dtype != weight.dtype or hidden.dtype not in _HALVES:
@@ -151,8 +150,7 @@ def _chunked_engine(hidden: Tensor, weight: Tensor, chunk_columns: int) -> Chunk
 
 
 def _product_engine(hidden: Tensor, weight: Tensor, chunk_columns: int) -> ProductEngine:
-    uses_triton = has_triton() and torch.cuda.is_available()
-    return ProductEngine(chunk_columns, uses_triton, splits_weight(hidden, weight))
+    return ProductEngine(chunk_columns, splits_weight(hidden, weight))
 
 
 def _triton_engine(

@@ -28,6 +28,13 @@ def _scaled_logits(x, bias_pointer, columns, is_column, scale, softcap, HAS_BIAS
 
 
 @triton.jit
+def _nothing(BLOCK_ROWS: tl.constexpr):
+    """(maximum, sum, weighted sum) of no column at all."""
+    zeros = tl.zeros((BLOCK_ROWS,), tl.float32)
+    return tl.full((BLOCK_ROWS,), MINUS_INFINITY, tl.float32), zeros, zeros
+
+
+@triton.jit
 def _fold(z, is_column, maximum, exp_sum, weighted_sum, AXIS: tl.constexpr, NEEDS_ENTROPY):
     """Running (maximum, sum, weighted sum) after one more tile of logits z, all.
 
@@ -132,9 +139,7 @@ def forward_partials(
     row_block, split = _tile_position(tl.program_id(0), num_rows, num_splits, BLOCK_ROWS, GROUP)
     rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_rows
-    maximum = tl.full((BLOCK_ROWS,), MINUS_INFINITY, tl.float32)
-    exp_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
-    weighted_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
+    maximum, exp_sum, weighted_sum = _nothing(BLOCK_ROWS)
     first = split * TILES_PER_SPLIT * BLOCK_COLUMNS
     last = tl.minimum(first + TILES_PER_SPLIT * BLOCK_COLUMNS, num_columns)
     for start in range(first, last, BLOCK_COLUMNS):
@@ -231,9 +236,7 @@ def merge_partials(
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_rows
     plane = tl.cast(num_splits, tl.int64) * num_rows
-    maximum = tl.full((BLOCK_ROWS,), MINUS_INFINITY, tl.float32)
-    exp_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
-    weighted_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
+    maximum, exp_sum, weighted_sum = _nothing(BLOCK_ROWS)
     for first in range(0, num_splits, BLOCK_SPLITS):
         splits = first + tl.arange(0, BLOCK_SPLITS)
         mask = (splits < num_splits)[:, None] & is_row[None, :]
@@ -320,9 +323,7 @@ def fold_products(
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     split = tl.program_id(1)
     is_row = rows < num_rows
-    maximum = tl.full((BLOCK_ROWS,), MINUS_INFINITY, tl.float32)
-    exp_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
-    weighted_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
+    maximum, exp_sum, weighted_sum = _nothing(BLOCK_ROWS)
     first = split * COLUMNS_PER_SPLIT
     last = tl.minimum(first + COLUMNS_PER_SPLIT, num_columns)
     for start in range(first, last, BLOCK_COLUMNS):
@@ -349,11 +350,14 @@ def _gradient(
     columns,
     is_row,
     first_column,
+    scale,
+    softcap,
     AXIS: tl.constexpr,
+    HAS_SOFTCAP,
     HAS_GRAD_LOGPROB,
     HAS_GRAD_ENTROPY,
 ):
-    """Gradient of a tile of logits z of one chunk, whose columns run along AXIS.
+    """Gradient of the products of a tile of one chunk from its logits z; columns run along AXIS.
 
     Values of rows: targets, maximum, log_sum, entropy, grad_logprobs, grad_entropy.
     """
@@ -385,12 +389,6 @@ def _gradient(
         grad = upstream * tl.where(is_target, rest, -p)
     if HAS_GRAD_ENTROPY:
         grad -= entropy_upstream * p * tl.where(p > 0, log_p + row_entropy, 0.0)
-    return grad
-
-
-@triton.jit
-def _before_transform(grad, z, scale, softcap, HAS_SOFTCAP):
-    """Gradient of the products from that of the logits z."""
     if HAS_SOFTCAP:
         ratio = z / (scale * softcap)
         grad *= 1.0 - ratio * ratio
@@ -449,9 +447,19 @@ def grad_products(
     )
     values = (targets, maximum, log_sum, entropy, grad_logprobs, grad_entropy)
     grad = _gradient(
-        z, values, rows, columns, is_row, first_column, 1, HAS_GRAD_LOGPROB, HAS_GRAD_ENTROPY
+        z,
+        values,
+        rows,
+        columns,
+        is_row,
+        first_column,
+        scale,
+        softcap,
+        1,
+        HAS_SOFTCAP,
+        HAS_GRAD_LOGPROB,
+        HAS_GRAD_ENTROPY,
     )
-    grad = _before_transform(grad, z, scale, softcap, HAS_SOFTCAP)
     pointers = out + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
     is_stored = is_row[:, None] & (columns < num_padded)[None, :]
     tl.store(pointers, grad.to(out.dtype.element_ty), mask=is_stored)
@@ -492,7 +500,17 @@ def grad_of_stored_products(
     z = _scaled_logits(x, bias, columns[:, None], is_column, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     values = (targets, maximum, log_sum, entropy, grad_logprobs, grad_entropy)
     grad = _gradient(
-        z, values, rows, columns, is_row, first_column, 0, HAS_GRAD_LOGPROB, HAS_GRAD_ENTROPY
+        z,
+        values,
+        rows,
+        columns,
+        is_row,
+        first_column,
+        scale,
+        softcap,
+        0,
+        HAS_SOFTCAP,
+        HAS_GRAD_LOGPROB,
+        HAS_GRAD_ENTROPY,
     )
-    grad = _before_transform(grad, z, scale, softcap, HAS_SOFTCAP)
     tl.store(out + offsets, grad.to(out.dtype.element_ty), mask=mask)

@@ -182,8 +182,7 @@ def forward_partials(
     num_splits = triton.cdiv(num_columns, tiles.block_columns * tiles.tiles_per_split)
     partials = Partials.allocate(num_splits, num_rows, hidden, needs_entropy=needs_entropy)
     num_tiles = triton.cdiv(num_rows, tiles.block_rows) * num_splits
-    scale, softcap, flags = transform_arguments(layer)
-    bias = hidden if layer.bias is None else layer.bias
+    bias, scale, softcap, flags = transform_arguments(layer)
     common = {"NEEDS_ENTROPY": needs_entropy, **_tile_constants(tiles), **flags}
     if tiles.uses_tma:
         num_programs = min(num_tiles, _num_cores(hidden) * tiles.programs_per_core)
@@ -260,10 +259,10 @@ def fold_products(
     """Writes the statistics of products [columns, rows] to their place in `partials`."""
     num_columns, num_rows = products.shape
     _, total_splits, total_rows = partials.values.shape
-    scale, softcap, flags = transform_arguments(layer)
+    bias, scale, softcap, flags = transform_arguments(layer)
     triton_kernels.fold_products[fold_grid(num_rows, num_columns)](
         products,
-        products if layer.bias is None else layer.bias,
+        bias,
         partials.values,
         num_rows,
         num_columns,
@@ -293,10 +292,9 @@ def grad_products(
     out = out[:, :num_columns]
     if num_rows == 0:
         return out
-    scale, softcap, flags = transform_arguments(layer)
+    bias, scale, softcap, flags = transform_arguments(layer)
     num_tiles = triton.cdiv(num_rows, tiles.block_rows)
     num_tiles *= triton.cdiv(num_columns, tiles.block_columns)
-    bias = hidden if layer.bias is None else layer.bias
     triton_kernels.grad_products[(num_tiles,)](
         hidden,
         weight,
@@ -330,14 +328,14 @@ def grad_of_stored_products(
         out = torch.empty_like(products, dtype=rows.hidden.dtype)
     if num_rows == 0:
         return out
-    scale, softcap, flags = transform_arguments(layer)
+    bias, scale, softcap, flags = transform_arguments(layer)
     grid = (
         triton.cdiv(num_rows, EPILOGUE_BLOCK["BLOCK_ROWS"]),
         triton.cdiv(num_columns, EPILOGUE_BLOCK["BLOCK_COLUMNS"]),
     )
     triton_kernels.grad_of_stored_products[grid](
         products,
-        products if layer.bias is None else layer.bias,
+        bias,
         *_row_arguments(rows),
         out,
         num_rows,
@@ -353,11 +351,12 @@ def grad_of_stored_products(
     return out
 
 
-def transform_arguments(layer: OutputLayer) -> tuple[float, float, dict[str, bool]]:
-    """(1 / temperature, softcap or 1, compile-time flags)."""
-    transform: LogitsTransform = layer.transform
-    flags = {"HAS_BIAS": layer.bias is not None, "HAS_SOFTCAP": transform.softcap is not None}
-    return 1.0 / transform.temperature, transform.softcap or 1.0, flags
+def transform_arguments(layer: OutputLayer) -> tuple[Tensor, float, float, dict[str, bool]]:
+    """(bias or any tensor, 1 / temperature, softcap or 1, compile-time flags)."""
+    transform, bias = layer.transform, layer.bias
+    flags = {"HAS_BIAS": bias is not None, "HAS_SOFTCAP": transform.softcap is not None}
+    anything = layer.weight if bias is None else bias
+    return anything, 1.0 / transform.temperature, transform.softcap or 1.0, flags
 
 
 def _tile_constants(tiles: TileConfig) -> dict[str, int]:
@@ -412,10 +411,8 @@ class TritonEngine:
     forward_tiles: TileConfig
     gradient_tiles: TileConfig
 
-    @property
-    def row_multiple(self) -> int:
-        """Rows are loaded one by one: any number of them is as good."""
-        return 1
+    # Rows are loaded one by one: any number of them is as good.
+    row_multiple = 1
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
         """That of the inputs; both have the same."""

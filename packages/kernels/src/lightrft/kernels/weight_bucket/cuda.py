@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from lightrft.kernels.weight_bucket.native import Extension, Move
+from lightrft.kernels.weight_bucket.native import Move
 
 _COPY_CODES = {1: 0, 2: 1, 4: 2, 8: 3}
 _CAST_CODES = {
@@ -26,7 +27,7 @@ def can_run(moves: Sequence[Move]) -> bool:
 
 
 def run(
-    extension: Extension, device: torch.device, moves: Sequence[Move], hashes: Tensor | None
+    extension: ModuleType, device: torch.device, moves: Sequence[Move], hashes: Tensor | None
 ) -> None:
     """Runs moves in device memory in one launch, queued on the current stream.
 

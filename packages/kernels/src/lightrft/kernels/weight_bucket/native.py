@@ -3,7 +3,8 @@
 import importlib
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, Protocol
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,41 +44,9 @@ class Move(NamedTuple):
     start: int
 
 
-class Extension(Protocol):
-    """Functions of the compiled module `lightrft.kernels._native`."""
-
-    interface_version: int
-    has_cuda: bool
-    device_tile_elements: int
-
-    def run_segments(
-        self,
-        segments: Sequence[tuple[int, int, int, int, int, int]],
-        bf16_nan: int,
-        num_threads: int,
-        with_hash: bool,
-    ) -> list[int]:
-        """Runs segments (source, destination, numel, cast code, element bytes, start) on the host.
-
-        Returns:
-            The hash of each segment, or nothing.
-        """
-
-    def launch_segments(
-        self,
-        segments: int,
-        num_segments: int,
-        num_tiles: int,
-        hashes: int,
-        device: int,
-        stream: int,
-    ) -> None:
-        """Runs a table of device segments on a stream; only if `has_cuda`."""
-
-
 @cache
-def load_extension() -> Extension | None:
-    """The compiled module, or None if it is not built or was built from other sources."""
+def load_extension() -> ModuleType | None:
+    """The compiled module (`_native.pyi`); None if it is not built, or from other sources."""
     try:
         _native = importlib.import_module("lightrft.kernels._native")
         is_usable = _native.interface_version == INTERFACE_VERSION
@@ -95,14 +64,11 @@ def can_run(moves: Sequence[Move]) -> bool:
     )
 
 
-def run(
-    extension: Extension, num_threads: int, moves: Sequence[Move], hashes: Tensor | None
-) -> None:
+def run(extension: ModuleType, moves: Sequence[Move], hashes: Tensor | None) -> None:
     """Runs moves in host memory.
 
     Args:
         extension: The compiled module.
-        num_threads: 0 takes torch's.
         moves: All on the host.
         hashes: [moves] int64; the signed hash of each, after the cast, is added.
     """
@@ -113,8 +79,7 @@ def run(
         code = _CAST_CODES.get((source_dtype, dtype), _SAME_DTYPE)
         table.append((source, destination, numel, code, itemsize, start))
         num_bytes += numel * max(source_dtype.itemsize, itemsize)
-    limit = num_threads or torch.get_num_threads()
-    threads = max(1, min(limit, num_bytes // _BYTES_PER_THREAD))
+    threads = max(1, min(torch.get_num_threads(), num_bytes // _BYTES_PER_THREAD))
     found = extension.run_segments(table, _bf16_nan_bits(), threads, hashes is not None)
     if hashes is not None:
         hashes += torch.tensor(found, dtype=torch.int64)

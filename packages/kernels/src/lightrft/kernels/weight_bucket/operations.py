@@ -20,18 +20,15 @@ _IMPLEMENTATIONS = ("auto", "native", "torch")
 _Runner = Callable[[Sequence[Move], Tensor | None], None]
 
 
-def hash_tensor(
-    tensor: Tensor, *, start: int = 0, impl: Implementation = "auto", num_threads: int = 0
-) -> int:
+def hash_tensor(tensor: Tensor, *, start: int = 0, impl: Implementation = "auto") -> int:
     """Position-keyed 64-bit hash of one tensor's bits; see `hash_tensors`.
 
     Args:
         tensor: Any shape, device and dtype of 1, 2, 4 or 8 bytes; a strided one is copied first.
         start: Index of the first element in the full logical tensor.
         impl: "native" (C++ or CUDA), "torch", or "auto"; all give the same number.
-        num_threads: Threads of the native code; 0 takes torch's.
     """
-    return hash_tensors([tensor], starts=[start], impl=impl, num_threads=num_threads)[0]
+    return hash_tensors([tensor], starts=[start], impl=impl)[0]
 
 
 def hash_tensors(
@@ -40,7 +37,6 @@ def hash_tensors(
     starts: Sequence[int] | None = None,
     dtypes: Sequence[torch.dtype] | None = None,
     impl: Implementation = "auto",
-    num_threads: int = 0,
 ) -> list[int]:
     """Position-keyed 64-bit hashes of the bits of many tensors, in one pass and with one wait.
 
@@ -52,7 +48,6 @@ def hash_tensors(
         starts: Index of each tensor's first element in its full logical tensor; 0 if None.
         dtypes: What is hashed is the tensor after a cast to this; None for the tensors as they are.
         impl: "native" (C++ or CUDA), "torch", or "auto"; all give the same numbers.
-        num_threads: Threads of the native code; 0 takes torch's.
 
     Returns:
         Signed 64-bit integers.
@@ -73,12 +68,12 @@ def hash_tensors(
         return []
     if len({tensor.device for tensor in tensors}) > 1:
         return [
-            hash_tensors([t], starts=[s], dtypes=[d], impl=impl, num_threads=num_threads)[0]
+            hash_tensors([t], starts=[s], dtypes=[d], impl=impl)[0]
             for t, s, d in zip(tensors, starts, dtypes, strict=True)
         ]
     flats = [t if t.is_contiguous() else t.detach().contiguous() for t in tensors]
     moves = [_hash_only(*each) for each in zip(flats, starts, dtypes, strict=True)]
-    run = _choose(impl, moves, flats, num_threads)
+    run = _choose(impl, moves, flats)
     if run is None:
         hashes = _torch_hashes(flats, moves, impl)
     else:
@@ -102,10 +97,7 @@ def pack(
     byte_offsets: Sequence[int],
     dtypes: Sequence[torch.dtype],
     *,
-    num_threads: int = 0,
     impl: Implementation = "auto",
-    starts: Sequence[int] | None = None,
-    hashes: Tensor | None = None,
 ) -> None:
     """Casts tensors (round to nearest even) into their places in a bucket.
 
@@ -114,20 +106,20 @@ def pack(
         out: [bytes] uint8, contiguous. Bytes between segments are left as they are.
         byte_offsets: Where each tensor goes; a multiple of its new element size.
         dtypes: The dtype each tensor is cast to.
-        num_threads: Threads of the native code; 0 takes torch's.
         impl: "native" (C++ or CUDA), "torch", or "auto"; all write the same bits.
-        starts: Index of each source's first element in its full tensor, for `hashes`; 0 if None.
-        hashes: [sources] int64, beside `out`: the hash of what was packed of each source is added
-            (`hash_tensor`'s), in the same pass over memory.
 
     Raises:
         ValueError: Lengths differ, a tensor is strided, or a segment lies outside `out`.
         RuntimeError: "native" was asked for but is not built or does not know a cast.
     """
-    _validate_pack(sources, byte_offsets, dtypes, hashes)
+    if not len(sources) == len(byte_offsets) == len(dtypes):
+        raise ValueError(
+            f"pack needs one byte offset and dtype per source: got {len(sources)} sources, "
+            f"{len(byte_offsets)} offsets, {len(dtypes)} dtypes"
+        )
     address, size = _bucket_place(out)
     moves = []
-    for slot, (source, offset, dtype) in enumerate(zip(sources, byte_offsets, dtypes, strict=True)):
+    for source, offset, dtype in zip(sources, byte_offsets, dtypes, strict=True):
         num_rows, row_elements, stride = _rows(source)
         _check_segment(address, size, offset, num_rows * row_elements, dtype)
         moves.append(
@@ -139,20 +131,17 @@ def pack(
                 stride,
                 source.dtype,
                 dtype,
-                0 if starts is None else starts[slot],
+                0,
             )
         )
-    run = _choose(impl, moves, [out, *sources], num_threads)
+    run = _choose(impl, moves, [out, *sources])
     if run is not None:
-        run(moves, hashes)
+        run(moves, None)
         return
     places = [
         _place(out, o, s.numel(), d) for s, o, d in zip(sources, byte_offsets, dtypes, strict=True)
     ]
     reference.copy_segments([source.detach() for source in sources], places)
-    if hashes is not None:
-        moves = [move._replace(source_dtype=move.dtype) for move in moves]
-        hashes += _torch_hashes(places, moves, impl)
 
 
 def unpack(
@@ -160,7 +149,6 @@ def unpack(
     byte_offsets: Sequence[int],
     outs: Sequence[Tensor],
     *,
-    num_threads: int = 0,
     impl: Implementation = "auto",
 ) -> None:
     """Copies ranges of a bucket into tensors of the same dtype as the bytes.
@@ -169,7 +157,6 @@ def unpack(
         bucket: [bytes] uint8, contiguous.
         byte_offsets: Where each tensor starts; a multiple of its element size.
         outs: Contiguous tensors, filled in flat order.
-        num_threads: Threads of the native code; 0 takes torch's.
         impl: As in `pack`.
 
     Raises:
@@ -188,7 +175,7 @@ def unpack(
         dtype, numel = out.dtype, out.numel()
         _check_segment(address, size, offset, numel, dtype)
         moves.append(Move(address + offset, out.data_ptr(), 1, numel, 0, dtype, dtype, 0))
-    run = _choose(impl, moves, [bucket, *outs], num_threads)
+    run = _choose(impl, moves, [bucket, *outs])
     if run is not None:
         run(moves, None)
         return
@@ -198,27 +185,8 @@ def unpack(
     reference.copy_segments(places, [out.detach().view(-1) for out in outs])
 
 
-def _validate_pack(
-    sources: Sequence[Tensor],
-    byte_offsets: Sequence[int],
-    dtypes: Sequence[torch.dtype],
-    hashes: Tensor | None,
-) -> None:
-    if not len(sources) == len(byte_offsets) == len(dtypes):
-        raise ValueError(
-            f"pack needs one byte offset and dtype per source: got {len(sources)} sources, "
-            f"{len(byte_offsets)} offsets, {len(dtypes)} dtypes"
-        )
-    if hashes is not None and (hashes.shape != (len(sources),) or hashes.dtype != torch.int64):
-        raise ValueError(
-            f"expected hashes [{len(sources)}] int64: got {tuple(hashes.shape)} {hashes.dtype}"
-        )
-
-
 def _torch_hashes(flats: Sequence[Tensor], moves: Sequence[Move], impl: Implementation) -> Tensor:
     """[tensors] int64 beside them, without the extension."""
-    if not flats:
-        return torch.zeros(0, dtype=torch.int64)
     hash_flat = _device_hasher(flats[0].device) if impl == "auto" else reference.hash_flat
     return torch.stack(
         [
@@ -252,7 +220,7 @@ def _device_hasher(device: torch.device) -> Callable[[Tensor, int], Tensor]:
 
 
 def _choose(
-    impl: Implementation, moves: Sequence[Move], tensors: Sequence[Tensor], num_threads: int
+    impl: Implementation, moves: Sequence[Move], tensors: Sequence[Tensor]
 ) -> _Runner | None:
     """Runner of moves between tensors: the extension if it is wanted and can, None for torch."""
     if impl not in _IMPLEMENTATIONS:
@@ -266,7 +234,7 @@ def _choose(
         devices = {tensor.device for tensor in tensors}
         device = devices.pop() if len(devices) == 1 else None
         if device is not None and device.type == "cpu" and native.can_run(moves):
-            return partial(native.run, extension, num_threads)
+            return partial(native.run, extension)
         is_compiled = extension.has_cuda and cuda.can_run(moves)
         if device is not None and device.type == "cuda" and is_compiled:
             return partial(cuda.run, extension, device)

@@ -53,11 +53,15 @@ def combine_hashes(hashes: Iterable[int]) -> int:
     return to_signed(sum(hashes))
 
 
+def hashed_words(tensor: Tensor, start: int) -> tuple[Tensor, int]:
+    """A contiguous tensor as flat integers of at most 32 bits, and the index of the first."""
+    flat = tensor.view(-1).view(_BIT_VIEWS[tensor.dtype.itemsize])
+    return flat, start * 2 if tensor.dtype.itemsize == 8 else start
+
+
 def hash_flat(tensor: Tensor, start: int) -> Tensor:
     """Hash of a contiguous tensor whose first element has index `start`: [] int64 beside it."""
-    flat = tensor.view(-1).view(_BIT_VIEWS[tensor.dtype.itemsize])
-    if tensor.dtype.itemsize == 8:
-        start *= 2
+    flat, start = hashed_words(tensor, start)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     chunk = _CHUNK_ELEMENTS.get(flat.device.type, _DEVICE_CHUNK_ELEMENTS)
     position = 0

@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightrft.kernels.weight_bucket.reference import BLOCK_ELEMENTS, key_table
+from lightrft.kernels.weight_bucket.reference import BLOCK_ELEMENTS, hashed_words, key_table
 
 # Blocks that one program walks through.
 _BLOCKS_PER_PROGRAM = 16
-_BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 # The block changes from call to call and says nothing about alignment.
@@ -58,9 +57,7 @@ def hash_blocks(
 
 def hash_flat(tensor: Tensor, start: int) -> Tensor:
     """Hash of a contiguous tensor whose first element has index `start`: [] int64 beside it."""
-    flat = tensor.view(-1).view(_BIT_VIEWS[tensor.dtype.itemsize])
-    if tensor.dtype.itemsize == 8:
-        start *= 2
+    flat, start = hashed_words(tensor, start)
     first_block, place = divmod(start, BLOCK_ELEMENTS)
     num_blocks = -(-(place + flat.numel()) // BLOCK_ELEMENTS)
     num_programs = -(-num_blocks // _BLOCKS_PER_PROGRAM)

@@ -7,6 +7,7 @@ from pickle import UnpicklingError
 
 from safetensors import SafetensorError
 
+from lightrft.kernels.names import first_line
 from lightrft.strategy.backend import AnyModel, Backend, PreparedModel, WantedState, inner_module
 from lightrft.strategy.checkpoints.client_state import load_scheduler, save_scheduler
 from lightrft.strategy.checkpoints.errors import CheckpointError
@@ -206,9 +207,8 @@ class Checkpoints:
                 state = self._read(checkpoint, found, wanted, model_ema)
             # Files of the right hash that hold something else: no code of theirs has run.
             except (SafetensorError, UnpicklingError, ValueError, TypeError, LookupError) as error:
-                lines = str(error).strip().splitlines() or [""]
                 raise CheckpointError(
-                    f"{checkpoint.path} cannot be read: {type(error).__name__}: {lines[0]}"
+                    f"{checkpoint.path} cannot be read: {type(error).__name__}: {first_line(error)}"
                 ) from error
             self._context.barrier()
         return str(checkpoint.path), state

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.config.files import read_object
+from lightrft.config.printable import one_line
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
 
@@ -44,12 +47,20 @@ def save_state(path: Path, state: Mapping[str, object], files: FileWriter) -> No
 
 
 def load_state(path: Path) -> dict[str, object]:
-    """Read what `save_state` wrote; `path` is given without a suffix."""
+    """Read what `save_state` wrote; `path` is given without a suffix.
+
+    Raises:
+        CheckpointError: It is none of ours.
+    """
     tensor_file = path.with_name(path.name + ".safetensors")
-    tensors = load_file(tensor_file) if tensor_file.exists() else {}
-    state = _decode(json.loads(path.with_name(path.name + ".json").read_text()), tensors)
+    try:
+        values = read_object(path.with_name(path.name + ".json"))
+        tensors = load_file(tensor_file) if tensor_file.exists() else {}
+        state = _decode(values, tensors)
+    except (ValueError, LookupError, TypeError, OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: no state: {one_line(str(error))}") from error
     if not isinstance(state, dict):
-        raise TypeError(f"{path}.json must hold a mapping, got {type(state).__name__}")
+        raise CheckpointError(f"{path}.json: expected an object, got {type(state).__name__}")
     return state
 
 

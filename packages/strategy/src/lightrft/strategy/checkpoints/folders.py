@@ -13,7 +13,6 @@ is left of a checkpoint that lost its manifest is replaced when its tag is saved
     save_dir/<tag>/...                 what the strategy's writer put there
 """
 
-import hashlib
 import logging
 import os
 import shutil
@@ -24,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
+from lightrft.config.files import FileEntry
 from lightrft.strategy.checkpoints.client_state import capture_rng_state, save_state
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
@@ -32,7 +32,6 @@ from lightrft.strategy.checkpoints.manifest import (
     MANIFEST_NAME,
     REPLACED_PREFIX,
     Checkpoint,
-    FileEntry,
     Manifest,
     is_plain_name,
     list_checkpoints,
@@ -40,10 +39,12 @@ from lightrft.strategy.checkpoints.manifest import (
     rng_file,
     scan_checkpoints,
 )
+from lightrft.strategy.distributed.process_end import NonFiniteError
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Write = Callable[[Path, FileWriter], None]
+Problem = str | NonFiniteError | None
 
 LATEST_NAME = "latest"
 _TEMPORARY_PREFIX = ".lightrft-tmp-"
@@ -70,17 +71,23 @@ class RankGroup:
 
         Raises:
             CheckpointError: It failed on some rank; the message names rank and error.
+            NonFiniteError: Some rank found values that are not finite.
         """
-        outcome: tuple[Result | None, str | None]
+        outcome: tuple[Result | None, Problem]
         try:
             outcome = action(), None
+        except NonFiniteError as error:
+            outcome = None, error
         except Exception as error:  # raised on all ranks below, so that none waits for another
-            logger.exception("rank %d failed", self.rank)
+            logger.debug("rank %d failed", self.rank, exc_info=True)
             outcome = None, f"rank {self.rank}: {type(error).__name__}: {error}"
-        outcomes = cast("list[tuple[Result, str | None]]", self.gather(outcome))
+        outcomes = cast("list[tuple[Result, Problem]]", self.gather(outcome))
         problems = [problem for _, problem in outcomes if problem is not None]
+        for problem in problems:
+            if isinstance(problem, NonFiniteError):
+                raise problem
         if problems:
-            raise CheckpointError("; ".join(problems))
+            raise CheckpointError("; ".join(map(str, problems)))
         return [result for result, _ in outcomes]
 
     def on_first(self, action: Callable[[], Result]) -> Result:
@@ -320,7 +327,8 @@ def find_checkpoints(
         if ranks.rank == 0:
             logger.warning("skipping damaged checkpoint %s", failures[-1])
     if failures:
-        raise CheckpointError("no whole checkpoint: " + " | ".join(failures))
+        listed = " | ".join(failures)
+        raise CheckpointError(f"no whole checkpoint: {listed}; move all of them away to start over")
     what = "checkpoint" if tag is None else f"checkpoint with tag {tag!r}"
     found = [item.manifest.tag for item in list_checkpoints(load_dirs[0])]
     raise FileNotFoundError(f"no {what} in {load_dirs[0]}: found {found}")
@@ -368,7 +376,7 @@ def _damage(
     problems = []
     for checkpoint in checkpoints:
         entries = checkpoint.manifest.files[ranks.rank :: ranks.world_size]
-        found = [problem for entry in entries if (problem := _file_damage(checkpoint.path, entry))]
+        found = [problem for entry in entries if (problem := entry.damage(checkpoint.path))]
         if ranks.rank == 0:
             found += _unlisted(checkpoint)
         problems += [f"{checkpoint.path}: {problem}" for problem in found]
@@ -379,22 +387,6 @@ def _damage(
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             problems.append(f"{checkpoints[0].path}: {CLIENT_STATE_NAME} is not usable: {error}")
     return problems
-
-
-def _file_damage(folder: Path, entry: FileEntry) -> str | None:
-    path = folder / entry.path
-    try:
-        if not path.is_file():
-            return f"{entry.path} is missing"
-        if not path.resolve().is_relative_to(folder.resolve()):
-            return f"{entry.path} is a link out of the checkpoint"
-        if path.stat().st_size != entry.num_bytes:
-            return f"{entry.path} has {path.stat().st_size} bytes, expected {entry.num_bytes}"
-        if _sha256(path) != entry.sha256:
-            return f"{entry.path} does not match its SHA-256"
-    except OSError as error:  # a disk that cannot read it
-        return f"{entry.path} cannot be read: {error}"
-    return None
 
 
 def _unlisted(checkpoint: Checkpoint) -> list[str]:
@@ -463,12 +455,7 @@ def _flush_and_hash(folder: Path, name: str) -> FileEntry:
     path = folder / name
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
-    return FileEntry(path=name, num_bytes=path.stat().st_size, sha256=_sha256(path))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return FileEntry.of(folder, name)
 
 
 def _flush_folder(folder: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.strategy.checkpoints.errors import CheckpointError
+from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
 from lightrft.strategy.weight_sync.parameter_source import exported_state, tied_parameter_names
 
 logger = logging.getLogger(__name__)
@@ -67,13 +68,17 @@ def save_gathered_model(
 
     Raises:
         TypeError: The tokenizer cannot be saved.
+        NonFiniteError: A parameter is not finite in `dtype`; nothing was written.
     """
     from transformers import PreTrainedModel
 
     if tokenizer is not None and not isinstance(tokenizer, SavesPretrained):
         raise TypeError(f"cannot save a tokenizer of type {type(tokenizer).__name__}")
-    folder.mkdir(parents=True, exist_ok=True)
     state = exported_state(module, state, dtype)
+    buffers = dict(module.named_buffers())
+    trained = [(name, value) for name, value in state.items() if name not in buffers]
+    require_finite(nonfinite_names(trained), what="weights are", group=ALONE)
+    folder.mkdir(parents=True, exist_ok=True)
     prefix = pretrained_prefix(module)
     if prefix is None:
         save_file(dict(state), folder / WEIGHTS_NAME)

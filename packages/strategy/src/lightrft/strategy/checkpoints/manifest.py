@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import cast
 
+from lightrft.config.files import (
+    FileEntry,
+    FileError,
+    parse_json,
+    read_bytes,
+    require_object,
+    sealed,
+    typed,
+    unsealed,
+)
 from lightrft.strategy.checkpoints.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -20,17 +27,6 @@ MANIFEST_NAME = "manifest.json"
 CLIENT_STATE_NAME = "client_state"
 # A checkpoint that is being replaced under the same tag; it counts until the new one is in place.
 REPLACED_PREFIX = ".lightrft-old-"
-# Beyond any manifest; what is larger is not read into memory.
-_MAX_MANIFEST_BYTES = 2**28
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """One file of a checkpoint; `path` is relative to the checkpoint's folder."""
-
-    path: str
-    num_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,79 +59,37 @@ class Manifest:
     def to_json(self) -> str:
         """The text of the manifest file, which ends with a hash of all the rest."""
         values = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
-        return json.dumps({**values, "sha256": _digest(values)}, indent=1)
+        return sealed(values)
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
+    def from_json(cls, content: bytes) -> Manifest:
         """Parse a manifest.
 
         Raises:
-            CheckpointError: The text is not a whole manifest of this format.
+            CheckpointError: It is not a whole manifest of this format.
         """
+        place = "not a checkpoint manifest"
         try:
-            values = json.loads(text)
-        # Bytes that are no JSON, numbers of thousands of digits, nesting without end.
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"not a checkpoint manifest: {error}") from error
-        if not isinstance(values, dict):
-            raise CheckpointError(f"not a checkpoint manifest: a JSON {type(values).__name__}")
-        found = values.get("format"), values.get("format_version")
-        if found != (FORMAT, FORMAT_VERSION):
-            raise CheckpointError(
-                f"unknown checkpoint format {str(found[0])[:40]!r} version {str(found[1])[:40]!r}: "
-                f"expected {FORMAT!r} version {FORMAT_VERSION}"
-            )
-        written = values.pop("sha256", None)
-        if written != _digest(values):
-            raise CheckpointError("it does not match its own SHA-256")
-        return cls._checked(values)
-
-    @classmethod
-    def _checked(cls, values: Mapping[str, object]) -> Manifest:
-        """The record, if every value has its type and every path stays inside the folder."""
-        files, details = values.get("files"), values.get("details")
-        kinds = {"tag": str, "order": int, "strategy": str, "world_size": int, "is_latest": bool}
-        odd = [name for name, kind in kinds.items() if type(values.get(name)) is not kind]
-        if not isinstance(files, list) or not all(_is_file_entry(entry) for entry in files):
-            odd.append("files")
-        if not isinstance(details, dict) or not all(
-            type(value) in (int, str) for value in details.values()
-        ):
-            odd.append("details")
-        if odd or set(values) != {"format", "format_version", "files", "details", *kinds}:
-            raise CheckpointError(f"not a checkpoint manifest: wrong or missing {odd or 'names'}")
-        tag = str(values["tag"])
-        if not is_plain_name(tag):
-            raise CheckpointError(f"not a checkpoint manifest: tag {tag!r} is no folder name")
-        return cls(
-            tag=tag,
-            order=cast("int", values["order"]),
-            strategy=str(values["strategy"]),
-            world_size=cast("int", values["world_size"]),
-            is_latest=bool(values["is_latest"]),
-            details=cast("dict[str, int | str]", details),
-            files=tuple(FileEntry(**entry) for entry in cast("list[dict]", files)),  # type: ignore[type-arg]
-        )
-
-
-def _digest(values: Mapping[str, object]) -> str:
-    text = json.dumps(values, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+            given = require_object(parse_json(content, place), place)
+            found = given.get("format"), given.get("format_version")
+            if found != (FORMAT, FORMAT_VERSION):
+                raise CheckpointError(
+                    f"unknown checkpoint format {str(found[0])[:40]!r} version "
+                    f"{str(found[1])[:40]!r}: expected {FORMAT!r} version {FORMAT_VERSION}"
+                )
+            values = unsealed(given, "it")
+            del values["format"], values["format_version"]
+            manifest = typed(cls, values, place)
+        except FileError as error:
+            raise CheckpointError(str(error)) from error
+        if not is_plain_name(manifest.tag):
+            raise CheckpointError(f"{place}: tag {manifest.tag!r} is no folder name")
+        return manifest
 
 
 def is_plain_name(name: str) -> bool:
     """Whether it names one entry of a folder, visible and not the folder itself."""
     return bool(name) and not name.startswith(".") and not set("/\\\0") & set(name)
-
-
-def _is_file_entry(entry: object) -> bool:
-    """Whether it describes a file below the checkpoint's folder."""
-    if not isinstance(entry, dict) or set(entry) != {"path", "num_bytes", "sha256"}:
-        return False
-    if [type(entry[name]) for name in ("path", "num_bytes", "sha256")] != [str, int, str]:
-        return False
-    parts: list[str] = entry["path"].split("/")
-    return not set(parts) & {"", ".", ".."} and "\0" not in entry["path"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +189,7 @@ def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise CheckpointError("is missing")
-    if path.stat().st_size > _MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"has {path.stat().st_size} bytes, more than any manifest")
-    return Manifest.from_json(path.read_text(encoding="utf-8"))
+    return Manifest.from_json(read_bytes(path))
 
 
 def checkpoint_folders(save_dir: Path) -> list[Path]:

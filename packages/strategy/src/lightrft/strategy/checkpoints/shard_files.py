@@ -1,7 +1,7 @@
 """Sharded tensors on disk: one safetensors file per rank, readable by any number of ranks."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard as ShardPlacement
 
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
+from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
 from lightrft.strategy.weight_sync.parameter_source import chunk_ranges
 
 
@@ -36,9 +37,28 @@ def own_shards(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Shard]:
 
 
 def write_shards(
-    folder: Path, shards: Mapping[str, Shard], files: FileWriter, *, rank: int
+    folder: Path,
+    shards: Mapping[str, Shard],
+    files: FileWriter,
+    *,
+    rank: int,
+    buffers: Container[str] = (),
 ) -> None:
-    """Write a rank's file of a folder, which is created if needed."""
+    """Write a rank's file of a folder, which is created if needed.
+
+    Args:
+        folder, shards, files, rank: What goes where.
+        buffers: Names of shards whose values need not be finite.
+
+    Raises:
+        NonFiniteError: Another shard holds an infinity or NaN.
+    """
+    trained = (
+        (f"{folder.name}/{name}", shard.rows)
+        for name, shard in shards.items()
+        if name not in buffers
+    )
+    require_finite(nonfinite_names(trained), what="the checkpoint is", group=ALONE)
     folder.mkdir(parents=True, exist_ok=True)
     # Sorted, so that equal states are equal files: a loaded optimizer has its states in this order.
     parts = {name: shards[name].rows for name in sorted(shards)}

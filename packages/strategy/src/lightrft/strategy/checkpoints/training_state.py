@@ -35,7 +35,8 @@ def module_state(module: nn.Module) -> dict[str, Tensor]:
 def save_module(folder: Path, module: nn.Module, files: FileWriter, *, rank: int) -> None:
     """Write this rank's shards of a model."""
     shards = own_shards(module_state(module), rank)
-    write_shards(folder / MODEL_FOLDER, shards, files, rank=rank)
+    buffers = dict(module.named_buffers())
+    write_shards(folder / MODEL_FOLDER, shards, files, rank=rank, buffers=buffers)
 
 
 def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:

@@ -1,5 +1,7 @@
 """The one place that imports DeepSpeed: its start, its engines, its gathered parameters."""
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import io
@@ -10,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -20,72 +22,12 @@ from torch.optim import Optimizer
 
 from lightrft.engines.process_state import environment, replaced_environment
 from lightrft.strategy.checkpoints.files import FileWriter
+from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-
-
-class ZeroOptimizer(Protocol):
-    """The used part of DeepSpeed's optimizer wrappers (stages 1 to 3)."""
-
-    overflow: bool
-    micro_step_id: int
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of the parameters."""
-
-
-class FileEngine(Protocol):
-    """Writer of DeepSpeed's files (`CheckpointEngine`)."""
-
-    zipfile_serialization: bool
-
-    def save(self, state_dict: object, path: str) -> None:
-        """Writes one file."""
-
-
-class ZeroEngine(Protocol):
-    """The used part of a `DeepSpeedEngine`."""
-
-    module: nn.Module
-    optimizer: ZeroOptimizer
-    checkpoint_engine: FileEngine
-
-    def zero_optimization_stage(self) -> int:
-        """0 to 3."""
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are partitioned (stage 3)."""
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Whether the coming backward pass ends an optimizer step."""
-
-    def backward(self, loss: Tensor, *, scale_wrt_gas: bool) -> Tensor:
-        """Adds and reduces gradients."""
-
-    def step(self) -> None:
-        """Clips and updates at a boundary."""
-
-    def zero_grad(self) -> None:
-        """Drops the gradients of the parameters."""
-
-    def get_global_grad_norm(self) -> float | Tensor | None:
-        """Of the last step, before clipping; None in stage 0."""
-
-    def save_checkpoint(
-        self, save_dir: str, tag: str, client_state: dict[str, object], save_latest: bool
-    ) -> bool:
-        """Writes module, masters and optimizer states."""
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str,
-        *,
-        load_module_strict: bool,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str | None, object]:
-        """Reads what `save_checkpoint` wrote."""
 
 
 def start(timeout: timedelta) -> None:
@@ -195,7 +137,7 @@ def _accept_any_output(engine: nn.Module, module: nn.Module) -> None:
     engine.register_forward_hook(restore)
 
 
-def as_engine(module: nn.Module) -> ZeroEngine:
+def as_engine(module: nn.Module) -> DeepSpeedEngine:
     """The module as a DeepSpeed engine.
 
     Raises:
@@ -206,7 +148,7 @@ def as_engine(module: nn.Module) -> ZeroEngine:
             f"{type(module).__name__} is no DeepSpeed engine: call strategy.prepare((model, "
             "optimizer, scheduler)), or prepare_models_and_optimizers, first"
         )
-    return cast("ZeroEngine", module)
+    return module
 
 
 def is_engine_module(module: nn.Module) -> bool:
@@ -219,6 +161,12 @@ def is_engine_module(module: nn.Module) -> bool:
 def is_partitioned(parameter: Tensor) -> bool:
     """Whether stage 3 (or `zero.Init`) has divided this parameter over ranks."""
     return "ds_id" in vars(parameter)
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, in stage 3 with its padding."""
+    part: Tensor = vars(parameter)["ds_tensor"] if is_partitioned(parameter) else parameter
+    return part.detach()
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
@@ -267,7 +215,7 @@ def full_master(parameter: nn.Parameter) -> Tensor | None:
     return None if master is None else master.view(full_shape(parameter))
 
 
-def link_moments(engine: ZeroEngine) -> None:
+def link_moments(engine: DeepSpeedEngine) -> None:
     """Let `full_moment` find Adam's states as they are now.
 
     Stages 1 and 2 of DeepSpeed link them once, after the first step of the first group: those of
@@ -290,7 +238,7 @@ def full_moment(parameter: nn.Parameter, key: str) -> Tensor | None:
     return None if value is None else value.view(full_shape(parameter))
 
 
-def discard_gradients(engine: ZeroEngine) -> None:
+def discard_gradients(engine: DeepSpeedEngine) -> None:
     """Forget the micro-batches of an optimizer step that was given up."""
     engine.zero_grad()
     if engine.zero_optimization_stage() == 0:
@@ -355,11 +303,18 @@ def weights_only_loading() -> Iterator[None]:
 
 
 @contextmanager
-def saving_by(engine: ZeroEngine, files: FileWriter) -> Iterator[None]:
-    """Hand the files that the engine saves inside to a writer of ours."""
+def saving_by(engine: DeepSpeedEngine, files: FileWriter) -> Iterator[None]:
+    """Hand the files that the engine saves inside to a writer of ours.
+
+    Raises:
+        NonFiniteError: Some of them hold values that are not finite.
+    """
     by_deepspeed = engine.checkpoint_engine
+    names: list[str] = []
 
     def save(state_dict: object, path: str) -> None:
+        # Only noted: the engine's ranks wait for each other before they come out.
+        names.extend(nonfinite_names(_trained_tensors(state_dict)))
         files.pickled(Path(path), state_dict, is_zip=by_deepspeed.zipfile_serialization)
 
     vars(by_deepspeed)["save"] = save
@@ -367,6 +322,16 @@ def saving_by(engine: ZeroEngine, files: FileWriter) -> Iterator[None]:
         yield
     finally:
         del vars(by_deepspeed)["save"]
+    require_finite(names, what="the checkpoint is", group=ALONE)
+
+
+def _trained_tensors(state: object) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of the tensors that DeepSpeed saves, without the module's buffers."""
+    buffers = state.get("buffer_names", ()) if isinstance(state, dict) else ()
+    for keys, value in pytree.tree_leaves_with_path(state):
+        names = [str(getattr(key, "key", getattr(key, "idx", key))) for key in keys]
+        if isinstance(value, Tensor) and names[-1] not in buffers:
+            yield "/".join(names), value
 
 
 def read_full_weights(folder: str, tag: str) -> dict[str, Tensor]:

@@ -1,9 +1,12 @@
 """Training with DeepSpeed ZeRO."""
 
+from __future__ import annotations
+
 import math
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +40,9 @@ from lightrft.strategy.distributed.sequence_parallel import share_sequences
 from lightrft.strategy.optimizers import clip_gradients, gradient_norm, optimizer_parameters
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, module_parameter_source
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 
 class ZeroBackend(Backend):
@@ -156,6 +162,10 @@ class ZeroBackend(Backend):
         module = wrapped_module(model)
         return module if runtime.is_engine_module(module) else module.to(device)
 
+    def local_part(self, parameter: Tensor) -> Tensor:
+        """See `Backend.local_part`; with the padding of stage 3."""
+        return runtime.local_part(parameter)
+
     def parameter_source(self, model: AnyModel) -> ParameterSource:
         """Parameters as the forward uses them, without any gather."""
         module = wrapped_module(model)
@@ -244,7 +254,7 @@ class DeepspeedStrategy(StrategyBase):
         )
 
 
-def _step_zero(engine: runtime.ZeroEngine) -> float:
+def _step_zero(engine: DeepSpeedEngine) -> float:
     """Stages 1 to 3: DeepSpeed clips, and skips the update if any rank's gradients overflow."""
     engine.step()
     if engine.optimizer.overflow:

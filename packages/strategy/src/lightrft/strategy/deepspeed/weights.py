@@ -1,8 +1,10 @@
 """Weights of DeepSpeed engines, read, gathered, and partition by partition without any gather."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -23,10 +25,13 @@ from lightrft.strategy.weight_sync.parameter_source import (
     tied_parameter_names,
 )
 
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
 FOLDER = "deepspeed"
 
 
-def load_weights(folder: Path, engine: runtime.ZeroEngine, *, strict: bool) -> None:
+def load_weights(folder: Path, engine: DeepSpeedEngine, *, strict: bool) -> None:
     """Read only the weights, in float32, whatever number of ranks wrote them.
 
     Raises:
@@ -94,7 +99,7 @@ def full_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def full_states(
-    engine: runtime.ZeroEngine, optimizer: Optimizer | None
+    engine: DeepSpeedEngine, optimizer: Optimizer | None
 ) -> Iterator[tuple[str, Tensor]]:
     """`weight/NAME`, and with an optimizer that has stepped `KEY/NAME`. Collective.
 
@@ -132,7 +137,7 @@ class _PartitionedParameter(Protocol):
     ds_process_group: ProcessGroup
 
 
-def zero_parameter_source(engine: runtime.ZeroEngine) -> ParameterSource:
+def zero_parameter_source(engine: DeepSpeedEngine) -> ParameterSource:
     """The source of a model inside a DeepSpeed engine, at any ZeRO stage.
 
     Stages 0 to 2: the module's own parameters, in the dtype the forward uses (with bf16 the

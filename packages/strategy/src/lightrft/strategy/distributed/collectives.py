@@ -3,15 +3,18 @@
 Every operation works without a process group, as if there were one rank.
 """
 
+import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise, repeat
 from typing import Literal, TypeGuard, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from lightrft.strategy.distributed.process_end import NonFiniteError, PeerFailedError
 
 ReduceOp = Literal["mean", "max", "sum"]
 Number = bool | int | float
@@ -150,8 +153,8 @@ def run_together(action: Callable[[], T], group: Group, *, what: str) -> list[T]
         what: Has failed, if it fails.
 
     Raises:
-        RuntimeError: Another rank failed; the message names it. A rank that fails raises its own
-            error.
+        PeerFailedError: Another rank failed; the message names it. A rank that fails raises its
+            own error.
     """
     try:
         result, problem = action(), None
@@ -164,8 +167,47 @@ def run_together(action: Callable[[], T], group: Group, *, what: str) -> list[T]
         problem.add_note(f"{what} on {'; '.join(failed)}")
         raise problem
     if failed:
-        raise RuntimeError(f"{what} on {'; '.join(failed)}")
+        raise PeerFailedError(f"{what} on {'; '.join(failed)}")
     return cast("list[T]", [found for found, _ in outcomes])
+
+
+def nonfinite_names(
+    tensors: Iterable[tuple[str, Tensor]], *, dtypes: Iterable[torch.dtype | None] = repeat(None)
+) -> list[str]:
+    """Names of the tensors that hold an infinity or NaN; each is read once.
+
+    Args:
+        tensors: By name; those without floating point values are finite.
+        dtypes: In which each is looked at: what overflows there is not finite.
+    """
+    ends: dict[torch.device, dict[str, Tensor]] = {}
+    for (name, value), dtype in zip(tensors, dtypes, strict=False):
+        if value.is_floating_point() and value.numel():
+            # Both are NaN if any value is, and rounding keeps the order of values.
+            pair = torch.stack(value.detach().aminmax()).to(dtype or value.dtype).double()
+            ends.setdefault(value.device, {})[name] = pair
+    found: list[str] = []
+    for pairs in ends.values():
+        # One transfer a device, whatever the number of tensors.
+        bounds = torch.stack(list(pairs.values())).tolist()
+        found += [
+            name
+            for name, pair in zip(pairs, bounds, strict=True)
+            if not all(map(math.isfinite, pair))
+        ]
+    return found
+
+
+def require_finite(names: Sequence[str], *, what: str, group: Group = None) -> None:
+    """Raises a NonFiniteError on every rank if any rank names a tensor. Collective."""
+    found = dict.fromkeys(name for part in gather_objects(list(names), group) for name in part)
+    if found:
+        raise not_finite(list(found), what=what)
+
+
+def not_finite(names: Sequence[str], *, what: str) -> NonFiniteError:
+    """The error that names the first of the tensors."""
+    return NonFiniteError(f"{what} not finite: {names[0]}{' and others' if names[1:] else ''}")
 
 
 def _gather_alike(item: T, signature: object, group: Group) -> list[T]:

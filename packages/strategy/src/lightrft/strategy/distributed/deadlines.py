@@ -184,14 +184,18 @@ def note_phase(error: BaseException, name: str) -> None:
 
 def phase_of(error: BaseException) -> str | None:
     """The phase in which an exception, or the first one behind it that has one, was raised."""
-    notes: list[str] = error.__dict__.get("__notes__", [])
-    for note in notes:
-        if note.startswith(_NOTE):
-            name: str = ast.literal_eval(note.removeprefix(_NOTE))
-            return name
-    # What fails while a failed run is closed hides the first error behind it.
-    behind = error.__cause__ or error.__context__
-    return None if behind is None else phase_of(behind)
+    seen: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in seen:  # one may be its own cause
+        notes: list[str] = link.__dict__.get("__notes__", [])
+        for note in notes:
+            if note.startswith(_NOTE):
+                name: str = ast.literal_eval(note.removeprefix(_NOTE))
+                return name
+        seen.append(link)
+        # What fails while a failed run is closed hides the first error behind it.
+        link = link.__cause__ or link.__context__
+    return None
 
 
 @dataclass(frozen=True, slots=True)

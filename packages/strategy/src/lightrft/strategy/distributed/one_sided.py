@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from lightrft.strategy.distributed.collectives import Alone, Group, group_size, run_together
-from lightrft.strategy.distributed.process_end import end_process
+from lightrft.strategy.distributed.process_end import PeerFailedError, end_process
 
 T = TypeVar("T")
 PEER_FAILED_EXIT_CODE = 1
@@ -44,8 +44,8 @@ def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
         what: Has failed, if it fails.
 
     Raises:
-        RuntimeError: Another rank failed; the message names it. A rank that fails raises its own
-            error.
+        PeerFailedError: Another rank failed; the message names it. A rank that fails raises its
+            own error.
     """
     if isinstance(group, Alone) or not 1 < group_size(group) == dist.get_world_size():
         return run_together(action, group, what=what)
@@ -70,7 +70,7 @@ def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
         if cause is None or cause.startswith(own):
             raise
         # A rank that was left alone in a collective knows only that.
-        failure = RuntimeError(f"{what} on {cause}")
+        failure = PeerFailedError(f"{what} on {cause}")
         for note in getattr(error, "__notes__", ()):
             failure.add_note(note)
         raise failure from error

@@ -113,6 +113,18 @@ class StopRequest:
         self.signal_name = signal.Signals(number).name
 
 
+class PeerFailedError(RuntimeError):
+    """The failure of another rank; the message says of which, and how."""
+
+
+class NumericsError(RuntimeError):
+    """Numbers of a run are of no use, or an alarm ended it; the message says which."""
+
+
+class NonFiniteError(NumericsError):
+    """Tensors hold values that are not finite; nothing of them was sent or written."""
+
+
 class RunStoppedError(Exception):
     """A run was asked to stop and has written a checkpoint.
 

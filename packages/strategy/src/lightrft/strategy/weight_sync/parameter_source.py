@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from lightrft.engines.engine_weights import tied_names
+
 FlatRange = tuple[int, int]
 # `add_local(name, start, values)` adds in place to float32 `values`, the elements from `start`.
 AddLocal = Callable[[str, int, Tensor], None]
@@ -139,13 +141,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
 
 def tied_parameter_names(module: nn.Module) -> dict[str, str]:
     """Second names of parameters that occur more than once -> their first name."""
-    first_names: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        first_name = first_names.setdefault(id(parameter), name)
-        if first_name != name:
-            tied[name] = first_name
-    return tied
+    return tied_names(module.named_parameters(remove_duplicate=False))
 
 
 def module_parameter_source(module: nn.Module) -> ParameterSource:

@@ -19,7 +19,12 @@ from lightrft.kernels import (
     combine_hashes,
     hash_tensors,
 )
-from lightrft.strategy.distributed.collectives import Group, gather_objects, transfer_device
+from lightrft.strategy.distributed.collectives import (
+    Group,
+    gather_objects,
+    not_finite,
+    transfer_device,
+)
 from lightrft.strategy.distributed.one_sided import run_apart
 from lightrft.strategy.weight_sync.canary import Canary, ask_about_media, ask_engine, check_answer
 from lightrft.strategy.weight_sync.parameter_source import AddLocal, ParameterSource
@@ -28,10 +33,12 @@ from lightrft.strategy.weight_sync.verification import (
     PlannedParameter,
     WeightSyncError,
     check_hashes,
+    listed,
     match_parameters,
     model_hash,
     parameters_to_send,
     raise_together,
+    shard_hashes,
     source_hashes,
 )
 
@@ -330,13 +337,13 @@ class WeightSync:
         Raises:
             WeightSyncError: Nothing was sent (`check == "accounting"`), or the engine does not
                 hold the trainer's weights; it then refuses to generate until a sync succeeds.
+            NonFiniteError: A weight is not finite as it would be sent (only with verification).
         """
         start_time = time.perf_counter()
         previous_version = self.engine.weights_version
-        pairs = self._match(source)
-        hash_start_time = time.perf_counter()
-        hashes, replica_hash = source_hashes(pairs, source) if self.verify else ({}, 0)
-        verify_seconds = time.perf_counter() - hash_start_time
+        pairs, own_hashes = self._match(source)
+        hashes, replica_hash = source_hashes(pairs, source, own_hashes) if self.verify else ({}, 0)
+        verify_seconds = time.perf_counter() - start_time if self.verify else 0.0
         sent = self._select(pairs, hashes, source)
         transfer = Transfer()
         self._send(transfer, pairs, sent, source)
@@ -409,16 +416,28 @@ class WeightSync:
         is_known = transfer.is_aliased and self._shared.is_known(pairs, hashes)
         return any(gather_objects(not is_known or canary.media is not None, self.world))
 
-    def _match(self, source: ParameterSource) -> tuple[PlannedParameter, ...]:
-        """Accounts for every parameter; all ranks fail together, before anything is sent."""
+    def _match(self, source: ParameterSource) -> tuple[tuple[PlannedParameter, ...], Sequence[int]]:
+        """Accounts for every parameter; all ranks fail together, before anything is sent.
+
+        Returns:
+            The parameters, and with verification the hashes of this rank's shards of them.
+        """
         transfer = Transfer()
         pairs = transfer.attempt(
             lambda: match_parameters(
                 self.engine.parameter_manifest(), source.parameters(), source.tied_names
             )
         )
-        raise_together(transfer.error, self.world)
-        return pairs or ()
+        hashes = transfer.attempt(
+            lambda: _finite_hashes(pairs or (), source) if self.verify else ()
+        )
+        try:
+            raise_together(transfer.error, self.world)
+        except WeightSyncError as error:
+            if error.check == "finite":
+                raise not_finite(error.names, what="weights are") from error
+            raise
+        return pairs or (), hashes or ()
 
     def _select(
         self, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int], source: ParameterSource
@@ -555,6 +574,14 @@ class WeightSync:
             self.engine.mark_stale(f"the last weight sync failed the check {err.check!r}")
             raise
         self.engine.set_weights_version(previous_version + 1)
+
+
+def _finite_hashes(pairs: Sequence[PlannedParameter], source: ParameterSource) -> list[int]:
+    """`shard_hashes` of shards that are finite; else raises a WeightSyncError."""
+    hashes, names = shard_hashes(pairs, source)
+    if names:
+        raise WeightSyncError("finite", listed(names), names)
+    return hashes
 
 
 def _places(pairs: Sequence[PlannedParameter]) -> dict[str, Place]:

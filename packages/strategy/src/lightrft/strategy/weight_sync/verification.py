@@ -11,14 +11,19 @@ from torch import Tensor
 
 from lightrft.engines.types import EngineParameter
 from lightrft.kernels import hash_tensors
-from lightrft.strategy.distributed.collectives import Group, gather_objects, transfer_device
+from lightrft.strategy.distributed.collectives import (
+    Group,
+    gather_objects,
+    nonfinite_names,
+    transfer_device,
+)
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     SourceParameter,
     local_rank_in,
 )
 
-Check = Literal["accounting", "hash", "canary", "caches", "transfer", "peer"]
+Check = Literal["accounting", "finite", "hash", "canary", "caches", "transfer", "peer"]
 MAX_LISTED_NAMES = 8
 PEER_FAILED: Final = "peer"
 """Check of an error that only says that another rank has one."""
@@ -29,9 +34,10 @@ class WeightSyncError(RuntimeError):
     """The engine does not, or would not, hold the trainer's weights.
 
     Attributes:
-        check: What found it: "accounting" (names and shapes, before anything was sent), "transfer"
-            (the engine refused a tensor), "hash" (final storage), "canary" (logprobs of a fixed
-            prompt), "caches" (activations of earlier weights) or "peer" (another rank).
+        check: What found it: "accounting" (names and shapes, before anything was sent), "finite"
+            (raised as a NonFiniteError), "transfer" (the engine refused a tensor), "hash" (final
+            storage), "canary" (logprobs of a fixed prompt), "caches" (activations of earlier
+            weights) or "peer" (another rank).
         names: Checkpoint names of the parameters concerned; empty where no one is to blame.
     """
 
@@ -164,18 +170,21 @@ def _signed(value: int) -> int:
 
 
 def source_hashes(
-    pairs: Sequence[PlannedParameter], source: ParameterSource
+    pairs: Sequence[PlannedParameter], source: ParameterSource, own: Sequence[int]
 ) -> tuple[dict[str, int], int]:
     """Hashes of the trainer's parameters, cast to the engine's dtypes, from the shards in place.
 
     Costs one all-reduce of 8 bytes a parameter over the source's group, none if that is None.
+
+    Args:
+        pairs, source: The parameters.
+        own: Their `shard_hashes`.
 
     Returns:
         Engine name -> signed hash of the full parameter, and a hash of what only this rank can
         vouch for: the parameters it holds whole.
     """
     rank = local_rank_in(source.group)
-    own = _shard_hashes(pairs, source, rank)
     unsharded = {p.name: h for p, h in zip(pairs, own, strict=True) if not p.source.is_sharded}
     total = torch.tensor(
         [h if p.source.is_sharded or rank == 0 else 0 for p, h in zip(pairs, own, strict=True)],
@@ -189,19 +198,24 @@ def source_hashes(
     return hashes, model_hash({**hashes, **unsharded})
 
 
-def _shard_hashes(
-    pairs: Sequence[PlannedParameter], source: ParameterSource, rank: int
-) -> list[int]:
-    """The hash of this rank's range of each parameter, as it is sent."""
+def shard_hashes(
+    pairs: Sequence[PlannedParameter], source: ParameterSource
+) -> tuple[list[int], list[str]]:
+    """Hashes of this rank's range of each parameter as it is sent, and names of what overflows."""
+    rank = local_rank_in(source.group)
     starts = [pair.source.shards[rank if pair.source.is_sharded else 0][0] for pair in pairs]
     if source.add_local is None:
-        shards = [pair.source.local_shard for pair in pairs]
-        return hash_tensors(shards, starts=starts, dtypes=[pair.target.dtype for pair in pairs])
+        shards = [(pair.name, pair.source.local_shard) for pair in pairs]
+        dtypes = [pair.target.dtype for pair in pairs]
+        hashes = hash_tensors([shard for _, shard in shards], starts=starts, dtypes=dtypes)
+        return hashes, nonfinite_names(shards, dtypes=dtypes)
+    hashes, odd = [], []
     # One after the other: a shard with its adapters is a copy.
-    return [
-        hash_tensors([cast_shard(pair.source, source, start, pair.target.dtype)], starts=[start])[0]
-        for pair, start in zip(pairs, starts, strict=True)
-    ]
+    for pair, start in zip(pairs, starts, strict=True):
+        shard = cast_shard(pair.source, source, start, pair.target.dtype)
+        hashes += hash_tensors([shard], starts=[start])
+        odd += nonfinite_names([(pair.name, shard)])
+    return hashes, odd
 
 
 def cast_shard(
@@ -229,7 +243,7 @@ def common_hashes(
             for entry in source.parameters()
             for name in (entry.checkpoint_name,)
         ]
-        found.append(source_hashes(pairs, source)[0])
+        found.append(source_hashes(pairs, source, shard_hashes(pairs, source)[0])[0])
     return found[0], found[1]
 
 
@@ -269,7 +283,9 @@ def raise_together(
         reports = gather_objects((failure, names, source_hash), world)
     except RuntimeError as lost:
         # Ranks that were stuck in the engine have ended.
-        raise lost if error is None else error from lost
+        if error is None:
+            raise
+        raise error from lost
     # First, since an engine made of several replicas fails its own checks too.
     odd_ranks = [rank for rank, entry in enumerate(reports) if entry[2] != reports[0][2]]
     if odd_ranks:

@@ -92,6 +92,12 @@ class Groups:
         return self.rewards - self.sum_per_row(self.rewards) / self.count_per_row
 
     @property
+    def std(self) -> Tensor:
+        """[rows] float64, standard deviation of each row's group with n - 1; 0 of one row."""
+        squares = self.sum_per_row(self.centred.square())
+        return (squares / (self.count_per_row - 1).clamp(min=1)).sqrt()
+
+    @property
     def has_signal(self) -> Tensor:
         """[rows] bool, the group's rewards are not all equal.
 
@@ -173,8 +179,7 @@ def group_norm_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> T
         [rows].
     """
     groups = build_groups(inputs)
-    variance = groups.sum_per_row(groups.centred.square()) / (groups.count_per_row - 1).clamp(min=1)
-    return groups.where_informative(groups.centred / (variance.sqrt() + eps), inputs.rewards)
+    return groups.where_informative(groups.centred / (groups.std + eps), inputs.rewards)
 
 
 @advantage_estimator(needs_groups=True)
@@ -256,6 +261,78 @@ def opo_advantages(inputs: RowAdvantageInputs) -> Tensor:
     weighted = groups.sum_per_row(lengths * groups.rewards)
     baseline = weighted / groups.sum_per_row(lengths).clamp(min=1)
     return groups.where_informative(groups.rewards - baseline, inputs.rewards)
+
+
+@advantage_estimator(needs_groups=True)
+def batch_mean_group_std_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> Tensor:
+    """A_i = (R_i - mean of all rewards of the step) / (std of the group + eps), std with n - 1.
+
+    0 in a constant group. Source: AReaL's normalisation with a mean of the batch.
+
+    Args:
+        inputs: Rows of all ranks.
+        eps: Added to the standard deviation.
+
+    Returns:
+        [rows].
+    """
+    groups = build_groups(inputs)
+    mean = moments_of(groups.rewards[groups.is_scored]).mean
+    return groups.where_informative((groups.rewards - mean) / (groups.std + eps), inputs.rewards)
+
+
+@advantage_estimator(needs_groups=True)
+def maxrl_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> Tensor:
+    """A_i = (R_i - mean) / (mean + eps) over the group; 0 in a constant group.
+
+    For rewards of 0 and 1: the gradient of the log of the success rate, to the order of the group.
+
+    Source: MaxRL, as in SkyRL and github.com/tajwarfahim/maxrl.
+
+    Args:
+        inputs: Rows of all ranks.
+        eps: Added to the mean.
+
+    Returns:
+        [rows].
+
+    Raises:
+        ValueError: a reward is negative: a group's mean is no success rate then.
+    """
+    groups = build_groups(inputs)
+    if bool((groups.rewards < 0).any()):
+        lowest = float(groups.rewards.min())
+        raise ValueError(
+            f"the maxrl estimator needs rewards of at least 0, such as 0 and 1: got {lowest}; "
+            "leave out penalties and reward normalisation, or take another estimator"
+        )
+    mean = groups.rewards - groups.centred
+    return groups.where_informative(groups.centred / (mean + eps), inputs.rewards)
+
+
+@advantage_estimator(needs_groups=True)
+def pass_at_k_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> Tensor:
+    """Of a group's best row (R_1 - R_2) / (std + eps), R_2 the second best reward; of others 0.
+
+    The leave-one-out advantage of the group's maximum, for pass@k with k the group's size.
+
+    Source: Tang et al. 2025, arXiv:2503.19595, as in verl.
+
+    Args:
+        inputs: Rows of all ranks.
+        eps: Added to the standard deviation.
+
+    Returns:
+        [rows].
+    """
+    groups = build_groups(inputs)
+    lead = torch.zeros_like(groups.rewards)
+    for group in range(len(groups.counts)):
+        rows = torch.nonzero((groups.index == group) & groups.is_scored).squeeze(-1)
+        if len(rows) > 1:
+            best, second = groups.rewards[rows].topk(2).indices.tolist()
+            lead[rows[best]] = groups.rewards[rows[best]] - groups.rewards[rows[second]]
+    return groups.where_informative(lead / (groups.std + eps), inputs.rewards)
 
 
 @advantage_estimator(needs_greedy_rewards=True)

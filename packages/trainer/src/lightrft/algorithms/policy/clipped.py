@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.interface import TokenLoss, policy_loss
-from lightrft.algorithms.masking import log_ratio, mask_like, mask_out
+from lightrft.algorithms.masking import LogRatio, log_ratio, mask_like, mask_out
 
 
 @policy_loss(aggregation="seq-mean-token-mean", is_token_wise=True)
@@ -46,10 +46,9 @@ def clipped_policy_loss(
     delta = log_ratio(logprobs, old_logprobs, response_mask)
     advantages = mask_like(advantages, logprobs, response_mask)
     surrogate = clipped_surrogate(
-        delta.values.exp(),
+        delta,
         advantages,
         response_mask,
-        is_clamped=delta.is_clamped,
         clip_low=clip_low,
         clip_high=clip_high,
     )
@@ -82,27 +81,26 @@ dr_grpo_policy_loss = policy_loss(aggregation="seq-mean-token-sum-norm", is_toke
 
 
 def clipped_surrogate(
-    ratio: Tensor,
+    delta: LogRatio,
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    is_clamped: Tensor,
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
     """-min(ratio A, clip(ratio) A) with its flags.
 
     Args:
-        ratio: [batch, seq] with its gradient.
+        delta: Logarithms of the ratios, with their gradient.
         advantages: [batch, seq], 0 outside the mask.
         response_mask: [batch, seq] bool.
-        is_clamped: [batch, seq] bool, passed on.
         clip_low, clip_high: Half-widths of the ratio's interval below and above 1.
 
     Raises:
         ValueError: a negative clip bound.
     """
     check_clip_bounds(clip_low, clip_high)
+    ratio = delta.values.exp()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     held = ratio.detach()
     return TokenLoss(
@@ -110,7 +108,7 @@ def clipped_surrogate(
         ratio=mask_out(held, response_mask),
         is_clipped_low=(advantages < 0) & (held < 1 - clip_low),
         is_clipped_high=(advantages > 0) & (held > 1 + clip_high),
-        is_clamped=is_clamped,
+        is_clamped=delta.is_clamped,
     )
 
 

@@ -1,4 +1,4 @@
-"""Losses of single tokens: the plain policy gradient, CISPO, SAPO and CPGD."""
+"""Losses of single tokens: the plain policy gradient, CISPO, SAPO, DRO and CPGD."""
 
 import math
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightrft.algorithms.interface import TokenLoss, policy_loss
 from lightrft.algorithms.masking import (
+    LogRatio,
     at_least_float32,
     log_ratio,
     mask_like,
@@ -108,18 +109,69 @@ def sapo_policy_loss(
     Raises:
         ValueError: a temperature is not positive.
     """
-    if temperature_positive <= 0 or temperature_negative <= 0:
-        raise ValueError(
-            "temperatures must be positive: got "
-            f"{temperature_positive} (positive) and {temperature_negative} (negative)"
-        )
     delta = log_ratio(logprobs, old_logprobs, response_mask)
-    ratio = delta.values.exp()
     advantages = mask_like(advantages, logprobs, response_mask)
-    tau = torch.full_like(advantages, temperature_negative)
-    tau = tau.masked_fill(advantages > 0, temperature_positive)
+    temperatures = (temperature_positive, temperature_negative)
+    return soft_gate(delta, advantages, response_mask, temperatures)
+
+
+def soft_gate(
+    delta: LogRatio, advantages: Tensor, response_mask: Tensor, temperatures: tuple[float, float]
+) -> TokenLoss:
+    """-(4 / tau) sigmoid(tau (ratio - 1)) A.
+
+    Args:
+        delta: Of the ratio, with its gradient.
+        advantages: [batch, seq], 0 outside the mask.
+        response_mask: [batch, seq] bool.
+        temperatures: tau where A > 0, and elsewhere.
+
+    Raises:
+        ValueError: a temperature is not positive.
+    """
+    positive, negative = temperatures
+    if positive <= 0 or negative <= 0:
+        raise ValueError(
+            f"temperatures must be positive: got {positive} (positive) and {negative} (negative)"
+        )
+    ratio = delta.values.exp()
+    tau = torch.full_like(advantages, negative).masked_fill(advantages > 0, positive)
     loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
     return TokenLoss.unclipped(loss, ratio, response_mask, delta.is_clamped)
+
+
+@policy_loss(aggregation="token-mean", is_token_wise=True)
+def dro_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    penalty: float = 0.1,
+) -> TokenLoss:
+    """Policy gradient with a quadratic pull back to the old policy; no ratio, no clip.
+
+    L_t = -p_t A_t + penalty / 2 (p_t - old_t)^2
+
+    Source: Direct Reward Optimisation, Richemond et al. 2024, arXiv:2405.19107, with the advantage
+    in place of reward and value, token by token as verl has it.
+
+    Args:
+        logprobs, old_logprobs, advantages: [batch, seq]; gradients flow through `logprobs` only.
+        response_mask: [batch, seq] bool.
+        penalty: Weight of the pull back.
+
+    Raises:
+        ValueError: the penalty is negative.
+    """
+    if penalty < 0:
+        raise ValueError(f"penalty must not be negative: got {penalty}")
+    difference = masked_difference(logprobs, old_logprobs, response_mask)
+    advantages = mask_like(advantages, logprobs, response_mask)
+    policy = mask_like(old_logprobs, logprobs, response_mask) + difference
+    delta = log_ratio(logprobs, old_logprobs, response_mask)
+    loss = -policy * advantages + penalty / 2 * difference.square()
+    return TokenLoss.unclipped(loss, delta.values.exp(), response_mask, delta.is_clamped)
 
 
 @policy_loss(aggregation="seq-mean-token-mean", is_token_wise=True)

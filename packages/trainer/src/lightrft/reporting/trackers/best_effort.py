@@ -78,3 +78,23 @@ def told_to_log(name: str) -> Iterator[None]:
     finally:
         for line in filter(None, map(str.strip, said.getvalue().splitlines())):
             logger.debug("%s: %s", name, line)
+
+
+def quiet_logger(
+    name: str, log: Callable[..., object], finish: Callable[[], object]
+) -> BestEffortLogger:
+    """The logger of `--loggers NAME` whose library tells the console of its end.
+
+    Args:
+        name: Of the library.
+        log: Takes metrics, and the step by its name.
+        finish: Ends its run.
+    """
+
+    def end() -> None:
+        with told_to_log(name):
+            finish()
+
+    return BestEffortLogger(
+        f"--loggers {name}", lambda step, metrics: log(finite(metrics), step=step), end
+    )

@@ -1,15 +1,14 @@
 """SwanLab: offline in the run's folder; `SWANLAB_MODE` chooses otherwise."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from lightrft.config import TrainConfig
 from lightrft.config.toml import without_secrets
 from lightrft.reporting.trackers.best_effort import (
     BestEffortLogger,
-    finite,
     kept_id,
+    quiet_logger,
     told_to_log,
 )
 
@@ -37,11 +36,4 @@ def open_swanlab(config: TrainConfig) -> BestEffortLogger:
             settings=swanlab.Settings(terminal={"proxy_type": "none"}, interactive=False),
         )
 
-    def send(step: int, metrics: Mapping[str, float]) -> None:
-        run.log(finite(metrics), step=step)
-
-    def end() -> None:
-        with told_to_log("swanlab"):
-            run.finish()
-
-    return BestEffortLogger("--loggers swanlab", send, end)
+    return quiet_logger("swanlab", run.log, run.finish)

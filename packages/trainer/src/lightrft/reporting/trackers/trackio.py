@@ -1,15 +1,14 @@
 """Trackio: a SQLite file in the run's folder; `TRACKIO_DIR` chooses another folder."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from lightrft.config import TrainConfig
 from lightrft.config.toml import without_secrets
 from lightrft.reporting.trackers.best_effort import (
     BestEffortLogger,
-    finite,
     kept_id,
+    quiet_logger,
     told_to_log,
 )
 
@@ -34,11 +33,4 @@ def open_trackio(config: TrainConfig) -> BestEffortLogger:
             embed=False,
         )
 
-    def send(step: int, metrics: Mapping[str, float]) -> None:
-        run.log(finite(metrics), step=step)
-
-    def end() -> None:
-        with told_to_log("trackio"):
-            trackio.finish()
-
-    return BestEffortLogger("--loggers trackio", send, end)
+    return quiet_logger("trackio", run.log, trackio.finish)

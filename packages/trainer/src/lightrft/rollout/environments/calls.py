@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from lightrft.config import ConfigError
+from lightrft.kernels.names import first_line
 
 Arguments = dict[str, object]
 Schema = Mapping[str, object]
@@ -249,7 +250,7 @@ def _template_parser(tokenizer: object, schemas: Sequence[Schema]) -> Parser:
             message = tokenizer.parse_response(text, prefix=before, tools=tools)  # type: ignore[attr-defined]
             calls = [call["function"] for call in message.get("tool_calls") or ()]
         except Exception as error:  # of a program of the model's author, on what a model says
-            first = next(iter(str(error).splitlines()), type(error).__name__)
+            first = first_line(error)
             raise MalformedCallError(f"the calls cannot be read: {first}") from error
         return [_from_value(call, ("arguments",)) for call in calls]
 

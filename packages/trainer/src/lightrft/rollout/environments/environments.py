@@ -12,14 +12,20 @@ from typing import TYPE_CHECKING, cast
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.render import PromptTokenizer
-from lightrft.datasets.suffix import ChatTokenizer, TemplateRefusedError, TurnSuffix
+from lightrft.datasets.suffix import TemplateRefusedError, TurnSuffix
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.rows import request_seed
 from lightrft.records.rollout import Rollout
+from lightrft.records.sample_ledger import ENVIRONMENT
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.episode_batch import EpisodeBatch
-from lightrft.rollout.environments.journal import JOURNAL_FOLDER, Journal, journal_path
+from lightrft.rollout.environments.journal import (
+    JOURNAL_FOLDER,
+    Journal,
+    journal_path,
+    remove_further_ranks,
+)
 from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
 from lightrft.rollout.environments.specs import EnvironmentSpecs
 from lightrft.rollout.environments.turns import Answers, Observations, Turns
@@ -79,7 +85,7 @@ class Environments:
             self.spec = self.specs.whole
             self.prompt_tokenizer: PromptTokenizer = modality.showing(self.specs.tokenizer)
             self.suffix = TurnSuffix(
-                cast("ChatTokenizer", modality.renderer),
+                modality.renderer,
                 tools=self.spec.schemas,
                 has_system=has_system,
                 is_conversation=self.spec.answers_turns,
@@ -149,7 +155,7 @@ class EpisodeSource:
         Raises:
             RewardError: An environment failed on some rank, and failures are not masked.
         """
-        with open_scorer(self._parts, requests.prompts) as scorer:
+        with open_scorer(self._parts, requests) as scorer:
             with requests.timer.stage("rollout"):
                 rollouts, results = self.rollouts(requests, scorer.add)
             samples = finished_samples(
@@ -177,7 +183,11 @@ class EpisodeSource:
                 results = self._run(batch, on_group)
             finally:
                 batch.journal.close()
-        return [episode.as_rollout() for episode in batch.episodes], results
+        rollouts = [episode.as_rollout() for episode in batch.episodes]
+        if self._parts.config.ledger_gate and requests.is_recorded:
+            for rollout in rollouts:
+                self._turns.check_observations(rollout, batch.ledger.of(rollout.sample_id))
+        return rollouts, results
 
     def _batch(self, requests: SampleRequests) -> EpisodeBatch:
         """The episodes of a call, `params.n` of each prompt, with their journal."""
@@ -185,27 +195,36 @@ class EpisodeSource:
         if end is not None:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
         episodes = self._episodes(requests)
+        journal = self._open_journal(requests, episodes)
+        damage = journal.damage
+        notes = [] if damage is None else [f"{damage}: what follows is sampled again"]
         return EpisodeBatch(
             self._parts.session,
             params,
             self._environments.pool,
             episodes,
-            self._open_journal(requests, episodes),
+            journal,
             masks_failures=self._parts.config.reward_failure == "mask",
             observe=self._turns.observe,
+            notes=notes,
+            ledger=requests.ledger,
         )
 
     def _episodes(self, requests: SampleRequests) -> list[Episode]:
         episodes: list[Episode] = []
         params = requests.params
+        requests.ledger.ask(requests.prompts, requests.positions, params.n)
         rows = zip(requests.prompts, requests.request_ids, requests.positions, strict=True)
         for prompt, request_id, group_id in rows:
             environment = self._environments.specs.of(prompt.row)
+            # Samples are compared with each other, so that they must have one task.
+            seed = request_seed(params.seed, request_id, 0) % 2**31
             for index in range(params.n):
                 own = request_id * params.n + index
-                row = dict(prompt.row)
-                if environment.spec.takes_seed:
-                    row.setdefault("seed", request_seed(params.seed, own, 0) % 2**31)
+                seeds = (seed, request_seed(params.seed, own, 1) % 2**31)
+                known = dict(zip(("seed", "sample_seed"), seeds, strict=True))
+                known["max_turns"] = self._parts.config.max_turns
+                given = {name: known[name] for name in environment.spec.takes}
                 episodes.append(
                     Episode(
                         number=len(episodes),
@@ -213,8 +232,9 @@ class EpisodeSource:
                         request_id=own,
                         group_id=group_id,
                         sample_id=group_id * params.n + index,
-                        row=row,
+                        row=given | dict(prompt.row),
                         environment=environment,
+                        seeds=seeds,
                     )
                 )
         return episodes
@@ -239,9 +259,16 @@ class EpisodeSource:
             "environment": {**asdict(spec), "stateless": sorted(spec.stateless)},
             **({"images": sha256("".join(images).encode()).hexdigest()} if images else {}),
         }
-        journal = Journal(journal_path(folder, step, requests.batch, context.rank), header)
+        engine = self._parts.session.engine
+        journal = Journal(
+            journal_path(folder, step, requests.batch, context.rank),
+            header,
+            vocab_size=None if engine is None else engine.vocab_size,
+        )
         # A round counts if the process of each rank wrote it down.
         journal.follow(min(context.gather_objects(len(journal.recorded.rounds))))
+        if context.rank == 0:
+            remove_further_ranks(folder, step, requests.batch, context.world_size)
         return journal
 
     def _run(self, batch: EpisodeBatch, on_group: OnGroup) -> list[RewardResult | None]:
@@ -249,6 +276,7 @@ class EpisodeSource:
         problem = self._reset(batch)
         for episode in batch.episodes:
             batch.journal.reset(episode)
+            batch.ledger.of(episode.sample_id).prompt = episode.prompt
         num_rounds = 0
         while batch.is_open_anywhere(problem):
             batch.journal.leave(num_rounds)
@@ -303,9 +331,12 @@ class EpisodeSource:
         rewards: dict[int, RewardResult] = {}
 
         def reward(episode: Episode, host: Host) -> None:
-            rewards[episode.number] = self._answers.reward(episode, host)
+            found = rewards[episode.number] = self._answers.reward(episode, host)
+            entry = batch.ledger.of(episode.sample_id)
+            entry.reward_is(ENVIRONMENT, found, episode.context)
 
         problem = batch.each([e for e in batch.episodes if e.failure is None], reward)
+        batch.close(self._parts.config.tool_timeout_seconds)
         batch.is_open_anywhere(problem)
         results = []
         for episode in batch.episodes:

@@ -24,10 +24,11 @@ class Episode:
     Args:
         number: Among those of the rank; says which worker hosts it.
         prompt: The data row, with the message of `reset`.
-        request_id: Of all its requests.
+        request_id: Of its first turn; another one after each start.
         group_id, sample_id: As in `Rollout`.
         row: Arguments of `reset`.
         environment: Its own.
+        seeds: Of the draws in `reset`, the same for all samples of a prompt, and of later ones.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Episode:
     sample_id: int
     row: dict[str, object]
     environment: RowEnvironment
+    seeds: tuple[int, int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
@@ -69,6 +71,11 @@ class Episode:
     def num_calls(self) -> int:
         """Calls that were made."""
         return sum(call.outcome in ("ok", "error") for turn in self.answers for call in turn)
+
+    @property
+    def draws(self) -> tuple[int, int]:
+        """What the draws of the next call follow from, whatever worker makes it, and when."""
+        return self.seeds[1], self.num_calls
 
     def add_turn(self, turn: Completion, text: str) -> None:
         """Appends a turn that was sampled."""
@@ -129,7 +136,8 @@ class Episode:
             return
         is_new = self.generation == 0
         key = str(self.number)
-        answer = host.ask("reset", key, seconds=seconds, row=self.row)
+        draws = (self.seeds[0], -1)
+        answer = host.ask("reset", key, seconds=seconds, draws=draws, row=self.row)
         message = answer["text"] if isinstance(answer, dict) else answer
         if not is_new and message != self.reset_message:
             raise EpisodeError("reset answered otherwise when it was repeated")
@@ -137,10 +145,13 @@ class Episode:
         self.reset_parts = () if message is None else (str(message),)
         if isinstance(answer, dict):
             self.reset_parts = from_json(answer["content"], "an image of reset")
-        for call in (call for turn in self.answers for call in turn):
-            if call.outcome not in ("ok", "error") or call.name in stateless:
+        made = [c for turn in self.answers for c in turn if c.outcome in ("ok", "error")]
+        for number, call in enumerate(made):
+            if call.name in stateless:
                 continue
-            again = host.ask("call", key, seconds=seconds, name=call.name, arguments=call.arguments)
+            asked = {"name": call.name, "arguments": call.arguments}
+            draws = (self.seeds[1], number)
+            again = host.ask("call", key, seconds=seconds, draws=draws, **asked)
             if not isinstance(again, dict) or again["text"] != call.text:
                 raise EpisodeError(f"{call.name} answered otherwise when it was repeated")
         self.generation = host.generation

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.types import Completion, SamplingParams
 from lightrft.records.rollout import Rollout
+from lightrft.records.sample_ledger import SampleLedger
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal import Journal, RecordedTurn
@@ -17,6 +18,8 @@ from lightrft.strategy.engine.session import EngineSession
 
 # Between the ids of the requests of an episode: every turn draws under an id of its own.
 TURN_STEP = 2**40
+# Between the ids of an episode and of the same one after a start.
+START_STEP = 2**54
 Work = Callable[[Episode, Host], None]
 
 
@@ -35,6 +38,7 @@ class EpisodeBatch:
         journal: Of this rank.
         masks_failures: An episode that fails is left out, and ends nothing.
         observe: Appends the answers of an episode.
+        ledger: Receives prompts, answers, rewards and failures.
         busy: Work of hosts, by number of the episode.
         notes: For the console.
         given: Groups that `finished_groups` has given.
@@ -47,6 +51,7 @@ class EpisodeBatch:
     journal: Journal
     masks_failures: bool
     observe: Callable[[EpisodeBatch, Episode], None]
+    ledger: SampleLedger = field(default_factory=SampleLedger)
     busy: dict[int, Future[EpisodeError | None]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     given: set[int] = field(default_factory=set)
@@ -70,7 +75,10 @@ class EpisodeBatch:
         """Forgets an episode but its prompt, and says so."""
         self.notes.append(f"sample {episode.sample_id} starts over: {error}")
         self.journal.again(episode, str(error))
+        if self.session.engine is not None:
+            self.session.engine.ledger.discard({turn.request_id for turn in episode.segments})
         episode.start_over()
+        episode.request_id += START_STEP
 
     def repeated(self, turns: Mapping[int, RecordedTurn]) -> tuple[list[Episode], list[Completion]]:
         """The episodes of a recorded round, and their turns as the journal has them."""
@@ -85,8 +93,9 @@ class EpisodeBatch:
                 error = ChangedAnswerError(f"turn {turn.turn}: the ids before it are others")
                 self.start_over(episode, error)
                 continue
+            episode.request_id = turn.sampled.request_id - TURN_STEP * turn.turn
             if engine is not None:
-                engine.ledger.restore([turn.entry(version)])
+                engine.ledger.restore([turn.entry(version, self.params.distribution)])
             waiting.append(episode)
             found.append(turn.completion(episode.context, version))
         return waiting, found
@@ -145,10 +154,19 @@ class EpisodeBatch:
         self.begin(episodes, work)
         return self.collect(lambda: True)
 
+    def close(self, seconds: float) -> None:
+        """Closes all episodes; one whose end fails has its reward all the same."""
+
+        def forget(number: int, host: Host) -> None:
+            host.forget(str(number), seconds=seconds)
+
+        wait(self.pool.begin([episode.number for episode in self.episodes], forget).values())
+
     def failed(self, episode: Episode, error: EpisodeError) -> Exception | None:
         """Closes an episode; an error to be raised, unless failures are masked."""
         self.journal.failed(episode, str(error))
         episode.failure, episode.is_open = error, False
+        self.ledger.of(episode.sample_id).has_failed = True
         if self.masks_failures:
             return None
         return RewardError(f"the environment failed for prompt {episode.prompt.id}: {error}")

@@ -1,4 +1,4 @@
-"""Events in the episodes of a step, one JSON line an event, written before it is used.
+"""Events in the episodes of a step, one line an event, written before it is used.
 
 begin        what must be equal for a file to be continued
 reset        the prompt of an episode, with what `reset` told
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,10 +26,18 @@ from lightrft.engines.ledger import LedgerEntry, hash_context
 from lightrft.engines.types import Completion, FinishReason, LogprobsMode
 from lightrft.records.rollout import AnsweredCall
 from lightrft.rollout.environments.episode import Episode
+from lightrft.rollout.environments.journal_lines import FORMAT, Event, event_line, read_event
 
 JOURNAL_FOLDER = "journal"
-FORMAT = 1
-Event = dict[str, object]
+# What may be wrong with a line.
+_FAULTS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+class JournalError(ValueError):
+    """Damage of a journal; the message, one line, says from which line on."""
+
+    def __init__(self, path: Path, line: int, reason: object) -> None:
+        super().__init__(f"journal {path} is damaged from line {line} on ({reason})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +58,19 @@ class RecordedTurn:
         """As the engine gave it, which counts its weights from its own start."""
         return replace(self.sampled, prompt_token_ids=context, weights_version=version)
 
-    def entry(self, version: int) -> LedgerEntry:
+    def entry(self, version: int, sampling: tuple[float, ...] = ()) -> LedgerEntry:
         """As the engine's ledger had it."""
         turn = self.sampled
-        logprobs, facts = turn.output_logprobs, turn.facts
         return LedgerEntry(
-            turn.request_id, 0, self.context_hash, turn.output_token_ids, logprobs, version, facts
+            turn.request_id,
+            0,
+            self.context_hash,
+            turn.output_token_ids,
+            turn.output_logprobs,
+            version,
+            turn.facts,
+            sampling,
+            turn.finish_reason,
         )
 
 
@@ -97,27 +113,41 @@ class Recorded:
 
 
 def read_journal(path: Path) -> Recorded:
-    """A journal as far as it goes; a torn last line is dropped.
+    """A journal as far as it goes; a last line that was not written to its end is dropped.
 
     Raises:
-        ValueError: It is none of ours.
+        JournalError: It is damaged, or none of ours.
     """
-    found, open_turns = Recorded(), cast("dict[int, RecordedTurn]", {})
-    # Not splitlines: texts may hold other ends of lines. The last character may be torn, too.
-    lines = path.read_bytes().decode("utf-8", "replace").removesuffix("\n").split("\n")
-    for number, line in enumerate(lines):
-        try:
-            event = json.loads(line)
-            _take(found, open_turns, event)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if number + 1 == len(lines):
-                break
-            place = f"{path}, line {number + 1}"
-            raise ValueError(f"{place} is no event of a journal: {error!r}") from error
+    found, damage = _read(path)
+    if damage is not None:
+        raise damage
     return found
 
 
-def _take(found: Recorded, open_turns: dict[int, RecordedTurn], event: Event) -> None:
+def _read(path: Path, vocab_size: int | None = None) -> tuple[Recorded, JournalError | None]:
+    """The events before the first damage, and that."""
+    found, open_turns, check = Recorded(), cast("dict[int, RecordedTurn]", {}), 0
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except OSError as error:
+        return found, JournalError(path, 1, error.strerror)
+    for number, line in enumerate(lines, 1):
+        try:
+            event, check = read_event(line, check)
+            if (event["event"] == "begin") != (number == 1):
+                raise ValueError("a journal begins once")
+            _take(found, open_turns, event, vocab_size)
+        except _FAULTS as error:
+            return found, JournalError(path, number, error)
+    return found, None if lines else JournalError(path, 1, "it is empty")
+
+
+def _take(
+    found: Recorded,
+    open_turns: dict[int, RecordedTurn],
+    event: Event,
+    vocab_size: int | None,
+) -> None:
     """Adds one event."""
     kind = event["event"]
     if kind == "begin":
@@ -125,12 +155,15 @@ def _take(found: Recorded, open_turns: dict[int, RecordedTurn], event: Event) ->
         return
     if kind == "round":
         samples = cast("list[int]", event["sample_ids"])
-        found.rounds.append({i: open_turns.pop(i) for i in samples if i in open_turns})
+        found.rounds.append({i: open_turns.pop(i) for i in samples})
         return
     sample = cast("int", event["sample_id"])
     turn = cast("int", event.get("turn", 0))
     if kind == "turn":
         facts = cast("dict[str, list[float]]", event.get("facts", {}))
+        largest = max(cast("list[int]", event["token_ids"]))
+        if vocab_size is not None and largest >= vocab_size:
+            raise ValueError(f"token {largest} is none of {vocab_size}")
         completion = Completion(
             cast("int", event["request_id"]),
             0,
@@ -161,40 +194,53 @@ def journal_path(folder: Path, step: int, batch: int, rank: int) -> Path:
     return folder / f"step-{step:06d}{part}.rank-{rank}.jsonl"
 
 
+def remove_further_ranks(folder: Path, step: int, batch: int, world_size: int) -> None:
+    """Removes the journals that a try of more processes has left of a batch."""
+    own = [journal_path(folder, step, batch, rank) for rank in range(world_size)]
+    for path in folder.glob(own[0].name.replace("rank-0", "rank-*")):
+        if path not in own:
+            path.unlink()
+
+
 class Journal:
     """The file of one rank and one step; nothing is written without a path.
 
-    What a killed process wrote is followed if it began as this one does. Its file stays until all
-    that is followed has been written again.
+    What a killed process wrote is followed if it began as this one does, up to the first damage.
+    Its file stays until all that is followed has been written again.
 
     Args:
         path: Of the file, or None.
         header: What must be equal for a file to be followed.
+        vocab_size: Of the model; None takes any token.
 
     Attributes:
         recorded: What is followed.
+        damage: Of what was there.
     """
 
-    def __init__(self, path: Path | None, header: Mapping[str, object]) -> None:
+    def __init__(
+        self, path: Path | None, header: Mapping[str, object], *, vocab_size: int | None = None
+    ) -> None:
         self._lock = threading.Lock()
-        self._path, self._file = path, None
+        self._path, self._file, self._check = path, None, 0
         self.recorded = Recorded()
+        self.damage: JournalError | None = None
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         begin: Event = {"event": "begin", "format": FORMAT, **header}
-        text = json.dumps(begin, ensure_ascii=False)
-        if path.is_file():
-            try:
-                old = read_journal(path)
-            except (ValueError, OSError):
-                old = Recorded()
-            # Without a hash nobody knows whether the same weights sampled it.
-            if header.get("weights") and old.header == json.loads(text):
-                self.recorded = old
         self._partial = path.with_name(f".{path.name}.partial")
-        self._file = self._partial.open("w", encoding="utf-8")
-        self._file.write(text + "\n")
+        for place in (path, self._partial):
+            if place.exists() and not place.is_file():
+                self.damage = JournalError(path, 1, f"{place.name} is no file")
+                place.rename(place.with_name(f"{place.name}.{time.time_ns()}"))
+        if path.is_file():
+            old, self.damage = _read(path, vocab_size)
+            # Without a hash nobody knows whether the same weights sampled it.
+            if header.get("weights") and old.header == json.loads(json.dumps(begin)):
+                self.recorded = old
+        self._file = self._partial.open("wb")
+        self._append(begin)
 
     def follow(self, num_rounds: int) -> None:
         """So many rounds are followed."""
@@ -287,5 +333,6 @@ class Journal:
     def _append(self, line: Event) -> None:
         if self._file is not None:
             with self._lock:
-                self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                text, self._check = event_line(line, self._check)
+                self._file.write(text)
                 self._file.flush()

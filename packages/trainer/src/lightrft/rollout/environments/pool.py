@@ -37,7 +37,8 @@ class EnvironmentSpec:
         name: Of the class, and of its reward; None for stateless tools alone.
         schemas: Of the tools, as chat templates take them.
         has_reward: The class has `get_reward`.
-        takes_seed: Its `reset` has a parameter `seed`.
+        takes: What its `reset` asks for beside the row: `seed` of the prompt, `sample_seed`, and
+            other makes `max_turns`.
         answers_turns: It answers all that is said in a turn, as a user does, instead of calls.
         stateless: Names of the tools that are plain functions.
     """
@@ -45,7 +46,7 @@ class EnvironmentSpec:
     name: str | None
     schemas: tuple[dict[str, object], ...]
     has_reward: bool
-    takes_seed: bool
+    takes: tuple[str, ...]
     answers_turns: bool = False
     stateless: frozenset[str] = frozenset()
 
@@ -54,7 +55,8 @@ class EnvironmentSpec:
         """As the worker describes it."""
         schemas = tuple(cast("list[dict[str, object]]", described["schemas"]))
         stateless = frozenset(cast("list[str]", described["stateless"]))
-        own = {**described, "schemas": schemas, "stateless": stateless}
+        takes = tuple(cast("list[str]", described["takes"]))
+        own = {**described, "schemas": schemas, "stateless": stateless, "takes": takes}
         return cls(**own)  # type: ignore[arg-type]
 
     @property
@@ -88,14 +90,22 @@ class Host:
         self.generation += 1
         return described
 
-    def ask(self, operation: str, episode: str, *, seconds: float, **details: object) -> object:
-        """One operation on one episode of a worker that runs.
+    def ask(
+        self,
+        operation: str,
+        episode: str,
+        *,
+        seconds: float,
+        draws: tuple[int, int],
+        **details: object,
+    ) -> object:
+        """One operation on one episode of a worker that runs; its draws follow from `draws`.
 
         Raises:
             EpisodeError: It failed, hung or died; in the latter cases the worker is gone.
         """
         try:
-            request = {"operation": operation, "episode": episode, **details}
+            request = {"operation": operation, "episode": episode, "draws": draws, **details}
             return self._worker.call(request, seconds=seconds)
         except WorkerTimeoutError as error:
             self.close()
@@ -107,6 +117,15 @@ class Host:
                 self.close()
             where = f"\n{error.traceback}" if error.traceback else ""
             raise EpisodeError(f"{operation} failed: {error}{where}") from error
+
+    def forget(self, episode: str, *, seconds: float) -> None:
+        """Closes an episode if the worker still has it.
+
+        Raises:
+            EpisodeError: See `ask`.
+        """
+        if self._is_running:
+            self.ask("close", episode, seconds=seconds, draws=(0, 0))
 
     def restart_with(self, task: WorkerTask) -> None:
         """Starts with another task from the next time on."""

@@ -161,6 +161,6 @@ def _together(specs: Mapping[str, EnvironmentSpec]) -> EnvironmentSpec:
         ", ".join(f"{name}={spec.name}" for name, spec in specs.items()),
         tuple(schemas),
         any(spec.has_reward for spec in specs.values()),
-        any(spec.takes_seed for spec in specs.values()),
+        tuple(sorted({name for spec in specs.values() for name in spec.takes})),
         stateless=frozenset().union(*(spec.stateless for spec in specs.values())),
     )

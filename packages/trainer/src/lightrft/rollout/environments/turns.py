@@ -15,7 +15,8 @@ from lightrft.engines.media.encoder import Encoder
 from lightrft.engines.media.media import Media
 from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_prompt, encode_row
-from lightrft.records.rollout import AnsweredCall
+from lightrft.records.rollout import AnsweredCall, Rollout, Segment
+from lightrft.records.sample_ledger import SampleEntry
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.calls import (
     MalformedCallError,
@@ -84,6 +85,21 @@ class Observations:
                 the model's processor or template refuses them.
         """
         contents = [(each,) if isinstance(each, str) else each for each in answers]
+        cut = self._fitted(turn, context_length, contents)
+        if cut is None:
+            return None
+        found = self.suffix.after(turn, cut)
+        left = self.config.max_episode_tokens - context_length
+        if len(found.token_ids) >= left:  # a template that writes more than the text
+            if not all(isinstance(part, str) for each in contents for part in each):
+                return None
+            found = self.suffix.after(turn, [CUT] * len(contents))
+        return found
+
+    def _fitted(
+        self, turn: Sequence[int], context_length: int, contents: Sequence[Content]
+    ) -> list[Content] | None:
+        """Answers, cut so that they fit; None if their images leave no room for another turn."""
         try:
             sizes = [self._image_tokens(turn, each) for each in contents]
         except (ValueError, TypeError, IndexError) as error:
@@ -99,14 +115,26 @@ class Observations:
             return None
         room_of_each = room // len(contents)
         pairs = zip(contents, sizes, strict=True)
-        cut = [self._cut_content(each, min(limit - size, room_of_each)) for each, size in pairs]
-        found = self.suffix.after(turn, cut)
-        left = self.config.max_episode_tokens - context_length
-        if len(found.token_ids) >= left:  # a template that writes more than the text
-            if sum(sizes):
-                return None
-            found = self.suffix.after(turn, [CUT] * len(contents))
-        return found
+        return [self._cut_content(each, min(limit - size, room_of_each)) for each, size in pairs]
+
+    def shows(
+        self, segment: Segment, turn: Sequence[int], context_length: int, answers: Sequence[Content]
+    ) -> bool:
+        """Whether the ids after a turn are these answers.
+
+        Args:
+            segment: Of the turn.
+            turn, context_length, answers: See `after`.
+        """
+        texts = [part for content in answers for part in content if isinstance(part, str)]
+        spans = [list(segment.observation[start:stop]) for start, stop in segment.text_spans]
+        # Most texts are shown as they are; what is cut, trimmed or has images is made again.
+        is_text = len(texts) == sum(map(len, answers))
+        if is_text and [self._ids(text) for text in texts] == spans:
+            return True
+        fitted = self._fitted(turn, context_length, answers) if answers else None
+        forms = ([] if fitted is None else [fitted]) + [[(CUT,)] * len(answers)]
+        return segment.observation in (self.suffix.after(turn, form).token_ids for form in forms)
 
     def _image_tokens(self, turn: Sequence[int], content: Content) -> int:
         """Tokens that the images of an answer add to it."""
@@ -259,6 +287,8 @@ class Turns:
         episode.pending += calls
         wrong = () if problem is None else (AnsweredCall("", {}, "malformed", as_error(problem)),)
         episode.answers.append([*wrong])
+        told = batch.ledger.of(episode.sample_id).answers
+        told[len(episode.segments) - 1] = [answer.shown for answer in wrong]
         for answer in wrong:
             batch.journal.answer(episode, answer)
 
@@ -303,6 +333,22 @@ class Turns:
         episode.add_observation(found)
         batch.journal.observation(episode)
 
+    def check_observations(self, rollout: Rollout, entry: SampleEntry) -> None:
+        """Notes a fault where a turn is followed by anything but what was answered to it."""
+        completion, stop = rollout.completion, 0
+        context = len(completion.prompt_token_ids)
+        for number, segment in enumerate(rollout.segments):
+            start, answers = stop, entry.answers.get(number, [])
+            while stop < len(completion.is_sampled) and completion.is_sampled[stop]:
+                stop += 1
+            turn = completion.output_token_ids[start:stop]
+            if segment.observation and not self.observations.shows(
+                segment, turn, context + stop, answers
+            ):
+                entry.fault = f"turn {number}: what the model was shown is not what was answered"
+                return
+            stop += len(segment.observation)
+
 
 @dataclass(frozen=True, slots=True)
 class Answers:
@@ -343,6 +389,7 @@ class Answers:
                     f"says {before.text[:80]!r}"
                 )
             batch.journal.answer(episode, answer)
+            batch.ledger.of(episode.sample_id).answers[key[1]].append(answer.shown)
             answered.append(answer)
             if answer.ends_episode:
                 break
@@ -364,7 +411,8 @@ class Answers:
             return before
         start, deadline = time.perf_counter(), self.config.tool_timeout_seconds
         key, asked = str(episode.number), {"name": call.name, "arguments": arguments}
-        answer = cast("dict[str, object]", host.ask("call", key, seconds=deadline, **asked))
+        found = host.ask("call", key, seconds=deadline, draws=episode.draws, **asked)
+        answer = cast("dict[str, object]", found)
         seconds, text = time.perf_counter() - start, str(answer["text"])
         if "error" in answer:
             return AnsweredCall(call.name, arguments, "error", text, seconds)
@@ -378,8 +426,7 @@ class Answers:
         if not episode.environment.spec.has_reward:
             return RewardResult(0.0)
         episode.host_on(host, seconds=seconds, stateless=self.spec.stateless)
-        answer = host.ask("reward", key, seconds=seconds)
-        host.ask("close", key, seconds=seconds)
+        answer = host.ask("reward", key, seconds=seconds, draws=episode.draws)
         if answer is None:
             raise EpisodeError("get_reward returned None")
         total, parts = cast("tuple[float, dict[str, float]]", answer)

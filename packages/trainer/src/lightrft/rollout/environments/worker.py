@@ -13,6 +13,7 @@ import inspect
 import json
 import math
 import os
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import ClassVar, cast
 
 from lightrft.config import ConfigError
 from lightrft.config.registry import ENVIRONMENT_KINDS, load_reference, split_kind, split_reference
+from lightrft.rewards.user_task import seed_generators
 from lightrft.rewards.worker import ReportedError
 from lightrft.rollout.environments.calls import ENVIRONMENT_COLUMN
 from lightrft.rollout.environments.content import (
@@ -33,6 +35,8 @@ from lightrft.rollout.environments.content import (
 )
 
 NOT_TOOLS = ("reset", "get_reward")
+# Of an object in its text, which no later process gives it again.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 Tool = Callable[..., object]
 Factory = Callable[[], object]
 
@@ -45,21 +49,27 @@ class Adapted(ABC):
     """One episode of an environment of another make.
 
     Attributes:
+        takes: What `reset` is given beside the row; see `EnvironmentSpec`.
         answers_turns: `step(action)` takes all that is said in a turn, and answers as a user does;
             otherwise `step` is a tool that the model calls.
         is_done: The episode has ended; the answer that came with it is not shown.
     """
 
+    takes: ClassVar[tuple[str, ...]] = ("seed",)
     answers_turns: ClassVar[bool] = False
     is_done = False
 
     @abstractmethod
-    def reset(self, seed: int | None = None, **row: object) -> object:
+    def reset(self, **row: object) -> object:
         """Begins the episode; what it returns stands at the end of the user's message."""
 
     @abstractmethod
     def get_reward(self) -> float:
         """The reward of the whole episode."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the episode, wherever it is."""
 
     @classmethod
     def schemas(cls) -> list[object]:
@@ -87,6 +97,8 @@ class HostedEnvironments:
         describes: bool,
         reads_images: bool = False,
     ) -> None:
+        import numpy.random  # noqa: F401 - only what is imported before an operation is seeded
+
         self._pid = os.getpid()
         self._reads_images = reads_images
         self._describes = describes
@@ -126,15 +138,16 @@ class HostedEnvironments:
             "name": None if make is None else cls.__name__,
             "schemas": [*schemas, *(_schema(n, tool) for n, tool in shown.items())],
             "has_reward": hasattr(cls, "get_reward"),
-            "takes_seed": reset is not None and "seed" in inspect.signature(reset).parameters,
+            "takes": _takes(reset) if own is None else own.takes,
             "answers_turns": own is not None and own.answers_turns,
             "stateless": sorted(self._tools),
         }
 
     def __call__(self, request: object) -> object:
-        """One operation on one episode."""
+        """One operation on one episode, with the global generators at what its `draws` say."""
         asked = cast("dict[str, object]", request)
         operation, episode = str(asked["operation"]), str(asked["episode"])
+        seed_generators(*cast("tuple[int, object]", asked["draws"]))
         if operation == "reset":
             return self._reset(episode, cast("dict[str, object]", asked["row"]))
         if operation == "call":
@@ -143,7 +156,9 @@ class HostedEnvironments:
             )
         if operation == "reward":
             return self._reward(episode)
-        self._episodes.pop(episode, None)
+        ended = self._episodes.pop(episode, None)
+        if isinstance(ended, Adapted):
+            ended.close()
         return None
 
     def _reset(self, episode: str, row: dict[str, object]) -> object:
@@ -231,11 +246,20 @@ def tool_names(cls: type[object]) -> list[str]:
 
 
 def as_text(result: object) -> str:
-    """A result as text: strings as they are, all else as JSON."""
+    """A result as text: strings as they are, all else as JSON, objects without their address."""
     text = (
-        result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        result
+        if isinstance(result, str)
+        else json.dumps(
+            result, ensure_ascii=False, default=lambda each: _ADDRESS.sub("", str(each))
+        )
     )
     return text.encode("utf-8", "replace").decode("utf-8")  # halves of surrogate pairs
+
+
+def _takes(reset: Callable[..., object] | None) -> list[str]:
+    known = () if reset is None else inspect.signature(reset).parameters
+    return [name for name in ("seed", "sample_seed") if name in known]
 
 
 def _answer(parts: Parts) -> dict[str, object]:

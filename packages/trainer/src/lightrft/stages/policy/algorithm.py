@@ -169,6 +169,12 @@ def requirement_problems(config: TrainConfig, algorithm: Algorithm) -> list[str]
             f"partial_rollout and advantage_estimator {name} exclude each other: leave one of "
             "them out",
         ),
+        (
+            config.init_kl_coef > 0 and not config.use_kl_loss and config.kl_estimator_name != "k1",
+            f"kl_estimator {config.kl_estimator} is for the loss: in the reward its expected "
+            "gradient is not that of the KL divergence and may push the policy away from the "
+            "reference; leave kl_estimator out (it is then k1), or add use_kl_loss",
+        ),
     )
     return [text for is_broken, text in rules if is_broken]
 

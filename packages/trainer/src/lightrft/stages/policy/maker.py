@@ -286,5 +286,5 @@ class ExperienceMaker:
             strategy=self.strategy,
             mean_limit=self.config.parity_limit,
         )
-        self.strategy.print_detail(report.summary())
+        self.strategy.context.print_detail(report.summary())
         return report

@@ -61,7 +61,7 @@ def build_models(
         if trained is not None:
             freeze(trained, config.freeze_prefix)
     ready_actor, ready_critic, _, ready_reference = strategy.prepare_models_and_optimizers(
-        actor, critic, None, reference, config, max_steps
+        actor, critic, None, reference, config, max_steps, frozen_steps=config.num_frozen_updates
     )
     if ready_reference is not None:
         require_equal_start(strategy, ready_actor, ready_reference)
@@ -91,7 +91,7 @@ def require_equal_start(strategy: StrategyBase, actor: PreparedModel, reference:
             f"{len(expected)} tensors on rank(s) {odd_ranks}: {', '.join(names[:3])}; give a "
             "complete checkpoint that no other process is writing"
         )
-    strategy.print_detail(
+    strategy.context.print_detail(
         f"actor and reference start from equal weights: {len(expected)} tensors, hash "
         f"{model_hash(expected) % 2**64:016x}"
     )
@@ -249,7 +249,7 @@ def decide_by_machine(
     }
     chosen = {name: choice for name, choice in decisions.items() if is_open[name]}
     for name, (value, reason) in chosen.items():
-        strategy.print_detail(f"{name} = {str(value).lower()}: {reason}")
+        strategy.context.print_detail(f"{name} = {str(value).lower()}: {reason}")
     return config.replaced({name: value for name, (value, _) in chosen.items()})
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
 
 from lightrft.algorithms.aggregation import loss_weights, weighted_share
+from lightrft.algorithms.correction_terms import CorrectionTerm
 from lightrft.algorithms.interface import PolicyLossFunction, PolicyLossTraits, TokenLoss
 from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.masking import mask_out
@@ -54,6 +56,10 @@ class LossTokens:
         every = {item.name: getattr(self, item.name) for item in fields(self)}
         chosen = {k: None if v is None else v[rows, columns][None] for k, v in every.items()}
         return replace(self, **chosen)  # type: ignore[arg-type]
+
+    def weighted(self, factors: Tensor) -> LossTokens:
+        """The tokens with further factors of the policy loss, like `mask`."""
+        return replace(self, factors=factors if self.factors is None else self.factors * factors)
 
     def old_logprobs_or(self, logprobs: Tensor) -> Tensor:
         """The old logprobs, which in the first pass are those of the policy itself."""
@@ -113,7 +119,7 @@ class PolicyObjective:
                 logprobs,
                 tokens.ref_logprobs,
                 mask,
-                estimator=self.config.kl_estimator,
+                estimator=self.config.kl_estimator_name,
                 old_logprobs=old_logprobs,
             )
             parts["kl"] = share_of(kl)
@@ -124,7 +130,12 @@ class PolicyObjective:
         return ObjectiveTerms(found, parts, share)
 
 
-def why_loss_outside(config: TrainConfig, traits: PolicyLossTraits, actor: nn.Module) -> str | None:
+def why_loss_outside(
+    config: TrainConfig,
+    traits: PolicyLossTraits,
+    actor: nn.Module,
+    corrections: Sequence[CorrectionTerm] = (),
+) -> str | None:
     """The reason not to compute the loss inside the output projection; None if it is.
 
     Inside, it is asked of some tokens at a time: three matrix products with the vocabulary instead
@@ -134,12 +145,15 @@ def why_loss_outside(config: TrainConfig, traits: PolicyLossTraits, actor: nn.Mo
         config: `fused_linear_logprob` decided.
         traits: Of the policy loss.
         actor: The policy, unwrapped.
+        corrections: Of the loss.
     """
     name = f"policy_loss {config.policy_loss_name}"
     if not config.fused_linear_logprob:
         return "fused_linear_logprob is off"
     if not isinstance(actor, Actor):
         return f"the policy is no lightrft.models.Actor: got {type(actor).__name__}"
+    if any(term.follows_policy for term in corrections):
+        return "off_policy_correction compares the policy of each forward pass"
     if traits.couples_rows:
         return f"{name} couples the rows of a micro-batch"
     if traits.is_sequence_level:

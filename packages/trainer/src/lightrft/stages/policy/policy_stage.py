@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
@@ -164,7 +165,9 @@ class PolicyStage(Stage[PolicyBatch]):
         configure_models(
             config, strategy, (actor, None if critic is None else critic.model, reference)
         )
-        reason = why_loss_outside(config, algorithm.loss_traits, strategy.unwrap_model(actor))
+        reason = why_loss_outside(
+            config, algorithm.loss_traits, strategy.unwrap_model(actor), algorithm.corrections
+        )
         self.computes_loss_inside = reason is None
         if config.fused_linear_logprob:
             place = "inside the output projection" if reason is None else f"after it: {reason}"
@@ -246,7 +249,7 @@ class PolicyStage(Stage[PolicyBatch]):
                 batch.experience,
                 self.maker.kl_coef(self.memory),
                 self.memory.moments,
-                step.num_planned * self.config.steps_per_rollout,
+                step.num_planned,
             ),
         )
 
@@ -309,8 +312,8 @@ def evaluate_prompts(
     """Mean reward and components of one completion per prompt; collective.
 
     Every prompt counts once, whatever the number of ranks. The random numbers of training belong
-    to other requests and stay as they are. With `reward_failure=mask`, prompts whose reward fails
-    are left out of the means, and counted.
+    to other requests and stay as they are. Prompts whose reward could not be decided, or fails
+    with `reward_failure=mask`, are left out of the means, and counted.
 
     Args:
         prompts: All prompts, the same list on every rank.
@@ -325,16 +328,19 @@ def evaluate_prompts(
         return {}
     _, table = sampler.sample_all(prompts, greedy_params(config))
     kept = table.take(np.flatnonzero(~table.is_masked).astype(np.int64))
-    if not len(kept):
+    if not len(kept) and not table.is_undecided.any():
         raise RewardError("the reward failed for every prompt of the evaluation")
     metrics = {
         "eval/num_prompts": float(len(table)),
-        "eval/reward": float(kept.rewards.mean()),
+        # Nothing could be decided: what the model wrote must not end the run.
+        "eval/reward": float(kept.rewards.mean()) if len(kept) else math.nan,
         "eval/response_length": float(table.sampled_lengths.mean()),
         "eval/truncated_share": float(table.is_truncated.mean()),
     }
     for column, name in enumerate(table.component_names):
-        metrics[f"eval/{name}"] = float(np.nanmean(kept.components[:, column]))
-    if config.reward_failure == "mask":
+        values = kept.components[:, column]
+        if not np.isnan(values).all():
+            metrics[f"eval/{name}"] = float(np.nanmean(values))
+    if config.reward_failure == "mask" or table.is_masked.any():
         metrics["eval/masked_share"] = float(table.is_masked.mean())
     return metrics

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from lightrft.algorithms.interface import TokenLoss
 from lightrft.algorithms.kl import estimate_kl
+from lightrft.algorithms.masking import log_ratio
+from lightrft.algorithms.moments import PairedMoments
+from lightrft.algorithms.value import explained_variance
 from lightrft.config import TrainConfig
 from lightrft.experience.maker import StepExperience
 from lightrft.records.batch import PolicyOutputs, RolloutBatch
@@ -23,10 +26,15 @@ from lightrft.stages.metrics import StepMetrics
 def table_metrics(table: RowTable) -> dict[str, float]:
     """Rewards and lengths of all samples; exact and equal on every rank without communication.
 
-    Rows that are excluded from the loss are counted in `masked_share` only.
+    Rows that are excluded from the loss are counted in `masked_share` only, and of these the ones
+    that the reward could not decide in `undecided_share`.
     """
     kept = table.take(np.flatnonzero(~table.is_masked).astype(np.int64))
-    metrics = {"num_samples": len(table), "masked_share": table.is_masked.mean()}
+    metrics = {
+        "num_samples": len(table),
+        "masked_share": table.is_masked.mean(),
+        "undecided_share": table.is_undecided.mean(),
+    }
     if len(kept):
         rewards, lengths = kept.rewards, kept.sampled_lengths
         metrics |= {
@@ -145,7 +153,7 @@ def record_experience(step: StepExperience, metrics: StepMetrics, config: TrainC
         # Compared with themselves they would look perfect.
         rollouts = replace(rollouts, compared_mask=None)
     if batch.outputs.old_logprobs is not None:
-        record_policy(rollouts, batch.outputs, metrics, kl_estimator=config.kl_estimator)
+        record_policy(rollouts, batch.outputs, metrics, kl_estimator=config.kl_estimator_name)
     means = {"advantage_mean": batch.advantages, "advantage_abs": batch.advantages.abs()}
     scored = step.rewards.rewards[torch.from_numpy(~step.table.is_masked)]
     # Every rank has the rewards of all.
@@ -153,9 +161,8 @@ def record_experience(step: StepExperience, metrics: StepMetrics, config: TrainC
     metrics.add_mean("reward_clipped_share", float(step.rewards.is_clipped.sum()), len(step.table))
     if batch.outputs.values is not None:
         means |= {"value_mean": batch.outputs.values, "return_mean": batch.returns}
-        metrics.add_explained_variance(
-            "explained_variance", batch.outputs.values, batch.returns, mask
-        )
+        values, goals = batch.outputs.values.double(), batch.returns.double()
+        metrics.add_pairs("explained_variance", goals, goals - values, mask, explained_variance)
     metrics.add_masked_means(means, mask)
     record_staleness(step, metrics)
     for item in step.samples.scored:
@@ -249,14 +256,15 @@ def record_ratios(
     metrics: StepMetrics,
 ) -> None:
     """Adds ratios of new to old policy, what was clipped, and the size of the update."""
-    log_ratio = torch.where(mask, logprobs.detach() - old_logprobs, 0.0)
+    # Held, so that one token far away does not make the mean infinite.
+    difference = log_ratio(logprobs, old_logprobs, mask).values
     means = {
         "ratio_mean": token_loss.ratio,
         "clip_fraction_low": token_loss.is_clipped_low,
         "clip_fraction_high": token_loss.is_clipped_high,
         "clamped_share": token_loss.is_clamped,
         # expm1(d) - d = r - 1 - ln r, without the cancellation near 0.
-        "approx_kl": log_ratio.expm1() - log_ratio,
+        "approx_kl": difference.expm1() - difference,
     }
     metrics.add_masked_means(means, mask)
     metrics.add_max("ratio_max", token_loss.ratio.where(mask, -torch.inf).amax())
@@ -307,13 +315,12 @@ def record_mismatch(
     }
     metrics.add_masked_means(means, mask)
     metrics.add_max("logprob_diff_max", _largest(size, mask))
-    parts = (mask, rollout, trainer, rollout.square(), trainer.square(), rollout * trainer)
-    metrics.add_sums("logprob_pearson", [part.double().sum() for part in parts], pearson)
+    metrics.add_pairs("logprob_pearson", rollout, trainer, mask, pearson)
     rows = mask.any(dim=1)
     counts = mask.sum(dim=1).clamp(min=1)
-    log_ratio = -difference.sum(dim=1)
-    metrics.add_max("sequence_log_ratio_max", _largest(log_ratio, rows))
-    metrics.add_min("sequence_log_ratio_min", -_largest(-log_ratio, rows))
+    ratios = -difference.sum(dim=1)
+    metrics.add_max("sequence_log_ratio_max", _largest(ratios, rows))
+    metrics.add_min("sequence_log_ratio_min", -_largest(-ratios, rows))
     metrics.add_max("sequence_diff_max", _largest(size.sum(dim=1) / counts, rows))
 
 
@@ -346,23 +353,8 @@ def _largest(values: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([kept, kept.new_tensor([-torch.inf])]).max()
 
 
-def pearson(sums: Tensor) -> float | None:
-    """The correlation; None where one side is constant.
-
-    Args:
-        sums: [6] float64: count, sums, sums of squares and sum of products over the mask.
-    """
-    count, left, right, left_squares, right_squares, products = sums.tolist()
-    if count < 2:
+def pearson(moments: PairedMoments) -> float | None:
+    """The correlation; None where one side is constant. NaN passes, to be seen."""
+    if moments.is_constant(0) or moments.is_constant(1):
         return None
-    left_variance = left_squares / count - (left / count) ** 2
-    right_variance = right_squares / count - (right / count) ** 2
-    # Below the rounding of the sums a variance is not told from 0. NaN passes, to be seen.
-    floor = 1e-12
-    if left_variance <= floor * left_squares / count:
-        return None
-    if right_variance <= floor * right_squares / count:
-        return None
-    covariance = products / count - left / count * (right / count)
-    scale = left_variance * right_variance
-    return covariance / math.sqrt(scale) if math.isfinite(scale) else math.nan
+    return moments.products / math.sqrt(moments.squares[0] * moments.squares[1])

@@ -50,7 +50,7 @@ class ObservedStep:
         experience: What is trained on.
         kl_coef: Weight of the KL term; 0 without a reference model.
         moments: Of all rewards before the step, or None without running normalisation.
-        num_updates: Optimizer steps of the whole run; 0 is unknown.
+        num_planned: Steps of the whole run; 0 is unknown.
     """
 
     number: int
@@ -60,22 +60,18 @@ class ObservedStep:
     experience: StepExperience
     kl_coef: float
     moments: Moments | None
-    num_updates: int
+    num_planned: int
 
 
 class StepObserver(Protocol):
     """A receiver of what the update of one step computes."""
 
-    def begin_update(
-        self, model: str, batch: ExperienceBatch, normalizer: Tensor, weights: Tensor | None
-    ) -> None:
+    def begin_update(self, model: str, normalizer: Tensor) -> None:
         """Before the micro batches of an optimizer step.
 
         Args:
             model: "actor" or "critic".
-            batch: This rank's rows.
             normalizer: Z over all ranks.
-            weights: [batch, seq] of the tokens, or None where all are 1.
         """
         return
 
@@ -85,6 +81,7 @@ class StepObserver(Protocol):
         values: Tensor,
         terms: Mapping[str, Tensor],
         old_logprobs: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         """After the forward pass of a micro batch.
 
@@ -93,6 +90,7 @@ class StepObserver(Protocol):
             values: [batch, seq] logprobs, or values of a critic.
             terms: Its share of each term of the loss.
             old_logprobs: [batch, seq], with which they are compared.
+            weights: [batch, seq] of the tokens, or None where all are 1.
         """
         return
 
@@ -211,7 +209,7 @@ class Update:
         if self.config.aux_loss_coef > 0:
             sums = self._router_sums(batch, actor.model, slices)
         normalizer = self._normalizer(batch)
-        self.observer.begin_update(actor.name, batch, normalizer, weights)
+        self.observer.begin_update(actor.name, normalizer)
         shares = [
             partial(self._policy_share, batch, rows, actor.model, normalizer, weights, sums)
             for rows in slices
@@ -226,7 +224,7 @@ class Update:
     ) -> None:
         """One optimizer step of the critic, aggregated like the policy's."""
         normalizer = self._normalizer(batch)
-        self.observer.begin_update(critic.name, batch, normalizer, None)
+        self.observer.begin_update(critic.name, normalizer)
         shares = [
             partial(self._value_share, select_experience(batch, rows), critic.model, normalizer)
             for rows in slices or self._row_slices(batch)
@@ -256,9 +254,10 @@ class Update:
         return self.strategy.reduce_over_data(local, "sum")
 
     def token_weights(self, batch: ExperienceBatch) -> Tensor | None:
-        """Weights of tokens in the policy loss: [batch, seq], or None where all are 1.
+        """Weights of tokens before the forward pass: [batch, seq], or None where all are 1.
 
-        The weights multiply the numerator of the loss only: Z still counts every response token.
+        They have the corrections unless one of them compares the policy of that pass. The weights
+        multiply the numerator of the loss only: Z still counts every response token.
         Collective: every rank calls it.
 
         Args:
@@ -270,7 +269,7 @@ class Update:
         weights: Tensor | None = None
         if self.config.high_entropy_token_ratio > 0:
             weights = self._entropy_mask(batch).float()
-        if self.corrections:
+        if self.corrections and not self.follows_policy:
             factors = self._correction(batch)
             weights = factors if weights is None else weights * factors
         return weights
@@ -293,7 +292,12 @@ class Update:
         self.metrics.add_masked_mean("high_entropy_share", kept, mask)
         return kept
 
-    def _correction(self, batch: ExperienceBatch) -> Tensor:
+    @property
+    def follows_policy(self) -> bool:
+        """Whether corrections compare the policy of each forward pass."""
+        return any(term.follows_policy for term in self.corrections)
+
+    def _correction(self, batch: ExperienceBatch, new_logprobs: Tensor | None = None) -> Tensor:
         rollouts, mask, metrics = batch.rollouts, batch.rollouts.response_mask, self.metrics
         trainer_logprobs = batch.outputs.sampling_logprobs
         if trainer_logprobs is None:
@@ -308,6 +312,7 @@ class Update:
             mask,
             terms=self.corrections,
             advantages=batch.advantages,
+            new_logprobs=new_logprobs,
         )
         if any(term.mean_one for term in self.corrections):
             found = found.normalized(self.strategy.reduce_over_data(found.sums, "sum"))
@@ -375,11 +380,13 @@ class Update:
             return objective.terms(tokens.at(rows, columns), logprobs[None], entropies).share
 
         output = self._score(micro, actor, share_of if self.loss_inside else None)
+        if self.follows_policy:
+            tokens = tokens.weighted(self._correction(micro, output.sampling_logprobs))
         terms = objective.terms(tokens, output.logprobs, output.entropy)
         old_logprobs = tokens.old_logprobs_or(output.logprobs)
         record_ratios(terms.token_loss, output.logprobs, old_logprobs, mask, metrics)
         metrics.add_mean("policy_loss", terms.parts["policy"], 0.0)
-        self.observer.micro_batch(micro, output.logprobs, terms.parts, old_logprobs)
+        self.observer.micro_batch(micro, output.logprobs, terms.parts, old_logprobs, tokens.factors)
         share = terms.share if output.loss is None else output.loss
         if router_sums is not None:
             balance = balance_share(_router_sums(output), router_sums)
@@ -397,7 +404,7 @@ class Update:
             actor,
             rollouts,
             entropy="grad" if self.config.entropy_coef > 0 else entropy,
-            support=rollouts.support if is_first else None,
+            support=rollouts.support if is_first or self.follows_policy else None,
             token_loss=token_loss,
         )
         if is_first:
@@ -407,7 +414,7 @@ class Update:
                 entropy=output.entropy,
                 log_kept_mass=output.log_kept_mass,
             )
-            record_policy(rollouts, seen, self.metrics, kl_estimator=self.config.kl_estimator)
+            record_policy(rollouts, seen, self.metrics, kl_estimator=self.config.kl_estimator_name)
         return output
 
     def _value_share(self, micro: ExperienceBatch, critic: nn.Module, normalizer: Tensor) -> Tensor:

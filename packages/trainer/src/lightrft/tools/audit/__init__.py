@@ -2,6 +2,7 @@
 
     record         what a run writes of a step, and how it is read
     samples        raw completions to rows, masks and shaped rewards
+    decisions      what options, a count of updates and the step before ask for
     advantages     estimators, KL in the reward, whitening
     corrections    weights of tokens
     losses         policy losses, KL terms and the value loss, each with its derivative

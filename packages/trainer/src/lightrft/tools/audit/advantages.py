@@ -2,7 +2,8 @@
 
 Sources: group_norm, arXiv:2402.03300; dr_grpo, arXiv:2503.20783; group_mean_batch_std, TRL's
 scale_rewards="batch"; rloo, arXiv:2402.14740; opo, arXiv:2505.23585; remax, arXiv:2310.10505;
-cpgd, arXiv:2505.12504; reinforce++ and reinforce_baseline, arXiv:2501.03262; gae, arXiv:1506.02438.
+cpgd, arXiv:2505.12504; reinforce++ and reinforce_baseline, arXiv:2501.03262; gae, arXiv:1506.02438;
+pass_at_k, arXiv:2503.19595; maxrl, github.com/tajwarfahim/maxrl; batch_mean_group_std, AReaL.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
     if name == "remax":
         found[scores.is_kept] = (scores.rewards - scores.greedy)[scores.is_kept]
         return found
-    batch_std = _std(scores.rewards[scores.is_kept])
+    batch = scores.rewards[scores.is_kept]
     groups = [np.flatnonzero(scores.groups == g) for g in np.unique(scores.groups)]
     members = [rows[scores.is_kept[rows]] for rows in groups]
     informative = [rows for rows in members if len(rows) and np.ptp(scores.rewards[rows]) > 0]
     share = min(len(groups) / max(len(informative), 1), 3.0)
     for rows in informative:
         lengths = scores.lengths[rows].astype(np.float64)
-        found[rows] = _GROUP[name](_Group(scores.rewards[rows], lengths, batch_std, share, given))
+        found[rows] = _GROUP[name](_Group(scores.rewards[rows], lengths, batch, share, given))
     return found
 
 
@@ -89,14 +90,14 @@ class _Group:
 
     Args:
         rewards, lengths: [rows].
-        batch_std: Of the rewards of all groups.
+        batch: Rewards of the kept rows of all groups.
         share: All groups over those of unequal rewards, at most 3.
         given: Hyper-parameters by name.
     """
 
     rewards: Array
     lengths: Array
-    batch_std: float
+    batch: Array
     share: float
     given: Given
 
@@ -104,8 +105,9 @@ class _Group:
     def centred(self) -> Array:
         return np.asarray(self.rewards - self.rewards.mean())
 
-    def over(self, std: float) -> Array:
-        return self.centred / (std + float(self.given.get("eps", 1e-6)))
+    def over(self, std: float, deviations: Array | None = None) -> Array:
+        found = self.centred if deviations is None else deviations
+        return np.asarray(found / (std + float(self.given.get("eps", 1e-6))))
 
 
 def _group_norm(group: _Group) -> Array:
@@ -129,15 +131,29 @@ def _cpgd(group: _Group) -> Array:
     return group.centred * (group.share if weighting == "clip_filter" else 1.0)
 
 
+def _batch_mean_group_std(group: _Group) -> Array:
+    own = group.rewards - group.batch.mean()
+    return group.over(float(np.std(group.rewards, ddof=1)), np.asarray(own))
+
+
+def _pass_at_k(group: _Group) -> Array:
+    order, lead = np.argsort(-group.rewards, kind="stable"), np.zeros(len(group.rewards))
+    lead[order[0]] = group.rewards[order[0]] - group.rewards[order[1]]
+    return group.over(float(np.std(group.rewards, ddof=1)), lead)
+
+
 _GROUP: dict[str, Callable[[_Group], Array]] = {
     "group_norm": _group_norm,
     "grpo": _group_norm,
-    "group_mean_batch_std": lambda group: group.over(group.batch_std),
+    "group_mean_batch_std": lambda group: group.over(_std(group.batch)),
     "dr_grpo": lambda group: group.centred,
     "reinforce_baseline": lambda group: group.centred,
     "rloo": _rloo,
     "opo": _opo,
     "cpgd": _cpgd,
+    "batch_mean_group_std": _batch_mean_group_std,
+    "maxrl": lambda group: group.over(float(group.rewards.mean())),
+    "pass_at_k": _pass_at_k,
 }
 ESTIMATORS = (*_GROUP, "remax", *TOKEN_ESTIMATORS)
 

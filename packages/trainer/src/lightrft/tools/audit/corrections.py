@@ -26,8 +26,11 @@ PRESETS = {
     "geometric-tis": "weight:ratio:token:high=2 reject:ratio:geometric:low=0.999:high=1.002",
     "geometric-mis": "weight:ratio:geometric reject:ratio:geometric:low=0.999:high=1.002",
     "token-veto": "veto:ratio:token:low=0.0001",
-    "off-policy-mask": "reject:k1:geometric:high=0.5:negative",
-    "dppo": "reject:difference:token:high=0.2:positive reject:difference:token:low=-0.2:negative",
+    "off-policy-mask": "reject:k1:geometric:high=0.5:negative:new/engine",
+    "dppo": (
+        "reject:difference:token:high=0.2:positive:new/engine "
+        "reject:difference:token:low=-0.2:negative:new/engine"
+    ),
 }
 HELD = 20.0  # of a logarithm that is exponentiated
 
@@ -105,6 +108,13 @@ class Term:
         found = [o.partition("=")[2] for o in self.options if o.startswith(f"{name}=")]
         return float(found[-1]) if found else None
 
+    @property
+    def sides(self) -> tuple[str, str]:
+        """The two policies that are compared."""
+        pairs = ["old/engine", *(option for option in self.options if "/" in option)]
+        first, _, second = pairs[-1].partition("/")
+        return first, second
+
 
 def parse(config: TrainConfig) -> tuple[Term, ...]:
     """The terms of `off_policy_correction`; () without."""
@@ -128,7 +138,9 @@ def parse(config: TrainConfig) -> tuple[Term, ...]:
 
 
 def _added(terms: list[str], option: str) -> list[str]:
-    """The option with the one term that it can belong to."""
+    """The option with the one term that it can belong to; a pair with all."""
+    if "/" in option:
+        return [f"{term}:{option}" for term in terms]
     weights = [term for term in terms if term.startswith("weight")]
     if option == "mean-one":
         meant = weights
@@ -137,6 +149,11 @@ def _added(terms: list[str], option: str) -> list[str]:
     else:
         meant = [term for term in terms if "=" in term] or terms
     return [f"{term}:{option}" if term is meant[0] else term for term in terms]
+
+
+def follows_policy(config: TrainConfig) -> bool:
+    """Whether a term looks at the policy that is updated."""
+    return any("new" in term.sides for term in parse(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +165,19 @@ class Tokens:
         rollout: Of the engine, exact.
         advantages: Of the run and recomputed.
         mask: [rows, seq] bool.
+        new: Logprobs of the policy that the update differentiates; those of `old` by default.
     """
 
     old: Pair
     rollout: Array
     advantages: Pair
     mask: Flags
+    new: Pair | None = None
+
+    def of(self, side: str) -> Pair:
+        """The logprobs of a policy by its name."""
+        engine = Pair(self.rollout, self.rollout)
+        return {"old": self.old, "engine": engine, "new": self.new or self.old}[side]
 
 
 def row_lengths(mask: Flags) -> Array:
@@ -189,29 +213,43 @@ def correction(terms: tuple[Term, ...], tokens: Tokens, borders: Borders) -> Arr
 
 
 def _values(term: Term, tokens: Tokens) -> Pair:
-    return tokens.old.map(lambda old: _value(term, tokens, old))
+    first, second = (tokens.of(side) for side in term.sides)
+    return Pair(
+        _value(term, first.own, second.own, tokens.mask),
+        _value(term, first.run, second.run, tokens.mask),
+    )
 
 
-def _value(term: Term, tokens: Tokens, old: Array) -> Array:
-    mask = tokens.mask
-    ratio = np.where(mask, old - tokens.rollout, 0.0)
+def _value(term: Term, first: Array, second: Array, mask: Flags) -> Array:
+    ratio = np.where(mask, first - second, 0.0)
     if term.statistic == "ratio":
         return np.asarray(np.exp(np.clip(_at_level(term.level, ratio, mask), -HELD, HELD)))
-    probability = np.where(mask, np.exp(old) - np.exp(tokens.rollout), 0.0)
+    p, q = (np.where(mask, np.exp(each), 0.5) for each in (first, second))
     held = np.clip(ratio, -HELD, HELD)
     values = {
         "k1": -ratio,
         "k2": ratio**2 / 2,
         "k3": np.expm1(held) - held,
-        "difference": probability,
-        "variation": np.abs(probability),
+        "reverse_k3": np.expm1(-held) + held,
+        "difference": p - q,
+        "variation": np.abs(p - q),
+        "binary_kl": -q * ratio + _rest(q, q) - _rest(q, p),
     }[term.statistic]
     return _at_level(term.level, values, mask)
+
+
+def _rest(q: Array, p: Array) -> Array:
+    """(1 - q) ln(1 - p), 0 for q = 1."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(q < 1, (1 - q) * np.log1p(-np.minimum(p, 1)), 0.0)
 
 
 def _at_level(level: str, values: Array, mask: Flags) -> Array:
     if level in ("token", "worst"):
         return values
+    if level == "largest":
+        largest = np.where(mask, values, -np.inf).max(axis=1, keepdims=True)
+        return np.asarray(np.broadcast_to(largest, values.shape))
     total = values.sum(axis=1, keepdims=True)
     if level == "geometric":
         total = total / row_lengths(mask)
@@ -222,7 +260,7 @@ def _has_sign(term: Term, tokens: Tokens, borders: Borders) -> Flags:
     advantages, mask = tokens.advantages, tokens.mask
     if not {"negative", "positive"} & set(term.options):
         return np.ones(mask.shape, dtype=np.bool_)
-    if term.level in ("sequence", "geometric"):
+    if term.level in ("sequence", "geometric", "largest"):
         advantages = advantages.map(lambda each: _at_level("geometric", each, mask))
     if "negative" in term.options:
         advantages = advantages.map(np.negative)

@@ -141,10 +141,11 @@ def _shared(batch: Batch, slopes: Array) -> Array:
 
 def gmpo(batch: Batch, given: Options) -> Term:
     """Zhao et al. 2025, arXiv:2507.20673: geometric mean of bounded ratios."""
-    bound, advantages, d = given["max_log_ratio"], batch.advantages, batch.difference
-    is_high, is_low = _beyond(batch, d, -bound, bound)
+    high, advantages, d = given["max_log_ratio"], batch.advantages, batch.difference
+    low = -given.get("max_log_fall", high)
+    is_high, is_low = _beyond(batch, d, low, high)
     is_held = is_high | is_low
-    limit = np.where(advantages > 0, bound, -bound)
+    limit = np.where(advantages > 0, high, low)
     ratio, is_free = _ratio(_row_mean(batch, d.map(lambda x: np.where(is_held, limit, x))))
     loss = np.where(batch.mask, -ratio.own * advantages, 0.0)
     return Term(loss, np.where(is_held | ~is_free, 0.0, _shared(batch, loss)))
@@ -170,7 +171,33 @@ def cispo(batch: Batch, given: Options) -> Term:
 
 def sapo(batch: Batch, given: Options) -> Term:
     """Gao et al. 2025, arXiv:2511.20347: a sigmoid gate."""
-    advantages, (ratio, is_free) = batch.advantages, _ratio(batch.difference)
+    return _gate(batch, batch.difference, given)
+
+
+def sapo_sequence(batch: Batch, given: Options) -> Term:
+    """The same on one ratio a row, the geometric mean."""
+    found = _gate(batch, _row_mean(batch, batch.difference), given)
+    return Term(found.value, _shared(batch, found.slope))
+
+
+def ppo_sequence(batch: Batch, given: Options) -> Term:
+    """Ahmadian et al. 2024, arXiv:2402.14740: a response is one action."""
+    lengths = row_lengths(batch.mask)
+    product = _row_mean(batch, batch.difference).map(lambda mean: mean * lengths)
+    found = _surrogate(batch, product, given)
+    return Term(found.value, _shared(batch, found.slope) * lengths)
+
+
+def dro(batch: Batch, given: Options) -> Term:
+    """Richemond et al. 2024, arXiv:2405.19107, token by token."""
+    d, pull = batch.difference.own, given["penalty"]
+    value = -batch.p.own * batch.advantages + pull * d**2 / 2
+    return Term(value, pull * d - batch.advantages)
+
+
+def _gate(batch: Batch, difference: Pair, given: Options) -> Term:
+    """-4 / tau sigmoid(tau (r - 1)) A; derivative by ln r."""
+    advantages, (ratio, is_free) = batch.advantages, _ratio(difference)
     positive, negative = given["temperature_positive"], given["temperature_negative"]
     tau = np.where(advantages > 0, positive, negative)
     with np.errstate(over="ignore"):
@@ -256,6 +283,7 @@ class PolicyLoss:
 _MEAN_OF_MEANS, _TOKEN_MEAN = "seq-mean-token-mean", "token-mean"
 _PPO = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": math.inf}
 _GSPO = {"clip_low": 3e-4, "clip_high": 4e-4}
+_SAPO = {"temperature_positive": 1.0, "temperature_negative": 1.05}
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "ppo": PolicyLoss(ppo, _MEAN_OF_MEANS, _PPO),
     "clipped": PolicyLoss(ppo, _MEAN_OF_MEANS, _PPO),
@@ -270,9 +298,7 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
         {"clip_low": 0.2, "clip_high": 0.2, "drift_coef": 0.001, "drift_cap": 2.0},
     ),
     "cispo": PolicyLoss(cispo, _TOKEN_MEAN, {"clip_low": 1.0, "clip_high": 0.28}),
-    "sapo": PolicyLoss(
-        sapo, _MEAN_OF_MEANS, {"temperature_positive": 1.0, "temperature_negative": 1.05}
-    ),
+    "sapo": PolicyLoss(sapo, _MEAN_OF_MEANS, _SAPO),
     "clip_cov": PolicyLoss(
         clip_cov,
         _TOKEN_MEAN,
@@ -280,13 +306,19 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     ),
     "kl_cov": PolicyLoss(kl_cov, _TOKEN_MEAN, {"cov_ratio": 2e-3, "kl_coef": 1.0}),
     "reinforce": PolicyLoss(reinforce, _TOKEN_MEAN, {}),
+    "dro": PolicyLoss(dro, _TOKEN_MEAN, {"penalty": 0.1}),
+    "ppo-sequence": PolicyLoss(
+        ppo_sequence, _MEAN_OF_MEANS, {"clip_low": 0.2, "clip_high": 0.2}, shares_rows=True
+    ),
+    "sapo-sequence": PolicyLoss(sapo_sequence, _MEAN_OF_MEANS, _SAPO, shares_rows=True),
 }
 
 
 def kl_term(name: str, p: Pair, reference: Pair, q: Pair, mask: Flags, borders: Borders) -> Term:
     """Estimate of KL(policy || reference) per token.
 
-    Source: Schulman, "Approximating KL divergence"; k3_is: DeepSeek-V3.2, arXiv:2512.02556.
+    Source: Schulman, "Approximating KL divergence"; k3_is: DeepSeek-V3.2, arXiv:2512.02556; those
+    with + have the value of their name, and the gradient of the divergence itself.
     """
     d = p.less(reference, mask)
     if name == "k1":
@@ -297,10 +329,14 @@ def kl_term(name: str, p: Pair, reference: Pair, q: Pair, mask: Flags, borders: 
         return Term(d.own**2 / 2, d.own).inside(mask)
     held, is_free = _held(d)
     value, slope = _k3(held.own), np.where(is_free, 1 - np.exp(-held.own), 0.0)
-    if name == "k3_is":
-        # From its definition: the value of k3, the gradient of the divergence itself.
-        ratio = _ratio(p.less(q, mask))[0].own
-        return Term(ratio * np.minimum(value, MAX_K3), ratio * d.own).inside(mask)
+    kind = name.removesuffix("+").removesuffix("_is")
+    if kind != name:
+        # From its definition: the value of its name, the gradient of the divergence itself.
+        weight = 1.0 if name.endswith("+") else _ratio(p.less(q, mask))[0].own
+        bounded = {"k1": d.own, "k2": d.own**2 / 2, "k3": np.minimum(value, MAX_K3)}[kind]
+        # That of rho d by both factors.
+        slope = d.own + 1 if name == "k1_is" else d.own
+        return Term(weight * bounded, weight * slope).inside(mask)
     if name == "k3":
         is_bounded = borders.above(held.map(_k3), MAX_K3)
         slope = np.where(is_bounded, 0.0, slope)

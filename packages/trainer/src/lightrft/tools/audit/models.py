@@ -5,22 +5,26 @@ Rows are padded on the right and attention is causal, so that no token sees padd
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar, Self, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from lightrft.config.files import read_object
+from lightrft.config.printable import one_line
 from lightrft.tools.audit.record import Array, Flags, Integers, RecordError
 
 BASE, FIRST, SECOND = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
 # Of one forward pass, in float64.
 MAX_LOGITS = 2**26
+MAX_LAYERS = 10_000
 # The names of recorded parameters begin with these.
 POLICY, TRUNK, HEAD = "model", "trunk", "value_head"
 
@@ -43,6 +47,14 @@ class Scorer(ABC):
         self._model = nn.ModuleDict(parts)
         self._width, self._scale, self._rounds = width, lora_scale, rounds
 
+    def in_bfloat16(self) -> Self:
+        """The same model, computing in bfloat16 but for a value head: what rounding does to it."""
+        found = copy.deepcopy(self)
+        for name, part in found._model.items():
+            if name != HEAD:
+                part.bfloat16()
+        return found
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes recorded weights, in float64."""
@@ -55,10 +67,11 @@ class Scorer(ABC):
         given = {id(known[name]) for name in weights if name in known}
         missing = sorted(name for name, value in own.items() if id(value) not in given)
         unknown = sorted(set(weights) - set(known))
-        if missing or unknown:
+        other = [n for n, v in weights.items() if n in known and v.shape != known[n].shape]
+        if missing or unknown or other:
             raise RecordError(
                 f"recorded weights are not those of the model: missing {missing[:3]}, unknown "
-                f"{unknown[:3]}"
+                f"{unknown[:3]}, of another shape {other[:3]}; audit another step with --step"
             )
         for name, value in weights.items():
             known[name].copy_(value)
@@ -107,7 +120,7 @@ class Scorer(ABC):
     def _split(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gradients of the recorded parameters from those of the plain model."""
         slopes = {
-            name: value.grad.detach().clone()
+            name: value.grad.detach().to(torch.float64, copy=True)
             for name, value in self._model.named_parameters(remove_duplicate=False)
             if value.grad is not None
         }
@@ -139,12 +152,18 @@ class Policy(Scorer):
         self, folder: Path, *, temperature: float, lora_scale: float = 0.0, rounds: bool = False
     ) -> None:
         model = _build(folder, AutoModelForCausalLM)
-        vocab = int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
+        vocab = int(model.config.get_text_config().vocab_size)
         super().__init__({POLICY: model}, width=vocab, lora_scale=lora_scale, rounds=rounds)
         self._temperature = temperature
+        self._head = cast("PreTrainedModel", model).get_output_embeddings()
+
+    def linear_layers(self) -> list[str]:
+        """Recorded names of the linear layers below the output projection."""
+        modules = self._model.named_modules()
+        return [n for n, each in modules if isinstance(each, nn.Linear) and each is not self._head]
 
     def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        logits = self._model[POLICY](input_ids=tokens, use_cache=False).logits[:, :-1]
+        logits = self._model[POLICY](input_ids=tokens, use_cache=False).logits[:, :-1].double()
         logprobs = torch.log_softmax(logits / self._temperature, dim=-1)
         chosen = logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
         return chosen, -(logprobs.exp() * logprobs).sum(dim=-1)
@@ -160,13 +179,13 @@ class Values(Scorer):
 
     def __init__(self, folder: Path, *, rounds: bool = False) -> None:
         trunk = _build(folder, AutoModel)
-        hidden = AutoConfig.from_pretrained(folder).get_text_config().hidden_size
+        hidden = trunk.config.get_text_config().hidden_size
         head = nn.Linear(hidden, 1, dtype=torch.float64)
         super().__init__({TRUNK: trunk, HEAD: head}, width=1, rounds=rounds)
 
     def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
         hidden = self._model[TRUNK](input_ids=tokens, use_cache=False).last_hidden_state
-        return (self._model[HEAD](hidden[:, :-1]).squeeze(-1),)
+        return (self._model[HEAD](hidden[:, :-1].double()).squeeze(-1),)
 
 
 def reference_state(folder: Path) -> dict[str, Tensor]:
@@ -177,17 +196,36 @@ def reference_state(folder: Path) -> dict[str, Tensor]:
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # bytes of files may fail anywhere in transformers
         raise RecordError(
-            f"the reference model is not in {folder}: {error}; give its folder with --reference"
+            f"the reference model is not in {folder}: {one_line(str(error))}; give its folder with "
+            "--reference"
         ) from error
     return {f"{POLICY}.{n}": value.detach() for n, value in model.named_parameters()}
 
 
-def _build(folder: Path, kind: type[AutoModel] | type[AutoModelForCausalLM]) -> nn.Module:
-    config = AutoConfig.from_pretrained(folder)
-    model: nn.Module = kind.from_config(config, dtype=torch.float64, attn_implementation="sdpa")
-    return model.eval()
+def _build(folder: Path, kind: type[AutoModel] | type[AutoModelForCausalLM]) -> PreTrainedModel:
+    sizes = [path.stat().st_size for path in folder.glob("state_*.safetensors")]
+    options = {"dtype": torch.float64, "attn_implementation": "sdpa", "trust_remote_code": False}
+    try:
+        read_object(folder / "config.json")
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        layers = config.get_text_config().num_hidden_layers
+        if layers > MAX_LAYERS:
+            raise RecordError(f"a model of {layers} layers")
+        with torch.device("meta"):
+            model: PreTrainedModel = kind.from_config(config, **options)
+        numbers = sum(value.numel() for value in model.parameters())
+        if numbers > sum(sizes):
+            raise RecordError(f"a model of {numbers} numbers, and {sum(sizes)} bytes of weights")
+        model = kind.from_config(config, **options)
+    except Exception as error:  # bytes of files may fail anywhere in transformers
+        raise RecordError(
+            f"{folder / 'config.json'} is damaged: {one_line(str(error))}; audit another step with "
+            "--step"
+        ) from error
+    model.eval()
+    return model
 
 
 def _chunks(mask: Flags, vocab: int) -> Iterator[tuple[NDArray[np.int64], int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,18 +12,20 @@ from torch import Tensor
 from lightrft.config import TrainConfig
 from lightrft.tools.audit.record import OptimizerFacts
 
-ADAM = ("Adam", "AdamW", "MasterWeightsAdamW")
+DECOUPLED = ("AdamW", "MasterWeightsAdamW")
+ADAM = ("Adam", *DECOUPLED)
 KNOWN = (*ADAM, "SGD")
 ADAM_EPS, BETAS = 1e-8, (0.9, 0.999)
 
 
-def learning_rate(peak: float, position: int, facts: OptimizerFacts, config: TrainConfig) -> float:
-    """Of the optimizer step after `position` others.
+def learning_rate(
+    peak: float, position: int, num_steps: int, facts: OptimizerFacts, config: TrainConfig
+) -> float:
+    """Of the optimizer step after `position` others, of `num_steps` in the whole run.
 
     In a run that was made longer or shorter the factor returns to the new plan's in as many steps
     as the warm-up has.
     """
-    num_steps = facts.schedule_steps
     warmup = math.ceil(num_steps * config.lr_warmup_ratio)
     factor = _planned(position, num_steps, warmup, config)
     if facts.schedule_changed_at >= 0:
@@ -172,12 +174,11 @@ def given_groups(facts: OptimizerFacts) -> dict[str, Group]:
 
 
 def configured_groups(
-    facts: OptimizerFacts, weights: Mapping[str, Tensor], config: TrainConfig
+    names: Collection[str], weights: Mapping[str, Tensor], config: TrainConfig
 ) -> dict[str, Group]:
     """Numbers of each parameter as the options ask: matrices are decayed, vectors are not."""
     beta1, beta2 = config.adam_betas
     return {
         name: Group(1.0, (beta1, beta2), ADAM_EPS, config.l2 if weights[name].dim() >= 2 else 0.0)
-        for entry in facts.groups
-        for name in entry["names"]
+        for name in names
     }

@@ -1,7 +1,8 @@
 """The record that a run writes of one rollout step for an audit, and its reader.
 
     OUTPUT_DIR/audit/step_000004/
-        facts.json              sizes, learning rates, losses, norms, the order of the rows
+        facts.json              sizes, learning rates, losses, norms, the order of the rows, and a
+                                hash of itself and of every other file
         samples.safetensors     raw completions and rewards (`RawSamples`)
         values.safetensors      what the run computed, token by token (`RunValues`)
         before/actor/           config.json, weights and optimizer states in full, float32
@@ -14,12 +15,13 @@ response; entry t of a row belongs to token t.
 
 from __future__ import annotations
 
-import json
+import math
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +30,16 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_tensors, save_file as save_tensors
 from torch import Tensor
 
-FORMAT = 1
+from lightrft.config.files import (
+    FileEntry,
+    FileError,
+    read_object,
+    sealed,
+    typed,
+    unsealed,
+)
+
+FORMAT = 2
 FOLDER = "audit"
 FACTS, SAMPLES, VALUES, CONFIG = (
     "facts.json",
@@ -46,7 +57,10 @@ Flags = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 
 
-class RecordError(ValueError):
+MODELS, DTYPES = ("actor", "critic"), ("float32", "bfloat16")
+
+
+class RecordError(FileError):
     """A record is missing or damaged; the message names the file and what to do."""
 
 
@@ -64,7 +78,8 @@ class RawSamples:
         accuracies: [rows] float64, what dynamic sampling compares.
         is_failed: [rows] bool, the reward failed.
         is_untruncated: [rows] bool, no token was excluded from what `rollout_logprobs` measure.
-        greedy_rewards: [rows] float64 of the greedy completion of the row's prompt; NaN without.
+        greedy_rewards: [rows] float64 of the greedy completion of the row's prompt, its overlong
+            penalty included; NaN without one, or where it has no reward.
         facts: Further columns, by name: [rows], or [tokens] flat.
     """
 
@@ -108,6 +123,7 @@ class RunValues:
     returns: NDArray[np.float32]
 
 
+RAW_TOKENS = ("token_ids", "is_sampled", "rollout_logprobs")
 TOKEN_VALUES = tuple(item.name for item in fields(RunValues) if item.name != "rewards")
 
 
@@ -142,7 +158,7 @@ class OptimizerFacts:
         kind: Class of the optimizer.
         groups: Names of the parameters, and numbers, of each group.
         schedule_position: Steps that the learning rate schedule had taken before.
-        schedule_steps: Optimizer steps of the whole run; 0 is unknown.
+        schedule_steps: Optimizer steps that the schedule was made for; 0 without one.
         schedule_changed_at, schedule_gap: At which step the run was given another length, and how
             much the factor of the learning rate was above the new plan's there; -1 without.
     """
@@ -161,6 +177,7 @@ class Facts:
 
     Args:
         step: Rollout step, counted from 1.
+        num_planned: Rollout steps of the whole run; 0 is unknown.
         world_size, data_ranks: Processes, and those of them that have samples of their own.
         strategy, engine: Names.
         compute_dtype: "float32" or "bfloat16".
@@ -174,6 +191,7 @@ class Facts:
     """
 
     step: int
+    num_planned: int
     world_size: int
     data_ranks: int
     strategy: str
@@ -216,12 +234,17 @@ class StepRecord:
         for path in sorted(folder.glob("state_*.safetensors")):
             try:
                 found |= load_tensors(path)
-            except SafetensorError as error:
-                raise RecordError(
-                    f"{path} is damaged: {error}; audit another step with --step"
-                ) from error
-        if not found:
-            raise RecordError(f"no states in {folder}: the record is not whole; use another --step")
+            except (SafetensorError, OSError) as error:
+                raise _damaged(path, str(error)) from error
+        weights = named(found, "weight", "master")
+        for name, value in found.items():
+            weight = weights.get(name.partition("/")[2])
+            if weight is None or value.shape not in ((), weight.shape):
+                raise _damaged(folder, f"{name} of shape {list(value.shape)} is that of no weight")
+        groups = [] if model not in self.facts.optimizers else self.facts.optimizers[model].groups
+        unknown = [n for group in groups for n in group["names"] if n not in weights]
+        if unknown or not found:
+            raise _damaged(folder, f"no states of {', '.join(unknown[:3]) or 'the model'}")
         return found
 
 
@@ -242,8 +265,8 @@ def step_folder(run: Path, step: int) -> Path:
 
 def recorded_steps(run: Path) -> list[int]:
     """Steps with a complete record, ascending."""
-    found = [path.parent.name.partition("_")[2] for path in (run / FOLDER).glob(f"step_*/{FACTS}")]
-    return sorted(int(number) for number in found if number.isdigit())
+    found = [path.parent.name for path in (run / FOLDER).glob(f"step_*/{FACTS}")]
+    return sorted(int(name[5:]) for name in found if re.fullmatch(r"step_[0-9]{6,18}", name))
 
 
 def write_states(folder: Path, states: Iterable[tuple[str, Tensor]], *, keeps: bool) -> None:
@@ -282,7 +305,14 @@ def write_record(
     save_file({**_columns(samples), **of_facts}, folder / SAMPLES)
     of_updates = {f"{UPDATE}{name}": array for name, array in update_values.items()}
     save_file({**_columns(values), **of_updates}, folder / VALUES)
-    (folder / FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n", encoding="utf-8")
+    seal(folder, asdict(facts))
+
+
+def seal(folder: Path, facts: Mapping[str, object]) -> None:
+    """Writes the facts, with the hashes of all other files as they are now."""
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    files = [asdict(FileEntry.of(folder, name)) for name in sorted(names) if name != FACTS]
+    (folder / FACTS).write_text(sealed({**facts, "files": files}) + "\n", encoding="utf-8")
 
 
 def publish(partial: Path, folder: Path) -> None:
@@ -312,16 +342,21 @@ def read_record(run: Path, step: int | None = None) -> StepRecord:
         raise RecordError(f"--step: {run} holds no record of step {step}: expected one of {known}")
     folder = step_folder(run, steps[-1] if step is None else step)
     try:
-        facts = _read_facts(json.loads((folder / FACTS).read_text(encoding="utf-8")))
+        facts = _read_facts(folder)
         found, of_facts = _read_arrays(folder / SAMPLES, FACT)
         samples = RawSamples(**found, facts=of_facts)
         found, updates = _read_arrays(folder / VALUES, UPDATE)
-        values = RunValues(**found)
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise RecordError(
-            f"{folder} is damaged: {type(error).__name__}: {error}; audit another step with --step"
-        ) from error
-    return StepRecord(folder, facts, samples, values, updates)
+        record = StepRecord(folder, facts, samples, RunValues(**found), updates)
+        problem = next(_problems(record), None)
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise _damaged(folder, str(error)) from error
+    if problem is not None:
+        raise _damaged(folder, problem)
+    return record
+
+
+def _damaged(path: Path, what: str) -> RecordError:
+    return RecordError(f"{path} is damaged: {what}; audit another step with --step")
 
 
 def _read_arrays(path: Path, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -334,17 +369,76 @@ def _read_arrays(path: Path, prefix: str) -> tuple[dict[str, Any], dict[str, Any
     )
 
 
-def _read_facts(given: dict[str, object]) -> Facts:
-    if given.get("format") != FORMAT:
-        raise ValueError(f"its format is {given.get('format')}, expected {FORMAT}")
-    optimizers, updates = given.pop("optimizers"), given.pop("updates")
-    if not isinstance(optimizers, dict) or not isinstance(updates, list):
-        raise ValueError("facts.json lacks optimizers or updates")
-    return Facts(
-        **given,  # type: ignore[arg-type]
-        optimizers={name: OptimizerFacts(**entry) for name, entry in optimizers.items()},
-        updates=[UpdateFacts(**entry) for entry in updates],
-    )
+def _read_facts(folder: Path) -> Facts:
+    """The facts of a record of which every file is as it was written."""
+    values = unsealed(read_object(folder / FACTS), FACTS)
+    if values.get("format") != FORMAT:
+        raise ValueError(f"its format is {values.get('format')}, expected {FORMAT}")
+    for entry in typed(list[FileEntry], values.pop("files", None), f"{FACTS}: files"):
+        problem = entry.damage(folder)
+        if problem is not None:
+            raise ValueError(problem)
+    return typed(Facts, values, FACTS)
+
+
+def _problems(record: StepRecord) -> Iterator[str]:
+    """Contents that fit no step of any run, though each has its type."""
+    facts = record.facts
+    if step_folder(record.folder.parent.parent, facts.step) != record.folder:
+        yield f"it holds step {facts.step}"
+    if min(facts.world_size, facts.data_ranks) < 1 or facts.compute_dtype not in DTYPES:
+        yield f"its facts are of {facts.world_size} ranks with {facts.compute_dtype} numbers"
+    numbers = (facts.kl_coef, facts.lora_scale, *facts.reward_moments)
+    if len(facts.reward_moments) not in (0, 3) or not all(map(math.isfinite, numbers)):
+        yield "its KL weight, adapters' scale or moments of rewards are no numbers"
+    if MODELS[0] not in facts.optimizers or set(facts.optimizers) - set(MODELS):
+        yield f"it has optimizers of {list(facts.optimizers)}, expected {' and '.join(MODELS)}"
+    for group in (group for each in facts.optimizers.values() for group in each.groups):
+        typed(list[str], group.get("names"), "names of an optimizer's group")
+        typed(dict[str, bool | float | list[float]], group.get("numbers"), "its numbers")
+    yield from _array_problems(record)
+    yield from _size_problems(record.samples)
+    yield from _update_problems(record)
+
+
+def _array_problems(record: StepRecord) -> Iterator[str]:
+    """Arrays of a wrong type or size."""
+    rows, tokens = record.samples.sample_ids.size, record.samples.token_ids.size
+    for owner, others in ((record.samples, RAW_TOKENS), (record.values, TOKEN_VALUES)):
+        hints = get_type_hints(type(owner))
+        for name, array in _columns(owner).items():
+            sizes = [tokens if name in others else rows, *([0] if owner is record.values else [])]
+            dtype = get_args(get_args(hints[name])[1])[0]
+            if array.ndim != 1 or array.size not in sizes or array.dtype != dtype:
+                yield f"{name} has shape {list(array.shape)} and type {array.dtype}"
+    for name, array in record.samples.facts.items():
+        if array.shape not in ((rows,), (tokens,)):
+            yield f"{FACT}{name} has shape {list(array.shape)}"
+
+
+def _size_problems(samples: RawSamples) -> Iterator[str]:
+    """Repeated rows, negative ids, and lengths that do not fit."""
+    lengths = np.concatenate([samples.prompt_lengths, samples.response_lengths])
+    rows, tokens = samples.sample_ids.size, samples.token_ids.size
+    if lengths.min(initial=0) < 0 or sum(lengths.tolist()) != tokens or not rows:
+        yield f"the lengths of its {rows} rows are not those of {tokens} tokens"
+    if len(set(samples.sample_ids.tolist())) != rows or samples.token_ids.min(initial=0) < 0:
+        yield "it holds a row twice, or a negative token id"
+
+
+def _update_problems(record: StepRecord) -> Iterator[str]:
+    """Updates of rows or models that are not there, and values that are not one a token."""
+    lengths = record.samples.prompt_lengths + record.samples.response_lengths
+    sizes = dict(zip(record.samples.sample_ids.tolist(), lengths.tolist(), strict=True))
+    for number, update in enumerate(record.facts.updates):
+        ids = [i for micro in update.micro_batches for i in micro]
+        if update.model not in record.facts.optimizers or not sizes.keys() >= set(ids):
+            yield f"update {number + 1} of {update.model} is of rows or a model that it lacks"
+            return
+        for name in ("new", "weights"):
+            found = record.update_values.get(f"{number}/{name}")
+            if found is not None and found.shape != (sum(sizes[i] for i in ids),):
+                yield f"{UPDATE}{number}/{name} does not have a number for each token of its rows"
 
 
 def rows_of(lengths: Integers) -> Iterator[slice]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,13 +33,22 @@ from lightrft.tools.audit.corrections import (
     high_entropy,
     parse,
 )
+from lightrft.tools.audit.decisions import Decisions, check_decisions, kl_estimator
 from lightrft.tools.audit.findings import Findings
 from lightrft.tools.audit.losses import POLICY_LOSSES, Term, kl_term
-from lightrft.tools.audit.models import Policy, Scorer, Values, reference_state
+from lightrft.tools.audit.models import (
+    FIRST,
+    SECOND,
+    Policy,
+    Scorer,
+    Values,
+    reference_state,
+)
 from lightrft.tools.audit.record import Array, Flags, StepRecord, named
 from lightrft.tools.audit.samples import Rows, build_rows, sampled_lengths, shaped_rewards
-from lightrft.tools.audit.tolerances import MEAN_SHARES, tolerances_of
+from lightrft.tools.audit.tolerances import MEAN_SHARES, NOISE_SAFETY, tolerances_of
 
+ALL_LINEAR = "all-linear"
 ENGINES_OF_THE_MODEL = ("hf", "vllm", "sglang")
 
 
@@ -71,7 +80,9 @@ class Step:
         policy: The actor's plain model.
         critic: Likewise, or None.
         states: Recorded weights and optimizer states before the step, by model.
+        decided: What the step has to begin with.
         borders: Decides at bounds.
+        unit: Rounding of a score.
     """
 
     record: StepRecord
@@ -81,79 +92,122 @@ class Step:
     policy: Policy
     critic: Values | None
     states: dict[str, dict[str, Tensor]]
+    decided: Decisions
     borders: Borders = field(init=False)
+    unit: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.unit = self.found.tolerances["score"]
         self.borders = Borders(self.found.tolerances["weights"])
 
     def rounding(self, scores: Array, kind: str) -> Array:
         """Rounding of every score, as a mean distance of this kind may be."""
         share = MEAN_SHARES[kind] / MEAN_SHARES["logprobs"]
-        unit = share * self.found.tolerances["score"]
-        return np.asarray(unit * np.maximum(1.0, np.abs(scores)))
+        return np.asarray(share * self.unit * np.maximum(1.0, np.abs(scores)))
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the run computes in bfloat16."""
+        return self.record.facts.compute_dtype == "bfloat16"
+
+    def noise(
+        self, model: Scorer, state: Mapping[str, Tensor], exact: Sequence[Array]
+    ) -> list[float]:
+        """Mean distance of a token that computing in bfloat16 makes; no limit in float32."""
+        mask = self.rows.mask
+        if not self.is_rounded or not mask.any():
+            return [math.inf] * len(exact)
+        rounded = model.in_bfloat16()
+        rounded.load(state)
+        pairs = zip(exact, rounded.score(self.rows.ids, mask), strict=True)
+        return [mean_distance(Pair(*each), mask) for each in pairs]
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the KL term."""
+        own = self.decided.kl_coef
+        return self.record.facts.kl_coef if own is None else own
+
+    @property
+    def kl_estimator(self) -> str:
+        """As given; else the one whose gradient is right where the KL term is."""
+        return kl_estimator(self.config)
 
     @property
     def reward_kl_coef(self) -> float:
-        """Weight of the KL term in the reward."""
-        return 0.0 if self.config.use_kl_loss else self.record.facts.kl_coef
+        """The same in the reward."""
+        return 0.0 if self.config.use_kl_loss else self.kl_coef
+
+    def trained_names(self, model: str) -> list[str]:
+        """Weights that the options train: adapters alone where there are any, else all."""
+        config = self.config
+        if model != "actor" or not config.lora_rank:
+            return list(named(self.states[model], "weight"))
+        targets, layers = config.target_modules, self.policy.linear_layers()
+        chosen = [
+            layer
+            for layer in layers
+            if ALL_LINEAR in targets
+            or any(f".{layer.partition('.')[2]}".endswith(f".{target}") for target in targets)
+        ]
+        return [layer + factor for layer in chosen for factor in (FIRST, SECOND)]
 
 
-def open_step(record: StepRecord, config: TrainConfig) -> Step:
+def open_step(record: StepRecord, config: TrainConfig, decided: Decisions) -> Step:
     """Loads the states before the step into plain models."""
     facts, before = record.facts, record.folder / "before"
     rounds = facts.compute_dtype == "bfloat16"
     policy = Policy(
         before / "actor",
         temperature=config.temperature if config.temperature > 0 else 1.0,
-        lora_scale=facts.lora_scale,
+        lora_scale=decided.lora_scale,
         rounds=rounds,
     )
     states = {name: record.state("before", name) for name in facts.optimizers}
     critic = Values(before / "critic", rounds=rounds) if "critic" in states else None
     rows = build_rows(record.samples, config)
     found = Findings(tolerances_of(facts.compute_dtype))
-    return Step(record, config, found, rows, policy, critic, states)
+    return Step(record, config, found, rows, policy, critic, states, decided)
 
 
 def check_samples(step: Step) -> None:
-    """Ids, masks, the engine's logprobs, and which rows are trained on how often."""
+    """Ids, masks, the engine's logprobs, and decisions."""
     found, rows, values = step.found, step.rows, step.record.values
     found.exact("token ids", rows.padded(values.token_ids).astype(np.int64), rows.ids)
     found.exact("response mask", rows.padded(values.response_mask), rows.mask)
     rollout = rows.padded(values.rollout_logprobs)
     found.tokens("rollout logprobs", rollout, rows.rollout_logprobs, rows.mask, "number")
-    by_model: dict[str, list[int]] = {}
-    for update in step.record.facts.updates:
-        ids = [i for micro in update.micro_batches for i in micro]
-        by_model[update.model] = by_model.get(update.model, []) + ids
-    wanted = np.repeat(np.sort(step.record.samples.sample_ids), step.config.max_epochs)
-    for model, ids in by_model.items():
-        found.exact(f"rows that train the {model}", np.sort(np.array(ids)), wanted)
+    check_decisions(found, step.decided, step.record, step.config, rows.is_kept)
 
 
 def score_models(step: Step, reference: Path | None) -> Numbers:
     """Old and reference logprobs, entropies and values of the states before."""
     config, rows, run = step.config, step.rows, step.record.values
 
-    def paired(name: str, seen: NDArray[np.float32], own: Array) -> Pair:
+    def paired(name: str, seen: NDArray[np.float32], own: Array, noise: float) -> Pair:
         pair = Pair(own, rows.padded(seen))
         step.found.tokens(name, pair.run, own, rows.mask, "logprobs")
+        if step.is_rounded and rows.mask.any():
+            mean = mean_distance(pair, rows.mask)
+            step.found.add(f"{name} (mean distance)", None, None, mean, NOISE_SAFETY * noise)
         return pair
 
-    def score(model: Scorer, state: Mapping[str, Tensor]) -> list[Array]:
+    def score(model: Scorer, state: Mapping[str, Tensor]) -> list[tuple[Array, float]]:
+        """Numbers of the tokens, and the mean distance that the run's dtype makes of each."""
         model.load(state)
-        return model.score(rows.ids, rows.mask)
+        found = model.score(rows.ids, rows.mask)
+        return list(zip(found, step.noise(model, state, found), strict=True))
 
-    own, entropy = score(step.policy, named(step.states["actor"], "weight"))
-    _check_engine(step, own)
-    old = paired(
-        "old logprobs",
-        run.old_logprobs,
-        rows.rollout_logprobs if config.use_rollout_logprobs else own,
+    (own, noise), (entropy, noise_of_entropy) = score(
+        step.policy, named(step.states["actor"], "weight")
     )
+    _check_engine(step, own)
+    step.unit = min(step.unit, NOISE_SAFETY * noise)
+    sampled = rows.rollout_logprobs if config.use_rollout_logprobs else own
+    old = paired("old logprobs", run.old_logprobs, sampled, noise)
     entropies = Pair(entropy, entropy)
     if run.entropy.size:
-        entropies = paired("entropy", run.entropy, entropy)
+        entropies = paired("entropy", run.entropy, entropy, noise_of_entropy)
     sampling, ref, values = old, None, None
     if run.log_kept_mass.size:
         mass = rows.padded(run.log_kept_mass)
@@ -161,10 +215,10 @@ def score_models(step: Step, reference: Path | None) -> Numbers:
         step.found.skip("kept mass", "what top_k and top_p excluded is taken from the run")
     if run.ref_logprobs.size:
         state = reference_state(reference or Path(str(config.pretrain)))
-        ref = paired("reference logprobs", run.ref_logprobs, score(step.policy, state)[0])
+        ref = paired("reference logprobs", run.ref_logprobs, *score(step.policy, state)[0])
     if step.critic is not None and run.values.size:
         state = named(step.states["critic"], "weight")
-        values = paired("values", run.values, score(step.critic, state)[0])
+        values = paired("values", run.values, *score(step.critic, state)[0])
     return Numbers(old, sampling, entropies, ref, values)
 
 
@@ -185,7 +239,8 @@ def _check_engine(step: Step, own: Array) -> None:
 def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array, float]:
     """Advantages (of run and own), the returns that a critic learns, and the rounding of both."""
     config, rows, samples, run = step.config, step.rows, step.record.samples, step.record.values
-    rewards, greedy, size = shaped_rewards(samples, rows.is_kept, config, step.record.facts)
+    moments = step.decided.reward_moments or step.record.facts.reward_moments
+    rewards, greedy, size = shaped_rewards(samples, rows.is_kept, config, moments)
     error = step.found.tolerances["sum"] * size
     step.found.tokens(
         "rewards",
@@ -242,17 +297,23 @@ def _check_advantages(step: Step, name: str, values: Pair, error: float) -> None
 
 def _kl_penalty(step: Step, numbers: Numbers) -> tuple[Array, float]:
     """What the KL term takes from each token's reward, and the rounding of a row's sum of it."""
-    config, mask = step.config, step.rows.mask
+    mask = step.rows.mask
     if step.reward_kl_coef <= 0 or numbers.reference is None:
         return np.zeros(mask.shape), 0.0
     reference, old = numbers.reference, numbers.old
 
     def term_of(scores: Pair, borders: Borders) -> Term:
-        return kl_term(config.kl_estimator, scores, reference, old, mask, borders)
+        return kl_term(step.kl_estimator, scores, reference, old, mask, borders)
 
     # Scores and those of the reference are rounded alike.
     term, moved = with_rounding(term_of, old, 2 * step.rounding(old.own, "logprobs"), step.borders)
     return step.reward_kl_coef * term.value, step.reward_kl_coef * _row_sum(moved.value, mask)
+
+
+def mean_distance(values: Pair, mask: Flags) -> float:
+    """Of a token, relative to 1 or to the value if larger."""
+    distance = np.abs(values.run - values.own) / np.maximum(1.0, np.abs(values.own))
+    return float(distance[mask].mean())
 
 
 def _row_sum(errors: Array, mask: Flags) -> float:
@@ -272,15 +333,23 @@ def with_rounding(
     return term, up.distance(term).largest(down.distance(term))
 
 
-def token_weights(step: Step, numbers: Numbers, advantages: Pair, mask: Flags) -> Array | None:
-    """What the loss of every token of an optimizer batch is multiplied with; None is 1."""
+def token_weights(
+    step: Step, numbers: Numbers, advantages: Pair, mask: Flags, new: Pair
+) -> Array | None:
+    """What the loss of every token of an optimizer batch is multiplied with; None is 1.
+
+    Args:
+        step, numbers, advantages: What is audited.
+        mask: [rows, seq] bool, the tokens of the batch.
+        new: Logprobs that the update differentiates.
+    """
     terms = parse(step.config)
     found: Array | None = None
     if step.config.high_entropy_token_ratio > 0:
         kept = high_entropy(numbers.entropy, mask, step.borders, step.config)
         found = kept.astype(np.float64)
     if terms:
-        tokens = Tokens(numbers.sampling, step.rows.rollout_logprobs, advantages, mask)
+        tokens = Tokens(numbers.sampling, step.rows.rollout_logprobs, advantages, mask, new)
         factors = correction(terms, tokens, step.borders)
         found = factors if found is None else found * factors
     return found

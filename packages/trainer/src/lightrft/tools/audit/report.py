@@ -6,9 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightrft.config import TrainConfig
+from lightrft.tools.audit.decisions import (
+    check_link,
+    check_optimizers,
+    decide,
+    options_of_step,
+    step_before,
+)
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED, Finding
-from lightrft.tools.audit.record import CONFIG, read_record
+from lightrft.tools.audit.record import read_record
 from lightrft.tools.audit.replay import check_samples, estimate, open_step, score_models
 from lightrft.tools.audit.updates import Inputs, Updates
 
@@ -58,14 +64,19 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
         RecordError: There is no such record, or it is damaged.
     """
     record = read_record(run, step)
-    own = run / CONFIG
-    # Without a config.toml of the run the trainer was built in Python: its optimizers may be, too.
-    config = TrainConfig.load(own if own.is_file() else record.folder / CONFIG)
-    audited = open_step(record, config)
+    config, is_configured = options_of_step(run, record)
+    before = step_before(run, record, config)
+    decided = decide(run, record, before, config, is_configured=is_configured)
+    audited = open_step(record, config, decided)
     check_samples(audited)
+    if is_configured:
+        wanted = {name: audited.trained_names(name) for name in audited.states}
+        check_optimizers(audited.found, decided, record, config, audited.states, wanted)
+    if before is not None:
+        check_link(audited.found, before, audited.states)
     numbers = score_models(audited, reference)
     advantages, returns, error = estimate(audited, numbers)
-    inputs = Inputs(numbers, advantages, returns, error, is_configured=own.is_file())
+    inputs = Inputs(numbers, advantages, returns, error, is_configured)
     Updates(audited, inputs).replay()
     if config.enable_ema:
         audited.found.skip("moving average", "it is not recorded")

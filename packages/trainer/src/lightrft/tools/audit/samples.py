@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightrft.config import TrainConfig
-from lightrft.tools.audit.record import Array, Facts, Flags, Integers, RawSamples, rows_of
+from lightrft.tools.audit.record import Array, Flags, Integers, RawSamples, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,11 @@ def build_rows(samples: RawSamples, config: TrainConfig) -> Rows:
     places = np.arange(width)[None, :]
     is_response = (places >= samples.prompt_lengths[:, None]) & (places < lengths[:, None])
     is_kept = ~samples.is_failed
+    if config.advantage_estimator == "remax":
+        # Without a baseline a group has no advantages.
+        is_kept = is_kept & np.isfinite(samples.greedy_rewards)
     if config.dynamic_sampling:
-        is_kept = is_kept & _is_informative(samples)
+        is_kept = is_kept & _is_informative(samples, is_kept)
     empty = np.zeros(is_response.shape, dtype=np.bool_)
     rows = Rows(np.zeros(empty.shape, np.int64), lengths, empty, is_kept, np.zeros(0))
     # Observations within a response are context: nobody sampled them.
@@ -57,24 +61,20 @@ def build_rows(samples: RawSamples, config: TrainConfig) -> Rows:
     return Rows(ids, lengths, mask, is_kept, logprobs)
 
 
-def _is_informative(samples: RawSamples) -> Flags:
+def _is_informative(samples: RawSamples, is_kept: Flags) -> Flags:
     """Rows of groups whose accuracies differ: the others only fill up the batch."""
     found = np.zeros(len(samples.group_ids), dtype=np.bool_)
     for group in np.unique(samples.group_ids):
         own = samples.group_ids == group
-        scored = samples.accuracies[own & ~samples.is_failed]
+        scored = samples.accuracies[own & is_kept]
         found[own] = len(scored) > 1 and scored.max() > scored.min()
     return found
 
 
-def shaped_rewards(
-    samples: RawSamples, is_kept: Flags, config: TrainConfig, facts: Facts
-) -> tuple[Array, Array, float]:
-    """Rewards, and those of greedy completions: overlong penalty, running scale, clip.
+def paid_rewards(samples: RawSamples, config: TrainConfig) -> tuple[Array, float]:
+    """Rewards less the overlong penalty, and the size of what was added up for the largest one.
 
-    The third is the size of what was added up for the largest reward.
-
-    Source: the penalty is DAPO's, arXiv:2503.14476, eq. 13.
+    Source: DAPO, arXiv:2503.14476, eq. 13.
     """
     rewards = samples.rewards.copy()
     size = float(np.abs(rewards).max(initial=0.0))
@@ -84,20 +84,38 @@ def shaped_rewards(
         is_paid = ~samples.is_failed
         rewards[is_paid] -= config.overlong_buffer_penalty_factor * share[is_paid]
         size += config.overlong_buffer_penalty_factor
+    return rewards, size
+
+
+def merged_moments(moments: Sequence[float], rewards: Array) -> list[float]:
+    """Count, mean and squared deviations of former rewards and of these."""
+    count, mean, squares = moments
+    total = count + len(rewards)
+    grand = (count * mean + rewards.sum()) / max(total, 1)
+    squares += count * (mean - grand) ** 2 + float(((rewards - grand) ** 2).sum())
+    return [total, float(grand), squares]
+
+
+def shaped_rewards(
+    samples: RawSamples, is_kept: Flags, config: TrainConfig, moments: Sequence[float]
+) -> tuple[Array, Array, float]:
+    """Rewards, and those of greedy completions: overlong penalty, running scale, clip.
+
+    A baseline is compared with rewards, so the same is done to both; only rewards are counted. The
+    third is the size of what was added up for the largest reward.
+    """
+    rewards, size = paid_rewards(samples, config)
+    both = np.stack([rewards, samples.greedy_rewards])
     if config.reward_running_norm:
-        count, mean, squares = facts.reward_moments
-        own = rewards[is_kept]
-        total = count + len(own)
-        grand = (count * mean + own.sum()) / max(total, 1)
-        squares += count * (mean - grand) ** 2 + float(((own - grand) ** 2).sum())
-        is_constant = total < 2 or squares <= total * (1e-14 * grand) ** 2
+        total, mean, squares = merged_moments(moments, rewards[is_kept])
+        is_constant = total < 2 or squares <= total * (1e-14 * mean) ** 2
         scale = 1.0 if is_constant else math.sqrt(squares / (total - 1))
-        shift = grand if config.reward_running_norm_minus_mean else 0.0
-        rewards = (rewards - shift) / scale
+        shift = mean if config.reward_running_norm_minus_mean else 0.0
+        both = (both - shift) / scale
         size = (size + abs(shift)) / scale
     if config.reward_clip > 0:
-        rewards = np.clip(rewards, -config.reward_clip, config.reward_clip)
-    return rewards, samples.greedy_rewards, size
+        both = np.clip(both, -config.reward_clip, config.reward_clip)
+    return both[0], both[1], size
 
 
 def _longest_turns(samples: RawSamples) -> Integers:

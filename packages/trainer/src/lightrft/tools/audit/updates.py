@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.tools.audit.corrections import Borders, Pair
+from lightrft.tools.audit.corrections import Borders, Pair, follows_policy
 from lightrft.tools.audit.losses import (
     POLICY_LOSSES,
     Batch,
@@ -23,6 +23,7 @@ from lightrft.tools.audit.losses import (
 from lightrft.tools.audit.models import Scorer
 from lightrft.tools.audit.optimizers import (
     ADAM,
+    DECOUPLED,
     KNOWN,
     Optimizer,
     as_double,
@@ -40,6 +41,7 @@ from lightrft.tools.audit.replay import (
     token_weights,
     with_rounding,
 )
+from lightrft.tools.audit.tolerances import NOISE_OF_GRADIENTS, NOISE_SAFETY
 
 # Of a float32 weight that is stored: half a unit in the last place.
 ROUNDING = 2.0**-24
@@ -104,13 +106,15 @@ class Updates:
 
     def __init__(self, step: Step, inputs: Inputs) -> None:
         self.step, self.inputs = step, inputs
-        self._unit = step.found.tolerances["score"]
+        self._unit = step.unit
         self._optimizers = {name: self._open(name) for name in step.record.facts.optimizers}
         self._counts = dict.fromkeys(self._optimizers, 0)
         self._rates = dict.fromkeys(self._optimizers, 0.0)
         # Sums over the updates of a model: rounding of gradients, and of what SGD moves by it.
         self._noise = dict.fromkeys(self._optimizers, 0.0)
         self._moved = dict.fromkeys(self._optimizers, 0.0)
+        # Share of a model's first gradient that bfloat16 makes.
+        self._rounded = dict.fromkeys(self._optimizers, math.inf)
         # How far each weight may be off since Adam divides gradients by their own size.
         self._spread: dict[str, dict[str, Tensor]] = {name: {} for name in self._optimizers}
         self._index = {int(i): row for row, i in enumerate(step.record.samples.sample_ids)}
@@ -122,11 +126,13 @@ class Updates:
         state = as_double(self.step.states[model])
         weights = named(state, "weight", "master")
         if self.inputs.is_configured:
-            groups = configured_groups(facts, weights, config)
+            names = [name for name in self.step.trained_names(model) if name in weights]
+            groups = configured_groups(names, weights, config)
         else:
             groups = given_groups(facts)
         moments = {n: v for n, v in state.items() if not n.startswith("weight/")}
-        return Optimizer(facts.kind, weights, groups, moments)
+        kind = DECOUPLED[0] if self.inputs.is_configured else facts.kind
+        return Optimizer(kind, weights, groups, moments)
 
     def replay(self) -> None:
         """All updates in their order, then the states after them."""
@@ -161,7 +167,8 @@ class Updates:
         mask = np.zeros(rows.mask.shape, dtype=np.bool_)
         mask[batch] = rows.mask[batch]
         mode = step.config.loss_agg_mode or POLICY_LOSSES[step.config.policy_loss_name].aggregation
-        z = normalizer(mask, mode, step.config.generate_max_len)
+        turns = step.config.max_turns if step.config.has_episodes else 1
+        z = normalizer(mask, mode, step.config.generate_max_len * turns)
         step.found.number(f"denominator, {name}", facts.normalizer, z)
         share = token_shares(mask, mode) / max(z, 1e-300)
         return _Update(facts, name, micros, mask, share, recorded("new"), recorded("weights"))
@@ -169,22 +176,21 @@ class Updates:
     def _policy_slopes(self, update: _Update) -> Slopes:
         step, numbers, mask, share = self.step, self.inputs.numbers, update.mask, update.share
         config = step.config
-        weights = token_weights(step, numbers, self.inputs.advantages, mask)
-        if weights is not None and update.weights is not None:
-            name, scale = f"token weights, {update.name}", max(1.0, float(np.abs(weights).max()))
-            step.found.tokens(name, update.weights, weights, mask, "weights", scale=scale)
         step.policy.load(self._optimizers["actor"].weights)
         own, entropy = step.policy.score(step.rows.ids, mask)
         new = Pair(own, own if update.new is None else update.new)
         error = self._check_scores("logprobs", update, new, step.policy)
+        weights = token_weights(step, numbers, self.inputs.advantages, mask, new)
+        if weights is not None and update.weights is not None:
+            self._check_weights(update, update.weights, weights, error)
         factors = share if weights is None else share * weights
         terms = [self._policy_term(update.micros, new, factors, error)]
         self._check_loss("policy", update, *terms[0])
-        coef, reference = step.record.facts.kl_coef, numbers.reference
+        coef, reference = step.kl_coef, numbers.reference
         if config.use_kl_loss and coef > 0 and reference is not None:
 
             def kl_of(scores: Pair, borders: Borders) -> Term:
-                kind, old = config.kl_estimator, numbers.old
+                kind, old = step.kl_estimator, numbers.old
                 return kl_term(kind, scores, reference, old, mask, borders).times(share)
 
             # Scores and those of the reference are rounded alike.
@@ -197,6 +203,16 @@ class Updates:
             own_term, moved = Term(entropy, by_entropy), Term(error, by_entropy)
             self._check_loss("entropy", update, own_term.times(share), moved.times(share))
         return self._gradients(update, step.policy, terms, by_entropy)
+
+    def _check_weights(self, update: _Update, seen: Array, weights: Array, error: Array) -> None:
+        """Weights by the new policy are rounded as its scores are, of a row as their sum."""
+        name, scale = f"token weights, {update.name}", max(1.0, float(np.abs(weights).max()))
+        floor = np.zeros(weights.shape)
+        if follows_policy(self.step.config):
+            floor = weights * error.sum(axis=1, keepdims=True)
+        self.step.found.tokens(
+            name, seen, weights, update.mask, "weights", scale=scale, floor=lambda: floor
+        )
 
     def _policy_term(
         self, micros: list[list[int]], new: Pair, weights: Array, error: Array
@@ -275,16 +291,27 @@ class Updates:
             more: Derivatives by the scorer's other numbers.
         """
         slopes = np.sum([term.slope for term, _ in terms], axis=0)
-        noise = np.sum([moved.slope for _, moved in terms], axis=0) + self._unit * np.abs(slopes)
-        optimizer = self._optimizers[update.facts.model]
+        noise = np.sum([moved.slope for _, moved in terms], axis=0)
+        if self.step.is_rounded:
+            # What the backward pass makes is measured below; scores are off by their mean distance.
+            noise = noise / NOISE_SAFETY
+        else:
+            noise = noise + self._unit * np.abs(slopes)
+        model = update.facts.model
+        optimizer = self._optimizers[model]
 
-        def gradient(weights: Sequence[Array]) -> dict[str, Tensor]:
-            scorer.load(optimizer.weights)
-            found = scorer.slopes(self.step.rows.ids, update.mask, weights, optimizer.weights)
+        def gradient(weights: Sequence[Array], of: Scorer = scorer) -> dict[str, Tensor]:
+            of.load(optimizer.weights)
+            found = of.slopes(self.step.rows.ids, update.mask, weights, optimizer.weights)
             return {n: value for n, value in found.items() if n in optimizer.groups}
 
         roundings = (noise, *(self._unit * each for each in more))
-        return gradient((slopes, *more)), lambda: gradient([signed(each) for each in roundings])
+        own = gradient((slopes, *more))
+        if self.step.is_rounded and not self._counts[model]:
+            rounded = gradient((slopes, *more), scorer.in_bfloat16())
+            difference = norm_of({n: rounded[n] - value for n, value in own.items()})
+            self._rounded[model] = difference / max(norm_of(own), 1e-300)
+        return own, lambda: gradient([signed(each) for each in roundings])
 
     def _check_loss(self, what: str, update: _Update, term: Term, moved: Term) -> None:
         self.step.found.number(
@@ -308,7 +335,15 @@ class Updates:
         # Another backward pass, which is needed only where rounding may be all there is.
         if not abs(facts.grad_norm - norm) <= found.tolerances["norm"] * norm / 10:
             noise = 3 * norm_of(rounding())
-        found.number(name, facts.grad_norm, norm, "norm", floor=noise)
+        share = found.tolerances["norm"]
+        if not self._counts[model]:
+            share = min(share, NOISE_OF_GRADIENTS * self._rounded[model])
+        found.add(name, facts.grad_norm, norm, abs(facts.grad_norm - norm), share * norm + noise)
+        if optimizer.kind in ADAM and norm <= noise and not optimizer.moments:
+            self._ended[model] = (
+                f"the gradient of {update.name} is rounding: Adam steps by its sign"
+            )
+            return
         rate, factor = self._rate(update), clip_factor(norm, self.step.config.max_norm)
         largest = max((float(value.abs().max()) for value in own.values()), default=0.0)
         doubt = max(DOUBT * largest, self._each(model, noise))
@@ -326,7 +361,10 @@ class Updates:
             self.step.found.skip(name, "of an optimizer or schedule of the caller's own")
             return seen
         peak = config.actor_learning_rate if model == "actor" else config.critic_learning_rate
-        rate = learning_rate(peak, facts.schedule_position + self._counts[model], facts, config)
+        decided = self.step.decided
+        count, steps = decided.counts[model], decided.schedule_steps[model]
+        position = (facts.schedule_position if count is None else count) + self._counts[model]
+        rate = learning_rate(peak, position, steps or facts.schedule_steps, facts, config)
         floor = self.step.found.tolerances["sum"] * 1e-6 * peak
         self.step.found.number(name, seen, rate, floor=floor)
         return rate
@@ -364,7 +402,14 @@ class Updates:
 
     def _compare_moments(self, model: str, after: Mapping[str, Tensor]) -> None:
         found, noise = self.step.found, self._noise[model]
-        floors = {"exp_avg": noise, "exp_avg_sq": noise**2, "step": 0.0, "momentum_buffer": noise}
+        betas = [group.betas[0] for group in self._optimizers[model].groups.values()]
+        share_of_one = 1 - min(betas, default=0.0)
+        floors = {
+            "exp_avg": share_of_one * noise,
+            "exp_avg_sq": noise**2,
+            "step": 0.0,
+            "momentum_buffer": noise,
+        }
         for key, floor in floors.items():
             own = named(self._optimizers[model].moments, key)
             seen = named(after, key)
@@ -374,7 +419,10 @@ class Updates:
                 found.skip(f"{model} {key} after", "not recorded")
                 continue
             size, difference = norm_of(own), norm_of({n: seen[n] - v for n, v in own.items()})
-            limit = found.tolerances["moments"] * size + floor
+            share = min(found.tolerances["moments"], NOISE_OF_GRADIENTS * self._rounded[model])
+            # A square is off by twice as much as its root.
+            weight = {"exp_avg_sq": 2.0, "step": 0.0}.get(key, 1.0)
+            limit = weight * share * size + floor
             run = norm_of({n: seen[n] for n in own})
             found.add(f"{model} {key} after", run, size, difference, limit)
 
@@ -400,7 +448,7 @@ class Updates:
             # Another fault of the update moves weights mostly in other directions.
             is_other = overlap**2 < 0.5 * size * norm_of(beyond) ** 2
             if abs(seen - wanted) > limit and is_other:
-                found.skip(name, "the change of the weights differs in other ways")
+                found.skip(name, "its share is below the noise of Adam's first step")
             else:
                 found.add(name, seen, wanted, abs(seen - wanted), limit)
 
@@ -433,6 +481,8 @@ def unrecomputable(step: Step) -> dict[str, str]:
         found["actor"] = f"policy loss {config.policy_loss_name} is the caller's own"
     elif config.pretrain_data is not None and config.ptx_coef > 0:
         found["actor"] = "texts of pretrain_data are not recorded"
+    elif step.record.values.log_kept_mass.size and follows_policy(config):
+        found["actor"] = "what top_k and top_p exclude from the new policy is not recorded"
     elif config.aux_loss_coef > 0:
         found["actor"] = "the balance of experts is not recomputed"
     elif config.lora_rank > 0 and config.lora_dropout > 0:

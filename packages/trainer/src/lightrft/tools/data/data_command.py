@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
+
+import psutil
 
 from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import Parser, add_options, command_options, parse_options
@@ -17,7 +20,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.printable import printable
 from lightrft.config.sources import split_sources
 from lightrft.datasets.files import Row, scan_rows
-from lightrft.datasets.render import PromptTokenizer, check_tokenizer
+from lightrft.datasets.render import PromptTokenizer, check_tokenizer, render
 from lightrft.datasets.types import DataError
 from lightrft.tools.data.certificate import Certificate, certify
 from lightrft.tools.data.row_checks import (
@@ -27,6 +30,7 @@ from lightrft.tools.data.row_checks import (
     histogram,
     propose_keys,
 )
+from lightrft.tools.rewards.fork import Fork
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +41,8 @@ MAX_LINES = 20
 BAR_WIDTH = 40
 MAX_CHARACTERS = 1500
 PROGRESS_SECONDS = 5.0
+# Of the chat template, for one row.
+TEMPLATE_SECONDS, TEMPLATE_BYTES = 20.0, 2**30
 
 
 def say(text: str = "") -> None:
@@ -224,6 +230,8 @@ def check(request: Request) -> int:
         from lightrft.stages.policy.inputs import load_modality
 
         reader = load_modality(config, tokenizer).renderer
+    if rows:
+        require_bounded_template(rows[0], reader, config)
     shown = with_progress(items, "rows checked")
     found = check_rows(shown, reader, config, has_model=tokenizer is not None)
     show_samples(found, tokenizer, max_new_tokens=config.generate_max_len)
@@ -237,6 +245,35 @@ def check(request: Request) -> int:
     note = f", {left_out} are left out as too long" if left_out else ""
     say(f"{num_bad} bad rows" if num_bad else f"{len(usable)} prompts can be trained on{note}")
     return ExitCode.DATA if num_bad or not usable else ExitCode.OK
+
+
+def require_bounded_template(row: Row, tokenizer: PromptTokenizer, config: TrainConfig) -> None:
+    """Render a row in a fork, which may take neither the time nor the memory of this process.
+
+    Raises:
+        DataError: The chat template does not end, or not within the bounds.
+    """
+    if not config.apply_chat_template:
+        return
+
+    def attempt() -> bool:
+        used = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (used + TEMPLATE_BYTES, resource.RLIM_INFINITY))
+        try:
+            render(row, tokenizer, config)
+        except DataError as error:  # said later, of the row
+            return not isinstance(error.__cause__, MemoryError)
+        return True
+
+    fork = Fork(attempt)
+    try:
+        if not fork.call(seconds=TEMPLATE_SECONDS):
+            raise DataError(
+                f"{row.location}: the chat template takes more than {TEMPLATE_SECONDS:.0f} seconds "
+                f"or {TEMPLATE_BYTES >> 20} MiB for one row: give another by --chat_template FILE"
+            )
+    finally:
+        fork.close()
 
 
 def read_items(request: Request) -> list[Row | DataError]:

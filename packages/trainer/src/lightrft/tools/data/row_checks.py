@@ -21,6 +21,8 @@ LABEL_KEYS = (
     "output",
 )
 
+MAX_BINS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class KeyProposal:
@@ -136,17 +138,16 @@ def check_rows(
     return DataCheck(tuple(rows), tuple(problems), num_empty, too_long, tuple(duplicates))
 
 
-def histogram(counts: Sequence[int], *, num_bins: int = 8) -> list[tuple[int, int, int]]:
+def histogram(counts: Sequence[int]) -> list[tuple[int, int, int]]:
     """First and last length and number of items of equally wide bins; [] without counts.
 
     Args:
         counts: Lengths.
-        num_bins: Bins at most.
     """
     if not counts:
         return []
     low, high = min(counts), max(counts)
-    width = -(-(high - low + 1) // num_bins)
+    width = -(-(high - low + 1) // MAX_BINS)
     starts = range(low, high + 1, width)
     found = [(count - low) // width for count in counts]
     return [(start, start + width - 1, found.count(i)) for i, start in enumerate(starts)]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from lightrft.kernels.names import first_line
+
 DEADLINE_SECONDS = 20.0
 
 
@@ -78,8 +80,7 @@ def run_check(check: Check) -> Finding:
         try:
             answers.append((check.needs_gpu and without_gpu()) or check.examine())
         except Exception as error:  # noqa: BLE001 - whatever it is, the next check goes on
-            lines = str(error).strip().splitlines() or [""]
-            answers.append(found(False, f"{type(error).__name__}: {lines[0]}"))
+            answers.append(found(False, f"{type(error).__name__}: {first_line(error)}"))
 
     # A name service or a driver that does not answer must not stop the rest.
     thread = threading.Thread(target=examine, name=f"check:{check.name}", daemon=True)

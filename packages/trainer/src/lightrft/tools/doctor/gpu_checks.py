@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightrft.strategy.weight_sync.sync import WeightSyncReport
 
 GIGABYTE = 1e9
+ROUNDS = 7
 ENGINE_SECONDS = 300.0
 MIN_PRODUCT_TFLOPS = 30.0
 MIN_COPY_GB_PER_SECOND = 200.0
@@ -98,21 +99,22 @@ def gpu_checks() -> list[Check]:
     ]
 
 
-def seconds_of(step: Callable[[], object], *, rounds: int = 7) -> float:
+def seconds_of(step: Callable[[], object]) -> float:
     """The median duration on the device, after one call to warm up."""
     step()
     times = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    return sorted(times)[rounds // 2]
+    return sorted(times)[ROUNDS // 2]
 
 
-def product_rate(size: int = 8192) -> float:
+def product_rate() -> float:
     """FLOP/s of a product of bfloat16 matrices."""
+    size = 8192
     left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / seconds_of(lambda: left @ right)
 
@@ -159,8 +161,9 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
     return float((value.double() - expected).abs().max() / expected.abs().max())
 
 
-def time_head(tokens: int = 4096, hidden: int = 2048, vocab: int = 65536) -> Finding:
+def time_head() -> Finding:
     """Log-probabilities with gradients, in the default way of this machine."""
+    tokens, hidden, vocab = 4096, 2048, 65536
     error = head_error("cuda", torch.bfloat16)
     generator = torch.Generator(device="cuda").manual_seed(0)
     states, weight = (
@@ -197,18 +200,14 @@ def head_error(device: str, dtype: torch.dtype) -> float:
     return relative_error(head_step(states, weight, targets), expected)
 
 
-def time_buckets(numel: int = 2**28) -> Finding:
-    """Packing float32 into bfloat16 with hashes; the bits are those of the host."""
+def time_buckets() -> Finding:
+    """Packing float32 into bfloat16; hashes are those of the host."""
     from lightrft.kernels import hash_tensor, pack
 
-    source = torch.randn(numel, device="cuda")
-    out = torch.empty(2 * numel, dtype=torch.uint8, device="cuda")
-    hashes = torch.zeros(1, dtype=torch.int64, device="cuda")
-
-    def step() -> None:
-        pack([source], out, [0], [torch.bfloat16], starts=[0], hashes=hashes)
-
-    rate = source.numel() * 4 / seconds_of(step) / GIGABYTE
+    source = torch.randn(2**28, device="cuda")
+    out = torch.empty(2**29, dtype=torch.uint8, device="cuda")
+    seconds = seconds_of(lambda: pack([source], out, [0], [torch.bfloat16]))
+    rate = source.numel() * 4 / seconds / GIGABYTE
     part = source[: 2**20]
     same = hash_tensor(part) == hash_tensor(part.cpu())
     bits = "same bits" if same else "other bits than on the host"

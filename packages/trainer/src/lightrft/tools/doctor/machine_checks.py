@@ -246,8 +246,9 @@ def free_space(path: Path, limit: float) -> Finding:
     return found(free >= limit, f"{free / GIGABYTE:.1f} GB free in {path}")
 
 
-def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
+def check_shared_memory() -> Finding:
     """NCCL and data loaders exchange through it."""
+    path = Path("/dev/shm")
     return free_space(path, MIN_SHARED_MEMORY) if path.is_dir() else unchecked(f"no {path}")
 
 

@@ -49,9 +49,10 @@ class OpenEnvEpisode(Adapted):
         self._address = address
         self._open = ExitStack()
         self._connection: ClientConnection | None = None
-        self._id, self._num_steps, self._reward = uuid.uuid4().hex, 0, 0.0
+        self._state: tuple[object, int] = (None, 0)
+        self._reward = 0.0
 
-    def reset(self, seed: int | None = None, **row: object) -> str | None:
+    def reset(self, **row: object) -> str | None:
         """Begins the episode; the row's columns and its seed go to the server."""
         from websockets.sync.client import connect
 
@@ -67,9 +68,10 @@ class OpenEnvEpisode(Adapted):
             )
         except (OSError, TimeoutError, ValueError) as error:
             raise self._lost(f"no connection: {error}") from error
-        asked = {**row, "seed": seed, "episode_id": self._id}
+        asked = {**row, "episode_id": uuid.uuid4().hex}
         try:
             first = self._taken(self._ask("reset", asked))
+            self._state = self._told_state()
         except ActionRefusedError as error:
             raise self._lost(f"reset: {error}") from error
         return f"\n{first}" if first else None
@@ -84,19 +86,28 @@ class OpenEnvEpisode(Adapted):
         if self.is_done:
             raise ActionRefusedError("the episode has ended")
         answer = self._ask("step", action)
-        self._num_steps += 1
+        episode, count = self._state
+        self._state = (episode, count + 1)
         return self._taken(answer)
 
     def get_reward(self) -> float:
         """The sum over the steps, once the server has said whose they are."""
-        state = self._ask("state", None)
-        if state.get("episode_id") != self._id or state.get("step_count") != self._num_steps:
+        told = self._told_state()
+        if told != self._state:
+            (episode, count), (own, made) = told, self._state
             raise self._lost(
-                f"the server answers for episode {state.get('episode_id')!r} after "
-                f"{state.get('step_count')!r} steps: expected {self._id!r} after {self._num_steps}"
+                f"the server answers for episode {episode!r} after {count!r} steps: expected "
+                f"{own!r} after {made}"
             )
-        self._close()
         return self._reward
+
+    def _told_state(self) -> tuple[object, int]:
+        """The server's name of the episode, which need not be ours, and its count of steps."""
+        state = self._ask("state", None)
+        count = state.get("step_count")
+        if not isinstance(count, int):
+            raise self._lost(f"state has no number of steps: {str(state)[:200]}")
+        return state.get("episode_id"), count
 
     def _taken(self, answer: Mapping[str, object]) -> str:
         """Books reward and end; the observation as text, without what is not for the model."""
@@ -122,19 +133,19 @@ class OpenEnvEpisode(Adapted):
         except (OSError, TimeoutError, WebSocketException, ValueError, KeyError, TypeError) as err:
             reason = str(err) or type(err).__name__
             raise self._lost(f"{kind} was not answered: {reason}") from err
-        if found == "error" and details.get("code") in _HARMLESS:
+        is_told = isinstance(details, dict)
+        if found == "error" and is_told and details.get("code") in _HARMLESS:
             raise ActionRefusedError(str(details.get("message")))
-        if found != ("state" if kind == "state" else "observation") or not isinstance(
-            details, dict
-        ):
+        if found != ("state" if kind == "state" else "observation") or not is_told:
             raise self._lost(f"{kind} was answered by {str(answer)[:200]}")
         return cast("Mapping[str, object]", details)
 
     def _lost(self, reason: str) -> EpisodeLostError:
-        self._close()
+        self.close()
         return EpisodeLostError(f"OpenEnv at {self._address}: {reason}; the episode is lost")
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Closes the connection."""
         self._connection = None
         self._open.close()
 

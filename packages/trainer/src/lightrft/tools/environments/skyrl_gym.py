@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import ClassVar, Protocol, cast
 
 from lightrft.config import ConfigError
@@ -36,14 +37,17 @@ class Conversation(Adapted):
         make: Makes the author's environment of `env_config` and `extras`, the row.
     """
 
+    takes: ClassVar[tuple[str, ...]] = ("seed", "sample_seed", "max_turns")
     answers_turns: ClassVar[bool] = True
 
     def __init__(self, make: Callable[..., TextEnvironment]) -> None:
         self._make, self._reward = make, 0.0
+        self._open = ExitStack()
 
-    def reset(self, seed: int | None = None, **row: object) -> object:
+    def reset(self, **row: object) -> object:
         """Begins with the prompt; what `init` puts at the end of its last message is added."""
-        self._environment = self._make(env_config={}, extras={**row, "seed": seed})
+        self._environment = self._make(env_config={}, extras=dict(row))
+        self._open.callback(self._environment.close)
         prompt = list(cast("Sequence[Message]", row["prompt"]))
         asked, _ = self._environment.init(list(prompt))
         before, after = prompt[-1].get("content"), asked[-1].get("content") if asked else None
@@ -80,8 +84,11 @@ class Conversation(Adapted):
 
     def get_reward(self) -> float:
         """The sum over the turns."""
-        self._environment.close()
         return self._reward
+
+    def close(self) -> None:
+        """Ends the author's environment."""
+        self._open.close()
 
 
 def _behind(before: object, after: object) -> str | list[object] | None:

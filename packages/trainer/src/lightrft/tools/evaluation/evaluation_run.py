@@ -161,14 +161,20 @@ def summarise(
 ) -> dict[str, float]:
     """The metrics of one pass over the prompts.
 
+    A response whose reward failed or could not be decided is not right, counts in `masked_share`
+    and is left out of the mean rewards.
+
     Args:
         name: "greedy" or "sampled".
         table: num_samples rows of each prompt, prompt after prompt.
         settings: Which k, and what is right.
         num_samples: Of each prompt.
     """
-    is_right = (table.accuracies >= settings.threshold).reshape(-1, num_samples)
-    by_prompt = {f"{name}/reward": table.rewards.reshape(-1, num_samples).mean(axis=1)}
+    is_scored = ~table.is_masked
+    is_right = (is_scored & (table.accuracies >= settings.threshold)).reshape(-1, num_samples)
+    num_scored = is_scored.reshape(-1, num_samples).sum(axis=1)
+    sums = (table.rewards * is_scored).reshape(-1, num_samples).sum(axis=1)
+    by_prompt = {f"{name}/reward": sums[num_scored > 0] / num_scored[num_scored > 0]}
     if name == "greedy":
         by_prompt["greedy/accuracy"] = is_right.mean(axis=1)
     else:
@@ -178,13 +184,19 @@ def summarise(
             by_prompt[f"pass@{k}"] = pass_at_k(counts, num_samples=num_samples, k=k)
     metrics = {}
     for metric, values in by_prompt.items():
+        if not len(values):
+            continue
         metrics[metric] = float(values.mean())
         if len(values) > 1:
             metrics[f"{metric}/stderr"] = float(values.std(ddof=1) / len(values) ** 0.5)
     metrics[f"{name}/response_length"] = float(table.sampled_lengths.mean())
     metrics[f"{name}/truncated_share"] = float(table.is_truncated.mean())
+    if not is_scored.all():
+        metrics[f"{name}/masked_share"] = float(table.is_masked.mean())
     for column, component in enumerate(table.component_names):
-        metrics[f"{name}/component/{component}"] = float(np.nanmean(table.components[:, column]))
+        found = table.components[is_scored, column]
+        if not np.isnan(found).all():
+            metrics[f"{name}/component/{component}"] = float(np.nanmean(found))
     return metrics
 
 
@@ -230,6 +242,7 @@ def write_responses(
                     "reward": float(table.rewards[row]),
                     "accuracy": float(table.accuracies[row]),
                     "truncated": bool(table.is_truncated[row]),
+                    "masked": bool(table.is_masked[row]),
                 }
             )
     lines.close()

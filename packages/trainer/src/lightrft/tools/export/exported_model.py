@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from lightrft.models.loading import (
     save_pretrained,
 )
 from lightrft.reporting.files import CONFIG_FILE, SAMPLES_FILE, JsonLines
+from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
 from lightrft.tools.report.run_data import NotARunError, RunData, read_run
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def export_model(run: Path, directory: Path) -> ExportReport:
         NotARunError: The folder holds no run, or no final model.
         ModelLoadError: The final model cannot be read.
         ExportError: What was read back differs, or equals the model before training.
+        NonFiniteError: The final model is not finite.
     """
     options = read_toml(run / CONFIG_FILE) if (run / CONFIG_FILE).is_file() else {}
     saved = options.get("save_path")
@@ -96,7 +98,7 @@ def export_model(run: Path, directory: Path) -> ExportReport:
         partial.replace(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return ExportReport(directory, report.num_parameters, report.dtype, report.max_logit_difference)
+    return replace(report, directory=directory)
 
 
 def _write_and_compare(source_path: Path, target: Path, prompt: str) -> ExportReport:
@@ -104,6 +106,7 @@ def _write_and_compare(source_path: Path, target: Path, prompt: str) -> ExportRe
     tokenizer = load_tokenizer(str(source_path))
     has_vision = family_of(load_config(str(source_path))) is not None
     source = load_causal_lm(str(source_path), dtype=dtype).eval()
+    require_finite(nonfinite_names(source.named_parameters()), what="weights are", group=ALONE)
     target.parent.mkdir(parents=True, exist_ok=True)
     save_pretrained(source, tokenizer, target)
     if has_vision:

@@ -41,8 +41,6 @@ from lightrft.tools.invariance.batch import (
 )
 from lightrft.tools.invariance.cells import REFERENCE, Cell, Deviations, Role, doctor_cells
 
-StepHook = Callable[[StrategyBase, PreparedModel, Cell], None]
-
 ADAM_RATE = 1e-3
 # How far the step of SGD moves the weights, over their norm: so far that the gradient can be read
 # off them, whatever the strategy keeps of it.
@@ -162,7 +160,7 @@ def _share(model: nn.Module, cell: Cell, micro: Rows, normalizer: Tensor) -> tup
     return policy_share(output, micro, normalizer), output.logprobs
 
 
-def write_reference(path: str, role: Role, file: Path, on_step: StepHook | None = None) -> None:
+def write_reference(path: str, role: Role, file: Path) -> None:
     """Carries out the step in one process with one padded micro-batch, and keeps the results.
 
     The gradient is the one autograd leaves; all others are read off weights.
@@ -171,14 +169,14 @@ def write_reference(path: str, role: Role, file: Path, on_step: StepHook | None 
         path: Checkpoint of the model.
         role: What is trained.
         file: Where the results go.
-        on_step: Called after the steps of AdamW.
     """
     cell = replace(REFERENCE, role=role)
     strategy = make_strategy(cell)
-    first, second = rows_of(path)
+    rows = rows_of(path)[0]
     results: dict[str, Tensor] = {}
     ready = prepare(strategy, cell, path, lambda model: SGD(model.parameters(), lr=0.0))
-    weights, gradients = _named(strategy, ready), {}
+    weights = dict(checkpoint_module(strategy.unwrap_model(ready)).named_parameters())
+    gradients = {}
 
     def keep_gradients(*_: object) -> None:
         for name, parameter in weights.items():
@@ -187,21 +185,15 @@ def write_reference(path: str, role: Role, file: Path, on_step: StepHook | None 
 
     optimizer = cast("SGD", ready.optimizer)
     optimizer.register_step_pre_hook(keep_gradients)
-    step = take_step(strategy, ready, cell, first)
+    step = take_step(strategy, ready, cell, rows)
     results |= {f"gradient/{n}": g.cpu() for n, g in gradients.items()}
     size = _norm(weights.values()) / _norm(gradients.values())
     rate = 2.0 ** round(math.log2(SGD_MOVE * size))  # exact to multiply with
     optimizer.param_groups[0]["lr"] = rate
-    take_step(strategy, ready, cell, first)
+    take_step(strategy, ready, cell, rows)
     results |= {f"weights/{n}": p.detach().cpu().clone() for n, p in weights.items()}
-    ready = prepare(strategy, cell, path, lambda m: strategy.create_optimizer(m, lr=ADAM_RATE))
-    weights = _named(strategy, ready)
-    before = {name: p.detach().clone() for name, p in weights.items()}
-    for rows in (first, second):
-        take_step(strategy, ready, cell, rows)
-    if on_step is not None:
-        on_step(strategy, ready, cell)
-    results |= {f"update/{n}": (p.detach() - before[n]).cpu() for n, p in weights.items()}
+    _, moved = adam_steps(strategy, cell, path)
+    results |= {f"update/{n}": value.cpu() for n, value in moved.items()}
     results["outputs"] = step.outputs
     results["numbers"] = torch.tensor([step.loss, rate], dtype=torch.float64)
     save_file({name: tensor.contiguous() for name, tensor in results.items()}, file)
@@ -222,9 +214,7 @@ def rows_of(path: str) -> tuple[Rows, Rows]:
     return first, second
 
 
-def measure(
-    strategy: StrategyBase, cell: Cell, path: str, reference: Path, on_step: StepHook | None = None
-) -> Deviations:
+def measure(strategy: StrategyBase, cell: Cell, path: str, reference: Path) -> Deviations:
     """Carries out the step as the cell says. Collective; the same result on every rank.
 
     Args:
@@ -232,7 +222,6 @@ def measure(
         cell: How.
         path: Checkpoint of the model.
         reference: A file of `write_reference` for this model and role.
-        on_step: Called after the steps of AdamW.
     """
     expected = load_file(reference)
     loss, rate = expected["numbers"].tolist()
@@ -244,7 +233,7 @@ def measure(
     read_off = {name: (before[name] - value) / rate for name, value in after.items()}
     gradient = deviation(strategy, ready, read_off, expected, "gradient")
     del ready
-    update = _adam_update(strategy, cell, path, expected, on_step)
+    ready, moved = adam_steps(strategy, cell, path)
     difference = (step.outputs - expected["outputs"])[step.rows].abs().max()
     scale = 1.0 if cell.role == "actor" else float(expected["outputs"].abs().max())
     return Deviations(
@@ -253,30 +242,20 @@ def measure(
         weights=weights[0],
         gradient=gradient[0],
         gradient_tensor=gradient[1],
-        update=update,
+        update=deviation(strategy, ready, moved, expected, "update")[0],
     )
 
 
-def _adam_update(
-    strategy: StrategyBase,
-    cell: Cell,
-    path: str,
-    expected: Mapping[str, Tensor],
-    on_step: StepHook | None,
-) -> float:
+def adam_steps(
+    strategy: StrategyBase, cell: Cell, path: str
+) -> tuple[PreparedModel, dict[str, Tensor]]:
+    """The model after two steps of AdamW, and how far this rank's shards have moved."""
     ready = prepare(strategy, cell, path, lambda m: strategy.create_optimizer(m, lr=ADAM_RATE))
     before = local_values(strategy.parameter_source(ready))
     for rows in rows_of(path):
         take_step(strategy, ready, cell, rows)
     after = local_values(strategy.parameter_source(ready))
-    moved = {name: value - before[name] for name, value in after.items()}
-    if on_step is not None:
-        on_step(strategy, ready, cell)
-    return deviation(strategy, ready, moved, expected, "update")[0]
-
-
-def _named(strategy: StrategyBase, ready: PreparedModel) -> dict[str, Tensor]:
-    return dict(checkpoint_module(strategy.unwrap_model(ready)).named_parameters())
+    return ready, {name: value - before[name] for name, value in after.items()}
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
@@ -284,14 +263,13 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 
 
 def measure_cells(
-    rank: int, world_size: int, cells: list[tuple[Cell, str, str]], on_step: StepHook | None = None
+    rank: int, world_size: int, cells: list[tuple[Cell, str, str]]
 ) -> list[Deviations | str]:
     """Measures cells of one number of ranks, one after the other; runs on every rank.
 
     Args:
         rank, world_size: Of this process.
         cells: Each cell with the path of its model and of its reference.
-        on_step: Called on every rank after the steps of AdamW of each cell.
 
     Returns:
         Deviations of each cell, or why its model cannot be laid out so.
@@ -317,7 +295,7 @@ def measure_cells(
         if key not in strategies:
             strategies[key] = make_strategy(key)
         try:
-            results.append(measure(strategies[key], cell, path, Path(reference), on_step))
+            results.append(measure(strategies[key], cell, path, Path(reference)))
         except LayoutRefusedError as refusal:  # by all ranks alike
             results.append(str(refusal))
     return results

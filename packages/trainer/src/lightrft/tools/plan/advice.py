@@ -21,6 +21,7 @@ STEPS: tuple[Mapping[str, object], ...] = (
     {"fsdp_cpu_offload": True, "adam_offload": False},
 )
 LEAST_SHARE = 0.1
+NUM_REMEDIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def advise(setup: Setup) -> Advice:
     return found
 
 
-def remedies(setup: Setup, *, limit: int = 3) -> list[str]:
+def remedies(setup: Setup) -> list[str]:
     """Single changes that lower the worst phase most, with what they save."""
     worst = plan_memory(setup).worst
     savings = []
@@ -75,7 +76,7 @@ def remedies(setup: Setup, *, limit: int = 3) -> list[str]:
         if worst.device_bytes - now > 0.01 * worst.device_bytes:
             advice = Advice(changes, plan)
             savings.append(f"{advice.flags}: {(worst.device_bytes - now) / 1e9:.1f} GB less")
-    return savings[:limit]
+    return savings[:NUM_REMEDIES]
 
 
 def _acting(

@@ -92,9 +92,10 @@ def constant(name: str) -> float:
 def exchange_bytes_per_rank(setup: Setup) -> float:
     """Bytes that one rank receives when the rollouts of a step are exchanged."""
     config = setup.config
-    count = config.rollout_batch_size * config.n_samples_per_prompt
     response = mean_row_tokens(setup) - config.prompt_max_len
-    samples = StepSamples(count, config.prompt_max_len, response)
+    samples = StepSamples(
+        config.rollout_batch_size * config.n_samples_per_prompt, config.prompt_max_len, response
+    )
     return predict_exchange(
         samples, world_size=setup.world_size, sp_size=config.sp_size, ledger_gate=config.ledger_gate
     ).total
@@ -138,10 +139,10 @@ def efficiency(rows: Sequence[StepSeconds]) -> list[float]:
     return [first.total * first.num_gpus / (row.total * row.num_gpus) for row in rows]
 
 
-def where_it_stops_paying(setup: Setup, rows: Sequence[StepSeconds], *, least: float = 0.5) -> str:
+def where_it_stops_paying(setup: Setup, rows: Sequence[StepSeconds]) -> str:
     """From which number of GPUs on less than half of their time is the step's work; and why."""
     shares = efficiency(rows)
-    beyond = [row for row, share in zip(rows, shares, strict=True) if share < least]
+    beyond = [row for row, share in zip(rows, shares, strict=True) if share < 0.5]
     if not beyond:
         return f"each of {rows[-1].num_gpus} GPUs still does {shares[-1]:.0%} of the work of one"
     first = beyond[0]
@@ -255,7 +256,7 @@ ROW_BYTES = 44
 COMPONENT_BYTES = 8
 # Framing of one rank's rows, of one sample's evidence and of each call in it, as measured.
 MESSAGE_BYTES = 40
-EVIDENCE_ROW_BYTES = 8
+EVIDENCE_ROW_BYTES = 90
 EVIDENCE_CALL_BYTES = 70
 
 
@@ -268,8 +269,6 @@ class StepSamples:
         prompt_tokens, response_tokens: Of one sample on average; the response with observations.
         observed_tokens: Tokens of observations among those of the response.
         num_turns: Calls of the engine for one response.
-        num_components: Reward components.
-        versions_share: Share of the samples whose tokens are of several versions of the weights.
     """
 
     count: int
@@ -277,8 +276,6 @@ class StepSamples:
     response_tokens: float
     observed_tokens: float = 0.0
     num_turns: float = 1.0
-    num_components: int = 1
-    versions_share: float = 0.0
 
     @property
     def token_bytes(self) -> float:
@@ -294,13 +291,11 @@ class ExchangeBytes:
         rows: Ids, rewards, lengths and masks of the samples of all ranks.
         tokens: Of the samples that it trains.
         evidence: Ledger and journal of these samples; 0 without the ledger gate.
-        needed: Bytes of the tokens it trains on, wherever they were sampled.
     """
 
     rows: float
     tokens: float
     evidence: float
-    needed: float
 
     @property
     def total(self) -> float:
@@ -314,8 +309,8 @@ def predict_exchange(
     """The mean over ranks of what `exchange`, `deliver_rows` and `deliver_evidence` move.
 
     A sample is trained on a rank that has nothing to do with where it was sampled, so 1 of
-    `world_size` need not move. Partial rollouts also tell every rank all tokens of each chunk,
-    which is not in here.
+    `world_size` need not move. Rewards have one component. Partial rollouts also tell every rank
+    all tokens of each chunk, which is not in here.
 
     Args:
         samples: Of the step.
@@ -325,15 +320,13 @@ def predict_exchange(
     """
     moved = (world_size - 1) / world_size
     trained = samples.count * sp_size / world_size
-    row = ROW_BYTES + COMPONENT_BYTES * samples.num_components
-    tokens = samples.token_bytes + 4 * samples.versions_share * samples.response_tokens
+    tokens = samples.token_bytes
     if samples.observed_tokens:
         tokens += samples.response_tokens / 8
     evidence = samples.token_bytes - 4 * samples.observed_tokens
     evidence += EVIDENCE_ROW_BYTES + EVIDENCE_CALL_BYTES * samples.num_turns
     return ExchangeBytes(
-        rows=moved * (samples.count * row + world_size * MESSAGE_BYTES),
+        rows=moved * (samples.count * (ROW_BYTES + COMPONENT_BYTES) + world_size * MESSAGE_BYTES),
         tokens=moved * trained * tokens,
         evidence=moved * trained * evidence if ledger_gate else 0.0,
-        needed=trained * samples.token_bytes,
     )

@@ -72,7 +72,7 @@ def build_parser() -> Parser:
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
-def full_report(setup: Setup, gpu: Gpu | None) -> tuple[str, bool]:
+def full_report(setup: Setup, gpu: Gpu) -> tuple[str, bool]:
     """The whole text of `lightrft plan`, and whether some settings fit."""
     plan = plan_memory(setup)
     lines = [
@@ -97,15 +97,16 @@ def full_report(setup: Setup, gpu: Gpu | None) -> tuple[str, bool]:
         )
     single = remedies(plan.setup) if not plan.fits else []
     lines += [f"  {number}. {text}" for number, text in enumerate(single, start=1)]
-    if gpu is not None:
-        rows = scale(setup, gpu, COUNTS)
-        lines += ["", "Predicted seconds of a step:", time_table(rows)]
-        lines.append(where_it_stops_paying(setup, rows))
-        lines.append(
-            f"Constants: {sum(c.is_measured for c in CONSTANTS.values())} of {len(CONSTANTS)} are "
-            "measured; the others are assumptions (docs/scaling.md)."
-        )
-        lines.append(f"GPU: NVIDIA {gpu.source}.")
+    rows = scale(setup, gpu, COUNTS)
+    lines += [
+        "",
+        "Predicted seconds of a step:",
+        time_table(rows),
+        where_it_stops_paying(setup, rows),
+        f"Constants: {sum(c.is_measured for c in CONSTANTS.values())} of {len(CONSTANTS)} are "
+        "measured; the others are assumptions (docs/scaling.md).",
+        f"GPU: NVIDIA {gpu.source}.",
+    ]
     return "\n".join(lines), advice.plan.fits
 
 

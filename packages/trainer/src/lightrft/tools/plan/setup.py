@@ -1,13 +1,13 @@
 """The models, options and machine that a plan is made for, and what follows from them."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.options import did_you_mean
+from lightrft.config.files import read_object
+from lightrft.config.options import LARGEST_INT, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ModelSize:
         def number(*names: str, default: int | None = None) -> int:
             for name in names:
                 found = fields.get(name)
-                if isinstance(found, int) and found > 0:
+                if isinstance(found, int) and 0 < found <= LARGEST_INT:
                     return found
             if default is None:
                 raise ConfigError(
@@ -182,7 +182,7 @@ def read_model_size(path: str) -> ModelSize:
             f"no config.json in {path!r}{did_you_mean(path, SHAPES)}: give a model directory or "
             f"one of {', '.join(SHAPES)}"
         )
-    return ModelSize.of_config(json.loads(file.read_text("utf-8")))
+    return ModelSize.of_config(read_object(file))
 
 
 @dataclass(frozen=True)

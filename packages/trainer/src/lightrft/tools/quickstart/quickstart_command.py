@@ -24,7 +24,7 @@ from lightrft.cli.options import Parser, at_least
 from lightrft.config import TrainConfig
 from lightrft.config.options import did_you_mean
 from lightrft.reporting.files import SAMPLES_FILE, JsonLines, package_versions
-from lightrft.tools.init_model_command import require_empty
+from lightrft.tools.init_model_command import make_folder, require_empty
 from lightrft.tools.quickstart.addition import ADDITION
 from lightrft.tools.quickstart.calculator import CALCULATOR
 from lightrft.tools.quickstart.colours import SHAPES
@@ -136,7 +136,7 @@ def run(argv: Sequence[str]) -> int:
     """
     recipe, directory = parse(argv)
     share_processors()
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     seconds = {}
     print(
         f"[1/3] imitation: {recipe.num_warm_start_steps} steps of {recipe.task.lesson}", flush=True
@@ -376,6 +376,8 @@ class LiveReward:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the line of a step."""
+        from lightrft.reporting.console import duration
+
         line = f"  step {step:>3}/{self._num_steps}"
         reward, accuracy = (metrics.get(name, 0.0) for name in ("reward", "eval/reward"))
         columns = {
@@ -390,7 +392,7 @@ class LiveReward:
             self._started = time.monotonic()
         else:
             seconds = (time.monotonic() - self._started) / step * (self._num_steps - step)
-            line += f"  {int(seconds) // 60}:{int(seconds) % 60:02} left"
+            line += f"  {duration(seconds)} left"
         self._stream.write(line.rstrip() + "\n")
         self._stream.flush()
 

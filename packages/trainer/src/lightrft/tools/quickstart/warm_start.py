@@ -25,7 +25,7 @@ from lightrft.tools.model_presets import (
     save_checked,
 )
 from lightrft.tools.quickstart.task import Exercise, Message, Task
-from lightrft.tools.tiny_vision_models import build_tiny, save_vision_model
+from lightrft.tools.tiny_vision_models import build_tiny
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,10 +81,7 @@ class Student:
 
     def save(self, directory: Path, sample: str) -> None:
         """Writes a checkpoint; see `save_checked`."""
-        if self.processor is None:
-            save_checked(self.model, self.tokenizer, directory, sample=sample)
-        else:
-            save_vision_model(self.model, self.processor, directory, sample=sample)
+        save_checked(self.model, self.tokenizer, directory, sample=sample, processor=self.processor)
 
 
 class Pictured(Protocol):

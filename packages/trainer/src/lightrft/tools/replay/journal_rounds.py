@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.suffix import ChatTokenizer, TurnSuffix
+from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.rollout.environments.journal import Recorded, RecordedTurn
@@ -64,7 +64,7 @@ def replay_journal(
     """
     environment = cast("dict[str, list[dict[str, object]]]", recorded.header["environment"])
     suffix = TurnSuffix(
-        cast("ChatTokenizer", tokenizer),
+        tokenizer,
         tools=environment["schemas"],
         has_system=config.system_prompt is not None,
         is_conversation=bool(environment["answers_turns"]),

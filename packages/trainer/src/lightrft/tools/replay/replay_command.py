@@ -1,11 +1,13 @@
 """`lightrft replay`: a step's episodes once more, without their environment."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from lightrft.cli.errors import ExitCode
+from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser
 
 SHOWN = 20
@@ -19,10 +21,14 @@ def run(argv: Sequence[str]) -> int:
         ConfigError: The weights before the step are gone.
     """
     given = build_parser().parse_args(argv)
-    # Imported here: it brings torch along.
+    # Imported here: they bring torch along.
+    from lightrft.strategy.distributed.console_sink import console_sink
     from lightrft.tools.replay.run_replay import replay_run
 
-    step, found = replay_run(Path(given.run), given.step)
+    hide_progress_bars()
+    # Lines of the strategy are no part of the answer.
+    with console_sink(lambda text, _: print(text, file=sys.stderr)):
+        step, found = replay_run(Path(given.run), given.step)
     if given.json:
         print(json.dumps({"step": step, **asdict(found)}, indent=2))
     else:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.files import typed
+from lightrft.config.options import short
 from lightrft.engines.media.families import family_of
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.models import load_tokenizer
 from lightrft.models.loading import load_config
 from lightrft.reporting.files import CONFIG_FILE
-from lightrft.rollout.environments.journal import JOURNAL_FOLDER, Recorded, read_journal
+from lightrft.rollout.environments.journal import (
+    JOURNAL_FOLDER,
+    Recorded,
+    journal_path,
+    read_journal,
+)
 from lightrft.rollout.sampler import training_params
 from lightrft.stages.policy.models import load_policy
 from lightrft.strategy import get_strategy
@@ -21,6 +30,8 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.tools.audit.record import named, read_record, recorded_steps
 from lightrft.tools.replay.journal_rounds import Replay, replay_journal
 from lightrft.tools.report.run_data import NotARunError
+
+_NAME = re.compile(r"step-([0-9]{6,18})\..*")
 
 
 def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
@@ -39,10 +50,9 @@ def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
     """
     if not (run / CONFIG_FILE).is_file():
         raise NotARunError(f"{run} holds no run: {CONFIG_FILE} is missing")
-    step, journals = _journals(run, step)
-    config = replace(
-        TrainConfig.load(run / CONFIG_FILE), sp_size=1, engine_tp_size=1, fsdp=True, zero_stage=0
-    )
+    options = TrainConfig.load(run / CONFIG_FILE)
+    step, journals = read_step(run, step, options)
+    config = replace(options, sp_size=1, engine_tp_size=1, fsdp=True, zero_stage=0)
     family = family_of(load_config(str(config.pretrain)))
     if family is not None:
         raise ConfigError(
@@ -72,25 +82,86 @@ def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
     return step, found
 
 
-def _journals(run: Path, step: int | None) -> tuple[int, list[Recorded]]:
-    """The journals of all ranks and batches of a step."""
-    folder = run / JOURNAL_FOLDER
-    steps = sorted({int(path.name[5:11]) for path in folder.glob("step-*.jsonl")})
-    if not steps:
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """The first line of a journal, as far as a replay depends on it."""
+
+    step: int
+    batch: int
+    rank: int
+    world_size: int
+    sampling: list[float | None]
+    environment: Mapping[str, object]
+    weights: int = 0
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or min(self.batch, self.rank) < 0:
+            raise ValueError(f"it is of rank {self.rank} of {self.world_size}")
+        if not isinstance(self.environment.get("schemas"), list):
+            raise ValueError("its environment has no list of schemas")
+
+
+def read_step(run: Path, step: int | None, config: TrainConfig) -> tuple[int, list[Recorded]]:
+    """The journals of all ranks and batches of a step; None takes the newest.
+
+    Raises:
+        NotARunError: There are none, one of a rank is missing, or one is damaged or was written
+            with other options.
+    """
+    by_step: dict[int, list[Path]] = {}
+    for path in sorted((run / JOURNAL_FOLDER).glob("step-*.jsonl")):
+        if match := _NAME.fullmatch(path.name):
+            by_step.setdefault(int(match[1]), []).append(path)
+    if not by_step:
         raise NotARunError(
             f"{run} has no journal of a step: runs with --environment or --tools write them"
         )
-    if step is not None and step not in steps:
+    step = max(by_step) if step is None else step
+    if step not in by_step:
         raise NotARunError(
             f"--step: {run} has no journal of step {step}: expected one of "
-            f"{', '.join(map(str, steps))}"
+            f"{', '.join(map(str, sorted(by_step)))}"
         )
-    step = steps[-1] if step is None else step
     try:
-        found = [read_journal(path) for path in sorted(folder.glob(f"step-{step:06d}.*jsonl"))]
-    except ValueError as error:
+        found = [read_journal(path) for path in by_step[step]]
+        headers = [
+            typed(_Header, recorded.header, path, skips_unknown=True)
+            for recorded, path in zip(found, by_step[step], strict=True)
+        ]
+    except (ValueError, RecursionError, OSError) as error:
         raise NotARunError(f"{error}; replay another step with --step") from error
+    _check_headers(headers, by_step[step], config)
     return step, found
+
+
+def _check_headers(headers: Sequence[_Header], paths: Sequence[Path], config: TrainConfig) -> None:
+    """Raises unless the journals are those of all ranks, sampled as the options say."""
+    params = training_params(config)
+    sampling = [params.seed, params.temperature, params.top_p, params.top_k]
+    world_size, num_batches = headers[0].world_size, 1 + max(each.batch for each in headers)
+    places = {}
+    for header, path in zip(headers, paths, strict=True):
+        named = journal_path(path.parent, header.step, header.batch, header.rank)
+        if named != path or header.world_size != world_size:
+            raise NotARunError(
+                f"{path} is that of rank {header.rank} of {header.world_size}, step {header.step}: "
+                "it was moved or changed; replay another step with --step"
+            )
+        if header.sampling != sampling:
+            found = short(header.sampling)
+            raise NotARunError(
+                f"{path} was sampled with seed, temperature, top_p and top_k {found}: "
+                f"{CONFIG_FILE} says {sampling}; give the run's own {CONFIG_FILE}"
+            )
+        places[header.batch, header.rank] = path
+    if len(places) != world_size * num_batches:
+        wanted = ((batch, rank) for batch in range(num_batches) for rank in range(world_size))
+        batch, rank = next(place for place in wanted if place not in places)
+        path = journal_path(paths[0].parent, headers[0].step, batch, rank)
+        raise NotARunError(
+            f"{path} is missing: the step was sampled by {world_size} ranks, and without rank "
+            f"{rank} it would be compared in part; replay another step with --step"
+        )
 
 
 def _prepared_actor(run: Path, step: int, config: TrainConfig, strategy: StrategyBase) -> nn.Module:

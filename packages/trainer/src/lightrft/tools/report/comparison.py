@@ -72,15 +72,9 @@ def _charts(runs: Mapping[str, RunData]) -> list[Chart]:
     metrics += [(f"Seconds: {stage}", f"{stage}_seconds", False) for stage in STAGES]
     charts = []
     for title, metric, is_shared in metrics:
-        series = {name: points for name, run in runs.items() if (points := run.points(metric))}
+        # Empty where a run has none: it keeps its colour.
+        series = {name: run.points(metric) for name, run in runs.items()}
         if any(value is not None for points in series.values() for _, value in points):
             shown = f"{title}: {metric}" if is_shared else title
-            charts.append(Chart(shown, "runs", _places(series, runs), metric=metric))
+            charts.append(Chart(shown, "runs", series, metric=metric))
     return charts
-
-
-def _places(
-    series: Mapping[str, Sequence[tuple[int, float | None]]], runs: Mapping[str, RunData]
-) -> dict[str, Sequence[tuple[int, float | None]]]:
-    """The series with an empty one for each run that has none: a run keeps its colour."""
-    return {name: series.get(name, []) for name in runs}

@@ -1,9 +1,11 @@
 """One self-contained HTML page about a run, which opens from disk without a network."""
 
+import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightrft.config.printable import printable
 from lightrft.config.toml import write_whole
 from lightrft.reporting.alarms import run_verdict
 from lightrft.reporting.files import CONFIG_FILE, REPORT_FILE
@@ -15,10 +17,12 @@ from lightrft.tools.report.sample_page import QUANTITIES, Choice, choose_samples
 TEMPLATE = "report.html.jinja"
 SCRIPT = "report.js"
 MAX_ALARMS = 12
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 # Of the way from the lowest to the highest reward of a run.
 SOLVED_SHARE = 0.95
 CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward", "eval/reward")),
+    ("Loss", ("loss", "eval/loss")),
     ("Spread of the rewards", ("reward_std",)),
     ("Groups of equal rewards", ("constant_group_share",)),
     ("Response length", ("response_length", "eval/response_length")),
@@ -106,10 +110,13 @@ def fill_template(
         **values: Of the template; of `tokens` the steps go to the script.
     """
     import jinja2
+    from markupsafe import Markup
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
+        # Of what models, data and hands have written into the files of a run.
+        finalize=lambda value: value if isinstance(value, Markup) else _shown(value),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -130,6 +137,11 @@ def fill_template(
             "tokens": tokens.steps if isinstance(tokens, Choice) else {},
         },
     )
+
+
+def _shown(value: object) -> str:
+    """A value as text without controls; how other texts run is the browser's business."""
+    return _CONTROLS.sub(lambda match: printable(match[0]), str(value))
 
 
 def find_alarms(run: RunData) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from lightrft.cli.errors import UsageError
 from lightrft.config import TrainConfig
-from lightrft.config.options import looks_secret, options_of
+from lightrft.config.options import is_number, looks_secret, options_of
 from lightrft.config.toml import format_toml, read_toml
 from lightrft.reporting.files import (
     CONFIG_FILE,
@@ -178,7 +178,7 @@ def _read_metrics(lines: JsonLines) -> tuple[dict[int, dict[str, float | None]],
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         return None
     # An integer may be too large for a float.
     return float(value) if abs(value) <= LARGEST and math.isfinite(value) else None
@@ -222,7 +222,7 @@ def _event(step: int, entry: Mapping[str, object]) -> Event:
 
 
 def _when(seconds: object) -> str:
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+    if not is_number(seconds):
         return ""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from lightrft.config.options import is_number
 from lightrft.reporting.files import SAMPLES_FILE, TRAJECTORIES_FILE, JsonLines
 from lightrft.tools.report.charts import format_number
 
@@ -255,7 +256,7 @@ def _exp(value: float | None) -> float | None:
 
 
 def _rounded(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value) or not math.isfinite(value):
         return None
     return float(f"{value:.5g}")
 

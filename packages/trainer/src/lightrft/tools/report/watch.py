@@ -1,5 +1,6 @@
 """A page that follows runs: served to this machine alone, rendered anew when their files change."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from socket import socket
 
 from lightrft.cli.errors import UsageError
+from lightrft.config.printable import one_line
 from lightrft.reporting.files import (
     CONFIG_FILE,
     EVENTS_FILE,
@@ -137,8 +139,14 @@ def _handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
             kind, make = answers[self.path]
-            body = make()
-            self.send_response(HTTPStatus.OK)
+            status = HTTPStatus.OK
+            try:
+                body = make()
+            except (UsageError, OSError) as error:  # a run that was removed meanwhile
+                text = one_line(str(error))
+                print(text, file=sys.stderr, flush=True)
+                kind, body, status = "text/plain; charset=utf-8", text.encode(), HTTPStatus.GONE
+            self.send_response(status)
             for name, value in (
                 ("Content-Type", kind),
                 ("Content-Length", str(len(body))),

@@ -1,34 +1,106 @@
 """The tests of a row, the program in an answer, and how the two are run together."""
 
+import ast
+import hashlib
+import inspect
 import json
+import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from lightrft.tools.rewards.sandbox import Ending
 
 MAX_CODE_CHARACTERS = 100_000
 _FENCES = ("```", "~~~")
+_KEY_BYTES = 32
+# What a program has no business with, unless it looks for its tests.
+_SUSPICIOUS = re.compile(r"_getframe|_current_frames|\bgc\b|\bbuiltins\b|__builtins__|__eq__")
+_COLLECTIONS: Mapping[str, Callable[[Any], object]] = {
+    "set": set,
+    "frozenset": frozenset,
+    "tuple": tuple,
+    "list": list,
+    "dict": dict,
+    "sorted": sorted,
+}
+
+
+def canonical(value: object) -> str:
+    """A text that equal values of Python's own types share, whatever their classes call equal.
+
+    It runs in the sandbox, too, of whose Python nothing is known but that it is version 3.
+
+    Raises:
+        TypeError: The value is of another type.
+    """
+    from collections.abc import Set
+
+    if value is None:
+        return "None"
+    if isinstance(value, str):
+        return str.__repr__(value)
+    if isinstance(value, (bytes, bytearray)):
+        return "b" + bytes(value).hex()
+    if isinstance(value, complex):
+        if value.imag:
+            return "c" + canonical(value.real) + canonical(value.imag)
+        value = value.real
+    if isinstance(value, float) and value - value != 0:
+        return f"{float(value)!r}"
+    if hasattr(value, "as_integer_ratio"):
+        numerator, denominator = value.as_integer_ratio()
+        return f"{numerator:x}/{denominator:x}"
+    if isinstance(value, (list, tuple)):
+        name = "list" if isinstance(value, list) else "tuple"
+        return name + "(" + ",".join(map(canonical, value)) + ")"
+    if isinstance(value, Set):
+        return "set(" + ",".join(sorted(map(canonical, value))) + ")"
+    if isinstance(value, dict):
+        pairs = [canonical(key) + ":" + canonical(item) for key, item in value.items()]
+        return "dict(" + ",".join(sorted(pairs)) + ")"
+    raise TypeError("no value of Python's own types")
+
+
 # Runs in the sandbox. The answer is a module that is not `__main__`; what it prints goes nowhere.
-# A test has passed when its line, which begins with a number of this run alone, is written.
-_HARNESS = """
-import json, os, sys, types
+# Where a test compares with a constant, a hash of the answer's value goes out and is compared
+# there, so that nothing in here knows what is right. Any other test has passed when its key is
+# written, which is read once it has run.
+_HARNESS = f"""
+import hashlib, json, os, sys, types
+{inspect.getsource(canonical)}
 def run():
-    job = json.load(sys.stdin)
-    results = os.fdopen(os.dup(1), "w")
+    build, execute, evaluate, show = compile, exec, eval, print
+    hashed, read = hashlib.sha256, os.read
+    requests, results = os.dup(0), os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0); os.dup2(null, 1)
+    size, text = int(read(requests, 8), 16), b""
+    while len(text) < size:
+        text += read(requests, size - len(text))
+    code, tests = json.loads(text)
     module = types.ModuleType("answer")
     sys.modules["answer"] = module
-    exec(compile(job["code"], "answer.py", "exec"), module.__dict__)
-    for index, test in enumerate(job["tests"]):
+    execute(build(code, "answer.py", "exec"), module.__dict__)
+    for index, (kind, test) in enumerate(tests):
+        line = None
         try:
-            exec(compile(test, f"test {index}", "exec"), dict(module.__dict__))
+            made = build(test, "test", kind)
+            if kind == "eval":
+                value = evaluate(made, dict(module.__dict__))
+                line = hashed(canonical(value).encode("utf-8", "surrogatepass")).hexdigest()
+            else:
+                execute(made, dict(module.__dict__))
+                line = ""
         except BaseException as error:
-            print(f"test {index}: {type(error).__name__}: {error}", file=sys.stderr)
-        else:
-            print(job["key"], index, file=results, flush=True)
+            show("test", index, type(error).__name__, error, file=sys.stderr)
+        if kind == "exec":
+            key = read(requests, {_KEY_BYTES}).decode()
+            line = key if line == "" else None
+        if line:
+            show(index, line, file=results, flush=True)
 run()
 """
 
@@ -60,6 +132,11 @@ class CodeOutcome:
 
     num_passed: int
     ended: Literal["passed", "failed", "timeout", "output", "deadline"]
+
+
+def is_suspicious(code: str) -> bool:
+    """Whether a program names what forged tests are made with; some honest ones do, too."""
+    return _SUSPICIOUS.search(code) is not None
 
 
 def find_code(response: str) -> str:
@@ -144,15 +221,54 @@ def run_tests(code: str, tests: CodeTests, run: Callable[[bytes, bytes], Ending]
 def _run_asserts(
     code: str, asserts: tuple[str, ...], run: Callable[[bytes, bytes], Ending]
 ) -> CodeOutcome:
-    key = secrets.token_hex(16)
-    job = json.dumps({"code": code, "tests": asserts, "key": key})
-    ending = run(_HARNESS.encode(), job.encode())
-    lines = set(ending.stdout.decode(errors="replace").splitlines())
-    num_passed = sum(f"{key} {index}" in lines for index in range(len(asserts)))
+    compared = [_comparison(test) for test in asserts]
+    keys = [secrets.token_hex(_KEY_BYTES // 2) for found in compared if found is None]
+    tests = [
+        ("exec", test) if found is None else ("eval", found[0])
+        for test, found in zip(asserts, compared, strict=True)
+    ]
+    job = _encoded(json.dumps([code, tests]))
+    ending = run(_HARNESS.encode(), b"%08x" % len(job) + job + "".join(keys).encode())
+    lines = Counter(ending.stdout.decode(errors="replace").splitlines())
+    numbers = Counter(line.partition(" ")[0] for line in lines.elements())
+    own = iter(keys)
+    expected = [next(own) if found is None else found[1] for found in compared]
+    # One line for each: who writes several tries.
+    num_passed = sum(
+        lines[f"{index} {line}"] == numbers[str(index)] == 1 for index, line in enumerate(expected)
+    )
     ended = _described(ending)
     if num_passed == len(asserts) and ended == "failed":
         return CodeOutcome(num_passed, "passed")
     return CodeOutcome(num_passed, ended)
+
+
+def _comparison(test: str) -> tuple[str, str] | None:
+    """Of `assert EXPRESSION == CONSTANT` the expression, and the hash of the constant; or None."""
+    statements = ast.parse(test).body
+    checked = statements[0].test if isinstance(statements[0], ast.Assert) else None
+    if len(statements) > 1 or not isinstance(checked, ast.Compare) or len(checked.ops) > 1:
+        return None
+    if not isinstance(checked.ops[0], ast.Eq):
+        return None
+    for expression, constant in ((0, 1), (1, 0)):
+        sides = (checked.left, checked.comparators[0])
+        try:
+            text = canonical(_constant(sides[constant]))
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            continue
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        return ast.unparse(sides[expression]), digest
+    return None
+
+
+def _constant(node: ast.expr) -> object:
+    """The value of a literal, or of a collection made of one; raises a ValueError without one."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        make = _COLLECTIONS.get(node.func.id)
+        if make is not None and len(node.args) == 1 and not node.keywords:
+            return make(ast.literal_eval(node.args[0]))
+    return cast("object", ast.literal_eval(node))
 
 
 def _described(ending: Ending) -> Literal["failed", "timeout", "output", "deadline"]:

@@ -1,4 +1,4 @@
-"""Computations that may hang or die, in a fork of this process."""
+"""Computations that may run without end or die, in a fork of this process."""
 
 import json
 import os
@@ -8,12 +8,15 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Never
 
+from lightrft.rewards.worker import ReportedError
+
 
 class Fork:
-    """Calls a function in a fork, which is killed when a call takes too long.
+    """Calls a function in a fork, which ends when a call takes too much processor time.
 
-    The next call forks anew, within milliseconds. Results may be made of what a stranger wrote, so
-    that they come as JSON.
+    The next call forks anew, within milliseconds. By the clock a call may take as long as it likes,
+    so that a busy machine decides nothing: whoever calls the worker has a deadline. Results may be
+    made of what a stranger wrote, so that they come as JSON.
 
     Args:
         compute: The function; its results are plain values.
@@ -24,17 +27,21 @@ class Fork:
         self._running: tuple[int, Connection] | None = None
 
     def call(self, *arguments: object, seconds: float) -> object:
-        """The result; None where it took longer, or the fork has died."""
-        if self._running is None:
-            self._running = self._start()
-        _, channel = self._running
+        """The result; None where it took more processor time, or the fork ended itself.
+
+        Raises:
+            ReportedError: The system killed the fork, which says nothing about the arguments.
+        """
+        process, channel = self._running = self._running or self._start()
         try:
-            channel.send(arguments)
-            if channel.poll(seconds):
-                return json.loads(channel.recv_bytes())
+            channel.send((arguments, seconds))
+            return json.loads(channel.recv_bytes())
         except (EOFError, OSError, ValueError):
-            pass
-        self.close()
+            _, status = os.waitpid(process, 0)
+            channel.close()
+            self._running = None
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+            raise ReportedError("the system killed its process, as it does when memory is used up")
         return None
 
     def close(self) -> None:
@@ -58,7 +65,13 @@ class Fork:
     def _serve(self, channel: Connection) -> Never:
         """Answers until the other end is closed."""
         try:
+            # Ends the process when its timer expires, in native code too.
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
             while True:
-                channel.send_bytes(json.dumps(self._compute(*channel.recv())).encode())
+                arguments, seconds = channel.recv()
+                signal.setitimer(signal.ITIMER_PROF, seconds)
+                answer = json.dumps(self._compute(*arguments)).encode()
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                channel.send_bytes(answer)
         finally:
             os._exit(0)

@@ -19,8 +19,8 @@ class GymReward:
     """The score of the task's own scorer, as it is: partial scores included.
 
     Components: the score under the task's name; `scorer_failed` is 1 where the scorer raised or
-    was not given the answer, `timeout` where it took longer than 5 s or ended its process. Both
-    score 0.
+    was not given the answer, which scores 0. Where it took more than 5 s of processor time, or
+    ended its process, the answer is undecided.
 
     Args:
         config: Its `reward_timeout_seconds` is the deadline of one call, `reward_workers` the
@@ -50,7 +50,7 @@ class GymReward:
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
-    ) -> list[RewardResult]:
+    ) -> list[RewardResult | None]:
         """See `RewardFunction.score`."""
         del prompts, labels
         if not responses:
@@ -70,7 +70,7 @@ class GymReward:
             ) from err
         except WorkerFailedError as err:
             raise RewardError(f"reward {self._spelling} failed: {err}") from err
-        return [self._result(score, how) for score, how in cast("list[tuple[float, str]]", found)]
+        return [self._result(scored) for scored in cast("list[tuple[float, str] | None]", found)]
 
     def close(self) -> None:
         """Ends the worker processes; may be called twice."""
@@ -86,9 +86,11 @@ class GymReward:
                 "--reward_recipe where data are mixed"
             )
 
-    def _result(self, score: float, how: str) -> RewardResult:
-        flags = {"scorer_failed": float(how == "failed"), "timeout": float(how == "timeout")}
-        return RewardResult(score, {self.name: score, **flags})
+    def _result(self, scored: tuple[float, str] | None) -> RewardResult | None:
+        if scored is None:
+            return None
+        score, how = scored
+        return RewardResult(score, {self.name: score, "scorer_failed": float(how == "failed")})
 
 
 def find_answer(response: str) -> str:

@@ -10,7 +10,7 @@ from lightrft.rewards.worker import ReportedError
 from lightrft.tools.rewards.fork import Fork
 
 # Score, and how it was found.
-Scored = tuple[float, Literal["scored", "failed", "timeout"]]
+Scored = tuple[float, Literal["scored", "failed"]]
 
 # Scorers that give the answer to `eval` or to sympy's parser, which uses that: only what cannot
 # call anything of Python's gets there.
@@ -47,17 +47,16 @@ class GymScorer:
         """Nothing to say."""
         return None
 
-    def __call__(self, request: object) -> list[Scored]:
-        """The scores of (answers, entries, seconds for each)."""
+    def __call__(self, request: object) -> list[Scored | None]:
+        """The scores of (answers, entries, seconds of processor time for each); None beyond."""
         answers, entries, seconds = cast(
             "tuple[Sequence[str], Sequence[Mapping[str, object]], float]", request
         )
         found = []
         try:
             for answer, entry in zip(answers, entries, strict=True):
-                scored = self._fork.call(answer, entry, seconds=seconds)
-                score, how = cast("Scored", scored or (0.0, "timeout"))
-                found.append((score, how))
+                scored = cast("Scored | None", self._fork.call(answer, entry, seconds=seconds))
+                found.append(None if scored is None else (scored[0], scored[1]))
         finally:
             # What an answer did to the fork is gone with it.
             self._fork.close()

@@ -8,6 +8,9 @@ httpx is imported at the first request.
 """
 
 import asyncio
+import base64
+import contextlib
+import importlib
 import ipaddress
 import json
 import math
@@ -17,8 +20,9 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Never, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
+from lightrft.config.options import MASK
 from lightrft.config.printable import one_line
 
 if TYPE_CHECKING:
@@ -31,6 +35,8 @@ FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.25, 10.0
 # A service that is there and talks nonsense will not learn better.
 MAX_GARBLED_ANSWERS = 3
 _SAID_BYTES = 800
+# Shorter credentials are replaced in errors only: in what an answer says they may be a number.
+_MIN_HIDDEN_CHARACTERS = 8
 
 
 class HttpError(Exception):
@@ -88,6 +94,28 @@ class HttpRequest:
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    def without_credentials(self, text: str, *, shortest: int = 1) -> str:
+        """A text of a stranger without the values that this request sends to be let in.
+
+        Args:
+            text: That may repeat them.
+            shortest: Values of fewer characters are left.
+        """
+        values = set[str]()
+        for name, value in self.headers.items():
+            if name != "content-type":
+                values |= {value, value.rpartition(" ")[2]}
+        with contextlib.suppress(ValueError):  # an address that cannot be read
+            parts = urlsplit(self.url)
+            user, password = unquote(parts.username or ""), unquote(parts.password or "")
+            basic = base64.b64encode(f"{user}:{password}".encode()).decode()
+            values |= {password, basic, *(value for _, value in parse_qsl(parts.query))}
+        spelled = {s for v in values for s in (v, quote(v, safe=""), v.replace("/", "\\/"))}
+        for value in sorted(spelled, key=len, reverse=True):
+            if len(value) >= shortest:
+                text = text.replace(value, MASK)
+        return text
+
 
 class HttpClient:
     """Sends requests and gives the bodies of their answers; holds a thread and connections.
@@ -108,7 +136,7 @@ class HttpClient:
         self._clients: dict[tuple[bool, bool], httpx.AsyncClient] = {}
 
     def fetch(self, request: HttpRequest) -> bytes:
-        """The body of a successful answer.
+        """The body of a successful answer, without the credentials that were sent.
 
         Raises:
             HttpError: There is none.
@@ -142,6 +170,8 @@ class HttpClient:
             thread.join(5)
 
     def _run(self, work: Coroutine[object, object, T]) -> T:
+        # On a busy machine this takes seconds, which are no part of the first request's deadline.
+        importlib.import_module("httpx")
         # A loop of its own: the caller's thread may already run one, as in a notebook.
         with self._lock:
             if self._loop is None:
@@ -170,7 +200,8 @@ class HttpClient:
                         last = error
                     num_garbled += last.is_garbled
                     if not last.is_temporary or num_garbled == MAX_GARBLED_ANSWERS:
-                        raise HttpError(f"{shown}: {last}") from last
+                        said = request.without_credentials(str(last))
+                        raise HttpError(f"{shown}: {said}") from last
                     wait = max(pause, last.wait_seconds)
                     ends = deadline.when() or math.inf
                     if asyncio.get_running_loop().time() + wait >= ends:
@@ -178,7 +209,7 @@ class HttpClient:
                     await asyncio.sleep(wait)
                     pause = min(2 * pause, MAX_WAIT_SECONDS)
         except TimeoutError:
-            reason = "" if last is None else f": {last}"
+            reason = "" if last is None else f": {request.without_credentials(str(last))}"
             raise HttpError(
                 f"{shown} gave no answer within {seconds:g} s and {num_attempts} attempts{reason}",
                 is_temporary=True,
@@ -194,7 +225,7 @@ class HttpClient:
             )
             answer = await client.send(made, stream=True)
             try:
-                return await _read(answer, self.limits.max_bytes)
+                return await _read(answer, request, self.limits.max_bytes)
             finally:
                 await answer.aclose()
         except httpx.RemoteProtocolError as err:
@@ -237,7 +268,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def _read(answer: "httpx.Response", max_bytes: int) -> bytes:
+async def _read(answer: "httpx.Response", request: HttpRequest, max_bytes: int) -> bytes:
     """The body, if the status is that of success."""
     if 300 <= answer.status_code < 400:
         raise HttpError(
@@ -250,13 +281,17 @@ async def _read(answer: "httpx.Response", max_bytes: int) -> bytes:
     data = bytearray()
     async for chunk in answer.aiter_raw():
         data += chunk
-        if not is_right and len(data) >= _SAID_BYTES:
+        if not is_right and len(data) >= 2 * _SAID_BYTES:
             break
         if len(data) > max_bytes:
             raise HttpError(f"the answer is longer than {max_bytes} bytes")
+    # As latin-1 every byte stays itself. Before anything is cut off: half a key is too much of it.
+    shortest = _MIN_HIDDEN_CHARACTERS if is_right else 1
+    text = request.without_credentials(data.decode("latin-1"), shortest=shortest)
+    body = text.encode("latin-1")
     if is_right:
-        return bytes(data)
-    said = one_line(bytes(data[:_SAID_BYTES]).decode(errors="replace"))
+        return body
+    said = one_line(body[:_SAID_BYTES].decode(errors="replace"))
     status = answer.status_code
     raise HttpError(
         f"status {status}, {said!r}" if said else f"status {status}",

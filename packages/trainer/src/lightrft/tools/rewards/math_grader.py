@@ -10,8 +10,9 @@ class MathGrader:
     """Compares two answers in LaTeX or plain notation by their mathematical value, in a worker.
 
     math-verify limits its time by SIGALRM, which does not stop native code; here its limits are
-    off. Comparisons run in a fork of this process, which is killed when one takes too long and
-    forked anew within milliseconds, where a new worker would load the grammar for seconds.
+    off. Comparisons run in a fork of this process, which ends when one takes too much processor
+    time and is forked anew within milliseconds, where a new worker would load the grammar for
+    seconds.
     """
 
     def __init__(self) -> None:
@@ -28,10 +29,10 @@ class MathGrader:
         return None
 
     def __call__(self, request: object) -> bool | None:
-        """Whether (answer, gold) are equal by value, found within so many seconds; else None.
+        """Whether (answer, gold) are equal by value; None beyond so many seconds of processor time.
 
-        What cannot be parsed has no value. None also where the comparison fails or dies: an answer
-        of a model must not end the run.
+        What cannot be parsed has no value. None also where the comparison fails or ends itself: an
+        answer of a model must not end the run.
         """
         answer, gold, seconds = cast("tuple[str, str, float]", request)
         return cast("bool | None", self._fork.call(answer, gold, seconds=seconds))

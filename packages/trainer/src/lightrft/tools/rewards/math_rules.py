@@ -17,6 +17,7 @@ from lightrft.rewards.process import (
     WorkerTimeoutError,
 )
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
+from lightrft.tools.rewards.polynomials import equal_polynomials
 
 # The start of a box, an escaped character (of which a brace is no brace), or a brace.
 _BRACE = re.compile(r"\\?\\(?:boxed|fbox)\s*+\{|\\.|[{}]", flags=re.DOTALL)
@@ -24,9 +25,11 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
 _HASHES = re.compile(r"####\s*([^\n]+)")
 _DECORATION = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\$", "$")
 MAX_ANSWER_CHARACTERS = 1000
-# Every answer gets the short time; then some of those that need more get the long one.
+# Of processor time: every answer gets the short one; then some of those that need more the long.
 _SHORT_SECONDS, _MAX_LONG = 1.0, 8
-_GRACE_SECONDS = 5.0
+# Of the deadline by the clock, in processor time of all answers of a round: what a model writes
+# must not use up the deadline, which would end the run.
+_ROUND_SHARE = 0.25
 # Spaces that separate nothing: `1 2` and `1 1/2` keep theirs.
 _SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 
@@ -75,18 +78,23 @@ def normalize(text: str) -> str:
 
 
 def quick_match(answer: str, gold: str) -> bool | None:
-    """True or False where the answers are equal as text or both plain numbers; else None.
+    """True or False where the answers are equal as text, both plain numbers or both polynomials.
+
+    None where that takes a grader.
 
     An empty answer equals nothing.
     """
     if not answer.strip():
         return False
-    if normalize(answer) == normalize(gold) != "":
+    plain, plain_gold = normalize(answer), normalize(gold)
+    if plain == plain_gold != "":
         return True
     if answer.endswith("%") != gold.endswith("%"):
         return None
     left, right = to_number(answer), to_number(gold)
-    return None if left is None or right is None else left == right
+    if left is None or right is None:
+        return equal_polynomials(plain, plain_gold)
+    return left == right
 
 
 def _is_number(text: str) -> bool:
@@ -145,15 +153,17 @@ GSM8K = MathRule("gsm8k", _gsm8k_answer, _gsm8k_gold)
 class MathReward:
     """1 if the response's final answer equals the label's, else 0; sees only the response.
 
-    Equal text and plain numbers are decided here; everything else by math-verify in worker
-    processes. An answer that the grader cannot decide in time scores 0 and counts in the component
-    `timeout`; one of more than 1000 characters is no final answer and scores 0. Every answer of a
-    batch is tried for a second before eight of those that need more get the whole deadline.
+    Equal text, plain numbers and polynomials are decided here; everything else by math-verify in
+    worker processes, which get processor time, so that a busy machine changes no reward. What they
+    cannot decide in it is None; an answer of more than 1000 characters is no final answer and
+    scores 0. Every answer of a call is tried for a second before
+    eight of those that need more get all of the time.
 
     Args:
         rule: Where the answers stand.
-        grading_seconds: Deadline of one comparison.
-        batch_seconds: Deadline of one call of `score`, starts of workers included.
+        grading_seconds: Processor time of one comparison.
+        batch_seconds: Deadline of one call of `score` by the clock, starts of workers included. A
+            call that does not keep it has failed.
         num_workers: Grading processes at most; none starts before it is needed.
     """
 
@@ -178,7 +188,7 @@ class MathReward:
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
-    ) -> list[RewardResult]:
+    ) -> list[RewardResult | None]:
         """See `RewardFunction.score`."""
         del prompts, columns
         deadline = time.monotonic() + self._batch_seconds
@@ -193,7 +203,9 @@ class MathReward:
                 pairs[index] = (answer, gold)
         for seconds, most in ((_SHORT_SECONDS, len(pairs)), (self._grading_seconds, _MAX_LONG)):
             undecided = [index for index in pairs if outcomes[index] is None][:most]
-            found = self._grade([pairs[index] for index in undecided], seconds, deadline)
+            share = _ROUND_SHARE * self._batch_seconds / max(1, len(undecided))
+            limit = min(seconds, self._grading_seconds, share)
+            found = self._grade([pairs[index] for index in undecided], limit, deadline)
             for index, outcome in zip(undecided, found, strict=True):
                 outcomes[index] = outcome
         return [self._result(outcome) for outcome in outcomes]
@@ -222,7 +234,7 @@ class MathReward:
     def _grade(
         self, pairs: Sequence[tuple[str, str]], seconds: float, deadline: float
     ) -> list[bool | None]:
-        """Whether each answer equals its gold answer; None where that was not found in time."""
+        """Whether each answer equals its gold answer; None where that takes more seconds."""
         if not pairs:
             return []
         idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
@@ -230,9 +242,9 @@ class MathReward:
             idle.put(worker)
 
         def grade(pair: tuple[str, str]) -> bool | None:
-            worker, limit = idle.get(), min(seconds, self._grading_seconds)
+            worker = idle.get()
             try:
-                return self._grade_one(worker, pair, limit, deadline)
+                return self._grade_one(worker, pair, seconds, deadline)
             finally:
                 idle.put(worker)
 
@@ -243,29 +255,24 @@ class MathReward:
     def _grade_one(
         self, worker: WorkerProcess, pair: tuple[str, str], seconds: float, deadline: float
     ) -> bool | None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return None
         try:
             if not worker.is_running:
-                worker.start(seconds=left)
-                left = deadline - time.monotonic()
-            limit = min(seconds, 0.9 * left)  # the worker gives up first, and lives on
-            answer = worker.call((*pair, limit), seconds=min(limit + _GRACE_SECONDS, left))
-            return cast("bool | None", answer)
-        except WorkerTimeoutError:
-            return None
-        except WorkerFailedError as err:
-            if time.monotonic() >= deadline:
-                return None
+                worker.start(seconds=max(deadline - time.monotonic(), 0.001))
+            left = deadline - time.monotonic()
+            return cast("bool | None", worker.call((*pair, seconds), seconds=left))
+        except (WorkerTimeoutError, WorkerFailedError) as err:
+            if isinstance(err, WorkerTimeoutError) or time.monotonic() >= deadline:
+                raise RewardError(
+                    f"reward {self.name!r}: not all answers were compared within "
+                    f"{self._batch_seconds:g} s: raise --reward_timeout_seconds"
+                ) from err
             raise RewardError(
                 f"reward {self.name!r} cannot grade the answer {pair[0][:200]!r} against "
                 f"{pair[1][:200]!r}: {err}"
             ) from err
 
-    def _result(self, outcome: bool | None) -> RewardResult:
-        score = 1.0 if outcome else 0.0
-        return RewardResult(score, {self.name: score, "timeout": float(outcome is None)})
+    def _result(self, outcome: bool | None) -> RewardResult | None:
+        return None if outcome is None else RewardResult(outcome * 1.0, {self.name: outcome * 1.0})
 
 
 def boxed_math(config: TrainConfig, name: str) -> MathReward:

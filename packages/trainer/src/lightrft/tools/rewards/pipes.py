@@ -1,5 +1,6 @@
-"""Feeding a process and reading it, within limits of time and size."""
+"""Feeding a process, reading it and measuring what it uses, within limits."""
 
+import contextlib
 import os
 import select
 import selectors
@@ -7,10 +8,15 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, cast
 
+import psutil
+
+from lightrft.rewards.supervisor import holds_more
+
 _CHUNK = 1 << 16
-# The interval at which another thread's wish to stop is checked.
+# The interval of looks at what a process uses, and of the question whether to stop.
 _POLL_SECONDS = 0.25
 
 
@@ -36,7 +42,7 @@ def capture(
     *,
     ends: float,
     max_bytes: int,
-    is_stopped: Callable[[], bool],
+    is_over: Callable[[], bool],
 ) -> Captured:
     """Sends the input and reads both outputs until the process ends or a limit is reached.
 
@@ -45,7 +51,7 @@ def capture(
         stdin: Its standard input.
         ends: By `time.monotonic`.
         max_bytes: Of both outputs together.
-        is_stopped: Checked four times a second.
+        is_over: Asked at least four times a second whether to stop.
     """
     pipes = cast("tuple[IO[bytes], ...]", (process.stdin, process.stdout, process.stderr))
     outputs = {file.fileno(): bytearray() for file in pipes[1:]}
@@ -59,7 +65,7 @@ def capture(
         num_open, is_full = len(outputs), False
         while num_open and not is_full:
             left = ends - time.monotonic()
-            if left <= 0 or is_stopped():
+            if left <= 0 or is_over():
                 break
             for key, _ in selector.select(min(left, _POLL_SECONDS)):
                 if key.fd == writes:
@@ -74,7 +80,7 @@ def capture(
                     selector.unregister(key.fd)
                     num_open -= 1
             is_full = sum(map(len, outputs.values())) > max_bytes
-    is_complete = not num_open and not is_full and _has_ended(process, ends)
+    is_complete = not num_open and not is_full and _has_ended(process, ends, is_over)
     stdout, stderr = (bytes(part[:max_bytes]) for part in outputs.values())
     return Captured(stdout, stderr, is_complete, is_full)
 
@@ -87,13 +93,83 @@ def _send(file: int, pending: memoryview) -> memoryview:
         return pending[:0]
 
 
-def _has_ended(process: "subprocess.Popen[bytes]", ends: float) -> bool:
+def _has_ended(
+    process: "subprocess.Popen[bytes]", ends: float, is_over: Callable[[], bool]
+) -> bool:
     """Whether the process ends in time; it may close its outputs and go on.
 
     It is not reaped: until then its number, and that of its group, belong to nobody else.
     """
     watched = os.pidfd_open(process.pid)
     try:
-        return bool(select.select([watched], [], [], max(0.0, ends - time.monotonic()))[0])
+        while True:
+            left = max(0.0, ends - time.monotonic())
+            if select.select([watched], [], [], min(left, _POLL_SECONDS))[0]:
+                return True
+            if not left or is_over():
+                return False
     finally:
         os.close(watched)
+
+
+class Consumption:
+    """Memory and processor time of a process and those below it, looked at four times a second.
+
+    None of it depends on what else the machine does: a process that waits for a processor or for
+    the disk does not wait by itself. Processes that live between two looks count with the
+    processor time of those that waited for them.
+
+    Args:
+        process: Id of the first process, which ends after all others.
+        memory_bytes: Limit of all together; pages that several share count once.
+        busy_seconds: Limit of their processor time.
+        idle_seconds: Limit of the time in which none of them had anything to do.
+    """
+
+    def __init__(
+        self, process: int, *, memory_bytes: int, busy_seconds: float, idle_seconds: float
+    ) -> None:
+        self._root = psutil.Process(process)
+        self._memory_bytes = memory_bytes
+        self._busy_limit, self._idle_limit = busy_seconds, idle_seconds
+        self._looked = time.monotonic()
+        self._busy = self._idle = 0.0
+
+    def is_over(self) -> bool:
+        """Whether a limit has been passed; looks if it is time for that."""
+        passed = time.monotonic() - self._looked
+        if passed < _POLL_SECONDS:
+            return False
+        self._looked += passed
+        processes = [self._root]
+        with contextlib.suppress(psutil.Error):
+            processes += self._root.children(recursive=True)
+        busy = max(self._busy, sum(map(_processor_seconds, processes)))
+        if not any(map(_has_work, processes)):
+            # A look that comes late says little of the time since the last one.
+            self._idle += max(0.0, min(passed, 2 * _POLL_SECONDS) - (busy - self._busy))
+        self._busy = busy
+        return (
+            busy > self._busy_limit
+            or self._idle > self._idle_limit
+            or holds_more(processes, self._memory_bytes)
+        )
+
+
+def _processor_seconds(process: psutil.Process) -> float:
+    """Of the process, and of its children that have ended."""
+    with contextlib.suppress(psutil.Error):
+        times = process.cpu_times()
+        return float(times.user + times.system + times.children_user + times.children_system)
+    return 0.0
+
+
+def _has_work(process: psutil.Process) -> bool:
+    """Whether a thread of it runs, or waits for a processor or the disk."""
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{process.pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                # The name before the state may hold anything, brackets too.
+                if (thread / "stat").read_text().rpartition(") ")[2][:1] in ("R", "D"):
+                    return True
+    return False

@@ -2,10 +2,12 @@
 
     POST url  {"queries": [...], "prompts": [...], "responses": [...], "labels": [...],
                "references": [...], columns...}
-    answer    {"rewards": [number, ...], "components": {name: [number, ...]}}
+    answer    {"rewards": [number, ...], "components": {name: [number, ...]},
+               "undecided": "reason"}
 
 `queries` are prompts followed by their responses; `references` repeats the labels for services
-that know them under this name; `components` may be left out.
+that know them under this name; `components` may be left out. With a reason under `undecided` each
+reward that is null could not be decided, and its components count for nothing.
 """
 
 import json
@@ -76,7 +78,7 @@ class RemoteReward:
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
-    ) -> list[RewardResult]:
+    ) -> list[RewardResult | None]:
         """See `RewardFunction.score`."""
         if not responses:
             return []
@@ -114,7 +116,7 @@ class RemoteReward:
                 f"reward service {self._shown} answered no JSON ({err}): {said!r}"
             ) from err
 
-    def _results(self, answer: object, count: int) -> list[RewardResult]:
+    def _results(self, answer: object, count: int) -> list[RewardResult | None]:
         if not isinstance(answer, dict):
             raise RewardError(
                 f"reward service {self._shown} must answer {count} finite numbers under 'rewards' "
@@ -126,10 +128,23 @@ class RemoteReward:
                 f"reward service {self._shown}: components must be an object of at most "
                 f"{MAX_COMPONENTS} lists"
             )
-        values = self._numbers("rewards", answer.get("rewards"), count)
-        columns = {name: self._numbers(name, found, count) for name, found in components.items()}
+        rewards, reason = answer.get("rewards"), answer.get("undecided")
+        gaps = set[int]()
+        # Without a reason a null is a failure of the service.
+        if isinstance(rewards, list) and isinstance(reason, str) and reason.strip():
+            gaps = {i for i, value in enumerate(rewards) if value is None}
+
+        def numbers(name: str, found: object) -> list[float]:
+            if gaps and isinstance(found, list):
+                found = [0.0 if i in gaps else value for i, value in enumerate(found)]
+            return self._numbers(name, found, count)
+
+        values = numbers("rewards", rewards)
+        columns = {name: numbers(name, found) for name, found in components.items()}
         return [
-            RewardResult(value, {self.name: value, **{n: c[i] for n, c in columns.items()}})
+            None
+            if i in gaps
+            else RewardResult(value, {self.name: value, **{n: c[i] for n, c in columns.items()}})
             for i, value in enumerate(values)
         ]
 

@@ -25,14 +25,14 @@ from typing import Literal, cast
 
 from lightrft.config.printable import one_line
 from lightrft.strategy.config import ConfigError
-from lightrft.tools.rewards.pipes import Captured, capture
+from lightrft.tools.rewards.pipes import Captured, Consumption, capture
 
 MAX_SLOTS = 16
 # Ids that Debian and systemd give to nobody; processes of one machine start at different ones.
 _FIRST_USER, _NUM_USERS = 60514, 669
 _SYSTEM_FOLDERS = ("lib", "lib32", "lib64", "bin", "sbin")
 _SYSTEM_PYTHON = "/usr/bin/python3"
-_WALL_FACTOR = 3.0
+_FACTOR = 3.0
 REMEDIES = (
     "allow user namespaces (sysctl user.max_user_namespaces above 0, "
     "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), install "
@@ -50,8 +50,9 @@ class SandboxLimits:
     """Limits of one program.
 
     Args:
-        cpu_seconds: Of each process; by the clock the program may take three times as long.
+        cpu_seconds: Of each process.
         memory_bytes: Address space of each process.
+        total_bytes: Memory of all processes together.
         num_processes: Threads included.
         file_bytes: Size of one file.
         folder_bytes: All its files together.
@@ -60,15 +61,16 @@ class SandboxLimits:
 
     cpu_seconds: float = 5.0
     memory_bytes: int = 512 << 20
+    total_bytes: int = 1 << 30
     num_processes: int = 32
     file_bytes: int = 16 << 20
     folder_bytes: int = 64 << 20
     output_bytes: int = 1 << 20
 
     @property
-    def wall_seconds(self) -> float:
-        """By the clock."""
-        return _WALL_FACTOR * self.cpu_seconds
+    def total_seconds(self) -> float:
+        """Of all processes together: processor time, and time in which none has work."""
+        return _FACTOR * self.cpu_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,9 @@ class Ending:
     """End of a program, with its output.
 
     Args:
-        reason: By itself (or by the processor limit), at the limit of time, of output, or at the
-            deadline of the caller, which says nothing about the program.
+        reason: By itself (or by the processor limit of a process), at a limit of all its processes
+            together (time or memory), at that of output, or at the deadline of the caller, which
+            says nothing about the program.
         returncode: None if it was ended here.
         stdout, stderr: What it printed, cut at the limit.
     """
@@ -131,14 +134,20 @@ class Sandbox:
         Raises:
             SandboxError: The sandbox did not start.
         """
-        ends = min(deadline, time.monotonic() + self.limits.wall_seconds)
+        limits = self.limits
         with self._started(source, slot) as (process, status):
+            used = Consumption(
+                process.pid,
+                memory_bytes=limits.total_bytes,
+                busy_seconds=limits.total_seconds,
+                idle_seconds=limits.total_seconds,
+            )
             found = capture(
                 process,
                 stdin,
-                ends=ends,
-                max_bytes=self.limits.output_bytes,
-                is_stopped=self._is_stopped.is_set,
+                ends=deadline,
+                max_bytes=limits.output_bytes,
+                is_over=lambda: self._is_stopped.is_set() or used.is_over(),
             )
             _kill(process)
             report = b"" if status is None else _read_all(status)

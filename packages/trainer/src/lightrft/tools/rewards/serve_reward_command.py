@@ -1,12 +1,19 @@
 """`lightrft serve-reward`: a reward function as an HTTP service for `--remote_rm_url`."""
 
+import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from lightrft.cli.errors import ExitCode
+from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser, add_number
 from lightrft.config import TrainConfig
+
+if TYPE_CHECKING:
+    from lightrft.rewards.types import RewardFunction
+    from lightrft.tools.rewards.service import RewardServer
 
 EXAMPLE_PORT = 8008
 
@@ -16,28 +23,20 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: An unknown reward function.
+        UsageError: An address where this machine cannot listen.
         RewardError: A reward function that cannot be loaded.
     """
     options = build_parser().parse_args(argv)
     from lightrft.rewards import build_reward
     from lightrft.tools.rewards.remote import TOKEN_VARIABLE
-    from lightrft.tools.rewards.service import RewardServer, ServiceLimits
 
     config = TrainConfig(
         reward_timeout_seconds=float(options.timeout_seconds), reward_env=tuple(options.reward_env)
     )
     token = options.token or os.environ.get(TOKEN_VARIABLE)
-    limits = ServiceLimits(
-        read_seconds=options.read_timeout_seconds,
-        max_body_bytes=options.max_body_mb << 20,
-        max_held_bytes=8 * options.max_body_mb << 20,
-        max_connections=options.max_connections,
-    )
     with (
         build_reward(options.reward_fn, config=config) as reward,
-        RewardServer(
-            reward, host=options.host, port=options.port, token=token, limits=limits
-        ) as server,
+        _server(reward, options, token) as server,
     ):
         if token is None and options.host not in ("127.0.0.1", "::1", "localhost"):
             print(
@@ -47,6 +46,30 @@ def run(argv: Sequence[str]) -> int:
         print(f"serving {reward.name} at http://{options.host}:{server.server_port}", flush=True)
         server.serve_forever()
     return ExitCode.OK
+
+
+def _server(
+    reward: "RewardFunction", options: argparse.Namespace, token: str | None
+) -> "RewardServer":
+    from lightrft.tools.rewards.service import RewardServer, ServiceLimits
+
+    limits = ServiceLimits(
+        read_seconds=options.read_timeout_seconds,
+        max_body_bytes=options.max_body_mb << 20,
+        max_held_bytes=8 * options.max_body_mb << 20,
+        max_connections=options.max_connections,
+    )
+    try:
+        return RewardServer(
+            reward, host=options.host, port=options.port, token=token, limits=limits
+        )
+    except (OSError, OverflowError, UnicodeError) as err:
+        if isinstance(err, OSError) and err.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        raise UsageError(
+            f"cannot listen at --host {options.host} --port {options.port} ({err}): expected an "
+            "address of this machine and a port from 0 to 65535"
+        ) from err
 
 
 def build_parser() -> Parser:

@@ -64,7 +64,8 @@ class RewardServer:
     Args:
         reward: The function.
         host, port: Where to listen; port 0 takes a free one (`server_port`).
-        token: Requests without `Authorization: Bearer TOKEN` are refused; None takes all.
+        token: Requests without `Authorization: Bearer TOKEN` are refused; None takes all but those
+            of sites in a browser.
         limits: What clients may cost.
     """
 
@@ -175,6 +176,8 @@ class RewardServer:
                 raise _RefusedError(HTTPStatus.UNAUTHORIZED, "wrong or no token")
         if method != "POST":
             raise _RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "expected POST")
+        if self._token is None:
+            _refuse_sites(headers)
         size = self._body_size(headers)
         if headers.get("expect", "").lower() == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -208,6 +211,8 @@ class RewardServer:
         try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._scorer, _score, self._reward, bytes(body))
+        except RecursionError:
+            raise _RefusedError(HTTPStatus.BAD_REQUEST, "nested too deeply") from None
         except ValueError as err:
             raise _RefusedError(HTTPStatus.BAD_REQUEST, one_line(str(err))) from err
         finally:
@@ -230,6 +235,16 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[str, Message]:
         return words[0], parse_headers(io.BytesIO(rest))
     except HTTPException:
         raise _RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers") from None
+
+
+def _refuse_sites(headers: Message) -> None:
+    """Refuses what a site in a browser of this machine may send without asking."""
+    if "origin" in headers:
+        raise _RefusedError(HTTPStatus.FORBIDDEN, "sites in a browser need a token")
+    if headers.get_content_type() != "application/json" or "content-type" not in headers:
+        raise _RefusedError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected Content-Type: application/json"
+        )
 
 
 async def _discard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -261,12 +276,19 @@ def _response(status: HTTPStatus, answer: Mapping[str, object]) -> bytes:
 
 def _score(reward: RewardFunction, body: bytes) -> dict[str, object]:
     results = reward.score(*_arguments(body))
-    names = sorted({name for result in results for name in result.components})
-    complete = [n for n in names if all(n in result.components for result in results)]
-    return {
-        "rewards": [result.reward for result in results],
-        "components": {n: [result.components[n] for result in results] for n in complete},
+    decided = [result for result in results if result is not None]
+    names = sorted({name for result in decided for name in result.components})
+    complete = [n for n in names if all(n in result.components for result in decided)]
+    answer: dict[str, object] = {
+        "rewards": [None if result is None else result.reward for result in results],
+        "components": {
+            name: [None if result is None else result.components[name] for result in results]
+            for name in complete
+        },
     }
+    if len(decided) < len(results):
+        answer["undecided"] = f"reward {reward.name!r} could not decide them within its limits"
+    return answer
 
 
 def _arguments(body: bytes) -> tuple[Texts, Texts, Labels, Columns]:

@@ -14,6 +14,7 @@ from lightrft.tools.rewards.code_tests import (
     CodeOutcome,
     CodeTests,
     find_code,
+    is_suspicious,
     read_tests,
     run_tests,
 )
@@ -28,7 +29,8 @@ class UnitTestsReward:
     """1 if the answer's program passes all tests of the row's label, else 0.
 
     Components: `tests_passed` is the share of the tests, `timeout` is 1 where a program was ended
-    for its time (or for the machine's memory). Without a sandbox that works it cannot be made.
+    for its time or memory, `suspicious` where it names what forged tests are made with. Without a
+    sandbox that works it cannot be made.
 
     Args:
         config: Its `sandbox`, `test_timeout_seconds` and `reward_timeout_seconds`, the deadline of
@@ -65,8 +67,9 @@ class UnitTestsReward:
         del prompts, columns
         deadline = time.monotonic() + self._seconds
         tests = [self._tests(index, label) for index, label in enumerate(labels)]
-        found = self._run_all([find_code(text) for text in responses], tests, deadline)
-        return [self._result(tested, len(row)) for tested, row in zip(found, tests, strict=True)]
+        codes = [find_code(text) for text in responses]
+        found = self._run_all(codes, tests, deadline)
+        return [self._result(*row) for row in zip(codes, tests, found, strict=True)]
 
     def label_problem(self, label: str | None) -> str | None:
         """The reason why no response to a row with this label can be right; None if one can."""
@@ -130,11 +133,12 @@ class UnitTestsReward:
             )
         return tested
 
-    def _result(self, tested: CodeOutcome, num_tests: int) -> RewardResult:
+    def _result(self, code: str, tests: CodeTests, tested: CodeOutcome) -> RewardResult:
         reward = float(tested.ended == "passed")
         components = {
             self.name: reward,
-            "tests_passed": tested.num_passed / num_tests,
+            "tests_passed": tested.num_passed / len(tests),
             "timeout": float(tested.ended == "timeout"),
+            "suspicious": float(is_suspicious(code)),
         }
         return RewardResult(reward, components)

@@ -1,0 +1,263 @@
+"""Files read back: of bounded size, of known types, with one error. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+from lightrft.config.options import LARGEST_INT, accepts, alternatives, short, type_hints, type_name
+
+T = TypeVar("T")
+MAX_BYTES = 2**28
+MAX_DEPTH = 200
+CHECKSUM = "sha256"
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_KINDS = {dict: "an object", list: "a list", str: "a string", type(None): "null"}
+
+
+class FileError(ValueError):
+    """A file that is missing, damaged or of another kind; the message names it and the place."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file with its hash.
+
+    Args:
+        path: Relative to the folder of the list that it is on, below it.
+        num_bytes, sha256: Of its content.
+    """
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if set(self.path.split("/")) & {"", ".", ".."} or "\0" in self.path:
+            raise ValueError(f"{short(self.path)} is no file below its folder")
+
+    @classmethod
+    def of(cls, folder: Path, name: str) -> FileEntry:
+        """The entry of a file that is there."""
+        path = folder / name
+        return cls(name, path.stat().st_size, file_sha256(path))
+
+    def damage(self, folder: Path) -> str | None:
+        """Difference of the file from its entry; None without one."""
+        path = folder / self.path
+        try:
+            if not path.is_file():
+                return f"{self.path} is missing"
+            if not path.resolve().is_relative_to(folder.resolve()):
+                return f"{self.path} is a link out of its folder"
+            if path.stat().st_size != self.num_bytes:
+                return f"{self.path} has {path.stat().st_size} bytes, expected {self.num_bytes}"
+            if file_sha256(path) != self.sha256:
+                return f"{self.path} does not match its SHA-256"
+        except OSError as error:  # a disk that cannot read it
+            return f"{self.path} cannot be read: {error}"
+        return None
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """The content of a file.
+
+    Raises:
+        FileError: It is missing, no regular file, cannot be read, or is larger.
+    """
+    try:
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise FileError(f"{path} {what}: expected a file")
+        with path.open("rb") as stream:
+            # Files of /proc have no size, and one may grow while it is read.
+            size = os.fstat(stream.fileno()).st_size or max_bytes
+            content = stream.read(min(size, max_bytes) + 1)
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(content) > max_bytes:
+        raise FileError(f"{path} has more than {max_bytes} bytes: expected at most so many")
+    return content
+
+
+def parse_json(content: bytes, place: object, *, max_depth: int = MAX_DEPTH) -> object:
+    """The value of a JSON text.
+
+    Raises:
+        FileError: It is none, or is nested too deep; the message begins with the place.
+    """
+    text = ""
+    try:
+        text = content.decode("utf-8")
+        value = cast("object", json.loads(text))
+    except UnicodeDecodeError as err:
+        raise FileError(f"{place} is not UTF-8: {err.reason} at byte {err.start}") from err
+    except json.JSONDecodeError as err:
+        where = f"column {err.colno}" if err.lineno == 1 else f"line {err.lineno}"
+        excerpt = text[max(err.pos - 20, 0) : err.pos + 20].strip()
+        raise FileError(
+            f"{place}: not valid JSON ({err.msg} at {where}, near {excerpt!r})"
+        ) from err
+    except RecursionError as err:
+        raise _too_deep(place, max_depth) from err
+    except ValueError as err:
+        raise FileError(f"{place}: a number has too many digits ({err})") from err
+    if text.count("[") + text.count("{") > max_depth:
+        require_flat(value, place, max_depth=max_depth)
+    if _SURROGATE.search(text):
+        _require_text(value, place)
+    return value
+
+
+def require_flat(value: object, place: object, *, max_depth: int = MAX_DEPTH) -> None:
+    """Raises a FileError if lists and mappings are nested deeper."""
+    level = [value]
+    for _ in range(max_depth):
+        level = [
+            item
+            for each in level
+            if isinstance(each, list | dict)
+            for item in (each.values() if isinstance(each, dict) else each)
+            if isinstance(item, list | dict)
+        ]
+        if not level:
+            return
+    raise _too_deep(place, max_depth)
+
+
+def _too_deep(place: object, max_depth: int) -> FileError:
+    return FileError(f"{place}: nested deeper than {max_depth} levels: expected a flatter value")
+
+
+def _require_text(value: object, place: object) -> None:
+    """Raises a FileError if a string has half of a surrogate pair, which is no character."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as err:
+        raise FileError(
+            f"{place}: a string has half of a surrogate pair "
+            f"(\\u{ord(err.object[err.start]):04x}), which is no character: write it in pairs or "
+            "leave it out"
+        ) from err
+
+
+def read_object(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, object]:
+    """The object in a JSON file; raises a FileError where there is none."""
+    return require_object(parse_json(read_bytes(path, max_bytes=max_bytes), path), path)
+
+
+def require_object(value: object, place: object) -> dict[str, object]:
+    """The value, if it is a JSON object; raises a FileError otherwise."""
+    if isinstance(value, dict):
+        return value
+    raise FileError(f"{place}: expected an object with names, got {kind_of(value)}")
+
+
+def kind_of(value: object) -> str:
+    """The JSON type of a value, for messages."""
+    return _KINDS.get(type(value), "a number" if isinstance(value, int | float) else repr(value))
+
+
+def sealed(values: Mapping[str, object]) -> str:
+    """The JSON text of an object, which ends with a hash of all the rest."""
+    return json.dumps({**_unhashed(values), CHECKSUM: _digest(values)}, indent=1)
+
+
+def unsealed(values: Mapping[str, object], place: object) -> dict[str, object]:
+    """What `sealed` was given; raises a FileError if the hash is that of something else."""
+    if values.get(CHECKSUM) != _digest(values):
+        raise FileError(f"{place} does not match its own SHA-256")
+    return _unhashed(values)
+
+
+def _unhashed(values: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in values.items() if name != CHECKSUM}
+
+
+def _digest(values: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(_unhashed(values), sort_keys=True).encode()).hexdigest()
+
+
+def typed(kind: type[T], value: object, place: object, *, skips_unknown: bool = False) -> T:
+    """Dataclasses, tuples and mappings from the values of JSON that stand for them.
+
+    Args:
+        kind: A dataclass, whose fields are annotated by such, or by what they are made of.
+        value: As JSON gives it.
+        place: Begins the message of an error.
+        skips_unknown: Names that a dataclass does not have are left out, and no error.
+
+    Raises:
+        FileError: A value has another type, is missing, unknown or refused by its dataclass.
+    """
+    return cast("T", _typed(kind, value, place, skips_unknown))
+
+
+def _typed(kind: object, value: object, place: object, skips: bool) -> object:
+    kinds = [each for each in alternatives(kind) if each is not types.NoneType]
+    if len(kinds) == 1 and (value is not None or kind is kinds[0]):
+        (kind,) = kinds
+        if isinstance(kind, type) and is_dataclass(kind):
+            return _record(kind, require_object(value, place), place, skips)
+        origin, items = typing.get_origin(kind), typing.get_args(kind)
+        if origin in (list, tuple, Sequence):
+            made = _items(items[0], value, place, skips)
+            return made if origin is list else tuple(made)
+        if origin in (dict, Mapping):
+            values = require_object(value, place)
+            return {n: _typed(items[1], v, f"{place}.{n}", skips) for n, v in values.items()}
+    is_long = isinstance(value, int) and abs(value) >= 2**64
+    if kind is not typing.Any and (is_long or not accepts(value, kind)):
+        raise FileError(f"{place}: got {short(value)}, expected {type_name(kind)}")
+    return value
+
+
+def _items(kind: object, value: object, place: object, skips: bool) -> list[object]:
+    if not isinstance(value, list):
+        raise FileError(f"{place}: got {short(value)}, expected a list")
+    if _are_plain(value, kind):
+        return value
+    return [_typed(kind, each, f"{place}[{i}]", skips) for i, each in enumerate(value)]
+
+
+def _are_plain(values: Sequence[object], kind: object) -> bool:
+    """Whether all are of a type that needs no closer look: there may be millions."""
+    if kind is int:
+        return all(type(value) is int and abs(value) <= LARGEST_INT for value in values)
+    return kind in (float, str) and all(type(value) is kind for value in values)
+
+
+def _record(kind: type[T], values: Mapping[str, object], place: object, skips: bool) -> T:
+    hints = type_hints(kind)
+    given = {
+        n: _typed(hints[n], v, f"{place}: {n}", skips) for n, v in values.items() if n in hints
+    }
+    needed = [
+        item.name
+        for item in fields(kind)  # type: ignore[arg-type]
+        if item.default is MISSING and item.default_factory is MISSING
+    ]
+    for what, names in (
+        ("lacks", [name for name in needed if name not in given]),
+        ("has unknown", [name for name in values if name not in hints and not skips]),
+    ):
+        if names:
+            raise FileError(f"{place} {what} {', '.join(map(short, names[:3]))}")
+    try:
+        return kind(**given)
+    except ValueError as error:
+        raise FileError(f"{place}: {error}") from error

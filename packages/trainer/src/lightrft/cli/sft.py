@@ -1,0 +1,77 @@
+"""`lightrft sft`: supervised fine-tuning; processes, signals and files are those of `train`."""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from lightrft.cli.errors import refuse, run_guarded
+from lightrft.cli.options import Parser, parse_options
+from lightrft.cli.train import StageCommand, run_stage, stage_parser
+from lightrft.config import ConfigError, TrainConfig
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft sft --help`.
+
+    Raises:
+        ConfigError: Options that cannot be run; one line for each problem.
+        UsageError: Arguments that cannot be read.
+        PreflightError: This machine lacks what the run needs.
+        DataError: Rows that cannot be used.
+    """
+    return run_stage(
+        argv,
+        StageCommand("lightrft.cli.sft", "sft", build_parser, parse, lambda _: None, next_commands),
+    )
+
+
+def next_commands(output_dir: str, model_dir: str) -> str:
+    """The place of the trained model, and the commands that come next."""
+    run, exported = map(shlex.quote, (output_dir, f"{output_dir}_exported"))
+    return (
+        f"model    {model_dir}\nnext     lightrft report {run}\n"
+        f"         lightrft export {run} {exported}"
+    )
+
+
+def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
+    """The configuration and the number of processes on this node.
+
+    Raises:
+        ConfigError: Unknown names, wrong values, missing files; all of them at once.
+        UsageError: Arguments that cannot be read.
+    """
+    config, parsed, problems = parse_options(build_parser(), argv)
+    if not problems:
+        from lightrft.cli.preflight import model_problems
+        from lightrft.run.resume import plan_run
+        from lightrft.stages.supervised.supervised_inputs import option_problems
+
+        world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
+        problems += option_problems(config, world_size)
+        if config.pretrain is not None:
+            problems += model_problems("--pretrain", config.pretrain)
+        try:
+            plan_run(config)
+        except ConfigError as err:
+            problems.append(str(err))
+    refuse(problems, ConfigError)
+    return config, parsed.nproc_per_node
+
+
+def build_parser(*, lists_all: bool = True) -> Parser:
+    """The parser of `lightrft sft`; options that are not given leave no trace.
+
+    Args:
+        lists_all: Otherwise it has only the options that most runs set.
+    """
+    return stage_parser(
+        "sft",
+        "Fine-tune a language model on texts, on answers to prompts or on conversations.",
+        lists_all=lists_all,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded("lightrft sft", lambda: run(sys.argv[1:])))

@@ -1,0 +1,301 @@
+"""Rows of supervised training: token ids, and which of them are trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.chat_turns import ChatTurns, Message
+from lightrft.datasets.files import Row, read_sources
+from lightrft.datasets.types import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MAX_EXAMPLES = 3
+# Columns of each kind of row; of a row with several kinds the first counts.
+KINDS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt and completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+# What may be trained of each kind, the default first.
+_CHAT = ("assistant", "last_assistant", "all")
+TRAINABLE: dict[str, tuple[str, ...]] = {
+    "messages": _CHAT,
+    "conversations": _CHAT,
+    "prompt and completion": ("completion", "all"),
+    "text": ("all",),
+}
+# Names of ShareGPT for roles.
+SPEAKERS = {
+    "human": "user",
+    "gpt": "assistant",
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedRow:
+    """A row to train on.
+
+    Args:
+        token_ids: [tokens] int32.
+        is_trained: [tokens] bool; never the first, which follows nothing.
+    """
+
+    token_ids: NDArray[np.int32]
+    is_trained: NDArray[np.bool_]
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens whose loss counts."""
+        return int(self.is_trained.sum())
+
+
+class SupervisedRows(Dataset[int]):
+    """Rows in the order of their files; an item is the position of its row.
+
+    Args:
+        rows: To train on.
+        summary: One line about what became of the data.
+    """
+
+    def __init__(self, rows: Sequence[SupervisedRow], summary: str) -> None:
+        self.rows, self.summary = tuple(rows), summary
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def load_supervised(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    *,
+    max_samples: int,
+    split: str,
+    probabilities: Sequence[float] = (),
+) -> SupervisedRows:
+    """Reads rows, renders them and marks what is trained.
+
+    Rows of more than `max_row_tokens` are left out and counted.
+
+    Args:
+        path: As `prompt_data`.
+        tokenizer: A fast one, where rows have prompt and completion.
+        config: Its options `train_on`, `apply_chat_template`, `chat_template`, `max_row_tokens` and
+            `seed` count.
+        max_samples: Use at most this many rows of the data, from the start.
+        split, probabilities: See `read_sources`.
+
+    Raises:
+        DataError: A row cannot be used, or all are too long.
+    """
+    read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
+    found, too_long, num_split = [], [], 0
+    encoder = _Encoder(tokenizer, config, kind_of(read[0]))
+    for row in read[:max_samples]:
+        made = list(encoder.rows(row))
+        num_split += len(made) > 1
+        for each in made:
+            if len(each.token_ids) > config.max_row_tokens:
+                too_long.append(row.location)
+            else:
+                found.append(each)
+    if not found:
+        raise DataError(
+            f"{path}: all {len(too_long)} rows exceed max_row_tokens = {config.max_row_tokens} "
+            "tokens; raise --max_row_tokens"
+        )
+    trained = sum(each.num_trained for each in found)
+    tokens = sum(len(each.token_ids) for each in found)
+    summary = (
+        f"{path}: {len(found)} rows ({encoder.kind}), {trained} of {tokens} tokens trained "
+        f"({encoder.train_on})"
+    )
+    if num_split:
+        summary += (
+            f"; {num_split} conversations in one row per turn, since the chat template shows "
+            "earlier turns otherwise than they were"
+        )
+    if too_long:
+        examples = ", ".join(too_long[:_MAX_EXAMPLES])
+        summary += f"; dropped {len(too_long)} over-long (first: {examples})"
+    return SupervisedRows(found, summary)
+
+
+def kind_of(row: Row) -> str:
+    """The kind of a row, by its columns.
+
+    Raises:
+        DataError: It has none.
+    """
+    for kind, columns in KINDS.items():
+        if all(row.columns.get(column) is not None for column in columns):
+            return kind
+    raise DataError(
+        f"{row.location}: expected a column messages, conversations or text, or prompt and "
+        f"completion; found {', '.join(map(repr, row.columns)) or 'none'}"
+    )
+
+
+class _Encoder:
+    """The way from rows of one kind to trained tokens; it refuses rows of another."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, kind: str) -> None:
+        self.kind, self.train_on = kind, config.train_on or TRAINABLE[kind][0]
+        if self.train_on not in TRAINABLE[kind]:
+            raise DataError(
+                f"train_on {self.train_on}: rows with {kind} take {' or '.join(TRAINABLE[kind])}"
+            )
+        self._tokenizer = tokenizer
+        self._in_chat = kind == "prompt and completion" and config.apply_chat_template
+        is_chat = "assistant" in TRAINABLE[kind] or self._in_chat
+        given = config.apply_chat_template or config.chat_template
+        if given and not is_chat:
+            name = "apply_chat_template" if config.apply_chat_template else "chat_template"
+            more = "" if kind == "text" else ", or add apply_chat_template"
+            raise DataError(f"{name}: rows with {kind} have no turns: leave it out{more}")
+        if kind == "prompt and completion" and not tokenizer.is_fast:
+            raise DataError(
+                "rows with prompt and completion need a fast tokenizer, which knows the place of "
+                f"each token: got {type(tokenizer).__name__}; give messages instead"
+            )
+        self._turns = ChatTurns(tokenizer) if is_chat else None
+
+    def rows(self, row: Row) -> Iterator[SupervisedRow]:
+        """What is trained of one row of the data; errors begin with its place."""
+        kind = kind_of(row)
+        if kind != self.kind:
+            raise DataError(
+                f"{row.location}: expected {self.kind}, as in the first row: got {kind}"
+            )
+        try:
+            for token_ids, is_trained in self._encoded(row):
+                trained = np.array(is_trained, dtype=np.bool_)
+                trained[:1] = False
+                if not trained.any():
+                    raise DataError("no token is trained: expected two tokens or more")
+                yield SupervisedRow(np.array(token_ids, dtype=np.int32), trained)
+        except DataError as err:
+            raise DataError(f"{row.location}: {err}") from err
+
+    def _encoded(self, row: Row) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
+        columns = row.columns
+        if self._turns is not None:
+            yield from self._chat(self._turns, columns)
+        elif self.kind == "text":
+            token_ids = self._closed(self._tokenizer(_text(columns, "text"))["input_ids"])
+            yield token_ids, [True] * len(token_ids)
+        else:
+            prompt, completion = _text(columns, "prompt"), _text(columns, "completion")
+            encoded = self._tokenizer(prompt + completion, return_offsets_mapping=True)
+            ends = [stop for _, stop in encoded["offset_mapping"]]
+            # A token that holds the end of the prompt and the beginning of the completion is
+            # sampled with the completion.
+            start = next((i for i, stop in enumerate(ends) if stop > len(prompt)), len(ends))
+            token_ids = self._closed(encoded["input_ids"])
+            if self.train_on == "all":
+                start = 0
+            yield token_ids, [place >= start for place in range(len(token_ids))]
+
+    def _closed(self, token_ids: Sequence[int]) -> list[int]:
+        """The ids with the end-of-sequence token behind them, if there is one."""
+        end: int | None = self._tokenizer.eos_token_id
+        if end is None or list(token_ids[-1:]) == [end]:
+            return [*token_ids]
+        return [*token_ids, end]
+
+    def _chat(
+        self, chat: ChatTurns, columns: Mapping[str, object]
+    ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
+        messages, tools = self._messages(columns), _tools(columns)
+        if self.train_on == "all":
+            token_ids = chat.conversation(messages, tools)
+            yield token_ids, [True] * len(token_ids)
+            return
+        turns = chat.turns(messages, tools, only_last=self.train_on == "last_assistant")
+        whole = turns[-1].token_ids
+        if all(whole[: len(turn.token_ids)] == turn.token_ids for turn in turns):
+            is_trained = np.zeros(len(whole), dtype=np.bool_)
+            for turn in turns:
+                is_trained[turn.start : len(turn.token_ids)] = True
+            yield whole, is_trained.tolist()
+            return
+        for turn in turns:
+            yield turn.token_ids, [i >= turn.start for i in range(len(turn.token_ids))]
+
+    def _messages(self, columns: Mapping[str, object]) -> list[Message]:
+        if self._in_chat:
+            pair = (("user", "prompt"), ("assistant", "completion"))
+            return [{"role": role, "content": _text(columns, name)} for role, name in pair]
+        content = columns[self.kind]
+        if not isinstance(content, Sequence) or isinstance(content, str) or not content:
+            raise DataError(
+                f"column {self.kind!r} must hold a list of messages: got {str(content)[:80]!r}"
+            )
+        read: Callable[[Mapping[str, object], str], Message] = _message
+        if self.kind == "conversations" and "from" in _as_mapping(content[0]):
+            read = _spoken
+        return [read(_as_mapping(each), f"message {n}") for n, each in enumerate(content, start=1)]
+
+
+def _text(columns: Mapping[str, object], name: str) -> str:
+    text = columns[name]
+    if not isinstance(text, str) or (not text and name != "prompt"):
+        raise DataError(f"column {name!r} must hold a text: got {str(text)[:80]!r}")
+    return text
+
+
+def _tools(columns: Mapping[str, object]) -> object:
+    """The column `tools`: a list, or one as JSON."""
+    tools = columns.get("tools") or None
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError as err:
+        raise DataError(f"column 'tools' is no JSON: {err}") from err
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f"column 'tools' must hold a list: got {str(tools)[:80]!r}")
+    return tools or None
+
+
+def _as_mapping(message: object) -> Mapping[str, object]:
+    return cast("Mapping[str, object]", message) if isinstance(message, Mapping) else {}
+
+
+def _message(message: Mapping[str, object], place: str) -> Message:
+    # Parquet fills absent fields with null.
+    found = {name: value for name, value in message.items() if value is not None}
+    content = found.setdefault("content", "" if "tool_calls" in found else None)
+    if not isinstance(found.get("role"), str) or not isinstance(content, str):
+        raise DataError(
+            f"{place} must be an object with role and a text as content: got "
+            f"{str(dict(message))[:80]!r}"
+        )
+    return found
+
+
+def _spoken(message: Mapping[str, object], place: str) -> Message:
+    speaker, text = message.get("from"), message.get("value")
+    if not isinstance(text, str) or speaker not in SPEAKERS:
+        raise DataError(
+            f"{place} must be an object with from ({', '.join(SPEAKERS)}) and a text as value: got "
+            f"{str(dict(message))[:80]!r}"
+        )
+    return {"role": SPEAKERS[speaker], "content": text}

@@ -1,0 +1,146 @@
+"""Facts of samples, written down where they arise, before anybody carries them on.
+
+The engine's ledger says what was sampled; this one says what was asked, answered and scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightrft.datasets.types import Prompt
+from lightrft.engines.ledger import hash_context
+from lightrft.engines.media.sources import ImageSource
+from lightrft.rewards.types import UNDECIDED, RewardResult
+
+# Of the rewards of a sample, in the order in which they are added.
+SOURCES = FUNCTION, MODELS, ENVIRONMENT = "function", "models", "environment"
+
+
+@dataclass(slots=True)
+class SampleEntry:
+    """Facts of one sample.
+
+    Args:
+        group_id, prompt: As they were asked; with the message of `reset`.
+        answers: By turn, what was answered to the calls in it: texts and images.
+        given: Text, label and columns of the prompt as the reward function got them.
+        rewards: By what gave them.
+        scored: Hashes of the ids that rewards were given to.
+        penalty: Added to the rewards for the length; None adds no component.
+        has_failed: Some reward could not be had.
+        is_abandoned: Its group was given up; what its reward says all the same, does not count.
+        is_filler: Its group only keeps the batch full.
+        lacks_baseline: The greedy completion that its group is compared with has no reward.
+        fault: Of its answers; "" is none.
+    """
+
+    group_id: int = -1
+    prompt: Prompt | None = None
+    answers: dict[int, list[tuple[str | ImageSource, ...]]] = field(default_factory=dict)
+    given: tuple[str, str | None, Mapping[str, object]] | None = None
+    rewards: dict[str, RewardResult] = field(default_factory=dict)
+    scored: set[str] = field(default_factory=set)
+    penalty: float | None = None
+    has_failed: bool = False
+    is_abandoned: bool = False
+    is_filler: bool = False
+    lacks_baseline: bool = False
+    fault: str = ""
+
+    def reward_is(self, source: str, reward: RewardResult, token_ids: Sequence[int] = ()) -> None:
+        """Notes a reward, and the ids of prompt and response that it was given to."""
+        self.rewards[source] = reward
+        self.has_failed |= reward is UNDECIDED
+        if token_ids:
+            self.scored.add(hash_context(token_ids))
+
+    @property
+    def problem(self) -> str:
+        """What its facts contradict; "" is nothing."""
+        if not self.has_failed and FUNCTION not in self.rewards:
+            return "nobody wrote down its reward"
+        if self.prompt is None:
+            return "nobody wrote down its prompt"
+        text, label, columns = self.given or (self.prompt.text, self.prompt.label, {})
+        pairs: dict[str, tuple[object, object]] = {
+            "text": (text, self.prompt.text),
+            "label": (label, self.prompt.label),
+        }
+        for name, value in columns.items():
+            pairs[f"column {name!r}"] = value, self.prompt.columns.get(name)
+        for name, (value, asked) in pairs.items():
+            if value is not asked:
+                return f"the reward got another {name} than the prompt has"
+        return self.fault
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether it is left out of the loss."""
+        return self.has_failed or self.is_filler or self.lacks_baseline
+
+    @property
+    def unshaped(self) -> float:
+        """The sum of the rewards."""
+        total = 0.0
+        for found in self._counted:
+            total += found.reward
+        return total
+
+    @property
+    def reward(self) -> float:
+        """The sum, and what the length adds."""
+        return self.unshaped + (0.0 if self.has_failed else self.penalty or 0.0)
+
+    @property
+    def components(self) -> dict[str, float]:
+        """Of all rewards, by name; where one failed, whether it could not be decided."""
+        if self.has_failed:
+            is_undecided = not self.is_abandoned and self.rewards.get(FUNCTION) is UNDECIDED
+            return dict(UNDECIDED.components) if is_undecided else {}
+        parts = {name: value for found in self._counted for name, value in found.components.items()}
+        if self.penalty is not None:
+            parts["overlong"] = self.penalty
+        return parts
+
+    @property
+    def accuracy(self) -> float:
+        """As in `ScoredRollout`."""
+        return self.components.get("accuracy", self.unshaped)
+
+    @property
+    def _counted(self) -> list[RewardResult]:
+        if self.has_failed:
+            return []
+        return [self.rewards[name] for name in SOURCES if name in self.rewards]
+
+
+class SampleLedger:
+    """The entries of the samples that one rank makes in a step."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, SampleEntry] = {}
+        self._greedy: SampleLedger | None = None
+
+    @property
+    def greedy(self) -> SampleLedger:
+        """That of the greedy samples beside them."""
+        self._greedy = self._greedy or SampleLedger()
+        return self._greedy
+
+    def of(self, sample_id: int) -> SampleEntry:
+        """The entry of a sample; any thread may ask."""
+        return self.entries.setdefault(sample_id, SampleEntry())
+
+    def ask(self, prompts: Iterable[Prompt], group_ids: Iterable[int], group_size: int) -> None:
+        """Notes which prompt each sample answers."""
+        for prompt, group_id in zip(prompts, group_ids, strict=True):
+            for index in range(group_size):
+                entry = self.of(group_id * group_size + index)
+                entry.group_id, entry.prompt = group_id, prompt
+
+    def lack_baselines(self, group_ids: Iterable[int]) -> None:
+        """Notes the groups whose greedy completions have no reward."""
+        lacking = set(group_ids)
+        for entry in self.entries.values():
+            entry.lacks_baseline |= entry.group_id in lacking

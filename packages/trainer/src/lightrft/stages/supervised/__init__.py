@@ -1,0 +1,1 @@
+"""Supervised fine-tuning as a stage: rows whose trained tokens are known before the run."""

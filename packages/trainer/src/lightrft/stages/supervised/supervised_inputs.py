@@ -1,0 +1,182 @@
+"""Inputs of supervised training: options and rows, checked first, then built with the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import options_of
+from lightrft.config.rules import batch_problems
+from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows, load_supervised
+from lightrft.engines.media.families import family_of
+from lightrft.engines.text import end_of_sequence_ids
+from lightrft.models import Actor, load_tokenizer
+from lightrft.models.loading import load_config
+from lightrft.models.sequence_model import freeze
+from lightrft.stages.policy.models import (
+    configure_model,
+    decide_by_machine,
+    load_policy,
+    read_model_facts,
+    trained_model,
+)
+from lightrft.stages.stage import TrainedModels
+from lightrft.stages.supervised.supervised_stage import SupervisedStage, planned_updates
+from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SHOWN_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedInputs:
+    """Rows of a run; see `StageInputs`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    data: SupervisedRows
+    held_out: tuple[SupervisedRow, ...] = ()
+
+    def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+        """See `StageInputs`; on CPUs, too, no logits of all tokens are held unless asked for."""
+        facts = read_model_facts(config, strategy)
+        strategy.check_model_size(facts.num_weights)
+        if config.fused_linear_logprob is None:
+            config = config.replaced({"fused_linear_logprob": True})
+        return decide_by_machine(config, strategy, facts=facts)
+
+    def build(self, config: TrainConfig, strategy: StrategyBase) -> SupervisedStage:
+        """See `StageInputs`."""
+        num_steps = planned_updates(self.data, config, strategy)
+        strategy.print(self.data.summary)
+        strategy.print(shown_mask(self.data.rows[0], self.tokenizer))
+        strategy.print(f"{num_steps} steps of {config.train_batch_size} rows")
+        with phase("load the model", timedelta(minutes=config.timeout_minutes)):
+            models = build_model(config, strategy, num_steps)
+        stage = SupervisedStage(config, strategy, models, self.data, self.held_out)
+        stage.text_part = self.tokenizer
+        module = strategy.unwrap_model(models.main.model)
+        if isinstance(module, Actor):
+            warn_of_end(self.data.rows[0], self.tokenizer, module, strategy.print)
+        return stage
+
+    def close(self) -> None:
+        """See `StageInputs`."""
+
+
+def read_inputs(config: TrainConfig) -> SupervisedInputs:
+    """Checks the options, then reads tokenizer and rows.
+
+    Raises:
+        ConfigError: Options that cannot be run.
+        DataError: Rows that cannot be used.
+        ModelLoadError: A tokenizer that cannot be read.
+    """
+    problems = option_problems(config, int(os.environ.get("WORLD_SIZE", "1")))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    path = str(config.pretrain)
+    if family_of(load_config(path)) is not None:
+        raise ConfigError(f"pretrain: {path} reads images, and supervised rows are text so far")
+    tokenizer = load_tokenizer(path, chat_template=config.chat_template)
+    data = load_supervised(
+        str(config.prompt_data),
+        tokenizer,
+        config,
+        max_samples=config.max_samples,
+        split=config.prompt_split,
+        probabilities=config.prompt_data_probs,
+    )
+    if len(data) < config.train_batch_size:
+        raise ConfigError(
+            f"{config.prompt_data} has {len(data)} usable rows, less than one step takes: lower "
+            f"train_batch_size (got {config.train_batch_size}) or give more rows"
+        )
+    if config.eval_data is None:
+        return SupervisedInputs(tokenizer, data)
+    held_out = load_supervised(
+        config.eval_data,
+        tokenizer,
+        config,
+        max_samples=config.max_eval_samples,
+        split=config.eval_split,
+    )
+    return SupervisedInputs(tokenizer, data, held_out.rows)
+
+
+def option_problems(config: TrainConfig, num_processes: int) -> list[str]:
+    """Problems of the options of supervised training, one line each.
+
+    Args:
+        config: Options of the run.
+        num_processes: Of the run.
+    """
+    found = [
+        f"--{name} is missing"
+        for name in ("pretrain", "prompt_data")
+        if config.__dict__[name] is None
+    ]
+    found += [
+        f"{name} is no option of supervised training: leave it out"
+        for name, (entry, info) in options_of(TrainConfig).items()
+        if "sft" not in info.commands and config.__dict__[name] != entry.default
+    ]
+    alike = {"rollout_batch_size": config.train_batch_size, "n_samples_per_prompt": 1}
+    lines = batch_problems(TrainConfig(**{**config.__dict__, **alike}), num_processes)
+    return found + [line.replace("rollout_batch_size", "train_batch_size") for line in lines]
+
+
+def build_model(config: TrainConfig, strategy: StrategyBase, max_steps: int) -> TrainedModels:
+    """Loads and prepares the model that is trained.
+
+    Args:
+        config: Its path and options.
+        strategy: Prepares it.
+        max_steps: Optimizer steps of the run, for the learning rate schedule.
+    """
+    with strategy.init_model_context(config.meta_init):
+        actor = load_policy(str(config.pretrain), config)
+    configure_model(actor, config)
+    freeze(actor, config.freeze_prefix)
+    ready, *_ = strategy.prepare_models_and_optimizers(actor, None, None, None, config, max_steps)
+    return TrainedModels((trained_model("actor", ready),))
+
+
+def warn_of_end(
+    row: SupervisedRow,
+    tokenizer: PreTrainedTokenizerBase,
+    actor: Actor,
+    write: Callable[[str], None],
+) -> None:
+    """Writes a line if a row is trained to end where engines do not stop."""
+    model = actor.pretrained
+    stops = end_of_sequence_ids(model.config, model.generation_config)
+    last = int(row.token_ids[row.is_trained][-1])
+    if last not in stops:
+        ends = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(list(stops)))) or "no token"
+        write(
+            f"warning: the first row is trained to end in {tokenizer.decode([last])!r}, and "
+            f"generation stops at {ends}: add {last} to eos_token_id in generation_config.json of "
+            "the model"
+        )
+
+
+def shown_mask(row: SupervisedRow, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The beginning of a row as text, what is trained between >> and <<."""
+    changes = np.flatnonzero(row.is_trained[1:] != row.is_trained[:-1]) + 1
+    edges = [0, *changes.tolist(), len(row.token_ids)]
+    text = ""
+    for start, stop in pairwise(edges):
+        piece = tokenizer.decode(row.token_ids[start:stop].tolist())
+        text += f">>{piece}<<" if row.is_trained[start] else piece
+    cut = "..." if len(text) > _SHOWN_CHARACTERS else ""
+    return f"the first row, what is trained between >> and <<: {text[:_SHOWN_CHARACTERS]!r}{cut}"

@@ -1,0 +1,390 @@
+"""Decisions of a step: what its options, a count of its updates and the step before ask for.
+
+A number of the record serves only where none of them says what it has to be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrft.config import TrainConfig
+from lightrft.config.options import options_of
+from lightrft.tools.audit.corrections import Borders, Pair
+from lightrft.tools.audit.findings import Findings
+from lightrft.tools.audit.losses import kl_term
+from lightrft.tools.audit.optimizers import ADAM, ADAM_EPS, DECOUPLED
+from lightrft.tools.audit.record import (
+    CONFIG,
+    Flags,
+    RawSamples,
+    RecordError,
+    StepRecord,
+    UpdateFacts,
+    named,
+    read_record,
+    recorded_steps,
+    rows_of,
+)
+from lightrft.tools.audit.samples import build_rows, merged_moments, paid_rewards
+
+# Of one step, how much of the KL weight may change.
+MAX_KL_ERROR = 0.2
+METRICS, NO_UPDATE = "metrics.jsonl", "dynamic/skipped_steps"
+
+
+def options_of_step(run: Path, record: StepRecord) -> tuple[TrainConfig, bool]:
+    """The options that a step had to follow, and whether its optimizers are theirs.
+
+    They are those of the run; of the step itself only what a run may change or decide on its way.
+    Without a config.toml of the run the trainer was built in Python: its optimizers may be, too.
+    """
+    own = TrainConfig.load(record.folder / CONFIG)
+    if not (run / CONFIG).is_file():
+        return own, False
+    found = TrainConfig.load(run / CONFIG)
+    free = {
+        name: own.__dict__[name]
+        for name, (_, info) in options_of(TrainConfig).items()
+        if info.may_change or info.by_machine or found.allow_changes
+    }
+    return found.replaced(free), True
+
+
+def step_before(run: Path, record: StepRecord, config: TrainConfig) -> StepRecord | None:
+    """The record of the step before; None without one, or where it may be of another try."""
+    number = record.facts.step - 1
+    # A continued run that records fewer steps leaves those of the try before where they are.
+    if config.audit_every == 1 and number in recorded_steps(run):
+        with contextlib.suppress(RecordError):
+            return read_record(run, number)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """Numbers that a step begins with, and sizes of its update.
+
+    Args:
+        kl_coef: Weight of the KL term; None is unknown.
+        reward_moments: Count, mean and squared deviations of all rewards before; empty without,
+            None is unknown.
+        lora_scale: Of the adapters; 0 without.
+        schedule_steps: Optimizer steps of the whole run, by model; 0 is unknown.
+        counts: Optimizer steps before this step, by model; None is unknown.
+    """
+
+    kl_coef: float | None
+    reward_moments: list[float] | None
+    lora_scale: float
+    schedule_steps: Mapping[str, int]
+    counts: Mapping[str, int | None]
+
+
+def decide(
+    run: Path,
+    record: StepRecord,
+    before: StepRecord | None,
+    config: TrainConfig,
+    *,
+    is_configured: bool,
+) -> Decisions:
+    """The decisions of a step.
+
+    Args:
+        run: Its metrics say which updates were left out.
+        record: Of the step.
+        before: Of the step before; None without.
+        config: What it had to follow.
+        is_configured: All models are made from the options.
+    """
+    has_reference = is_configured or record.values.ref_logprobs.size > 0
+    facts = record.facts
+    return Decisions(
+        _kl_coef(record, before, config) if has_reference else 0.0,
+        _reward_moments(record, before, config),
+        config.lora_alpha / config.lora_rank if config.lora_rank else 0.0,
+        {
+            name: _taken_steps(name, facts.num_planned, config) * _updates_of_step(config)
+            if is_configured
+            else 0
+            for name in facts.optimizers
+        },
+        {name: _count(name, run, record, before, config) for name in facts.optimizers},
+    )
+
+
+def kl_estimator(config: TrainConfig) -> str:
+    """The estimator of the KL term; that of its place unless the user chose one."""
+    return config.kl_estimator or ("k3+" if config.use_kl_loss else "k1")
+
+
+def _taken_steps(model: str, num_steps: int, config: TrainConfig) -> int:
+    """Of the first steps of a run, those in which a model is updated."""
+    num_frozen = max(config.freezing_actor_steps, 0) if model == "actor" else 0
+    return max(num_steps - num_frozen, 0)
+
+
+def _updates_of_step(config: TrainConfig) -> int:
+    num_rows = config.rollout_batch_size * config.n_samples_per_prompt
+    return num_rows // config.train_batch_size * config.max_epochs
+
+
+def _kl_coef(record: StepRecord, before: StepRecord | None, config: TrainConfig) -> float | None:
+    """Ziegler et al. 2019, arXiv:1909.08593: it follows the KL of the step before."""
+    if config.init_kl_coef == 0 or config.kl_target is None or record.facts.step == 1:
+        return config.init_kl_coef
+    if before is None:
+        return None
+    run, lengths = before.values, before.samples.prompt_lengths + before.samples.response_lengths
+    mask = run.response_mask
+    num_rows = sum(bool(mask[where].any()) for where in rows_of(lengths))
+    if num_rows == 0:
+        return before.facts.kl_coef
+    exact = (each.astype(np.float64) for each in (run.old_logprobs, run.ref_logprobs))
+    old, reference = (Pair(each, each) for each in exact)
+    total = kl_term(kl_estimator(config), old, reference, old, mask, Borders(0.0)).value.sum()
+    error = np.clip(total / num_rows / config.kl_target - 1, -MAX_KL_ERROR, MAX_KL_ERROR)
+    return float(before.facts.kl_coef * (1 + error * len(lengths) / config.kl_horizon))
+
+
+def _reward_moments(
+    record: StepRecord, before: StepRecord | None, config: TrainConfig
+) -> list[float] | None:
+    if not config.reward_running_norm:
+        return []
+    if record.facts.step == 1:
+        return [0.0, 0.0, 0.0]
+    if before is None:
+        return None
+    rewards = paid_rewards(before.samples, config)[0]
+    is_kept = build_rows(before.samples, config).is_kept
+    return merged_moments(before.facts.reward_moments, rewards[is_kept])
+
+
+def _count(
+    model: str, run: Path, record: StepRecord, before: StepRecord | None, config: TrainConfig
+) -> int | None:
+    """Optimizer steps that a model took before this step."""
+    num_steps = record.facts.step - 1
+    if before is not None:
+        made = [u for u in before.facts.updates if u.model == model and not u.is_skipped]
+        return before.facts.optimizers[model].schedule_position + len(made)
+    if num_steps and config.allow_changes:
+        return None
+    num_steps = _taken_steps(model, num_steps, config)
+    left_out = _left_out(model, run, record.facts.step, config)
+    return None if left_out is None else round((num_steps - left_out) * _updates_of_step(config))
+
+
+def _left_out(model: str, run: Path, step: int, config: TrainConfig) -> float | None:
+    """Steps before this one whose updates were not taken, by the run's metrics; None is unknown.
+
+    Their gradients were not finite, or dynamic sampling found nothing to learn from.
+    """
+    path, found = run / METRICS, 0.0
+    if not path.is_file():
+        return None if config.dynamic_sampling and step > 1 else 0.0
+    names = ("skipped_steps" if model == "actor" else f"{model}_skipped_steps", NO_UPDATE)
+    first = config.freezing_actor_steps + 1 if model == "actor" else 1
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            entry = json.loads(line)
+            if max(first, 1) <= entry["step"] < step:
+                found += sum(entry.get(name) or 0.0 for name in names)
+    return found
+
+
+def check_decisions(
+    found: Findings, decided: Decisions, record: StepRecord, config: TrainConfig, is_kept: Flags
+) -> None:
+    """Compares what a step began with, and the sizes and contents of its update.
+
+    Args:
+        found: Receives the comparisons.
+        decided: See there.
+        record: Of the step.
+        config: What it had to follow.
+        is_kept: [rows] bool, the row is trained on.
+    """
+    facts = record.facts
+    _check_dtype(found, facts.compute_dtype, config)
+    _check_groups(found, record.samples, config)
+    if decided.kl_coef is None:
+        found.skip("KL weight", "it follows the KL of the step before, which is not recorded")
+    else:
+        # What float32 leaves of the KL terms of a row.
+        found.number("KL weight", facts.kl_coef, decided.kl_coef, floor=1e-6 * decided.kl_coef)
+    _check_moments(found, decided, record, config)
+    found.number("scale of adapters", facts.lora_scale, decided.lora_scale)
+    has_updates = bool(is_kept.any()) or not config.dynamic_sampling
+    for model in facts.optimizers:
+        is_frozen = model == "actor" and facts.step <= config.freezing_actor_steps
+        num_epochs = config.max_epochs if has_updates and not is_frozen else 0
+        own = [update for update in facts.updates if update.model == model]
+        _check_updates(found, model, own, record, config, num_epochs)
+        _check_micro_batches(found, own, record.samples, config)
+
+
+def _check_dtype(found: Findings, dtype: str, config: TrainConfig) -> None:
+    if config.bf16 is not None:
+        is_bf16 = np.array([dtype == "bfloat16"])
+        found.exact("computes in bfloat16", is_bf16, np.array([config.bf16]))
+
+
+def _check_groups(found: Findings, samples: RawSamples, config: TrainConfig) -> None:
+    """The rows of a group answer the same tokens, and each group has all of its rows."""
+    whole = list(rows_of(samples.prompt_lengths + samples.response_lengths))
+    prompts = [
+        samples.token_ids[where][:size].tobytes()
+        for where, size in zip(whole, samples.prompt_lengths, strict=True)
+    ]
+    groups, first = np.unique(samples.group_ids, return_index=True)
+    of_group = dict(zip(groups.tolist(), first.tolist(), strict=True))
+    strange = [
+        prompt != prompts[of_group[group]]
+        for prompt, group in zip(prompts, samples.group_ids.tolist(), strict=True)
+    ]
+    found.exact("prompts of groups", np.array(strange), np.zeros(len(strange), dtype=np.bool_))
+    sizes = np.array([int((samples.group_ids == group).sum()) for group in groups])
+    wanted = np.full(config.rollout_batch_size, config.n_samples_per_prompt)
+    found.exact("rows of groups", sizes, wanted)
+
+
+def _check_moments(
+    found: Findings, decided: Decisions, record: StepRecord, config: TrainConfig
+) -> None:
+    seen, own = record.facts.reward_moments, decided.reward_moments
+    name = "rewards counted before"
+    if own is None:
+        most = (record.facts.step - 1) * config.rollout_batch_size * config.n_samples_per_prompt
+        # Rewards may have failed.
+        fails = config.reward_failure == "mask" or config.dynamic_sampling or config.has_episodes
+        least = 1 if fails or config.allow_changes else most
+        count = seen[0] if seen else 0.0
+        short = max(0.0, least - count, 0.0 if config.allow_changes else count - most)
+        found.add(name, count, float(most), short, 0.0)
+    elif own and len(seen) == len(own):
+        spread = math.sqrt(own[2] / max(own[0], 1))
+        names = (name, "their mean", "their squared deviations")
+        for each, run, wanted, scale in zip(names, seen, own, (0.0, spread, 0.0), strict=True):
+            found.number(each, run, wanted, scale=scale)
+    elif own or seen:
+        found.add(name, float(len(seen)), float(len(own)), math.inf, 0.0)
+
+
+def _check_updates(
+    found: Findings,
+    model: str,
+    updates: Sequence[UpdateFacts],
+    record: StepRecord,
+    config: TrainConfig,
+    num_epochs: int,
+) -> None:
+    """Every epoch trains each row once, in the optimizer batches that the seed gives."""
+    place = {int(i): row for row, i in enumerate(record.samples.sample_ids)}
+    num_rows, size = len(place), config.train_batch_size
+    num_batches = num_rows // size
+    batches = [[place[i] for micro in u.micro_batches for i in micro] for u in updates]
+    found.number(f"updates of the {model}", len(batches), num_epochs * num_batches)
+    sizes = np.array([len(batch) for batch in batches], dtype=np.int64)
+    found.exact(f"rows of each update of the {model}", sizes, np.full(len(batches), size))
+    epochs = [batches[i : i + num_batches] for i in range(0, len(batches), max(num_batches, 1))]
+    trained = [np.sort([row for batch in epoch for row in batch]) for epoch in epochs]
+    each = np.concatenate([np.zeros(0, np.int64), *trained])
+    found.exact(f"rows that train the {model}", each, np.tile(np.arange(num_rows), num_epochs))
+    if (sizes == size).all():
+        order = np.random.default_rng([config.seed, record.facts.step - 1]).permutation(num_rows)
+        planned = _in_order(order.reshape(-1, size).tolist())
+        contents = np.array([_in_order(epoch) for epoch in epochs])
+        found.exact(f"optimizer batches of the {model}", contents, np.array([planned] * num_epochs))
+
+
+def _in_order(batches: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The rows of each batch, and the batches, in an order of their own."""
+    return sorted(sorted(batch) for batch in batches)
+
+
+def _check_micro_batches(
+    found: Findings, updates: Sequence[UpdateFacts], samples: RawSamples, config: TrainConfig
+) -> None:
+    """Micro batches hold their number of rows, or no more than their tokens."""
+    size, tokens = config.micro_train_batch_size, config.micro_batch_tokens
+    micros = [micro for update in updates for micro in update.micro_batches]
+    if tokens is None and not config.packing_samples:
+        sizes = np.array([len(micro) for micro in micros], dtype=np.int64)
+        found.exact("rows of micro batches", sizes, np.full(len(micros), size))
+        return
+    lengths = samples.prompt_lengths + samples.response_lengths
+    by_id = dict(zip(samples.sample_ids.tolist(), lengths.tolist(), strict=True))
+    limit = tokens or size * config.max_episode_tokens
+    counts = [[by_id[i] for i in micro] for micro in micros if len(micro) > 1]
+    held = [sum(each) if config.packing_samples else len(each) * max(each) for each in counts]
+    most = max(held, default=0)
+    found.add("tokens of micro batches", float(most), float(limit), max(0.0, most - limit), 0.0)
+
+
+def check_optimizers(
+    found: Findings,
+    decided: Decisions,
+    record: StepRecord,
+    config: TrainConfig,
+    states: Mapping[str, Mapping[str, Tensor]],
+    wanted: Mapping[str, Collection[str]],
+) -> None:
+    """Compares classes, numbers, trained names, counters and schedules with the options.
+
+    Args:
+        found: Receives the comparisons.
+        decided: See there.
+        record: Of the step.
+        config: What it had to follow.
+        states: Before the step, by model.
+        wanted: Names of the weights that each model trains.
+    """
+    for model, facts in record.facts.optimizers.items():
+        count, groups = decided.counts[model], facts.groups
+        is_right = np.array([facts.kind in DECOUPLED])
+        found.exact(f"optimizer of the {model} is AdamW", is_right, np.array([True]))
+        for key, own in (("eps", ADAM_EPS), ("betas", config.adam_betas)):
+            seen = np.array([group["numbers"].get(key, math.nan) for group in groups])
+            found.exact(f"{key} of the {model}", seen, np.array([own] * len(groups)))
+        names = {name for group in groups for name in group["names"]}
+        odd = sorted(names ^ set(wanted[model]))
+        note = f"such as {odd[0]}" if odd else ""
+        sizes = float(len(names)), float(len(wanted[model]))
+        found.add(f"trained weights of the {model}", *sizes, float(len(odd)), 0.0, note)
+        num_steps = decided.schedule_steps[model]
+        if num_steps and facts.schedule_steps:
+            found.number(f"schedule length, {model}", facts.schedule_steps, num_steps)
+        if count is None:
+            found.skip(f"updates of the {model} before", "the run does not say how many it took")
+            continue
+        found.number(f"schedule position, {model}", facts.schedule_position, count)
+        counters = [float(value.max()) for value in named(states[model], "step").values()]
+        if counters or (facts.kind in ADAM and count and not named(states[model], "exp_avg")):
+            found.number(f"Adam's steps, {model}", max(counters, default=0.0), count)
+
+
+def check_link(
+    found: Findings, before: StepRecord, states: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """A step begins with the weights and optimizer states that the one before ended with."""
+    for model, own in states.items():
+        after = before.state("after", model)
+        odd = sorted(
+            name
+            for name in own.keys() | after.keys()
+            if name not in own or name not in after or not torch.equal(own[name], after[name])
+        )
+        note = f"such as {odd[0]}" if odd else ""
+        sizes = float(len(own)), float(len(after))
+        found.add(f"states before, {model}", *sizes, float(len(odd)), 0.0, note)

@@ -1,0 +1,130 @@
+"""Masks of assistant turns for chat templates of ten families."""
+
+from __future__ import annotations
+
+import pytest
+from tests.datasets import chat_families
+from tests.datasets.chat_families import FAMILIES
+from tokenizers.pre_tokenizers import ByteLevel
+
+from lightrft.datasets.chat_turns import ChatTurns
+from lightrft.datasets.types import DataError
+
+CHAT = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "ok."},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "all"},
+]
+THOUGHT = [*CHAT[:1], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nok."}, *CHAT[2:]]
+# Family -> what is trained of each turn of CHAT. GLM ends a turn by the mark of the next role.
+TRAINED = {
+    "Qwen2.5": ["ok.<|im_end|>", "all<|im_end|>"],
+    "SmolLM2": ["ok.<|im_end|>", "all<|im_end|>"],
+    "Hermes": ["ok.<|im_end|>", "all<|im_end|>"],
+    "Qwen3": [
+        "<think>\n\n</think>\n\nok.<|im_end|>",
+        "<think>\n\n</think>\n\nall<|im_end|>",
+    ],
+    "Llama 3": ["ok.<|eot_id|>", "all<|eot_id|>"],
+    "Mistral": [" ok.</s>", " all</s>"],
+    "Gemma": ["ok.<end_of_turn>", "all<end_of_turn>"],
+    "Phi": ["ok.<|end|>", "all<|end|>"],
+    "GLM": ["\nok.<|user|>", "\nall<|user|>"],
+}
+
+
+def family_tokenizer(family):
+    """The family's tokenizer; Qwen's does not join a newline and the mark that follows it."""
+    splits = ByteLevel(add_prefix_space=False, use_regex=family.startswith("Qwen"))
+    return chat_families.family_tokenizer(family, pre_tokenizer=splits)
+
+
+def trained_texts(tokenizer, turns):
+    return [tokenizer.decode(turn.token_ids[turn.start :]) for turn in turns]
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_a_turn_is_trained_from_behind_its_prompt_to_its_end(family):
+    tokenizer = family_tokenizer(family)
+    chat = ChatTurns(tokenizer)
+    turns = chat.turns(CHAT)
+    assert trained_texts(tokenizer, turns) == TRAINED[family]
+    for turn, place in zip(turns, (1, 3), strict=True):
+        prompt = tokenizer.apply_chat_template(
+            CHAT[:place], tokenize=False, add_generation_prompt=True
+        )
+        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        assert list(turn.token_ids[: turn.start]) == prompt_ids
+    assert chat.turns(CHAT, only_last=True) == turns[1:]
+
+
+def test_every_family_is_either_trained_or_refused():
+    """DeepSeek-R1's template asks for thinking that it never shows."""
+    assert FAMILIES.keys() - TRAINED.keys() == {"DeepSeek"}
+    with pytest.raises(
+        DataError, match=r"asks for it by .*<think>.* and shows it as .*begin otherwise"
+    ):
+        ChatTurns(family_tokenizer("DeepSeek")).turns(CHAT)
+
+
+def test_thinking_is_trained_where_it_was_said():
+    tokenizer = family_tokenizer("Qwen3")
+    first, last = ChatTurns(tokenizer).turns(THOUGHT)
+    assert "<think>\nhm\n</think>" in tokenizer.decode(first.token_ids[first.start :])
+    assert "hm" not in tokenizer.decode(last.token_ids)
+    assert last.token_ids[: len(first.token_ids)] != first.token_ids
+
+
+def test_calls_and_their_results_are_context_but_for_the_call():
+    tokenizer = family_tokenizer("Qwen2.5")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    chat = [
+        CHAT[0],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        CHAT[3],
+    ]
+    turns = ChatTurns(tokenizer).turns(chat, [{"type": "function", "function": {"name": "add"}}])
+    first, last = trained_texts(tokenizer, turns)
+    assert first.startswith("\n<tool_call>")
+    assert first.endswith("</tool_call><|im_end|>")
+    assert last == "all<|im_end|>"
+    assert "<tool_response>\n2" in tokenizer.decode(turns[1].token_ids)
+    assert "# Tools" in tokenizer.decode(turns[1].token_ids)
+
+
+def test_an_end_of_turn_outside_of_what_is_trained_is_refused():
+    tokenizer = family_tokenizer("Qwen2.5")
+    plain = tokenizer.chat_template.replace("<|im_end|>", "</turn>")
+    tokenizer.chat_template = plain.replace("<|im_start|>", "<turn>")
+    with pytest.raises(DataError, match=r"message 2 ends in .*</turn>.*would not stop"):
+        ChatTurns(tokenizer).turns(CHAT)
+
+
+def test_an_end_of_turn_in_the_text_of_a_turn_is_refused():
+    chat = [CHAT[0], {"role": "assistant", "content": "ok<|im_end|>ok"}]
+    with pytest.raises(DataError, match=r"message 2 has '<\|im_end\|>' in its text"):
+        ChatTurns(family_tokenizer("Qwen2.5")).turns(chat)
+
+
+@pytest.mark.parametrize(
+    ("chat", "said"),
+    [
+        (CHAT[:1], "no message of role assistant"),
+        (CHAT[1:], "begins with an assistant's message"),
+        ([CHAT[0], CHAT[0], CHAT[1]], "the chat template refused the messages: roles must alt"),
+    ],
+)
+def test_conversations_without_a_prompt_or_an_answer_are_refused(chat, said):
+    with pytest.raises(DataError, match=said):
+        ChatTurns(family_tokenizer("Gemma")).turns(chat)
+
+
+def test_a_turn_whose_first_token_joins_the_end_of_its_prompt_is_refused():
+    joins = chat_families.family_tokenizer("Qwen2.5")
+    chat = [CHAT[0], {"role": "assistant", "content": "\nok"}]
+    with pytest.raises(
+        DataError, match=r"asks for it by .*assistant\\n' and shows it as .*\\n\\nok"
+    ):
+        ChatTurns(joins).turns(chat)

@@ -1,0 +1,148 @@
+"""Rows of supervised training: ids, and what is trained of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.datasets import chat_families
+from tokenizers.pre_tokenizers import ByteLevel
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.supervised_rows import load_supervised
+from lightrft.datasets.types import DataError
+
+
+def family_tokenizer(family, *, use_regex=False):
+    pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    return chat_families.family_tokenizer(family, pre_tokenizer=pre_tokenizer)
+
+
+CHAT = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "ok."},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "all"},
+]
+SPOKEN = [
+    {"from": {"user": "human", "assistant": "gpt"}[each["role"]], "value": each["content"]}
+    for each in CHAT
+]
+
+
+def load(folder, rows, *, tokenizer=None, **options):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = tokenizer or family_tokenizer("Qwen2.5")
+    config = TrainConfig(**options)
+    data = load_supervised(str(path), tokenizer, config, max_samples=100, split="train")
+    return data, [
+        (tokenizer.decode(row.token_ids), tokenizer.decode(row.token_ids[row.is_trained]))
+        for row in data.rows
+    ]
+
+
+def test_a_text_is_trained_behind_its_first_token_up_to_an_end_that_is_there_once(tmp_path):
+    rows = [{"text": "hello all"}, {"text": "ok<|im_end|>"}]
+    _, found = load(tmp_path, rows)
+    assert found == [("hello all<|im_end|>", " all<|im_end|>"), ("ok<|im_end|>", "<|im_end|>")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "trained"),
+    [
+        ("hell ", "ok", "ok<|im_end|>"),
+        # The merges "hello" and ".\n" lie on both sides: their tokens are sampled.
+        ("k hell", "o", "hello<|im_end|>"),
+        ("more.", "\nok", ".\nok<|im_end|>"),
+        ("", "hello ok", " ok<|im_end|>"),
+        ("é", "é", "é<|im_end|>"),
+    ],
+)
+def test_a_completion_begins_with_the_token_that_holds_its_first_character(
+    tmp_path, prompt, completion, trained
+):
+    row = {"prompt": prompt, "completion": completion}
+    assert load(tmp_path, [row])[1] == [(f"{prompt}{completion}<|im_end|>", trained)]
+
+
+def test_prompt_and_completion_may_be_put_into_the_chat_template(tmp_path):
+    row = {"prompt": "hello", "completion": "ok."}
+    data, found = load(tmp_path, [row], apply_chat_template=True)
+    (whole, trained), (expected, _) = found[0], load(tmp_path, [{"messages": CHAT[:2]}])[1][0]
+    assert whole == expected
+    assert trained == "ok.<|im_end|>"
+    assert "rows (prompt and completion)" in data.summary
+
+
+@pytest.mark.parametrize("row", [{"messages": CHAT}, {"conversations": SPOKEN}])
+@pytest.mark.parametrize(
+    ("train_on", "trained"),
+    [
+        (None, "ok.<|im_end|>all<|im_end|>"),
+        ("assistant", "ok.<|im_end|>all<|im_end|>"),
+        ("last_assistant", "all<|im_end|>"),
+    ],
+)
+def test_turns_of_a_conversation_are_trained(tmp_path, row, train_on, trained):
+    _, ((whole, found),) = load(tmp_path, [row], train_on=train_on)
+    assert found == trained
+    # No end of sequence stands behind the end of the turn.
+    assert whole.endswith("all<|im_end|>")
+
+
+def test_all_of_a_conversation_is_trained_when_asked_for(tmp_path):
+    data, ((whole, trained),) = load(tmp_path, [{"messages": CHAT}], train_on="all")
+    assert data.rows[0].num_trained == len(data.rows[0].token_ids) - 1
+    assert whole.endswith(trained)
+
+
+def test_turns_whose_thinking_the_template_strips_get_rows_of_their_own(tmp_path):
+    tokenizer = family_tokenizer("Qwen3", use_regex=True)
+    chat = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nok."}, *CHAT[2:]]
+    data, found = load(tmp_path, [{"messages": chat}], tokenizer=tokenizer)
+    assert [trained for _, trained in found] == [
+        "<think>\nhm\n</think>\n\nok.<|im_end|>",
+        "<think>\n\n</think>\n\nall<|im_end|>",
+    ]
+    assert "1 conversations in one row per turn" in data.summary
+
+
+def test_long_rows_are_left_out_and_counted(tmp_path):
+    rows = [{"text": "a" * n} for n in (5, 50, 7)]
+    data, _ = load(tmp_path, rows, max_row_tokens=10)
+    assert [len(row.token_ids) for row in data.rows] == [6, 8]
+    assert data.summary.endswith(f"dropped 1 over-long (first: {tmp_path / 'rows.jsonl'}:2)")
+    with pytest.raises(DataError, match="all 3 rows exceed max_row_tokens = 2 tokens"):
+        load(tmp_path, rows, max_row_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "said"),
+    [
+        ([{"question": "x"}], {}, r"rows.jsonl:1: expected a column messages, .*found 'question'"),
+        ([{"text": "ok"}, {"messages": CHAT}], {}, "rows.jsonl:2: expected text, as in the first"),
+        ([{"text": 7}], {}, "rows.jsonl:1: column 'text' must hold a text: got '7'"),
+        ([{"prompt": "a", "completion": ""}], {}, "rows.jsonl:1: column 'completion' must hold"),
+        ([{"messages": "hello"}], {}, "rows.jsonl:1: column 'messages' must hold a list"),
+        ([{"messages": [{"role": "user"}]}], {}, "rows.jsonl:1: message 1 must be an object with"),
+        ([{"messages": CHAT[:1]}], {}, "rows.jsonl:1: no message of role assistant"),
+        ([{"conversations": [{"from": "bot", "value": "x"}]}], {}, "message 1 must .* from .human"),
+        ([{"messages": CHAT, "tools": "{"}], {}, "rows.jsonl:1: column 'tools' is no JSON"),
+        ([{"text": "ok"}], {"train_on": "assistant"}, "train_on assistant: rows with text take"),
+        ([{"text": "ok"}], {"apply_chat_template": True}, "rows with text have no turns"),
+        ([{"text": "ok"}], {"chat_template": "a.jinja"}, "chat_template: rows with text have no"),
+        ([{"prompt": "a", "completion": "b"}], {"chat_template": "a.jinja"}, "or add apply_chat_t"),
+    ],
+)
+def test_a_wrong_row_is_named_with_its_place(tmp_path, rows, options, said):
+    with pytest.raises(DataError, match=said) as error:
+        load(tmp_path, rows, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_conversations_need_a_chat_template(tmp_path):
+    tokenizer = family_tokenizer("Qwen2.5")
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="conversations need a chat template"):
+        load(tmp_path, [{"messages": CHAT}], tokenizer=tokenizer)

@@ -1,0 +1,182 @@
+"""The ledger gate finds episodes that were shown, or paid, anything but their own."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightrft.experience import maker
+from lightrft.experience.maker import AdvantageSettings, ForwardModels, make_experience
+from lightrft.rewards.build import CombinedReward
+from lightrft.rollout.environments.environments import EpisodeSource
+from lightrft.rollout.environments.turns import Observations, Turns
+from lightrft.rollout.ledger_records import LedgerError
+from lightrft.rollout.sampler import RolloutSampler
+from lightrft.rollout.source import SourceParts
+from lightrft.strategy.distributed.deadlines import StepTimer
+
+_SPEC = importlib.util.spec_from_file_location(
+    "shown_stage", Path(__file__).with_name("test_environments.py")
+)
+environments = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(environments)
+Stage, call = environments.Stage, environments.call
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_pools():
+    yield
+    for pool in environments.POOLS.values():
+        pool.close()
+    environments.POOLS.clear()
+
+
+class GatePassed(Exception):
+    """The step has come to its forward passes."""
+
+
+class UpToForward(StepTimer):
+    def stage(self, name):
+        if name == "forward":
+            raise GatePassed
+        return super().stage(name)
+
+
+def train_step(folder, script, **options):
+    """A step from its prompts to the end of the gate."""
+    stage = Stage(folder, script, **options)
+    session = stage.strategy.session
+    parts = SourceParts(session, stage.config, stage.tokenizer, CombinedReward([], []))
+    samples = RolloutSampler(parts, stage.environments.source).collect(
+        stage.prompts, first_request_id=0, timer=StepTimer()
+    )
+    with pytest.raises(GatePassed):
+        make_experience(
+            samples,
+            ForwardModels(actor=None),
+            strategy=stage.strategy,
+            settings=AdvantageSettings(stage.config, None),
+            step=0,
+            timer=UpToForward(),
+        )
+
+
+def counting(request_id):
+    """The n-th call is answered by n; the first sample makes one more call in each turn."""
+    calls = [call("count_up")] * (2 + request_id % 2)
+    return ["\n".join(calls), calls[0], "done"]
+
+
+def guessing(request_id):
+    return [call("guess", number=6 + request_id % 2), "done"]
+
+
+def acting(request_id):
+    acts = ("none", "dict", "list", "raise", "control", "print", "long")
+    return [*(call("act", what=what) for what in acts[request_id % 3 :: 2]), "<tool_call>x", "done"]
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        (counting, {"environment": "Counter"}),
+        (guessing, {}),
+        (acting, {"environment": "Naughty", "max_observation_tokens": 64}),
+    ],
+    ids=["counting", "guessing", "acting"],
+)
+def test_no_false_alarm(script, options, tmp_path):
+    train_step(tmp_path, script, n_samples_per_prompt=4, train_batch_size=4, **options)
+
+
+def rendered(patch, choose):
+    """Answers that are rendered are those that `choose` takes, of these and of those before."""
+    right, before = Observations.after, []
+
+    def after(self, turn, context_length, answers):
+        before.append(answers)
+        return right(self, turn, context_length, choose(answers, before))
+
+    patch.setattr(Observations, "after", after)
+
+
+def neighbours_answers(patch):
+    rendered(patch, lambda answers, before: next((b for b in before if b != answers), answers))
+
+
+def other_calls_answers(patch):
+    rendered(patch, lambda answers, before: answers[::-1])
+
+
+def first_answers_again(patch):
+    rendered(patch, lambda answers, before: [answers[0]] * len(answers))
+
+
+def answers_before_they_are_rendered(patch):
+    """As if two episodes that joined late were taken for each other."""
+    right = Turns.observe
+
+    def observe(self, batch, episode):
+        other = batch.episodes[1 - episode.number]
+        if len(other.answers) == len(episode.answers) and other.answers[-1]:
+            episode.answers[-1] = other.answers[-1]
+        right(self, batch, episode)
+
+    patch.setattr(Turns, "observe", observe)
+
+
+def answers_of_the_turn_before(patch):
+    right = Turns.observe
+
+    def observe(self, batch, episode):
+        episode.answers[-1] = [episode.answers[0][0]] * len(episode.answers[-1])
+        right(self, batch, episode)
+
+    patch.setattr(Turns, "observe", observe)
+
+
+def rewards_of_the_neighbour(patch):
+    right = EpisodeSource._finish
+    patch.setattr(EpisodeSource, "_finish", lambda self, batch: right(self, batch)[::-1])
+
+
+def failures_forgotten(patch):
+    right = maker.deliver_rows
+
+    def deliver(*arguments):
+        rows = right(*arguments)
+        assert rows.is_masked.any()
+        return replace(rows, is_masked=rows.is_masked & False)
+
+    patch.setattr(maker, "deliver_rows", deliver)
+
+
+SHOWN = "what the model was shown is not what was answered"
+COUNTER = {"environment": "Counter"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "script", "options", "message"),
+    [
+        (neighbours_answers, guessing, {}, SHOWN),
+        (answers_before_they_are_rendered, guessing, {}, SHOWN),
+        (other_calls_answers, counting, COUNTER, SHOWN),
+        (first_answers_again, counting, COUNTER, SHOWN),
+        (answers_of_the_turn_before, counting, COUNTER, SHOWN),
+        (rewards_of_the_neighbour, guessing, {}, "(rewards|accuracies) differ"),
+        (
+            failures_forgotten,
+            lambda request_id: [call("act", what="exit" if request_id else "none"), "done"],
+            {"environment": "Naughty", "reward_failure": "mask"},
+            "is_masked differ: True was written down",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_episode_with_anothers_facts_is_found(
+    fault, script, options, message, tmp_path, monkeypatch
+):
+    fault(monkeypatch)
+    with pytest.raises(LedgerError, match=rf"ledger gate: sample .*{message}"):
+        train_step(tmp_path, script, **options)

@@ -1,0 +1,212 @@
+"""Whole runs of supervised fine-tuning: what they learn, and that they continue to the bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+import torch
+from tests.ranks import run_multiprocess
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.models import Actor
+from lightrft.run.assembly import run_training
+from lightrft.run.loop import Loop
+from lightrft.stages.supervised.supervised_inputs import warn_of_end
+from lightrft.tools.model_presets import write_tiny_model
+from lightrft.trainer import SFTTrainer
+
+ANSWERS = {f"name {i}": f"word {i * 7 % 10}{chr(97 + i)}" for i in range(8)}
+
+
+class Interrupted(Exception):
+    """The test ends a run here, in the middle of a step."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sft") / "model"
+    write_tiny_model(path, "tiny-qwen3", seed=1)
+    return str(path)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    chats = (
+        [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
+        for ask, answer in ANSWERS.items()
+    )
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return str(path)
+
+
+def options(model, rows, folder, **changes):
+    return {
+        "pretrain": model,
+        "prompt_data": rows,
+        "output_dir": str(folder),
+        "train_batch_size": 4,
+        "micro_train_batch_size": 2,
+        "actor_learning_rate": 3e-3,
+        "max_epochs": 3,
+        "num_threads": 1,
+        **changes,
+    }
+
+
+def steps(folder):
+    """Metrics of every step without what a clock says."""
+    ignored = ("second", "memory/", "mfu", "tflops")
+    return [
+        {n: v for n, v in json.loads(line).items() if not any(word in n for word in ignored)}
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def digest(folder):
+    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_eight_rows_are_learned_until_greedy_decoding_gives_them_back(tmp_path, model, rows):
+    config = TrainConfig(
+        **options(
+            model,
+            rows,
+            tmp_path / "run",
+            train_batch_size=8,
+            micro_train_batch_size=8,
+            max_epochs=60,
+            lr_scheduler="constant",
+            eval_data=rows,
+            best_metric="eval/logprob",
+        )
+    )
+    summary = SFTTrainer(config).train()
+    assert summary.verdict.startswith("learned: 60 of 60")
+    assert summary.last_metrics["loss"] < 0.01
+    assert summary.last_eval["eval/loss"] < 0.01 < 1 < summary.first_eval["eval/loss"]
+    assert summary.last_eval["eval/logprob"] == -summary.last_eval["eval/loss"]
+    assert (tmp_path / "run/checkpoints/best").is_dir()
+    trained = AutoModelForCausalLM.from_pretrained(summary.model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(summary.model_dir)
+    for ask, answer in ANSWERS.items():
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": ask}], add_generation_prompt=True, tokenize=False
+        )
+        given = tokenizer(asked, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            out = trained.generate(
+                given,
+                max_new_tokens=20,
+                do_sample=False,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )[0, given.shape[1] :]
+        assert tokenizer.decode(out) == answer + tokenizer.eos_token
+
+
+def interrupted(config, step):
+    """Ends a run in the update of a step; what it has written stays."""
+    original = Loop.update
+
+    def update(self, batch, under_way):
+        if under_way.number == step:
+            raise Interrupted
+        return original(self, batch, under_way)
+
+    Loop.update = update
+    try:
+        SFTTrainer(config).train()
+    except Interrupted:
+        pass
+    finally:
+        Loop.update = original
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4, "packing_samples": True}])
+def test_an_interrupted_run_continues_to_the_bit(tmp_path, model, rows, changes):
+    whole, parts = (
+        TrainConfig(**options(model, rows, tmp_path / name, save_steps=2, **changes))
+        for name in ("whole", "parts")
+    )
+    SFTTrainer(whole).train()
+    # In the middle of the second pass over the data.
+    interrupted(parts, 4)
+    summary = SFTTrainer(parts).train()
+    assert (summary.num_resumed_steps, summary.num_steps) == (2, 6)
+    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
+    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
+    before, after = (steps(tmp_path / "whole")[place]["loss"] for place in (0, -1))
+    assert after < before
+
+
+@pytest.mark.parametrize("end", ["<|end|>", "<|pad|>"])
+def test_an_end_at_which_engines_do_not_stop_is_warned_of(model, end):
+    said, tokenizer = [], AutoTokenizer.from_pretrained(model)
+    actor = Actor.from_pretrained(model)
+    ids = np.array([65, tokenizer.convert_tokens_to_ids(end)], dtype=np.int32)
+    warn_of_end(SupervisedRow(ids, np.array([False, True])), tokenizer, actor, said.append)
+    assert bool(said) == (end == "<|pad|>")
+    assert all("trained to end in '<|pad|>', and generation stops at '<|end|>'" in x for x in said)
+
+
+def in_ranks(rank, world_size, settings):
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=200))
+    interrupted(TrainConfig(**settings), 4)
+    return SFTTrainer(TrainConfig(**settings)).train().num_resumed_steps
+
+
+@pytest.mark.multiprocess
+def test_two_ranks_train_on_the_rows_of_one_and_continue(tmp_path, model, rows):
+    changes = {"micro_train_batch_size": 1, "save_steps": 2, "eval_data": rows, "fsdp": True}
+    SFTTrainer(TrainConfig(**options(model, rows, tmp_path / "one", **changes))).train()
+    settings = options(model, rows, tmp_path / "two", **changes)
+    assert run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(settings,)) == [2, 2]
+    one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
+    assert len(one) == len(two) == 7  # the evaluation before the first step, and six steps
+    for expected, found in zip(one[1:], two[1:], strict=True):
+        assert found["num_tokens"] == expected["num_tokens"]
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+    assert two[-1]["eval/loss"] == pytest.approx(one[-1]["eval/loss"], rel=1e-3)
+
+
+def test_the_report_shows_the_run(tmp_path, model, rows):
+    from lightrft.tools.report.page import render_report
+
+    config = TrainConfig(**options(model, rows, tmp_path / "run", max_steps=2))
+    assert SFTTrainer(config).train().num_steps == 2
+    page = render_report(tmp_path / "run")
+    assert "perplexity" in page
+    assert "trained_share" in page
+    assert "Loss" in page
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"init_kl_coef": 0.1}, "init_kl_coef is no option of supervised training"),
+        ({"train_batch_size": 16}, "has 8 usable rows, less than one step takes"),
+        ({"micro_train_batch_size": 3}, "train_batch_size must be a multiple of"),
+        ({"prompt_data": None}, "--prompt_data is missing"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(tmp_path, model, rows, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        SFTTrainer(TrainConfig(**options(model, rows, tmp_path / "run", **changes))).train()
+
+
+def test_reinforcement_refuses_options_of_supervised_training(tmp_path, model, rows):
+    config = TrainConfig(
+        **options(model, rows, tmp_path / "run", train_on="all", max_epochs=1, reward_fn=("gsm8k",))
+    )
+    with pytest.raises(ConfigError, match="train_on is an option of lightrft sft"):
+        run_training(config)

@@ -1,0 +1,98 @@
+"""Every mutant of the algorithms that changes a step is found by the audit of that step."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "audit_mutants.py"
+# Each of about the same number of mutants.
+PARTS = {
+    "policy": ("policy",),
+    "advantages": ("advantages",),
+    "corrections": ("corrections.py", "correction_terms.py"),
+    "rest": (
+        "aggregation.py",
+        "kl.py",
+        "masking.py",
+        "moments.py",
+        "value.py",
+        "interface.py",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def mutation():
+    spec = importlib.util.spec_from_file_location("audit_mutants", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["audit_mutants"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_parts_are_all_of_the_algorithms(mutation):
+    listed = {path for names in PARTS.values() for path in mutation.files_of(list(names))}
+    left = {path.name for path in mutation.files_of([]) if path not in listed}
+    assert left == {"__init__.py"}
+
+
+def test_a_planted_module_is_taken_out_again(mutation):
+    from lightrft.algorithms import kl
+    from lightrft.experience import maker
+
+    own, path = kl.estimate_kl, mutation.ALGORITHMS / "kl.py"
+    code = path.read_text().replace("MAX_K3 = 10.0", "MAX_K3 = 11.0")
+    with mutation.planted(path, compile(code, str(path), "exec")):
+        assert kl.MAX_K3 == 11.0
+        assert maker.estimate_kl is kl.estimate_kl is not own
+    assert kl.MAX_K3 == 10.0
+    assert maker.estimate_kl is kl.estimate_kl is own
+
+
+def test_a_call_is_repeated_with_the_planted_module(mutation):
+    import torch
+
+    from lightrft.algorithms import kl
+    from lightrft.experience import maker
+
+    logprobs, mask = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.ones(1, 2).bool()
+    with mutation.Recorder() as recorder:
+        maker.estimate_kl(logprobs, torch.zeros(1, 2), mask, estimator="k2")
+    (call,) = recorder.calls
+    assert (call.module, call.name) == (kl.__name__, "estimate_kl")
+    assert call.replayed() == call.result
+    path = mutation.ALGORITHMS / "kl.py"
+    code = path.read_text().replace("d.square() / 2", "d.square() / 3")
+    with mutation.planted(path, compile(code, str(path), "exec")):
+        assert call.replayed() != call.result
+    assert call.replayed() == call.result
+
+
+def test_a_process_of_its_own_that_hangs_or_raises_is_told_apart(mutation):
+    import time
+
+    assert mutation.forked(lambda: "found", 60) == "found"
+    assert mutation.forked(lambda: 1 / 0, 60) == "raises"
+    assert mutation.forked(lambda: time.sleep(60), 0.1) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3500)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(names, marks=pytest.mark.shard(f"audit_{shard}"), id=names[0])
+        for shard, names in PARTS.items()
+    ],
+)
+def test_no_mutant_that_changes_a_step_is_missed(names, mutation, capsys):
+    code = mutation.main(list(names))
+    lines = capsys.readouterr().out.splitlines()
+    counts = json.loads(lines[-1])
+    assert code == 0, lines
+    assert counts["found"] > 20

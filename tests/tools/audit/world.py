@@ -1,0 +1,253 @@
+"""A step of a real trainer on a very small model, with scripted samples, recorded for an audit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import Completion
+from lightrft.models import Actor, Critic, LoraActor
+from lightrft.records.rollout import Rollout, ScoredRollout
+from lightrft.records.table import row_table
+from lightrft.rollout.scoring import overlong_penalty
+from lightrft.rollout.source import Samples
+from lightrft.strategy import get_fake_strategy
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+
+VOCAB = 23
+GROUPS, SAMPLES = 4, 4
+# A rate at which the ratios of a step leave every clip range.
+SETTINGS = {
+    "seed": 3,
+    "train_batch_size": 8,
+    "micro_train_batch_size": 4,
+    "micro_rollout_batch_size": 8,
+    "rollout_batch_size": GROUPS,
+    "n_samples_per_prompt": SAMPLES,
+    "generate_max_len": 10,
+    "actor_learning_rate": 1e-2,
+    "critic_learning_rate": 1e-2,
+    "lr_warmup_ratio": 0.0,
+    "init_kl_coef": 0.0,
+    "bf16": False,
+    "max_epochs": 2,
+    "audit_every": 1,
+    "gamma": 0.97,
+}
+
+
+def model_config():
+    return LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=1,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+
+
+def write_model(folder):
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(model_config(), dtype=torch.float32).save_pretrained(folder)
+    return str(folder)
+
+
+class NoTokenizer:
+    pad_token_id = 0
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        return " ".join(map(str, token_ids))
+
+
+class NoReward:
+    name = "scripted"
+    needs_labels = False
+
+    def score(self, prompts, responses, labels, columns):
+        raise AssertionError("rewards are scripted")
+
+    def close(self):
+        pass
+
+
+def scripted_samples(actor, *, noise=0.3, fails=True, greedy=False, mode="temperature"):
+    """Ragged rows, one group that teaches nothing, one failed reward, an engine that is off."""
+    draw = np.random.default_rng(7)
+    rows, scored = [], []
+    for group in range(GROUPS):
+        prompt = tuple(draw.integers(2, VOCAB, 2 + group).tolist())
+        for index in range(SAMPLES):
+            response = tuple(draw.integers(2, VOCAB, int(draw.integers(1, 11))).tolist())
+            rows.append((group, index, prompt, response))
+    rewards = draw.normal(size=len(rows)).round(2)
+    rewards[-SAMPLES:] = 0.5
+    for (group, index, prompt, response), reward in zip(rows, rewards, strict=True):
+        ids = torch.tensor([[*prompt, *response]])
+        with torch.no_grad():
+            exact = actor(ids, torch.ones_like(ids, dtype=torch.bool)).logprobs[0, len(prompt) :]
+        logprobs = exact.numpy() + noise * draw.normal(size=len(response))
+        completion = Completion(
+            request_id=group,
+            sample_index=index,
+            prompt_token_ids=prompt,
+            output_token_ids=response,
+            output_logprobs=tuple(logprobs.tolist()),
+            logprobs_mode=mode,
+            finish_reason="stop",
+            weights_version=0,
+        )
+        rollout = Rollout(
+            Prompt(group, "p", prompt), completion, group, group * SAMPLES + index, "r"
+        )
+        is_failed = fails and (group, index) == (1, 2)
+        reward = 0.0 if is_failed else float(reward)
+        scored.append(ScoredRollout(rollout, reward, is_masked=is_failed, unshaped_reward=reward))
+    best = None
+    if greedy:
+        best = row_table([item for item in scored if item.rollout.completion.sample_index == 0])
+    return Samples(scored, row_table(scored), GROUPS, greedy=best)
+
+
+@cache
+def loaded(path, kind):
+    return kind.from_pretrained(path)
+
+
+def fresh(path, kind):
+    """A model of its own; loading costs more than copying."""
+    return copy.deepcopy(loaded(path, kind))
+
+
+@cache
+def samples_of(path, noise, greedy, mode):
+    return scripted_samples(loaded(path, Actor), noise=noise, greedy=greedy, mode=mode)
+
+
+def shaped(samples, config):
+    """The samples with the rewards that scoring would give them."""
+    penalty, scored = overlong_penalty(config) or (lambda _: 0.0), []
+    for item in samples.scored:
+        if not item.is_masked:
+            length = len(item.rollout.completion.output_token_ids)
+            item = replace(item, reward=item.unshaped_reward + penalty(length))
+        scored.append(item)
+    return replace(samples, scored=scored, table=row_table(scored))
+
+
+def with_observations(samples):
+    """A third of the tokens of a response, never the last, were answers of a tool."""
+    scored = []
+    for number, item in enumerate(samples.scored):
+        completion = item.rollout.completion
+        size = len(completion.output_token_ids)
+        sampled = tuple((i + number) % 3 != 1 or i + 1 == size for i in range(size))
+        logprobs = tuple(x * f for x, f in zip(completion.output_logprobs, sampled, strict=True))
+        completion = replace(completion, sampled=sampled, output_logprobs=logprobs)
+        scored.append(replace(item, rollout=replace(item.rollout, completion=completion)))
+    return replace(samples, scored=scored, table=row_table(scored))
+
+
+def positive(samples):
+    """Rewards without their signs."""
+    scored = [
+        replace(each, reward=abs(each.reward), unshaped_reward=abs(each.unshaped_reward))
+        for each in samples.scored
+    ]
+    return replace(samples, scored=scored, table=row_table(scored))
+
+
+def shape_of(name):
+    return positive if name == "maxrl" else None
+
+
+class Scripted:
+    """Stands for the sampler: the same samples at every step."""
+
+    def __init__(self, samples):
+        self._samples = samples
+
+    def collect(self, prompts, *, timer, **_):
+        for name in ("rollout", "reward", "exchange"):
+            with timer.stage(name):
+                pass
+        return self._samples
+
+
+def record_step(
+    model_path, run, changes, *, sgd=False, steps=1, noise=0.3, shape=None, strategy=None
+):
+    """Trains and records; the last step is what is audited.
+
+    Args:
+        shape: Changes the scripted samples before they are given to the trainer.
+    """
+    settings = {**SETTINGS, "pretrain": model_path, "output_dir": str(run), **changes}
+    config = TrainConfig(**settings, engine_type="hf")
+    needs_critic = config.advantage_estimator == "gae"
+    strategy = strategy or get_fake_strategy(config)
+    actor = fresh(model_path, Actor)
+    if config.lora_rank:
+        actor = LoraActor(actor.model.__class__.from_pretrained(model_path), config)
+        with torch.no_grad():
+            for name, value in actor.named_parameters():
+                if "lora_B" in name:
+                    value.normal_(std=0.1)
+    critic = fresh(model_path, Critic) if needs_critic else None
+    if critic is not None:
+        torch.manual_seed(2)
+        torch.nn.init.normal_(critic.value_head.weight, std=0.2)
+    reference = fresh(model_path, Actor) if config.init_kl_coef > 0 else None
+    samples = samples_of(model_path, noise, config.advantage_estimator == "remax", "temperature")
+    samples = shaped(samples, config)
+    if shape is not None:
+        samples = shape(samples)
+    num_updates = steps * config.steps_per_rollout
+    actor, critic_ready, _, reference = strategy.prepare_models_and_optimizers(
+        actor,
+        critic,
+        None,
+        reference,
+        None,
+        num_updates,
+        frozen_steps=config.num_frozen_updates,
+    )
+    own = {}
+    if sgd:
+        own["actor_optim"] = torch.optim.SGD(actor.model.parameters(), lr=0.3)
+        actor = actor.model
+    else:
+        run.mkdir(parents=True, exist_ok=True)
+        config.save(run / "config.toml")
+    trainer = SPMDPPOTrainer(
+        strategy,
+        actor,
+        critic_ready if needs_critic else None,
+        NoReward(),
+        reference,
+        tokenizer=NoTokenizer(),
+        loggers=(),
+        **own,
+        **{name: getattr(config, name) for name in settings if name not in ("pretrain",)},
+    )
+    trainer.stage.maker.sampler = Scripted(samples)
+    prompts = [Prompt(i, "p", (2, 3)) for i in range(GROUPS)]
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.fit({"max_steps": steps, "num_episodes": steps}, prompts_dataloader=[prompts])
+    return trainer

@@ -1,0 +1,394 @@
+"""`lightrft data check`: every row is looked at, and what is wrong has its place and a code."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+import time
+
+import pytest
+from tests.machine import seconds
+
+from lightrft.cli.main import main
+from lightrft.rewards.types import RewardResult
+from lightrft.tools.data import certificate, data_command as data
+from lightrft.tools.data.certificate import KINDS
+from lightrft.tools.data.data_command import parse
+from lightrft.tools.data.row_checks import histogram, propose_keys
+from lightrft.tools.model_presets import write_tiny_model
+from lightrft.tools.rewards.service import RewardServer
+
+GOOD = [
+    {"question": "What is 1+1?", "answer": "so it is #### 2", "level": 1},
+    {"question": "What is <|user|> 1+2?", "answer": "#### 3", "level": 2},
+    {"question": "What is 1000+2000?", "answer": "#### 3000", "level": None},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "model"
+    write_tiny_model(path, "tiny-qwen3", seed=0)
+    return str(path)
+
+
+@pytest.fixture
+def check(tmp_path, capsys, monkeypatch):
+    """`check(rows, *flags)`: the exit code, what was printed and what was complained about."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(rows, *flags):
+        text = "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+        (tmp_path / "p.jsonl").write_text(text)
+        code = main(["data", "check", "p.jsonl", *flags])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return run
+
+
+def test_good_rows_are_described_and_pass(check, model):
+    code, out, err = check(GOOD, "--pretrain", model, "--reward_fn", "gsm8k")
+    assert (code, err) == (0, "")
+    for line in (
+        "p.jsonl: 3 rows, 3 of them readable",
+        "  level: null or number, for example '1'",
+        "proposed options: --input_key question --label_key answer",
+        "  prompt, 12 tokens, not trained (mask 0):",
+        "    What is ⟦<|user|>⟧ 1+2?",
+        "trained (mask 1) up to and including ⟦<|end|>⟧",
+        "  label: '#### 3000'",
+        "over 1024 tokens (a run leaves them out; --prompt_max_len): 0",
+        "empty prompts: 0",
+        "  after ####: 1.000",
+        "3 prompts can be trained on",
+    ):
+        assert line in out
+    assert "tokens\n  12 to 12        1" in out
+    assert "\n  18 to 18        1" in out
+
+
+def test_every_bad_row_is_named_and_none_is_skipped(check, model):
+    rows = [*GOOD, GOOD[0], {"question": " ", "answer": "1"}, '{"question": ', {"answer": "2"}]
+    rows += [{"question": "unlabelled"}, {"question": "wrong", "answer": "six"}, {"question": 7}]
+    code, out, _ = check(
+        rows, "--pretrain", model, "--reward_fn", "gsm8k", "--prompt_max_len", "13"
+    )
+    assert code == 4
+    assert "over 13 tokens (a run leaves them out; --prompt_max_len): 2, first: p.jsonl:2" in out
+    assert "duplicate prompts (a run uses them all): 1, first: p.jsonl:4 = p.jsonl:1" in out
+    assert "empty prompts: 1" in out
+    assert "rows that cannot be used: 4" in out
+    for place in ("5: the prompt 'question' is empty", "6: not valid JSON", "7: no column", "10: "):
+        assert f"\n  p.jsonl:{place}" in out
+    assert "reference answers that cannot be right: 2" in out
+    assert "\n  p.jsonl:9: reward 'gsm8k'" in out
+    assert out.endswith("\n6 bad rows\n")
+
+
+def test_a_hanging_reward_ends_at_its_deadline_in_one_call(check, tmp_path):
+    (tmp_path / "r.py").write_text("def hangs(responses):\n    while True: pass\n")
+    start = time.monotonic()
+    code, out, err = check(GOOD, "--reward_fn", "r.py:hangs", "--reward_timeout_seconds", "1")
+    assert time.monotonic() - start < seconds(60)
+    assert code == 5
+    assert "scoring 63 answers by hangs, at most 1 s" in out
+    assert "did not return within 1 s for 63 responses" in err
+
+
+def test_a_hanging_function_of_this_process_is_interrupted(check, tmp_path, monkeypatch):
+    (tmp_path / "slow_rewards.py").write_text("def hangs(responses):\n    while True: pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(certificate, "_GRACE_SECONDS", 0.5)
+    code, _, err = check(
+        GOOD, "--reward_fn", "slow_rewards:hangs", "--reward_timeout_seconds", "0.5"
+    )
+    assert code == 5
+    assert "did not return within 1 s" in err
+
+
+def test_a_reward_of_another_length_is_noticed(check, tmp_path):
+    (tmp_path / "r.py").write_text("def one(responses):\n    return [1.0]\n")
+    code, _, err = check(GOOD[:1], "--reward_fn", "r.py:one")
+    assert code == 5
+    assert "one result per response, 21 in all, got 1" in err
+
+
+def test_rows_that_a_run_leaves_out_are_not_counted_as_usable(check, model):
+    flags = ("--pretrain", model, "--reward_fn", "gsm8k", "--prompt_max_len")
+    code, out, _ = check(GOOD, *flags, "13")
+    assert code == 0
+    assert out.endswith("\n1 prompts can be trained on, 2 are left out as too long\n")
+    assert "reference answers of the first 1 rows" in out
+    code, out, _ = check(GOOD, *flags, "3")
+    assert code == 4
+    assert out.endswith("\n0 prompts can be trained on, 3 are left out as too long\n")
+
+
+REWARDS = """
+import itertools, re
+counter = itertools.count()
+def contains(responses, labels): return [float(l in r) for r, l in zip(responses, labels)]
+def counts(responses, labels): return [float(r.count(l)) for r, l in zip(responses, labels)]
+def same(responses): return [1.0] * len(responses)
+def drifts(responses): return [float(next(counter)) for _ in responses]
+def trusts(responses): return [float("correct" in r) for r in responses]
+def starts(responses, labels): return [float(l.startswith(r)) for r, l in zip(responses, labels)]
+def copies(responses, prompts): return [float(r in p) for r, p in zip(responses, prompts)]
+def boxes(text): return re.findall(r"\\\\boxed{([^{}]*)}", text)
+def thinks(responses, labels):
+    return [float(boxes(r)[:1] == [l]) if "<think>" in r or len(boxes(r)) == 1 else 0.0
+            for r, l in zip(responses, labels)]
+def forgets(responses, labels):
+    return [float(boxes(r) == [l] or "boxed{" in r and "}" not in r)
+            for r, l in zip(responses, labels)]
+def any_box(responses, labels):
+    return [float(l in boxes(r) and "<" not in r) for r, l in zip(responses, labels)]
+def pays_boxes(responses, labels):
+    return [(r == l) + 0.25 * ("boxed" in r) for r, l in zip(responses, labels)]
+def right(responses, labels):
+    found = [re.findall(r"####\\s*(\\d+)\\s*$", r) for r in responses]
+    return [float(f[-1:] == [l] and r.count("####") == 1)
+            for f, r, l in zip(found, responses, labels)]
+"""
+NUMBERS = [{"input": f"What is {n}?", "label": str(n)} for n in (31, 42, 57)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("right", []),
+        ("contains", ["echoed", "all boxed", "only thought"]),
+        ("counts", ["echoed", "repeated", "all boxed", "only thought"]),
+        ("same", [kind for kind in KINDS if kind != "repeated"]),
+        ("trusts", [kind for kind in KINDS if kind != "repeated"]),
+        ("starts", ["empty", "truncated"]),
+        ("copies", ["empty", "echoed", "truncated"]),
+        ("thinks", ["only thought"]),
+        ("forgets", ["truncated", "unclosed box"]),
+        ("any_box", ["all boxed"]),
+    ],
+)
+def test_the_certificate_says_what_a_reward_lets_pass(check, tmp_path, name, kinds):
+    (tmp_path / "r.py").write_text(REWARDS)
+    code, out, _ = check(NUMBERS, "--reward_fn", f"r.py:{name}")
+    assert code == 0
+    doubts = [line for line in out.splitlines() if line.startswith("warning")]
+    assert [re.search("3 of 3 (.*) answers get", line)[1] for line in doubts] == kinds
+
+
+def test_a_bonus_for_nothing_in_a_box_is_noticed(check, tmp_path):
+    (tmp_path / "r.py").write_text(REWARDS)
+    out = check(NUMBERS, "--reward_fn", "r.py:pays_boxes")[1]
+    assert "warning: 3 of 3 empty boxes get more than an empty answer (p.jsonl:1)" in out
+    assert "empty boxes" not in check(NUMBERS, "--reward_fn", "r.py:right")[1]
+
+
+def test_of_worked_solutions_the_final_answer_is_put_into_boxes(check, tmp_path):
+    (tmp_path / "r.py").write_text(REWARDS.replace("[l]", "[l.split()[-1]]"))
+    rows = [{**row, "label": f"2 + 3 is\n#### {row['label']}"} for row in NUMBERS]
+    out = check(rows, "--reward_fn", "r.py:thinks")[1]
+    assert "  as \\boxed{...}: 1.000" in out
+    assert "3 of 3 only thought answers" in out
+
+
+def test_a_score_that_drifts_is_noticed(check, tmp_path):
+    (tmp_path / "r.py").write_text(REWARDS)
+    out = check(NUMBERS, "--reward_fn", "r.py:drifts")[1]
+    assert "warning: the same input gets another score within one call (p.jsonl:1)" in out
+    assert "the same input" not in check(NUMBERS, "--reward_fn", "r.py:counts")[1]
+
+
+@pytest.mark.parametrize("rule", ["boxed_math", "gsm8k"])
+def test_the_built_in_rules_are_certified(check, rule):
+    rows = [
+        {**row, "label": row["label"] if rule == "boxed_math" else f"so #### {row['label']}"}
+        for row in NUMBERS
+    ]
+    code, out, _ = check(rows, "--reward_fn", rule)
+    assert code == 0
+    assert "warning" not in out
+    for kind in ("empty", "echoed", "truncated", "all boxed", "injected"):
+        assert f"  {kind}: 0.000" in out
+
+
+def test_answers_that_cannot_be_decided_are_counted_and_do_not_pass(check, monkeypatch):
+    def score(self, prompts, responses, labels, columns):
+        return [
+            None if "3" in text else RewardResult(text == label)
+            for text, label in zip(responses, labels, strict=True)
+        ]
+
+    monkeypatch.setattr("lightrft.tools.rewards.math_rules.MathReward.score", score)
+    rows = [{"question": "1+2?", "answer": "3"}, {"question": "1+4?", "answer": "5"}]
+    code, out, _ = check(rows, "--reward_fn", "boxed_math", "--label_key", "answer")
+    assert code == 4
+    assert "'3' cannot be decided by boxed_math: expected 1" in out
+    assert "answers cannot be decided, and would be left out of the loss" in out
+    assert "reference answer '5'" not in out
+
+
+def test_labels_that_are_tests_are_not_taken_for_answers(check):
+    rows = [{"input": "Write f.", "label": label} for label in (["assert f() == 1"], "x = 1")]
+    code, out, _ = check(rows, "--reward_fn", "unit_tests")
+    assert code == 0
+    doubts = [line for line in out.splitlines() if line.startswith("warning")]
+    # The second row tests nothing: any program passes, also one without a line of code.
+    assert doubts
+    assert all("answers get a reward (p.jsonl:2)" in line for line in doubts)
+
+
+def test_a_service_is_certified_like_a_function(check):
+    server = RewardServer(Same())
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        code, out, _ = check(NUMBERS, "--remote_rm_url", url)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert code == 0
+    assert "mean reward by remote" in out
+    assert "warning: 3 of 3 empty answers" in out
+
+
+class Same:
+    name = "same"
+    needs_labels = False
+
+    def score(self, prompts, responses, labels, columns):
+        return [RewardResult(1.0) for _ in responses]
+
+    def close(self):
+        pass
+
+
+def test_no_terminal_escape_of_the_data_reaches_the_console(check, model):
+    evil = "\x1b]0;owned\x07\x1b[2Jx\u202ey\r\u2028\x85z"
+    rows = [
+        {"question": evil, "answer": evil, evil: evil},
+        {"question": "  ", evil: 1},
+        {"question": [{"role": "user", "content": evil}], "answer": {evil: 1}},
+        {"question": evil, "answer": "#### 1"},
+        '{"question": "\x1b[31m',
+    ]
+    code, out, err = check(
+        rows, "--reward_fn", "gsm8k", "--label_key", "answer", "--pretrain", model
+    )
+    assert code == 4
+    assert all(c.isprintable() or c in "\n\t" for c in out + err)
+    assert "owned" in out
+
+
+def test_progress_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(data, "PROGRESS_SECONDS", 0.0)
+    assert list(data.with_progress("abc", "rows checked")) == ["a", "b", "c"]
+    assert capsys.readouterr().err.splitlines()[-1] == "2 of 3 rows checked"
+
+
+def test_keys_that_are_given_are_not_guessed(check):
+    code, out, _ = check(GOOD, "--input_key", "questions")
+    assert code == 4
+    assert "no column 'questions'" in out
+    assert "set --input_key question" in out
+    code, out, _ = check([{"input": "x", "label": "y"}])
+    assert code == 0
+    assert "proposed options: none, the keys fit" in out
+    assert "in characters" in out
+
+
+def test_chat_messages_need_the_template(check, model):
+    rows = [{"messages": [{"role": "user", "content": "hi"}], "label": "x"}]
+    code, out, _ = check(rows, "--pretrain", model)
+    assert code == 0
+    assert "proposed options: --input_key messages --apply_chat_template" in out
+    assert "    ⟦<|user|>⟧hi⟦<|assistant|>⟧" in out
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'x' * 10**10 }}",
+        "{% for a in range(10**5) %}{% for b in range(10**5) %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_chat_template_without_end_is_one_line(check, model, monkeypatch, tmp_path, template):
+    monkeypatch.setattr(data, "TEMPLATE_SECONDS", 2.0)
+    (tmp_path / "t.jinja").write_text(template)
+    flags = ("--pretrain", model, "--apply_chat_template", "--chat_template", "t.jinja")
+    code, _, err = check([{"input": "a"}], *flags)
+    assert code == 4
+    (line,) = err.splitlines()
+    assert "p.jsonl:1: the chat template takes more than 2 seconds" in line
+
+
+def test_a_prompt_beyond_any_model_is_one_bad_row(check, monkeypatch):
+    monkeypatch.setattr("lightrft.datasets.render.MAX_PROMPT_CHARACTERS", 9)
+    code, out, _ = check([{"input": "a"}, {"input": "a" * 10}])
+    assert code == 4
+    assert "p.jsonl:2: the prompt has 10 characters: expected at most 9" in out
+
+
+def test_an_own_reward_is_shown_without_a_verdict(check, tmp_path):
+    code = (
+        "def half(responses, labels):\n"
+        "    return [0.5 * (r == l) for r, l in zip(responses, labels)]\n"
+    )
+    (tmp_path / "r.py").write_text(code)
+    status, out, _ = check(GOOD, "--reward_fn", "r.py:half")
+    assert status == 0
+    assert "  as it is: 0.500" in out
+    assert "  as \\boxed{...}: 0.000" in out
+    (tmp_path / "r.py").write_text("def half(responses):\n    return 1 / 0\n")
+    status, out, err = check(GOOD, "--reward_fn", "r.py:half")
+    assert status == 5  # a bug of the reward, not of the data
+    assert "ZeroDivisionError" in err
+
+
+def test_options_of_a_run_may_come_from_its_file(check, tmp_path, capsys):
+    (tmp_path / "run.toml").write_text('prompt_data = "p.jsonl"\ninput_key = "question"\n')
+    assert check(GOOD, "--config", "run.toml")[0] == 0
+    assert main(["data", "check", "--config", "run.toml"]) == 0
+    assert parse(["--config", "run.toml"]).given == {"input_key"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["data"], 2, "data check SOURCE"),
+        (["data", "chek", "x"], 2, "data check SOURCE"),
+        (["data", "check"], 2, "give a file"),
+        (["data", "check", "x.jsonl", "--inputkey", "a"], 2, "did you mean input_key"),
+        (["data", "check", "x.jsonl", "--pretrain", "nowhere"], 2, "no model directory"),
+        (["data", "check", "x.jsonl"], 4, "x.jsonl does not exist"),
+        (["data", "check", "x.jsonl", "--temperature", "1"], 2, "temperature"),
+    ],
+)
+def test_mistakes_on_the_command_line(argv, code, message, capsys):
+    assert main(argv) == code
+    assert message in capsys.readouterr().err
+
+
+def test_the_keys_of_common_layouts_are_proposed():
+    def keys(row):
+        proposal = propose_keys(row)
+        return proposal.input_key, proposal.label_key, proposal.holds_messages
+
+    chat = [{"role": "user", "content": "x"}]
+    assert keys({"problem": "x", "solution": "y", "answer": "z"}) == ("problem", "answer", False)
+    assert keys({"prompt": chat, "ground_truth": "y"}) == ("prompt", "ground_truth", True)
+    assert keys({"instruction": "x", "output": "y"}) == ("instruction", "output", False)
+    assert keys({"id": 3}) == (None, None, False)
+
+
+def test_the_histogram_counts_every_length_once():
+    counts = [3, 3, 4, 9, 40, 41]
+    bins = histogram(counts)
+    assert sum(count for _, _, count in bins) == len(counts)
+    assert bins[0] == (3, 7, 3)
+    for (_, last, _), (first, _, _) in itertools.pairwise(bins):
+        assert first == last + 1
+    assert histogram([]) == []
+    assert histogram([5]) == [(5, 5, 1)]

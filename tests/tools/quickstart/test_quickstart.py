@@ -1,0 +1,262 @@
+"""The quick start: its task, its teacher, its warm start, and the whole command."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from itertools import islice
+
+import pytest
+import torch
+from tests.tools.quickstart.dice import Dice
+
+from lightrft.cli.main import main
+from lightrft.tools.quickstart.addition import ADDITION, Addition, demonstrate, draw_additions
+from lightrft.tools.quickstart.boxed_sum import score
+from lightrft.tools.quickstart.quickstart_command import (
+    ESTIMATORS,
+    STRATEGIES,
+    LiveReward,
+    Recipe,
+    training_config,
+)
+from lightrft.tools.quickstart.task import HELD_OUT_SHARE, is_held_out, write_exercises
+from lightrft.tools.report.metric_table import metric_row
+
+pytestmark = pytest.mark.shard("quickstart")
+
+
+def test_careful_and_careless_demonstrations():
+    addition = Addition(457, 386)
+    assert addition.question == "What is 457+386?"
+    assert addition.answer == "843"
+    careful = demonstrate(addition, Dice(0.99))
+    assert careful == r"<think>ones 7+6+0=13 tens 5+8+1=14 hundreds 4+3+1=8</think>\boxed{843}"
+    careless = demonstrate(addition, Dice(0.0))
+    assert careless == r"<think>ones 7+6+0=13 tens 5+8+0=13 hundreds 4+3+0=7</think>\boxed{733}"
+
+
+def test_the_last_carry_is_never_forgotten():
+    assert demonstrate(Addition(900, 300), Dice(0.0)).endswith(r"\boxed{1200}")
+
+
+def test_a_careful_teacher_is_always_right_and_a_careless_one_as_often_as_no_carry_counts():
+    rng = random.Random(0)
+    additions = list(islice(draw_additions(rng, False), 4000))
+    careful = [demonstrate(item, rng, p_forget=0.0) for item in additions]
+    careless = [demonstrate(item, rng, p_forget=1.0) for item in additions]
+    labels = [item.answer for item in additions]
+    assert score([], careful, labels) == [1.0] * len(labels)
+    without_carry = sum(
+        item.first % 10 + item.second % 10 < 10
+        and item.first // 10 % 10 + item.second // 10 % 10 < 10
+        for item in additions
+    )
+    assert sum(score([], careless, labels)) == without_carry
+
+
+def test_training_and_held_out_sums_never_meet(tmp_path):
+    write_exercises(tmp_path / "train", ADDITION, 500, seed=0, held_out=False)
+    write_exercises(tmp_path / "eval", ADDITION, 500, seed=0, held_out=True)
+    rows = [
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("train", "eval")
+    ]
+    assert [len(part) for part in rows] == [500, 500]
+    prompts = [{row["prompt"] for row in part} for part in rows]
+    assert prompts[0].isdisjoint(prompts[1])
+    for row in rows[0] + rows[1]:
+        first, second = map(int, re.findall(r"\d+", row["prompt"]))
+        assert str(first + second) == row["answer"]
+
+
+def test_the_split_is_one_in_ten_and_the_same_in_every_process():
+    pairs = [(x, y) for x in range(100, 300) for y in range(100, 300)]
+    held_out = [is_held_out(x, y) for x, y in pairs]
+    assert abs(sum(held_out) / len(pairs) - 1 / HELD_OUT_SHARE) < 0.01
+    code = (
+        "from lightrft.tools.quickstart.task import is_held_out; "
+        "print([y for y in range(100, 200) if is_held_out(100, y)])"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == [y for y in range(100, 200) if is_held_out(100, y)]
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        (r"<think></think>\boxed{843}", 1.0),
+        (r"\boxed{844}", 0.0),
+        (r"\boxed{843} ", 0.0),
+        (r"\boxed{843}.", 0.0),
+        (r"\boxed{12}\boxed{843}", 1.0),
+        (r"843", 0.0),
+        (r"\boxed{}", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_reward_wants_the_right_box_at_the_very_end(response, reward):
+    assert score(["q"], [response], ["843"], further=[1]) == [reward]
+
+
+def test_only_the_response_is_imitated():
+    from lightrft.tools.quickstart.warm_start import IGNORED, build_tokenizer, demonstration_batch
+
+    tokenizer = build_tokenizer(ADDITION)
+    additions = list(islice(draw_additions(random.Random(2), False), 16))
+    token_ids, targets = demonstration_batch(tokenizer, additions, random.Random(1))
+    assert token_ids.shape == targets.shape
+    for row, target in zip(token_ids, targets, strict=True):
+        trained = target != IGNORED
+        assert torch.equal(row[trained], target[trained])
+        prompt, response = tokenizer.decode(row).split("<|assistant|>")
+        assert re.fullmatch(r"<\|user\|>What is \d+\+\d+\?", prompt)
+        shown = tokenizer.decode(target[trained])
+        assert response.removeprefix(shown).replace("<|pad|>", "") == ""
+        assert re.fullmatch(r"<think>.*</think>\\boxed\{\d+\}<\|end\|>", shown)
+
+
+@pytest.mark.parametrize("second", [386, 986])
+def test_the_digits_of_the_box_keep_their_places_with_a_leading_one_and_without(second):
+    from lightrft.tools.quickstart.warm_start import build_tokenizer
+
+    tokenizer = build_tokenizer(ADDITION)
+    text = demonstrate(Addition(457, second), Dice(0.99))
+    tokens = tokenizer.tokenize(text)
+    assert "".join(tokens) == text
+    assert tokens.count("+0=") + tokens.count("+1=") == 3
+    assert tokens[-5:] == [
+        "\\boxed{1" if second > 900 else "\\boxed{",
+        *f"{457 + second}"[-3:],
+        "}",
+    ]
+
+
+def test_the_chat_template_writes_the_prompts_of_the_demonstrations():
+    from lightrft.tools.quickstart.warm_start import build_tokenizer
+
+    text = build_tokenizer(ADDITION).apply_chat_template(
+        [{"role": "user", "content": "What is 457+386?"}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert text == "<|user|>What is 457+386?<|assistant|>"
+
+
+def test_imitation_lowers_the_loss_and_depends_on_the_seed_alone():
+    from lightrft.tools.quickstart.warm_start import build_student, imitate
+
+    curves = []
+    for seed in (0, 0, 1):
+        losses = []
+        imitate(
+            build_student(ADDITION, seed=seed),
+            ADDITION,
+            lambda step, loss: losses.append(loss),  # noqa: B023
+            num_steps=12,
+            batch_size=8,
+            seed=seed,
+        )
+        curves.append(losses)
+    assert curves[0] == curves[1]
+    assert curves[0] != curves[2]
+    assert curves[0][-1] < 0.8 * curves[0][0]
+
+
+@pytest.mark.parametrize("algorithm", ESTIMATORS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_recipe_is_a_legal_configuration_without_unused_options(
+    tmp_path, algorithm, strategy
+):
+    recipe = Recipe(algorithm=algorithm, strategy=strategy)
+    config = training_config(recipe, tmp_path)
+    config.check_world_size(1)
+    assert config.unused_options() == []
+    assert config.rollout_batch_size * recipe.num_steps == recipe.num_prompts
+    assert config.rollout_batch_size * config.n_samples_per_prompt == 128
+
+
+def test_the_display_shows_reward_and_accuracy(tmp_path):
+    with (tmp_path / "out").open("w") as stream:
+        live = LiveReward(stream, num_steps=60)
+        live.log(0, {"eval/reward": 0.32})
+        live.log(7, {"reward": 0.5})
+        live.log(10, {"reward": 1.0, "eval/reward": 0.99, "episode/calls": 1.25})
+    first, second, third = (tmp_path / "out").read_text().splitlines()
+    assert first.split() == ["step", "0/60", "held-out", "0.320"]
+    assert "reward 0.500" in second
+    assert second.count("#") == 5
+    assert second.endswith("0:00 left")
+    assert third.split()[-6:] == ["held-out", "0.990", "calls", "1.25", "0:00", "left"]
+    assert first.index("held-out") == third.index("held-out")
+    assert second.index("0:00 left") == third.index("calls")
+    assert len(third) <= 80
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_short_quick_start_leaves_a_complete_run(tmp_path, capsys, algorithm):
+    folder = tmp_path / "run"
+    argv = ["--output_dir", str(folder), "--algorithm", algorithm]
+    argv += ["--steps", "2", "--warm_start_steps", "3", "--eval_prompts", "8"]
+    assert main(["quickstart", *argv]) == 0
+    shown = capsys.readouterr().out
+    assert "step   2/2  reward" in shown
+    assert "StrategyINFO" not in shown
+    assert "CPU threads: 1 (" in shown
+    for line in (*ADDITION.flaw, *ADDITION.outlook):
+        assert f"  {line}\n" in shown
+    steps = [line for line in shown.splitlines() if "/2  reward" in line]
+    assert max(map(len, (*steps, *ADDITION.flaw, *ADDITION.outlook))) <= 78
+    summary = json.loads((folder / "summary.json").read_text())
+    assert 0.0 <= summary["accuracy_before"] <= 1.0
+    assert 0.0 <= summary["accuracy_after"] <= 1.0
+    assert set(summary["seconds"]) == {"warm_start", "reinforcement", "total"}
+    assert summary["versions"]["torch"] == torch.__version__.split("+")[0]
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in steps] == [0, 1, 2]
+    assert [entry["weights_version"] for entry in steps[1:]] == [1, 2]
+    from transformers import AutoModelForCausalLM
+
+    trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    started = AutoModelForCausalLM.from_pretrained(folder / "warm_start").state_dict()
+    assert set(trained) == set(started)
+    unknown = {name for entry in steps for name in entry if metric_row(name) is None}
+    assert unknown == {"step"}
+    assert f"open {folder / 'report.html'} in a browser" in shown
+    assert "lightrft train --config" in shown
+    page = (folder / "report.html").read_text()
+    assert ">finished<" in page
+    assert 'id="token-view"' in page
+    assert "weights version 2 after step 2" in page
+    for name in ("config.toml", "run.log", "reward.py", "checkpoints", "run.json"):
+        assert (folder / name).exists(), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("strategy", "algorithm", "seed"),
+    [
+        ("fsdp", "grpo", 0),
+        ("fsdp", "grpo", 1),
+        ("fsdp", "grpo", 2),
+        ("fsdp", "grpo", 3),
+        ("fsdp", "grpo", 4),
+        ("fsdp", "ppo", 0),
+        ("fsdp", "reinforce++", 0),
+        pytest.param("deepspeed", "grpo", 0, marks=pytest.mark.deepspeed),
+    ],
+)
+def test_reinforcement_finds_the_carry(tmp_path, strategy, algorithm, seed):
+    argv = ["--strategy", strategy, "--algorithm", algorithm, "--seed", str(seed)]
+    assert main(["quickstart", "--output_dir", str(tmp_path / "run"), *argv]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy_before"] < 0.4
+    assert summary["accuracy_after"] >= max(0.95, summary["accuracy_before"] + 0.6)

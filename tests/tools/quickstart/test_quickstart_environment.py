@@ -1,0 +1,217 @@
+"""The quick start with a calculator: what is shown, what is imitated, and that asking is learnt."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from itertools import islice
+
+import pytest
+import torch
+from tests.tools.quickstart.dice import Dice
+
+from lightrft.cli.main import main
+from lightrft.datasets.suffix import TurnSuffix
+from lightrft.rollout.environments.calls import ToolCall, choose_parser
+from lightrft.rollout.environments.environments import forging_ids
+from lightrft.rollout.environments.worker import HostedEnvironments
+from lightrft.tools.quickstart.boxed_sum import score
+from lightrft.tools.quickstart.calculator import CALCULATOR, P_COMPUTE, Product, draw_products
+from lightrft.tools.quickstart.calculator_environment import Calculator
+from lightrft.tools.quickstart.quickstart_command import Recipe, prepare, reinforce, training_config
+from lightrft.tools.quickstart.task import is_held_out
+from lightrft.tools.quickstart.warm_start import IGNORED, build_tokenizer, demonstration_batch
+
+pytestmark = pytest.mark.shard("quickstart_environment")
+
+NOISE = """
+import random
+
+
+class Calculator:
+    def reset(self, **row):
+        self.random = random.Random(str(row["prompt"]))
+
+    def calculate(self, expression: str) -> int:
+        \"\"\"Answer anything.
+
+        Args:
+            expression: Is not looked at.
+        \"\"\"
+        return self.random.randint(160_000, 998_001)
+"""
+
+
+def schemas():
+    path = CALCULATOR.files["environment.py"]
+    hosted = HostedEnvironments(f"{path}:Calculator", (), 1000, True)
+    return hosted.describe()[""]["schemas"]
+
+
+def test_the_teacher_asks_or_guesses():
+    product = Product(457, 786, "What is {}?")
+    asked = [("system", "calculate"), ("user", "What is 457*786?")]
+    call = '<tool_call>{"name": "calculate", "arguments": {"expression": "457*786"}}</tool_call>'
+    assert product.demonstration(Dice(0.29)) == [
+        *asked,
+        ("assistant", call),
+        ("tool", "359202"),
+        ("assistant", r"\boxed{359202}"),
+    ]
+    assert product.demonstration(Dice(0.31)) == [*asked, ("assistant", r"\boxed{400000}")]
+    told = Product(457, 786, "Compute {}.").demonstration(Dice(0.69))
+    assert [role for role, _ in told] == ["system", "user", "assistant", "tool", "assistant"]
+
+
+def test_products_have_six_digits_and_are_mostly_not_told_to_be_computed():
+    products = list(islice(draw_products(random.Random(0), False), 4000))
+    assert {len(item.answer) for item in products} == {6}
+    assert not any(is_held_out(item.first, item.second) for item in products)
+    told = sum(item.question.startswith("Compute") for item in products) / len(products)
+    assert abs(told - P_COMPUTE) < 0.03
+
+
+def test_guesses_are_hardly_ever_right():
+    products = list(islice(draw_products(random.Random(0), True), 1000))
+    guesses = [item.demonstration(Dice(0.99))[-1][1] for item in products]
+    assert sum(score([], guesses, [item.answer for item in products])) < 10
+
+
+def test_the_calculator_answers_whole_numbers_and_refuses_all_else():
+    calculator = Calculator()
+    calculator.reset(prompt="What is 2*3?", answer="6")
+    assert calculator.calculate("457*786") == 359202
+    assert calculator.calculate("3 - 12") == -9
+    for expression in ("", "2*", "2**9", "1/2", "__import__('os')", "9" * 10 + "*1"):
+        with pytest.raises(ValueError, match="two whole numbers"):
+            calculator.calculate(expression)
+
+
+def test_what_the_run_renders_is_what_was_demonstrated():
+    """Prompt, call, answer and frame between turns have the ids of the imitation, bit for bit."""
+    tokenizer, tools = build_tokenizer(CALCULATOR), schemas()
+    suffix = TurnSuffix(tokenizer, tools=tools)
+    assert suffix.verdict.shows_tools
+    assert (suffix.verdict.role, suffix.verdict.is_exact) == ("tool", True)
+    product = Product(457, 786, "Compute {}.")
+    call, answer, boxed = (text for _, text in product.demonstration(Dice(0.0))[2:])
+    turns = [tokenizer(f"{text}<|end|>")["input_ids"] for text in (call, boxed)]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": product.question}],
+        tools=tools,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    rendered = [
+        *tokenizer(prompt)["input_ids"],
+        *turns[0],
+        *suffix.after(turns[0], [answer]).token_ids,
+        *turns[1],
+    ]
+
+    token_ids, targets = demonstration_batch(tokenizer, [product], Dice(0.0))
+    assert token_ids[0].tolist() == rendered
+    said = [token for turn in turns for token in turn]
+    assert targets[targets != IGNORED].tolist() == said
+    assert tokenizer.unk_token_id not in rendered
+    assert choose_parser("auto", tokenizer, tools)(call, True) == [
+        ToolCall("calculate", {"expression": "457*786"})
+    ]
+
+
+def test_an_unknown_character_is_no_forged_turn():
+    """The mark of what is not in the vocabulary is a special token, but nobody speaks with it."""
+    tokenizer = build_tokenizer(CALCULATOR)
+    forging = forging_ids(tokenizer)
+    unknown = tokenizer("[é]", split_special_tokens=True)["input_ids"]
+    assert set(unknown) == {tokenizer.unk_token_id}
+    assert forging.isdisjoint(unknown)
+    roles = tokenizer("<|user|><|assistant|><|system|><|tool|><|end|>")["input_ids"]
+    assert len(roles) == 5
+    assert forging >= set(roles)
+    tokenizer.unk_token = tokenizer.eos_token  # as in GPT-2
+    assert tokenizer.eos_token_id in forging_ids(tokenizer)
+
+
+def test_answers_of_the_calculator_are_not_imitated():
+    tokenizer = build_tokenizer(CALCULATOR)
+    products = list(islice(draw_products(random.Random(3), False), 32))
+    token_ids, targets = demonstration_batch(tokenizer, products, random.Random(3))
+    assert torch.equal(token_ids[targets != IGNORED], targets[targets != IGNORED])
+    num_calls = 0
+    for row, target in zip(token_ids, targets, strict=True):
+        whole, said = tokenizer.decode(row), tokenizer.decode(target[target != IGNORED])
+        num_calls += "<|tool|>" in whole
+        assert "<|tool|>" not in said
+        assert re.fullmatch(r"(<tool_call>.*</tool_call><\|end\|>)?\\boxed\{\d+\}<\|end\|>", said)
+    assert 5 <= num_calls <= 27
+
+
+def test_the_recipe_is_a_legal_configuration_without_unused_options(tmp_path):
+    recipe = Recipe(task=CALCULATOR, **CALCULATOR.numbers)
+    config = training_config(recipe, tmp_path)
+    config.check_world_size(1)
+    assert config.unused_options() == []
+    assert config.environment == f"{tmp_path / 'environment.py'}:Calculator"
+    assert config.max_turns >= 2
+
+
+def test_a_short_run_holds_conversations(tmp_path, capsys):
+    folder = tmp_path / "run"
+    argv = ["--environment", "--output_dir", str(folder), "--threads", "1"]
+    argv += ["--steps", "2", "--warm_start_steps", "40", "--eval_prompts", "8"]
+    assert main(["quickstart", *argv]) == 0
+    shown = capsys.readouterr().out
+    assert "calculator" in shown.splitlines()[0]
+    assert "step   2/2  reward" in shown
+    assert f"edit {folder / 'reward.py'} or {folder / 'environment.py'}" in shown
+    assert "  model     " in shown
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(1.0 <= entry["episode/turns"] <= 3.0 for entry in steps[1:])
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert all(sample["turns"][0]["said"] in sample["response"] for sample in samples)
+    assert (folder / "environment.py").read_text().startswith('"""An environment as a user writes')
+    assert list((folder / "journal").glob("step-000002*"))
+
+
+def run_to_the_end(folder, *, seed):
+    assert (
+        main(
+            [
+                "quickstart",
+                "--environment",
+                "--threads",
+                "1",
+                "--seed",
+                str(seed),
+                "--output_dir",
+                str(folder),
+            ]
+        )
+        == 0
+    )
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_asking_the_calculator_is_learnt(tmp_path, seed):
+    summary = run_to_the_end(tmp_path / "run", seed=seed)
+    assert summary["accuracy_before"] < 0.45
+    assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.5
+    last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["episode/turns"] > 1.7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_calculator_that_answers_noise_teaches_nothing(tmp_path):
+    recipe = Recipe(task=CALCULATOR, num_threads=1, **CALCULATOR.numbers)
+    prepare(recipe, tmp_path)
+    (tmp_path / "environment.py").write_text(NOISE)
+    outcome = reinforce(recipe, tmp_path)
+    assert outcome.first_eval["eval/reward"] < 0.05
+    assert outcome.last_eval["eval/reward"] < 0.05

@@ -1,0 +1,274 @@
+"""The report in a real browser that has no network."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+
+import pytest
+from PIL import Image
+from tests.tools.report.browser import faults, needs_browser, open_browser, take_picture
+from tests.tools.report.report_runs import write_run
+
+from lightrft.reporting.files import write_event
+from lightrft.tools.report.comparison import write_comparison
+from lightrft.tools.report.metric_table import STAGES
+from lightrft.tools.report.page import write_report
+from lightrft.tools.report.watch import serving
+
+pytestmark = needs_browser
+
+HOSTILE = "</script><script>window.hacked = true</script><img src=http://192.0.2.1/x onerror=x()>"
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run that was killed: the last line of each file is cut off."""
+    folder = tmp_path_factory.mktemp("runs") / HOSTILE.replace("/", "_")[:80]
+    folder.mkdir()
+    metrics, samples, tokens = [], [], []
+    for step in range(1, 61):
+        row = {f"{stage}_seconds": 0.1 for stage in STAGES}
+        row |= {"step": step, "reward": step / 60, "reward_std": 0.2, "constant_group_share": 0.3}
+        row |= {"response_length": 20.0, "kl": 0.01 * step, "entropy": 1.0, "grad_norm": 0.5}
+        row |= {"clip_fraction_low": 0.0, "clip_fraction_high": 0.1, "step_seconds": 0.6}
+        metrics.append(row | {f"reward/{HOSTILE}": 1.0})
+        shared = {"step": step, "prompt": HOSTILE, "reward": 1.0}
+        samples.append({**shared, "response": HOSTILE, "label": HOSTILE, "response_length": 2})
+        numbers = {"logprobs": [-0.1, -2.0], "rollout_logprobs": [-0.1, -1.0]}
+        numbers |= {"advantages": [1.0, -1.0], "entropy": [0.5, 0.0]}
+        tokens.append({**shared, "tokens": ["\n", HOSTILE], **numbers})
+    for name, rows in (("metrics", metrics), ("samples", samples), ("trajectories", tokens)):
+        whole = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(whole + json.dumps(rows[0])[:40])
+    (folder / "config.toml").write_text(f"pretrain = '{HOSTILE}'\n")
+    write_report(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as opened:
+        yield opened
+
+
+class Visit:
+    """A page that was opened from disk, with what it asked for and complained about."""
+
+    def __init__(self, browser, path, *, width=1440):
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, offline=True)
+        self.page = self.context.new_page()
+        self.requests, self.complaints = [], []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
+
+
+@pytest.fixture
+def visit(browser):
+    opened = []
+
+    def open_page(folder, **options):
+        opened.append(Visit(browser, folder / "report.html", **options))
+        return opened[-1]
+
+    yield open_page
+    for item in opened:
+        item.context.close()
+
+
+def test_charts_are_drawn_without_a_request_or_a_complaint(run_folder, visit):
+    seen = visit(run_folder)
+    page = seen.page
+    assert seen.complaints == []
+    assert seen.requests == [(run_folder / "report.html").as_uri()]
+    plots = page.locator(".plot")
+    assert plots.count() == 9
+    assert page.locator(".plot .scatterlayer .trace path.js-line").count() == 9
+    assert page.locator(".plot .barlayer .trace").count() == len(STAGES)
+    # The reward rises all the way from the lower left to the upper right corner.
+    shape = page.locator(".plot path.js-line").first.get_attribute("d")
+    corners = [tuple(map(float, part.split(","))) for part in (shape[1:].split("L")) if "," in part]
+    assert corners[0][0] < corners[-1][0]
+    assert corners[0][1] > corners[-1][1] + 50
+    assert page.evaluate("window.hacked") is None
+    assert (run_folder / "report.html").stat().st_size < 5_000_000
+
+
+def test_tokens_are_shaded_by_the_quantity_that_is_chosen(run_folder, visit):
+    page = visit(run_folder).page
+    tokens = page.locator("#token-samples .token")
+    assert tokens.count() == 2
+    assert tokens.nth(1).text_content() == HOSTILE
+    assert "advantage -1\nprobability 0.13534\nratio 0.36788\nentropy 0" in (
+        tokens.nth(1).get_attribute("title")
+    )
+
+    def colours():
+        script = "spans => spans.map(span => getComputedStyle(span).backgroundColor)"
+        return tokens.evaluate_all(script)
+
+    seen = {"advantage": colours()}
+    for name in ("probability", "ratio", "entropy"):
+        page.select_option("#token-quantity", name)
+        seen[name] = colours()
+    assert len({tuple(pair) for pair in seen.values()}) == 4
+    assert seen["advantage"][0] != seen["advantage"][1]
+    page.select_option("#token-step", "1")
+    assert tokens.count() == 2
+
+
+def test_a_zoom_of_one_chart_moves_the_others(run_folder, visit):
+    page = visit(run_folder).page
+    area = page.locator(".plot .nsewdrag").first
+    area.scroll_into_view_if_needed()
+    box = area.bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] * 0.25, middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, middle, steps=5)
+    page.mouse.up()
+    # The page's policy forbids eval, which playwright's own way of waiting needs.
+    ranges = page.evaluate(
+        """async () => {
+            const plots = [...document.querySelectorAll(".plot")];
+            const ends = () => plots.map((plot) => plot.layout.xaxis.range[0]);
+            for (let i = 0; i < 200 && new Set(ends()).size > 1; i += 1) {
+                await new Promise((done) => setTimeout(done, 50));
+            }
+            return ends();
+        }"""
+    )
+    assert 10 < ranges[0] < 25
+    assert set(ranges) == {ranges[0]}
+
+
+def write_troubled_run(folder):
+    """An interrupted run of conversations with pictures, which raises alarms and tells events."""
+    write_run(folder, 12, label="843")
+    long = "{'name': 'look', 'arguments': " + "x" * 200 + "}"
+    call = {"name": "look_at_what_is_behind_the_door_of_this_name", "answer": long}
+    turns = [{"said": f"turn {number} {'word ' * 60}", "calls": [call]} for number in range(4)]
+    picture = Image.effect_noise((96, 48), 90).convert("RGB")
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG")
+    image = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    for name, changes in (
+        ("samples", {"turns": turns, "images": [image] * 4, "truncated": True}),
+        ("metrics", {"truncated_share": 0.9, "reward/" + "long_part_" * 9: 1.0, "entropy": None}),
+    ):
+        path = folder / f"{name}.jsonl"
+        rows = [json.loads(line) | changes for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "summary.json").unlink()
+    for name, step in (("started", 0), ("interrupted", 4), ("resumed", 4), ("interrupted", 12)):
+        change = {"name": "generate_max_len", "before": "x" * 90, "after": "y" * 90}
+        details = {"world_size": 2, "changes": [change | {"is_free": True}]}
+        write_event(folder, name, step=step, details=details)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def views(tmp_path_factory):
+    """Reports and a comparison with long names, values and texts, by name."""
+    folder = tmp_path_factory.mktemp("views")
+    long = "a_name_without_a_place_to_break_" * 4
+    one = write_run(folder / long, 40, pretrain=f"/data/{long}/{long}", solved_from=31, label=long)
+    others = [write_run(folder / f"seed_{i}", 10 + i, best=i * 1e4, seed=i) for i in (1, 2, 3)]
+    comparison = folder / "comparison.html"
+    write_comparison([one, *others], comparison)
+    troubled = write_report(write_troubled_run(folder / "troubled"))
+    return {"report": write_report(one), "comparison": comparison, "troubled": troubled}
+
+
+@pytest.mark.parametrize("view", ["report", "comparison", "troubled"])
+def test_nothing_overlaps_on_a_phone_and_on_a_wide_screen(views, browser, view, tmp_path):
+    seen = Visit(browser, views[view], width=400)
+    page = seen.page
+    page.evaluate("for (const list of document.querySelectorAll('details')) list.open = true")
+    for width in (400, 1400):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(1000)  # charts follow the width with a delay
+        found, count = faults(page)
+        assert found == []
+        assert count > 200
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        size, num_colours = take_picture(page, tmp_path / f"{view}_{width}.png")
+        assert size[0] == width
+        assert num_colours > 100
+        box = page.locator(".plot").first.bounding_box()
+        assert width > 400 or box["width"] > 280
+        # A long name makes no row of the others' texts as high as a page.
+        rows = page.locator("header tbody tr").evaluate_all(
+            "rows => rows.map((row) => row.offsetHeight)"
+        )
+        assert max(rows, default=0) < 200
+    assert seen.complaints == []
+    seen.context.close()
+
+
+# Where, what is done to it, and what is said about it.
+PLANTED = (
+    ("figcaption p", "margin-top: -40px", " | "),
+    ("figure h3", "transform: translateY(30px)", " | "),
+    (
+        ".plot .xtick text",
+        "transform: scale(30); transform-box: fill-box; transform-origin: 50% 50%",
+        " | ",
+    ),
+    ("figcaption p", "height: 8px; overflow: hidden", "cut: "),
+    ("figcaption p", "width: 40px; white-space: nowrap; overflow: clip", "cut: "),
+    ("h1", "position: relative; left: -30px", "cut: "),
+    ("h1", "white-space: nowrap", "cut: "),
+    (".plot .ytick text", "transform: translateX(-60px)", "cut: "),
+)
+PLANT = """([where, style]) => {
+  const node = document.querySelector(where);
+  const before = node.style.cssText;
+  node.style.cssText += ";" + style;
+  return before;
+}"""
+
+
+def test_what_is_pushed_over_its_neighbour_or_out_of_its_box_is_found(views, browser):
+    seen = Visit(browser, views["report"], width=400)
+    page = seen.page
+    for where, style, said in PLANTED:
+        assert faults(page)[0] == []
+        before = page.evaluate(PLANT, [where, style])
+        assert [text for text in faults(page)[0] if said in text] != [], (where, style)
+        page.evaluate(
+            "([where, style]) => { document.querySelector(where).style.cssText = style }",
+            [where, before],
+        )
+    seen.context.close()
+
+
+def test_a_followed_page_shows_a_new_step_by_itself_and_stays_where_it_was(tmp_path, browser):
+    folder = write_run(tmp_path / "run", 12)
+    with serving([folder]) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        context = browser.new_context(viewport={"width": 1000, "height": 700})
+        page = context.new_page()
+        complaints = []
+        page.on("console", lambda message: complaints.append(message.text))
+        page.goto(f"http://127.0.0.1:{server.server_port}/")
+        page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
+        page.select_option("#token-step", "7")
+        page.evaluate("scrollTo(0, 900)")
+        line = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+        with (folder / "samples.jsonl").open("a") as stream:
+            stream.write(json.dumps(line | {"step": 13}) + "\n")
+        page.wait_for_selector("summary:has-text('step 13:')", timeout=60_000)
+        page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
+        assert page.input_value("#token-step") == "7"
+        assert abs(page.evaluate("scrollY") - 900) < 100
+        assert [text for text in complaints if "favicon" not in text] == []
+        context.close()
+        server.shutdown()
+        thread.join(10)

@@ -1,0 +1,301 @@
+"""What the report opens on, runs side by side, and a page that follows a run."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import re
+import shutil
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from tests.machine import seconds
+from tests.tools.report.report_runs import write_run
+
+from lightrft.cli.main import main
+from lightrft.reporting.files import note_interruption, write_event
+from lightrft.tools import report
+from lightrft.tools.report.comparison import (
+    MAX_RUNS,
+    differing_options,
+    distinct_names,
+    render_comparison,
+)
+from lightrft.tools.report.page import find_alarms, render_report, solved_sentence
+from lightrft.tools.report.run_data import read_run
+from lightrft.tools.report.sample_page import choose_samples, choose_tokens
+from lightrft.tools.report.watch import MAX_CONNECTIONS, LivePage, serving
+
+
+def test_samples_and_tokens_open_on_the_last_step_whose_rewards_differ(tmp_path):
+    folder = write_run(tmp_path / "run", 60, solved_from=31)
+    assert choose_samples(folder).telling_step == 30
+    assert choose_tokens(folder).telling_step == 30
+    assert max(choose_tokens(folder).steps) == 60
+    text = render_report(folder)
+    assert "<details open><summary>step 30: 4 samples" in text
+    assert text.count("<details open><summary>step") == 1
+    assert "<option selected>30</option>" in text
+
+
+def test_without_differences_the_newest_step_is_open(tmp_path):
+    assert choose_samples(write_run(tmp_path / "run", 5, solved_from=1)).telling_step == 5
+    assert choose_samples(tmp_path / "none").telling_step is None
+
+
+def test_equal_samples_are_one_row_with_their_number(tmp_path):
+    folder = write_run(tmp_path / "run", 1)
+    line = (folder / "samples.jsonl").read_text().splitlines()[0]
+    (folder / "samples.jsonl").write_text((line + "\n") * 7)
+    ((row,),) = choose_samples(folder).steps.values()
+    assert row["count"] == 7
+    text = render_report(folder)
+    assert "step 1: 7 samples" in text
+    assert text.count("7 equal</span>") == 1
+
+
+def test_a_solved_run_is_no_alarm_and_a_run_of_equal_failures_is(tmp_path):
+    solved = read_run(write_run(tmp_path / "a", 10, solved_from=4))
+    assert find_alarms(solved) == []
+    assert solved_sentence(solved).startswith("Solved: in 7 of 10 steps, first in step 4,")
+    # Equal rewards, and not the best ones: what was learnt is gone.
+    rows = [
+        json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    ]
+    for row in rows[6:]:
+        row["reward"] = row["reward_min"] = row["reward_max"] = 0.0
+    (tmp_path / "a" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (alarm,) = find_alarms(read_run(tmp_path / "a"))
+    assert alarm.startswith("4 steps from 7 on: constant_group_share")
+
+
+def lightness_and_colour(colour):
+    """CIE L*a*b* of #rrggbb or #rgb, white D65."""
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    linear = [
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+        for value in (int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4))
+    ]
+    rows = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+    x, y, z = (
+        value ** (1 / 3) if value > 0.008856 else 7.787 * value + 16 / 116
+        for value in (
+            sum(a * b for a, b in zip(row, linear, strict=True)) / white
+            for row, white in zip(rows, (0.9505, 1.0, 1.089), strict=True)
+        )
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def distance(one, other):
+    pairs = zip(lightness_and_colour(one), lightness_and_colour(other), strict=True)
+    return sum((a - b) ** 2 for a, b in pairs) ** 0.5
+
+
+def test_colours_of_curves_are_far_apart_in_both_schemes():
+    text = (Path(report.__file__).parent / "base.html.jinja").read_text()
+    schemes = re.findall(r"--c0: .*?--c5: #\w+", text)
+    assert len(schemes) == 2
+    for scheme in schemes:
+        colours = re.findall(r"#\w+", scheme)
+        assert len(colours) == 6
+        assert min(distance(*pair) for pair in itertools.combinations(colours, 2)) > 30
+    assert distance("#c2410c", "#b45309") < 20  # reds and ambers that were taken for each other
+
+
+def test_an_interruption_is_told(tmp_path):
+    folder = write_run(tmp_path / "run", 3)
+    note_interruption(folder)  # of a run that has never begun
+    assert not (folder / "events.jsonl").exists()
+    (folder / "summary.json").unlink()
+    write_event(folder, "started", step=0, details={"world_size": 1})
+    note_interruption(folder)
+    run = read_run(folder)
+    assert (run.status, run.events[-1].sentence) == (
+        "interrupted",
+        "interrupted (Ctrl-C) after step 3",
+    )
+    assert "interrupted by Ctrl-C: the same command continues" in render_report(folder)
+    write_event(folder, "resumed", step=3, details={})
+    assert read_run(folder).status == "running"
+    write_event(folder, "finished", step=3, details={})
+    note_interruption(folder)
+    assert read_run(folder).events[-1].name == "finished"
+
+
+def test_runs_are_compared_by_curve_and_by_what_differs(tmp_path, capsys):
+    one = write_run(tmp_path / "x" / "run", 8, actor_learning_rate=1e-5, output_dir="a")
+    two = write_run(tmp_path / "y" / "run", 4, actor_learning_rate=3e-5, best=0.5, output_dir="b")
+    assert main(["report", str(one), str(two)]) == 0
+    path = one / "comparison.html"
+    assert capsys.readouterr().out == f"wrote {path}\n"
+    text = path.read_text()
+    charts = json.loads(re.search(r'id="page-data">(.*?)</script>', text)[1])["charts"]
+    assert {chart["kind"] for chart in charts} == {"runs"}
+    reward = charts[0]
+    assert [series["name"] for series in reward["series"]] == ["x/run", "y/run"]
+    assert [len(series["x"]) for series in reward["series"]] == [8, 4]
+    runs = {"x/run": read_run(one), "y/run": read_run(two)}
+    assert differing_options(runs) == [("actor_learning_rate", ["1e-05", "3e-05"])]
+    assert "<code>3e-05</code>" in text
+    assert "0.500 → 0.500" in text
+    assert "0.250 → 0.250" in text
+
+
+def test_a_run_without_a_metric_keeps_the_colour_of_its_place(tmp_path):
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two")
+    lines = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["kl"]
+    (one / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text = render_comparison([one, two])
+    figure = text.split("KL to the reference model")[1].split("</figure>")[0]
+    assert 'line1"></span><b>two</b>' in figure
+    assert "<b>one</b>" not in figure
+
+
+def test_names_of_runs_are_as_long_as_they_must_be(tmp_path):
+    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "b" / "other"]
+    assert distinct_names(folders) == ["a/run", "b/run", "b/other"]
+    assert distinct_names([tmp_path / "one", tmp_path / "two"]) == ["one", "two"]
+    same = [tmp_path / "one", tmp_path / "one"]
+    assert distinct_names(same) == ["one (1)", "one (2)"]
+
+
+def test_hostile_names_and_options_stay_text_in_a_comparison(tmp_path):
+    bad = "<script>alert(1)<"
+    one = write_run(tmp_path / bad, 2, pretrain=bad)
+    text = render_comparison([one, write_run(tmp_path / "two", 2)])
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["RUN"] * (MAX_RUNS + 1), f"up to {MAX_RUNS} runs, got {MAX_RUNS + 1}"),
+        (["RUN", "--port", "3"], "--port is for --watch"),
+        (["RUN", "--watch", "--port", "70000"], "--port 70000: cannot be used"),
+        (["RUN", "nowhere"], "nowhere holds no run"),
+        (["nowhere", "--watch"], "nowhere holds no run"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, capsys, words, said):
+    run = str(write_run(tmp_path / "run", 2))
+    assert main(["report", *(run if word == "RUN" else word for word in words)]) == 2
+    found = capsys.readouterr().err
+    assert said in found
+    assert found.count("\n") == 1
+
+
+@pytest.fixture
+def live(tmp_path):
+    """A folder of a run and the port of the page that follows it."""
+    folder = write_run(tmp_path / "run", 3)
+    with serving([folder]) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield folder, server
+        server.shutdown()
+        thread.join(10)
+
+
+def ask(server, path="/", method="GET", **headers):
+    """Status and text of an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=seconds(60))
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_followed_page_changes_with_the_run(live):
+    folder, server = live
+    status, text = ask(server)
+    assert status == 200
+    version = ask(server, "/version")[1]
+    assert f'data-version="{version}"' in text
+    assert "connect-src 'self'" in text
+    assert "step 4:" not in text
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    with (folder / "samples.jsonl").open("a") as stream:
+        stream.write(json.dumps(json.loads(lines[0]) | {"step": 4}) + "\n")
+    assert ask(server, "/version")[1] != version
+    assert "step 4:" in ask(server)[1]
+    # The file that opens from disk asks nobody.
+    assert "connect-src" not in render_report(folder)
+
+
+def test_a_run_that_is_removed_is_a_line_for_each_request(live, capfd):
+    folder, server = live
+    (folder / "samples.jsonl").unlink()
+    (folder / "samples.jsonl").mkdir()
+    status, text = ask(server)
+    assert status == 200
+    assert "samples.jsonl is missing" in text
+    shutil.rmtree(folder)
+    for _ in range(2):
+        status, text = ask(server)
+        assert status == 410
+        assert f"{folder} holds no run" in text
+    found = capfd.readouterr().err
+    assert found.count("holds no run") == found.count("\n") == 2
+
+
+def test_no_control_character_of_a_file_reaches_the_page(tmp_path):
+    folder = write_run(tmp_path / "run", 2)
+    write_event(folder, "\x1b[2Jevent", step=2, details={})
+    line = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+    with (folder / "samples.jsonl").open("a") as stream:
+        stream.write(json.dumps(line | {"prompt": "\x1b]0;prompt\x07 \ud83d\ude00 é"}) + "\n")
+    text = render_report(folder)
+    assert re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text) is None
+    assert "\\x1b[2Jevent" in text
+    assert "é" in text
+
+
+def test_only_this_machine_and_only_under_its_own_name_is_answered(live):
+    _, server = live
+    assert server.server_address[0] == "127.0.0.1"
+    for name in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1.evil.example:1"):
+        assert ask(server, Host=name)[0] == 403
+    assert ask(server, Host="127.0.0.1:8080")[0] == 200  # through a tunnel
+    assert ask(server, Host=f"localhost:{server.server_port}")[0] == 200
+    assert ask(server, "/config.toml")[0] == 404
+    assert ask(server, "/../config.toml")[0] == 404
+    assert ask(server, method="POST")[0] == 501
+
+
+def test_connections_are_bounded_and_come_free_again(live):
+    _, server = live
+    address = ("127.0.0.1", server.server_port)
+    idle = [socket.create_connection(address, timeout=seconds(30)) for _ in range(MAX_CONNECTIONS)]
+    try:
+        with socket.create_connection(address, timeout=seconds(30)) as refused:
+            assert refused.recv(1) == b""
+    finally:
+        for connection in idle:
+            connection.close()
+    for _ in range(100):
+        try:
+            assert ask(server, "/version")[0] == 200
+            break
+        except (ConnectionError, http.client.HTTPException):
+            threading.Event().wait(0.1)
+    else:
+        pytest.fail("no connection came free")
+
+
+def test_a_version_is_rendered_once(tmp_path, monkeypatch):
+    import lightrft.tools.report.watch as watch
+
+    made = []
+    monkeypatch.setattr(watch, "render_report", lambda *_, **__: made.append(1) or "page")
+    page = LivePage([write_run(tmp_path / "run", 2)])
+    assert [page.text() for _ in range(3)] == [b"page"] * 3
+    assert len(made) == 1

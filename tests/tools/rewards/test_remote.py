@@ -1,0 +1,182 @@
+"""The reward service's protocol, its failures, and the server that comes along."""
+
+import json
+import threading
+import time
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from tests.machine import seconds
+
+from lightrft.config import TrainConfig
+from lightrft.rewards import build_reward
+from lightrft.rewards.types import RewardError, RewardResult
+from lightrft.strategy.config import ConfigError
+from lightrft.tools.rewards.remote import RemoteReward
+from lightrft.tools.rewards.service import RewardServer
+
+
+@pytest.fixture
+def serve():
+    """Starts a server that answers each request by the next of the given functions."""
+    servers = []
+
+    def start(*answers):
+        seen = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                seen.append(request)
+                status, body = answers[min(len(seen), len(answers)) - 1](request)
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+            def log_message(self, *args):
+                pass
+
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        return run(server, partial(server.serve_forever, 0.01)), seen
+
+    def run(server, body=None):
+        threading.Thread(target=body or server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}/score"
+
+    start.run = run
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def lengths(request):
+    return 200, {"rewards": [len(r) for r in request["responses"]]}
+
+
+def ask(url, **options):
+    return RemoteReward(url, **options).score(
+        ["p1 ", "p2 "], ["a", "bcd"], ["1", None], {"level": [3, 4]}
+    )
+
+
+def test_the_request_carries_queries_labels_and_columns(serve):
+    url, seen = serve(lengths)
+    assert ask(url) == [
+        RewardResult(1.0, {"remote": 1.0}),
+        RewardResult(3.0, {"remote": 3.0}),
+    ]
+    assert seen == [
+        {
+            "level": [3, 4],
+            "queries": ["p1 a", "p2 bcd"],
+            "prompts": ["p1 ", "p2 "],
+            "responses": ["a", "bcd"],
+            "labels": ["1", None],
+            "references": ["1", None],
+        }
+    ]
+
+
+def test_components_are_kept(serve):
+    url, _ = serve(lambda _: (200, {"rewards": [1, 2], "components": {"style": [0.5, 0.25]}}))
+    assert ask(url)[1] == RewardResult(2.0, {"remote": 2.0, "style": 0.25})
+
+
+def test_a_null_with_a_reason_is_undecided(serve):
+    answer = {"rewards": [None, 2], "components": {"style": [None, 0.25]}, "undecided": "too hard"}
+    url, _ = serve(lambda _: (200, answer), lambda _: (200, {**answer, "undecided": " "}))
+    assert ask(url) == [None, RewardResult(2.0, {"remote": 2.0, "style": 0.25})]
+    with pytest.raises(RewardError, match="must answer 2 finite numbers under 'rewards'"):
+        ask(url)
+
+
+def test_a_busy_service_is_asked_again(serve):
+    url, seen = serve(lambda _: (503, b"starting"), lambda _: (503, b"starting"), lengths)
+    assert [r.reward for r in ask(url)] == [1, 3]
+    assert len(seen) == 3
+
+
+def test_the_deadline_ends_the_repetitions(serve):
+    url, _ = serve(lambda _: (503, b"starting"))
+    begin = time.perf_counter()
+    with pytest.raises(RewardError, match=r"no answer within 0.6 s .*503.*starting"):
+        ask(url, timeout_seconds=0.6)
+    assert time.perf_counter() - begin < seconds(5)
+
+
+def test_nobody_listening_is_named():
+    with pytest.raises(RewardError, match=r"http://127.0.0.1:9/x gave no answer"):
+        ask("http://user:secret@127.0.0.1:9/x", timeout_seconds=0.3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((400, b"no such model"), "/score: status 400, 'no such model'"),
+        ((200, b"<html>"), "no JSON"),
+        ((200, {"rewards": [1]}), "must answer 2 finite numbers"),
+        ((200, {"rewards": [1, None]}), "must answer 2 finite numbers"),
+        ((200, {"rewards": [1, float("nan")]}), "no JSON .NaN is no number"),
+        ((200, {"scores": [1, 2]}), "must answer 2 finite numbers"),
+        ((200, {"rewards": [1, 2], "components": {"x": [1]}}), "under 'x'"),
+    ],
+)
+def test_a_wrong_answer_is_an_error_at_once(serve, answer, message):
+    url, seen = serve(lambda _: answer)
+    with pytest.raises(RewardError, match=message):
+        ask(url)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("url", ["reward.py", "ftp://host/x", "http://"])
+def test_an_address_is_checked_before_anything_runs(url):
+    with pytest.raises(ConfigError, match="remote_rm_url"):
+        build_reward([], config=TrainConfig(remote_rm_url=url))
+
+
+def test_several_rewards_are_weighted_and_each_component_is_kept(serve, tmp_path):
+    first, _ = serve(lengths)
+    second, _ = serve(lambda _: (200, {"rewards": [10, 20]}))
+    file = tmp_path / "r.py"
+    file.write_text("def ones(responses):\n    return [1.0 for _ in responses]\n")
+    config = TrainConfig(remote_rm_url=(first, second))
+    with build_reward([f"{file}:ones"], weights=[100.0, 2.0, 0.5], config=config) as reward:
+        found = reward.score(["p", "p"], ["a", "bcd"], [None, None], {})
+    assert [r.reward for r in found] == [107.0, 116.0]
+    assert found[1].components == {"ones": 1.0, "remote_0": 3.0, "remote_1": 20.0}
+    with pytest.raises(ConfigError, match="expected 3 finite numbers"):
+        build_reward([f"{file}:ones"], weights=[1.0], config=config)
+
+
+class Exact:
+    name = "exact"
+    needs_labels = True
+
+    def score(self, prompts, responses, labels, columns):
+        if "fail" in responses:
+            raise RewardError("sample 0 failed")
+        return [
+            RewardResult(float(r == a), {"exact": float(r == a), "level": columns["level"][i]})
+            for i, (r, a) in enumerate(zip(responses, labels, strict=True))
+        ]
+
+    def close(self):
+        pass
+
+
+def test_our_server_speaks_the_protocol(serve):
+    url = serve.run(RewardServer(Exact()))
+    reward = RemoteReward(url)
+    found = reward.score(["p", "p"], ["7", "8"], ["7", "7"], {"level": [3, 4]})
+    assert found == [
+        RewardResult(1.0, {"remote": 1.0, "exact": 1.0, "level": 3.0}),
+        RewardResult(0.0, {"remote": 0.0, "exact": 0.0, "level": 4.0}),
+    ]
+    with pytest.raises(RewardError, match="sample 0 failed"):
+        reward.score(["p"], ["fail"], ["7"], {"level": [3]})
+    with pytest.raises(RewardError, match="status 400"):
+        # Private: the client never sends a request that its own service refuses.
+        reward._results(reward._ask({"responses": "text"}), 1)

@@ -1,0 +1,241 @@
+"""The reward that runs a program with the tests of its row."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lightrft.config import TrainConfig
+from lightrft.rewards import RewardError, build_reward
+from lightrft.tools.rewards.code_tests import CodeTests, find_code, read_tests
+
+ADD = '["assert add(1, 2) == 3", "assert add(2, 2) == 4"]'
+SUM = '[{"input": "1 2\\n", "output": "3\\n"}, {"input": "3 4\\n", "output": "7"}]'
+RIGHT = "So:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+RIGHT_SUM = "print(sum(map(int, input().split())))"
+CONFIG = TrainConfig(test_timeout_seconds=2.0, reward_timeout_seconds=60.0)
+
+
+@pytest.fixture(scope="module")
+def reward():
+    with build_reward(["unit_tests"], config=CONFIG) as made:
+        yield made
+
+
+def score(reward, responses, labels):
+    count = len(responses)
+    return reward.score(["p"] * count, responses, labels, {})
+
+
+def test_answers_get_their_own_results_in_their_order(reward) -> None:
+    responses = [RIGHT, "def add(a, b):\n    return 3", RIGHT_SUM, "print(3)", "def add(", ""]
+    labels = [ADD, ADD, SUM, SUM, ADD, ADD]
+    results = score(reward, responses * 3, labels * 3)
+    assert [result.reward for result in results] == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0] * 3
+    passed = [result.components["tests_passed"] for result in results]
+    assert passed == [1.0, 0.5, 1.0, 0.5, 0.0, 0.0] * 3
+
+
+def test_a_program_over_its_time_counts_as_timeout(reward) -> None:
+    responses = ["while True: pass", f"{RIGHT_SUM}\nwhile True: pass", RIGHT]
+    results = score(reward, responses, [ADD, SUM, ADD])
+    assert [result.components["timeout"] for result in results] == [1.0, 1.0, 0.0]
+    assert [result.reward for result in results] == [0.0, 0.0, 1.0]
+
+
+# None of these adds; each ends well, or claims that the tests have passed.
+PRETENDERS = [
+    "import os; os._exit(0)",
+    "raise SystemExit(0)",
+    "import sys; print('0\\n1'); sys.exit(0)",
+    "import os\nfor file in range(1, 9):\n    try: os.write(file, b'passed 0\\npassed 1\\n')\n"
+    "    except OSError: pass",
+    "import atexit, os\natexit.register(os._exit, 0)",
+    "def add(a, b): raise SystemExit(0)",
+    "import builtins\nbuiltins.AssertionError = SystemExit\ndef add(a, b): return 0",
+    "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+]
+
+
+@pytest.mark.parametrize("code", PRETENDERS)
+def test_an_end_without_an_error_is_no_proof(reward, code: str) -> None:
+    assert score(reward, [code], [ADD])[0].reward == 0.0
+
+
+FRAMES = """
+import os, sys
+frame = sys._getframe()
+while frame:
+    job = frame.f_locals.get("job") or {}
+    for index, _ in enumerate(job.get("tests", ())):
+        print(job["key"], index, file=frame.f_locals["results"], flush=True)
+    frame = frame.f_back
+os._exit(0)
+"""
+OBJECTS = """
+import gc, os
+found = gc.get_objects()
+jobs = [o for o in found if isinstance(o, dict) and "key" in o and "tests" in o]
+for file in [o for o in found if hasattr(o, "write") and hasattr(o, "fileno")]:
+    for job in jobs:
+        for index, _ in enumerate(job["tests"]):
+            print(job["key"], index, file=file, flush=True)
+os._exit(0)
+"""
+GUESSES = """
+import gc, hashlib
+for file in [o for o in gc.get_objects() if hasattr(o, "write") and hasattr(o, "fileno")]:
+    for index in range(2):
+        for guess in range(100):
+            digest = hashlib.sha256(b"%x/1" % guess).hexdigest()
+            try: print(index, digest, file=file, flush=True)
+            except Exception: pass
+def add(a, b): return 0
+"""
+FORGERIES = {
+    "frames": FRAMES,
+    "objects": OBJECTS,
+    "guesses": GUESSES,
+    "an int that equals all": "class Any(int):\n    def __eq__(self, other): return True\n"
+    "def add(a, b): return Any()",
+    "an object that equals all": "class Any:\n    def __eq__(self, other): return True\n"
+    "def add(a, b): return Any()",
+    "compile": "import builtins\nbuiltins.compile = lambda *a, **k: (lambda: 0).__code__\n"
+    "def add(a, b): return 0",
+    "exec": "import builtins\nbuiltins.exec = lambda *a, **k: None\ndef add(a, b): return 0",
+}
+# No comparisons with a constant.
+STATEMENTS = '["assert add(1, 2) == add(2, 1) == 3", "assert (add(2, 2), 1) != (0, 1)"]'
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_forged_comparisons_with_constants_do_not_pass(reward, name: str) -> None:
+    (result,) = score(reward, [FORGERIES[name]], [ADD])
+    assert result.reward == result.components["tests_passed"] == 0.0
+    assert result.components["suspicious"] == 1.0
+    (honest,) = score(reward, [RIGHT], [ADD])
+    assert (honest.reward, honest.components["suspicious"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["frames", "objects", "compile", "exec"])
+def test_what_runs_other_statements_cannot_be_replaced(reward, name: str) -> None:
+    assert score(reward, [RIGHT], [STATEMENTS])[0].reward == 1.0
+    assert score(reward, [FORGERIES[name]], [STATEMENTS])[0].reward == 0.0
+
+
+VALUES = [
+    ("2.0", "2"),
+    ("True", "1"),
+    ("(1, [2.5, None], 'x')", "(1, [2.5, None], 'x')"),
+    ("{'b': {1, 2}, 'a': b'x'}", "{'a': b'x', 'b': {2, 1}}"),
+    ("{1: 2}.keys()", "{1}"),
+    ("collections.OrderedDict(b=1, a=2)", "dict({'a': 2, 'b': 1})"),
+    ("collections.namedtuple('P', 'x y')(1, 2)", "(1, 2)"),
+    ("fractions.Fraction(1, 2)", "0.5"),
+    ("decimal.Decimal('0.5')", "0.5"),
+    ("[3, 1, 2]", "list((3, 1, 2))"),
+    ("{4, 5}", "set((4, 5))"),
+    ("1 + 0j", "1"),
+    ("2 - 1j", "2 - 1j"),
+    ("-0.0", "0"),
+    ("float('inf')", "1e999"),
+    ("bytearray(b'x')", "b'x'"),
+    ("'\\ud800'", "'\\ud800'"),
+    ("10 ** 50", "1" + "0" * 50),
+    ("[1]", "(1,)"),
+    ("'1'", "1"),
+    ("0.1 + 0.2", "0.3"),
+    ("float('nan')", "1e999"),
+    ("float('-inf')", "1e999"),
+    ("{1: 2}", "{1: 3}"),
+    ("{1, 2}", "[1, 2]"),
+    ("None", "0"),
+    ("collections.deque([1])", "[1]"),
+    ("object()", "None"),
+    ("'a,b'", "('a', 'b')"),
+    ("['a', 'b']", "['a,b']"),
+]
+
+
+def test_values_equal_constants_as_they_do_in_python(reward) -> None:
+    code = "import collections, decimal, fractions\n"
+    code += "\n".join(f"def f{i}(): return {value}" for i, (value, _) in enumerate(VALUES))
+    names: dict[str, object] = {}
+    exec(code, names)
+    equal = [eval(f"f{i}() == {constant}", names) for i, (_, constant) in enumerate(VALUES)]
+    assert 15 < sum(equal) < len(VALUES)
+    for tests in ("assert f{}() == {}", "assert {1} == f{0}(), 'unequal'"):
+        labels = [json.dumps([tests.format(i, c)]) for i, (_, c) in enumerate(VALUES)]
+        results = score(reward, [code] * len(VALUES), labels)
+        assert [result.reward for result in results] == [float(value) for value in equal]
+
+
+def test_an_output_must_be_whole_and_its_program_end_well(reward) -> None:
+    label = '[{"input": "", "output": "1\\n2\\n"}]'
+    responses = [
+        "print(1)\nprint(2)",
+        "print('1  ')\nprint('2')\nprint()",
+        "print(' 1')\nprint(2)",
+        "print(1)\nprint(2)\nraise SystemExit(3)",
+        "print(1)",
+    ]
+    rewards = [r.reward for r in score(reward, responses, [label] * len(responses))]
+    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_deadline_of_the_batch_is_an_error_and_no_score() -> None:
+    config = TrainConfig(test_timeout_seconds=5.0, reward_timeout_seconds=1.5)
+    with (
+        build_reward(["unit_tests"], config=config) as reward,
+        pytest.raises(RewardError, match=r"not all programs ran within 1.5 s: raise --reward_time"),
+    ):
+        score(reward, ["import time; time.sleep(9)"], [ADD])
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("[]", "expected tests"),
+        ("3", "expected tests"),
+        ('["assert ("]', "a test is no Python: SyntaxError"),
+        ("no python", "a test is no Python: SyntaxError"),
+        ('["assert True", {"input": "", "output": ""}]', "every test must be"),
+        ('[{"input": 1, "output": ""}]', "every test must be"),
+        ('{"inputs": ["1"], "outputs": []}', "as many outputs as inputs"),
+        ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}', "no fn_name"),
+    ],
+)
+def test_labels_that_are_no_tests_are_named(reward, label: str, message: str) -> None:
+    assert message in (reward.label_problem(label) or "")
+    with pytest.raises(RewardError, match="label of sample 0"):
+        score(reward, [RIGHT], [label])
+
+
+def test_the_three_forms_of_labels() -> None:
+    pairs = CodeTests(pairs=(("1 2\n", "3\n"), ("3 4\n", "7")))
+    assert read_tests(SUM) == pairs
+    assert read_tests('{"inputs": ["1 2\\n", "3 4\\n"], "outputs": ["3\\n", "7"]}') == pairs
+    assert read_tests("assert add(1, 2) == 3\n") == CodeTests(asserts=("assert add(1, 2) == 3\n",))
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("a\n```\nx = 1\n```\nb\n```python\nx = 2\n```\nc", "x = 2\n"),
+        ("```py\nx = 1", "x = 1\n"),
+        ("~~~\n```\n~~~", "```\n"),
+        ("``` \n```", "\n"),
+    ],
+)
+def test_the_last_block_of_a_response_is_its_program(response: str, code: str) -> None:
+    assert find_code(response) == code
+
+
+def test_without_a_sandbox_it_runs_only_if_told_and_says_so(caplog) -> None:
+    config = TrainConfig(sandbox="unsafe", test_timeout_seconds=2.0)
+    with build_reward(["unit_tests"], config=config) as reward:
+        results = score(reward, [RIGHT, RIGHT_SUM, "x"], [ADD, SUM, ADD])
+    assert [result.reward for result in results] == [1.0, 1.0, 0.0]
+    assert "can use the network" in caplog.text
