@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -138,7 +139,8 @@ def run(folder, world_size, variants):
         "save_trajectories": True,
         "max_observation_tokens": 32,
     }
-    outputs = [folder / f"run_{world_size}_{i}" for i in range(len(variants))]
+    parent = Path(tempfile.mkdtemp(prefix="runs_", dir=folder))
+    outputs = [parent / str(i) for i in range(len(variants))]
     runs = [
         {**common, **v, "output_dir": str(out)} for v, out in zip(variants, outputs, strict=True)
     ]

@@ -137,13 +137,54 @@ print(json.dumps(len(children)), flush=True)
 """
 
 
-def test_a_bounded_fork_bomb_is_cut_and_harms_no_other_slot(sandbox) -> None:
-    process = sandbox.run(FORKS.encode(), slot=0)
+def test_a_bounded_fork_bomb_is_cut_and_harms_no_other_program(sandbox) -> None:
+    process = sandbox.run(FORKS.encode())
     found = int(process.stdout)
     limit = LIMITS.num_processes if os.geteuid() == 0 else 200
     assert 0 < found <= limit
-    assert sandbox.run(b"print('well')", slot=1).stdout == b"well\n"
-    assert sandbox.run(b"print('well')", slot=0).stdout == b"well\n"
+    assert sandbox.run(b"print('well')").stdout == b"well\n"
+
+
+# Orphans come to this process, as they come to the first process of a machine or container.
+ADOPTING = """
+import ctypes, os
+from lightrft.tools.rewards import sandbox
+
+PR_SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+sandbox._NUM_USERS = 1
+made = sandbox.Sandbox("bubblewrap", sandbox.SandboxLimits(num_processes=4))
+outputs = [made.run(b"print('well')").stdout for _ in range(12)]
+made.close()
+assert outputs == [b"well\\n"] * 12, outputs
+"""
+
+
+def test_programs_start_where_nobody_waits_for_the_ended_ones() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ADOPTING], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's programs are all of that user")
+def test_what_the_last_program_left_does_not_count_for_the_next(unsafe) -> None:
+    mark = f"left-{os.getpid()}"
+    leave = f"""
+import os
+null = os.open(os.devnull, os.O_RDWR)
+for _ in range({LIMITS.num_processes // 2}):
+    if os.fork() == 0:
+        os.setsid()
+        for file in (0, 1, 2): os.dup2(null, file)
+        os.execv("/bin/sh", ["sh", "-c", "sleep 60; true", "{mark}"])
+"""
+    try:
+        for _ in range(4):
+            assert unsafe.run(leave.encode()).returncode == 0
+    finally:
+        for process in processes_with(mark):
+            os.killpg(process, signal.SIGKILL)
 
 
 def test_memory_is_bounded(sandbox) -> None:
@@ -397,7 +438,7 @@ with socket.create_server(("127.0.0.1", 0)) as listener:
         "network": json.loads(made.run(network.encode()).stdout),
         "signals": json.loads(made.run(signals.encode()).stdout),
         "forks": int(made.run(forks.encode()).stdout),
-        "next": made.run(b"print('well')", slot=1).stdout.decode(),
+        "next": made.run(b"print('well')").stdout.decode(),
         "seen": seen.stdout.decode().split(),
         "memory": made.run(b"bytearray(2 << 30)").returncode,
         "lives": outside.poll() is None,
@@ -458,7 +499,7 @@ def test_an_ordinary_user_gets_the_same_sandbox(public_folder, tmp_path) -> None
     assert found["seen"] == ["False", str(found["user"])]
     assert "connected" not in found["network"]
     assert found["lives"]
-    # One user for all slots: the bound counts them all, and the next program still starts.
+    # One user for all programs: the bound counts them all, and the next program still starts.
     assert 0 < found["forks"] <= 200
     assert found["next"] == "well\n"
     assert found["memory"] == 1

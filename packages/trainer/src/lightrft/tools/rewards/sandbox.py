@@ -6,6 +6,7 @@ What neither bubblewrap nor the limits filter are system calls: faults of the ke
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -110,6 +111,7 @@ class Sandbox:
         self.limits = limits or SandboxLimits()
         self._is_unsafe = kind == "unsafe"
         self._is_stopped = threading.Event()
+        self._users = itertools.count(os.getpid() * MAX_SLOTS)
         # The programs of root start as other users, who must be able to reach what they start.
         self._folder = tempfile.mkdtemp(prefix="lightrft-sandbox-")
         Path(self._folder).chmod(0o755)
@@ -120,22 +122,19 @@ class Sandbox:
             self.close()
             raise
 
-    def run(
-        self, source: bytes, *, stdin: bytes = b"", slot: int = 0, deadline: float = math.inf
-    ) -> Ending:
-        """Runs one program to its end.
+    def run(self, source: bytes, *, stdin: bytes = b"", deadline: float = math.inf) -> Ending:
+        """Runs one program to its end; `MAX_SLOTS` may run at once, in threads.
 
         Args:
             source: Its Python source.
             stdin: Its standard input.
-            slot: Less than `MAX_SLOTS`; of the programs that run at once, each has its own.
             deadline: Of the caller, by `time.monotonic`.
 
         Raises:
             SandboxError: The sandbox did not start.
         """
         limits = self.limits
-        with self._started(source, slot) as (process, status):
+        with self._started(source) as (process, status):
             used = Consumption(
                 process.pid,
                 memory_bytes=limits.total_bytes,
@@ -175,15 +174,13 @@ class Sandbox:
         return Ending(reason, None, found.stdout, found.stderr)
 
     @contextmanager
-    def _started(
-        self, source: bytes, slot: int
-    ) -> Iterator[tuple["subprocess.Popen[bytes]", int | None]]:
+    def _started(self, source: bytes) -> Iterator[tuple["subprocess.Popen[bytes]", int | None]]:
         """The process, and where bubblewrap says that it has started it."""
         with contextlib.ExitStack() as held:
             passed: tuple[int, ...] = ()
-            status, folder = None, self._folder
+            status, folder, user = None, self._folder, self._next_user()
             if self._is_unsafe:
-                folder = held.enter_context(_folder_of(slot, source))
+                folder = held.enter_context(_folder_of(user, source))
                 inner = self._python(folder)
             else:
                 program = _in_memory(source, held)
@@ -194,7 +191,7 @@ class Sandbox:
             environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "PYTHONHASHSEED": "0"}
             try:
                 process = subprocess.Popen(
-                    [*_as_user(_user_of(slot)), *_limited(self.limits), *inner],
+                    [*_as_user(user), *_limited(self.limits, user), *inner],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -212,6 +209,13 @@ class Sandbox:
             held.enter_context(process)
             held.callback(_kill, process)
             yield process, status
+
+    def _next_user(self) -> int | None:
+        """For root, a user of its own: the limit counts all processes of a user.
+
+        Those of the last program may still be ending.
+        """
+        return _FIRST_USER + next(self._users) % _NUM_USERS if os.geteuid() == 0 else None
 
     def _python(self, folder: str) -> list[str]:
         return [self.interpreter, "-s", "-S", "-X", "utf8", f"{folder}/main.py"]
@@ -296,23 +300,20 @@ def num_slots() -> int:
     return max(1, min(share, MAX_SLOTS))
 
 
-def _user_of(slot: int) -> int | None:
-    """For root, a user for every slot: the limit of processes counts those of a user."""
-    is_root = os.geteuid() == 0
-    return _FIRST_USER + (os.getpid() * MAX_SLOTS + slot) % _NUM_USERS if is_root else None
-
-
 def _as_user(user: int | None) -> list[str]:
     if user is None:
         return []
     return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--"]
 
 
-def _limited(limits: SandboxLimits) -> list[str]:
+def _limited(limits: SandboxLimits, user: int | None) -> list[str]:
     processes = limits.num_processes
-    if os.geteuid() != 0:
-        # One user for everything: what runs already, and all slots, count.
-        processes = _num_own_threads() + MAX_SLOTS * processes
+    if user is None:
+        # One user for everything: what runs already, and all programs, count.
+        processes = MAX_SLOTS * processes + _num_threads(os.geteuid())
+    else:
+        # bubblewrap leaves one at every end, which stays where the first process waits for none.
+        processes += _num_threads(user, "Z")
     return [
         "prlimit",
         f"--as={limits.memory_bytes}",
@@ -325,23 +326,26 @@ def _limited(limits: SandboxLimits) -> list[str]:
     ]
 
 
-def _num_own_threads() -> int:
-    """Threads of this user on the machine."""
-    user, count = os.geteuid(), 0
+def _num_threads(user: int, state: str = "") -> int:
+    """Threads of this user on the machine; of one state if it is given."""
+    count = 0
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and entry.stat().st_uid == user:
-                count += len(os.listdir(f"/proc/{entry.name}/task"))
+            if not entry.name.isdigit() or entry.stat().st_uid != user:
+                continue
+            # The name before the state may hold anything, brackets too.
+            found = Path(entry.path, "stat").read_text().rpartition(") ")[2][:1]
+            if not state or found == state:
+                count += len(os.listdir(f"{entry.path}/task"))
     return count
 
 
 @contextmanager
-def _folder_of(slot: int, source: bytes) -> Iterator[str]:
+def _folder_of(user: int | None, source: bytes) -> Iterator[str]:
     """A folder on the disk for a program without a sandbox."""
     folder = tempfile.mkdtemp(prefix="lightrft-program-")
     try:
         Path(folder, "main.py").write_bytes(source)
-        user = _user_of(slot)
         if user is not None:
             os.chown(folder, user, user)
         Path(folder).chmod(0o755)

@@ -1,7 +1,6 @@
 """The reward of a program: it passes the tests of its row, in a sandbox."""
 
 import logging
-import queue
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -96,17 +95,7 @@ class UnitTestsReward:
     ) -> list[CodeOutcome]:
         if not codes:
             return []
-        slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for slot in range(self._num_slots):
-            slots.put(slot)
-
-        def run_one(code: str, row: CodeTests) -> CodeOutcome:
-            slot = slots.get()
-            try:
-                return self._run_one(code, row, slot, deadline)
-            finally:
-                slots.put(slot)
-
+        run_one = partial(self._run_one, deadline=deadline)
         with ThreadPoolExecutor(self._num_slots, thread_name_prefix="sandbox") as threads:
             try:
                 return list(threads.map(run_one, codes, tests))
@@ -118,13 +107,13 @@ class UnitTestsReward:
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
 
-    def _run_one(self, code: str, tests: CodeTests, slot: int, deadline: float) -> CodeOutcome:
+    def _run_one(self, code: str, tests: CodeTests, *, deadline: float) -> CodeOutcome:
         if not code.strip() or len(code) > MAX_CODE_CHARACTERS:
             return CodeOutcome(0, "failed")
         if deadline - time.monotonic() < _START_SECONDS:
             tested = CodeOutcome(0, "deadline")
         else:
-            run = partial(self._sandbox.run, slot=slot, deadline=deadline)
+            run = partial(self._sandbox.run, deadline=deadline)
             tested = run_tests(code, tests, lambda source, given: run(source, stdin=given))
         if tested.ended == "deadline":
             raise RewardError(
