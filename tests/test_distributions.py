@@ -14,6 +14,8 @@ PROJECTS = {
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 
+WHOLE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
 
 def modules_of(name: str) -> list[Path]:
     return [path.parent for path in (ROOT / "packages" / name).glob("src/lightrft/*/__init__.py")]
@@ -38,6 +40,23 @@ def test_it_asks_for_members_of_its_own_version(name: str) -> None:
     asked = [each for each in project["dependencies"] if re.match(r"lightrft-", each)]
     assert all(each.endswith(f"=={version}") for each in asked)
     assert asked or name == "kernels"
+
+
+def test_the_whole_brings_every_member_and_every_extra() -> None:
+    version = PROJECTS["trainer"]["project"]["version"]
+    assert (WHOLE["name"], WHOLE["version"]) == ("lightrft", version)
+    assert WHOLE["dependencies"] == [f"lightrft-trainer=={version}"]
+    expected = {
+        extra: [f"lightrft-{name}[{extra}]"]
+        for name, each in PROJECTS.items()
+        for extra in each["project"].get("optional-dependencies", {})
+    }
+    assert WHOLE["optional-dependencies"] == expected
+    described = ("license", "license-files", "authors", "keywords", "classifiers")
+    for each in PROJECTS.values():
+        assert {key: each["project"][key] for key in described} == {
+            key: WHOLE[key] for key in described
+        }
 
 
 @pytest.mark.parametrize("name", PROJECTS)
