@@ -11,6 +11,7 @@ from pathlib import Path
 from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
 from lightrft.config.options import OptionInfo, type_hints
+from lightrft.config.other_names import OTHER_NAMES
 from lightrft.run.gpus import GB, GPUS
 from lightrft.tools.plan.advice import advise
 from lightrft.tools.plan.duration import CONSTANTS, scale, where_it_stops_paying
@@ -75,6 +76,14 @@ def configuration() -> str:
         "| name | instead |",
         "|---|---|",
         *(f"| `{name}` | {_cell(reason)} |" for name, reason in sorted(UNAVAILABLE.items())),
+        "",
+        "## Names in other libraries",
+        "",
+        "Options of TRL, verl and OpenRLHF are refused, and the error names ours.",
+        "",
+        "| there | here |",
+        "|---|---|",
+        *(f"| `{name}` | {_cell(there)} |" for name, there in sorted(OTHER_NAMES.items())),
     ]
     return "\n".join(lines) + "\n"
 

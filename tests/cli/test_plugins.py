@@ -137,7 +137,6 @@ def test_a_command_says_which_extra_brings_what_it_lacks(lightrft):
     )
     done = lightrft(program=program)
     assert done.returncode == 3
-    assert (
-        "needs the package peft, which is not installed: pip install 'lightrft-trainer[lora]'"
-        in (done.stderr)
+    assert "needs the package peft, which is not installed: pip install 'lightrft[lora]'" in (
+        done.stderr
     )

@@ -285,13 +285,13 @@ MACHINE = {
     "no deepspeed": here("deepspeed", "--fsdp", absent="deepspeed"),
     "no tensorboard": here(
         "--use_tensorboard",
-        "lightrft-trainer[tensorboard]",
+        "lightrft[tensorboard]",
         use_tensorboard="",
         absent="tensorboard",
     ),
     "no wandb": here(
         "--use_wandb",
-        "lightrft-trainer[wandb]",
+        "lightrft[wandb]",
         use_wandb="",
         absent="wandb",
         environment={"WANDB_MODE": "offline"},
@@ -302,7 +302,7 @@ MACHINE = {
     "no matplotlib": here(
         "--plot_every", "leave plot_every at -1", plot_every="1", log_dir="l", absent="matplotlib"
     ),
-    "no peft": here("--lora_rank", "lightrft-trainer[lora]", lora_rank="8", absent="peft"),
+    "no peft": here("--lora_rank", "lightrft[lora]", lora_rank="8", absent="peft"),
     "folder in file": here(
         "--output_dir",
         "reward.py is a file",

@@ -21,18 +21,10 @@ pytestmark = [
     pytest.mark.skipif(UV is None, reason="the program uv is not here"),
 ]
 PACKAGES = {
-    "kernels": ("kernels",),
-    "engines": ("engines",),
-    "strategy": ("strategy", "utils"),
-    "trainer": (
-        "algorithms",
-        "models",
-        "datasets",
-        "rewards",
-        "experience",
-        "trainer",
-        "cli",
-    ),
+    member.parent.name: tuple(
+        sorted(path.parent.name for path in member.parent.glob("src/lightrft/*/__init__.py"))
+    )
+    for member in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -91,6 +83,7 @@ def test_a_wheel_holds_every_file_of_its_packages_and_no_other(wheels, member):
     found = {name for name in names if ".dist-info/" not in name and not name.endswith(".so")}
     assert found == expected
     assert "lightrft/__init__.py" not in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert {name.split("/")[1] for name in found} == set(PACKAGES[member])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.ranks import run_multiprocess
 
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.models.loading import load_causal_lm
 
 peft = pytest.importorskip("peft", reason="package peft is not installed")
@@ -96,9 +96,9 @@ def test_the_policy_equals_the_merged_model(checkpoint):
 
 
 def test_a_target_that_binds_to_nothing_is_an_error(checkpoint):
-    with pytest.raises(ValueError, match=r"called q_projection; the model has .*q_proj"):
+    with pytest.raises(ConfigError, match=r"called q_projection; the model has .*q_proj"):
         lora_actor(checkpoint, target_modules=("q_proj", "q_projection"))
-    with pytest.raises(ValueError, match="lora_rank >= 1"):
+    with pytest.raises(ConfigError, match="lora_rank >= 1"):
         lora_actor(checkpoint, lora_rank=0)
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from lightrft.config.options import ConfigError, did_you_mean, options_of
+from lightrft.config.options import ConfigError, options_of
+from lightrft.config.other_names import option_hint
 from lightrft.config.rules import batch_problems, broken_rules, unused_by_rules
 from lightrft.config.run_options import RunOptions
 from lightrft.config.toml import read_toml, write_toml
@@ -123,9 +124,7 @@ class TrainConfig(RunOptions):
         """
         known = options_of(type(self))
         unknown = [
-            f"no option {name!r}{did_you_mean(name, known)}"
-            for name in changes
-            if name not in known
+            f"no option {name!r}{option_hint(name, known)}" for name in changes if name not in known
         ]
         if unknown:
             raise TypeError("; ".join(unknown))
@@ -147,7 +146,7 @@ class TrainConfig(RunOptions):
         if config.extra_args:
             known = options_of(cls)
             lines = [
-                f"{path}: unknown option {name!r}{did_you_mean(name, known)}"
+                f"{path}: unknown option {name!r}{option_hint(name, known)}"
                 for name in config.extra_args
             ]
             raise ConfigError("invalid configuration:\n  " + "\n  ".join(lines))

@@ -109,8 +109,8 @@ def _installation(module: str) -> str:
     for line in requires("lightrft-trainer") or ():
         requirement, _, extra = line.partition("; extra == ")
         if re.split(r"[^\w-]", requirement)[0] == package and extra:
-            return f"pip install 'lightrft-trainer[{extra.strip(chr(34) + chr(39))}]'"
-    return f"pip install {'lightrft-trainer' if package == 'lightrft' else package}"
+            return f"pip install 'lightrft[{extra.strip(chr(34) + chr(39))}]'"
+    return f"pip install {package}"
 
 
 def usage() -> str:

@@ -14,11 +14,11 @@ from lightrft.config.options import (
     SUPERVISED,
     OptionInfo,
     coerce,
-    did_you_mean,
     from_text,
     options_of,
     type_hints,
 )
+from lightrft.config.other_names import option_hint
 from lightrft.config.toml import read_toml
 from lightrft.utils.arguments import add_arguments
 
@@ -252,7 +252,7 @@ def unknown_name(name: str, command: str = "train") -> str:
     for other in ("train", *SFT):
         if name in available_options(other) and name not in available_options(command):
             return f"{name} is an option of lightrft {other}, not of lightrft {command}"
-    hint = did_you_mean(name, available_options(command))
+    hint = option_hint(name, available_options(command))
     return f"unknown option {name!r}" + ("" if hint.startswith("; known") else hint)
 
 
@@ -260,7 +260,13 @@ def unknown_flags(arguments: Sequence[str], command: str = "train") -> list[str]
     """Sentences about what the parser did not know; values after an unknown flag are its own."""
     flags = [argument for argument in arguments if argument.startswith("--")]
     if not flags:
-        return [f"unexpected argument {argument!r}" for argument in arguments]
+        # Hydra's form has no dashes.
+        return [
+            unknown_name(argument.split("=")[0], command)
+            if "=" in argument
+            else f"unexpected argument {argument!r}"
+            for argument in arguments
+        ]
     return [unknown_name(flag.removeprefix("--").split("=")[0], command) for flag in flags]
 
 

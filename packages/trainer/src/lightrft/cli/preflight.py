@@ -87,13 +87,13 @@ def package_problems(config: TrainConfig) -> list[str]:
             bool(config.use_tensorboard),
             "tensorboard",
             "--use_tensorboard",
-            "install lightrft-trainer[tensorboard], or leave it out",
+            "install lightrft[tensorboard], or leave it out",
         ),
         (
             bool(config.use_wandb),
             "wandb",
             "--use_wandb",
-            "install lightrft-trainer[wandb], or leave it out",
+            "install lightrft[wandb], or leave it out",
         ),
         (
             config.plot_every > 0 and config.log_dir is not None,
@@ -105,7 +105,7 @@ def package_problems(config: TrainConfig) -> list[str]:
             config.lora_rank > 0,
             "peft",
             "--lora_rank",
-            "install lightrft-trainer[lora], or leave it out",
+            "install lightrft[lora], or leave it out",
         ),
         *(
             (

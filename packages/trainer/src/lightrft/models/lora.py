@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.models.actor import Actor
 from lightrft.models.sequence_model import has_prefix
 from lightrft.strategy.distributed.collectives import transfer_device
@@ -43,13 +43,13 @@ class LoraActor(Actor):
 
     Raises:
         ImportError: peft is not installed.
-        ValueError: A target names no linear layer of the model, or `lora_rank` is 0.
+        ConfigError: A target names no linear layer of the model, or `lora_rank` is 0.
     """
 
     def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
         super().__init__(model)
         if config.lora_rank < 1:
-            raise ValueError(f"adapters need lora_rank >= 1: got {config.lora_rank}")
+            raise ConfigError(f"adapters need lora_rank >= 1: got {config.lora_rank}")
         self.scale = config.lora_alpha / config.lora_rank
         _inject(model, config)
 
@@ -146,7 +146,7 @@ def _inject(model: PreTrainedModel, config: TrainConfig) -> None:
         inject_adapter_in_model(adapters, model, adapter_name=ADAPTER)
     bound = [name for name, _ in model.named_parameters() if name.endswith(FIRST)]
     if len(bound) != len(names):
-        raise ValueError(
+        raise RuntimeError(
             f"peft put adapters on {len(bound)} of {len(names)} layers, e.g. not on "
             f"{sorted(set(names) - {name.removesuffix(FIRST) for name in bound})[:3]}"
         )
@@ -158,7 +158,7 @@ def target_layers(
     """Names of the linear layers that the targets mean, without those below frozen prefixes.
 
     Raises:
-        ValueError: A target names no linear layer; the message lists the names there are.
+        ConfigError: A target names no linear layer; the message lists the names there are.
     """
     linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     if ALL_LINEAR in targets:
@@ -168,14 +168,14 @@ def target_layers(
         unbound = [target for target, names in found.items() if not names]
         if unbound:
             known = sorted({name.rsplit(".", 1)[-1] for name in linear})
-            raise ValueError(
+            raise ConfigError(
                 f"target_modules: no linear layer is called {', '.join(unbound)}; the model has "
                 f"{', '.join(known)}, or give {ALL_LINEAR}"
             )
         chosen = set().union(*found.values())
     chosen = {name for name in chosen if not has_prefix(name, frozen)}
     if not chosen:
-        raise ValueError(
+        raise ConfigError(
             f"target_modules: {type(model).__name__} has no linear layer for an adapter"
         )
     return sorted(chosen)

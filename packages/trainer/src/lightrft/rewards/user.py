@@ -21,7 +21,8 @@ from lightrft.rewards.user_task import (
 )
 from lightrft.strategy.config import ConfigError
 
-ARGUMENTS = ("prompts", "responses", "labels")
+# The last two are one: TRL's functions call responses completions.
+ARGUMENTS = ("prompts", "labels", "responses", "completions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,9 @@ class FunctionReward:
     """A function `f(prompts=, responses=, labels=, **columns)`, wherever it runs.
 
     It returns one number or one dict of numbers per response. Of a dict, `reward` is the reward if
-    present, else the sum; the other entries are components. Of `prompts`, `responses`, `labels`
-    and the data's columns the function gets those it has a parameter for.
+    present, else the sum; the other entries are components. Of `prompts`, `responses`
+    (or `completions`), `labels` and the data's columns the function gets those it has a parameter
+    for.
 
     Args:
         spelling: The name, after what says where the function is and a colon, if there is that.
@@ -85,11 +87,13 @@ class FunctionReward:
         if not responses:
             return []
         self.check_columns(columns)
-        offered = {**columns, **dict(zip(ARGUMENTS, (prompts, responses, labels), strict=True))}
+        given = (prompts, labels, responses, responses)
+        offered = {**columns, **dict(zip(ARGUMENTS, given, strict=True))}
+        takes_all = self._signature.takes_all
         chosen = {
             name: list(values)
             for name, values in offered.items()
-            if self._signature.takes_all or name in self._signature.by_keyword
+            if name in self._signature.by_keyword or (takes_all and name != "completions")
         }
         results = []
         for reward, components in self._call({**chosen, **self.options}, len(responses)):
@@ -212,14 +216,15 @@ class UserReward(FunctionReward):
             if err.kind == MissingFunctionError.__name__:
                 raise ConfigError(f"reward function {self._spelling}: {err}") from err
             raise self._error("could not be loaded", err) from err
-        takes_responses = signature.takes_all or "responses" in signature.by_keyword
+        takes_responses = signature.takes_all or {*ARGUMENTS[2:]} & {*signature.by_keyword}
         if not takes_responses or any(
             p["is_required"] for p in signature.of_kind("POSITIONAL_ONLY")
         ):
             self.close()
             raise RewardError(
-                f"reward function {self._spelling} must take the keyword argument responses, and "
-                "may take prompts, labels and columns of the data: its parameters are "
+                f"reward function {self._spelling} must take the keyword argument responses (or "
+                "completions), and may take prompts, labels and columns of the data: its "
+                "parameters are "
                 f"({', '.join(p['name'] for p in signature.parameters)})"
             )
         return signature

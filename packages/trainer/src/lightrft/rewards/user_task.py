@@ -72,9 +72,10 @@ class UserFunction:
     def __call__(self, request: object) -> object:
         """The results as [reward or null, components] pairs, checked."""
         arguments = cast("dict[str, object]", request)
-        seed_generators(self._seed, arguments["responses"])
+        responses = arguments.get("responses", arguments.get("completions"))
+        seed_generators(self._seed, responses)
         returned = self._loop.settle(self._function(**arguments))
-        return checked_results(returned, len(cast("list[object]", arguments["responses"])))
+        return checked_results(returned, len(cast("list[object]", responses)))
 
 
 class AwaitLoop:

@@ -166,7 +166,7 @@ def connect(address: str) -> type[Adapted]:
     except ImportError as error:
         raise ReportedError(
             "environment openenv: the package websockets is missing: install "
-            "'lightrft-trainer[openenv]'"
+            "'lightrft[openenv]'"
         ) from error
     path = parts.path.rstrip("/")
     socket = urlunsplit((schemes[parts.scheme], parts.netloc, f"{path}/ws", "", ""))

@@ -1,0 +1,132 @@
+"""Options of TRL 1.16, verl 0.9 and OpenRLHF 0.11, and what they are called here."""
+
+from collections.abc import Collection
+
+from lightrft.config.options import did_you_mean
+
+# No option of a run, but of the commands that start it.
+PROCESSES = "nproc_per_node"
+# The first word is our option; what follows is another unit or what else it needs.
+OTHER_NAMES: dict[str, str] = {
+    # TRL, with what it has from transformers
+    "adam_beta1": "adam_betas, both numbers",
+    "adam_beta2": "adam_betas, both numbers",
+    "beta": "init_kl_coef",
+    "dataset_name": "prompt_data",
+    "delta": "dual_clip",
+    "dtype": "bf16",
+    "epsilon": "eps_clip",
+    "epsilon_high": "eps_clip_high",
+    "generation_batch_size": "rollout_batch_size, in prompts",
+    "gradient_accumulation_steps": "train_batch_size, in samples of all processes",
+    "importance_sampling_level": "policy_loss, gspo for sequences",
+    "learning_rate": "actor_learning_rate",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "target_modules",
+    "lr_scheduler_type": "lr_scheduler",
+    "mask_truncated_completions": "overlong_buffer, which lowers their rewards",
+    "max_completion_length": "generate_max_len",
+    "max_grad_norm": "max_norm",
+    "max_prompt_length": "prompt_max_len",
+    "max_tool_calling_iterations": "max_turns",
+    "model_name_or_path": "pretrain",
+    "num_generations": "n_samples_per_prompt",
+    "num_iterations": "max_epochs",
+    "num_train_epochs": "num_episodes",
+    "per_device_eval_batch_size": "micro_rollout_batch_size",
+    "per_device_train_batch_size": "micro_train_batch_size",
+    "report_to": "use_wandb, use_tensorboard or loggers",
+    "resume_from_checkpoint": "load_checkpoint",
+    "reward_funcs": "reward_fn",
+    "router_aux_loss_coef": "aux_loss_coef",
+    "save_total_limit": "max_ckpt_num",
+    "scale_rewards": "advantage_estimator",
+    "top_entropy_quantile": "high_entropy_token_ratio",
+    "use_peft": "lora_rank",
+    "use_vllm": "engine_type, vllm",
+    "vllm_enable_sleep_mode": "enable_engine_sleep",
+    "vllm_gpu_memory_utilization": "engine_mem_util",
+    "vllm_importance_sampling_correction": "off_policy_correction",
+    "vllm_tensor_parallel_size": "engine_tp_size",
+    "warmup_steps": "lr_warmup_ratio, a share of all steps",
+    "weight_decay": "l2",
+    # verl
+    "adv_estimator": "advantage_estimator",
+    "clip_ratio": "eps_clip",
+    "clip_ratio_c": "dual_clip",
+    "clip_ratio_high": "eps_clip_high",
+    "clip_ratio_low": "eps_clip_low",
+    "data.train_batch_size": "rollout_batch_size",
+    "gpu_memory_utilization": "engine_mem_util",
+    "grad_clip": "max_norm",
+    "kl_coef": "init_kl_coef",
+    "kl_loss_coef": "init_kl_coef, with use_kl_loss",
+    "kl_loss_type": "kl_estimator",
+    "lam": "lambd",
+    "lr": "actor_learning_rate",
+    "max_response_length": "generate_max_len",
+    "actor_rollout_ref.model.path": "pretrain",
+    "actor_rollout_ref.rollout.n": "n_samples_per_prompt",
+    "n_gpus_per_node": PROCESSES,
+    "ppo_epochs": "max_epochs",
+    "ppo_max_token_len_per_gpu": "micro_batch_tokens",
+    "ppo_micro_batch_size_per_gpu": "micro_train_batch_size",
+    "ppo_mini_batch_size": "train_batch_size, in samples of all processes",
+    "prompt_key": "input_key",
+    "save_freq": "save_steps",
+    "tensor_model_parallel_size": "engine_tp_size",
+    "test_freq": "eval_steps",
+    "total_epochs": "num_episodes",
+    "total_training_steps": "max_steps",
+    "train_files": "prompt_data",
+    "ulysses_sequence_parallel_size": "sp_size",
+    "use_remove_padding": "packing_samples",
+    "val_files": "eval_data",
+    # OpenRLHF
+    "agent_func_path": "environment",
+    "algo.kl.horizon": "kl_horizon",
+    "algo.kl.init_coef": "init_kl_coef",
+    "algo.kl.target": "kl_target",
+    "async_enable": "partial_rollout",
+    "ckpt.load_enable": "load_checkpoint",
+    "ckpt.max_mem": "max_ckpt_mem",
+    "ckpt.max_num": "max_ckpt_num",
+    "ckpt.path": "ckpt_path",
+    "critic.model_name_or_path": "critic_pretrain",
+    "data.prompt_dataset": "prompt_data",
+    "ds.lora.alpha": "lora_alpha",
+    "ds.lora.dropout": "lora_dropout",
+    "ds.lora.rank": "lora_rank",
+    "eps_clip_low_high": "eps_clip_low, and eps_clip_high",
+    "eval.dataset": "eval_data",
+    "eval.split": "eval_split",
+    "eval.steps": "eval_steps",
+    "gradient_checkpointing_enable": "gradient_checkpointing",
+    "max_tokens_per_gpu": "micro_batch_tokens",
+    "num_gpus_per_node": PROCESSES,
+    "overlong_penalty_factor": "overlong_buffer_penalty_factor",
+    "policy_loss_type": "policy_loss",
+    "reward.clip_range": "reward_clip",
+    "reward.model_name_or_path": "reward_pretrain",
+    "reward.remote_url": "remote_rm_url",
+    "ring_attn_size": "sp_size",
+    "rollout.batch_size": "rollout_batch_size",
+    "rollout.micro_batch_size": "micro_rollout_batch_size",
+    "train.batch_size": "train_batch_size",
+    "train.micro_batch_size": "micro_train_batch_size",
+}
+
+
+def option_hint(name: str, known: Collection[str]) -> str:
+    """The end of a sentence about an unknown option: its name here, or the nearest known ones.
+
+    Args:
+        name: As it was given; groups before a dot may say more.
+        known: Options that could have been given.
+    """
+    last = name.rpartition(".")[2]
+    there = OTHER_NAMES.get(name) or OTHER_NAMES.get(last) or last
+    first = there.split()[0].rstrip(",")
+    if there != name and (first in known or first == PROCESSES):
+        return f"; here it is {there}"
+    return did_you_mean(name, known)

@@ -1,0 +1,45 @@
+"""Names of options in TRL, verl and OpenRLHF lead to ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft.cli.options import UNAVAILABLE, available_options, unknown_flags
+from lightrft.config import TrainConfig
+from lightrft.config.other_names import OTHER_NAMES, PROCESSES, option_hint
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_each_leads_to_an_option_and_is_none_itself(name: str) -> None:
+    known = available_options()
+    assert name not in known
+    assert name not in UNAVAILABLE
+    first = OTHER_NAMES[name].split()[0].rstrip(",")
+    assert first in known or first == PROCESSES
+    assert option_hint(name, known) == f"; here it is {OTHER_NAMES[name]}"
+
+
+@pytest.mark.parametrize(
+    ("argument", "there"),
+    [
+        ("--num_generations", "n_samples_per_prompt"),
+        ("--beta=0.04", "init_kl_coef"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "actor_learning_rate"),
+        ("actor_rollout_ref.rollout.temperature=0.7", "temperature"),
+        ("data.train_batch_size=64", "rollout_batch_size"),
+        ("--train.batch_size", "train_batch_size"),
+        ("--actor.num_gpus_per_node", "nproc_per_node"),
+    ],
+)
+def test_arguments_as_those_programs_take_them(argument: str, there: str) -> None:
+    (problem,) = unknown_flags([argument])
+    assert problem.split("here it is ")[1].split(",")[0] == there
+
+
+def test_what_a_command_does_not_take_is_not_named() -> None:
+    assert "n_samples_per_prompt" not in unknown_flags(["--num_generations"], "sft")[0]
+
+
+def test_python_says_the_same() -> None:
+    with pytest.raises(TypeError, match="no option 'num_generations'; here it is n_samples_per"):
+        TrainConfig().replaced({"num_generations": 4})
