@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.models import ModelLoadError, load_causal_lm, load_config, load_tokenizer, load_trunk
+from lightrft.tools.model_presets import write_tiny_model
 
 
 @pytest.fixture
@@ -58,3 +61,44 @@ def test_unknown_model_id_without_network():
 def test_unknown_dtype(checkpoint):
     with pytest.raises(ValueError, match="unknown dtype 'fp8': expected one of float32, bfloat16"):
         load_causal_lm(checkpoint, dtype="fp8")
+
+
+THINKING = "{% if enable_thinking | default(true) %}<think>{% endif %}{{ messages[0].content }}"
+
+
+def rendered(folder: Path, **options: object) -> str:
+    tokenizer = load_tokenizer(str(folder), TrainConfig(**options))
+    messages = [{"role": "user", "content": "2+2?"}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False))
+
+
+@pytest.mark.parametrize("lead", ["", "\n", "{%- set ns = namespace() %}\n"])
+def test_arguments_of_the_chat_template_reach_whatever_renders_by_it(tmp_path, lead):
+    write_tiny_model(tmp_path / "model", "tiny-qwen3")
+    (tmp_path / "chat.jinja").write_text(lead + THINKING)
+    given = {"chat_template": str(tmp_path / "chat.jinja")}
+    plain = rendered(tmp_path / "model", **given)
+    off = rendered(tmp_path / "model", **given, chat_template_args={"enable_thinking": False})
+    assert plain.replace("<think>", "") == off != plain
+
+
+def test_the_newest_arguments_of_a_chat_template_win(tmp_path):
+    write_tiny_model(tmp_path / "model", "tiny-qwen3")
+    (tmp_path / "chat.jinja").write_text(THINKING + "{{ effort }}")
+    first = load_tokenizer(
+        str(tmp_path / "model"),
+        TrainConfig(
+            chat_template=str(tmp_path / "chat.jinja"),
+            chat_template_args={"enable_thinking": False, "effort": 'a "high" one'},
+        ),
+    )
+    first.save_pretrained(tmp_path / "model")
+    assert rendered(tmp_path / "model") == '2+2?a "high" one'
+    again = {"enable_thinking": True}
+    assert rendered(tmp_path / "model", chat_template_args=again) == '<think>2+2?a "high" one'
+
+
+def test_an_argument_that_no_chat_template_reads_is_refused(tmp_path):
+    write_tiny_model(tmp_path / "model", "tiny-qwen3")
+    with pytest.raises(ConfigError, match="got enable_thinkin, which the chat template does not"):
+        rendered(tmp_path / "model", chat_template_args={"enable_thinkin": False})

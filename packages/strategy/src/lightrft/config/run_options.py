@@ -419,6 +419,12 @@ class RunOptions(StrategyConfig):
         acts_with="apply_chat_template",
         commands=(*DATA_AND_EVAL, *SFT),
     )
+    chat_template_args: Arguments = data_option(
+        None,
+        "Variables of the chat template, such as enable_thinking=false.",
+        acts_with="apply_chat_template",
+        commands=(*DATA_AND_EVAL, *SFT),
+    )
     use_rollout_logprobs: bool = rollout_option(
         False,
         "Take the old logprobs from the engine instead of a forward pass of the actor.",

@@ -1,6 +1,8 @@
 """Reading and writing of Hugging Face checkpoints, with errors that fit one line."""
 
+import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -23,7 +25,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from lightrft.config import ConfigError
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.files import FileError, read_object
 from lightrft.config.options import short
 from lightrft.config.printable import one_line
@@ -44,6 +46,7 @@ WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 # Output layers of other tasks, which a trunk leaves in the file.
 OTHER_HEADS = ("lm_head.*", "language_model.lm_head.*", "score.*", "classifier.*", "v_head.*")
 _MAX_LISTED_NAMES = 5
+_END_OF_ARGUMENTS = "{#- arguments of the run +#}"
 # Of a vocabulary.
 MAX_TOKENS = 2**24
 
@@ -70,27 +73,57 @@ def load_config(path: str) -> PretrainedConfig:
     return config
 
 
-def load_tokenizer(path: str, *, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, config: TrainConfig | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint.
 
     Args:
         path: Of the checkpoint.
-        chat_template: File with a template in place of the tokenizer's own.
+        config: Its options `chat_template` and `chat_template_args` count.
 
     Raises:
-        ConfigError: There is no such template.
+        ConfigError: There is no such template, or it takes no such argument.
         ModelLoadError: It is missing or unreadable.
     """
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     if (Path(path) / files[0]).exists():
         _require_bounded(Path(path) / files[0])
     tokenizer: PreTrainedTokenizerBase = _read(AutoTokenizer, path, files, "tokenizer")
-    if chat_template is not None:
-        file = Path(chat_template)
+    if config is not None:
+        tokenizer.chat_template = chosen_template(config, tokenizer.chat_template)
+    return tokenizer
+
+
+def chosen_template(config: TrainConfig, own: str | None) -> str | None:
+    """The chat template of a run, which sets its arguments itself.
+
+    So whatever renders by it, the saved model included, renders alike.
+
+    Args:
+        config: Its options `chat_template` and `chat_template_args` count.
+        own: The template that was saved with the model.
+
+    Raises:
+        ConfigError: There is no such template, or it takes no such argument.
+    """
+    if config.chat_template is not None:
+        file = Path(config.chat_template)
         if not file.is_file():
             raise ConfigError(f"chat_template: no file {file}")
-        tokenizer.chat_template = file.read_text("utf-8")
-    return tokenizer
+        own = file.read_text("utf-8")
+    sets = ""
+    for name, value in (config.chat_template_args or {}).items():
+        if not isinstance(own, str) or not re.search(rf"\b{re.escape(name)}\b", own):
+            raise ConfigError(
+                f"chat_template_args: got {name}, which the chat template does not read: leave it "
+                "out, or give a template that does (--chat_template)"
+            )
+        # Numbers, texts and truth values are written in Jinja as in JSON.
+        sets += f"{{%- set {name} = {json.dumps(value)} +%}}"
+    if not sets or own is None:
+        return own
+    # Behind those of the run that the model comes from, which would win otherwise.
+    before, _, rest = own.rpartition(_END_OF_ARGUMENTS)
+    return f"{before}{sets}{_END_OF_ARGUMENTS}{rest}"
 
 
 def _require_bounded(file: Path) -> None:

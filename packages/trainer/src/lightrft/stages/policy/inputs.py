@@ -19,7 +19,7 @@ from lightrft.datasets.render import PromptTokenizer
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
 from lightrft.models import load_tokenizer
-from lightrft.models.loading import load_config, load_processor
+from lightrft.models.loading import chosen_template, load_config, load_processor
 from lightrft.reporting.files import SAMPLES_FILE, TRAJECTORIES_FILE
 from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.rewards import CombinedReward
@@ -123,7 +123,7 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
         ConfigError: Options that cannot be run.
     """
     _check_options(config)
-    tokenizer = load_tokenizer(str(config.pretrain), chat_template=config.chat_template)
+    tokenizer = load_tokenizer(str(config.pretrain), config)
     modality = load_modality(config, tokenizer)
     environments = build_environments(config, tokenizer, modality)
     shown = environments.prompt_tokenizer
@@ -258,10 +258,8 @@ def load_modality(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Mo
     if family is None:
         return TextModality(tokenizer)
     processor = load_processor(str(config.pretrain))
-    if config.chat_template is not None:
-        processor.chat_template = load_tokenizer(
-            str(config.pretrain), chat_template=config.chat_template
-        ).chat_template
+    own = chosen_template(config, processor.chat_template) if processor.chat_template else None
+    processor.chat_template = own or tokenizer.chat_template
     limit_pixels(processor, config)
     return VisionPrompts(PromptEncoder(processor, family))
 

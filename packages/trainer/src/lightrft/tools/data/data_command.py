@@ -358,6 +358,6 @@ def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase | None:
         return None
     from lightrft.models.loading import load_tokenizer as load
 
-    tokenizer = load(config.pretrain, chat_template=config.chat_template)
+    tokenizer = load(config.pretrain, config)
     check_tokenizer(tokenizer, config)
     return tokenizer

@@ -165,8 +165,7 @@ def connect(address: str) -> type[Adapted]:
         import websockets  # noqa: F401 - a clear message now instead of one at the first reset
     except ImportError as error:
         raise ReportedError(
-            "environment openenv: the package websockets is missing: install "
-            "'lightrft[openenv]'"
+            "environment openenv: the package websockets is missing: install 'lightrft[openenv]'"
         ) from error
     path = parts.path.rstrip("/")
     socket = urlunsplit((schemes[parts.scheme], parts.netloc, f"{path}/ws", "", ""))

@@ -90,7 +90,7 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
     """
     path = str(config.pretrain)
     with ExitStack() as stack:
-        tokenizer = load_tokenizer(path, chat_template=config.chat_template)
+        tokenizer = load_tokenizer(path, config)
         modality = load_modality(config, tokenizer)
         environments = build_environments(config, tokenizer, modality, has_journal=False)
         stack.callback(environments.close)

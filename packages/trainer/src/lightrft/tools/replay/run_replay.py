@@ -59,7 +59,7 @@ def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
             f"journals name images and do not hold them: {run} trained a model of type "
             f"{family.model_type}, and only runs of models of text can be replayed"
         )
-    tokenizer = load_tokenizer(str(config.pretrain), chat_template=config.chat_template)
+    tokenizer = load_tokenizer(str(config.pretrain), config)
     found = Replay()
     with get_strategy(config) as strategy:
         actor = _prepared_actor(run, step, config, strategy)
