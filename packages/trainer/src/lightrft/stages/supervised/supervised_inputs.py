@@ -85,7 +85,8 @@ def read_inputs(config: TrainConfig) -> SupervisedInputs:
     if problems:
         raise ConfigError("\n".join(problems))
     path = str(config.pretrain)
-    if family_of(load_config(path)) is not None:
+    model_config = load_config(path)
+    if family_of(model_config) is not None:
         raise ConfigError(f"pretrain: {path} reads images, and supervised rows are text so far")
     tokenizer = load_tokenizer(path, chat_template=config.chat_template)
     data = load_supervised(
@@ -95,6 +96,7 @@ def read_inputs(config: TrainConfig) -> SupervisedInputs:
         max_samples=config.max_samples,
         split=config.prompt_split,
         probabilities=config.prompt_data_probs,
+        vocab_size=model_config.vocab_size,
     )
     if len(data) < config.train_batch_size:
         raise ConfigError(
@@ -109,6 +111,7 @@ def read_inputs(config: TrainConfig) -> SupervisedInputs:
         config,
         max_samples=config.max_eval_samples,
         split=config.eval_split,
+        vocab_size=model_config.vocab_size,
     )
     return SupervisedInputs(tokenizer, data, held_out.rows)
 
