@@ -83,12 +83,12 @@ def build_parser() -> Parser:
         "run", metavar="RUN", help="The --output_dir of a run with --save_rollouts."
     )
     parser.add_argument(
-        "--for", dest="use", choices=USES, required=True, help="What the rows are for."
+        "--for", dest="use", choices=tuple(USES), required=True, help="What the rows are for."
     )
     parser.add_argument("--output", required=True, metavar="FILE.jsonl", help="A new file.")
     parser.add_argument(
         "--choose",
-        choices=CHOICES,
+        choices=tuple(CHOICES),
         help="Samples of each prompt: "
         + "; ".join(f"for {use} {' or '.join(names)}" for use, names in USES.items())
         + ". The first is the default.",
