@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_EXAMPLES = 3
+NOTHING_TRAINED = "no token is trained"
 # Columns of each kind of row; of a row with several kinds the first counts.
 KINDS: dict[str, tuple[str, ...]] = {
     "token ids": ("token_ids", "is_trained"),
@@ -212,7 +213,7 @@ class RowEncoder:
                 trained[:1] = False
                 if not trained.any():
                     raise DataError(
-                        "no token is trained: expected two tokens or more, one of them trained "
+                        f"{NOTHING_TRAINED}: expected two tokens or more, one of them trained "
                         "behind the first"
                     )
                 yield SupervisedRow(np.array(token_ids, dtype=np.int32), trained)
