@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import psutil
 
@@ -18,6 +18,7 @@ from lightrft.cli.options import Parser, add_options, command_options, parse_opt
 from lightrft.cli.preflight import PlainTokenizer, model_problems
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.printable import printable
+from lightrft.config.registry import Registry
 from lightrft.config.sources import split_sources
 from lightrft.datasets.files import Row, scan_rows
 from lightrft.datasets.render import PromptTokenizer, check_tokenizer, render
@@ -34,6 +35,8 @@ from lightrft.tools.rewards.fork import Fork
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightrft.cli.main import Command
 
 T = TypeVar("T")
 NUM_SAMPLES = 3
@@ -188,6 +191,17 @@ rows, and what the reward gives to the reference answers. Exit code 4 if a row i
 """
 
 
+# Checks of the rows of a stage: functions of arguments, as commands are.
+STAGE_CHECKS = Registry(
+    "stage",
+    {
+        "policy": "lightrft.tools.data.data_command:check_prompts",
+        "sft": "lightrft.tools.data.supervised_check:run",
+    },
+    takes_own=False,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """Arguments of one check.
@@ -213,11 +227,8 @@ def run(argv: Sequence[str]) -> int:
         RewardError: A reward function that cannot be loaded, or that fails.
     """
     if argv and argv[0] == "check":
-        if stage_of(argv[1:]) == "policy":
-            return check(parse(argv[1:]))
-        from lightrft.tools.data.supervised_check import run as check_supervised
-
-        return check_supervised(argv[1:])
+        command = cast("Command", STAGE_CHECKS.load(stage_of(argv[1:])))
+        return command(argv[1:])
     if argv and argv[0] in ("-h", "--help"):
         return check(parse(["--help"]))
     raise UsageError("lightrft data knows one action: lightrft data check SOURCE")
@@ -235,11 +246,16 @@ def add_stage(parser: argparse.ArgumentParser) -> None:
     """Adds the option that chooses the stage."""
     parser.add_argument(
         "--stage",
-        choices=("policy", "sft"),
+        choices=tuple(STAGE_CHECKS),
         default="policy",
         help="What the rows are for: prompts of lightrft train, or rows of lightrft sft, of which "
         "--stage sft --help lists the options. Default: policy.",
     )
+
+
+def check_prompts(argv: Sequence[str]) -> int:
+    """Check the rows of `lightrft train`; arguments and errors as for `run`."""
+    return check(parse(argv))
 
 
 def check(request: Request) -> int:
