@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +15,13 @@ from tests.records.exchange_cases import ThreadWorld, ragged_sample
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.config.files import file_sha256, read_object, unsealed
+from lightrft.datasets.row_origin import origin_path
 from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.models.loading import load_tokenizer
 from lightrft.reporting.rollouts import RecordedRollout, RolloutLog, read_rollout
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.rows.row_choice import CHOICES, FATES, USES, Sample, choose, count_fates
-from lightrft.tools.rows.row_file import RowRequest, origin_path, write_rows
+from lightrft.tools.rows.row_file import RowRequest, write_rows
 
 
 def random_samples(rng, count=40):
@@ -151,10 +154,17 @@ LINES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows") / "model"
+    write_tiny_model(path, "tiny-qwen3", seed=1)
+    return path
+
+
 @pytest.fixture
-def run_folder(tmp_path):
+def run_folder(tmp_path, model):
     folder = tmp_path / "run"
-    TrainConfig(pretrain="tiny", eval_data="held.jsonl").save(folder / "config.toml")
+    TrainConfig(pretrain=str(model), eval_data="held.jsonl").save(folder / "config.toml")
     (folder / "rollouts.jsonl").write_text("".join(LINES))
     return folder
 
@@ -220,6 +230,34 @@ def test_the_origin_names_run_options_and_contents_by_hash(run_folder):
     assert origin["rollouts_sha256"] == file_sha256(run_folder / "rollouts.jsonl")
     assert origin["config_sha256"] == file_sha256(run_folder / "config.toml")
     assert sum(origin[name] for name in FATES) == origin["sampled"] == report.num_sampled == 9
+
+
+def test_rows_do_not_go_to_a_model_of_other_tokens(
+    run_folder, model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    written(run_folder, use="sft", choice="right", max_per_prompt=1)
+    sft = ["sft", "--prompt_data", "rows.jsonl", "--train_batch_size", "2", "--output_dir", "again"]
+    shutil.copytree(model, "other")
+    text = Path("other/tokenizer.json").read_text()
+    vocab = json.loads(text)["model"]["vocab"]
+    (seven,) = [token for token, i in vocab.items() if i == 6]
+    (eight,) = [token for token, i in vocab.items() if i == 8]
+    swapped = {**vocab, seven: 8, eight: 6}
+    Path("other/tokenizer.json").write_text(
+        json.dumps({**json.loads(text), "model": {**json.loads(text)["model"], "vocab": swapped}})
+    )
+    assert main([*sft, "--pretrain", "other"]) == 4
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"rows.jsonl: id 6 is {seven!r} in the rows and {eight!r} in the tokenizer" in line
+    check = ["data", "check", "rows.jsonl", "--stage", "sft", "--pretrain"]
+    assert main([*check, "other"]) == 4
+    capsys.readouterr()
+    assert main([*check, str(model)]) == 0
+    origin_path(Path("rows.jsonl")).write_text("{}")
+    assert main([*check, str(model)]) == 4
+    assert "rows.jsonl.origin.json does not match its own SHA-256" in capsys.readouterr().err
+    assert not Path("again").exists()
 
 
 def test_the_line_that_a_run_is_writing_does_not_count(run_folder):
@@ -300,9 +338,7 @@ def train(rank, world_size, values):
 
 
 @pytest.mark.multiprocess
-def test_chosen_ids_are_the_sampled_ones_and_supervised_rows_take_them(tmp_path, capsys):
-    model = tmp_path / "model"
-    write_tiny_model(model, "tiny-qwen3", seed=1)
+def test_chosen_ids_are_the_sampled_ones_and_supervised_rows_take_them(tmp_path, model, capsys):
     prompts = [{"input": f"say {'aeiou'[i]}", "label": ""} for i in range(4)]
     for name, rows in (("prompts", prompts), ("held", prompts[:1])):
         text = "".join(json.dumps(row) + "\n" for row in rows)

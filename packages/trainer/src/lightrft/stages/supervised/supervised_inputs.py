@@ -14,6 +14,7 @@ import numpy as np
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.config.rules import batch_problems
+from lightrft.datasets.row_origin import check_tokens
 from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows, load_supervised
 from lightrft.engines.media.families import family_of
 from lightrft.engines.text import end_of_sequence_ids
@@ -85,6 +86,8 @@ def read_inputs(config: TrainConfig) -> SupervisedInputs:
     if problems:
         raise ConfigError("\n".join(problems))
     tokenizer, vocab_size = read_vocabulary(config)
+    for sources in filter(None, (config.prompt_data, config.eval_data)):
+        check_tokens(sources, tokenizer)
     data = load_supervised(
         str(config.prompt_data),
         tokenizer,

@@ -147,7 +147,9 @@ def _pass_at_k(group: _Group) -> Array:
 
 
 def _best(group: _Group) -> Array:
-    return np.eye(len(group.rewards))[np.argsort(-group.rewards, kind="stable")[0]]
+    found = np.zeros(len(group.rewards))
+    found[np.argsort(-group.rewards, kind="stable")[0]] = 1.0
+    return found
 
 
 _GROUP: dict[str, Callable[[_Group], Array]] = {

@@ -13,6 +13,7 @@ from lightrft.cli.options import Parser, parse_options
 from lightrft.cli.preflight import model_problems
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.files import Row
+from lightrft.datasets.row_origin import check_tokens
 from lightrft.datasets.supervised_rows import (
     NOTHING_TRAINED,
     RowEncoder,
@@ -98,6 +99,7 @@ def run(argv: Sequence[str]) -> int:
     tokenizer, vocab_size = read_vocabulary(config)
     items = read_items(source, config)
     rows = [item for item in items if not isinstance(item, DataError)]
+    check_tokens(source, tokenizer)
     show_layout(source, rows, num_items=len(items))
     if not rows:
         raise DataError(f"{source}: no row of {len(items)} can be read: {items[0]}")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from lightrft.config import TrainConfig
 from lightrft.config.files import MAX_BYTES, FileError, file_sha256, sealed
 from lightrft.config.toml import write_whole
+from lightrft.datasets.row_origin import origin_path, tokens_of
 from lightrft.datasets.types import DataError
 from lightrft.reporting.files import CONFIG_FILE, ROLLOUTS_FILE
 from lightrft.reporting.rollouts import RecordedRollout, read_rollout
@@ -64,11 +66,6 @@ class RowReport:
     has_held_out: bool
 
 
-def origin_path(path: Path) -> Path:
-    """The file that says where the rows of `path` come from."""
-    return path.with_name(f"{path.name}.origin.json")
-
-
 def write_rows(request: RowRequest, path: Path) -> RowReport:
     """Writes the rows and their origin; nothing where there are no rows.
 
@@ -78,8 +75,12 @@ def write_rows(request: RowRequest, path: Path) -> RowReport:
 
     Raises:
         DataError: A line of the samples is damaged, or no sample fits the choice.
-        FileError: The options of the run cannot be read.
+        ConfigError: The options of the run cannot be read.
+        ModelLoadError: Its tokenizer cannot be read.
     """
+    # Imported here: it brings torch along.
+    from lightrft.models.loading import load_tokenizer
+
     config, choice = TrainConfig.load(request.run / CONFIG_FILE), CHOICES[request.choice]
     rollouts = request.run / ROLLOUTS_FILE
     samples, digest = read_samples(rollouts, holds_answers=request.use in ("sft", "best_of_n"))
@@ -96,10 +97,16 @@ def write_rows(request: RowRequest, path: Path) -> RowReport:
     )
     if not rows:
         raise DataError(_no_rows(request, choice, samples, fates))
+    # A run that has ended holds its tokenizer, wherever it came from.
+    own = config.replaced({"output_dir": str(request.run)}).model_dir
+    tokenizer = load_tokenizer(str(own if own.is_dir() else config.pretrain))
+    used = set[int]()
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="utf-8") as stream:
         for columns in _columns(rollouts, rows, request.use):
             stream.write(json.dumps(columns) + "\n")
+            for name, ids in columns.items():
+                used.update(cast("Sequence[int]", ids) if name.endswith("_ids") else ())
     origin = {
         "run": request.run.resolve().name,
         "model": config.pretrain,
@@ -113,6 +120,7 @@ def write_rows(request: RowRequest, path: Path) -> RowReport:
         "rows": len(rows),
         "sampled": len(samples),
         **fates,
+        "tokens": tokens_of(tokenizer, used),
     }
     write_whole(origin_path(path), sealed(origin) + "\n")
     partial.replace(path)
@@ -178,7 +186,7 @@ def _excluded(read: RecordedRollout, *, holds_answers: bool) -> str:
     return next((name for name, holds in reasons.items() if holds), "")
 
 
-def _columns(path: Path, rows: list[Row], use: str) -> Iterator[Mapping[str, object]]:
+def _columns(path: Path, rows: list[Row], use: str) -> Iterator[dict[str, object]]:
     """The columns of each row, its ids as they were sampled."""
     with path.open("rb") as stream:
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser, at_least, finite
+from lightrft.datasets.row_origin import origin_path
 from lightrft.reporting.files import CONFIG_FILE, ROLLOUTS_FILE
 from lightrft.tools.rows.row_choice import CHOICES, FATES, USES
-from lightrft.tools.rows.row_file import RowReport, RowRequest, origin_path, write_rows
+from lightrft.tools.rows.row_file import RowReport, RowRequest, write_rows
 
 
 def run(argv: Sequence[str]) -> int:
