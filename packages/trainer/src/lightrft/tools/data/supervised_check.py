@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightrft.cli.errors import ExitCode, UsageError, refuse
-from lightrft.cli.options import Parser, parse_options
+from lightrft.cli.options import Parser, available_options, parse_options
 from lightrft.cli.preflight import model_problems
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import SUPERVISED
 from lightrft.datasets.files import Row
 from lightrft.datasets.row_origin import check_tokens
 from lightrft.datasets.supervised_rows import (
@@ -41,18 +42,8 @@ Read every row as lightrft sft would, and say what is in them: the first rows wi
 tokens marked, lengths, over-long and duplicate rows, tokens of a step and of the run, and each row
 that cannot be used. Exit code 4 if a row is bad.
 """
-# Those of a run that decide its rows and their number.
-OPTIONS = (
-    "pretrain",
-    "prompt_split",
-    "train_on",
-    "max_row_tokens",
-    "apply_chat_template",
-    "chat_template",
-    "train_batch_size",
-    "max_epochs",
-    "max_steps",
-)
+# Options that decide the size of a run, beside those of its rows.
+SIZES = ("train_batch_size", "max_epochs")
 QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
 
 
@@ -222,4 +213,9 @@ def parse(argv: Sequence[str]) -> tuple[str, TrainConfig]:
 
 def build_parser() -> Parser:
     """The parser of `lightrft data check --stage sft`."""
-    return check_parser(DESCRIPTION, OPTIONS)
+    of_rows = [
+        name
+        for name, info in available_options("sft").items()
+        if "data" in info.commands or info.group == SUPERVISED
+    ]
+    return check_parser(DESCRIPTION, (*of_rows, *SIZES))
