@@ -15,11 +15,12 @@ from tests.records.exchange_cases import ThreadWorld, ragged_sample
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.config.files import file_sha256, read_object, unsealed
-from lightrft.datasets.row_origin import origin_path
+from lightrft.datasets.row_origin import origin_of, origin_path
 from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.models.loading import load_tokenizer
 from lightrft.reporting.rollouts import RecordedRollout, RolloutLog, read_rollout
 from lightrft.tools.model_presets import write_tiny_model
+from lightrft.tools.report.page import render_report
 from lightrft.tools.rows.row_choice import CHOICES, FATES, USES, Sample, choose, count_fates
 from lightrft.tools.rows.row_file import RowRequest, write_rows
 
@@ -258,6 +259,25 @@ def test_rows_do_not_go_to_a_model_of_other_tokens(
     assert main([*check, str(model)]) == 4
     assert "rows.jsonl.origin.json does not match its own SHA-256" in capsys.readouterr().err
     assert not Path("again").exists()
+
+
+def test_a_run_and_its_report_name_the_run_that_the_rows_come_from(
+    run_folder, model, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    written(run_folder, use="sft", choice="right", max_per_prompt=1)
+    argv = ["sft", "--fsdp", "--pretrain", str(model), "--prompt_data", "rows.jsonl"]
+    argv += ["--train_batch_size", "2", "--micro_train_batch_size", "2", "--output_dir", "again"]
+    assert main(argv) == 0
+    entry = read_object(Path("again/run.json"))["inputs"]["rows.jsonl"]
+    config, samples = (file_sha256(run_folder / n)[:12] for n in ("config.toml", "rollouts.jsonl"))
+    said = f"run of {model} (config {config}, rollouts {samples})"
+    assert entry["origin"] == said
+    assert f"rows.jsonl: samples of {said}" in render_report(Path("again"))
+    # Rows that were changed have no origin.
+    lines = Path("rows.jsonl").read_text().splitlines(keepends=True)
+    Path("rows.jsonl").write_text("".join(lines[::-1]))
+    assert origin_of(Path("rows.jsonl"), file_sha256(Path("rows.jsonl"))) == ""
 
 
 def test_the_line_that_a_run_is_writing_does_not_count(run_folder):

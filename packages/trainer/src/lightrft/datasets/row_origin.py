@@ -19,6 +19,23 @@ def origin_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.origin.json")
 
 
+def origin_of(path: Path, sha256: str) -> str:
+    """The run that the rows of a file come from, in words; "" if that is not known.
+
+    Args:
+        path: The file.
+        sha256: Of its content: an origin of other rows is not theirs.
+    """
+    try:
+        origin = unsealed(read_object(origin_path(path)), path)
+    except FileError:
+        return ""
+    if origin.get("rows_sha256") != sha256:
+        return ""
+    hashes = (f"{what} {str(origin.get(f'{what}_sha256'))[:12]}" for what in ("config", "rollouts"))
+    return f"{origin.get('run')} of {origin.get('model')} ({', '.join(hashes)})"
+
+
 def tokens_of(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> dict[str, str]:
     """The token of each id, by the id as JSON names it; "" where the tokenizer has none."""
     ids = sorted(set(token_ids))
