@@ -13,8 +13,10 @@ from lightrft.algorithms.advantages.token_level import (
     estimate_token_advantages,
     token_rewards,
 )
+from lightrft.algorithms.aggregation import aggregate, local_normalizer
 from lightrft.algorithms.interface import advantage_traits
 from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
+from lightrft.algorithms.policy.token_level import reinforce_policy_loss
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, bind
 
 
@@ -28,8 +30,10 @@ TRAITS = {
     name: advantage_traits(build_advantage_estimator(name, {})) for name in ADVANTAGE_ESTIMATORS
 }
 GROUP_ESTIMATORS = [name for name, traits in TRAITS.items() if traits.needs_groups]
-# Those with moments of all groups are left out: another group moves them.
-LOCAL_GROUP_ESTIMATORS = [name for name in GROUP_ESTIMATORS if "batch" not in name]
+# Those with moments or tokens of all groups are left out: another group moves them.
+LOCAL_GROUP_ESTIMATORS = [
+    name for name in GROUP_ESTIMATORS if "batch" not in name and name != "raft"
+]
 
 WORKED = [
     ("group_norm", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
@@ -43,6 +47,7 @@ WORKED = [
     ("batch_mean_group_std", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
     ("maxrl", {}, [0.599999, -0.999998, -0.2, 0.599999]),
     ("pass_at_k", {}, [0.0] * 4),
+    ("raft", {}, [15 / 4, 0, 0, 0]),
     ("cpgd", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
     ("cpgd", {"weighting": "centre"}, [0.375, -0.625, -0.125, 0.375]),
 ]
@@ -105,6 +110,42 @@ def test_further_group_estimators_equal_a_loop_over_groups() -> None:
         assert _estimate(name, inputs).tolist() == pytest.approx(values.tolist(), abs=1e-12), name
     with pytest.raises(ValueError, match="maxrl estimator needs rewards of at least 0"):
         _estimate("maxrl", _inputs([1.0, -0.5]))
+
+
+def test_raft_is_supervised_training_on_the_best_row_of_each_prompt() -> None:
+    rng = np.random.default_rng(7)
+    lengths, groups = rng.integers(1, 12, 24), rng.permutation(np.repeat(np.arange(6), 4))
+    rewards, scored = rng.integers(0, 4, 24).astype(float), rng.random(24) > 0.2
+    rewards[groups == 2] = 1.0
+    best = []
+    for group in range(6):
+        own = [i for i in range(24) if groups[i] == group and scored[i]]
+        if len({rewards[i] for i in own}) > 1:
+            best.append(max(own, key=lambda i: (rewards[i], -i)))
+    assert 0 < len(best) < 6
+    advantages = _estimate(
+        "raft",
+        _inputs(
+            rewards.tolist(),
+            groups.tolist(),
+            lengths.tolist(),
+            is_scored=torch.tensor(scored.tolist()),
+        ),
+    )
+    mask = _mask(lengths.tolist()) & torch.tensor(scored.tolist())[:, None]
+    logprobs = torch.tensor(rng.normal(size=mask.shape), requires_grad=True)
+    per_token = advantages[:, None].expand(mask.shape)
+    loss = reinforce_policy_loss(logprobs, logprobs.detach(), per_token, mask).loss
+    total = aggregate(loss, mask, "token-mean", local_normalizer(mask, "token-mean"))
+    num_tokens = sum(int(lengths[i]) for i in best)
+    slow = -sum(float(logprobs[i, t]) for i in best for t in range(lengths[i])) / num_tokens
+    assert float(total) == pytest.approx(slow, rel=1e-12)
+    (found,) = torch.autograd.grad(total, logprobs)
+    expected = torch.zeros_like(found)
+    for i in best:
+        expected[i, : lengths[i]] = -1 / num_tokens
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    assert _estimate("raft", _inputs([1.0, 1.0])).tolist() == [0.0, 0.0]
 
 
 def test_clip_filter_makes_up_for_constant_groups_up_to_three() -> None:

@@ -108,6 +108,46 @@ def test_turns_whose_thinking_the_template_strips_get_rows_of_their_own(tmp_path
     assert "1 conversations in one row per turn" in data.summary
 
 
+@pytest.mark.parametrize(
+    ("train_on", "trained"), [(None, [9]), ("completion", [9]), ("all", [8, 9])]
+)
+def test_rows_of_token_ids_are_taken_as_they_are(tmp_path, train_on, trained):
+    # Nothing follows a token before the first, which is not trained whatever the row says.
+    row = {"token_ids": [7, 8, 9], "is_trained": [1, 0, True], "text": "hello"}
+    data, _ = load(tmp_path, [row], train_on=train_on)
+    assert data.rows[0].token_ids.tolist() == [7, 8, 9]
+    assert data.rows[0].token_ids[data.rows[0].is_trained].tolist() == trained
+    assert "1 rows (token ids)" in data.summary
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "is_trained", "said"),
+    [
+        ([7, 300], [0, 1], "column 'token_ids': got 300, expected numbers from 0 to 299"),
+        ([7, -1], [0, 1], "column 'token_ids': got -1, expected"),
+        ([7, 2.0], [0, 1], "column 'token_ids' must hold a list of numbers: got '.7, 2.0.'"),
+        ("78", [0, 1], "column 'token_ids' must hold a list of numbers: got '78'"),
+        ([7, 8], [0, 2], "column 'is_trained': got 2, expected numbers from 0 to 1"),
+        ([7, 8], [1], "must hold one 0 or 1 for each of token_ids: got 1 for 2"),
+        ([7, 8], [1, 0], "no token is trained: expected two tokens or more, one of them trained"),
+        ([], [], "no token is trained"),
+    ],
+)
+def test_a_wrong_row_of_token_ids_is_named_with_its_place(tmp_path, token_ids, is_trained, said):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"token_ids": token_ids, "is_trained": is_trained}))
+    with pytest.raises(DataError, match=f"rows.jsonl:1: .*{said}") as error:
+        load_supervised(
+            str(path),
+            family_tokenizer("Qwen2.5"),
+            TrainConfig(),
+            max_samples=1,
+            split="train",
+            vocab_size=300,
+        )
+    assert "\n" not in str(error.value)
+
+
 def test_long_rows_are_left_out_and_counted(tmp_path):
     rows = [{"text": "a" * n} for n in (5, 50, 7)]
     data, _ = load(tmp_path, rows, max_row_tokens=10)

@@ -17,11 +17,14 @@ from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.engines.rows import request_seed
+from lightrft.reporting.rollouts import read_rollout
 from lightrft.rollout.sampler import training_params
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
 from lightrft.tools.audit.report import audit_step
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.replay import run_replay as replay
+from lightrft.tools.rows.row_choice import count_fates
+from lightrft.tools.rows.row_file import read_samples
 
 pytestmark = pytest.mark.multiprocess
 
@@ -137,6 +140,7 @@ def run(folder, world_size, variants):
         "apply_chat_template": True,
         "environment_workers": 1,
         "save_trajectories": True,
+        "save_rollouts": True,
         "max_observation_tokens": 32,
     }
     parent = Path(tempfile.mkdtemp(prefix="runs_", dir=folder))
@@ -213,6 +217,33 @@ def assert_same_episodes(found, expected):
             for name in ("event", "prompt_token_ids", "token_ids", "reward"):
                 assert event.get(name) == other.get(name), (sample_id, name)
             assert event.get("logprobs", []) == pytest.approx(other.get("logprobs", []), abs=2e-5)
+
+
+@pytest.mark.timeout(600)
+def test_recorded_samples_mark_what_the_journal_says_was_sampled(alone):
+    _, output = alone[0]
+    parts = {}
+    for event in lines(output / "journal" / FILE):
+        if event["event"] in ("turn", "observation"):
+            is_sampled = event["event"] == "turn"
+            own = parts.setdefault(event["sample_id"], [])
+            own += [(token_id, is_sampled) for token_id in event["token_ids"]]
+    found = [
+        read_rollout(line, "a line")
+        for line in (output / "rollouts.jsonl").read_bytes().splitlines()
+    ]
+    assert [each.sample_id for each in found] == sorted(parts) == list(range(16))
+    for each in found:
+        marked = list(zip(each.response_ids, each.is_sampled, strict=True))
+        assert marked == parts[each.sample_id]
+    assert any(not all(each.is_sampled) for each in found)
+    rows, pairs = (
+        count_fates(samples, [])["answered"]
+        for samples, _ in (
+            read_samples(output / "rollouts.jsonl", holds_answers=holds) for holds in (True, False)
+        )
+    )
+    assert (rows, pairs) == (0, sum(not all(each.is_sampled) for each in found))
 
 
 @pytest.mark.timeout(600)

@@ -51,6 +51,7 @@ def settings(folder, model, backend, name):
         "actor_learning_rate": 1e-3,
         "max_steps": NUM_STEPS,
         "save_steps": 2,
+        "save_rollouts": True,
         "enable_ema": True,
         "ema_beta": 0.75,
         "output_dir": str(folder / f"{backend}_{name}"),
@@ -129,7 +130,7 @@ def check(folder, model, world_size, backends):
         where = f"{backend} on {world_size} ranks, interrupted in step {stop}"
         whole, parts = (folder / f"{backend}_{name}" for name in ("whole", "parts"))
         # Losses, learning rates, KL weight, rewards, lengths, gradient norms; prompts and samples.
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
             assert timeless(whole / name) == timeless(parts / name), (where, name)
         metrics = timeless(whole / "metrics.jsonl")
         assert len(metrics) == NUM_STEPS

@@ -178,6 +178,7 @@ SCORES = adv.Scores(
         ("batch_mean_group_std", {}, [0.391674, -1.697254, -0.65279, 0.391674]),
         ("maxrl", {}, [0.599999, -0.999998, -0.2, 0.599999]),
         ("pass_at_k", {}, [0, 0, 0, 0]),
+        ("raft", {}, [25 / 4, 0, 0, 0]),
     ],
 )
 def test_row_advantages_have_the_worked_values(name, given, wanted):

@@ -790,6 +790,12 @@ class RunOptions(StrategyConfig):
         acts_with="save_trajectories",
         commands=NOT_SFT,
     )
+    save_rollouts: bool = run_option(
+        False,
+        "Write every sample with its token ids to rollouts.jsonl, which lightrft rows reads: some "
+        "six bytes a token.",
+        commands=NOT_SFT,
+    )
     save_path: str | None = run_option(
         None,
         "Folder of the trained model; unset is OUTPUT_DIR/model.",

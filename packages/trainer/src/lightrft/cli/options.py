@@ -252,6 +252,8 @@ def unknown_name(name: str, command: str = "train") -> str:
     for other in ("train", *SFT):
         if name in available_options(other) and name not in available_options(command):
             return f"{name} is an option of lightrft {other}, not of lightrft {command}"
+    if name in available_options(command):
+        return f"{name} is no option of lightrft {command}"
     hint = option_hint(name, available_options(command))
     return f"unknown option {name!r}" + ("" if hint.startswith("; known") else hint)
 

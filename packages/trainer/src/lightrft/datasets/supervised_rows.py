@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_EXAMPLES = 3
+NOTHING_TRAINED = "no token is trained"
 # Columns of each kind of row; of a row with several kinds the first counts.
 KINDS: dict[str, tuple[str, ...]] = {
+    "token ids": ("token_ids", "is_trained"),
     "messages": ("messages",),
     "conversations": ("conversations",),
     "prompt and completion": ("prompt", "completion"),
@@ -30,6 +32,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 # What may be trained of each kind, the default first.
 _CHAT = ("assistant", "last_assistant", "all")
 TRAINABLE: dict[str, tuple[str, ...]] = {
+    "token ids": ("completion", "all"),
     "messages": _CHAT,
     "conversations": _CHAT,
     "prompt and completion": ("completion", "all"),
@@ -91,6 +94,7 @@ def load_supervised(
     max_samples: int,
     split: str,
     probabilities: Sequence[float] = (),
+    vocab_size: int | None = None,
 ) -> SupervisedRows:
     """Reads rows, renders them and marks what is trained.
 
@@ -103,13 +107,14 @@ def load_supervised(
             `seed` count.
         max_samples: Use at most this many rows of the data, from the start.
         split, probabilities: See `read_sources`.
+        vocab_size: Of the model, which bounds the ids of rows that bring them; None is no bound.
 
     Raises:
         DataError: A row cannot be used, or all are too long.
     """
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
     found, too_long, num_split = [], [], 0
-    encoder = _Encoder(tokenizer, config, kind_of(read[0]))
+    encoder = RowEncoder(tokenizer, config, kind_of(read[0]), vocab_size)
     for row in read[:max_samples]:
         made = list(encoder.rows(row))
         num_split += len(made) > 1
@@ -151,15 +156,31 @@ def kind_of(row: Row) -> str:
             return kind
     raise DataError(
         f"{row.location}: expected a column messages, conversations or text, or prompt and "
-        f"completion; found {', '.join(map(repr, row.columns)) or 'none'}"
+        "completion, or token_ids and is_trained; found "
+        f"{', '.join(map(repr, row.columns)) or 'none'}"
     )
 
 
-class _Encoder:
-    """The way from rows of one kind to trained tokens; it refuses rows of another."""
+class RowEncoder:
+    """The way from rows of one kind to trained tokens; it refuses rows of another.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, kind: str) -> None:
+    Args:
+        tokenizer, config, vocab_size: See `load_supervised`.
+        kind: A name in `KINDS`.
+
+    Raises:
+        DataError: The options do not fit the kind.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: TrainConfig,
+        kind: str,
+        vocab_size: int | None = None,
+    ) -> None:
         self.kind, self.train_on = kind, config.train_on or TRAINABLE[kind][0]
+        self._vocab_size = vocab_size
         if self.train_on not in TRAINABLE[kind]:
             raise DataError(
                 f"train_on {self.train_on}: rows with {kind} take {' or '.join(TRAINABLE[kind])}"
@@ -170,7 +191,7 @@ class _Encoder:
         given = config.apply_chat_template or config.chat_template
         if given and not is_chat:
             name = "apply_chat_template" if config.apply_chat_template else "chat_template"
-            more = "" if kind == "text" else ", or add apply_chat_template"
+            more = ", or add apply_chat_template" if kind == "prompt and completion" else ""
             raise DataError(f"{name}: rows with {kind} have no turns: leave it out{more}")
         if kind == "prompt and completion" and not tokenizer.is_fast:
             raise DataError(
@@ -191,7 +212,10 @@ class _Encoder:
                 trained = np.array(is_trained, dtype=np.bool_)
                 trained[:1] = False
                 if not trained.any():
-                    raise DataError("no token is trained: expected two tokens or more")
+                    raise DataError(
+                        f"{NOTHING_TRAINED}: expected two tokens or more, one of them trained "
+                        "behind the first"
+                    )
                 yield SupervisedRow(np.array(token_ids, dtype=np.int32), trained)
         except DataError as err:
             raise DataError(f"{row.location}: {err}") from err
@@ -200,6 +224,15 @@ class _Encoder:
         columns = row.columns
         if self._turns is not None:
             yield from self._chat(self._turns, columns)
+        elif self.kind == "token ids":
+            token_ids = _integers(columns, "token_ids", self._vocab_size)
+            is_trained = _integers(columns, "is_trained", 2)
+            if len(is_trained) != len(token_ids):
+                raise DataError(
+                    "column 'is_trained' must hold one 0 or 1 for each of token_ids: got "
+                    f"{len(is_trained)} for {len(token_ids)}"
+                )
+            yield token_ids, [self.train_on == "all" or flag == 1 for flag in is_trained]
         elif self.kind == "text":
             token_ids = self._closed(self._tokenizer(_text(columns, "text"))["input_ids"])
             yield token_ids, [True] * len(token_ids)
@@ -261,6 +294,18 @@ def _text(columns: Mapping[str, object], name: str) -> str:
     if not isinstance(text, str) or (not text and name != "prompt"):
         raise DataError(f"column {name!r} must hold a text: got {str(text)[:80]!r}")
     return text
+
+
+def _integers(columns: Mapping[str, object], name: str, bound: int | None) -> list[int]:
+    """The numbers of a column, from 0 and below the bound."""
+    values = columns[name]
+    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+        raise DataError(f"column {name!r} must hold a list of numbers: got {str(values)[:80]!r}")
+    limit = 2**31 if bound is None else bound
+    wrong = next((value for value in values if not 0 <= value < limit), None)
+    if wrong is not None:
+        raise DataError(f"column {name!r}: got {wrong}, expected numbers from 0 to {limit - 1}")
+    return values
 
 
 def _tools(columns: Mapping[str, object]) -> object:

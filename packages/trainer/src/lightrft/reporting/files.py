@@ -25,13 +25,14 @@ CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TRAJECTORIES_FILE = "trajectories.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
 SUMMARY_FILE = "summary.json"
 START_FILE = "run.json"
 REPORT_FILE = "report.html"
 EVENTS_FILE = "events.jsonl"
 LOG_FOLDER = "logs"
 # Lines of steps: what a continued run writes on, from where its checkpoint is.
-STEP_FILES = (METRICS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE)
+STEP_FILES = (METRICS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE, ROLLOUTS_FILE)
 UNFINISHED_PREFIX = "unfinished_"
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -178,13 +179,15 @@ def drop_steps_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    kept: list[str] = []
-    # Not splitlines(): JSON leaves U+2028 and the like as they are within a text.
-    for line in path.read_bytes().split(b"\n"):
-        found = parse_object(line).get("step")
-        if isinstance(found, int) and found <= step:
-            kept.append(line.decode() + "\n")
-    write_whole(path, "".join(kept))
+    partial = path.with_name(path.name + ".partial")
+    # Line by line, since the file may be larger than memory; a file of bytes has no other ends of
+    # lines, such as U+2028, which JSON leaves as it is within a text.
+    with path.open("rb") as lines, partial.open("wb") as kept:
+        for line in lines:
+            found = parse_object(line).get("step")
+            if isinstance(found, int) and found <= step:
+                kept.write(line.removesuffix(b"\n") + b"\n")
+    partial.replace(path)
 
 
 def read_json(path: Path) -> dict[str, object]:

@@ -10,6 +10,7 @@ from lightrft.config.files import CHECKSUM, FileError, file_sha256, unsealed
 from lightrft.config.options import options_of
 from lightrft.config.registry import REGISTRIES, split_kind, split_reference
 from lightrft.config.toml import without_secrets
+from lightrft.datasets.row_origin import origin_of
 from lightrft.reporting.files import CONFIG_FILE, START_FILE, STEP_FILES, SUMMARY_FILE, read_json
 from lightrft.strategy.checkpoints.manifest import checkpoint_folders
 
@@ -214,11 +215,20 @@ def _changed_inputs(folder: Path, config: TrainConfig) -> list[Change]:
 
 
 def describe_inputs(config: TrainConfig) -> dict[str, Mapping[str, int | str]]:
-    """Hash and time of the files that decide the numbers of a run, by path."""
-    return {
-        str(path): {"sha256": file_sha256(path), "modified_ns": path.stat().st_mtime_ns}
-        for path in input_files(config)
-    }
+    """Hash and time of the files that decide the numbers of a run, by path.
+
+    Of rows that were made of another run's samples, `origin` names that run.
+    """
+    found: dict[str, Mapping[str, int | str]] = {}
+    for path in input_files(config):
+        digest = file_sha256(path)
+        origin = origin_of(path, digest)
+        found[str(path)] = {
+            "sha256": digest,
+            "modified_ns": path.stat().st_mtime_ns,
+            **({"origin": origin} if origin else {}),
+        }
+    return found
 
 
 def input_files(config: TrainConfig) -> list[Path]:

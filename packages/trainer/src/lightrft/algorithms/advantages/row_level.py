@@ -335,6 +335,32 @@ def pass_at_k_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> Te
     return groups.where_informative(lead / (groups.std + eps), inputs.rewards)
 
 
+@advantage_estimator(needs_groups=True)
+def raft_advantages(inputs: RowAdvantageInputs) -> Tensor:
+    """RAFT: A_i = T / T_best for the best row of each group, 0 for the others.
+
+    T and T_best are the sampled tokens of all scored rows of the step and of the best ones: under
+    the aggregation token-mean, in a step of one optimizer batch, the score-function loss is
+    -sum of the best rows' logprobs / T_best, supervised training on them. Of equal rewards the
+    first row is the best; a constant group has none.
+
+    Source: Dong et al. 2023, arXiv:2304.06767, with n samples of a prompt and the best kept.
+
+    Returns:
+        [rows].
+    """
+    groups = build_groups(inputs)
+    is_best = torch.zeros_like(groups.is_scored)
+    for group in range(len(groups.counts)):
+        rows = torch.nonzero((groups.index == group) & groups.is_scored).squeeze(-1)
+        if len(rows):
+            is_best[rows[groups.rewards[rows].argmax()]] = True
+    chosen = groups.where_informative(is_best.double(), groups.rewards)
+    lengths = inputs.lengths.double()
+    scale = (lengths * groups.is_scored).sum() / (lengths * chosen).sum().clamp(min=1)
+    return (chosen * scale).to(inputs.rewards.dtype)
+
+
 @advantage_estimator(needs_greedy_rewards=True)
 def remax_advantages(inputs: RowAdvantageInputs) -> Tensor:
     """A_i = R_i - R(greedy completion of the same prompt).

@@ -20,7 +20,8 @@ from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
 from lightrft.models import load_tokenizer
 from lightrft.models.loading import chosen_template, load_config, load_processor
-from lightrft.reporting.files import SAMPLES_FILE, TRAJECTORIES_FILE
+from lightrft.reporting.files import ROLLOUTS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE
+from lightrft.reporting.rollouts import RolloutLog
 from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.types import RewardRecipes
@@ -99,11 +100,20 @@ class PolicyInputs:
             parts=RolloutParts(reward, self.tokenizer, model_rewards, self.environments, processor),
             data=PolicyData(loader, self.eval_prompts, self.pretrain),
             logs=SampleLogs(
-                SampleLog(Path(config.output_dir) / SAMPLES_FILE), trajectory_log(config)
+                SampleLog(Path(config.output_dir) / SAMPLES_FILE),
+                trajectory_log(config),
+                self.rollout_log(config),
             ),
         )
         stage.text_part = self.tokenizer if processor is None else processor
         return stage
+
+    def rollout_log(self, config: TrainConfig) -> RolloutLog | None:
+        """The log of all samples, or None."""
+        if not config.save_rollouts:
+            return None
+        held_out = (prompt.token_ids for prompt in self.eval_prompts)
+        return RolloutLog(Path(config.output_dir) / ROLLOUTS_FILE, held_out=held_out)
 
     def close(self) -> None:
         """See `StageInputs`."""

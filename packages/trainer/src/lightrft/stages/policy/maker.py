@@ -35,8 +35,10 @@ from lightrft.strategy.distributed.deadlines import StepTimer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightrft.reporting.rollouts import RolloutLog
     from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
     from lightrft.stages.policy.parity import ParityReport
+    from lightrft.strategy.distributed.context import DistributedContext
     from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -54,19 +56,29 @@ class SampleLogs:
 
     samples: SampleLog | None = None
     trajectories: TrajectoryLog | None = None
+    rollouts: RolloutLog | None = None
 
     def write(
-        self, step: int, experience: StepExperience, tokenizer: PreTrainedTokenizerBase
+        self,
+        step: int,
+        experience: StepExperience,
+        tokenizer: PreTrainedTokenizerBase,
+        context: DistributedContext,
     ) -> None:
-        """Appends the samples of a step."""
+        """Appends the samples of a step; collective."""
+        scored = experience.samples.scored
+        if self.rollouts is not None:
+            self.rollouts.log(step, scored, context)
+        if context.rank != 0:
+            return
         if self.samples is not None:
-            self.samples.log(step, experience.samples.scored)
+            self.samples.log(step, scored)
         if self.trajectories is not None:
             self.trajectories.log(step, experience, tokenizer)
 
     def close(self) -> None:
         """Closes the files."""
-        for log in (self.samples, self.trajectories):
+        for log in (self.samples, self.trajectories, self.rollouts):
             if log is not None:
                 log.close()
 
@@ -215,8 +227,7 @@ class ExperienceMaker:
             encoder=self.encoder,
         )
         parity = self.check_parity(experience, step.timer) if is_compared else None
-        if self.strategy.is_rank_0():
-            self.logs.write(step.number, experience, self.tokenizer)
+        self.logs.write(step.number, experience, self.tokenizer, self.strategy.context)
         return PolicyBatch(experience, parity)
 
     def kl_coef(self, memory: PolicyMemory) -> float:

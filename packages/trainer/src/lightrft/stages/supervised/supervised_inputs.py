@@ -14,6 +14,7 @@ import numpy as np
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.config.rules import batch_problems
+from lightrft.datasets.row_origin import check_tokens
 from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows, load_supervised
 from lightrft.engines.media.families import family_of
 from lightrft.engines.text import end_of_sequence_ids
@@ -84,10 +85,9 @@ def read_inputs(config: TrainConfig) -> SupervisedInputs:
     problems = option_problems(config, int(os.environ.get("WORLD_SIZE", "1")))
     if problems:
         raise ConfigError("\n".join(problems))
-    path = str(config.pretrain)
-    if family_of(load_config(path)) is not None:
-        raise ConfigError(f"pretrain: {path} reads images, and supervised rows are text so far")
-    tokenizer = load_tokenizer(path, config)
+    tokenizer, vocab_size = read_vocabulary(config)
+    for sources in filter(None, (config.prompt_data, config.eval_data)):
+        check_tokens(sources, tokenizer)
     data = load_supervised(
         str(config.prompt_data),
         tokenizer,
@@ -95,6 +95,7 @@ def read_inputs(config: TrainConfig) -> SupervisedInputs:
         max_samples=config.max_samples,
         split=config.prompt_split,
         probabilities=config.prompt_data_probs,
+        vocab_size=vocab_size,
     )
     if len(data) < config.train_batch_size:
         raise ConfigError(
@@ -109,8 +110,24 @@ def read_inputs(config: TrainConfig) -> SupervisedInputs:
         config,
         max_samples=config.max_eval_samples,
         split=config.eval_split,
+        vocab_size=vocab_size,
     )
     return SupervisedInputs(tokenizer, data, held_out.rows)
+
+
+def read_vocabulary(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, int]:
+    """The tokenizer of `pretrain`, and the number of ids that the model knows.
+
+    Raises:
+        ConfigError: The model reads images.
+        ModelLoadError: There is no tokenizer, or none that can be read.
+    """
+    path = str(config.pretrain)
+    model_config = load_config(path)
+    if family_of(model_config) is not None:
+        raise ConfigError(f"pretrain: {path} reads images, and supervised rows are text so far")
+    tokenizer = load_tokenizer(path, config)
+    return tokenizer, int(model_config.vocab_size)
 
 
 def option_problems(config: TrainConfig, num_processes: int) -> list[str]:
@@ -172,11 +189,17 @@ def warn_of_end(
 
 def shown_mask(row: SupervisedRow, tokenizer: PreTrainedTokenizerBase) -> str:
     """The beginning of a row as text, what is trained between >> and <<."""
+    text = marked_text(row, tokenizer)
+    cut = "..." if len(text) > _SHOWN_CHARACTERS else ""
+    return f"the first row, what is trained between >> and <<: {text[:_SHOWN_CHARACTERS]!r}{cut}"
+
+
+def marked_text(row: SupervisedRow, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A row as text, what is trained between >> and <<."""
     changes = np.flatnonzero(row.is_trained[1:] != row.is_trained[:-1]) + 1
     edges = [0, *changes.tolist(), len(row.token_ids)]
     text = ""
     for start, stop in pairwise(edges):
         piece = tokenizer.decode(row.token_ids[start:stop].tolist())
         text += f">>{piece}<<" if row.is_trained[start] else piece
-    cut = "..." if len(text) > _SHOWN_CHARACTERS else ""
-    return f"the first row, what is trained between >> and <<: {text[:_SHOWN_CHARACTERS]!r}{cut}"
+    return text

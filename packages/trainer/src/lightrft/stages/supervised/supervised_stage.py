@@ -211,7 +211,12 @@ def perplexity(loss: float) -> float:
 
 
 def planned_updates(data: SupervisedRows, config: TrainConfig, strategy: StrategyBase) -> int:
-    """Optimizer steps of a whole run: whole batches of each of `max_epochs` passes."""
-    per_rank = len(data) // strategy.world_size
-    total = per_rank * strategy.world_size // config.train_batch_size * config.max_epochs
+    """Optimizer steps of a whole run; see `num_updates`."""
+    return num_updates(len(data), config, strategy.world_size)
+
+
+def num_updates(num_rows: int, config: TrainConfig, world_size: int = 1) -> int:
+    """Optimizer steps of a run on so many rows: whole batches of each of `max_epochs` passes."""
+    shared = num_rows // world_size * world_size
+    total = shared // config.train_batch_size * config.max_epochs
     return total if config.max_steps is None else min(total, config.max_steps)

@@ -3,7 +3,8 @@
 Sources: group_norm, arXiv:2402.03300; dr_grpo, arXiv:2503.20783; group_mean_batch_std, TRL's
 scale_rewards="batch"; rloo, arXiv:2402.14740; opo, arXiv:2505.23585; remax, arXiv:2310.10505;
 cpgd, arXiv:2505.12504; reinforce++ and reinforce_baseline, arXiv:2501.03262; gae, arXiv:1506.02438;
-pass_at_k, arXiv:2503.19595; maxrl, github.com/tajwarfahim/maxrl; batch_mean_group_std, AReaL.
+pass_at_k, arXiv:2503.19595; maxrl, github.com/tajwarfahim/maxrl; batch_mean_group_std, AReaL;
+raft, arXiv:2304.06767.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
     for rows in informative:
         lengths = scores.lengths[rows].astype(np.float64)
         found[rows] = _GROUP[name](_Group(scores.rewards[rows], lengths, batch, share, given))
+    if name == "raft":  # tokens of all kept rows over those of the best
+        kept, best = scores.lengths[scores.is_kept].sum(), scores.lengths[found > 0].sum()
+        found *= kept / max(best, 1)
     return found
 
 
@@ -142,6 +146,12 @@ def _pass_at_k(group: _Group) -> Array:
     return group.over(float(np.std(group.rewards, ddof=1)), lead)
 
 
+def _best(group: _Group) -> Array:
+    found = np.zeros(len(group.rewards))
+    found[np.argsort(-group.rewards, kind="stable")[0]] = 1.0
+    return found
+
+
 _GROUP: dict[str, Callable[[_Group], Array]] = {
     "group_norm": _group_norm,
     "grpo": _group_norm,
@@ -154,6 +164,7 @@ _GROUP: dict[str, Callable[[_Group], Array]] = {
     "batch_mean_group_std": _batch_mean_group_std,
     "maxrl": lambda group: group.over(float(group.rewards.mean())),
     "pass_at_k": _pass_at_k,
+    "raft": _best,
 }
 ESTIMATORS = (*_GROUP, "remax", *TOKEN_ESTIMATORS)
 

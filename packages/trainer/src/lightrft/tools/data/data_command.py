@@ -6,10 +6,10 @@ import argparse
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import psutil
 
@@ -18,6 +18,7 @@ from lightrft.cli.options import Parser, add_options, command_options, parse_opt
 from lightrft.cli.preflight import PlainTokenizer, model_problems
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.printable import printable
+from lightrft.config.registry import Registry
 from lightrft.config.sources import split_sources
 from lightrft.datasets.files import Row, scan_rows
 from lightrft.datasets.render import PromptTokenizer, check_tokenizer, render
@@ -34,6 +35,8 @@ from lightrft.tools.rewards.fork import Fork
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightrft.cli.main import Command
 
 T = TypeVar("T")
 NUM_SAMPLES = 3
@@ -116,12 +119,12 @@ def show_check(found: DataCheck, *, prompt_max_len: int, in_tokens: bool) -> Non
         say(f"  {first:>{width}} to {last:>{width}}  {count:>7}  {bar}")
     say()
     if in_tokens:
-        _show_places(
+        show_places(
             f"over {prompt_max_len} tokens (a run leaves them out; --prompt_max_len)",
             found.too_long,
         )
     pairs = [f"{place} = {first}" for place, first in found.duplicates]
-    _show_places("duplicate prompts (a run uses them all)", pairs)
+    show_places("duplicate prompts (a run uses them all)", pairs)
     show_media([size for row in found.rows for size in row.media_sizes])
     say(f"empty prompts: {found.num_empty}")
     say(f"without label: {found.num_without_label}")
@@ -158,7 +161,8 @@ def show_certificate(found: Certificate | None) -> None:
     _show_lines(found.problems)
 
 
-def _show_places(what: str, places: Sequence[str]) -> None:
+def show_places(what: str, places: Sequence[str]) -> None:
+    """How many places there are, and the first of them."""
     examples = f", first: {', '.join(places[:3])}" if places else ""
     say(f"{what}: {len(places)}{examples}")
 
@@ -187,6 +191,17 @@ rows, and what the reward gives to the reference answers. Exit code 4 if a row i
 """
 
 
+# Checks of the rows of a stage: functions of arguments, as commands are.
+STAGE_CHECKS = Registry(
+    "stage",
+    {
+        "policy": "lightrft.tools.data.data_command:check_prompts",
+        "sft": "lightrft.tools.data.supervised_check:run",
+    },
+    takes_own=False,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """Arguments of one check.
@@ -212,15 +227,40 @@ def run(argv: Sequence[str]) -> int:
         RewardError: A reward function that cannot be loaded, or that fails.
     """
     if argv and argv[0] == "check":
-        return check(parse(argv[1:]))
+        command = cast("Command", STAGE_CHECKS.load(stage_of(argv[1:])))
+        return command(argv[1:])
     if argv and argv[0] in ("-h", "--help"):
         return check(parse(["--help"]))
     raise UsageError("lightrft data knows one action: lightrft data check SOURCE")
 
 
+def stage_of(argv: Sequence[str]) -> str:
+    """The stage whose rows are to be checked."""
+    parser = Parser("data check", DESCRIPTION, add_help=False)
+    add_stage(parser)
+    stage: str = parser.parse_known_args(argv)[0].stage
+    return stage
+
+
+def add_stage(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that chooses the stage."""
+    parser.add_argument(
+        "--stage",
+        choices=tuple(STAGE_CHECKS),
+        default="policy",
+        help="What the rows are for: prompts of lightrft train, or rows of lightrft sft, of which "
+        "--stage sft --help lists the options. Default: policy.",
+    )
+
+
+def check_prompts(argv: Sequence[str]) -> int:
+    """Check the rows of `lightrft train`; arguments and errors as for `run`."""
+    return check(parse(argv))
+
+
 def check(request: Request) -> int:
     """Print what is in the prompts; 4 if a row is bad."""
-    items = read_items(request)
+    items = read_items(request.source, request.config)
     rows = [item for item in items if not isinstance(item, DataError)]
     show_layout(request.source, rows, num_items=len(items))
     config = propose_keys_of(request, rows)
@@ -230,8 +270,8 @@ def check(request: Request) -> int:
         from lightrft.stages.policy.inputs import load_modality
 
         reader = load_modality(config, tokenizer).renderer
-    if rows:
-        require_bounded_template(rows[0], reader, config)
+    if rows and config.apply_chat_template:
+        require_bounded(rows[0], lambda: render(rows[0], reader, config))
     shown = with_progress(items, "rows checked")
     found = check_rows(shown, reader, config, has_model=tokenizer is not None)
     show_samples(found, tokenizer, max_new_tokens=config.generate_max_len)
@@ -247,20 +287,18 @@ def check(request: Request) -> int:
     return ExitCode.DATA if num_bad or not usable else ExitCode.OK
 
 
-def require_bounded_template(row: Row, tokenizer: PromptTokenizer, config: TrainConfig) -> None:
+def require_bounded(row: Row, rendering: Callable[[], object]) -> None:
     """Render a row in a fork, which may take neither the time nor the memory of this process.
 
     Raises:
         DataError: The chat template does not end, or not within the bounds.
     """
-    if not config.apply_chat_template:
-        return
 
     def attempt() -> bool:
         used = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (used + TEMPLATE_BYTES, resource.RLIM_INFINITY))
         try:
-            render(row, tokenizer, config)
+            rendering()
         except DataError as error:  # said later, of the row
             return not isinstance(error.__cause__, MemoryError)
         return True
@@ -276,16 +314,16 @@ def require_bounded_template(row: Row, tokenizer: PromptTokenizer, config: Train
         fork.close()
 
 
-def read_items(request: Request) -> list[Row | DataError]:
+def read_items(source: str, config: TrainConfig) -> list[Row | DataError]:
     """All rows of the sources, and in the place of each malformed one its error.
 
     Raises:
         DataError: There is none.
     """
-    sources, split = split_sources(request.source), request.config.prompt_split
-    items = [item for source in sources for item in scan_rows(source, split=split)]
+    parts, split = split_sources(source), config.prompt_split
+    items = [item for part in parts for item in scan_rows(part, split=split)]
     if not items:
-        raise DataError(f"{request.source} holds no rows: expected at least one")
+        raise DataError(f"{source} holds no rows: expected at least one")
     return items
 
 
@@ -310,7 +348,12 @@ def parse(argv: Sequence[str]) -> Request:
 
 def build_parser() -> Parser:
     """The parser of `lightrft data check`."""
-    parser = Parser("data check", DESCRIPTION, argument_default=argparse.SUPPRESS)
+    return check_parser(DESCRIPTION, command_options("data"))
+
+
+def check_parser(description: str, options: Sequence[str]) -> Parser:
+    """The parser of a check that takes these options of a run."""
+    parser = Parser("data check", description, argument_default=argparse.SUPPRESS)
     parser.add_argument(
         "source",
         nargs="?",
@@ -319,7 +362,8 @@ def build_parser() -> Parser:
         help="File, folder or name of a data set; several separated by commas. "
         "Default: prompt_data of --config.",
     )
-    add_options(parser, command_options("data"))
+    add_stage(parser)
+    add_options(parser, options)
     return parser
 
 

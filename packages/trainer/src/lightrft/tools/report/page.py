@@ -209,6 +209,7 @@ def run_facts(run: RunData) -> list[tuple[str, str]]:
             facts.append((name, f"{values[0]:.3f} → {values[-1]:.3f}"))
     facts.append(("verdict", run_verdict(row for step, row in run.metrics.items() if step > 0)))
     facts.append(("weight sync", _sync_line(run)))
+    facts += [("trained on", f"{path}: samples of {text}") for path, text in run.origins.items()]
     versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
     facts.append(("versions", versions or "not recorded"))
     return facts

@@ -79,6 +79,7 @@ class RunData:
         seconds: Sum of the durations of all steps.
         notes: What could not be read.
         events: Starts, stops and continuations, oldest first.
+        origins: By file of rows, the run whose samples they are.
     """
 
     name: str
@@ -92,6 +93,7 @@ class RunData:
     seconds: float
     notes: Sequence[str]
     events: Sequence[Event]
+    origins: Mapping[str, str]
 
     def points(self, name: str) -> list[tuple[int, float | None]]:
         """Steps and values of one metric, where a step has it."""
@@ -152,7 +154,17 @@ def read_run(folder: Path) -> RunData:
         seconds=sum(durations),
         notes=notes,
         events=events,
+        origins=_origins(start.get("inputs")),
     )
+
+
+def _origins(inputs: object) -> dict[str, str]:
+    found = inputs.items() if isinstance(inputs, Mapping) else ()
+    return {
+        str(path): str(entry["origin"])
+        for path, entry in found
+        if isinstance(entry, Mapping) and "origin" in entry
+    }
 
 
 def _status(

@@ -1,0 +1,73 @@
+"""Origins of files of rows that carry token ids: the run they are of, and its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.config.files import FileError, read_object, unsealed
+from lightrft.config.sources import split_sources
+from lightrft.datasets.types import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def origin_path(path: Path) -> Path:
+    """The file that says where the rows of `path` come from."""
+    return path.with_name(f"{path.name}.origin.json")
+
+
+def origin_of(path: Path, sha256: str) -> str:
+    """The run that the rows of a file come from, in words; "" if that is not known.
+
+    Args:
+        path: The file.
+        sha256: Of its content: an origin of other rows is not theirs.
+    """
+    try:
+        origin = unsealed(read_object(origin_path(path)), path)
+    except FileError:
+        return ""
+    if origin.get("rows_sha256") != sha256:
+        return ""
+    hashes = (f"{what} {str(origin.get(f'{what}_sha256'))[:12]}" for what in ("config", "rollouts"))
+    return f"{origin.get('run')} of {origin.get('model')} ({', '.join(hashes)})"
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> dict[str, str]:
+    """The token of each id, by the id as JSON names it; "" where the tokenizer has none."""
+    ids = sorted(set(token_ids))
+    tokens: list[str | None] = tokenizer.convert_ids_to_tokens(ids)
+    return {str(i): token or "" for i, token in zip(ids, tokens, strict=True)}
+
+
+def check_tokens(sources: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Compares the tokens of ids in files of rows with those of the tokenizer they go to.
+
+    Args:
+        sources: As `prompt_data`; files without an origin are not looked at.
+        tokenizer: Of the model that is trained.
+
+    Raises:
+        DataError: An id stands for another token, or an origin is damaged.
+    """
+    for source in split_sources(sources):
+        path = origin_path(Path(source))
+        if not path.is_file():
+            continue
+        try:
+            origin = unsealed(read_object(path), path)
+        except FileError as error:
+            raise DataError(f"{error}; write the rows again, or remove it") from error
+        meant = origin.get("tokens")
+        if not isinstance(meant, dict) or not all(key.isdecimal() for key in meant):
+            raise DataError(f"{path}: expected tokens by their ids; write the rows again")
+        found = tokens_of(tokenizer, map(int, meant))
+        for key, token in meant.items():
+            if found[key] != token:
+                raise DataError(
+                    f"{source}: id {key} is {token!r} in the rows and {found[key]!r} in the "
+                    f"tokenizer of the model: train one with the tokenizer of {origin.get('model')}"
+                )

@@ -1,0 +1,125 @@
+"""Every sample of a run with its token ids: the file of `save_rollouts`, a JSON object a line."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.config.files import FileError, parse_json, typed
+from lightrft.records.rollout import ScoredRollout
+from lightrft.reporting.files import JsonLinesFile
+from lightrft.reporting.trajectories import spans
+
+if TYPE_CHECKING:
+    from lightrft.strategy.distributed.context import DistributedContext
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRollout:
+    """A line: one sample as it was sampled and scored.
+
+    Args:
+        step, sample_id, group_id: Its place in the run; the samples of a prompt share a group.
+        prompt_ids, response_ids: Token ids, a sampled end of turn included.
+        sampled_spans: [start, stop) of the tokens of the response that were sampled; the others
+            are observations.
+        reward: Before length shaping.
+        accuracy: The reward's component of that name, or the reward.
+        truncated: The token budget ended it.
+        masked: The reward failed or could not be decided.
+        held_out: Its prompt is one of `eval_data`.
+        has_media: Its prompt or its response has images or videos.
+        weights_version: Of the weights that sampled its end.
+    """
+
+    step: int
+    sample_id: int
+    group_id: int
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    sampled_spans: tuple[tuple[int, ...], ...]
+    reward: float
+    accuracy: float
+    truncated: bool
+    masked: bool
+    held_out: bool
+    has_media: bool
+    weights_version: int
+
+    @property
+    def is_sampled(self) -> list[bool]:
+        """[response] whether a token was sampled."""
+        found = [False] * len(self.response_ids)
+        for start, stop in self.sampled_spans:
+            found[start:stop] = [True] * (stop - start)
+        return found
+
+
+def read_rollout(line: bytes, place: object) -> RecordedRollout:
+    """The sample of a line.
+
+    Raises:
+        FileError: It is none; the message begins with the place.
+    """
+    found = typed(RecordedRollout, parse_json(line, place), place)
+    edges = [0, *(edge for span in found.sampled_spans for edge in span)]
+    if any(len(span) != 2 for span in found.sampled_spans) or edges != sorted(edges):
+        raise FileError(f"{place}: sampled_spans must be ascending pairs")
+    if not found.prompt_ids or edges[-1] > len(found.response_ids):
+        raise FileError(f"{place}: the prompt is empty, or sampled_spans end behind the response")
+    if not found.masked and not math.isfinite(found.reward + found.accuracy):
+        raise FileError(f"{place}: reward and accuracy must be finite")
+    return found
+
+
+class RolloutLog(JsonLinesFile):
+    """Appends all samples of each step, those of all ranks, to a file of the first rank.
+
+    Args:
+        path: The file.
+        held_out: Token ids of the prompts of the evaluation.
+    """
+
+    def __init__(self, path: Path, *, held_out: Iterable[tuple[int, ...]] = ()) -> None:
+        super().__init__(path)
+        self._held_out = frozenset(held_out)
+
+    def log(self, step: int, scored: Sequence[ScoredRollout], context: DistributedContext) -> None:
+        """Writes the samples of a step in the order of their ids; collective.
+
+        Args:
+            step: Its number.
+            scored: This rank's samples.
+            context: Brings them to the first rank.
+        """
+        own = [self._recorded(step, item) for item in scored]
+        # Only the first rank writes.
+        parts = [pickle.dumps(own), *([b""] * (context.world_size - 1))]
+        gathered = context.exchange_bytes(parts)
+        if context.rank != 0:
+            return
+        found: list[RecordedRollout] = [each for data in gathered for each in pickle.loads(data)]
+        for each in sorted(found, key=lambda each: each.sample_id):
+            self.append(asdict(each))
+
+    def _recorded(self, step: int, item: ScoredRollout) -> RecordedRollout:
+        rollout, completion = item.rollout, item.rollout.completion
+        return RecordedRollout(
+            step=step,
+            sample_id=rollout.sample_id,
+            group_id=rollout.group_id,
+            prompt_ids=completion.prompt_token_ids,
+            response_ids=completion.output_token_ids,
+            sampled_spans=tuple(spans(completion.is_sampled)),
+            reward=item.unshaped,
+            accuracy=item.accuracy,
+            truncated=completion.finish_reason == "length",
+            masked=item.is_masked,
+            held_out=rollout.prompt.token_ids in self._held_out,
+            has_media=bool(rollout.media),
+            weights_version=completion.weights_version,
+        )

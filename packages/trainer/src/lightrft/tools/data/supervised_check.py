@@ -1,0 +1,221 @@
+"""`lightrft data check --stage sft`: what supervised training would find in its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightrft.cli.errors import ExitCode, UsageError, refuse
+from lightrft.cli.options import Parser, available_options, parse_options
+from lightrft.cli.preflight import model_problems
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import SUPERVISED
+from lightrft.datasets.files import Row
+from lightrft.datasets.row_origin import check_tokens
+from lightrft.datasets.supervised_rows import (
+    NOTHING_TRAINED,
+    RowEncoder,
+    SupervisedRow,
+    kind_of,
+)
+from lightrft.datasets.types import DataError
+from lightrft.tools.data.data_command import (
+    MAX_CHARACTERS,
+    NUM_SAMPLES,
+    check_parser,
+    read_items,
+    require_bounded,
+    say,
+    show_layout,
+    show_places,
+    with_progress,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DESCRIPTION = """\
+Read every row as lightrft sft would, and say what is in them: the first rows with their trained
+tokens marked, lengths, over-long and duplicate rows, tokens of a step and of the run, and each row
+that cannot be used. Exit code 4 if a row is bad.
+"""
+# Options that decide the size of a run, beside those of its rows.
+SIZES = ("train_batch_size", "max_epochs")
+QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedCheck:
+    """Findings, row by row.
+
+    Args:
+        rows: Place and tokens of each row that a run trains on.
+        too_long: Places of rows with more tokens than allowed, which a run leaves out.
+        problems: One line for each row that cannot be used.
+        num_split: Conversations that became several rows.
+    """
+
+    rows: tuple[tuple[str, SupervisedRow], ...]
+    too_long: tuple[str, ...]
+    problems: tuple[str, ...]
+    num_split: int
+
+    @property
+    def duplicates(self) -> list[tuple[str, str]]:
+        """Places of rows that an earlier row equals, and of those."""
+        first: dict[tuple[bytes, bytes], str] = {}
+        found = []
+        for place, row in self.rows:
+            key = (row.token_ids.tobytes(), row.is_trained.tobytes())
+            if first.setdefault(key, place) != place:
+                found.append((place, first[key]))
+        return found
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print what is in the rows; 4 if a row is bad.
+
+    Raises:
+        UsageError: No source.
+        ConfigError: Options with wrong values.
+        DataError: A source that cannot be read at all, or options that do not fit its rows.
+        ModelLoadError: A tokenizer that cannot be read.
+    """
+    source, config = parse(argv)
+    from lightrft.stages.supervised.supervised_inputs import read_vocabulary
+
+    tokenizer, vocab_size = read_vocabulary(config)
+    items = read_items(source, config)
+    rows = [item for item in items if not isinstance(item, DataError)]
+    check_tokens(source, tokenizer)
+    show_layout(source, rows, num_items=len(items))
+    if not rows:
+        raise DataError(f"{source}: no row of {len(items)} can be read: {items[0]}")
+    kind = kind_of(rows[0])
+
+    def encoder_of_rows() -> RowEncoder:
+        return RowEncoder(tokenizer, config, kind, vocab_size)
+
+    require_bounded(rows[0], lambda: list(encoder_of_rows().rows(rows[0])))
+    encoder = encoder_of_rows()
+    say(f"rows with {encoder.kind}, trained: {encoder.train_on}")
+    found = check_rows(items, encoder, config.max_row_tokens)
+    show_rows(found, tokenizer)
+    show_numbers(found, config)
+    num_bad = len(found.problems)
+    say(f"{num_bad} bad rows" if num_bad else f"{len(found.rows)} rows can be trained on")
+    return ExitCode.DATA if num_bad or not found.rows else ExitCode.OK
+
+
+def check_rows(
+    items: Sequence[Row | DataError], encoder: RowEncoder, max_row_tokens: int
+) -> SupervisedCheck:
+    """Encodes every row as a run would, and goes on after what is wrong.
+
+    Args:
+        items: Rows, and errors in the place of malformed ones (`scan_rows`).
+        encoder: That of the stage.
+        max_row_tokens: Of the longest row that a run takes.
+    """
+    rows: list[tuple[str, SupervisedRow]] = []
+    too_long: list[str] = []
+    problems: list[str] = []
+    num_split = 0
+    for item in with_progress(items, "rows checked"):
+        try:
+            if isinstance(item, DataError):
+                raise item
+            made = list(encoder.rows(item))
+        except DataError as error:
+            problems.append(str(error))
+            continue
+        num_split += len(made) > 1
+        rows += [(item.location, row) for row in made if len(row.token_ids) <= max_row_tokens]
+        too_long += [item.location for row in made if len(row.token_ids) > max_row_tokens]
+    return SupervisedCheck(tuple(rows), tuple(too_long), tuple(problems), num_split)
+
+
+def show_rows(found: SupervisedCheck, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The first rows as text, what is trained between >> and <<."""
+    from lightrft.stages.supervised.supervised_inputs import marked_text
+
+    for place, row in found.rows[:NUM_SAMPLES]:
+        say(f"\n{place}: {len(row.token_ids)} tokens, {row.num_trained} trained (>>...<<)")
+        text = marked_text(row, tokenizer)
+        say("\n".join(f"    {line}" for line in text[:MAX_CHARACTERS].split("\n")))
+        if len(text) > MAX_CHARACTERS:
+            say(f"    and {len(text) - MAX_CHARACTERS} more characters")
+    say()
+
+
+def show_numbers(found: SupervisedCheck, config: TrainConfig) -> None:
+    """Lengths, counts, the size of a run, and every row that cannot be used."""
+    lengths = np.array([len(row.token_ids) for _, row in found.rows])
+    trained = np.array([row.num_trained for _, row in found.rows])
+    for what, counts in (("tokens of a row", lengths), ("trained tokens of a row", trained)):
+        if len(counts):
+            shown = (f"{name} {np.quantile(counts, q):g}" for name, q in QUANTILES.items())
+            say(f"{what}: {', '.join(shown)}")
+    show_places(
+        f"over {config.max_row_tokens} tokens (a run leaves them out; --max_row_tokens)",
+        found.too_long,
+    )
+    show_places(
+        "duplicate rows (a run uses them all)",
+        [f"{place} = {first}" for place, first in found.duplicates],
+    )
+    say(f"conversations in one row per turn: {found.num_split}")
+    num_empty = sum(NOTHING_TRAINED in problem for problem in found.problems)
+    say(f"rows without a trained token: {num_empty}")
+    show_run(lengths, trained, config)
+    say(f"rows that cannot be used: {len(found.problems)}")
+    for problem in found.problems:
+        say(f"  {problem}")
+
+
+def show_run(lengths: np.ndarray, trained: np.ndarray, config: TrainConfig) -> None:
+    """Steps of a run on rows of these lengths, and its tokens on average over their orders."""
+    from lightrft.stages.supervised.supervised_stage import num_updates
+
+    size = config.train_batch_size
+    num_steps = num_updates(len(lengths), config)
+    if not num_steps:
+        say(f"a run takes {size} rows a step, and has {len(lengths)}: set --train_batch_size")
+        return
+    step, own = size * lengths.mean(), size * trained.mean()
+    say(
+        f"a run on 1 process: {num_steps} steps of {size} rows; on average {step:.0f} tokens a "
+        f"step, {own:.0f} of them trained; {num_steps * step:.0f} and {num_steps * own:.0f} in all"
+    )
+
+
+def parse(argv: Sequence[str]) -> tuple[str, TrainConfig]:
+    """The source and the options.
+
+    Raises:
+        ConfigError: Unknown names or wrong values, all at once.
+        UsageError: No source.
+    """
+    config, parsed, problems = parse_options(build_parser(), argv)
+    if config.pretrain is None:
+        problems.append("--pretrain is missing: its tokenizer decides what is trained")
+    else:
+        problems += model_problems("--pretrain", config.pretrain)
+    refuse(problems, ConfigError)
+    source: str | None = parsed.source or config.prompt_data
+    if source is None:
+        raise UsageError("give a file, a folder or the name of a data set to check")
+    return source, config
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft data check --stage sft`."""
+    of_rows = [
+        name
+        for name, info in available_options("sft").items()
+        if "data" in info.commands or info.group == SUPERVISED
+    ]
+    return check_parser(DESCRIPTION, (*of_rows, *SIZES))

@@ -1,0 +1,1 @@
+"""Rows for supervised stages, of the recorded samples of a run."""

@@ -1,0 +1,240 @@
+"""Files of rows made of a run's recorded samples, with their origin beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from lightrft.config import TrainConfig
+from lightrft.config.files import MAX_BYTES, FileError, file_sha256, sealed
+from lightrft.config.toml import write_whole
+from lightrft.datasets.row_origin import origin_path, tokens_of
+from lightrft.datasets.types import DataError
+from lightrft.reporting.files import CONFIG_FILE, ROLLOUTS_FILE
+from lightrft.reporting.rollouts import RecordedRollout, read_rollout
+from lightrft.tools.rows.row_choice import (
+    CHOICES,
+    Choice,
+    Row,
+    Sample,
+    choose,
+    count_fates,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """A file of rows to be written.
+
+    Args:
+        run: Folder of a run of `lightrft train --save_rollouts`.
+        use: What the rows are for, a name in `USES`.
+        choice: A name in `CHOICES`.
+        threshold: A sample is right from this accuracy on.
+        max_per_prompt: Rows of a prompt; None is no bound.
+    """
+
+    run: Path
+    use: str
+    choice: str
+    threshold: float = 1.0
+    max_per_prompt: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowReport:
+    """Numbers of a file of rows.
+
+    Args:
+        num_rows: Rows.
+        num_prompts: Prompts that have any.
+        num_sampled: Samples of the run.
+        fates: What became of them, by the names of `FATES`; they add up to `num_sampled`.
+        has_held_out: Whether the run has prompts for evaluation, which were kept out.
+    """
+
+    num_rows: int
+    num_prompts: int
+    num_sampled: int
+    fates: Mapping[str, int]
+    has_held_out: bool
+
+
+def write_rows(request: RowRequest, path: Path) -> RowReport:
+    """Writes the rows and their origin; nothing where there are no rows.
+
+    Args:
+        request: Which rows.
+        path: A JSONL file.
+
+    Raises:
+        DataError: A line of the samples is damaged, or no sample fits the choice.
+        ConfigError: The options of the run cannot be read.
+        ModelLoadError: Its tokenizer cannot be read.
+    """
+    # Imported here: it brings torch along.
+    from lightrft.models.loading import load_tokenizer
+
+    config, choice = TrainConfig.load(request.run / CONFIG_FILE), CHOICES[request.choice]
+    rollouts = request.run / ROLLOUTS_FILE
+    samples, digest = read_samples(rollouts, holds_answers=request.use in ("sft", "best_of_n"))
+    rows = choose(
+        samples, choice, threshold=request.threshold, max_per_prompt=request.max_per_prompt
+    )
+    fates = count_fates(samples, rows)
+    report = RowReport(
+        num_rows=len(rows),
+        num_prompts=len({row.chosen.prompt for row in rows}),
+        num_sampled=len(samples),
+        fates=fates,
+        has_held_out=config.eval_data is not None,
+    )
+    if not rows:
+        raise DataError(_no_rows(request, choice, samples, fates))
+    # A run that has ended holds its tokenizer, wherever it came from.
+    own = config.replaced({"output_dir": str(request.run)}).model_dir
+    tokenizer = load_tokenizer(str(own if own.is_dir() else config.pretrain))
+    used = set[int]()
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as stream:
+        for columns in _columns(rollouts, rows, request.use):
+            stream.write(json.dumps(columns) + "\n")
+            for name, ids in columns.items():
+                used.update(cast("Sequence[int]", ids) if name.endswith("_ids") else ())
+    origin = {
+        "run": request.run.resolve().name,
+        "model": config.pretrain,
+        "config_sha256": file_sha256(request.run / CONFIG_FILE),
+        "rollouts_sha256": digest,
+        "rows_sha256": file_sha256(partial),
+        "for": request.use,
+        "choose": request.choice,
+        **({"threshold": request.threshold} if choice.by_threshold else {}),
+        "max_per_prompt": request.max_per_prompt,
+        "rows": len(rows),
+        "sampled": len(samples),
+        **fates,
+        "tokens": tokens_of(tokenizer, used),
+    }
+    write_whole(origin_path(path), sealed(origin) + "\n")
+    partial.replace(path)
+    return report
+
+
+def read_samples(path: Path, *, holds_answers: bool) -> tuple[list[Sample], str]:
+    """The samples of a run without their tokens, and a hash of their lines.
+
+    The last line of a run that is being written is left out until it is whole.
+
+    Args:
+        path: The file of `save_rollouts`.
+        holds_answers: Whether rows can mark tokens of a response that nobody sampled.
+
+    Raises:
+        DataError: A line is damaged.
+    """
+    found: list[Sample] = []
+    digest, seen = hashlib.sha256(), set[tuple[bytes, bytes]]()
+    place = number = 0
+    with path.open("rb") as stream:
+        while (line := stream.readline(MAX_BYTES)).endswith(b"\n"):
+            digest.update(line)
+            number += 1
+            try:
+                read = read_rollout(line, f"{path}:{number}")
+            except FileError as error:
+                raise DataError(str(error)) from error
+            prompt, response = _hash(read.prompt_ids), _hash(read.response_ids)
+            excluded = _excluded(read, holds_answers=holds_answers)
+            if not excluded and (prompt, response) in seen:
+                excluded = "duplicate"
+            seen.add((prompt, response))
+            found.append(
+                Sample(
+                    place,
+                    prompt,
+                    response,
+                    read.reward,
+                    read.accuracy,
+                    is_truncated=read.truncated,
+                    excluded=excluded,
+                )
+            )
+            place += len(line)
+    return found, digest.hexdigest()
+
+
+def _hash(token_ids: tuple[int, ...]) -> bytes:
+    return hashlib.sha256(np.array(token_ids, dtype=np.int64).tobytes()).digest()
+
+
+def _excluded(read: RecordedRollout, *, holds_answers: bool) -> str:
+    """The first reason for which no row may hold a sample."""
+    is_whole = read.sampled_spans == ((0, len(read.response_ids)),)
+    reasons = {
+        "held_out": read.held_out,
+        "undecided": read.masked or not read.sampled_spans,
+        "with_media": read.has_media,
+        "answered": not (is_whole or holds_answers),
+    }
+    return next((name for name, holds in reasons.items() if holds), "")
+
+
+def _columns(path: Path, rows: list[Row], use: str) -> Iterator[dict[str, object]]:
+    """The columns of each row, its ids as they were sampled."""
+    with path.open("rb") as stream:
+
+        def read(sample: Sample) -> RecordedRollout:
+            stream.seek(sample.place)
+            return read_rollout(stream.readline(), path)
+
+        for row in rows:
+            chosen = read(row.chosen)
+            origin = {"step": chosen.step, "sample_id": chosen.sample_id}
+            if row.rejected is not None:
+                rejected = read(row.rejected)
+                yield {
+                    "prompt_ids": chosen.prompt_ids,
+                    "chosen_ids": chosen.response_ids,
+                    "rejected_ids": rejected.response_ids,
+                    "score_chosen": chosen.reward,
+                    "score_rejected": rejected.reward,
+                    **origin,
+                }
+            elif use == "reward":
+                yield {
+                    "prompt_ids": chosen.prompt_ids,
+                    "response_ids": chosen.response_ids,
+                    "score": chosen.reward,
+                    **origin,
+                }
+            else:
+                flags = [*([False] * len(chosen.prompt_ids)), *chosen.is_sampled]
+                yield {
+                    "token_ids": (*chosen.prompt_ids, *chosen.response_ids),
+                    "is_trained": [int(flag) for flag in flags],
+                    "score": chosen.reward,
+                    **origin,
+                }
+
+
+def _no_rows(
+    request: RowRequest, choice: Choice, samples: list[Sample], fates: Mapping[str, int]
+) -> str:
+    """The sentence about samples of which none fits."""
+    counted = ", ".join(f"{count} {name}" for name, count in fates.items() if count)
+    said = f"{request.run}: none of {len(samples)} samples fits: {counted or 'there are none'}"
+    usable = [each.accuracy for each in samples if not (each.excluded or each.is_truncated)]
+    if choice.by_threshold and usable:
+        return (
+            f"{said}; accuracies of whole answers go from {min(usable):g} to {max(usable):g}, "
+            f"--threshold is {request.threshold:g}"
+        )
+    needs = ", with a lower reward beside it" if choice.makes_pairs else ""
+    return f"{said}; expected an answer that ends before generate_max_len{needs}"

@@ -1,0 +1,110 @@
+"""`lightrft rows`: rows for supervised stages, of the recorded samples of a run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.options import Parser, at_least, finite
+from lightrft.datasets.row_origin import origin_path
+from lightrft.reporting.files import CONFIG_FILE, ROLLOUTS_FILE
+from lightrft.tools.rows.row_choice import CHOICES, FATES, USES
+from lightrft.tools.rows.row_file import RowReport, RowRequest, write_rows
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft rows --help`.
+
+    Raises:
+        UsageError: Arguments that cannot be carried out.
+        DataError: Samples that cannot be read, or of which none fits.
+    """
+    request, path = parse(argv)
+    report = write_rows(request, path)
+    for line in report_lines(report):
+        print(line)
+    print(f"wrote {path} and {origin_path(path)}")
+    return ExitCode.OK
+
+
+def report_lines(report: RowReport) -> list[str]:
+    """What became of the samples, for people."""
+    lines = [f"{report.num_rows} rows of {report.num_prompts} prompts, from:"]
+    shown = {"sampled": report.num_sampled, **report.fates}
+    width = len(str(report.num_sampled))
+    for name, count in shown.items():
+        if count or name in ("sampled", "chosen"):
+            what = FATES.get(name, "by the run; the sum of all that follow")
+            lines.append(f"  {count:>{width}}  {name:<10}  {what}")
+    if not report.has_held_out:
+        lines.append("the run has no eval_data: no prompt is held out")
+    return lines
+
+
+def parse(argv: Sequence[str]) -> tuple[RowRequest, Path]:
+    """What is asked for, and where to write it.
+
+    Raises:
+        UsageError: It cannot be carried out.
+    """
+    given = build_parser().parse_args(argv)
+    folder, path = Path(given.run), Path(given.output)
+    name = given.choose or USES[given.use][0]
+    if name not in USES[given.use]:
+        raise UsageError(
+            f"--choose {name}: rows for {given.use} take {' or '.join(USES[given.use])}"
+        )
+    choice = CHOICES[name]
+    if given.threshold is not None and not choice.by_threshold:
+        raise UsageError(f"--threshold has no effect on --choose {name}: leave it out")
+    if not (folder / CONFIG_FILE).is_file():
+        raise UsageError(f"no run at {folder}: expected the --output_dir of lightrft train")
+    if not (folder / ROLLOUTS_FILE).is_file():
+        raise UsageError(
+            f"{folder} has no {ROLLOUTS_FILE}: expected a run of lightrft train --save_rollouts; a "
+            "run may be continued with it"
+        )
+    if path.suffix != ".jsonl" or not path.parent.is_dir():
+        raise UsageError(f"--output: got {path}, expected a .jsonl file in a folder that exists")
+    if path.exists():
+        raise UsageError(f"--output: {path} exists: give a new file")
+    most = choice.max_per_prompt if given.max_per_prompt is None else given.max_per_prompt
+    threshold = 1.0 if given.threshold is None else given.threshold
+    return RowRequest(folder, given.use, name, threshold, most), path
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft rows`."""
+    parser = Parser(
+        "rows",
+        "Write rows for supervised stages, by the token ids that a run sampled: each sample once, "
+        "without prompts of its eval_data, with what became of all others. A run that has not "
+        "ended is fine.",
+    )
+    parser.add_argument(
+        "run", metavar="RUN", help="The --output_dir of a run with --save_rollouts."
+    )
+    parser.add_argument(
+        "--for", dest="use", choices=tuple(USES), required=True, help="What the rows are for."
+    )
+    parser.add_argument("--output", required=True, metavar="FILE.jsonl", help="A new file.")
+    parser.add_argument(
+        "--choose",
+        choices=tuple(CHOICES),
+        help="Samples of each prompt: "
+        + "; ".join(f"for {use} {' or '.join(names)}" for use, names in USES.items())
+        + ". The first is the default.",
+    )
+    parser.add_argument(
+        "--threshold",
+        type=finite,
+        metavar="X",
+        help="A response is right if its reward (its component accuracy, if the reward reports "
+        "one) is at least this. Default: 1.",
+    )
+    parser.add_argument(
+        "--max_per_prompt",
+        type=at_least(1),
+        metavar="N",
+        help="Rows of a prompt, best first. Default: 4 for right, no bound for all, else 1.",
+    )
+    return parser
