@@ -103,7 +103,7 @@ def test_turns_whose_thinking_the_template_strips_get_rows_of_their_own(tmp_path
     data, found = load(tmp_path, [{"messages": chat}], tokenizer=tokenizer)
     assert [trained for _, trained in found] == [
         "<think>\nhm\n</think>\n\nok.<|im_end|>",
-        "<think>\n\n</think>\n\nall<|im_end|>",
+        "all<|im_end|>",
     ]
     assert "1 conversations in one row per turn" in data.summary
 
