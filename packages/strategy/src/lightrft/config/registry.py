@@ -380,6 +380,8 @@ AGGREGATIONS = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
+# Losses of supervised training.
+SFT_LOSSES = ("token-mean", "seq-mean-token-mean", "dft")
 # Tokens of a supervised row that count.
 TRAIN_ON = ("all", "completion", "assistant", "last_assistant")
 

@@ -19,7 +19,7 @@ from lightrft.config.options import (
     supervised_option,
     training_option,
 )
-from lightrft.config.registry import AGGREGATIONS, LOGGERS, POLICY_LOSSES, TRAIN_ON
+from lightrft.config.registry import AGGREGATIONS, LOGGERS, POLICY_LOSSES, SFT_LOSSES, TRAIN_ON
 from lightrft.config.strategy_config import ENGINE_TYPES, Arguments, StrategyConfig
 
 
@@ -623,6 +623,13 @@ class RunOptions(StrategyConfig):
         "Tokens whose loss counts: all, the completion, every assistant turn or the last one; "
         "unset is all of a text, the completion after a prompt, the assistant turns of a chat.",
         choices=TRAIN_ON,
+        common=True,
+    )
+    sft_loss: str = supervised_option(
+        "token-mean",
+        "Mean of -log p over all trained tokens, mean of the rows' means, or dft, where each "
+        "token also weighs its own probability.",
+        choices=SFT_LOSSES,
         common=True,
     )
     max_row_tokens: int = supervised_option(

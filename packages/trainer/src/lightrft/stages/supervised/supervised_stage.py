@@ -1,4 +1,4 @@
-"""Optimizer steps on supervised rows: -sum(log p of trained tokens) / their number."""
+"""Optimizer steps on supervised rows: a mean over their trained tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightrft.algorithms.aggregation import local_normalizer, loss_weights
 from lightrft.config import TrainConfig
 from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows
 from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
@@ -28,9 +29,33 @@ from lightrft.stages.stage import (
     optimizer_step,
     record_total,
 )
+from lightrft.stages.supervised.supervised_loss import LOSSES
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """Rows as tensors.
+
+    Args:
+        token_ids: [batch, seq] int64.
+        attention_mask, is_trained: [batch, seq] bool.
+    """
+
+    token_ids: Tensor
+    attention_mask: Tensor
+    is_trained: Tensor
+
+
+def pad(rows: Sequence[SupervisedRow], device: torch.device) -> PaddedRows:
+    """Rows as tensors on a device."""
+    token_ids, attention_mask = pad_rows([row.token_ids.tolist() for row in rows], device)
+    is_trained = torch.zeros_like(attention_mask)
+    flat = np.concatenate([row.is_trained for row in rows])
+    is_trained[attention_mask] = torch.from_numpy(flat).to(device)
+    return PaddedRows(token_ids, attention_mask, is_trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +85,7 @@ class SupervisedStage(Stage[RowBatch]):
     """One optimizer step on `train_batch_size` rows, drawn anew in each pass over the data.
 
     loss = -sum_it m_it log p(token_it) / M, with M = sum m over all rows of the step: of all ranks
-    and micro-batches.
+    and micro-batches; `sft_loss` names others.
 
     Args:
         config: Options of the run; what they leave to the machine is decided.
@@ -80,6 +105,7 @@ class SupervisedStage(Stage[RowBatch]):
     ) -> None:
         self.config, self.strategy, self.models = config, strategy, models
         self.data, self.held_out = data, held_out
+        self._loss = LOSSES[config.sft_loss]
         configure_models(config, strategy, [models.main.model])
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
@@ -118,9 +144,9 @@ class SupervisedStage(Stage[RowBatch]):
         """See `Stage`."""
         strategy, rank = self.strategy, self.strategy.data_rank
         own = [batch.rows[place] for place in batch.plan.row_index(rank)]
-        count = torch.tensor(_num_trained(own), device=strategy.device)
-        # Of the same masks as the loss. None at all is a loss of 0.
-        normalizer = strategy.reduce_over_data(count, "sum").clamp(min=1.0)
+        # Of the same masks as the loss.
+        count = local_normalizer(pad(own, strategy.device).is_trained, self._loss.aggregation)
+        normalizer = strategy.reduce_over_data(count, "sum")
         slices = batch.plan.micro_slices(
             batch.lengths,
             index=0,
@@ -142,27 +168,31 @@ class SupervisedStage(Stage[RowBatch]):
         self, rows: Sequence[SupervisedRow], normalizer: Tensor, metrics: StepMetrics
     ) -> Tensor:
         """The share of a micro-batch in the loss of the step."""
+        padded = pad(rows, self.strategy.device)
+        weights = loss_weights(padded.is_trained, self._loss.aggregation, dtype=torch.float64)
 
-        def share_of(logprobs: Tensor, *_: object) -> Tensor:
-            return -(logprobs.double().sum() / normalizer)
+        def share_of(logprobs: Tensor, _: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
+            return self._loss.share(logprobs, weights[rows, columns], normalizer)
 
         # Inside the output projection where that is fused: the same number with less work.
-        output = self._score(rows, share_of if self.config.fused_linear_logprob else None)
-        share = share_of(output.logprobs) if output.loss is None else output.loss
+        output = self._score(padded, share_of if self.config.fused_linear_logprob else None)
+        share = output.loss
+        if share is None:
+            share = self._loss.share(output.logprobs, weights, normalizer)
         metrics.add_mean("loss", share, 0.0)
+        if self.config.sft_loss != "token-mean":
+            metrics.add_masked_mean("nll", -output.logprobs, padded.is_trained)
         return share
 
     def _score(
-        self, rows: Sequence[SupervisedRow], token_loss: TokenLossFunction | None = None
+        self, padded: PaddedRows, token_loss: TokenLossFunction | None = None
     ) -> ActorOutput:
         """Logprobs of the trained tokens of some rows; 0 elsewhere."""
-        device = self.strategy.device
-        token_ids, attention_mask = pad_rows([row.token_ids.tolist() for row in rows], device)
-        is_trained = torch.zeros_like(attention_mask)
-        flat = np.concatenate([row.is_trained for row in rows])
-        is_trained[attention_mask] = torch.from_numpy(flat).to(device)
         output: ActorOutput = self.models.main.model(
-            token_ids, attention_mask, scored_mask=is_trained, token_loss=token_loss
+            padded.token_ids,
+            padded.attention_mask,
+            scored_mask=padded.is_trained,
+            token_loss=token_loss,
         )
         return output
 
@@ -170,7 +200,7 @@ class SupervisedStage(Stage[RowBatch]):
         """See `Stage`."""
         num_tokens, num_trained = int(batch.lengths.sum()), int(batch.trained.sum())
         return metrics | {
-            "perplexity": perplexity(metrics["loss"]),
+            "perplexity": perplexity(metrics.get("nll", metrics["loss"])),
             "num_tokens": float(num_tokens),
             "trained_share": num_trained / num_tokens,
         }
@@ -188,7 +218,8 @@ class SupervisedStage(Stage[RowBatch]):
                 0, -(-len(rows) // num_ranks), self.config.micro_train_batch_size
             ):
                 chosen = rows[strategy.data_rank :: num_ranks][part]
-                logprobs = self._score(chosen or rows[:1]).logprobs.double().sum()
+                padded = pad(chosen or rows[:1], strategy.device)
+                logprobs = self._score(padded).logprobs.double().sum()
                 if chosen:
                     sums += torch.stack([logprobs, logprobs.new_tensor(_num_trained(chosen))])
         logprob, count = strategy.reduce_over_data(sums, "sum").tolist()
