@@ -835,7 +835,6 @@ class RunOptions(StrategyConfig):
         0,
         "Record every K-th step, with the states before and after, for lightrft audit; 0 is never.",
         at_least=0,
-        commands=NOT_SFT,
     )
     check_memory: bool = run_option(
         True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -30,32 +30,23 @@ from lightrft.stages.stage import (
     record_total,
 )
 from lightrft.stages.supervised.supervised_loss import LOSSES
+from lightrft.stages.supervised.supervised_observer import (
+    PaddedRows,
+    RowObserver,
+    open_row_observer,
+)
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedRows:
-    """Rows as tensors.
-
-    Args:
-        token_ids: [batch, seq] int64.
-        attention_mask, is_trained: [batch, seq] bool.
-    """
-
-    token_ids: Tensor
-    attention_mask: Tensor
-    is_trained: Tensor
-
-
-def pad(rows: Sequence[SupervisedRow], device: torch.device) -> PaddedRows:
-    """Rows as tensors on a device."""
+def pad(rows: Sequence[SupervisedRow], device: torch.device, ids: Sequence[int] = ()) -> PaddedRows:
+    """Rows as tensors on a device; `ids` are their places among the rows of the step."""
     token_ids, attention_mask = pad_rows([row.token_ids.tolist() for row in rows], device)
     is_trained = torch.zeros_like(attention_mask)
     flat = np.concatenate([row.is_trained for row in rows])
     is_trained[attention_mask] = torch.from_numpy(flat).to(device)
-    return PaddedRows(token_ids, attention_mask, is_trained)
+    return PaddedRows(tuple(map(int, ids)), token_ids, attention_mask, is_trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +134,8 @@ class SupervisedStage(Stage[RowBatch]):
     def update(self, batch: RowBatch, step: Step) -> Work:
         """See `Stage`."""
         strategy, rank = self.strategy, self.strategy.data_rank
-        own = [batch.rows[place] for place in batch.plan.row_index(rank)]
+        places = batch.plan.row_index(rank).tolist()
+        own = [batch.rows[place] for place in places]
         # Of the same masks as the loss.
         count = local_normalizer(pad(own, strategy.device).is_trained, self._loss.aggregation)
         normalizer = strategy.reduce_over_data(count, "sum")
@@ -154,21 +146,33 @@ class SupervisedStage(Stage[RowBatch]):
             micro_batch_size=self.config.micro_train_batch_size,
             config=self._cut,
         )
-        optimizer_step(
+        observer = open_row_observer(self.config, strategy, self.models, batch.rows, step)
+        observer.begin_update(self.models.main.name, normalizer)
+
+        def shares(part: slice) -> Callable[[], Tensor]:
+            padded = partial(pad, own[part], strategy.device, places[part])
+            return lambda: self._share(padded(), normalizer, step.metrics, observer)
+
+        result = optimizer_step(
             self.models.main,
-            [partial(self._share, own[part], normalizer, step.metrics) for part in slices],
+            [shares(part) for part in slices],
             strategy=strategy,
             metrics=step.metrics,
             timeout_minutes=self.config.timeout_minutes,
         )
+        observer.end_update(result)
+        observer.finish()
         record_total("loss", strategy, step.metrics)
         return Work((self.models.main.name,), batch.lengths, batch.trained)
 
     def _share(
-        self, rows: Sequence[SupervisedRow], normalizer: Tensor, metrics: StepMetrics
+        self,
+        padded: PaddedRows,
+        normalizer: Tensor,
+        metrics: StepMetrics,
+        observer: RowObserver,
     ) -> Tensor:
         """The share of a micro-batch in the loss of the step."""
-        padded = pad(rows, self.strategy.device)
         weights = loss_weights(padded.is_trained, self._loss.aggregation, dtype=torch.float64)
 
         def share_of(logprobs: Tensor, _: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
@@ -179,6 +183,7 @@ class SupervisedStage(Stage[RowBatch]):
         share = output.loss
         if share is None:
             share = self._loss.share(output.logprobs, weights, normalizer)
+        observer.micro_batch(padded, output.logprobs, {"policy": share})
         metrics.add_mean("loss", share, 0.0)
         if self.config.sft_loss != "token-mean":
             metrics.add_masked_mean("nll", -output.logprobs, padded.is_trained)
