@@ -625,6 +625,11 @@ class RunOptions(StrategyConfig):
         choices=TRAIN_ON,
         common=True,
     )
+    train_on_regex: str | None = supervised_option(
+        None,
+        "Of these tokens, only those with a character of a match of this regular expression (of "
+        "its first group) in the text of the row; rows without one are left out and counted.",
+    )
     sft_loss: str = supervised_option(
         "token-mean",
         "Mean of -log p over all trained tokens, mean of the rows' means, or dft, where each "

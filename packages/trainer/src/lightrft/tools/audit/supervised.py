@@ -48,8 +48,8 @@ def supervised_advantages(step: Step, numbers: Numbers) -> tuple[Pair, float]:
 def check_ends(step: Step) -> None:
     """Each run of trained tokens ends in a special token, at which a generation can stop."""
     config, name = step.config, "ends of trained turns"
-    if config.train_on == "all":
-        step.found.skip(name, "everything is trained")
+    if config.train_on == "all" or config.train_on_regex is not None:
+        step.found.skip(name, "the options do not train turns")
         return
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(config.pretrain), local_files_only=True)
