@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -129,6 +130,10 @@ class SupervisedStage(Stage[RowBatch]):
             seed=self.config.seed,
             step=number,
         )
+        if self.config.packing_samples and self._cut.micro_batch_tokens is not None:
+            lengths = [len(row.token_ids) for row in rows]
+            shares = (best_fit(own, lengths, self._cut.micro_batch_tokens) for own in plan.rows[0])
+            plan = MinibatchPlan((tuple(shares),))
         return RowBatch(rows, plan)
 
     def update(self, batch: RowBatch, step: Step) -> Work:
@@ -235,6 +240,31 @@ class SupervisedStage(Stage[RowBatch]):
             "eval/perplexity": perplexity(loss),
             "eval/num_rows": float(len(rows)),
         }
+
+
+def best_fit(places: Sequence[int], lengths: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+    """The rows in an order in which they fill packed micro-batches of a bounded size.
+
+    Best-fit decreasing: each row, the longest first, goes to the fullest micro-batch that it fits
+    into. A micro-batch is cut where the next row does not fit, and the first row of each one did
+    not fit into those before it: so the cuts are those of the packing.
+
+    Args:
+        places: Of the rows of a rank.
+        lengths: Tokens of every row.
+        max_tokens: Of a micro-batch; a longer row stands alone.
+    """
+    packs: list[list[int]] = []
+    # Room and number of each pack, the fullest first.
+    rooms: list[tuple[int, int]] = []
+    for place in sorted(places, key=lambda place: -lengths[place]):
+        where = bisect_left(rooms, (lengths[place], -1))
+        room, number = rooms.pop(where) if where < len(rooms) else (max_tokens, len(packs))
+        if number == len(packs):
+            packs.append([])
+        packs[number].append(place)
+        insort(rooms, (room - lengths[place], number))
+    return tuple(place for pack in packs for place in pack)
 
 
 def _num_trained(rows: Sequence[SupervisedRow]) -> float:
