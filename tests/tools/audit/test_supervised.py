@@ -161,9 +161,13 @@ def in_ranks(rank, world_size, settings, counts_alone):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("counts_alone", [False, True])
-def test_two_ranks_that_count_their_own_tokens_are_found(settings, tmp_path, counts_alone):
-    run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(settings, counts_alone))
+@pytest.mark.parametrize(
+    ("changes", "counts_alone"),
+    [({}, False), ({"sp_size": 2, "sft_loss": "seq-mean-token-mean"}, False), ({}, True)],
+)
+def test_two_ranks_that_count_their_own_tokens_are_found(settings, tmp_path, changes, counts_alone):
+    options = settings | changes
+    run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(options, counts_alone))
     first = audit_step(tmp_path / "run", 1).first_difference
     name = None if first is None else first.quantity
     assert name == ("denominator, actor update 1" if counts_alone else None)
