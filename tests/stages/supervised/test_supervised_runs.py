@@ -184,10 +184,15 @@ def in_ranks(rank, world_size, settings):
 
 
 @pytest.mark.multiprocess
-def test_two_ranks_train_on_the_rows_of_one_and_continue(tmp_path, model, rows):
-    changes = {"micro_train_batch_size": 1, "save_steps": 2, "eval_data": rows, "fsdp": True}
-    SFTTrainer(TrainConfig(**options(model, rows, tmp_path / "one", **changes))).train()
-    settings = options(model, rows, tmp_path / "two", **changes)
+@pytest.mark.parametrize(
+    "backend",
+    [{"fsdp": True}, pytest.param({"zero_stage": 2}, marks=pytest.mark.deepspeed)],
+)
+def test_two_ranks_train_on_the_rows_of_one_and_continue(tmp_path, model, rows, backend):
+    changes = {"micro_train_batch_size": 1, "save_steps": 2, "eval_data": rows}
+    alone = options(model, rows, tmp_path / "one", **changes, fsdp=True)
+    SFTTrainer(TrainConfig(**alone)).train()
+    settings = options(model, rows, tmp_path / "two", **changes, **backend)
     assert run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(settings,)) == [2, 2]
     one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
     assert len(one) == len(two) == 7  # the evaluation before the first step, and six steps

@@ -85,6 +85,17 @@ def test_a_step_is_recomputed_within_rounding(recorded, way):
     assert found["actor weights after (change)"].own > 0
 
 
+def test_the_options_of_the_run_count_and_not_those_of_the_record(recorded, tmp_path):
+    assert recorded().first_difference is None
+    path = tmp_path / "run" / "config.toml"
+    path.write_text(
+        path.read_text().replace("actor_learning_rate = 0.001", "actor_learning_rate = 0.002")
+    )
+    first = audit_step(tmp_path / "run", 2).first_difference
+    assert first is not None
+    assert "learning rate" in first.quantity
+
+
 def count_of_one_rank(patch):
     reduce_over_data = strategy_base.StrategyBase.reduce_over_data
     patch.setattr(
