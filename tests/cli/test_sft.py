@@ -22,6 +22,20 @@ WRONG = {
     "too long": (GOOD, ["--max_row_tokens", "2"], 4, "all 1 rows exceed max_row_tokens = 2"),
     "wrong mask": (GOOD, ["--train_on", "assistant"], 4, "train_on assistant: rows with prompt"),
     "no such mask": (GOOD, ["--train_on", "all_of_it"], 2, "train_on: got 'all_of_it', expected"),
+    "no such loss": (
+        GOOD,
+        ["--sft_loss", "nll"],
+        2,
+        "sft_loss: got 'nll', expected one of ['token",
+    ),
+    "no pattern": (GOOD, ["--train_on_regex", "("], 2, "train_on_regex: got '(', expected a regul"),
+    "no match": (
+        GOOD,
+        ["--train_on_regex", "x"],
+        4,
+        "train_on_regex 'x' matches no token that may",
+    ),
+    "frozen": (GOOD, ["--audit_every", "1", "--freeze_prefix", "a"], 2, "an audit follows all wei"),
     "of train": (GOOD, ["--policy_loss", "gspo"], 2, "policy_loss is an option of lightrft train"),
     "misspelled": (GOOD, ["--max_epoch", "2"], 2, "unknown option 'max_epoch'; did you mean"),
     "no file": (None, [], 4, "rows.jsonl does not exist"),
@@ -51,6 +65,12 @@ def test_a_wrong_input_is_one_line_before_a_model_is_built(
     assert len(lines) == 1, lines
     assert said in lines[0]
     assert not (tmp_path / "run").exists()
+
+
+def test_help_names_the_learning_rates_of_the_stages(capsys):
+    assert main(["sft", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "unset means train 1e-06, sft 1e-05 (0.0001 for adapters)." in said
 
 
 def test_train_names_the_command_that_takes_an_option(capsys):

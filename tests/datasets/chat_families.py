@@ -208,7 +208,12 @@ FAMILIES = {
 
 def family_tokenizer(name, *, pre_tokenizer=None):
     """A tokenizer with the template and the special tokens of a family."""
-    template, (bos, eos, _), special = FAMILIES[name]
+    return tokenizer_of(*FAMILIES[name], pre_tokenizer=pre_tokenizer)
+
+
+def tokenizer_of(template, ends, special, *, pre_tokenizer=None):
+    """A tokenizer with a template and special tokens; `ends` begins with bos and eos."""
+    bos, eos, *_ = ends
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*alphabet, *("".join(m) for m in MERGES)])}
     tokenizer = Tokenizer(models.BPE(vocab, MERGES))

@@ -23,8 +23,8 @@ TRAINED = {
     "SmolLM2": ["ok.<|im_end|>", "all<|im_end|>"],
     "Hermes": ["ok.<|im_end|>", "all<|im_end|>"],
     "Qwen3": [
-        "<think>\n\n</think>\n\nok.<|im_end|>",
-        "<think>\n\n</think>\n\nall<|im_end|>",
+        "ok.<|im_end|>",
+        "all<|im_end|>",
     ],
     "Llama 3": ["ok.<|eot_id|>", "all<|eot_id|>"],
     "Mistral": [" ok.</s>", " all</s>"],
@@ -55,7 +55,11 @@ def test_a_turn_is_trained_from_behind_its_prompt_to_its_end(family):
             CHAT[:place], tokenize=False, add_generation_prompt=True
         )
         prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        assert list(turn.token_ids[: turn.start]) == prompt_ids
+        between = turn.token_ids[len(prompt_ids) : turn.start]
+        assert list(turn.token_ids[: len(prompt_ids)]) == prompt_ids
+        # Only a block of empty thinking stands between the two.
+        empty = "<think>\n\n</think>\n\n" if family == "Qwen3" else ""
+        assert tokenizer.decode(between) == empty
     assert chat.turns(CHAT, only_last=True) == turns[1:]
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.datasets import chat_families
 from tokenizers.pre_tokenizers import ByteLevel
 
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.datasets.types import DataError
 
@@ -103,7 +103,7 @@ def test_turns_whose_thinking_the_template_strips_get_rows_of_their_own(tmp_path
     data, found = load(tmp_path, [{"messages": chat}], tokenizer=tokenizer)
     assert [trained for _, trained in found] == [
         "<think>\nhm\n</think>\n\nok.<|im_end|>",
-        "<think>\n\n</think>\n\nall<|im_end|>",
+        "all<|im_end|>",
     ]
     assert "1 conversations in one row per turn" in data.summary
 
@@ -146,6 +146,34 @@ def test_a_wrong_row_of_token_ids_is_named_with_its_place(tmp_path, token_ids, i
             vocab_size=300,
         )
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options", "trained"),
+    [
+        ("ok|l", {}, "okll"),
+        # The merge "hello" is one token, and a user's.
+        ("hell", {"train_on": "all"}, "hello"),
+        # The first group counts.
+        (r"assistant\n(\w)", {}, "oka"),
+        (r"<\|im_end\|>", {}, "<|im_end|><|im_end|>"),
+        (r"<\|im_end\|>\n<\|im_start\|>u", {}, "<|im_end|>"),
+    ],
+)
+def test_a_regular_expression_chooses_among_what_is_trained(tmp_path, pattern, options, trained):
+    _, ((_, found),) = load(tmp_path, [{"messages": CHAT}], train_on_regex=pattern, **options)
+    assert found == trained
+
+
+def test_rows_without_a_match_are_left_out_and_counted(tmp_path):
+    rows = [{"prompt": "a ", "completion": each} for each in ("ok", "hello", "ok.")]
+    data, found = load(tmp_path, rows, train_on_regex="ok")
+    assert [trained for _, trained in found] == ["ok", "ok"]
+    assert data.summary.endswith("dropped 1 without a match of train_on_regex")
+    with pytest.raises(DataError, match="'xx' matches no token that may be trained in 3 rows"):
+        load(tmp_path, rows, train_on_regex="xx")
+    with pytest.raises(ConfigError, match="train_on_regex: got '\\(', expected a regular"):
+        load(tmp_path, rows, train_on_regex="(")
 
 
 def test_long_rows_are_left_out_and_counted(tmp_path):

@@ -45,7 +45,8 @@ SAME = {
 }
 # The choices of these act elsewhere: on the model, the engine, the schedule, the processes.
 ELSEWHERE = {
-    "train_on",  # tests/stages/supervised
+    "sft_loss",  # tests/stages/supervised
+    "train_on",
     "compile_backend",
     "engine_type",
     "grad_accum_dtype",

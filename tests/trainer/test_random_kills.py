@@ -102,7 +102,9 @@ class Ranks:
             from lightrft.config import TrainConfig
             from lightrft.run.assembly import run_training
 
-            run_training(TrainConfig(**options))
+            given = dict(options)
+            stage = given.pop("stage", "policy")
+            run_training(TrainConfig(**given), stage=stage)
             self.log.with_suffix(".modules").write_text("\n".join(sys.modules))
             code = 0
         except BaseException as error:  # noqa: BLE001 - the parent reads the log
@@ -181,7 +183,12 @@ def timeless(path):
     ]
 
 
-def result(options, models=("_actor", "_critic"), num_steps=NUM_STEPS):
+def result(
+    options,
+    models=("_actor", "_critic"),
+    num_steps=NUM_STEPS,
+    logs=("metrics.jsonl", "samples.jsonl"),
+):
     """All that a run has come to, in comparable form."""
     folder = Path(options["output_dir"])
     found = {"model": (folder / "model" / "model.safetensors").read_bytes()}
@@ -189,7 +196,7 @@ def result(options, models=("_actor", "_critic"), num_steps=NUM_STEPS):
         manifest = folder / "checkpoints" / model / f"global_step{num_steps}" / "manifest.json"
         for entry in json.loads(manifest.read_text())["files"]:
             found[model, entry["path"]] = entry["sha256"]
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in logs:
         found[name] = timeless(folder / name)
     return found
 

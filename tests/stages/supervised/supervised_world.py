@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import numpy as np
 import torch
@@ -69,15 +70,21 @@ def distance(found, expected):
     return (difference / sum(float(v.double().square().sum()) for v in expected.values())) ** 0.5
 
 
-def slow_gradient(model, rows):
+def slow_gradient(model, rows, loss="token-mean"):
     """Loss and gradient in float64, row by row, from whole logits."""
     model = copy.deepcopy(model).double()
-    num_trained = sum(int(each.is_trained.sum()) for each in rows)
-    total = 0.0
-    for each in rows:
+    counts = [int(each.is_trained.sum()) for each in rows]
+    num_rows, total = sum(count > 0 for count in counts), 0.0
+    for each, count in zip(rows, counts, strict=True):
         token_ids = torch.from_numpy(each.token_ids).long()
         logprobs = model(token_ids[None]).logits[0].log_softmax(-1)
         for place in np.flatnonzero(each.is_trained):
-            total = total - logprobs[place - 1, token_ids[place]] / num_trained
+            logprob = logprobs[place - 1, token_ids[place]]
+            if loss == "seq-mean-token-mean":
+                total = total - logprob / count / num_rows
+            elif loss == "dft":
+                total = total - math.exp(logprob.item()) * logprob / sum(counts)
+            else:
+                total = total - logprob / sum(counts)
     total.backward()
     return total.item(), {name: value.grad for name, value in model.named_parameters()}

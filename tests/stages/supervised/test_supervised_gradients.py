@@ -20,6 +20,9 @@ from tests.stages.supervised.supervised_world import (
     train_step,
 )
 
+from lightrft.algorithms.aggregation import local_normalizer, loss_weights
+from lightrft.stages.supervised.supervised_loss import LOSSES
+from lightrft.stages.supervised.supervised_stage import pad
 from lightrft.strategy import get_fake_strategy
 
 # Ways to carry out one step in one process.
@@ -61,6 +64,50 @@ def test_every_way_gives_the_same_gradient(plain, way):
     assert metrics["loss"] == pytest.approx(plain[1]["loss"], rel=1e-6)
 
 
+@pytest.fixture(scope="module", params=["seq-mean-token-mean", "dft"])
+def named(request):
+    return request.param, slow_gradient(tiny_model(), RAGGED, request.param)
+
+
+@pytest.mark.parametrize("way", ["four rows", "two rows, twice", "packed, twice", "unfused"])
+def test_named_losses_are_those_of_their_formulas_in_float64(plain, named, way):
+    name, (loss, gradient) = named
+    stage = build_stage(get_fake_strategy(STILL), RAGGED, sft_loss=name, **WAYS[way])
+    found, metrics = train_step(stage, RAGGED)
+    prefixed = {f"model.{name}": value for name, value in gradient.items()}
+    assert distance(found, prefixed) <= 1e-5
+    assert distance(found, plain[0]) > 0.1
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
+    assert metrics["nll"] == pytest.approx(plain[1]["loss"], rel=1e-6)
+    assert metrics["perplexity"] == pytest.approx(plain[1]["perplexity"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_slope_of_a_loss_is_its_finite_difference_with_its_weights_held(name):
+    draw = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, 4, 5, generator=draw, dtype=torch.float64)
+    direction = torch.randn(2, 4, 5, generator=draw, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0]]).bool()
+    found, mode = LOSSES[name], LOSSES[name].aggregation
+    weights = loss_weights(mask, mode, dtype=torch.float64)
+
+    def chosen(logits):
+        return torch.where(mask, logits.log_softmax(-1)[..., 2], 0.0)
+
+    held = chosen(logits).exp() if name == "dft" else torch.ones(2, 4, dtype=torch.float64)
+
+    def value(step):
+        moved = chosen(logits + step * direction)
+        return (-moved * held * weights).sum() / local_normalizer(mask, mode)
+
+    leaf = logits.clone().requires_grad_()
+    loss = found.share(chosen(leaf), weights, local_normalizer(mask, mode))
+    loss.backward()
+    slope = (value(1e-5) - value(-1e-5)) / 2e-5
+    assert loss.item() == pytest.approx(float(value(0.0)), rel=1e-12)
+    assert float((leaf.grad * direction).sum()) == pytest.approx(float(slope), rel=1e-8)
+
+
 def test_a_mean_of_row_means_would_be_found(plain):
     means = [train_step(build_stage(get_fake_strategy(STILL), [r]), [r])[0] for r in RAGGED[::3]]
     mean = {name: (means[0][name] + means[1][name]) / 2 for name in means[0]}
@@ -78,8 +125,8 @@ def test_packed_rows_do_not_see_each_other():
     stage = build_stage(get_fake_strategy(STILL), rows, packing_samples=True)
     changed = replace(rows[0], token_ids=np.flip(rows[0].token_ids).copy())
     with torch.no_grad():
-        before = stage._score(rows).logprobs
-        after = stage._score((changed, rows[1])).logprobs
+        before = stage._score(pad(rows, stage.strategy.device)).logprobs
+        after = stage._score(pad((changed, rows[1]), stage.strategy.device)).logprobs
     assert (before[0] - after[0]).abs().max() > 0.1
     assert (before[1] - after[1]).abs().max() <= 1e-6
 
@@ -102,13 +149,26 @@ def in_ranks(rank, world_size, changes):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", [{}, {"packing_samples": True}, {"sp_size": 2}])
+@pytest.mark.parametrize(
+    "way",
+    [
+        {},
+        {"packing_samples": True},
+        {"sp_size": 2},
+        {"sp_size": 2, "sft_loss": "seq-mean-token-mean"},
+        {"sft_loss": "dft"},
+    ],
+)
 def test_two_ranks_of_which_one_trains_no_token_give_the_same_gradient(plain, way):
     results = run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(way,))
     expected = [101, 101] if "sp_size" in way else [101, 0]
     assert [count for count, _, _ in results] == expected
+    wanted, loss = plain[0], plain[1]["loss"]
+    if "sft_loss" in way:
+        loss, gradient = slow_gradient(tiny_model(), RAGGED, way["sft_loss"])
+        wanted = {f"model.{name}": value for name, value in gradient.items()}
     for _, gradient, metrics in results:
         found = {name: torch.from_numpy(value) for name, value in gradient.items()}
-        assert distance(found, plain[0]) <= 1e-6
-        assert metrics["loss"] == pytest.approx(plain[1]["loss"], rel=1e-6)
+        assert distance(found, wanted) <= (1e-5 if "sft_loss" in way else 1e-6)
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
         assert metrics["trained_share"] == plain[1]["trained_share"]

@@ -145,6 +145,24 @@ def test_an_interrupted_run_continues_to_the_bit(tmp_path, model, rows, changes)
     assert after < before
 
 
+@pytest.mark.parametrize(("changes", "rate"), [({}, 1e-5), ({"lora_rank": 2}, 1e-4)])
+def test_the_stage_decides_the_learning_rate_that_nobody_gave(
+    tmp_path, model, rows, capsys, changes, rate
+):
+    given = {"max_steps": 2, "save_steps": 1, "lr_scheduler": "constant", "lr_warmup_ratio": 0.0}
+    config = TrainConfig(
+        **options(model, rows, tmp_path / "run", actor_learning_rate=None, **given, **changes)
+    )
+    interrupted(config, 2)
+    said = f"actor_learning_rate = {rate}: the default of sft"
+    assert said in capsys.readouterr().out
+    assert TrainConfig.load(tmp_path / "run" / "config.toml").actor_learning_rate == rate
+    # What was decided is kept, and there is nothing to say.
+    assert SFTTrainer(config).train().num_resumed_steps == 1
+    assert said not in capsys.readouterr().out
+    assert [step["actor_lr"] for step in steps(tmp_path / "run")] == [rate, rate]
+
+
 @pytest.mark.parametrize("end", ["<|end|>", "<|pad|>"])
 def test_an_end_at_which_engines_do_not_stop_is_warned_of(model, end):
     said, tokenizer = [], AutoTokenizer.from_pretrained(model)
@@ -166,10 +184,15 @@ def in_ranks(rank, world_size, settings):
 
 
 @pytest.mark.multiprocess
-def test_two_ranks_train_on_the_rows_of_one_and_continue(tmp_path, model, rows):
-    changes = {"micro_train_batch_size": 1, "save_steps": 2, "eval_data": rows, "fsdp": True}
-    SFTTrainer(TrainConfig(**options(model, rows, tmp_path / "one", **changes))).train()
-    settings = options(model, rows, tmp_path / "two", **changes)
+@pytest.mark.parametrize(
+    "backend",
+    [{"fsdp": True}, pytest.param({"zero_stage": 2}, marks=pytest.mark.deepspeed)],
+)
+def test_two_ranks_train_on_the_rows_of_one_and_continue(tmp_path, model, rows, backend):
+    changes = {"micro_train_batch_size": 1, "save_steps": 2, "eval_data": rows}
+    alone = options(model, rows, tmp_path / "one", **changes, fsdp=True)
+    SFTTrainer(TrainConfig(**alone)).train()
+    settings = options(model, rows, tmp_path / "two", **changes, **backend)
     assert run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(settings,)) == [2, 2]
     one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
     assert len(one) == len(two) == 7  # the evaluation before the first step, and six steps

@@ -356,10 +356,14 @@ START_HOOKS = Registry(
     takes_own=False,
     group="lightrft.start_hooks",
 )
-# Receivers of the numbers of an update, made of a `lightrft.stages.policy.updates.ObservedStep`.
+# Receivers of the numbers of an update, made of a `lightrft.stages.policy.updates.ObservedStep`,
+# or of a supervised one, of a `lightrft.stages.supervised.supervised_observer.ObservedRows`.
 STEP_OBSERVERS = Registry(
     "observer of a step",
-    {"audit": "lightrft.tools.audit_recorder:StepRecorder"},
+    {
+        "audit": "lightrft.tools.audit_recorder:StepRecorder",
+        "supervised_audit": "lightrft.tools.supervised_recorder:SupervisedRecorder",
+    },
     takes_own=False,
 )
 # Choices that are the branches of one function.
@@ -381,6 +385,8 @@ AGGREGATIONS = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
+# Losses of supervised training.
+SFT_LOSSES = ("token-mean", "seq-mean-token-mean", "dft")
 # Tokens of a supervised row that count.
 TRAIN_ON = ("all", "completion", "assistant", "last_assistant")
 

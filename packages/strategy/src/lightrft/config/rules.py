@@ -54,6 +54,14 @@ def _excludes(switch: str, cause: str, is_set: Callable[[RunOptions], bool]) -> 
     )
 
 
+def _regex_problem(name: str, text: str | None) -> str | None:
+    try:
+        re.compile(text or "")
+    except re.error as error:
+        return f"{name}: got {text!r}, expected a regular expression of Python: {error}"
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     _nonzero("save_steps"),
     _nonzero("eval_steps"),
@@ -118,6 +126,7 @@ RULES: tuple[Rule, ...] = (
             "meta_init and lora_rank"
         )
     ),
+    lambda c: _regex_problem("train_on_regex", c.train_on_regex),
     lambda c: (
         c.audit_every > 0
         and bool(c.freeze_prefix)

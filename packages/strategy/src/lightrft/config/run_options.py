@@ -19,7 +19,7 @@ from lightrft.config.options import (
     supervised_option,
     training_option,
 )
-from lightrft.config.registry import AGGREGATIONS, LOGGERS, POLICY_LOSSES, TRAIN_ON
+from lightrft.config.registry import AGGREGATIONS, LOGGERS, POLICY_LOSSES, SFT_LOSSES, TRAIN_ON
 from lightrft.config.strategy_config import ENGINE_TYPES, Arguments, StrategyConfig
 
 
@@ -631,6 +631,18 @@ class RunOptions(StrategyConfig):
         choices=TRAIN_ON,
         common=True,
     )
+    train_on_regex: str | None = supervised_option(
+        None,
+        "Of these tokens, only those with a character of a match of this regular expression (of "
+        "its first group) in the text of the row; rows without one are left out and counted.",
+    )
+    sft_loss: str = supervised_option(
+        "token-mean",
+        "Mean of -log p over all trained tokens, mean of the rows' means, or dft, where each "
+        "token also weighs its own probability.",
+        choices=SFT_LOSSES,
+        common=True,
+    )
     max_row_tokens: int = supervised_option(
         2048,
         "Longest row, in tokens; longer ones are left out and counted.",
@@ -840,7 +852,6 @@ class RunOptions(StrategyConfig):
         0,
         "Record every K-th step, with the states before and after, for lightrft audit; 0 is never.",
         at_least=0,
-        commands=NOT_SFT,
     )
     check_memory: bool = run_option(
         True,

@@ -34,6 +34,7 @@ from lightrft.config.options import (
     type_hints,
 )
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
+from lightrft.config.stage_defaults import default_learning_rate, shown_learning_rates
 
 Arguments = Mapping[str, str | int | float | bool] | None
 EngineType = Literal["vllm", "sglang", "hf", "auto"]
@@ -84,12 +85,14 @@ class StrategyConfig:
         "Compute in bfloat16; unset means yes on a GPU and float32 on a CPU.",
         commands=(*EVAL, *SFT),
     )
-    actor_learning_rate: float = training_option(
-        1e-6,
-        f"Peak learning rate of the actor. {ADAM_MOVES}",
+    actor_learning_rate: float | None = training_option(
+        None,
+        f"Peak learning rate of the model that is trained; unset means {shown_learning_rates()}. "
+        f"{ADAM_MOVES}",
         at_least=0,
         at_most=1,
         common=True,
+        by_machine=True,
     )
     critic_learning_rate: float = training_option(
         9e-6,
@@ -519,6 +522,12 @@ class StrategyConfig:
         raise KeyError(
             f"no argument {name!r} was given and get_extra_arg has no default for it{hint}"
         )
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """Of the model that is trained; that of reinforcement where no stage decided."""
+        rate = self.actor_learning_rate
+        return default_learning_rate() if rate is None else rate
 
     def computes_in_bf16(self, *, has_gpu: bool) -> bool:
         """Whether models compute in bfloat16: as set, else exactly on a GPU."""

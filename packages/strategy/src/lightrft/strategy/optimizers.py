@@ -239,7 +239,7 @@ class AdamSettings:
             TypeError: Unknown keywords, or values of a wrong type.
         """
         values = {
-            **asdict(cls(config.actor_learning_rate, config.adam_betas, 1e-8, config.l2)),
+            **asdict(cls(config.peak_learning_rate, config.adam_betas, 1e-8, config.l2)),
             **kwargs,
         }
         hints = type_hints(cls)

@@ -427,7 +427,7 @@ class StrategyBase:
         actor.is_actor = True  # type: ignore[assignment]
         config = self.config
         own_steps = max(max_steps - frozen_steps, 1)
-        ready_actor = self._trainable(actor, config.actor_learning_rate, own_steps, config)
+        ready_actor = self._trainable(actor, config.peak_learning_rate, own_steps, config)
         ready_critic = NO_MODEL
         if critic is not None:
             ready_critic = self._trainable(critic, config.critic_learning_rate, max_steps, config)
@@ -452,7 +452,7 @@ class StrategyBase:
             max_steps: Optimizer steps of the run.
         """
         config = self.config if args is None else StrategyConfig.from_args(args)
-        ready = self._trainable(reward_model, config.actor_learning_rate, max_steps, config)
+        ready = self._trainable(reward_model, config.peak_learning_rate, max_steps, config)
         self.sync_and_clear_cache()
         return ready
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from lightrft.datasets.types import DataError
@@ -14,6 +16,11 @@ if TYPE_CHECKING:
 Message = dict[str, object]
 _MARK = "Qmark7Z"
 _QUESTION: Message = {"role": "user", "content": "question"}
+# Marks of the beginning and the end of thinking, nothing between them.
+_EMPTY_THINKING = re.compile(
+    r"\s*(?:<(\w+)>\s*</\1>|\[(\w+)\]\s*\[/\2\]|<\|START_(\w+)\|>\s*<\|END_\3\|>)\s*"
+)
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +29,7 @@ class Turn:
 
     Args:
         token_ids: Of the conversation up to the end of the turn, its end-of-turn token included.
-        start: Where the turn begins.
+        start: Where the turn begins, behind a block of empty thinking.
     """
 
     token_ids: tuple[int, ...]
@@ -34,8 +41,9 @@ class ChatTurns:
 
     The prompt of turn k is the rendering of the messages before it with the generation prompt; the
     turn is what the rendering with it adds, up to its end-of-turn token. What stands behind that
-    token (a newline, say) is context. Templates without such a token end a turn by the special
-    token that begins the next message.
+    token (a newline, say) is context, and so is a block of empty thinking before it: the prompts
+    of models that are not to think hold that block. Templates without an end-of-turn token end a
+    turn by the special token that begins the next message.
 
     Args:
         tokenizer: With a chat template.
@@ -80,40 +88,105 @@ class ChatTurns:
 
         Raises:
             DataError: There is none, the rendering of a turn does not begin with that of its
-                prompt, or nothing ends it at which a generation would stop.
+                prompt, nothing ends it at which a generation would stop, or the template marks
+                other tokens as generated.
         """
         places = [place for place, each in enumerate(messages) if each["role"] == "assistant"]
         if not places:
             raise DataError("no message of role assistant: there is nothing to train")
+        if places[0] == 0:
+            raise DataError("the conversation begins with an assistant's message: put a user first")
         return [self._turn(messages, place, tools) for place in places[-1 if only_last else 0 :]]
 
     def _turn(self, messages: Sequence[Message], place: int, tools: object) -> Turn:
-        if place == 0:
-            raise DataError("the conversation begins with an assistant's message: put a user first")
         prompt = self._render(messages[:place], tools, add_generation_prompt=True)
         answered = self._render(messages[: place + 1], tools)
         before, whole = self._ids(prompt), self._ids(answered)
         if whole[: len(before)] != before:
             raise DataError(_otherwise(prompt, answered, place))
-        ends = [i for i in range(len(before), len(whole)) if whole[i] == self._end]
+        turn = self._ended(messages, place, tools, whole, start=len(before))
+        empty = _EMPTY_THINKING.match(answered, len(prompt))
+        if empty:
+            turn = replace(turn, start=self._places(answered, [empty.end()])[0])
+        if _GENERATION.search(self._template(tools)):
+            self._compare(turn, messages[: place + 1], tools, len(prompt))
+        return turn
+
+    def _ended(
+        self,
+        messages: Sequence[Message],
+        place: int,
+        tools: object,
+        whole: tuple[int, ...],
+        *,
+        start: int,
+    ) -> Turn:
+        """The turn from `start` of the ids to the token that ends it."""
+        ends = [i for i in range(start, len(whole)) if whole[i] == self._end]
         if len(ends) > 1:
             raise DataError(
                 f"message {place + 1} has {self._tokenizer.convert_ids_to_tokens(self._end)!r} in "
                 "its text, which would end the turn in its middle: leave it out"
             )
         if ends:
-            return Turn(whole[: ends[0] + 1], len(before))
+            return Turn(whole[: ends[0] + 1], start)
         following = (
             [*messages[: place + 2]] if place + 1 < len(messages) else [*messages, _QUESTION]
         )
         later = self._ids(self._render(following, tools))[: len(whole) + 1]
         if self._end is None and later[:-1] == whole and later[-1] in self._special:
-            return Turn(later, len(before))
+            return Turn(later, start)
         raise DataError(
-            f"message {place + 1} ends in {answered[-20:]!r}, which is no special token: a model "
-            "that is trained on it would not stop; give a template whose turns end in one, and "
-            "a tokenizer that knows it as special"
+            f"message {place + 1} ends in {self._tokenizer.decode(whole[-8:])!r}, which is no "
+            "special token: a model that is trained on it would not stop; give a template whose "
+            "turns end in one, and a tokenizer that knows it as special"
         )
+
+    def _compare(self, turn: Turn, messages: Sequence[Message], tools: object, start: int) -> None:
+        """Refuses a turn of which the template marks other tokens by {% generation %}.
+
+        Args:
+            turn: The last of the messages.
+            messages, tools: As rendered.
+            start: Characters of the prompt.
+        """
+        # Imported here: few templates have such marks.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        (text,), (spans,) = render_jinja_template(
+            [list(messages)],
+            tools=cast("list[dict[str, object]] | None", tools),
+            chat_template=self._template(tools),
+            return_assistant_tokens_mask=True,
+            **self._tokenizer.special_tokens_map,
+        )
+        # By characters: transformers' own mask of tokens goes on to the end of the text where the
+        # last character of a span has no token.
+        own = [span for span in spans if span[1] > start]
+        edges = [self._places(text, span) for span in own]
+        marked = [place for first, stop in edges for place in range(first, stop)]
+        if marked != [*range(turn.start, len(turn.token_ids))]:
+            raise DataError(
+                f"message {len(messages)}: the chat template marks "
+                f"{''.join(text[first:stop] for first, stop in own)!r} as generated, and what a "
+                f"model has to sample is {self._tokenizer.decode(turn.token_ids[turn.start :])!r}: "
+                "correct {% generation %} in the template (--chat_template), or leave it out"
+            )
+
+    def _template(self, tools: object) -> str:
+        found = self._tokenizer.get_chat_template(tools=cast("list[dict[str, object]]", tools))
+        return cast("str", found)
+
+    def _places(self, text: str, characters: Sequence[int]) -> list[int]:
+        """Of each character of a text the token that holds it."""
+        if not self._tokenizer.is_fast:
+            raise DataError(
+                "a chat template with empty thinking or {% generation %} needs a fast tokenizer, "
+                f"which knows the place of each token: got {type(self._tokenizer).__name__}"
+            )
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        stops = [stop for _, stop in encoded["offset_mapping"]]
+        return [bisect_right(stops, each) for each in characters]
 
     def _render(
         self,

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from lightrft.config import TrainConfig
 from lightrft.datasets.chat_turns import ChatTurns, Message
 from lightrft.datasets.files import Row, read_sources
+from lightrft.datasets.matched_tokens import matched_tokens
 from lightrft.datasets.types import DataError
 
 if TYPE_CHECKING:
@@ -123,6 +124,11 @@ def load_supervised(
                 too_long.append(row.location)
             else:
                 found.append(each)
+    if encoder.num_unmatched and not found and not too_long:
+        raise DataError(
+            f"{path}: train_on_regex {config.train_on_regex!r} matches no token that may be "
+            f"trained in {encoder.num_unmatched} rows; correct it, or leave it out"
+        )
     if not found:
         raise DataError(
             f"{path}: all {len(too_long)} rows exceed max_row_tokens = {config.max_row_tokens} "
@@ -139,6 +145,8 @@ def load_supervised(
             f"; {num_split} conversations in one row per turn, since the chat template shows "
             "earlier turns otherwise than they were"
         )
+    if encoder.num_unmatched:
+        summary += f"; dropped {encoder.num_unmatched} without a match of train_on_regex"
     if too_long:
         examples = ", ".join(too_long[:_MAX_EXAMPLES])
         summary += f"; dropped {len(too_long)} over-long (first: {examples})"
@@ -199,6 +207,7 @@ class RowEncoder:
                 f"each token: got {type(tokenizer).__name__}; give messages instead"
             )
         self._turns = ChatTurns(tokenizer) if is_chat else None
+        self._pattern, self.num_unmatched = config.train_on_regex, 0
 
     def rows(self, row: Row) -> Iterator[SupervisedRow]:
         """What is trained of one row of the data; errors begin with its place."""
@@ -211,6 +220,11 @@ class RowEncoder:
             for token_ids, is_trained in self._encoded(row):
                 trained = np.array(is_trained, dtype=np.bool_)
                 trained[:1] = False
+                if self._pattern is not None:
+                    trained &= matched_tokens(self._tokenizer, token_ids, self._pattern)
+                    if not trained.any():
+                        self.num_unmatched += 1
+                        continue
                 if not trained.any():
                     raise DataError(
                         f"{NOTHING_TRAINED}: expected two tokens or more, one of them trained "

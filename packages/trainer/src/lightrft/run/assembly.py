@@ -13,6 +13,7 @@ from typing import cast
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import STAGES, START_HOOKS
+from lightrft.config.stage_defaults import default_learning_rate
 from lightrft.config.toml import write_whole
 from lightrft.reporting.alarms import run_verdict
 from lightrft.reporting.console import RunConsole
@@ -106,7 +107,7 @@ def run_training(
         plan = plan_run(config)
         if plan.summary:
             return _nothing_left(config, plan.summary)
-        config = config.replaced(plan.kept)
+        config, note = _with_learning_rate(config.replaced(plan.kept), stage)
         read = cast("Callable[[TrainConfig], StageInputs]", STAGES.load(stage))
         inputs = read(config)
         stack.callback(inputs.close)
@@ -115,7 +116,7 @@ def run_training(
         if rank == 0:
             stack.enter_context(sole_writer(folder))
             console = _open_console(config, stack)
-            _open_folder(config, plan)
+            _open_folder(config, plan, note)
         stack.enter_context(rank_log(folder, rank))
         if console is not None:
             trackers = (*build_trackers(config), *own_loggers(config))
@@ -158,6 +159,15 @@ def _ready(
     return config.replaced({"ckpt_path": str(config.checkpoint_dir)})
 
 
+def _with_learning_rate(config: TrainConfig, stage: str) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The configuration with the learning rate of the stage where none is given, and a line."""
+    if config.actor_learning_rate is not None:
+        return config, ()
+    rate = default_learning_rate(stage, has_adapters=config.lora_rank > 0)
+    text = f"actor_learning_rate = {rate}: the default of {stage}"
+    return config.replaced({"actor_learning_rate": rate}), (text,)
+
+
 def _open_console(config: TrainConfig, stack: ExitStack) -> RunConsole:
     """The console of the run until the stack is closed; all lines of this process go there."""
     console = RunConsole(
@@ -170,14 +180,14 @@ def _open_console(config: TrainConfig, stack: ExitStack) -> RunConsole:
     return console
 
 
-def _open_folder(config: TrainConfig, plan: RunPlan) -> None:
+def _open_folder(config: TrainConfig, plan: RunPlan, notes: Sequence[str]) -> None:
     """Moves the files of a run without checkpoint aside, and keeps the options of a new one.
 
-    Says which files of the one before are damaged.
+    Says which files of the one before are damaged, after some notes.
     """
     folder = Path(config.output_dir)
-    for text in plan.warnings:
-        print_on_first_rank(None, f"warning: {text}")
+    for text in (*notes, *(f"warning: {text}" for text in plan.warnings)):
+        print_on_first_rank(None, text)
     if plan.restarts:
         aside = set_aside(folder, config.checkpoint_dir)
         print_on_first_rank(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,16 +34,19 @@ from lightrft.tools.audit.record import (
 )
 
 if TYPE_CHECKING:
+    from lightrft.algorithms.moments import Moments
     from lightrft.records.batch import ExperienceBatch
     from lightrft.stages.policy.updates import ObservedStep
+    from lightrft.stages.supervised.supervised_observer import ObservedRows
     from lightrft.strategy.optimizers import OptimizerStepResult
 
 Kind = TypeVar("Kind", bound=np.generic)
+Raw = TypeVar("Raw")
 Flat = NDArray[np.float32] | NDArray[np.int32] | NDArray[np.bool_]
 
 
 @dataclass(slots=True)
-class _Update:
+class Update:
     """One optimizer step as this rank saw it; per-token arrays by sample id."""
 
     model: str
@@ -55,36 +59,51 @@ class _Update:
     learning_rate: float = 0.0
     is_skipped: bool = False
 
+    def add(self, logprobs: dict[int, Flat], terms: Mapping[str, Tensor]) -> None:
+        """Adds a micro batch: the scores of its rows, its share of each term of the loss."""
+        self.micro_batches.append(list(logprobs))
+        self.new |= logprobs
+        for name, share in terms.items():
+            self.losses[name] = self.losses.get(name, 0.0) + float(share.detach())
 
-class StepRecorder:
+
+@dataclass(frozen=True, slots=True)
+class Share(Generic[Raw]):
+    """A rank's part of the record of a step."""
+
+    raw: Raw
+    values: dict[str, dict[int, Flat]]
+    updates: list[Update]
+
+
+class Recorder(ABC, Generic[Raw]):
     """Writes `OUTPUT_DIR/audit/step_N`; see `lightrft.tools.audit.record` for what is in it.
 
-    An observer (`lightrft.stages.policy.updates.StepObserver`); to be made on every rank, since
-    the states before the first update are gathered and written at once.
+    To be made on every rank, since the states before the first update are gathered and written at
+    once.
 
     Args:
         step: Before its update.
+        stage: Of `config.registry.STAGES`.
     """
 
-    def __init__(self, step: ObservedStep) -> None:
-        self._strategy, self._config, self._step = step.strategy, step.config, step.experience
+    kl_coef = 0.0
+    moments: Moments | None = None
+
+    def __init__(self, step: ObservedStep | ObservedRows, stage: str) -> None:
+        self._strategy, self._config, self._stage = step.strategy, step.config, stage
         self._models = {
             each.name: PreparedModel(each.model, each.optimizer, each.scheduler)
             for each in step.models.trained
         }
-        self._updates: list[_Update] = []
-        self._old: dict[int, Flat] = {}
-        self._number, self._kl_coef, moments = step.number, step.kl_coef, step.moments
-        self._num_planned = step.num_planned
+        self._updates: list[Update] = []
+        self._number, self._num_planned = step.number, step.num_planned
         self._folder = step_folder(Path(self._config.output_dir), self._number)
         self._partial = self._folder.with_name(f".{self._folder.name}.partial")
         strategy = self._strategy
         if strategy.is_rank_0():
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
-        self._moments = (
-            [] if moments is None else [moments.count, moments.mean, moments.sum_of_squares]
-        )
         self._optimizers = {name: self._facts_of(found) for name, found in self._models.items()}
         self._write_states("before")
         for name, found in self._models.items() if strategy.is_rank_0() else ():
@@ -111,8 +130,93 @@ class StepRecorder:
             write_states(folder, states, keeps=self._strategy.is_rank_0())
 
     def begin_update(self, model: str, normalizer: Tensor) -> None:
-        """See `StepObserver`."""
-        self._updates.append(_Update(model, float(normalizer)))
+        """Before the micro batches of an optimizer step, with Z over all ranks."""
+        self._updates.append(Update(model, float(normalizer)))
+
+    def end_update(self, result: OptimizerStepResult) -> None:
+        """After an optimizer step."""
+        update = self._updates[-1]
+        update.grad_norm, update.learning_rate = result.grad_norm, result.learning_rate
+        update.is_skipped = result.is_skipped
+
+    def finish(self) -> None:
+        """Writes the states after the last update, and all that was collected; collective."""
+        self._write_states("after")
+        strategy = self._strategy
+        # Ranks that share their sequences saw the same rows.
+        counts = strategy.get_rank() % strategy.config.sp_size == 0
+        values = self._own_values() if counts else {}
+        own = Share(self._own_raw(), values, self._updates if counts else [])
+        # Only the first rank writes.
+        parts = [pickle.dumps(own), *([b""] * (strategy.world_size - 1))]
+        gathered = strategy.context.exchange_bytes(parts)
+        if strategy.is_rank_0():
+            self._write([pickle.loads(data) for data in gathered])
+        strategy.barrier()
+
+    @abstractmethod
+    def _own_raw(self) -> Raw:
+        """What this rank has before anything was computed."""
+
+    @abstractmethod
+    def _own_values(self) -> dict[str, dict[int, Flat]]:
+        """Per-token values of this rank's rows, by name and sample id."""
+
+    @abstractmethod
+    def _joined_raw(self, shares: Sequence[Raw]) -> tuple[RawSamples, Tensor]:
+        """The raw samples of all ranks, and the rewards as the run saw them."""
+
+    def _write(self, shares: Sequence[Share[Raw]]) -> None:
+        raw, rewards = self._joined_raw([share.raw for share in shares])
+        values: dict[str, dict[int, Flat]] = {}
+        for share in shares:
+            for name, rows in share.values.items():
+                values[name] = {**values.get(name, {}), **rows}
+        updates = [
+            [share.updates[i] for share in shares if share.updates]
+            for i in range(len(self._updates))
+        ]
+        strategy, moments = self._strategy, self.moments
+        facts = Facts(
+            stage=self._stage,
+            step=self._number,
+            num_planned=self._num_planned,
+            world_size=strategy.world_size,
+            data_ranks=strategy.num_data_ranks,
+            strategy=type(strategy).__name__,
+            engine=strategy.inference_engine_type or "",
+            compute_dtype=str(strategy.context.compute_dtype).removeprefix("torch."),
+            kl_coef=self.kl_coef,
+            reward_moments=[]
+            if moments is None
+            else [float(moments.count), moments.mean, moments.sum_of_squares],
+            lora_scale=self._lora_scale(),
+            optimizers=self._optimizers,
+            updates=[_joined(parts) for parts in updates],
+        )
+        self._config.save(self._partial / CONFIG)
+        write_record(
+            self._partial,
+            facts,
+            raw,
+            _run_values(rewards, raw.sample_ids.tolist(), values),
+            _update_values(updates),
+        )
+        publish(self._partial, self._folder)
+
+    def _lora_scale(self) -> float:
+        actor = self._strategy.unwrap_model(self._models["actor"])
+        return actor.scale if isinstance(actor, LoraActor) else 0.0
+
+
+class StepRecorder(Recorder[SampleTable]):
+    """The record of a step of reinforcement, an observer (`lightrft.stages.policy.updates`)."""
+
+    def __init__(self, step: ObservedStep) -> None:
+        self._step = step.experience
+        self._old: dict[int, Flat] = {}
+        self.kl_coef, self.moments = step.kl_coef, step.moments
+        super().__init__(step, "policy")
 
     def micro_batch(
         self,
@@ -126,39 +230,14 @@ class StepRecorder:
         update, by_row = self._updates[-1], _by_sample(batch, values)
         if weights is not None:
             update.weights |= _by_sample(batch, weights)
-        update.micro_batches.append(list(by_row))
-        update.new |= by_row
-        for name, share in terms.items():
-            update.losses[name] = update.losses.get(name, 0.0) + float(share.detach())
+        update.add(by_row, terms)
         if old_logprobs is not None and batch.outputs.old_logprobs is None:
             self._old |= _by_sample(batch, old_logprobs)
 
-    def end_update(self, result: OptimizerStepResult) -> None:
-        """See `StepObserver`."""
-        update = self._updates[-1]
-        update.grad_norm, update.learning_rate = result.grad_norm, result.learning_rate
-        update.is_skipped = result.is_skipped
-
-    def finish(self) -> None:
-        """Writes the states after the last update, and all that was collected; collective."""
-        self._write_states("after")
-        strategy = self._strategy
-        # Ranks that share their sequences saw the same rows.
-        counts = strategy.get_rank() % strategy.config.sp_size == 0
-        own = _Share(
-            tabulate(self._step.samples.scored),
-            self._own_values() if counts else {},
-            self._updates if counts else [],
-        )
-        # Only the first rank writes.
-        parts = [pickle.dumps(own), *([b""] * (strategy.world_size - 1))]
-        gathered = strategy.context.exchange_bytes(parts)
-        if strategy.is_rank_0():
-            self._write([pickle.loads(data) for data in gathered])
-        strategy.barrier()
+    def _own_raw(self) -> SampleTable:
+        return tabulate(self._step.samples.scored)
 
     def _own_values(self) -> dict[str, dict[int, Flat]]:
-        """Per-token values of this rank's rows, by name and sample id."""
         batch, found = self._step.batch, dict[str, dict[int, Flat]]()
         for record in (batch, batch.outputs, batch.rollouts):
             for name in TOKEN_VALUES:
@@ -169,59 +248,19 @@ class StepRecorder:
             found["old_logprobs"] = self._old
         return found
 
-    def _write(self, shares: Sequence[_Share]) -> None:
-        raw = join_tables([share.raw for share in shares])
-        values: dict[str, dict[int, Flat]] = {}
-        for share in shares:
-            for name, rows in share.values.items():
-                values[name] = {**values.get(name, {}), **rows}
-        updates = [
-            [share.updates[i] for share in shares if share.updates]
-            for i in range(len(self._updates))
-        ]
-        strategy = self._strategy
-        facts = Facts(
-            step=self._number,
-            num_planned=self._num_planned,
-            world_size=strategy.world_size,
-            data_ranks=strategy.num_data_ranks,
-            strategy=type(strategy).__name__,
-            engine=strategy.inference_engine_type or "",
-            compute_dtype=str(strategy.context.compute_dtype).removeprefix("torch."),
-            kl_coef=self._kl_coef,
-            reward_moments=[float(number) for number in self._moments],
-            lora_scale=self._lora_scale(),
-            optimizers=self._optimizers,
-            updates=[_joined(parts) for parts in updates],
-        )
-        self._config.save(self._partial / CONFIG)
-        write_record(
-            self._partial,
-            facts,
-            _raw_samples(raw, self._step.samples.greedy),
-            _run_values(self._step.rewards.rewards, raw.sample_ids.tolist(), values),
-            _update_values(updates),
-        )
-        publish(self._partial, self._folder)
-
-    def _lora_scale(self) -> float:
-        actor = self._strategy.unwrap_model(self._models["actor"])
-        return actor.scale if isinstance(actor, LoraActor) else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """A rank's part of the record of a step."""
-
-    raw: SampleTable
-    values: dict[str, dict[int, Flat]]
-    updates: list[_Update]
+    def _joined_raw(self, shares: Sequence[SampleTable]) -> tuple[RawSamples, Tensor]:
+        raw = _raw_samples(join_tables(shares), self._step.samples.greedy)
+        return raw, self._step.rewards.rewards
 
 
 def _by_sample(batch: ExperienceBatch, tensor: Tensor) -> dict[int, Flat]:
-    """A [batch, seq] tensor row by row, without padding, by sample id."""
-    lengths = batch.rollouts.attention_mask.sum(dim=1).tolist()
-    values, ids = tensor.detach().cpu().numpy(), batch.rollouts.sample_ids.tolist()
+    rollouts = batch.rollouts
+    return by_row(tensor, rollouts.attention_mask, rollouts.sample_ids.tolist())
+
+
+def by_row(tensor: Tensor, attention_mask: Tensor, ids: Sequence[int]) -> dict[int, Flat]:
+    """A [batch, seq] tensor row by row, without padding, by id."""
+    lengths, values = attention_mask.sum(dim=1).tolist(), tensor.detach().cpu().numpy()
     return {int(i): row[: int(n)].copy() for i, row, n in zip(ids, values, lengths, strict=True)}
 
 
@@ -257,7 +296,7 @@ def _run_values(
     return RunValues(rewards=rewards.double().cpu().numpy(), **found)
 
 
-def _joined(parts: Sequence[_Update]) -> UpdateFacts:
+def _joined(parts: Sequence[Update]) -> UpdateFacts:
     """One optimizer step from the shares of all ranks."""
     first = parts[0]
     return UpdateFacts(
@@ -271,7 +310,7 @@ def _joined(parts: Sequence[_Update]) -> UpdateFacts:
     )
 
 
-def _update_values(updates: Sequence[Sequence[_Update]]) -> dict[str, NDArray[np.float32]]:
+def _update_values(updates: Sequence[Sequence[Update]]) -> dict[str, NDArray[np.float32]]:
     """Per-token values of every optimizer step, flat in the order of its micro batches."""
     found = {}
     for number, parts in enumerate(updates):

@@ -1,9 +1,10 @@
-"""Optimizer steps on supervised rows: -sum(log p of trained tokens) / their number."""
+"""Optimizer steps on supervised rows: a mean over their trained tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightrft.algorithms.aggregation import local_normalizer, loss_weights
 from lightrft.config import TrainConfig
 from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows
 from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
@@ -28,9 +30,24 @@ from lightrft.stages.stage import (
     optimizer_step,
     record_total,
 )
+from lightrft.stages.supervised.supervised_loss import LOSSES
+from lightrft.stages.supervised.supervised_observer import (
+    PaddedRows,
+    RowObserver,
+    open_row_observer,
+)
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
+
+
+def pad(rows: Sequence[SupervisedRow], device: torch.device, ids: Sequence[int] = ()) -> PaddedRows:
+    """Rows as tensors on a device; `ids` are their places among the rows of the step."""
+    token_ids, attention_mask = pad_rows([row.token_ids.tolist() for row in rows], device)
+    is_trained = torch.zeros_like(attention_mask)
+    flat = np.concatenate([row.is_trained for row in rows])
+    is_trained[attention_mask] = torch.from_numpy(flat).to(device)
+    return PaddedRows(tuple(map(int, ids)), token_ids, attention_mask, is_trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +77,7 @@ class SupervisedStage(Stage[RowBatch]):
     """One optimizer step on `train_batch_size` rows, drawn anew in each pass over the data.
 
     loss = -sum_it m_it log p(token_it) / M, with M = sum m over all rows of the step: of all ranks
-    and micro-batches.
+    and micro-batches; `sft_loss` names others.
 
     Args:
         config: Options of the run; what they leave to the machine is decided.
@@ -80,6 +97,7 @@ class SupervisedStage(Stage[RowBatch]):
     ) -> None:
         self.config, self.strategy, self.models = config, strategy, models
         self.data, self.held_out = data, held_out
+        self._loss = LOSSES[config.sft_loss]
         configure_models(config, strategy, [models.main.model])
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
@@ -112,15 +130,20 @@ class SupervisedStage(Stage[RowBatch]):
             seed=self.config.seed,
             step=number,
         )
+        if self.config.packing_samples and self._cut.micro_batch_tokens is not None:
+            lengths = [len(row.token_ids) for row in rows]
+            shares = (best_fit(own, lengths, self._cut.micro_batch_tokens) for own in plan.rows[0])
+            plan = MinibatchPlan((tuple(shares),))
         return RowBatch(rows, plan)
 
     def update(self, batch: RowBatch, step: Step) -> Work:
         """See `Stage`."""
         strategy, rank = self.strategy, self.strategy.data_rank
-        own = [batch.rows[place] for place in batch.plan.row_index(rank)]
-        count = torch.tensor(_num_trained(own), device=strategy.device)
-        # Of the same masks as the loss. None at all is a loss of 0.
-        normalizer = strategy.reduce_over_data(count, "sum").clamp(min=1.0)
+        places = batch.plan.row_index(rank).tolist()
+        own = [batch.rows[place] for place in places]
+        # Of the same masks as the loss.
+        count = local_normalizer(pad(own, strategy.device).is_trained, self._loss.aggregation)
+        normalizer = strategy.reduce_over_data(count, "sum")
         slices = batch.plan.micro_slices(
             batch.lengths,
             index=0,
@@ -128,41 +151,58 @@ class SupervisedStage(Stage[RowBatch]):
             micro_batch_size=self.config.micro_train_batch_size,
             config=self._cut,
         )
-        optimizer_step(
+        observer = open_row_observer(self.config, strategy, self.models, batch.rows, step)
+        observer.begin_update(self.models.main.name, normalizer)
+
+        def shares(part: slice) -> Callable[[], Tensor]:
+            padded = partial(pad, own[part], strategy.device, places[part])
+            return lambda: self._share(padded(), normalizer, step.metrics, observer)
+
+        result = optimizer_step(
             self.models.main,
-            [partial(self._share, own[part], normalizer, step.metrics) for part in slices],
+            [shares(part) for part in slices],
             strategy=strategy,
             metrics=step.metrics,
             timeout_minutes=self.config.timeout_minutes,
         )
+        observer.end_update(result)
+        observer.finish()
         record_total("loss", strategy, step.metrics)
         return Work((self.models.main.name,), batch.lengths, batch.trained)
 
     def _share(
-        self, rows: Sequence[SupervisedRow], normalizer: Tensor, metrics: StepMetrics
+        self,
+        padded: PaddedRows,
+        normalizer: Tensor,
+        metrics: StepMetrics,
+        observer: RowObserver,
     ) -> Tensor:
         """The share of a micro-batch in the loss of the step."""
+        weights = loss_weights(padded.is_trained, self._loss.aggregation, dtype=torch.float64)
 
-        def share_of(logprobs: Tensor, *_: object) -> Tensor:
-            return -(logprobs.double().sum() / normalizer)
+        def share_of(logprobs: Tensor, _: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
+            return self._loss.share(logprobs, weights[rows, columns], normalizer)
 
         # Inside the output projection where that is fused: the same number with less work.
-        output = self._score(rows, share_of if self.config.fused_linear_logprob else None)
-        share = share_of(output.logprobs) if output.loss is None else output.loss
+        output = self._score(padded, share_of if self.config.fused_linear_logprob else None)
+        share = output.loss
+        if share is None:
+            share = self._loss.share(output.logprobs, weights, normalizer)
+        observer.micro_batch(padded, output.logprobs, {"policy": share})
         metrics.add_mean("loss", share, 0.0)
+        if self.config.sft_loss != "token-mean":
+            metrics.add_masked_mean("nll", -output.logprobs, padded.is_trained)
         return share
 
     def _score(
-        self, rows: Sequence[SupervisedRow], token_loss: TokenLossFunction | None = None
+        self, padded: PaddedRows, token_loss: TokenLossFunction | None = None
     ) -> ActorOutput:
         """Logprobs of the trained tokens of some rows; 0 elsewhere."""
-        device = self.strategy.device
-        token_ids, attention_mask = pad_rows([row.token_ids.tolist() for row in rows], device)
-        is_trained = torch.zeros_like(attention_mask)
-        flat = np.concatenate([row.is_trained for row in rows])
-        is_trained[attention_mask] = torch.from_numpy(flat).to(device)
         output: ActorOutput = self.models.main.model(
-            token_ids, attention_mask, scored_mask=is_trained, token_loss=token_loss
+            padded.token_ids,
+            padded.attention_mask,
+            scored_mask=padded.is_trained,
+            token_loss=token_loss,
         )
         return output
 
@@ -170,7 +210,7 @@ class SupervisedStage(Stage[RowBatch]):
         """See `Stage`."""
         num_tokens, num_trained = int(batch.lengths.sum()), int(batch.trained.sum())
         return metrics | {
-            "perplexity": perplexity(metrics["loss"]),
+            "perplexity": perplexity(metrics.get("nll", metrics["loss"])),
             "num_tokens": float(num_tokens),
             "trained_share": num_trained / num_tokens,
         }
@@ -188,7 +228,8 @@ class SupervisedStage(Stage[RowBatch]):
                 0, -(-len(rows) // num_ranks), self.config.micro_train_batch_size
             ):
                 chosen = rows[strategy.data_rank :: num_ranks][part]
-                logprobs = self._score(chosen or rows[:1]).logprobs.double().sum()
+                padded = pad(chosen or rows[:1], strategy.device)
+                logprobs = self._score(padded).logprobs.double().sum()
                 if chosen:
                     sums += torch.stack([logprobs, logprobs.new_tensor(_num_trained(chosen))])
         logprob, count = strategy.reduce_over_data(sums, "sum").tolist()
@@ -199,6 +240,31 @@ class SupervisedStage(Stage[RowBatch]):
             "eval/perplexity": perplexity(loss),
             "eval/num_rows": float(len(rows)),
         }
+
+
+def best_fit(places: Sequence[int], lengths: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+    """The rows in an order in which they fill packed micro-batches of a bounded size.
+
+    Best-fit decreasing: each row, the longest first, goes to the fullest micro-batch that it fits
+    into. A micro-batch is cut where the next row does not fit, and the first row of each one did
+    not fit into those before it: so the cuts are those of the packing.
+
+    Args:
+        places: Of the rows of a rank.
+        lengths: Tokens of every row.
+        max_tokens: Of a micro-batch; a longer row stands alone.
+    """
+    packs: list[list[int]] = []
+    # Room and number of each pack, the fullest first.
+    rooms: list[tuple[int, int]] = []
+    for place in sorted(places, key=lambda place: -lengths[place]):
+        where = bisect_left(rooms, (lengths[place], -1))
+        room, number = rooms.pop(where) if where < len(rooms) else (max_tokens, len(packs))
+        if number == len(packs):
+            packs.append([])
+        packs[number].append(place)
+        insort(rooms, (room - lengths[place], number))
+    return tuple(place for pack in packs for place in pack)
 
 
 def _num_trained(rows: Sequence[SupervisedRow]) -> float:

@@ -54,7 +54,9 @@ def options_of_step(run: Path, record: StepRecord) -> tuple[TrainConfig, bool]:
     free = {
         name: own.__dict__[name]
         for name, (_, info) in options_of(TrainConfig).items()
-        if info.may_change or info.by_machine or found.allow_changes
+        if info.may_change
+        or found.allow_changes
+        or (info.by_machine and found.__dict__[name] is None)
     }
     return found.replaced(free), True
 

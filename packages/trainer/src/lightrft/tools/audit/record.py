@@ -187,6 +187,7 @@ class Facts:
         lora_scale: Of the adapters; 0 without.
         optimizers: By model.
         updates: In their order.
+        stage: Of the run.
         format: Of the record.
     """
 
@@ -202,6 +203,7 @@ class Facts:
     lora_scale: float
     optimizers: dict[str, OptimizerFacts]
     updates: list[UpdateFacts]
+    stage: str = "policy"
     format: int = FORMAT
 
 

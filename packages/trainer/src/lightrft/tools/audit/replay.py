@@ -106,6 +106,11 @@ class Step:
         return np.asarray(share * self.unit * np.maximum(1.0, np.abs(scores)))
 
     @property
+    def is_reinforced(self) -> bool:
+        """Whether an engine sampled the rows."""
+        return self.record.facts.stage == "policy"
+
+    @property
     def is_rounded(self) -> bool:
         """Whether the run computes in bfloat16."""
         return self.record.facts.compute_dtype == "bfloat16"
@@ -175,8 +180,9 @@ def check_samples(step: Step) -> None:
     found, rows, values = step.found, step.rows, step.record.values
     found.exact("token ids", rows.padded(values.token_ids).astype(np.int64), rows.ids)
     found.exact("response mask", rows.padded(values.response_mask), rows.mask)
-    rollout = rows.padded(values.rollout_logprobs)
-    found.tokens("rollout logprobs", rollout, rows.rollout_logprobs, rows.mask, "number")
+    if step.is_reinforced:
+        rollout = rows.padded(values.rollout_logprobs)
+        found.tokens("rollout logprobs", rollout, rows.rollout_logprobs, rows.mask, "number")
     check_decisions(found, step.decided, step.record, step.config, rows.is_kept)
 
 
@@ -201,7 +207,8 @@ def score_models(step: Step, reference: Path | None) -> Numbers:
     (own, noise), (entropy, noise_of_entropy) = score(
         step.policy, named(step.states["actor"], "weight")
     )
-    _check_engine(step, own)
+    if step.is_reinforced:
+        _check_engine(step, own)
     step.unit = min(step.unit, NOISE_SAFETY * noise)
     sampled = rows.rollout_logprobs if config.use_rollout_logprobs else own
     old = paired("old logprobs", run.old_logprobs, sampled, noise)

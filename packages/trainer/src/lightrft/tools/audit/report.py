@@ -16,6 +16,12 @@ from lightrft.tools.audit.decisions import (
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED, Finding
 from lightrft.tools.audit.record import read_record
 from lightrft.tools.audit.replay import check_samples, estimate, open_step, score_models
+from lightrft.tools.audit.supervised import (
+    STAGE,
+    as_reinforcement,
+    check_ends,
+    supervised_advantages,
+)
 from lightrft.tools.audit.updates import Inputs, Updates
 
 
@@ -65,6 +71,9 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
     """
     record = read_record(run, step)
     config, is_configured = options_of_step(run, record)
+    is_supervised = record.facts.stage == STAGE
+    if is_supervised:
+        config = as_reinforcement(config)
     before = step_before(run, record, config)
     decided = decide(run, record, before, config, is_configured=is_configured)
     audited = open_step(record, config, decided)
@@ -75,7 +84,12 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
     if before is not None:
         check_link(audited.found, before, audited.states)
     numbers = score_models(audited, reference)
-    advantages, returns, error = estimate(audited, numbers)
+    if is_supervised:
+        check_ends(audited)
+        advantages, error = supervised_advantages(audited, numbers)
+        returns = advantages.own
+    else:
+        advantages, returns, error = estimate(audited, numbers)
     inputs = Inputs(numbers, advantages, returns, error, is_configured)
     Updates(audited, inputs).replay()
     if config.enable_ema:

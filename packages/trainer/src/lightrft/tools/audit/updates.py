@@ -360,7 +360,7 @@ class Updates:
         if not self.inputs.is_configured or facts.schedule_steps <= 0:
             self.step.found.skip(name, "of an optimizer or schedule of the caller's own")
             return seen
-        peak = config.actor_learning_rate if model == "actor" else config.critic_learning_rate
+        peak = config.peak_learning_rate if model == "actor" else config.critic_learning_rate
         decided = self.step.decided
         count, steps = decided.counts[model], decided.schedule_steps[model]
         position = (facts.schedule_position if count is None else count) + self._counts[model]
