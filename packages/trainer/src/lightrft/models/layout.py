@@ -196,6 +196,24 @@ class TokenLayout:
         """Hidden states the scored tokens are predicted from: [.., tokens, h] -> [scored, h]."""
         return hidden.flatten(0, 1)[self.sources]
 
+    def row_ends(self) -> tuple[Tensor, Tensor]:
+        """Rows [n] and where the hidden state of their last real token lies, as `sources` [n].
+
+        Of a split stream those whose last token this rank computes; rows of padding alone have none.
+        """
+        lengths = self.is_real.sum(dim=1)
+        rows = lengths.nonzero()[:, 0]
+        if self.bounds is None:
+            columns = torch.arange(self.shape[1], device=rows.device)
+            return rows, rows * self.shape[1] + (self.is_real * columns).amax(dim=1)[rows]
+        places = lengths[rows].cumsum(0) - 1
+        if self.bounds.group is None:
+            return rows, places
+        size = self.attention_mask.shape[1]
+        places -= dist.get_rank(self.bounds.group) * size
+        is_own = (places >= 0) & (places < size)
+        return rows[is_own], places[is_own]
+
     def placed(
         self, token_loss: TokenLossFunction
     ) -> Callable[[Tensor, Tensor | None, Tensor], Tensor]:
