@@ -42,14 +42,19 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
         ConfigError: Unknown names, wrong values, missing files; all of them at once.
         UsageError: Arguments that cannot be read.
     """
-    config, parsed, problems = parse_options(build_parser(), argv)
+    return parse_stage(argv, build_parser())
+
+
+def parse_stage(argv: Sequence[str], parser: Parser) -> tuple[TrainConfig, int]:
+    """The same for any command that trains on given rows."""
+    config, parsed, problems = parse_options(parser, argv)
     if not problems:
         from lightrft.cli.preflight import model_problems
         from lightrft.run.resume import plan_run
         from lightrft.stages.supervised.supervised_inputs import option_problems
 
         world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
-        problems += option_problems(config, world_size)
+        problems += option_problems(config, world_size, parser.command)
         if config.pretrain is not None:
             problems += model_problems("--pretrain", config.pretrain)
         try:

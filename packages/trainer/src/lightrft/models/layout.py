@@ -197,9 +197,9 @@ class TokenLayout:
         return hidden.flatten(0, 1)[self.sources]
 
     def row_ends(self) -> tuple[Tensor, Tensor]:
-        """Rows [n] and where the hidden state of their last real token lies, as `sources` [n].
+        """Rows [n] and where the hidden states of their last real tokens lie, like `sources` [n].
 
-        Of a split stream those whose last token this rank computes; rows of padding alone have none.
+        Of a split stream those that end in this rank's slice; rows of padding alone have no end.
         """
         lengths = self.is_real.sum(dim=1)
         rows = lengths.nonzero()[:, 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -210,7 +210,7 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def planned_updates(data: SupervisedRows, config: TrainConfig, strategy: StrategyBase) -> int:
+def planned_updates(data: Sized, config: TrainConfig, strategy: StrategyBase) -> int:
     """Optimizer steps of a whole run: whole batches of each of `max_epochs` passes."""
     per_rank = len(data) // strategy.world_size
     total = per_rank * strategy.world_size // config.train_batch_size * config.max_epochs

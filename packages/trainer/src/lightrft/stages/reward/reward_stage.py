@@ -1,0 +1,326 @@
+"""Optimizer steps of a reward model on compared or labelled answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightrft.algorithms.reward_losses import centring
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.registry import LABEL_LOSSES, REWARD_LOSSES, bind
+from lightrft.datasets.preference_rows import LabelledAnswer, Preference, PreferenceRows
+from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
+from lightrft.records.batch import pad_rows
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.policy.models import configure_models
+from lightrft.stages.reward.comparisons import Comparisons, record_agreement, record_scores
+from lightrft.stages.stage import (
+    Stage,
+    Step,
+    TrainedModels,
+    Work,
+    optimizer_step,
+    record_total,
+)
+from lightrft.stages.supervised.supervised_stage import planned_updates
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from lightrft.models import RewardModel
+    from lightrft.strategy.strategy_base import StrategyBase
+
+RewardLoss = Callable[[Tensor, Tensor], Tensor]
+# Preferences whose scores make the mean and deviation of an exported model.
+MAX_NORMALISING = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceBatch:
+    """Preferences of one optimizer step.
+
+    Args:
+        preferences: Of all ranks, the same on each.
+        plan: Distributes them over the ranks.
+    """
+
+    preferences: tuple[Preference, ...]
+    plan: MinibatchPlan
+
+    @property
+    def row_lengths(self) -> NDArray[np.int64]:
+        """[rows] tokens of each row."""
+        return np.array(
+            [len(row.token_ids) for each in self.preferences for row in each.rows], dtype=np.int64
+        )
+
+
+class RewardStage(Stage[PreferenceBatch]):
+    """One optimizer step on `train_batch_size` preferences, drawn anew in each pass over the data.
+
+    loss = sum of the losses of the preferences / their number, both over all ranks and
+    micro-batches. The score of an answer is read at its last token.
+
+    Args:
+        config: Options of the run; what they leave to the machine is decided.
+        strategy: Trains over ranks.
+        models: One, a `RewardModel`.
+        data: To train on.
+        held_out: To evaluate on, of the same kind.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        strategy: StrategyBase,
+        models: TrainedModels,
+        data: PreferenceRows,
+        held_out: Sequence[Preference] = (),
+    ) -> None:
+        self.config, self.strategy, self.models = config, strategy, models
+        self.data, self.held_out = data, held_out
+        self.item_name = "preferences"
+        self._loss = build_loss(config, is_paired=data.is_paired)
+        self._has_trained = False
+        configure_models(config, strategy, [models.main.model])
+        size = config.train_batch_size // strategy.world_size
+        self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
+        # A packed micro-batch holds what as many of the longest answers would.
+        bound = config.micro_batch_tokens
+        if bound is None and config.packing_samples:
+            num_rows = config.micro_train_batch_size * len(data.rows[0].rows)
+            bound = num_rows * config.max_row_tokens
+        self._cut = config.replaced({"micro_batch_tokens": bound})
+
+    def planned_steps(self) -> int:
+        """See `Stage`."""
+        return planned_updates(self.data, self.config, self.strategy)
+
+    def draw(self, step: Step) -> PreferenceBatch:
+        """See `Stage`; every rank learns all rows, so that long ones are shared out evenly."""
+        if step.data is None:
+            raise RuntimeError("steps of a reward model draw their rows from a loader")
+        own = cast("Sequence[int]", step.data.next_batch())
+        shares: list[list[int]] = self.strategy.gather_objects(list(own))
+        places = sorted(place for share in shares for place in share)
+        return self.batch_of([self.data.rows[place] for place in places], step.number)
+
+    def batch_of(self, preferences: Sequence[Preference], number: int) -> PreferenceBatch:
+        """The preferences of one step, distributed over the ranks."""
+        plan = plan_minibatches(
+            self._sizes(preferences),
+            train_batch_size=len(preferences),
+            world_size=self.strategy.num_data_ranks,
+            seed=self.config.seed,
+            step=number,
+        )
+        return PreferenceBatch(tuple(preferences), plan)
+
+    def _sizes(self, preferences: Sequence[Preference]) -> list[int]:
+        """Tokens of each in a forward pass, its padding included unless packed."""
+        lengths = [[len(row.token_ids) for row in each.rows] for each in preferences]
+        if self.config.packing_samples:
+            return [sum(rows) for rows in lengths]
+        return [len(rows) * max(rows) for rows in lengths]
+
+    def update(self, batch: PreferenceBatch, step: Step) -> Work:
+        """See `Stage`."""
+        strategy, rank = self.strategy, self.strategy.data_rank
+        own = [batch.preferences[place] for place in batch.plan.row_index(rank)]
+        slices = batch.plan.micro_slices(
+            self._sizes(batch.preferences),
+            index=0,
+            rank=rank,
+            micro_batch_size=self.config.micro_train_batch_size,
+            config=self._cut,
+        )
+        num_all = len(batch.preferences)
+        optimizer_step(
+            self.models.main,
+            [partial(self._share, own[part], num_all, step.metrics) for part in slices],
+            strategy=strategy,
+            metrics=step.metrics,
+            timeout_minutes=self.config.timeout_minutes,
+        )
+        record_total("loss", strategy, step.metrics)
+        self._has_trained = True
+        if step.number == step.num_planned:
+            self.models.main.model.eval()
+            self._note_scores()
+        return Work((self.models.main.name,), batch.row_lengths, np.zeros_like(batch.row_lengths))
+
+    def _share(
+        self, preferences: Sequence[Preference], num_all: int, metrics: StepMetrics
+    ) -> Tensor:
+        """The share of a micro-batch in the loss of the step."""
+        scores = self.score(preferences)
+        share = self._sum_of_losses(preferences, scores) / num_all
+        metrics.add_mean("loss", share, 0.0)
+        self._record(preferences, scores, metrics)
+        return share
+
+    def score(self, preferences: Sequence[Preference]) -> Tensor:
+        """[rows] float64 scores of the answers, preference by preference."""
+        texts = [row.token_ids.tolist() for each in preferences for row in each.rows]
+        token_ids, attention_mask = pad_rows(texts, self.strategy.device)
+        scores: Tensor = self.models.main.model(token_ids, attention_mask)
+        return scores.double()
+
+    def _sum_of_losses(self, preferences: Sequence[Preference], scores: Tensor) -> Tensor:
+        if not self.data.is_paired:
+            return self._loss(scores, _labels(preferences, scores)).sum()
+        pairs = Comparisons.of(preferences, scores.device)
+        losses = self._loss(pairs.differences(scores) - pairs.margins, pairs.is_tie)
+        if self.config.centering_coef:
+            sums = scores[pairs.better] + scores[pairs.worse]
+            losses = losses + self.config.centering_coef * centring(sums)
+        return (pairs.weights * losses).sum()
+
+    def _record(
+        self, preferences: Sequence[Preference], scores: Tensor, metrics: StepMetrics
+    ) -> None:
+        scores = scores.detach()
+        lengths = torch.tensor(
+            [len(row.token_ids) for each in preferences for row in each.rows], device=scores.device
+        )
+        record_scores(metrics, scores, lengths, Comparisons.of(preferences, scores.device))
+        if loss_name(self.config, is_paired=self.data.is_paired) == "bce":
+            signs = 2 * _labels(preferences, scores) - 1
+            record_agreement(metrics, signs * scores, torch.ones_like(scores))
+
+    def finish(self, batch: PreferenceBatch, metrics: dict[str, float]) -> dict[str, float]:
+        """See `Stage`."""
+        return metrics | {"num_tokens": float(batch.row_lengths.sum())}
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics of a step, over all held-out preferences."""
+        if not self.held_out:
+            return {}
+        found = self._scored(self.held_out)
+        accuracy, size = found.get("accuracy", 0.5), len(self.held_out)
+        # Three deviations below guessing.
+        if self._has_trained and accuracy < 0.5 - 1.5 / math.sqrt(size):
+            self.strategy.print(
+                f"warning: only {accuracy:.1%} of {size} held-out preferences are met, less than "
+                "guessing would: chosen and rejected (or the labels) are probably swapped in "
+                "prompt_data or in eval_data"
+            )
+        return {f"eval/{name}": value for name, value in found.items()} | {
+            "eval/num_rows": float(size)
+        }
+
+    @torch.no_grad()
+    def _scored(self, preferences: Sequence[Preference]) -> dict[str, float]:
+        """Loss and metrics of preferences that every rank knows; collective."""
+        num_ranks, metrics = self.strategy.num_data_ranks, StepMetrics()
+        num_own = -(-len(preferences) // num_ranks)
+        # Every rank makes equally many passes, or sharded layers would wait for each other.
+        for part in micro_slices(0, num_own, self.config.micro_train_batch_size):
+            chosen = preferences[self.strategy.data_rank :: num_ranks][part]
+            scores = self.score(chosen or preferences[:1])
+            if not chosen:
+                scores = scores[:0]
+            metrics.add_mean("loss", self._sum_of_losses(chosen, scores), len(chosen))
+            self._record(chosen, scores, metrics)
+        return metrics.reduce(self.strategy)
+
+    def _note_scores(self) -> None:
+        """Puts mean and deviation of scores on training data into the saved configuration."""
+        every = -(-len(self.data) // MAX_NORMALISING)
+        found = self._scored(self.data.rows[::every])
+        config = self.model_config
+        config.score_mean, config.score_std = found["score"], found["score_std"]
+
+    @property
+    def model_config(self) -> PretrainedConfig:
+        """The configuration of the model."""
+        return cast("RewardModel", self.strategy.unwrap_model(self.models.main.model)).config
+
+    def resumed(self) -> None:
+        """See `Stage`."""
+        self._has_trained = True
+
+
+def _labels(preferences: Sequence[Preference], like: Tensor) -> Tensor:
+    """[rows] 1 of good answers, 0 of others."""
+    good = [each.is_good for each in preferences if isinstance(each, LabelledAnswer)]
+    return torch.tensor(good, dtype=like.dtype, device=like.device)
+
+
+def loss_name(config: TrainConfig, *, is_paired: bool) -> str:
+    """The loss of a run: as set, else that of its data."""
+    return config.reward_loss or ("bradley_terry" if is_paired else "bce")
+
+
+def build_loss(config: TrainConfig, *, is_paired: bool) -> RewardLoss:
+    """The loss of a run with its hyper-parameters, tried on an example.
+
+    Args:
+        config: Its options `reward_loss`, `reward_loss_args` and `centering_coef` count.
+        is_paired: The data hold pairs, not labelled answers.
+
+    Raises:
+        ConfigError: It is of other data, or cannot be called as it will be.
+    """
+    name = loss_name(config, is_paired=is_paired)
+    kinds = ("labelled answers", "pairs")
+    if (name in LABEL_LOSSES) == is_paired:
+        raise ConfigError(
+            f"reward_loss {name} is of {kinds[not is_paired]}, and prompt_data holds "
+            f"{kinds[is_paired]}: leave it out, or give other rows"
+        )
+    if config.centering_coef and not is_paired:
+        raise ConfigError("centering_coef is of pairs, and prompt_data holds labelled answers")
+    owner = f"reward_loss {name}"
+    function = cast("RewardLoss", REWARD_LOSSES.load(name))
+    loss = bind(function, config.reward_loss_args or {}, owner=owner)
+    values = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    other = torch.zeros(2, dtype=torch.bool if is_paired else torch.float64)
+    try:
+        loss(values, other).reshape(2).sum().backward()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise ConfigError(
+            f"{owner} cannot be called with two tensors [{'pairs' if is_paired else 'rows'}], or "
+            f"gives no differentiable one: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    return loss
+
+
+def prove_pooling(stage: RewardStage) -> float:
+    """Proves that the score of a row depends on its last token and on no padding; collective.
+
+    Returns:
+        By how much a score at least changes with the last token.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    device, model = stage.strategy.device, stage.models.main.model
+    texts = [row.token_ids.tolist() for each in stage.data.rows[:8] for row in each.rows]
+    # Without its last token the shortest row is padded, also where all are of one length.
+    texts = [min(texts, key=len)[:-1], max(texts, key=len)]
+    token_ids, attention_mask = pad_rows(texts, device)
+    size = stage.model_config.get_text_config().vocab_size
+    is_last = attention_mask & (attention_mask.cumsum(1) == attention_mask.sum(1, keepdim=True))
+    padded = torch.where(attention_mask, token_ids, 1)
+    changed = torch.where(is_last, (token_ids + 1) % size, token_ids)
+    model.eval()
+    with torch.no_grad():
+        found = [model(ids, attention_mask) for ids in (token_ids, padded, changed)]
+    by_padding = float((found[0] - found[1]).abs().max())
+    by_token = float((found[0] - found[2]).abs().min())
+    if by_padding > 1e-3 * by_token or by_token == 0:
+        raise ConfigError(
+            "pretrain: the score of a row must come from its last token and not from padding: "
+            f"another last token changes it by {by_token:.3g}, other padding by {by_padding:.3g}; "
+            "give a causal model"
+        )
+    return by_token
