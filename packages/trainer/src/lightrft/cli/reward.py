@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from lightrft.cli.errors import run_guarded
 from lightrft.cli.options import Parser
-from lightrft.cli.sft import parse_stage
-from lightrft.cli.train import StageCommand, run_stage, stage_parser
+from lightrft.cli.train import StageCommand, parse_stage, run_stage, stage_parser
 from lightrft.config import TrainConfig
 
 

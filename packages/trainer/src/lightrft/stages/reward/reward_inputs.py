@@ -12,9 +12,8 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.preference_rows import Preference, PreferenceRows, load_preferences
 from lightrft.engines.media.families import family_of
 from lightrft.models import RewardModel, load_tokenizer
-from lightrft.models.loading import ModelLoadError, load_config
+from lightrft.models.loading import load_config
 from lightrft.models.lora import LoraRewardModel
-from lightrft.models.reward_model import ScoreHead
 from lightrft.models.sequence_model import freeze
 from lightrft.stages.policy.models import (
     configure_model,
@@ -128,7 +127,7 @@ def load_reward_model(config: TrainConfig) -> RewardModel:
     """The model to train: a reward model as it is, any other text model with a new head.
 
     Raises:
-        ModelLoadError: It cannot be read, or its head is more than one row of weights.
+        ModelLoadError: It cannot be read, or its head has several outputs.
     """
     path, new = str(config.pretrain), config.allow_new_weights
     kinds = load_config(path).architectures or ()
@@ -136,11 +135,6 @@ def load_reward_model(config: TrainConfig) -> RewardModel:
         model = RewardModel.from_pretrained(path, allow_new_weights=new)
     else:
         model = RewardModel.with_new_head(path, seed=config.seed, allow_new_weights=new)
-    if not isinstance(model.model.score, ScoreHead):
-        raise ModelLoadError(
-            f"the head of {path!r} must be linear without bias to be trained: got "
-            f"{type(model.model.score).__name__}; give the language model it came from"
-        )
     return LoraRewardModel(model.model, config) if config.lora_rank else model
 
 
