@@ -10,6 +10,7 @@ from tests.stages.supervised.supervised_world import STILL, row
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair, PreferenceRows
+from lightrft.datasets.ranked_rows import RankedAnswers, RankedRows
 from lightrft.models import RewardModel
 from lightrft.models.lora import LoraRewardModel
 from lightrft.stages.policy.models import configure_model, trained_model
@@ -31,6 +32,10 @@ PAIRS = (
 )
 LABELLED = tuple(
     LabelledAnswer(row(length, 1, seed=length), length % 2 == 0) for length in (90, 5, 31, 64)
+)
+RANKED = (
+    RankedAnswers(tuple(row(length, 1, seed=length) for length in (20, 77, 9)), (2.0, 1.0, 2.0)),
+    RankedAnswers((row(5, 1, seed=8), row(33, 1, seed=9)), (7.0, 3.0)),
 )
 
 
@@ -58,7 +63,8 @@ def build_stage(strategy, preferences, *, model=None, held_out=(), **changes):
     configure_model(reward_model, config)
     ready = strategy.prepare_reward_model(reward_model, config, 1)
     models = TrainedModels((trained_model("actor", ready),))
-    return RewardStage(config, strategy, models, PreferenceRows(preferences, ""), held_out)
+    kind = RankedRows if isinstance(preferences[0], RankedAnswers) else PreferenceRows
+    return RewardStage(config, strategy, models, kind(preferences, ""), held_out)
 
 
 def slow_scores(model, preferences):

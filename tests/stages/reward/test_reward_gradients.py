@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from tests.ranks import run_multiprocess
 from tests.stages.reward.reward_world import (
     LABELLED,
     PAIRS,
+    RANKED,
     build_stage,
     slow_gradient,
     slow_scores,
@@ -110,6 +112,46 @@ def test_labelled_answers_have_the_loss_of_their_labels(loss):
         assert metrics["accuracy"] == pytest.approx(right)
     packed, _ = step_of(LABELLED, reward_loss=loss, packing_samples=True, max_row_tokens=100)
     assert distance(packed, found) <= 1e-6
+
+
+@pytest.mark.parametrize("loss", [None, "rao_kupper"])
+def test_all_pairs_of_a_ranking_weigh_as_much_as_one_pair(loss):
+    found, metrics = step_of(RANKED, reward_loss=loss)
+    model = tiny_classifier().double()
+    first, second = slow_scores(model, RANKED).split([3, 2])
+
+    def better(a, b):
+        return -(a - b - (0.5 if loss else 0)).sigmoid().log()
+
+    def tie(a, b):
+        both = better(a, b) + better(b, a) - math.log(math.e - 1)
+        return both if loss else 0.01 * (a - b).abs()
+
+    # The ranks are 2, 1, 2 and 7, 3.
+    each = better(first[1], first[0]) + better(first[1], first[2]) + tie(first[0], first[2])
+    expected = (each / 3 + better(second[1], second[0])) / 2
+    expected.backward()
+    gradient = {f"model.{name}": value.grad for name, value in model.named_parameters()}
+    assert distance(found, gradient) <= 1e-5
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    wins = [(first[1] > first[0]).item(), (first[1] > first[2]).item()]
+    accuracy = (sum(wins) / 3 + (second[1] > second[0]).item()) / (2 / 3 + 1)
+    assert metrics["accuracy"] == pytest.approx(accuracy)
+    packed, _ = step_of(RANKED, reward_loss=loss, packing_samples=True, max_row_tokens=100)
+    assert distance(packed, found) <= 1e-6
+
+
+def test_worked_numbers_of_pairs_with_margins_and_centring():
+    scores = torch.tensor([1.2, 0.5, -0.3, 0.4], dtype=torch.float64)
+    for margin, coefficient, expected in [
+        (None, 0.0, 0.7531860489),
+        (0.5, 0.0, 0.8506624591),
+        (None, 0.01, 0.7531860489 + 0.0145),
+    ]:
+        pairs = (replace(PAIRS[0], margin=margin), replace(PAIRS[1], margin=None))
+        stage = build_stage(get_fake_strategy(STILL), pairs, centering_coef=coefficient)
+        found = stage._sum_of_losses(pairs, scores).item() / 2
+        assert found == pytest.approx(expected, abs=1e-9)
 
 
 def test_adapters_get_the_gradient_of_the_sum_that_they_are_part_of():

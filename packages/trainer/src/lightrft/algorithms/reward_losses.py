@@ -60,11 +60,3 @@ def squared_error(scores: Tensor, labels: Tensor) -> Tensor:
 def binary_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
     """-label log s(score) - (1 - label) log s(-score), of labels from 0 to 1."""
     return F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
-
-
-def centring(sums: Tensor) -> Tensor:
-    """(score of one answer + score of the other)^2, whose weighted mean keeps scores around 0.
-
-    Source: Eisenstein et al. 2023, arXiv:2312.09244, sec. 2.
-    """
-    return sums.square()

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
 from lightrft.algorithms.moments import PairedMoments
-from lightrft.datasets.preference_rows import Preference, PreferencePair
+from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair
+from lightrft.datasets.ranked_rows import RankedAnswers
 from lightrft.stages.metrics import StepMetrics
 
 NUM_BINS = 10
+Judgement = PreferencePair | RankedAnswers | LabelledAnswer
 
 
 @dataclass(frozen=True, slots=True)
 class Comparisons:
-    """Places of compared answers among the rows of some preferences, one after the other.
+    """Places of compared answers among the rows of some judgements, one after the other.
 
     Args:
         better, worse: [pairs] int64.
@@ -34,13 +37,20 @@ class Comparisons:
     weights: Tensor
 
     @classmethod
-    def of(cls, preferences: Sequence[Preference], device: torch.device) -> Comparisons:
-        """The comparisons of these preferences; none of labelled answers."""
+    def of(cls, judgements: Sequence[Judgement], device: torch.device) -> Comparisons:
+        """The comparisons of these judgements: all pairs of a ranking, none of a label."""
         found: list[tuple[int, int, float, bool, float]] = []
         start = 0
-        for each in preferences:
+        for each in judgements:
             if isinstance(each, PreferencePair):
                 found.append((start, start + 1, each.margin or 0.0, False, 1.0))
+            elif isinstance(each, RankedAnswers):
+                order = sorted(range(len(each.ranks)), key=each.ranks.__getitem__)
+                pairs = list(combinations(order, 2))
+                found += [
+                    (start + a, start + b, 0.0, each.ranks[a] == each.ranks[b], 1 / len(pairs))
+                    for a, b in pairs
+                ]
             start += len(each.rows)
         columns = torch.tensor(found, dtype=torch.float64, device=device).view(-1, 5).unbind(1)
         better, worse, margins, is_tie, weights = columns

@@ -9,7 +9,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.datasets.preference_rows import Preference, PreferenceRows, load_preferences
+from lightrft.datasets.files import read_sources
+from lightrft.datasets.preference_rows import PreferenceRows, load_preferences
+from lightrft.datasets.ranked_rows import ANSWERS, RankedRows, load_ranked
 from lightrft.engines.media.families import family_of
 from lightrft.models import RewardModel, load_tokenizer
 from lightrft.models.loading import load_config
@@ -21,6 +23,7 @@ from lightrft.stages.policy.models import (
     read_model_facts,
     trained_model,
 )
+from lightrft.stages.reward.comparisons import Judgement
 from lightrft.stages.reward.reward_stage import RewardStage, build_loss, prove_pooling
 from lightrft.stages.stage import TrainedModels
 from lightrft.stages.supervised.supervised_inputs import option_problems
@@ -40,8 +43,8 @@ class RewardInputs:
     """Preferences of a run; see `StageInputs`."""
 
     tokenizer: PreTrainedTokenizerBase
-    data: PreferenceRows
-    held_out: tuple[Preference, ...] = ()
+    data: PreferenceRows | RankedRows
+    held_out: tuple[Judgement, ...] = ()
 
     def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
         """See `StageInputs`."""
@@ -56,7 +59,7 @@ class RewardInputs:
         strategy.print(self.data.summary)
         for text in doubts(self.data.rows, self.held_out):
             strategy.print(f"warning: {text}")
-        strategy.print(f"{num_steps} steps of {config.train_batch_size} preferences")
+        strategy.print(f"{num_steps} steps of {config.train_batch_size} judgements")
         with phase("load the model", timedelta(minutes=config.timeout_minutes)):
             model = load_reward_model(config)
             model.model.config.pad_token_id = padding_id(self.tokenizer, self.data.rows)
@@ -90,9 +93,9 @@ def read_inputs(config: TrainConfig) -> RewardInputs:
         raise ConfigError("\n".join(problems))
     path = str(config.pretrain)
     if family_of(load_config(path)) is not None:
-        raise ConfigError(f"pretrain: {path} reads images, and preferences are text so far")
+        raise ConfigError(f"pretrain: {path} reads images, and judgements are text so far")
     tokenizer = load_tokenizer(path, chat_template=config.chat_template)
-    data = load_preferences(
+    data = load_rows(
         str(config.prompt_data),
         tokenizer,
         config,
@@ -108,7 +111,7 @@ def read_inputs(config: TrainConfig) -> RewardInputs:
         )
     if config.eval_data is None:
         return RewardInputs(tokenizer, data)
-    held_out = load_preferences(
+    held_out = load_rows(
         config.eval_data,
         tokenizer,
         config,
@@ -117,10 +120,32 @@ def read_inputs(config: TrainConfig) -> RewardInputs:
     )
     if held_out.is_paired != data.is_paired:
         raise ConfigError(
-            "prompt_data and eval_data must be of one kind: got pairs in one and labelled answers "
-            "in the other"
+            "prompt_data and eval_data must be of one kind: got labelled answers in one of "
+            "them alone"
         )
     return RewardInputs(tokenizer, data, held_out.rows)
+
+
+def load_rows(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    *,
+    max_samples: int,
+    split: str,
+    probabilities: Sequence[float] = (),
+) -> PreferenceRows | RankedRows:
+    """Rankings, or what `load_preferences` reads, by the columns of the first row."""
+    read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
+    load = load_preferences if read[0].columns.get(ANSWERS) is None else load_ranked
+    return load(
+        path,
+        tokenizer,
+        config,
+        max_samples=max_samples,
+        split=split,
+        probabilities=probabilities,
+    )
 
 
 def load_reward_model(config: TrainConfig) -> RewardModel:
@@ -138,7 +163,7 @@ def load_reward_model(config: TrainConfig) -> RewardModel:
     return LoraRewardModel(model.model, config) if config.lora_rank else model
 
 
-def padding_id(tokenizer: PreTrainedTokenizerBase, preferences: Sequence[Preference]) -> int | None:
+def padding_id(tokenizer: PreTrainedTokenizerBase, judgements: Sequence[Judgement]) -> int | None:
     """The padding token of the saved classifier: None where rows end in the tokenizer's.
 
     transformers takes the last token that is no padding for the last one of a row. Where padding
@@ -146,17 +171,17 @@ def padding_id(tokenizer: PreTrainedTokenizerBase, preferences: Sequence[Prefere
     others.
     """
     found: int | None = tokenizer.pad_token_id
-    ends = {int(row.token_ids[-1]) for each in preferences for row in each.rows}
+    ends = {int(row.token_ids[-1]) for each in judgements for row in each.rows}
     return None if found in ends else found
 
 
-def doubts(preferences: Sequence[Preference], held_out: Sequence[Preference]) -> list[str]:
+def doubts(judgements: Sequence[Judgement], held_out: Sequence[Judgement]) -> list[str]:
     """One sentence for each thing that is odd about the data."""
 
-    def keys(of: Sequence[Preference]) -> list[tuple[bytes, ...]]:
+    def keys(of: Sequence[Judgement]) -> list[tuple[bytes, ...]]:
         return [tuple(row.token_ids.tobytes() for row in each.rows) for each in of]
 
-    found, seen, texts = keys(preferences), set(keys(preferences)), []
+    found, seen, texts = keys(judgements), set(keys(judgements)), []
     num_reversed = sum(len(key) == 2 and key[::-1] in seen for key in found)
     if num_reversed:
         texts.append(f"{num_reversed} pairs stand in the data with the other answer chosen, too")

@@ -1,4 +1,4 @@
-"""Optimizer steps of a reward model on compared or labelled answers."""
+"""Optimizer steps of a reward model on judgements: compared, ranked or labelled answers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightrft.algorithms.reward_losses import centring
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import LABEL_LOSSES, REWARD_LOSSES, bind
-from lightrft.datasets.preference_rows import LabelledAnswer, Preference, PreferenceRows
+from lightrft.datasets.preference_rows import LabelledAnswer, PreferenceRows
+from lightrft.datasets.ranked_rows import RankedRows
 from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
 from lightrft.records.batch import pad_rows
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.models import configure_models
-from lightrft.stages.reward.comparisons import Comparisons, record_agreement, record_scores
+from lightrft.stages.reward.comparisons import (
+    Comparisons,
+    Judgement,
+    record_agreement,
+    record_scores,
+)
 from lightrft.stages.stage import (
     Stage,
     Step,
@@ -30,7 +35,11 @@ from lightrft.stages.stage import (
     optimizer_step,
     record_total,
 )
-from lightrft.stages.supervised.supervised_stage import planned_updates
+from lightrft.stages.supervised.supervised_stage import (
+    bounded_by_tokens,
+    drawn_places,
+    planned_updates,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,34 +48,34 @@ if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
 
 RewardLoss = Callable[[Tensor, Tensor], Tensor]
-# Preferences whose scores make the mean and deviation of an exported model.
+# Judgements whose scores make the mean and deviation of an exported model.
 MAX_NORMALISING = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceBatch:
-    """Preferences of one optimizer step.
+class JudgementBatch:
+    """Judgements of one optimizer step.
 
     Args:
-        preferences: Of all ranks, the same on each.
+        judgements: Of all ranks, the same on each.
         plan: Distributes them over the ranks.
     """
 
-    preferences: tuple[Preference, ...]
+    judgements: tuple[Judgement, ...]
     plan: MinibatchPlan
 
     @property
     def row_lengths(self) -> NDArray[np.int64]:
         """[rows] tokens of each row."""
         return np.array(
-            [len(row.token_ids) for each in self.preferences for row in each.rows], dtype=np.int64
+            [len(row.token_ids) for each in self.judgements for row in each.rows], dtype=np.int64
         )
 
 
-class RewardStage(Stage[PreferenceBatch]):
-    """One optimizer step on `train_batch_size` preferences, drawn anew in each pass over the data.
+class RewardStage(Stage[JudgementBatch]):
+    """One optimizer step on `train_batch_size` judgements, drawn anew in each pass over the data.
 
-    loss = sum of the losses of the preferences / their number, both over all ranks and
+    loss = sum of the losses of the judgements / their number, both over all ranks and
     micro-batches. The score of an answer is read at its last token.
 
     Args:
@@ -82,67 +91,59 @@ class RewardStage(Stage[PreferenceBatch]):
         config: TrainConfig,
         strategy: StrategyBase,
         models: TrainedModels,
-        data: PreferenceRows,
-        held_out: Sequence[Preference] = (),
+        data: PreferenceRows | RankedRows,
+        held_out: Sequence[Judgement] = (),
     ) -> None:
         self.config, self.strategy, self.models = config, strategy, models
         self.data, self.held_out = data, held_out
-        self.item_name = "preferences"
+        self.item_name = "judgements"
         self._loss = build_loss(config, is_paired=data.is_paired)
         self._has_trained = False
         configure_models(config, strategy, [models.main.model])
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
-        # A packed micro-batch holds what as many of the longest answers would.
-        bound = config.micro_batch_tokens
-        if bound is None and config.packing_samples:
-            num_rows = config.micro_train_batch_size * len(data.rows[0].rows)
-            bound = num_rows * config.max_row_tokens
-        self._cut = config.replaced({"micro_batch_tokens": bound})
+        num_rows = max(len(each.rows) for each in data.rows)
+        self._cut = bounded_by_tokens(config, rows_per_item=num_rows)
 
     def planned_steps(self) -> int:
         """See `Stage`."""
         return planned_updates(self.data, self.config, self.strategy)
 
-    def draw(self, step: Step) -> PreferenceBatch:
+    def draw(self, step: Step) -> JudgementBatch:
         """See `Stage`; every rank learns all rows, so that long ones are shared out evenly."""
-        if step.data is None:
-            raise RuntimeError("steps of a reward model draw their rows from a loader")
-        own = cast("Sequence[int]", step.data.next_batch())
-        shares: list[list[int]] = self.strategy.gather_objects(list(own))
-        places = sorted(place for share in shares for place in share)
+        places = drawn_places(step, self.strategy)
         return self.batch_of([self.data.rows[place] for place in places], step.number)
 
-    def batch_of(self, preferences: Sequence[Preference], number: int) -> PreferenceBatch:
-        """The preferences of one step, distributed over the ranks."""
+    def batch_of(self, judgements: Sequence[Judgement], number: int) -> JudgementBatch:
+        """The judgements of one step, distributed over the ranks."""
         plan = plan_minibatches(
-            self._sizes(preferences),
-            train_batch_size=len(preferences),
+            self._sizes(judgements),
+            train_batch_size=len(judgements),
             world_size=self.strategy.num_data_ranks,
             seed=self.config.seed,
             step=number,
         )
-        return PreferenceBatch(tuple(preferences), plan)
+        return JudgementBatch(tuple(judgements), plan)
 
-    def _sizes(self, preferences: Sequence[Preference]) -> list[int]:
+    def _sizes(self, judgements: Sequence[Judgement]) -> list[int]:
         """Tokens of each in a forward pass, its padding included unless packed."""
-        lengths = [[len(row.token_ids) for row in each.rows] for each in preferences]
+        lengths = [[len(row.token_ids) for row in each.rows] for each in judgements]
         if self.config.packing_samples:
             return [sum(rows) for rows in lengths]
         return [len(rows) * max(rows) for rows in lengths]
 
-    def update(self, batch: PreferenceBatch, step: Step) -> Work:
+    def update(self, batch: JudgementBatch, step: Step) -> Work:
         """See `Stage`."""
         strategy, rank = self.strategy, self.strategy.data_rank
-        own = [batch.preferences[place] for place in batch.plan.row_index(rank)]
+        own = [batch.judgements[place] for place in batch.plan.row_index(rank)]
         slices = batch.plan.micro_slices(
-            self._sizes(batch.preferences),
+            self._sizes(batch.judgements),
             index=0,
             rank=rank,
             micro_batch_size=self.config.micro_train_batch_size,
             config=self._cut,
         )
-        num_all = len(batch.preferences)
+        num_all = len(batch.judgements)
         optimizer_step(
             self.models.main,
             [partial(self._share, own[part], num_all, step.metrics) for part in slices],
@@ -157,51 +158,50 @@ class RewardStage(Stage[PreferenceBatch]):
             self._note_scores()
         return Work((self.models.main.name,), batch.row_lengths, np.zeros_like(batch.row_lengths))
 
-    def _share(
-        self, preferences: Sequence[Preference], num_all: int, metrics: StepMetrics
-    ) -> Tensor:
+    def _share(self, judgements: Sequence[Judgement], num_all: int, metrics: StepMetrics) -> Tensor:
         """The share of a micro-batch in the loss of the step."""
-        scores = self.score(preferences)
-        share = self._sum_of_losses(preferences, scores) / num_all
+        scores = self.score(judgements)
+        share = self._sum_of_losses(judgements, scores) / num_all
         metrics.add_mean("loss", share, 0.0)
-        self._record(preferences, scores, metrics)
+        self._record(judgements, scores, metrics)
         return share
 
-    def score(self, preferences: Sequence[Preference]) -> Tensor:
+    def score(self, judgements: Sequence[Judgement]) -> Tensor:
         """[rows] float64 scores of the answers, preference by preference."""
-        texts = [row.token_ids.tolist() for each in preferences for row in each.rows]
+        texts = [row.token_ids.tolist() for each in judgements for row in each.rows]
         token_ids, attention_mask = pad_rows(texts, self.strategy.device)
         scores: Tensor = self.models.main.model(token_ids, attention_mask)
         return scores.double()
 
-    def _sum_of_losses(self, preferences: Sequence[Preference], scores: Tensor) -> Tensor:
+    def _sum_of_losses(self, judgements: Sequence[Judgement], scores: Tensor) -> Tensor:
         if not self.data.is_paired:
-            return self._loss(scores, _labels(preferences, scores)).sum()
-        pairs = Comparisons.of(preferences, scores.device)
+            return self._loss(scores, _labels(judgements, scores)).sum()
+        pairs = Comparisons.of(judgements, scores.device)
         losses = self._loss(pairs.differences(scores) - pairs.margins, pairs.is_tie)
         if self.config.centering_coef:
+            # Eisenstein et al. 2023, arXiv:2312.09244, sec. 2.
             sums = scores[pairs.better] + scores[pairs.worse]
-            losses = losses + self.config.centering_coef * centring(sums)
+            losses = losses + self.config.centering_coef * sums.square()
         return (pairs.weights * losses).sum()
 
     def _record(
-        self, preferences: Sequence[Preference], scores: Tensor, metrics: StepMetrics
+        self, judgements: Sequence[Judgement], scores: Tensor, metrics: StepMetrics
     ) -> None:
         scores = scores.detach()
         lengths = torch.tensor(
-            [len(row.token_ids) for each in preferences for row in each.rows], device=scores.device
+            [len(row.token_ids) for each in judgements for row in each.rows], device=scores.device
         )
-        record_scores(metrics, scores, lengths, Comparisons.of(preferences, scores.device))
+        record_scores(metrics, scores, lengths, Comparisons.of(judgements, scores.device))
         if loss_name(self.config, is_paired=self.data.is_paired) == "bce":
-            signs = 2 * _labels(preferences, scores) - 1
+            signs = 2 * _labels(judgements, scores) - 1
             record_agreement(metrics, signs * scores, torch.ones_like(scores))
 
-    def finish(self, batch: PreferenceBatch, metrics: dict[str, float]) -> dict[str, float]:
+    def finish(self, batch: JudgementBatch, metrics: dict[str, float]) -> dict[str, float]:
         """See `Stage`."""
         return metrics | {"num_tokens": float(batch.row_lengths.sum())}
 
     def evaluate(self) -> dict[str, float]:
-        """The metrics of a step, over all held-out preferences."""
+        """The metrics of a step, over all held-out judgements."""
         if not self.held_out:
             return {}
         found = self._scored(self.held_out)
@@ -209,7 +209,7 @@ class RewardStage(Stage[PreferenceBatch]):
         # Three deviations below guessing.
         if self._has_trained and accuracy < 0.5 - 1.5 / math.sqrt(size):
             self.strategy.print(
-                f"warning: only {accuracy:.1%} of {size} held-out preferences are met, less than "
+                f"warning: only {accuracy:.1%} of {size} held-out judgements are met, less than "
                 "guessing would: chosen and rejected (or the labels) are probably swapped in "
                 "prompt_data or in eval_data"
             )
@@ -218,14 +218,14 @@ class RewardStage(Stage[PreferenceBatch]):
         }
 
     @torch.no_grad()
-    def _scored(self, preferences: Sequence[Preference]) -> dict[str, float]:
-        """Loss and metrics of preferences that every rank knows; collective."""
+    def _scored(self, judgements: Sequence[Judgement]) -> dict[str, float]:
+        """Loss and metrics of judgements that every rank knows; collective."""
         num_ranks, metrics = self.strategy.num_data_ranks, StepMetrics()
-        num_own = -(-len(preferences) // num_ranks)
+        num_own = -(-len(judgements) // num_ranks)
         # Every rank makes equally many passes, or sharded layers would wait for each other.
         for part in micro_slices(0, num_own, self.config.micro_train_batch_size):
-            chosen = preferences[self.strategy.data_rank :: num_ranks][part]
-            scores = self.score(chosen or preferences[:1])
+            chosen = judgements[self.strategy.data_rank :: num_ranks][part]
+            scores = self.score(chosen or judgements[:1])
             if not chosen:
                 scores = scores[:0]
             metrics.add_mean("loss", self._sum_of_losses(chosen, scores), len(chosen))
@@ -249,9 +249,9 @@ class RewardStage(Stage[PreferenceBatch]):
         self._has_trained = True
 
 
-def _labels(preferences: Sequence[Preference], like: Tensor) -> Tensor:
+def _labels(judgements: Sequence[Judgement], like: Tensor) -> Tensor:
     """[rows] 1 of good answers, 0 of others."""
-    good = [each.is_good for each in preferences if isinstance(each, LabelledAnswer)]
+    good = [each.is_good for each in judgements if isinstance(each, LabelledAnswer)]
     return torch.tensor(good, dtype=like.dtype, device=like.device)
 
 
@@ -271,7 +271,7 @@ def build_loss(config: TrainConfig, *, is_paired: bool) -> RewardLoss:
         ConfigError: It is of other data, or cannot be called as it will be.
     """
     name = loss_name(config, is_paired=is_paired)
-    kinds = ("labelled answers", "pairs")
+    kinds = ("labelled answers", "pairs or rankings")
     if (name in LABEL_LOSSES) == is_paired:
         raise ConfigError(
             f"reward_loss {name} is of {kinds[not is_paired]}, and prompt_data holds "
