@@ -87,5 +87,9 @@ def test_the_file_of_a_run_may_be_given_again(tmp_path, model, capsys, monkeypat
     assert "lightrft train --reward_pretrain run/model" in capsys.readouterr().out
     again = ["--config", "run/config.toml", "--output_dir", "again", "--ckpt_path", "kept"]
     assert main(["reward", *again]) == 0
+    assert main(["export", "run", "exported"]) == 0
+    card = (tmp_path / "exported/README.md").read_text()
+    assert "# Reward model" in card
+    assert "model = AutoModelForSequenceClassification" in card
     assert main(["config", "show", "--config", "run/config.toml", "--changed"]) == 0
     assert "reward_loss_args" in capsys.readouterr().out

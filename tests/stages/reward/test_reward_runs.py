@@ -132,7 +132,7 @@ def test_a_swap_of_chosen_and_rejected_is_named(tmp_path, model, rows, capsys):
     summary = run(model, rows, tmp_path / "run", max_epochs=4, eval_data=swapped)
     assert summary.last_eval["eval/accuracy"] < 0.1
     said = capsys.readouterr().out
-    assert "of 16 held-out preferences are met, less than guessing would: chosen and" in said
+    assert "of 16 held-out judgements are met, less than guessing would: chosen and" in said
     assert said.count("are probably swapped") == 1
 
 

@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from lightrft.cli import sft
 from lightrft.cli.errors import run_guarded
 from lightrft.cli.options import Parser
 from lightrft.cli.train import StageCommand, parse_stage, run_stage, stage_parser
@@ -21,10 +22,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def next_commands(output_dir: str, model_dir: str) -> str:
-    """The place of the trained model, and the commands that come next."""
-    run, model = map(shlex.quote, (output_dir, model_dir))
+    """Those of `lightrft sft`, and the one that takes the model."""
+    model = shlex.quote(model_dir)
     return (
-        f"model    {model_dir}\nnext     lightrft report {run}\n"
+        f"{sft.next_commands(output_dir, model_dir)}\n"
         f"         lightrft train --reward_pretrain {model} ..."
     )
 

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 HEAD = "score"
 
 
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint is a sequence classifier, by the class that wrote it."""
+    return any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
+
+
 class ScoreHead(nn.Module):
     """The linear map of a classifier to one number, computed in float32.
 

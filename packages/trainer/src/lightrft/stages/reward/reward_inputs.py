@@ -16,6 +16,7 @@ from lightrft.engines.media.families import family_of
 from lightrft.models import RewardModel, load_tokenizer
 from lightrft.models.loading import load_config
 from lightrft.models.lora import LoraRewardModel
+from lightrft.models.reward_model import is_classifier
 from lightrft.models.sequence_model import freeze
 from lightrft.stages.policy.models import (
     configure_model,
@@ -155,8 +156,7 @@ def load_reward_model(config: TrainConfig) -> RewardModel:
         ModelLoadError: It cannot be read, or its head has several outputs.
     """
     path, new = str(config.pretrain), config.allow_new_weights
-    kinds = load_config(path).architectures or ()
-    if any(kind.endswith("ForSequenceClassification") for kind in kinds):
+    if is_classifier(load_config(path)):
         model = RewardModel.from_pretrained(path, allow_new_weights=new)
     else:
         model = RewardModel.with_new_head(path, seed=config.seed, allow_new_weights=new)
