@@ -73,6 +73,7 @@ def test_metrics_are_those_of_all_scores(plain):
         "score_margin": differences.mean(),
         "accuracy": (differences > 0).double().mean(),
         "longer_accuracy": 1.5 / 4,
+        "even_accuracy": (differences[2] > 0).double(),
         "length_correlation": np.corrcoef(scores.numpy(), lengths)[0, 1],
     }
     for name, value in expected.items():

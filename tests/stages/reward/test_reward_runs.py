@@ -251,6 +251,23 @@ def test_labelled_answers_are_learned(tmp_path, model):
     assert summary.last_eval["eval/loss"] < summary.first_eval["eval/loss"]
 
 
+def test_rankings_are_learned_beside_held_out_pairs(tmp_path, model, rows):
+    ranked = [
+        {
+            "prompt": each["prompt"],
+            "answers": [each["rejected"], each["chosen"], f"{each['chosen']} please"],
+            "ranks": [2, 1, 1],
+        }
+        for each in pairs(16, seed=3)
+    ]
+    path = write(tmp_path / "ranked.jsonl", ranked)
+    changes = {"reward_loss": "rao_kupper", "max_epochs": 6, "eval_data": rows}
+    summary = run(model, path, tmp_path / "run", micro_train_batch_size=4, **changes)
+    assert summary.verdict.startswith("learned: 12 of 12")
+    assert summary.last_eval["eval/accuracy"] == 1.0
+    assert 0 < summary.last_metrics["accuracy"] <= 1
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -16,6 +16,8 @@ from lightrft.datasets.ranked_rows import RankedAnswers
 from lightrft.stages.metrics import StepMetrics
 
 NUM_BINS = 10
+# Lengths that differ by less, relative to the better answer, count as equal.
+EVEN_LENGTHS = 0.1
 Judgement = PreferencePair | RankedAnswers | LabelledAnswer
 
 
@@ -78,9 +80,11 @@ def record_scores(
     metrics.add_pairs("score_std", scores, lengths, everything, _first_deviation)
     metrics.add_pairs("length_correlation", scores, lengths, everything, _correlation)
     weights = comparisons.weights * ~comparisons.is_tie
-    longer = comparisons.differences(lengths.double())
+    differences, longer = map(comparisons.differences, (scores, lengths.double()))
     metrics.add_mean("longer_accuracy", (weights * _wins(longer)).sum(), weights.sum())
-    record_agreement(metrics, comparisons.differences(scores), weights)
+    even = weights * (longer.abs() <= EVEN_LENGTHS * lengths[comparisons.better])
+    metrics.add_mean("even_accuracy", (even * _wins(differences)).sum(), even.sum())
+    record_agreement(metrics, differences, weights)
 
 
 @torch.no_grad()
