@@ -36,7 +36,7 @@ def test_rankings_with_a_long_answer_are_left_out_and_counted(tmp_path):
     found = load(tmp_path, GOOD, long)
     assert len(found) == 1
     assert found.summary.endswith("3 answers in 1 rankings; dropped 1 over-long")
-    with pytest.raises(DataError, match="all 1 rankings exceed max_row_tokens = 100"):
+    with pytest.raises(DataError, match="all 1 rows exceed max_row_tokens = 100"):
         load(tmp_path, long)
 
 

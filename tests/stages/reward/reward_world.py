@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import torch
 from tests.models.tiny import SPECIAL, tiny_config
 from tests.stages.supervised.supervised_world import STILL, row
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.judged_rows import JudgedRows
 from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair, PreferenceRows
-from lightrft.datasets.ranked_rows import RankedAnswers, RankedRows
+from lightrft.datasets.ranked_rows import RankedAnswers
+from lightrft.datasets.step_rows import LabelledSteps
+from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models import RewardModel
 from lightrft.models.lora import LoraRewardModel
 from lightrft.stages.policy.models import configure_model, trained_model
@@ -39,6 +43,21 @@ RANKED = (
 )
 
 
+def steps(ends, labels, *, seed=0):
+    """An answer of random tokens in steps that end at these places."""
+    whole = row(ends[-1] + 1, 1, seed=seed)
+    return LabelledSteps(
+        SupervisedRow(whole.token_ids, np.isin(np.arange(len(whole.token_ids)), ends)), labels
+    )
+
+
+# Numbers of steps differ: a mean over rows would be another one.
+STEPS = (
+    steps((3, 10, 11, 40, 90), (True, True, False, False, True)),
+    steps((30,), (True,), seed=1),
+)
+
+
 def tiny_classifier(*, seed=0, **changes):
     """A sequence classifier with one label and random float32 weights of a seed."""
     from transformers import AutoModelForSequenceClassification
@@ -63,8 +82,11 @@ def build_stage(strategy, preferences, *, model=None, held_out=(), **changes):
     configure_model(reward_model, config)
     ready = strategy.prepare_reward_model(reward_model, config, 1)
     models = TrainedModels((trained_model("actor", ready),))
-    kind = RankedRows if isinstance(preferences[0], RankedAnswers) else PreferenceRows
-    return RewardStage(config, strategy, models, kind(preferences, ""), held_out)
+    data = PreferenceRows(preferences, "")
+    if isinstance(preferences[0], RankedAnswers | LabelledSteps):
+        is_paired = isinstance(preferences[0], RankedAnswers)
+        data = JudgedRows(preferences, "", is_paired=is_paired)
+    return RewardStage(config, strategy, models, data, held_out)
 
 
 def slow_scores(model, preferences):

@@ -13,6 +13,7 @@ from tests.stages.reward.reward_world import (
     LABELLED,
     PAIRS,
     RANKED,
+    STEPS,
     build_stage,
     slow_gradient,
     slow_scores,
@@ -140,6 +141,34 @@ def test_all_pairs_of_a_ranking_weigh_as_much_as_one_pair(loss):
     assert metrics["accuracy"] == pytest.approx(accuracy)
     packed, _ = step_of(RANKED, reward_loss=loss, packing_samples=True, max_row_tokens=100)
     assert distance(packed, found) <= 1e-6
+
+
+def test_steps_have_the_mean_loss_over_all_steps_and_no_later_text_is_seen():
+    found, metrics = step_of(STEPS)
+    model = tiny_classifier().double()
+    ids = [torch.from_numpy(each.answer.token_ids).long()[None] for each in STEPS]
+    ends = [np.flatnonzero(each.answer.is_trained) for each in STEPS]
+    # transformers scores the text up to the end of each step.
+    scores = torch.stack(
+        [
+            model(whole[:, : end + 1]).logits[0, 0]
+            for whole, places in zip(ids, ends, strict=True)
+            for end in places
+        ]
+    )
+    labels = torch.tensor([label for each in STEPS for label in each.labels]).double()
+    losses = -(labels * scores.sigmoid().log() + (1 - labels) * (-scores).sigmoid().log())
+    losses.mean().backward()
+    gradient = {f"model.{name}": value.grad for name, value in model.named_parameters()}
+    assert distance(found, gradient) <= 1e-5
+    assert metrics["loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
+    assert metrics["accuracy"] == pytest.approx(((scores > 0) == labels.bool()).double().mean())
+    correlation = np.corrcoef(scores.detach().numpy(), np.concatenate(ends))[0, 1]
+    assert metrics["length_correlation"] == pytest.approx(correlation, abs=1e-5)
+    for way in ({"packing_samples": True, "max_row_tokens": 100}, {"micro_train_batch_size": 2}):
+        again, others = step_of(STEPS, **way)
+        assert distance(again, found) <= 1e-6
+        assert others["loss"] == pytest.approx(metrics["loss"], rel=1e-6)
 
 
 def test_worked_numbers_of_pairs_with_margins_and_centring():

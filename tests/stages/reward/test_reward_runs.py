@@ -251,6 +251,25 @@ def test_labelled_answers_are_learned(tmp_path, model):
     assert summary.last_eval["eval/loss"] < summary.first_eval["eval/loss"]
 
 
+def test_labelled_steps_are_learned_and_the_last_one_is_what_others_read(tmp_path, model):
+    draw = random.Random(5)
+    rows = []
+    for number in range(24):
+        labels = [draw.random() < 0.5 for _ in range(3)]
+        steps_of = [f"{draw.randrange(1000)} {'please' if good else 'at once'}" for good in labels]
+        rows.append({"prompt": f"name {number}: ", "completions": steps_of, "labels": labels})
+    path = write(tmp_path / "steps.jsonl", rows)
+    summary = run(model, path, tmp_path / "run", max_epochs=8, eval_data=path)
+    assert summary.last_eval["eval/accuracy"] == 1.0
+    theirs = AutoModelForSequenceClassification.from_pretrained(summary.model_dir).eval()
+    tokenizer = AutoTokenizer.from_pretrained(summary.model_dir)
+    for row in rows[:6]:
+        text = row["prompt"] + "\n".join(row["completions"]) + tokenizer.eos_token
+        with torch.no_grad():
+            score = theirs(**tokenizer(text, return_tensors="pt")).logits.item()
+        assert (score > 0) == row["labels"][-1]
+
+
 def test_rankings_are_learned_beside_held_out_pairs(tmp_path, model, rows):
     ranked = [
         {

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch.utils.data import Dataset
-
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row, read_sources
+from lightrft.datasets.judged_rows import JudgedRows, count_dropped, within_limit
 from lightrft.datasets.supervised_rows import RowEncoder, SupervisedRow, read_messages
 from lightrft.datasets.types import DataError
 
@@ -33,26 +32,6 @@ class RankedAnswers:
     ranks: tuple[float, ...]
 
 
-class RankedRows(Dataset[int]):
-    """Rankings in the order of their files; an item is the position of one.
-
-    Args:
-        rows: Rankings.
-        summary: One line about what became of the data.
-    """
-
-    is_paired = True
-
-    def __init__(self, rows: Sequence[RankedAnswers], summary: str) -> None:
-        self.rows, self.summary = tuple(rows), summary
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def load_ranked(
     path: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -61,7 +40,7 @@ def load_ranked(
     max_samples: int,
     split: str,
     probabilities: Sequence[float] = (),
-) -> RankedRows:
+) -> JudgedRows[RankedAnswers]:
     """Reads rows with prompt, answers and ranks, as token ids.
 
     A prompt is a text or a list of messages, after which each answer is an assistant's message.
@@ -76,20 +55,12 @@ def load_ranked(
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
     is_chat = not isinstance(read[0].columns.get("prompt"), str)
     encoder = RowEncoder(tokenizer, config, "messages" if is_chat else "prompt and completion")
-    found, num_dropped = [], 0
-    for row in read[:max_samples]:
-        each = _ranking(row, encoder)
-        if max(len(answer.token_ids) for answer in each.rows) > config.max_row_tokens:
-            num_dropped += 1
-        else:
-            found.append(each)
-    if not found:
-        raise DataError(
-            f"{path}: all {num_dropped} rankings exceed max_row_tokens = {config.max_row_tokens} "
-            "tokens; raise --max_row_tokens"
-        )
-    summary = f"{path}: {sum(len(each.rows) for each in found)} answers in {len(found)} rankings"
-    return RankedRows(found, summary + (f"; dropped {num_dropped} over-long" * bool(num_dropped)))
+    every = [_ranking(row, encoder) for row in read[:max_samples]]
+    found = [each for each in every if within_limit(each.rows, config)]
+    dropped = count_dropped(path, len(every), len(found), config)
+    num_answers = sum(len(each.rows) for each in found)
+    summary = f"{path}: {num_answers} answers in {len(found)} rankings{dropped}"
+    return JudgedRows(found, summary, is_paired=True)
 
 
 def _ranking(row: Row, encoder: RowEncoder) -> RankedAnswers:

@@ -196,23 +196,23 @@ class TokenLayout:
         """Hidden states the scored tokens are predicted from: [.., tokens, h] -> [scored, h]."""
         return hidden.flatten(0, 1)[self.sources]
 
-    def row_ends(self) -> tuple[Tensor, Tensor]:
-        """Rows [n] and where the hidden states of their last real tokens lie, like `sources` [n].
+    def read_at(self, is_read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows and columns of some real tokens, and where their own hidden states lie, [n] each.
 
-        Of a split stream those that end in this rank's slice; rows of padding alone have no end.
+        Args:
+            is_read: [batch, seq] bool. Of a split stream those in this rank's slice are returned.
         """
-        lengths = self.is_real.sum(dim=1)
-        rows = lengths.nonzero()[:, 0]
+        rows, columns = (is_read & self.is_real).nonzero(as_tuple=True)
         if self.bounds is None:
-            columns = torch.arange(self.shape[1], device=rows.device)
-            return rows, rows * self.shape[1] + (self.is_real * columns).amax(dim=1)[rows]
-        places = lengths[rows].cumsum(0) - 1
+            return rows, columns, rows * self.shape[1] + columns
+        stream_index = self.is_real.flatten().long().cumsum(0).view_as(self.is_real) - 1
+        places = stream_index[rows, columns]
         if self.bounds.group is None:
-            return rows, places
+            return rows, columns, places
         size = self.attention_mask.shape[1]
         places -= dist.get_rank(self.bounds.group) * size
         is_own = (places >= 0) & (places < size)
-        return rows[is_own], places[is_own]
+        return rows[is_own], columns[is_own], places[is_own]
 
     def placed(
         self, token_loss: TokenLossFunction

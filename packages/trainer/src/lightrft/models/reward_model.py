@@ -147,7 +147,12 @@ class RewardModel(SequenceModel):
         return cls(model)
 
     def forward(
-        self, token_ids: Tensor, attention_mask: Tensor, *, media: RowMedia | None = None
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        media: RowMedia | None = None,
+        is_read: Tensor | None = None,
     ) -> Tensor:
         """The score at the last token of each row: [batch] float32.
 
@@ -155,13 +160,18 @@ class RewardModel(SequenceModel):
             token_ids: [batch, seq] int64, padded.
             attention_mask: [batch, seq] bool, True on real tokens; one or more in each row.
             media: Images and videos of the rows; None is text.
+            is_read: [batch, seq] bool, real tokens whose scores are given instead, [batch, seq]
+                and 0 elsewhere; None reads the last ones.
         """
         layout = self.lay_out(token_ids, attention_mask)
         hidden: Tensor = trunk_output(self.pretrained, layout, media).last_hidden_state
-        rows, ends = layout.row_ends()
-        found: Tensor = self.model.get_submodule(HEAD)(hidden.flatten(0, 1)[ends])
+        counts = layout.is_real.cumsum(dim=1)
+        is_last = layout.is_real & (counts == counts[:, -1:])
+        rows, columns, places = layout.read_at(is_last if is_read is None else is_read)
+        found: Tensor = self.model.get_submodule(HEAD)(hidden.flatten(0, 1)[places])
         scores = found.squeeze(-1).float()
-        return layout.join(scores.new_zeros(len(token_ids)).index_put((rows,), scores))
+        placed = scores.new_zeros(layout.shape).index_put((rows, columns), scores)
+        return layout.join(placed.sum(dim=1) if is_read is None else placed)
 
     @property
     def pretrained(self) -> PreTrainedModel:

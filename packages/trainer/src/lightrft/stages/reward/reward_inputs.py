@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.files import read_sources
-from lightrft.datasets.preference_rows import PreferenceRows, load_preferences
-from lightrft.datasets.ranked_rows import ANSWERS, RankedRows, load_ranked
+from lightrft.datasets.preference_rows import load_preferences
+from lightrft.datasets.ranked_rows import ANSWERS, load_ranked
+from lightrft.datasets.step_rows import STEPS, load_steps
 from lightrft.engines.media.families import family_of
 from lightrft.models import RewardModel, load_tokenizer
 from lightrft.models.loading import load_config
@@ -24,7 +25,7 @@ from lightrft.stages.policy.models import (
     read_model_facts,
     trained_model,
 )
-from lightrft.stages.reward.comparisons import Judgement
+from lightrft.stages.reward.comparisons import JudgedData, Judgement
 from lightrft.stages.reward.reward_stage import RewardStage, build_loss, prove_pooling
 from lightrft.stages.stage import TrainedModels
 from lightrft.stages.supervised.supervised_inputs import option_problems
@@ -44,7 +45,7 @@ class RewardInputs:
     """Preferences of a run; see `StageInputs`."""
 
     tokenizer: PreTrainedTokenizerBase
-    data: PreferenceRows | RankedRows
+    data: JudgedData
     held_out: tuple[Judgement, ...] = ()
 
     def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
@@ -135,10 +136,12 @@ def load_rows(
     max_samples: int,
     split: str,
     probabilities: Sequence[float] = (),
-) -> PreferenceRows | RankedRows:
-    """Rankings, or what `load_preferences` reads, by the columns of the first row."""
+) -> JudgedData:
+    """Rankings, labelled steps, or what `load_preferences` reads, by columns of the first row."""
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
-    load = load_preferences if read[0].columns.get(ANSWERS) is None else load_ranked
+    load: Callable[..., JudgedData] = load_preferences
+    for name, other in ((ANSWERS, load_ranked), (STEPS, load_steps)):
+        load = load if read[0].columns.get(name) is None else other
     return load(
         path,
         tokenizer,

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import LABEL_LOSSES, REWARD_LOSSES, bind
-from lightrft.datasets.preference_rows import LabelledAnswer, PreferenceRows
-from lightrft.datasets.ranked_rows import RankedRows
+from lightrft.datasets.preference_rows import LabelledAnswer
+from lightrft.datasets.step_rows import LabelledSteps
 from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
 from lightrft.records.batch import pad_rows
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.models import configure_models
 from lightrft.stages.reward.comparisons import (
     Comparisons,
+    JudgedData,
     Judgement,
     record_agreement,
     record_scores,
@@ -76,7 +77,8 @@ class RewardStage(Stage[JudgementBatch]):
     """One optimizer step on `train_batch_size` judgements, drawn anew in each pass over the data.
 
     loss = sum of the losses of the judgements / their number, both over all ranks and
-    micro-batches. The score of an answer is read at its last token.
+    micro-batches; of labelled steps, of all of them. The score of an answer is read at its last
+    token, that of a step at the end of the step.
 
     Args:
         config: Options of the run; what they leave to the machine is decided.
@@ -91,7 +93,7 @@ class RewardStage(Stage[JudgementBatch]):
         config: TrainConfig,
         strategy: StrategyBase,
         models: TrainedModels,
-        data: PreferenceRows | RankedRows,
+        data: JudgedData,
         held_out: Sequence[Judgement] = (),
     ) -> None:
         self.config, self.strategy, self.models = config, strategy, models
@@ -143,7 +145,7 @@ class RewardStage(Stage[JudgementBatch]):
             micro_batch_size=self.config.micro_train_batch_size,
             config=self._cut,
         )
-        num_all = len(batch.judgements)
+        num_all = count_losses(batch.judgements)
         optimizer_step(
             self.models.main,
             [partial(self._share, own[part], num_all, step.metrics) for part in slices],
@@ -167,11 +169,18 @@ class RewardStage(Stage[JudgementBatch]):
         return share
 
     def score(self, judgements: Sequence[Judgement]) -> Tensor:
-        """[rows] float64 scores of the answers, preference by preference."""
-        texts = [row.token_ids.tolist() for each in judgements for row in each.rows]
-        token_ids, attention_mask = pad_rows(texts, self.strategy.device)
-        scores: Tensor = self.models.main.model(token_ids, attention_mask)
-        return scores.double()
+        """[scores] float64 of the answers, or of their steps, judgement by judgement."""
+        rows = [row for each in judgements for row in each.rows]
+        device, model = self.strategy.device, self.models.main.model
+        token_ids, attention_mask = pad_rows([row.token_ids.tolist() for row in rows], device)
+        if not isinstance(judgements[0], LabelledSteps):
+            scores: Tensor = model(token_ids, attention_mask)
+            return scores.double()
+        is_read = torch.zeros_like(attention_mask)
+        flat = np.concatenate([row.is_trained for row in rows])
+        is_read[attention_mask] = torch.from_numpy(flat).to(device)
+        found: Tensor = model(token_ids, attention_mask, is_read=is_read)
+        return found[is_read].double()
 
     def _sum_of_losses(self, judgements: Sequence[Judgement], scores: Tensor) -> Tensor:
         if not self.data.is_paired:
@@ -188,9 +197,7 @@ class RewardStage(Stage[JudgementBatch]):
         self, judgements: Sequence[Judgement], scores: Tensor, metrics: StepMetrics
     ) -> None:
         scores = scores.detach()
-        lengths = torch.tensor(
-            [len(row.token_ids) for each in judgements for row in each.rows], device=scores.device
-        )
+        lengths = torch.tensor(_read_lengths(judgements), device=scores.device)
         record_scores(metrics, scores, lengths, Comparisons.of(judgements, scores.device))
         if loss_name(self.config, is_paired=self.data.is_paired) == "bce":
             signs = 2 * _labels(judgements, scores) - 1
@@ -228,7 +235,7 @@ class RewardStage(Stage[JudgementBatch]):
             scores = self.score(chosen or judgements[:1])
             if not chosen:
                 scores = scores[:0]
-            metrics.add_mean("loss", self._sum_of_losses(chosen, scores), len(chosen))
+            metrics.add_mean("loss", self._sum_of_losses(chosen, scores), count_losses(chosen))
             self._record(chosen, scores, metrics)
         return metrics.reduce(self.strategy)
 
@@ -249,9 +256,30 @@ class RewardStage(Stage[JudgementBatch]):
         self._has_trained = True
 
 
+def count_losses(judgements: Sequence[Judgement]) -> int:
+    """Judgements, or where they are of steps, the steps: what a loss is the mean of."""
+    return sum(len(each.labels) if isinstance(each, LabelledSteps) else 1 for each in judgements)
+
+
+def _read_lengths(judgements: Sequence[Judgement]) -> list[int]:
+    """Tokens of each row, or up to the end of each step."""
+    lengths: list[int] = []
+    for each in judgements:
+        if isinstance(each, LabelledSteps):
+            lengths += (np.flatnonzero(each.answer.is_trained) + 1).tolist()
+        else:
+            lengths += [len(row.token_ids) for row in each.rows]
+    return lengths
+
+
 def _labels(judgements: Sequence[Judgement], like: Tensor) -> Tensor:
-    """[rows] 1 of good answers, 0 of others."""
-    good = [each.is_good for each in judgements if isinstance(each, LabelledAnswer)]
+    """[scores] 1 of good answers or steps, 0 of others."""
+    good: list[bool] = []
+    for each in judgements:
+        if isinstance(each, LabelledSteps):
+            good += each.labels
+        elif isinstance(each, LabelledAnswer):
+            good.append(each.is_good)
     return torch.tensor(good, dtype=like.dtype, device=like.device)
 
 
