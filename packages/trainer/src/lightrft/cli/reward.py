@@ -4,7 +4,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli import sft
 from lightrft.cli.errors import run_guarded
 from lightrft.cli.options import Parser
 from lightrft.cli.train import StageCommand, parse_stage, run_stage, stage_parser
@@ -22,10 +21,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def next_commands(output_dir: str, model_dir: str) -> str:
-    """Those of `lightrft sft`, and the one that takes the model."""
-    model = shlex.quote(model_dir)
+    """The place of the trained model, and the commands that come next."""
+    run, model, exported = map(shlex.quote, (output_dir, model_dir, f"{output_dir}_exported"))
     return (
-        f"{sft.next_commands(output_dir, model_dir)}\n"
+        f"model    {model_dir}\nnext     lightrft report {run}\n"
+        f"         lightrft export {run} {exported}\n"
         f"         lightrft train --reward_pretrain {model} ..."
     )
 
