@@ -36,6 +36,7 @@ COSTLY = (
     "one_gpu.md",
     "one_node.md",
     "rows.md",
+    "reward_models.md",
     "scaling.md",
     "several_nodes.md",
     "sft.md",

@@ -51,6 +51,8 @@ def train_step(stage, rows):
 
     def keep(*_):
         for name, value in named.items():
+            if not value.requires_grad:
+                continue
             grad = value.grad
             whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
             found[name] = whole.detach().clone()

@@ -89,10 +89,12 @@ def option(default: T, help: str, *, group: str, **details: Unpack[_Details]) ->
     return made
 
 
-# Values of `commands`: those beside `train` that read the same data, that generate, that train.
+# Values of `commands`: those beside `train` that read the same data, that generate, that train on
+# given rows; and those of one of these.
 DATA_AND_EVAL = ("data", "eval")
 EVAL = ("eval",)
-SFT = ("sft",)
+SFT = ("sft", "reward")
+SFT_ALONE = ("sft",)
 NOT_SFT = ()
 # Options of one heading each; an observation, or where a run ends and writes, may change.
 algorithm_option = partial(option, group="algorithm")
@@ -105,7 +107,7 @@ reward_option = partial(option, group="reward")
 rollout_option = partial(option, group="rollout")
 run_option = partial(option, group="run", may_change=True, commands=SFT)
 training_option = partial(option, group="training", commands=SFT)
-# Options of `lightrft sft` alone.
+# Options of these alone.
 supervised_option = partial(option, group=SUPERVISED, commands=SFT)
 
 

@@ -346,6 +346,7 @@ STAGES = Registry(
     {
         "policy": "lightrft.stages.policy.inputs:read_inputs",
         "sft": "lightrft.stages.supervised.supervised_inputs:read_inputs",
+        "reward": "lightrft.stages.reward.reward_inputs:read_inputs",
     },
 )
 # Functions of (config, strategy) that run before models are built and return the options to run
@@ -387,6 +388,21 @@ AGGREGATIONS = (
 )
 # Losses of supervised training.
 SFT_LOSSES = ("token-mean", "seq-mean-token-mean", "dft")
+_REWARD_LOSSES = "lightrft.algorithms.reward_losses"
+REWARD_LOSSES = Registry(
+    "reward loss",
+    {
+        "bradley_terry": f"{_REWARD_LOSSES}:bradley_terry",
+        "sigmoid": f"{_REWARD_LOSSES}:bradley_terry",
+        "logexp": f"{_REWARD_LOSSES}:bradley_terry",
+        "hps": f"{_REWARD_LOSSES}:scaled_bradley_terry",
+        "rao_kupper": f"{_REWARD_LOSSES}:rao_kupper",
+        "mse": f"{_REWARD_LOSSES}:squared_error",
+        "bce": f"{_REWARD_LOSSES}:binary_cross_entropy",
+    },
+)
+# Those of labels instead of pairs.
+LABEL_LOSSES = ("mse", "bce")
 # Tokens of a supervised row that count.
 TRAIN_ON = ("all", "completion", "assistant", "last_assistant")
 
@@ -395,6 +411,7 @@ REGISTRIES = {
     "policy_loss": POLICY_LOSSES,
     "advantage_estimator": ADVANTAGE_ESTIMATORS,
     "reward_fn": REWARDS,
+    "reward_loss": REWARD_LOSSES,
     "loggers": LOGGERS,
 }
 

@@ -8,6 +8,7 @@ from lightrft.config.options import (
     EVAL,
     NOT_SFT,
     SFT,
+    SFT_ALONE,
     algorithm_option,
     data_option,
     engine_option,
@@ -19,7 +20,14 @@ from lightrft.config.options import (
     supervised_option,
     training_option,
 )
-from lightrft.config.registry import AGGREGATIONS, LOGGERS, POLICY_LOSSES, SFT_LOSSES, TRAIN_ON
+from lightrft.config.registry import (
+    AGGREGATIONS,
+    LOGGERS,
+    POLICY_LOSSES,
+    REWARD_LOSSES,
+    SFT_LOSSES,
+    TRAIN_ON,
+)
 from lightrft.config.strategy_config import ENGINE_TYPES, Arguments, StrategyConfig
 
 
@@ -29,8 +37,9 @@ class RunOptions(StrategyConfig):
 
     prompt_data: str | None = data_option(
         None,
-        "Training prompts (rows of lightrft sft): a JSONL, JSON or Parquet file, a folder, or the "
-        "name of a data set (owner/name[:configuration]); several separated by commas.",
+        "Training prompts (rows of lightrft sft and reward): a JSONL, JSON or Parquet file, a "
+        "folder, or the name of a data set (owner/name[:configuration]); several separated by "
+        "commas.",
         common=True,
         path="file",
         commands=SFT,
@@ -597,7 +606,7 @@ class RunOptions(StrategyConfig):
     )
     max_epochs: int = algorithm_option(
         1,
-        "Passes over the samples of one step; of lightrft sft, over its rows.",
+        "Passes over the samples of one step; of lightrft sft and reward, over their rows.",
         at_least=1,
         commands=SFT,
     )
@@ -630,6 +639,7 @@ class RunOptions(StrategyConfig):
         "unset is all of a text, the completion after a prompt, the assistant turns of a chat.",
         choices=TRAIN_ON,
         common=True,
+        commands=SFT_ALONE,
     )
     train_on_regex: str | None = supervised_option(
         None,
@@ -648,6 +658,24 @@ class RunOptions(StrategyConfig):
         "Longest row, in tokens; longer ones are left out and counted.",
         at_least=2,
         common=True,
+    )
+    reward_loss: str | None = supervised_option(
+        None,
+        "Loss of a reward model; unset is bradley_terry for pairs and bce for labelled answers.",
+        choices=REWARD_LOSSES,
+        common=True,
+        commands=("reward",),
+    )
+    reward_loss_args: Arguments = supervised_option(
+        None,
+        "Hyper-parameters of the reward loss under their own names.",
+        commands=("reward",),
+    )
+    centering_coef: float = supervised_option(
+        0.0,
+        "Weight of (chosen score + rejected score)^2, which keeps scores around 0; 0.01 is usual.",
+        at_least=0,
+        commands=("reward",),
     )
     lora_rank: int = training_option(
         0,

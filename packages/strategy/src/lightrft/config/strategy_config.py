@@ -15,6 +15,7 @@ from lightrft.config.options import (
     EVAL,
     NOT_SFT,
     SFT,
+    SFT_ALONE,
     ConfigError,
     OptionInfo,
     accepts,
@@ -146,6 +147,7 @@ class StrategyConfig:
         "Compute logprobs, where it allows it the policy loss, and the output projection "
         "together, in chunks; unset means yes on GPUs and no on CPUs.",
         by_machine=True,
+        commands=SFT_ALONE,
     )
     chunk_size: int | None = training_option(
         None,
@@ -153,6 +155,7 @@ class StrategyConfig:
         "the device.",
         at_least=1,
         acts_with="fused_linear_logprob",
+        commands=SFT_ALONE,
     )
     fsdp: bool = distributed_option(
         False,
@@ -213,6 +216,7 @@ class StrategyConfig:
         "means yes on GPUs, above 2 GB of weights and without adapters.",
         acts_with="fsdp",
         by_machine=True,
+        commands=SFT_ALONE,
     )
     compile_backend: str | None = distributed_option(
         None,

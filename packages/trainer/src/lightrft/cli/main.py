@@ -17,6 +17,7 @@ DESCRIPTIONS = {
     "quickstart": "a complete run in a minute on a CPU",
     "train": "fine-tune a language model by reinforcement learning",
     "sft": "fine-tune a language model on texts, answers or conversations",
+    "reward": "train a reward model on pairs of answers or labelled ones",
     "data": "check a file of prompts: layout, lengths, bad rows, answers",
     "rows": "rows for sft, preferences or rewards from a run's samples",
     "eval": "a model on held-out prompts: greedy, avg@n, pass@k",
@@ -37,6 +38,7 @@ COMMANDS = Registry(
     {
         "train": "lightrft.cli.train:run",
         "sft": "lightrft.cli.sft:run",
+        "reward": "lightrft.cli.reward:run",
         "quickstart": "lightrft.tools.quickstart.quickstart_command:run",
         "data": "lightrft.tools.data.data_command:run",
         "rows": "lightrft.tools.rows.rows_command:run",

@@ -27,7 +27,6 @@ from lightrft.utils.arguments import add_arguments
 _METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
 _REWARD_MODELS = "reward models run in the trainer's processes"
 _TRACE = "use --save_trajectories, which writes trajectories.jsonl"
-_NO_REWARD_TRAINING = "reward models are used (--reward_pretrain), not trained"
 _FILES = "--pretrain_data takes one source, of which the split train is used"
 
 UNAVAILABLE: dict[str, str] = {
@@ -60,12 +59,12 @@ UNAVAILABLE: dict[str, str] = {
     "ckpt_path_local": "use --ckpt_path",
     "train_data": "use --prompt_data",
     "task_instruction": "use --system_prompt",
-    "loss_type": _NO_REWARD_TRAINING,
-    "margin": _NO_REWARD_TRAINING,
-    "pooling_method": _NO_REWARD_TRAINING,
-    "scale_for_train": _NO_REWARD_TRAINING,
-    "probing_layer": _NO_REWARD_TRAINING,
-    "heads_types": _NO_REWARD_TRAINING,
+    "loss_type": "use --reward_loss of lightrft reward",
+    "margin": "give lightrft reward rows with a column margin",
+    "pooling_method": "lightrft reward reads the last token",
+    "scale_for_train": "use --reward_loss hps of lightrft reward",
+    "probing_layer": "lightrft reward reads the last layer",
+    "heads_types": "lightrft reward trains one head: one run for each",
     "gspo_alpha": "use --eps_clip_low and --eps_clip_high with --policy_loss gspo",
     "clip_range": "use --eps_clip",
     "clip_range_lower": "use --eps_clip_low",

@@ -1,14 +1,13 @@
 """`lightrft sft`: supervised fine-tuning; processes, signals and files are those of `train`."""
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.errors import refuse, run_guarded
-from lightrft.cli.options import Parser, parse_options
-from lightrft.cli.train import StageCommand, run_stage, stage_parser
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.cli.errors import run_guarded
+from lightrft.cli.options import Parser
+from lightrft.cli.train import StageCommand, parse_stage, run_stage, stage_parser
+from lightrft.config import TrainConfig
 
 
 def run(argv: Sequence[str]) -> int:
@@ -36,28 +35,8 @@ def next_commands(output_dir: str, model_dir: str) -> str:
 
 
 def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
-    """The configuration and the number of processes on this node.
-
-    Raises:
-        ConfigError: Unknown names, wrong values, missing files; all of them at once.
-        UsageError: Arguments that cannot be read.
-    """
-    config, parsed, problems = parse_options(build_parser(), argv)
-    if not problems:
-        from lightrft.cli.preflight import model_problems
-        from lightrft.run.resume import plan_run
-        from lightrft.stages.supervised.supervised_inputs import option_problems
-
-        world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
-        problems += option_problems(config, world_size)
-        if config.pretrain is not None:
-            problems += model_problems("--pretrain", config.pretrain)
-        try:
-            plan_run(config)
-        except ConfigError as err:
-            problems.append(str(err))
-    refuse(problems, ConfigError)
-    return config, parsed.nproc_per_node
+    """The configuration and the number of processes on this node; see `parse_stage`."""
+    return parse_stage(argv, build_parser())
 
 
 def build_parser(*, lists_all: bool = True) -> Parser:

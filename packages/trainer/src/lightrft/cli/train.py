@@ -201,6 +201,31 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
     return config, processes
 
 
+def parse_stage(argv: Sequence[str], parser: Parser) -> tuple[TrainConfig, int]:
+    """The configuration and the number of processes of a command that trains on given rows.
+
+    Raises:
+        ConfigError: Unknown names, wrong values, missing files; all of them at once.
+        UsageError: Arguments that cannot be read.
+    """
+    config, parsed, problems = parse_options(parser, argv)
+    if not problems:
+        from lightrft.cli.preflight import model_problems
+        from lightrft.run.resume import plan_run
+        from lightrft.stages.supervised.supervised_inputs import option_problems
+
+        world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
+        problems += option_problems(config, world_size, parser.command)
+        if config.pretrain is not None:
+            problems += model_problems("--pretrain", config.pretrain)
+        try:
+            plan_run(config)
+        except ConfigError as err:
+            problems.append(str(err))
+    refuse(problems, ConfigError)
+    return config, parsed.nproc_per_node
+
+
 def build_parser(*, lists_all: bool = True) -> Parser:
     """The parser of `lightrft train`; options that are not given leave no trace.
 

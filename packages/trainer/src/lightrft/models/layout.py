@@ -196,6 +196,24 @@ class TokenLayout:
         """Hidden states the scored tokens are predicted from: [.., tokens, h] -> [scored, h]."""
         return hidden.flatten(0, 1)[self.sources]
 
+    def read_at(self, is_read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows and columns of some real tokens, and where their own hidden states lie, [n] each.
+
+        Args:
+            is_read: [batch, seq] bool. Of a split stream those in this rank's slice are returned.
+        """
+        rows, columns = (is_read & self.is_real).nonzero(as_tuple=True)
+        if self.bounds is None:
+            return rows, columns, rows * self.shape[1] + columns
+        stream_index = self.is_real.flatten().long().cumsum(0).view_as(self.is_real) - 1
+        places = stream_index[rows, columns]
+        if self.bounds.group is None:
+            return rows, columns, places
+        size = self.attention_mask.shape[1]
+        places -= dist.get_rank(self.bounds.group) * size
+        is_own = (places >= 0) & (places < size)
+        return rows[is_own], columns[is_own], places[is_own]
+
     def placed(
         self, token_loss: TokenLossFunction
     ) -> Callable[[Tensor, Tensor | None, Tensor], Tensor]:

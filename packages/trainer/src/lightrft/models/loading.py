@@ -246,6 +246,7 @@ def load_model(
     allow_new_weights: Sequence[str] | None = (),
     *,
     left_out: Sequence[str] = (),
+    num_labels: int | None = None,
 ) -> PreTrainedModel:
     """A model of any kind; see `load_causal_lm`.
 
@@ -254,13 +255,17 @@ def load_model(
         path, dtype, allow_new_weights: See `load_causal_lm`; None is for models in which nothing
             may be new.
         left_out: Patterns of tensors that may stand in the file unused.
+        num_labels: Outputs of a classifier; None takes those of the file.
     """
-    options = {
+    options: dict[str, object] = {
         "dtype": parse_dtype(dtype),
         "attn_implementation": "sdpa",
         "trust_remote_code": False,
     }
     config = load_config(path)
+    if num_labels is not None:
+        config.num_labels = num_labels
+        options["config"] = config
     _require(path, WEIGHT_PATTERNS, "weights")
     is_on_meta = is_building_on_meta()
     if is_on_meta:
@@ -271,6 +276,7 @@ def load_model(
     with _one_line_errors(path):
         if is_on_meta:
             # The strategy reads the weights from the configuration's directory, shard by shard.
+            options.pop("config", None)
             model: PreTrainedModel = auto_class.from_config(config, **options)
             fits.check_files(model)
         else:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.models.actor import Actor
-from lightrft.models.sequence_model import has_prefix
+from lightrft.models.reward_model import HEAD, RewardModel
+from lightrft.models.sequence_model import SequenceModel, has_prefix
 from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 
@@ -33,30 +34,33 @@ BASE = ".base_layer"
 FIRST, SECOND = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
 
-class LoraActor(Actor):
-    """An actor whose linear layers are frozen and carry trained adapters; see `Actor`.
+class LoraModel(SequenceModel):
+    """A model whose linear layers are frozen and carry trained adapters."""
 
-    Args:
-        model: A causal language model of transformers; it is changed in place.
-        config: Its options `lora_rank`, `lora_alpha`, `lora_dropout` and `target_modules` say which
-            layers get adapters, and of what size; `seed` fixes the first factors, on every rank.
+    scale = 1.0
 
-    Raises:
-        ImportError: peft is not installed.
-        ConfigError: A target names no linear layer of the model, or `lora_rank` is 0.
-    """
+    def add_adapters(self, model: PreTrainedModel, config: TrainConfig) -> None:
+        """Freezes a model and puts adapters on its layers.
 
-    def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
-        super().__init__(model)
+        Args:
+            model: Is changed in place.
+            config: Its options `lora_rank`, `lora_alpha`, `lora_dropout` and `target_modules` say
+                which layers get adapters, and of what size; `seed` fixes the first factors, on
+                every rank.
+
+        Raises:
+            ImportError: peft is not installed.
+            ConfigError: A target names no linear layer of the model, or `lora_rank` is 0.
+        """
         if config.lora_rank < 1:
             raise ConfigError(f"adapters need lora_rank >= 1: got {config.lora_rank}")
         self.scale = config.lora_alpha / config.lora_rank
         _inject(model, config)
 
     def gradient_checkpointing_enable(self) -> None:
-        """See `Actor`; the inputs of the first block must carry gradients to its adapters."""
+        """See `SequenceModel`; inputs of the first block must carry gradients to its adapters."""
         super().gradient_checkpointing_enable()
-        self.model.enable_input_require_grads()
+        self.pretrained.enable_input_require_grads()
 
     def merged_source(self, source: ParameterSource) -> ParameterSource:
         """See strategy's `AdaptedModel`; one collective for all adapters."""
@@ -97,6 +101,23 @@ class LoraActor(Actor):
                 value = full.view(value.shape)
             merged[name.replace(BASE, "")] = value
         return merged
+
+
+class LoraActor(LoraModel, Actor):
+    """An actor with adapters; see `LoraModel` and `Actor`."""
+
+    def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
+        super().__init__(model)
+        self.add_adapters(model, config)
+
+
+class LoraRewardModel(LoraModel, RewardModel):
+    """A reward model with adapters, whose head is trained whole; see `LoraModel`."""
+
+    def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
+        super().__init__(model)
+        self.add_adapters(model, config)
+        model.get_submodule(HEAD).requires_grad_(True)
 
 
 def add_product(values: Tensor, start: int, first: Tensor, second: Tensor, *, scale: float) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -14,15 +15,15 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import RowMedia
-from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import (
+    OTHER_HEADS,
     ModelLoadError,
     load_config,
     load_model,
     load_trunk,
     save_pretrained,
 )
-from lightrft.models.sequence_model import trunk_output
+from lightrft.models.sequence_model import SequenceModel, trunk_output
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -30,7 +31,31 @@ if TYPE_CHECKING:
 HEAD = "score"
 
 
-class RewardModel(nn.Module):
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint is a sequence classifier, by the class that wrote it."""
+    return any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
+
+
+class ScoreHead(nn.Module):
+    """The linear map of a classifier to one number, computed in float32.
+
+    In bfloat16 scores between 4 and 8 would have steps of 0.03.
+
+    Args:
+        linear: Its weight is used, not copied.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Scores [rows, 1] float32 of hidden states [rows, hidden]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float())
+
+
+class RewardModel(SequenceModel):
     """Sequence classifier with one output, the score of a token sequence.
 
     Args:
@@ -56,6 +81,39 @@ class RewardModel(nn.Module):
                 f"{', '.join(name for name, _ in model.named_children())}"
             )
         self.model = model
+        head = model.get_submodule(HEAD)
+        if isinstance(head, nn.Linear) and len(list(head.parameters())) == 1:
+            setattr(model, HEAD, ScoreHead(head))
+
+    @classmethod
+    def with_new_head(
+        cls, path: str, *, seed: int, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
+    ) -> RewardModel:
+        """Loads the trunk of any text model, with a random head as wide as hidden states are.
+
+        Args:
+            path, dtype, allow_new_weights: See `lightrft.models.loading.load_causal_lm`.
+            seed: Fixes the head.
+
+        Raises:
+            ModelLoadError: See `load_causal_lm`; or its family has no sequence classifier.
+        """
+        model = load_model(
+            AutoModelForSequenceClassification,
+            path,
+            dtype,
+            (f"{HEAD}.*", *allow_new_weights),
+            left_out=OTHER_HEADS,
+            num_labels=1,
+        )
+        made = cls(model)
+        weight = model.get_parameter(f"{HEAD}.weight")
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            # As summarize-from-feedback: first scores are of size 1.
+            deviation = (weight.shape[1] + 1) ** -0.5
+            weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
+        return made
 
     @classmethod
     def from_pretrained(
@@ -89,21 +147,36 @@ class RewardModel(nn.Module):
         return cls(model)
 
     def forward(
-        self, token_ids: Tensor, attention_mask: Tensor, *, media: RowMedia | None = None
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        media: RowMedia | None = None,
+        is_read: Tensor | None = None,
     ) -> Tensor:
         """The score at the last token of each row: [batch] float32.
 
         Args:
-            token_ids: [batch, seq] int64, right-padded.
+            token_ids: [batch, seq] int64, padded.
             attention_mask: [batch, seq] bool, True on real tokens; one or more in each row.
             media: Images and videos of the rows; None is text.
+            is_read: [batch, seq] bool, real tokens whose scores are given instead, [batch, seq]
+                and 0 elsewhere; None reads the last ones.
         """
-        layout = TokenLayout.padded(token_ids, attention_mask)
-        hidden = trunk_output(self.model.base_model, layout, media).last_hidden_state
-        rows = torch.arange(len(token_ids), device=token_ids.device)
-        last = hidden[rows, attention_mask.long().sum(dim=1) - 1]
-        scores: Tensor = self.model.get_submodule(HEAD)(last)
-        return scores.squeeze(-1).float()
+        layout = self.lay_out(token_ids, attention_mask)
+        hidden: Tensor = trunk_output(self.pretrained, layout, media).last_hidden_state
+        counts = layout.is_real.cumsum(dim=1)
+        is_last = layout.is_real & (counts == counts[:, -1:])
+        rows, columns, places = layout.read_at(is_last if is_read is None else is_read)
+        found: Tensor = self.model.get_submodule(HEAD)(hidden.flatten(0, 1)[places])
+        scores = found.squeeze(-1).float()
+        placed = scores.new_zeros(layout.shape).index_put((rows, columns), scores)
+        return layout.join(placed.sum(dim=1) if is_read is None else placed)
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        """The trunk."""
+        return self.model.base_model
 
     @property
     def reads_media(self) -> bool:

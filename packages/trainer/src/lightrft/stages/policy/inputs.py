@@ -249,7 +249,7 @@ def _check_options(config: TrainConfig) -> None:
     config.check_world_size(int(os.environ.get("WORLD_SIZE", "1")))
     problems = algorithm_problems(config)
     problems += [
-        f"{name} is an option of lightrft sft: leave it out"
+        f"{name} is an option of lightrft {info.commands[0]}: leave it out"
         for name, (entry, info) in options_of(TrainConfig).items()
         if info.group == SUPERVISED and config.__dict__[name] != entry.default
     ]

@@ -130,12 +130,13 @@ def read_vocabulary(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, int]:
     return tokenizer, int(model_config.vocab_size)
 
 
-def option_problems(config: TrainConfig, num_processes: int) -> list[str]:
-    """Problems of the options of supervised training, one line each.
+def option_problems(config: TrainConfig, num_processes: int, command: str = "sft") -> list[str]:
+    """Problems of the options of training on given rows, one line each.
 
     Args:
         config: Options of the run.
         num_processes: Of the run.
+        command: That trains.
     """
     found = [
         f"--{name} is missing"
@@ -143,9 +144,9 @@ def option_problems(config: TrainConfig, num_processes: int) -> list[str]:
         if config.__dict__[name] is None
     ]
     found += [
-        f"{name} is no option of supervised training: leave it out"
+        f"{name} is no option of lightrft {command}: leave it out"
         for name, (entry, info) in options_of(TrainConfig).items()
-        if "sft" not in info.commands and config.__dict__[name] != entry.default
+        if command not in info.commands and config.__dict__[name] != entry.default
     ]
     alike = {"rollout_batch_size": config.train_batch_size, "n_samples_per_prompt": 1}
     lines = batch_problems(TrainConfig(**{**config.__dict__, **alike}), num_processes)

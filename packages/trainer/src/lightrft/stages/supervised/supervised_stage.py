@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrft.algorithms.aggregation import local_normalizer, loss_weights
 from lightrft.config import TrainConfig
@@ -101,11 +101,7 @@ class SupervisedStage(Stage[RowBatch]):
         configure_models(config, strategy, [models.main.model])
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
-        # A packed micro-batch holds what as many of the longest rows would.
-        bound = config.micro_batch_tokens
-        if bound is None and config.packing_samples:
-            bound = config.micro_train_batch_size * config.max_row_tokens
-        self._cut = config.replaced({"micro_batch_tokens": bound})
+        self._cut = bounded_by_tokens(config)
 
     def planned_steps(self) -> int:
         """See `Stage`."""
@@ -113,12 +109,7 @@ class SupervisedStage(Stage[RowBatch]):
 
     def draw(self, step: Step) -> RowBatch:
         """See `Stage`; every rank learns all rows, so that long ones are shared out evenly."""
-        if step.data is None:
-            raise RuntimeError("supervised steps draw their rows from a loader")
-        own = cast("Sequence[int]", step.data.next_batch())
-        shares: list[list[int]] = self.strategy.gather_objects(list(own))
-        places = sorted(place for share in shares for place in share)
-        rows = tuple(self.data.rows[place] for place in places)
+        rows = tuple(self.data.rows[place] for place in drawn_places(step, self.strategy))
         return self.batch_of(rows, step.number)
 
     def batch_of(self, rows: tuple[SupervisedRow, ...], number: int) -> RowBatch:
@@ -197,14 +188,8 @@ class SupervisedStage(Stage[RowBatch]):
     def _score(
         self, padded: PaddedRows, token_loss: TokenLossFunction | None = None
     ) -> ActorOutput:
-        """Logprobs of the trained tokens of some rows; 0 elsewhere."""
-        output: ActorOutput = self.models.main.model(
-            padded.token_ids,
-            padded.attention_mask,
-            scored_mask=padded.is_trained,
-            token_loss=token_loss,
-        )
-        return output
+        """See `score_padded`."""
+        return score_padded(self.models.main.model, padded, token_loss)
 
     def finish(self, batch: RowBatch, metrics: dict[str, float]) -> dict[str, float]:
         """See `Stage`."""
@@ -267,6 +252,50 @@ def best_fit(places: Sequence[int], lengths: Sequence[int], max_tokens: int) -> 
     return tuple(place for pack in packs for place in pack)
 
 
+def drawn_places(step: Step, strategy: StrategyBase) -> list[int]:
+    """Places of the rows that all ranks draw for a step, in order; collective.
+
+    Raises:
+        RuntimeError: The step has no data.
+    """
+    if step.data is None:
+        raise RuntimeError("steps on given rows draw them from a loader")
+    own = cast("Sequence[int]", step.data.next_batch())
+    shares: list[list[int]] = strategy.gather_objects(list(own))
+    return sorted(place for share in shares for place in share)
+
+
+def bounded_by_tokens(config: TrainConfig, *, rows_per_item: int = 1) -> TrainConfig:
+    """The configuration by which micro-batches are cut.
+
+    A packed one holds what as many of the longest rows would.
+    """
+    bound = config.micro_batch_tokens
+    if bound is None and config.packing_samples:
+        bound = config.micro_train_batch_size * config.max_row_tokens * rows_per_item
+    return config.replaced({"micro_batch_tokens": bound})
+
+
+def score_rows(
+    model: nn.Module, rows: Sequence[SupervisedRow], device: torch.device
+) -> ActorOutput:
+    """See `score_padded`."""
+    return score_padded(model, pad(rows, device))
+
+
+def score_padded(
+    model: nn.Module, padded: PaddedRows, token_loss: TokenLossFunction | None = None
+) -> ActorOutput:
+    """Logprobs of the trained tokens of some rows; 0 elsewhere."""
+    output: ActorOutput = model(
+        padded.token_ids,
+        padded.attention_mask,
+        scored_mask=padded.is_trained,
+        token_loss=token_loss,
+    )
+    return output
+
+
 def _num_trained(rows: Sequence[SupervisedRow]) -> float:
     return float(sum(row.num_trained for row in rows))
 
@@ -276,7 +305,7 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def planned_updates(data: SupervisedRows, config: TrainConfig, strategy: StrategyBase) -> int:
+def planned_updates(data: Sized, config: TrainConfig, strategy: StrategyBase) -> int:
     """Optimizer steps of a whole run; see `num_updates`."""
     return num_updates(len(data), config, strategy.world_size)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
 from lightrft.cli.errors import CommandError, ExitCode
 from lightrft.cli.preflight import HUB_ID
@@ -21,10 +22,12 @@ from lightrft.engines.media.families import family_of
 from lightrft.models.loading import (
     load_causal_lm,
     load_config,
+    load_model,
     load_processor,
     load_tokenizer,
     save_pretrained,
 )
+from lightrft.models.reward_model import is_classifier
 from lightrft.reporting.files import CONFIG_FILE, SAMPLES_FILE, JsonLines
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
 from lightrft.tools.report.run_data import NotARunError, RunData, read_run
@@ -91,7 +94,8 @@ def export_model(run: Path, directory: Path) -> ExportReport:
         report = _write_and_compare(source_path, partial, _prompt(run))
         if base_model is not None and Path(base_model).is_dir():
             _require_trained(partial, base_model)
-        card = model_card(data, base_model=base_model, is_local=is_local)
+        scores = is_classifier(load_config(str(partial)))
+        card = model_card(data, base_model=base_model, is_local=is_local, scores=scores)
         (partial / "README.md").write_text(card, encoding="utf-8")
         if directory.is_dir():
             directory.rmdir()
@@ -105,15 +109,22 @@ def _write_and_compare(source_path: Path, target: Path, prompt: str) -> ExportRe
     dtype = _dtype_name(source_path)
     tokenizer = load_tokenizer(str(source_path))
     has_vision = family_of(load_config(str(source_path))) is not None
-    source = load_causal_lm(str(source_path), dtype=dtype).eval()
+    source = load_exported(source_path, dtype).eval()
     require_finite(nonfinite_names(source.named_parameters()), what="weights are", group=ALONE)
     target.parent.mkdir(parents=True, exist_ok=True)
     save_pretrained(source, tokenizer, target)
     if has_vision:
         load_processor(str(source_path)).save_pretrained(target)
-    exported = load_causal_lm(str(target), dtype=_dtype_name(target)).eval()
+    exported = load_exported(target, _dtype_name(target)).eval()
     difference = compare_models(source, exported, load_tokenizer(str(target)), prompt)
     return ExportReport(target, source.num_parameters(), dtype, difference)
+
+
+def load_exported(path: str | Path, dtype: str) -> PreTrainedModel:
+    """A checkpoint as what it was saved as: a classifier or a language model."""
+    if is_classifier(load_config(str(path))):
+        return load_model(AutoModelForSequenceClassification, str(path), dtype, None)
+    return load_causal_lm(str(path), dtype=dtype)
 
 
 def compare_models(
@@ -160,8 +171,10 @@ def differing_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor])
 def _require_trained(target: Path, base_model: str) -> None:
     """Raises an ExportError if training has changed nothing."""
     dtype = _dtype_name(target)
-    exported = load_causal_lm(str(target), dtype=dtype).state_dict()
-    if not differing_tensors(exported, load_causal_lm(base_model, dtype=dtype).state_dict()):
+    if is_classifier(load_config(str(target))) and not is_classifier(load_config(base_model)):
+        return
+    exported = load_exported(target, dtype).state_dict()
+    if not differing_tensors(exported, load_exported(base_model, dtype).state_dict()):
         raise ExportError(
             f"the final model equals {base_model}, with which the run started: nothing was "
             "learned, nothing was exported"
@@ -195,24 +208,32 @@ def _prompt(run: Path) -> str:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tensor:
-    """[seq, vocab] float32."""
+    """[seq, vocab] float32, or [1] of a classifier."""
     token_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"][:MAX_PROMPT_TOKENS]
     logits: Tensor = model(input_ids=torch.tensor([token_ids])).logits[0].float()
     return logits
 
 
-def model_card(run: RunData, *, base_model: str | None, is_local: bool) -> str:
+def model_card(
+    run: RunData, *, base_model: str | None, is_local: bool, scores: bool = False
+) -> str:
     """Markdown with the metadata that model hubs read; it holds no path of this machine.
 
     Args:
         run: What is known about the run.
         base_model: Path or hub id of the model that the run started from.
         is_local: It is a path.
+        scores: The model is a reward model.
     """
-    head = ["library_name: transformers", "pipeline_tag: text-generation"]
+    title, task = "Model fine-tuned by reinforcement learning", "text-generation"
+    auto_class, tag = "AutoModelForCausalLM", "reinforcement-learning"
+    if scores:
+        title, task, tag = "Reward model", "text-classification", "reward-model"
+        auto_class = "AutoModelForSequenceClassification"
+    head = ["library_name: transformers", f"pipeline_tag: {task}"]
     if base_model is not None and not is_local and HUB_ID.match(base_model):
         head.append(f"base_model: {json.dumps(base_model)}")
-    head += ["tags:", "- reinforcement-learning", "- lightrft"]
+    head += ["tags:", f"- {tag}", "- lightrft"]
     known = options_of(TrainConfig)
     options = [
         f"| `{option.name}` | `{option.value}` |"
@@ -228,15 +249,15 @@ def model_card(run: RunData, *, base_model: str | None, is_local: bool) -> str:
             *head,
             "---",
             "",
-            "# Model fine-tuned by reinforcement learning",
+            f"# {title}",
             "",
             f"Trained with lightrft for {run.last_step} steps.",
             *(_sentences(run)),
             "",
             "```python",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f"from transformers import {auto_class}, AutoTokenizer",
             "",
-            'model = AutoModelForCausalLM.from_pretrained("this directory")',
+            f'model = {auto_class}.from_pretrained("this directory")',
             'tokenizer = AutoTokenizer.from_pretrained("this directory")',
             "```",
             *_table(("option", "value"), options),

@@ -1,0 +1,105 @@
+"""Rows of process rewards: an answer in steps, each of which has a label."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.files import Row, read_sources
+from lightrft.datasets.judged_rows import JudgedRows, count_dropped, within_limit
+from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.types import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+STEPS, SEPARATOR = "completions", "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledSteps:
+    """An answer behind its prompt, with the labels of its steps.
+
+    Args:
+        answer: Its trained tokens are the last ones of the steps.
+        labels: Of each step, whether it is right.
+    """
+
+    answer: SupervisedRow
+    labels: tuple[bool, ...]
+
+    @property
+    def rows(self) -> tuple[SupervisedRow, ...]:
+        """The answer."""
+        return (self.answer,)
+
+
+def load_steps(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    *,
+    max_samples: int,
+    split: str,
+    probabilities: Sequence[float] = (),
+) -> JudgedRows[LabelledSteps]:
+    """Reads rows with prompt, completions (the steps) and labels, as token ids.
+
+    A newline stands behind each step but the last, whose end is the end of the row. Rows of more
+    than `max_row_tokens` are left out and counted.
+
+    Args:
+        path, tokenizer, config, max_samples, split, probabilities: See `load_preferences`.
+
+    Raises:
+        DataError: A row cannot be used, or all are too long.
+    """
+    if config.apply_chat_template or config.chat_template or not tokenizer.is_fast:
+        raise DataError(
+            "rows in steps are texts, read by a fast tokenizer that knows the place of each token: "
+            "leave apply_chat_template and chat_template out, or give whole answers"
+        )
+    read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
+    every = [_labelled(row, tokenizer) for row in read[:max_samples]]
+    found = [each for each in every if within_limit(each.rows, config)]
+    dropped = count_dropped(path, len(every), len(found), config)
+    num_steps = sum(len(each.labels) for each in found)
+    summary = f"{path}: {num_steps} labelled steps in {len(found)} answers{dropped}"
+    return JudgedRows(found, summary, is_paired=False)
+
+
+def _labelled(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledSteps:
+    prompt, steps, labels = (row.columns.get(name) for name in ("prompt", STEPS, "labels"))
+    if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels):
+        raise DataError(
+            f"{row.location}: completions and labels must be lists of one length: got "
+            f"{str(steps)[:80]!r} and {str(labels)[:80]!r}"
+        )
+    if not all(isinstance(each, bool) for each in labels):
+        raise DataError(f"{row.location}: labels must be true or false: got {str(labels)[:80]!r}")
+    texts = [each for each in steps if isinstance(each, str) and each]
+    if not isinstance(prompt, str) or not texts or len(texts) < len(steps):
+        raise DataError(
+            f"{row.location}: prompt must be a text, and completions texts that are not empty: got "
+            f"{str(prompt)[:80]!r} and {str(steps)[:80]!r}"
+        )
+    encoded = tokenizer(prompt + SEPARATOR.join(texts), return_offsets_mapping=True)
+    token_ids, stops = list(encoded["input_ids"]), [stop for _, stop in encoded["offset_mapping"]]
+    end: int | None = tokenizer.eos_token_id
+    if end is not None and token_ids[-1:] != [end]:
+        token_ids.append(end)
+    is_end = np.zeros(len(token_ids), dtype=np.bool_)
+    is_end[-1] = True
+    lengths = (len(text) + len(SEPARATOR) for text in texts[:-1])
+    for place in list(accumulate(lengths, initial=len(prompt)))[1:]:
+        is_end[next(token for token, stop in enumerate(stops) if stop >= place)] = True
+    if is_end.sum() != len(texts):
+        raise DataError(
+            f"{row.location}: the tokenizer ends two steps in one token: give longer steps"
+        )
+    return LabelledSteps(SupervisedRow(np.array(token_ids, dtype=np.int32), is_end), tuple(labels))

@@ -1,0 +1,137 @@
+"""Comparisons of scores: the pairs of some rows, and metrics of how scores keep to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.moments import PairedMoments
+from lightrft.datasets.judged_rows import JudgedRows
+from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair, PreferenceRows
+from lightrft.datasets.ranked_rows import RankedAnswers
+from lightrft.datasets.step_rows import LabelledSteps
+from lightrft.stages.metrics import StepMetrics
+
+NUM_BINS = 10
+# Lengths that differ by less, relative to the better answer, count as equal.
+EVEN_LENGTHS = 0.1
+Judgement = PreferencePair | RankedAnswers | LabelledAnswer | LabelledSteps
+JudgedData = PreferenceRows | JudgedRows[RankedAnswers] | JudgedRows[LabelledSteps]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparisons:
+    """Places of compared answers among the rows of some judgements, one after the other.
+
+    Args:
+        better, worse: [pairs] int64.
+        margins: [pairs] float64, by how much; 0 is not known.
+        is_tie: [pairs] bool, neither is better.
+        weights: [pairs] float64; those of the answers to one prompt add up to 1.
+    """
+
+    better: Tensor
+    worse: Tensor
+    margins: Tensor
+    is_tie: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, judgements: Sequence[Judgement], device: torch.device) -> Comparisons:
+        """The comparisons of these judgements: all pairs of a ranking, none of a label."""
+        found: list[tuple[int, int, float, bool, float]] = []
+        start = 0
+        for each in judgements:
+            if isinstance(each, PreferencePair):
+                found.append((start, start + 1, each.margin or 0.0, False, 1.0))
+            elif isinstance(each, RankedAnswers):
+                order = sorted(range(len(each.ranks)), key=each.ranks.__getitem__)
+                pairs = list(combinations(order, 2))
+                found += [
+                    (start + a, start + b, 0.0, each.ranks[a] == each.ranks[b], 1 / len(pairs))
+                    for a, b in pairs
+                ]
+            start += len(each.rows)
+        columns = torch.tensor(found, dtype=torch.float64, device=device).view(-1, 5).unbind(1)
+        better, worse, margins, is_tie, weights = columns
+        return cls(better.long(), worse.long(), margins, is_tie.bool(), weights)
+
+    def differences(self, scores: Tensor) -> Tensor:
+        """[pairs] score of the better answer - score of the other."""
+        return scores[self.better] - scores[self.worse]
+
+
+@torch.no_grad()
+def record_scores(
+    metrics: StepMetrics, scores: Tensor, lengths: Tensor, comparisons: Comparisons
+) -> None:
+    """Adds metrics of some rows' scores; of no rows, too, which adds nothing.
+
+    Args:
+        metrics: Receives them.
+        scores: [rows] float64.
+        lengths: [rows] tokens.
+        comparisons: Of these rows.
+    """
+    everything = torch.ones_like(scores, dtype=torch.bool)
+    metrics.add_mean("score", scores.sum(), len(scores))
+    metrics.add_pairs("score_std", scores, lengths, everything, _first_deviation)
+    metrics.add_pairs("length_correlation", scores, lengths, everything, _correlation)
+    weights = comparisons.weights * ~comparisons.is_tie
+    differences, longer = map(comparisons.differences, (scores, lengths.double()))
+    metrics.add_mean("longer_accuracy", (weights * _wins(longer)).sum(), weights.sum())
+    even = weights * (longer.abs() <= EVEN_LENGTHS * lengths[comparisons.better])
+    metrics.add_mean("even_accuracy", (even * _wins(differences)).sum(), even.sum())
+    record_agreement(metrics, differences, weights)
+
+
+@torch.no_grad()
+def record_agreement(metrics: StepMetrics, differences: Tensor, weights: Tensor) -> None:
+    """Adds metrics of logits d, of which sigmoid(d) is the probability of what is right.
+
+    Args:
+        metrics: Receives them.
+        differences, weights: [pairs] float64.
+    """
+    is_right = _wins(differences)
+    metrics.add_mean("accuracy", (weights * is_right).sum(), weights.sum())
+    metrics.add_mean("score_margin", (weights * differences).sum(), weights.sum())
+    confidence = differences.abs().sigmoid()
+    places = ((confidence - 0.5) * 2 * NUM_BINS).long().clamp(0, NUM_BINS - 1)
+    columns = torch.stack([weights, weights * confidence, weights * is_right])
+    bins = torch.zeros(3, NUM_BINS, dtype=torch.float64, device=differences.device)
+    bins.index_add_(1, places, columns)
+    metrics.add_sums("calibration_error", bins.flatten().unbind(), calibration_error)
+
+
+def _wins(differences: Tensor) -> Tensor:
+    """1 where positive, 1/2 where 0."""
+    return (differences.sign() + 1) / 2
+
+
+def calibration_error(sums: Tensor) -> float | None:
+    """Expected calibration error, the weighted mean over bins of |confidence - accuracy|.
+
+    Args:
+        sums: [3 * bins] of each bin the weight, the summed confidence and what was right.
+
+    Source: Guo et al. 2017, arXiv:1706.04599, eq. 5.
+    """
+    weights, confidence, is_right = sums.view(3, -1)
+    total = weights.sum()
+    return float((confidence - is_right).abs().sum() / total) if total > 0 else None
+
+
+def _first_deviation(moments: PairedMoments) -> float | None:
+    return math.sqrt(moments.squares[0] / moments.count) if moments.count else None
+
+
+def _correlation(moments: PairedMoments) -> float | None:
+    if moments.is_constant(0) or moments.is_constant(1):
+        return None
+    return moments.products / math.sqrt(moments.squares[0] * moments.squares[1])

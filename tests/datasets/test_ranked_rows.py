@@ -1,0 +1,60 @@
+"""Rankings as token ids, and what is wrong with rows in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.ranked_rows import load_ranked
+from lightrft.datasets.types import DataError
+from lightrft.tools.model_presets import byte_level_tokenizer
+
+GOOD = {"prompt": "2+2=", "answers": ["4", "5", "five"], "ranks": [1, 2, 2]}
+
+
+def load(tmp_path, *rows, **changes):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = TrainConfig(**{"max_row_tokens": 100, **changes})
+    return load_ranked(str(path), byte_level_tokenizer(), config, max_samples=99, split="train")
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_answers_stand_behind_their_prompt_and_end_as_a_policy_ends_them(tmp_path, is_chat):
+    prompt = [{"role": "user", "content": "2+2="}] if is_chat else "2+2="
+    (found,) = load(tmp_path, GOOD | {"prompt": prompt}).rows
+    assert found.ranks == (1.0, 2.0, 2.0)
+    before = "<|user|>2+2=<|assistant|>" if is_chat else "2+2="
+    texts = [byte_level_tokenizer().decode(answer.token_ids) for answer in found.rows]
+    assert texts == [f"{before}{answer}<|end|>" for answer in GOOD["answers"]]
+
+
+def test_rankings_with_a_long_answer_are_left_out_and_counted(tmp_path):
+    long = GOOD | {"answers": ["4", "5", "five" * 30]}
+    found = load(tmp_path, GOOD, long)
+    assert len(found) == 1
+    assert found.summary.endswith("3 answers in 1 rankings; dropped 1 over-long")
+    with pytest.raises(DataError, match="all 1 rows exceed max_row_tokens = 100"):
+        load(tmp_path, long)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"answers": "4"}, "column 'answers' must hold a list: got '4'"),
+        ({"ranks": [1, 2]}, "a rank of each: got 3 answers and 2 ranks"),
+        ({"answers": ["4"], "ranks": [1]}, "expected two answers or more"),
+        ({"ranks": [1, 2, "3"]}, "ranks must be finite numbers"),
+        ({"ranks": [1, 2, float("nan")]}, "ranks must be finite numbers"),
+        ({"answers": ["4", "4", "5"]}, "two answers are the same tokens"),
+        ({"answers": ["4", "", "5"]}, "each of the answers must be a text after a prompt"),
+        ({"prompt": None}, "each of the answers must be a text after a prompt"),
+        ({"prompt": [{"role": "user"}]}, "message 1 must be an object with role and a text"),
+    ],
+)
+def test_what_cannot_be_used_is_named_with_its_place(tmp_path, changes, said):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: ") as caught:
+        load(tmp_path, GOOD | changes)
+    assert said in str(caught.value)

@@ -1,0 +1,60 @@
+"""Answers in steps as token ids with the ends of their steps, and what is wrong in one line."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.step_rows import load_steps
+from lightrft.datasets.types import DataError
+from lightrft.tools.model_presets import byte_level_tokenizer
+
+GOOD = {"prompt": "2+2+2=", "completions": ["2+2 is 4.", "4+2 is 7."], "labels": [True, False]}
+
+
+def load(tmp_path, *rows, **changes):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = TrainConfig(**{"max_row_tokens": 100, **changes})
+    return load_steps(str(path), byte_level_tokenizer(), config, max_samples=99, split="train")
+
+
+def test_steps_end_in_their_newline_and_the_last_one_with_the_row(tmp_path):
+    found = load(tmp_path, GOOD)
+    (each,) = found.rows
+    assert found.summary.endswith("2 labelled steps in 1 answers")
+    assert each.labels == (True, False)
+    tokenizer, ids = byte_level_tokenizer(), each.answer.token_ids
+    ends = np.flatnonzero(each.answer.is_trained)
+    texts = [tokenizer.decode(ids[: end + 1]) for end in ends]
+    assert texts == ["2+2+2=2+2 is 4.\n", "2+2+2=2+2 is 4.\n4+2 is 7.<|end|>"]
+
+
+def test_long_answers_are_left_out_and_counted(tmp_path):
+    long = GOOD | {"completions": ["2+2 is 4.", "4+2 is 7." * 20]}
+    assert load(tmp_path, GOOD, long).summary.endswith("in 1 answers; dropped 1 over-long")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"labels": [True]}, "completions and labels must be lists of one length"),
+        ({"completions": "one"}, "completions and labels must be lists of one length"),
+        ({"labels": [True, 0.5]}, "labels must be true or false: got '[True, 0.5]'"),
+        ({"completions": ["a", ""]}, "completions texts that are not empty"),
+        ({"completions": [], "labels": []}, "completions texts that are not empty"),
+        ({"prompt": None}, "prompt must be a text"),
+    ],
+)
+def test_what_cannot_be_used_is_named_with_its_place(tmp_path, changes, said):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: ") as caught:
+        load(tmp_path, GOOD | changes)
+    assert said in str(caught.value)
+
+
+def test_a_chat_template_is_refused(tmp_path):
+    with pytest.raises(DataError, match="leave apply_chat_template and chat_template out"):
+        load(tmp_path, GOOD, apply_chat_template=True)

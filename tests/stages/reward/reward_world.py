@@ -1,0 +1,107 @@
+"""Preferences and stages of reward models on a tiny model, for tests."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+from tests.models.tiny import SPECIAL, tiny_config
+from tests.stages.supervised.supervised_world import STILL, row
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.judged_rows import JudgedRows
+from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair, PreferenceRows
+from lightrft.datasets.ranked_rows import RankedAnswers
+from lightrft.datasets.step_rows import LabelledSteps
+from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.models import RewardModel
+from lightrft.models.lora import LoraRewardModel
+from lightrft.stages.policy.models import configure_model, trained_model
+from lightrft.stages.reward.reward_stage import RewardStage
+from lightrft.stages.stage import TrainedModels
+
+
+def pair(first, second, *, margin=None, seed=0):
+    """A pair of random answers of these lengths."""
+    return PreferencePair(row(first, 1, seed=seed), row(second, 1, seed=seed + 50), margin)
+
+
+# Lengths differ by a factor of 20, and two pairs have margins.
+PAIRS = (
+    pair(90, 7, margin=0.5),
+    pair(5, 100, seed=1),
+    pair(12, 12, margin=1.5, seed=2),
+    pair(30, 61, seed=3),
+)
+LABELLED = tuple(
+    LabelledAnswer(row(length, 1, seed=length), length % 2 == 0) for length in (90, 5, 31, 64)
+)
+RANKED = (
+    RankedAnswers(tuple(row(length, 1, seed=length) for length in (20, 77, 9)), (2.0, 1.0, 2.0)),
+    RankedAnswers((row(5, 1, seed=8), row(33, 1, seed=9)), (7.0, 3.0)),
+)
+
+
+def steps(ends, labels, *, seed=0):
+    """An answer of random tokens in steps that end at these places."""
+    whole = row(ends[-1] + 1, 1, seed=seed)
+    return LabelledSteps(
+        SupervisedRow(whole.token_ids, np.isin(np.arange(len(whole.token_ids)), ends)), labels
+    )
+
+
+# Numbers of steps differ: a mean over rows would be another one.
+STEPS = (
+    steps((3, 10, 11, 40, 90), (True, True, False, False, True)),
+    steps((30,), (True,), seed=1),
+)
+
+
+def tiny_classifier(*, seed=0, **changes):
+    """A sequence classifier with one label and random float32 weights of a seed."""
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(seed)
+    config = tiny_config(num_labels=1, **{**SPECIAL, **changes})
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        model.score.weight.normal_(std=0.3)
+    return model
+
+
+def build_stage(strategy, preferences, *, model=None, held_out=(), **changes):
+    """A stage whose optimizer does not move the model."""
+    options = {"micro_train_batch_size": 1, **changes}
+    config = TrainConfig(train_batch_size=len(preferences), **{**STILL, **options})
+    classifier = tiny_classifier() if model is None else copy.deepcopy(model)
+    if config.lora_rank:
+        reward_model = LoraRewardModel(classifier, config)
+    else:
+        reward_model = RewardModel(classifier)
+    configure_model(reward_model, config)
+    ready = strategy.prepare_reward_model(reward_model, config, 1)
+    models = TrainedModels((trained_model("actor", ready),))
+    data = PreferenceRows(preferences, "")
+    if isinstance(preferences[0], RankedAnswers | LabelledSteps):
+        is_paired = isinstance(preferences[0], RankedAnswers)
+        data = JudgedRows(preferences, "", is_paired=is_paired)
+    return RewardStage(config, strategy, models, data, held_out)
+
+
+def slow_scores(model, preferences):
+    """Scores in float64, row by row, by transformers itself."""
+    rows = [each for preference in preferences for each in preference.rows]
+    ids = [torch.from_numpy(each.token_ids).long()[None] for each in rows]
+    return torch.stack([model(each).logits[0, 0] for each in ids])
+
+
+def slow_gradient(model, preferences, *, centering=0.0):
+    """Loss and gradient of pairs in float64 from the formula."""
+    model = copy.deepcopy(model).double()
+    chosen, rejected = slow_scores(model, preferences).view(-1, 2).unbind(1)
+    margins = torch.tensor([each.margin or 0.0 for each in preferences], dtype=torch.float64)
+    losses = -(chosen - rejected - margins).sigmoid().log() + centering * (chosen + rejected) ** 2
+    loss = losses.mean()
+    loss.backward()
+    return loss.item(), {f"model.{name}": value.grad for name, value in model.named_parameters()}
