@@ -88,6 +88,17 @@ def _labelled(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledSteps:
             f"{row.location}: prompt must be a text, and completions texts that are not empty: got "
             f"{str(prompt)[:80]!r} and {str(steps)[:80]!r}"
         )
+    answer = _encoded(prompt, texts, tokenizer)
+    if answer.num_trained != len(texts):
+        raise DataError(
+            f"{row.location}: the tokenizer ends two steps in one token: give longer steps"
+        )
+    return LabelledSteps(answer, tuple(labels))
+
+
+def _encoded(
+    prompt: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> SupervisedRow:
     encoded = tokenizer(prompt + SEPARATOR.join(texts), return_offsets_mapping=True)
     token_ids, stops = list(encoded["input_ids"]), [stop for _, stop in encoded["offset_mapping"]]
     end: int | None = tokenizer.eos_token_id
@@ -98,8 +109,4 @@ def _labelled(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledSteps:
     lengths = (len(text) + len(SEPARATOR) for text in texts[:-1])
     for place in list(accumulate(lengths, initial=len(prompt)))[1:]:
         is_end[next(token for token, stop in enumerate(stops) if stop >= place)] = True
-    if is_end.sum() != len(texts):
-        raise DataError(
-            f"{row.location}: the tokenizer ends two steps in one token: give longer steps"
-        )
-    return LabelledSteps(SupervisedRow(np.array(token_ids, dtype=np.int32), is_end), tuple(labels))
+    return SupervisedRow(np.array(token_ids, dtype=np.int32), is_end)
