@@ -33,7 +33,7 @@ WRONG = {
         GOOD,
         ["--train_on_regex", "x"],
         4,
-        "train_on_regex 'x' matches no token that may",
+        "train_on_regex 'x' matches no token",
     ),
     "frozen": (GOOD, ["--audit_every", "1", "--freeze_prefix", "a"], 2, "an audit follows all wei"),
     "of train": (GOOD, ["--policy_loss", "gspo"], 2, "policy_loss is an option of lightrft train"),

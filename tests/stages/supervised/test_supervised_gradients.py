@@ -21,8 +21,7 @@ from tests.stages.supervised.supervised_world import (
 )
 
 from lightrft.algorithms.aggregation import local_normalizer, loss_weights
-from lightrft.stages.supervised.supervised_loss import LOSSES
-from lightrft.stages.supervised.supervised_stage import pad
+from lightrft.stages.supervised.supervised_stage import LOSSES, pad
 from lightrft.strategy import get_fake_strategy
 
 # Ways to carry out one step in one process.

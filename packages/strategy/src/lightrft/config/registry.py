@@ -358,7 +358,7 @@ START_HOOKS = Registry(
     group="lightrft.start_hooks",
 )
 # Receivers of the numbers of an update, made of a `lightrft.stages.policy.updates.ObservedStep`,
-# or of a supervised one, of a `lightrft.stages.supervised.supervised_observer.ObservedRows`.
+# or of a supervised one, of a `lightrft.stages.supervised.supervised_stage.ObservedRows`.
 STEP_OBSERVERS = Registry(
     "observer of a step",
     {

@@ -35,7 +35,6 @@ from lightrft.config.options import (
     type_hints,
 )
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
-from lightrft.config.stage_defaults import default_learning_rate, shown_learning_rates
 
 Arguments = Mapping[str, str | int | float | bool] | None
 EngineType = Literal["vllm", "sglang", "hf", "auto"]
@@ -43,7 +42,29 @@ ENGINE_TYPES: tuple[str, ...] = typing.get_args(EngineType)
 # Weights of which every rank would load a whole copy into the host's memory.
 META_INIT_BYTES = 2_000_000_000
 _NO_DEFAULT = object()
+REINFORCEMENT = "policy"
+# Peak learning rates of all weights and of adapters, by stage. Where every token of a row teaches
+# one can step further than on a few samples' rewards, and adapters move little at the same rate.
+LEARNING_RATES: Mapping[str, tuple[float, float]] = {
+    REINFORCEMENT: (1e-6, 1e-6),
+    "sft": (1e-5, 1e-4),
+}
 ADAM_MOVES = "At most 1: Adam moves each weight by about as much a step, and weights are smaller."
+
+
+def default_learning_rate(stage: str = REINFORCEMENT, *, has_adapters: bool = False) -> float:
+    """The peak learning rate of a stage; others than those of the table have reinforcement's."""
+    return LEARNING_RATES.get(stage, LEARNING_RATES[REINFORCEMENT])[has_adapters]
+
+
+def shown_learning_rates() -> str:
+    """The table in one line, for the help of the option."""
+    parts = []
+    for stage, (whole, adapters) in LEARNING_RATES.items():
+        # Other commands are named like their stages.
+        command = "train" if stage == REINFORCEMENT else stage
+        parts.append(f"{command} {whole}" + (f" ({adapters} for adapters)" * (adapters != whole)))
+    return ", ".join(parts)
 
 
 @dataclass(kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -14,7 +15,6 @@ from torch.utils.data import Dataset
 from lightrft.config import TrainConfig
 from lightrft.datasets.chat_turns import ChatTurns, Message
 from lightrft.datasets.files import Row, read_sources
-from lightrft.datasets.matched_tokens import matched_tokens
 from lightrft.datasets.types import DataError
 
 if TYPE_CHECKING:
@@ -124,11 +124,8 @@ def load_supervised(
                 too_long.append(row.location)
             else:
                 found.append(each)
-    if encoder.num_unmatched and not found and not too_long:
-        raise DataError(
-            f"{path}: train_on_regex {config.train_on_regex!r} matches no token that may be "
-            f"trained in {encoder.num_unmatched} rows; correct it, or leave it out"
-        )
+    if not found and not too_long:
+        raise DataError(f"{path}: train_on_regex {config.train_on_regex!r} matches no token")
     if not found:
         raise DataError(
             f"{path}: all {len(too_long)} rows exceed max_row_tokens = {config.max_row_tokens} "
@@ -376,3 +373,36 @@ def _spoken(message: Mapping[str, object], place: str) -> Message:
             f"{str(dict(message))[:80]!r}"
         )
     return {"role": SPEAKERS[speaker], "content": text}
+
+
+def matched_tokens(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], pattern: str
+) -> NDArray[np.bool_]:
+    """[tokens] whether a token holds a character of a match: of its first group, if it has one.
+
+    Args:
+        tokenizer: A fast one.
+        token_ids: Of a row, whose text has the special tokens.
+        pattern: A regular expression of Python.
+
+    Raises:
+        DataError: The text of the ids has other ids, or the tokenizer does not know their places.
+    """
+    if not tokenizer.is_fast:
+        raise DataError(
+            "train_on_regex needs a fast tokenizer, which knows the place of each token: got "
+            f"{type(tokenizer).__name__}; leave it out"
+        )
+    text = tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    if encoded["input_ids"] != list(token_ids):
+        raise DataError(
+            "train_on_regex looks for matches in the text of a row, and the text of these tokens "
+            f"has other tokens: {text[:80]!r}; leave it out"
+        )
+    starts, stops = np.array(encoded["offset_mapping"]).T
+    found = np.zeros(len(token_ids), dtype=np.bool_)
+    for match in re.finditer(pattern, text):
+        first, last = match.span(1 if match.re.groups else 0)
+        found |= (stops > first) & (starts < last)
+    return found

@@ -13,7 +13,7 @@ from typing import cast
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import STAGES, START_HOOKS
-from lightrft.config.stage_defaults import default_learning_rate
+from lightrft.config.strategy_config import default_learning_rate
 from lightrft.config.toml import write_whole
 from lightrft.reporting.alarms import run_verdict
 from lightrft.reporting.console import RunConsole

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lightrft.algorithms.moments import Moments
     from lightrft.records.batch import ExperienceBatch
     from lightrft.stages.policy.updates import ObservedStep
-    from lightrft.stages.supervised.supervised_observer import ObservedRows
+    from lightrft.stages.supervised.supervised_stage import ObservedRows
     from lightrft.strategy.optimizers import OptimizerStepResult
 
 Kind = TypeVar("Kind", bound=np.generic)

@@ -13,11 +13,11 @@ from lightrft.tools.audit.record import RawSamples
 from lightrft.tools.audit_recorder import Flat, Recorder, by_row
 
 if TYPE_CHECKING:
-    from lightrft.stages.supervised.supervised_observer import ObservedRows, PaddedRows
+    from lightrft.stages.supervised.supervised_stage import ObservedRows, PaddedRows
 
 
 class SupervisedRecorder(Recorder[None]):
-    """An observer (`lightrft.stages.supervised.supervised_observer`); every rank knows all rows."""
+    """An observer (`lightrft.stages.supervised.supervised_stage`); every rank knows all rows."""
 
     def __init__(self, step: ObservedRows) -> None:
         self._rows = step.rows

@@ -96,7 +96,7 @@ def read_inputs(config: TrainConfig) -> RewardInputs:
     path = str(config.pretrain)
     if family_of(load_config(path)) is not None:
         raise ConfigError(f"pretrain: {path} reads images, and judgements are text so far")
-    tokenizer = load_tokenizer(path, chat_template=config.chat_template)
+    tokenizer = load_tokenizer(path, config)
     data = load_rows(
         str(config.prompt_data),
         tokenizer,

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightrft.algorithms.aggregation import local_normalizer, loss_weights
+from lightrft.algorithms.aggregation import local_normalizer, loss_weights, weighted_share
 from lightrft.config import TrainConfig
+from lightrft.config.registry import STEP_OBSERVERS
 from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows
 from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
 from lightrft.models.types import ActorOutput, TokenLossFunction
@@ -30,15 +31,26 @@ from lightrft.stages.stage import (
     optimizer_step,
     record_total,
 )
-from lightrft.stages.supervised.supervised_loss import LOSSES
-from lightrft.stages.supervised.supervised_observer import (
-    PaddedRows,
-    RowObserver,
-    open_row_observer,
-)
+from lightrft.strategy.optimizers import OptimizerStepResult
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """Rows of a micro-batch as a model is given them.
+
+    Args:
+        ids: Their places among the rows of the step.
+        token_ids: [batch, seq] int64.
+        attention_mask, is_trained: [batch, seq] bool.
+    """
+
+    ids: tuple[int, ...]
+    token_ids: Tensor
+    attention_mask: Tensor
+    is_trained: Tensor
 
 
 def pad(rows: Sequence[SupervisedRow], device: torch.device, ids: Sequence[int] = ()) -> PaddedRows:
@@ -71,6 +83,114 @@ class RowBatch:
     def trained(self) -> NDArray[np.int64]:
         """[rows] trained tokens of each row."""
         return np.array([row.num_trained for row in self.rows], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedLoss:
+    """A loss per token, and the mean that it is taken in.
+
+    Args:
+        aggregation: Mode of `lightrft.algorithms.aggregation`.
+        of_tokens: Loss of each token from its logprob, of any shape.
+    """
+
+    aggregation: str
+    of_tokens: Callable[[Tensor], Tensor]
+
+    def share(self, logprobs: Tensor, weights: Tensor, normalizer: Tensor) -> Tensor:
+        """The share of some tokens in the loss of a step, [].
+
+        Args:
+            logprobs: Of any shape; 0 where nothing is trained.
+            weights: Like it, see `loss_weights`.
+            normalizer: Z of the step.
+        """
+        return weighted_share(self.of_tokens(logprobs.double()), weights, normalizer)
+
+
+def negative_logprob(logprobs: Tensor) -> Tensor:
+    """L = -log p."""
+    return -logprobs
+
+
+def dft(logprobs: Tensor) -> Tensor:
+    """L = -p log p, no gradient through p: what the model finds unlikely is learned more slowly.
+
+    Source: Wu et al. 2025, arXiv:2508.05629, eq. 9.
+    """
+    return -logprobs.detach().exp() * logprobs
+
+
+LOSSES: Mapping[str, SupervisedLoss] = {
+    "token-mean": SupervisedLoss("token-mean", negative_logprob),
+    "seq-mean-token-mean": SupervisedLoss("seq-mean-token-mean", negative_logprob),
+    "dft": SupervisedLoss("token-mean", dft),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedRows:
+    """A step before its update, as observers are told.
+
+    Args:
+        number: Of the step, counted from 1.
+        config: Of the run.
+        strategy: Gathers states and the parts of all ranks.
+        models: What is trained.
+        rows: Of the step, on all ranks.
+        num_planned: Steps of the whole run; 0 is unknown.
+    """
+
+    number: int
+    config: TrainConfig
+    strategy: StrategyBase
+    models: TrainedModels
+    rows: tuple[SupervisedRow, ...]
+    num_planned: int
+
+
+class RowObserver(Protocol):
+    """A receiver of what the update of one step computes."""
+
+    def begin_update(self, model: str, normalizer: Tensor) -> None:
+        """Before the micro-batches of an optimizer step, with Z over all ranks."""
+        return
+
+    def micro_batch(self, rows: PaddedRows, logprobs: Tensor, terms: Mapping[str, Tensor]) -> None:
+        """After the forward pass of a micro-batch.
+
+        Args:
+            rows: As the model saw them.
+            logprobs: [batch, seq], 0 where nothing is trained.
+            terms: Its share of each term of the loss.
+        """
+        return
+
+    def end_update(self, result: OptimizerStepResult) -> None:
+        """After an optimizer step."""
+        return
+
+    def finish(self) -> None:
+        """After the last optimizer step; collective."""
+        return
+
+
+class NoRowObserver(RowObserver):
+    """Nobody looks."""
+
+
+def open_row_observer(
+    config: TrainConfig,
+    strategy: StrategyBase,
+    models: TrainedModels,
+    rows: Sequence[SupervisedRow],
+    step: Step,
+) -> RowObserver:
+    """The recorder of a step that is to be audited; collective."""
+    if config.audit_every <= 0 or step.number % config.audit_every:
+        return NoRowObserver()
+    build = cast("Callable[[ObservedRows], RowObserver]", STEP_OBSERVERS.load("supervised_audit"))
+    return build(ObservedRows(step.number, config, strategy, models, tuple(rows), step.num_planned))
 
 
 class SupervisedStage(Stage[RowBatch]):

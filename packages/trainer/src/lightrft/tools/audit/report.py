@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightrft.tools.audit.decisions import (
+    SUPERVISED,
+    as_reinforcement,
     check_link,
     check_optimizers,
     decide,
@@ -15,11 +17,12 @@ from lightrft.tools.audit.decisions import (
 )
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED, Finding
 from lightrft.tools.audit.record import read_record
-from lightrft.tools.audit.replay import check_samples, estimate, open_step, score_models
-from lightrft.tools.audit.supervised import (
-    STAGE,
-    as_reinforcement,
+from lightrft.tools.audit.replay import (
     check_ends,
+    check_samples,
+    estimate,
+    open_step,
+    score_models,
     supervised_advantages,
 )
 from lightrft.tools.audit.updates import Inputs, Updates
@@ -71,7 +74,7 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
     """
     record = read_record(run, step)
     config, is_configured = options_of_step(run, record)
-    is_supervised = record.facts.stage == STAGE
+    is_supervised = record.facts.stage == SUPERVISED
     if is_supervised:
         config = as_reinforcement(config)
     before = step_before(run, record, config)

@@ -6,7 +6,7 @@ import pytest
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import STAGES
-from lightrft.config.stage_defaults import LEARNING_RATES, default_learning_rate
+from lightrft.config.strategy_config import LEARNING_RATES, default_learning_rate
 
 
 def test_each_stage_has_its_rates_and_others_have_those_of_reinforcement():
