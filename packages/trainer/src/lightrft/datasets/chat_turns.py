@@ -69,20 +69,27 @@ class ChatTurns:
         return self._ids(self._render(messages, tools))
 
     def turns(
-        self, messages: Sequence[Message], tools: object = None, *, only_last: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: object = None,
+        *,
+        start: int = 0,
+        only_last: bool = False,
     ) -> list[Turn]:
         """The assistant's turns; messages behind the last of them are left out.
 
         Args:
             messages: A conversation.
             tools: As the template takes them; None shows none.
+            start: Turns of messages before it are context.
             only_last: The earlier turns are context.
 
         Raises:
             DataError: There is none, the rendering of a turn does not begin with that of its
                 prompt, or nothing ends it at which a generation would stop.
         """
-        places = [place for place, each in enumerate(messages) if each["role"] == "assistant"]
+        roles = [each["role"] for each in messages]
+        places = [place for place in range(start, len(roles)) if roles[place] == "assistant"]
         if not places:
             raise DataError("no message of role assistant: there is nothing to train")
         return [self._turn(messages, place, tools) for place in places[-1 if only_last else 0 :]]

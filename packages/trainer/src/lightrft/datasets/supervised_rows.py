@@ -109,7 +109,7 @@ def load_supervised(
     """
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
     found, too_long, num_split = [], [], 0
-    encoder = _Encoder(tokenizer, config, kind_of(read[0]))
+    encoder = RowEncoder(tokenizer, config, kind_of(read[0]))
     for row in read[:max_samples]:
         made = list(encoder.rows(row))
         num_split += len(made) > 1
@@ -155,7 +155,7 @@ def kind_of(row: Row) -> str:
     )
 
 
-class _Encoder:
+class RowEncoder:
     """The way from rows of one kind to trained tokens; it refuses rows of another."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, kind: str) -> None:
@@ -179,15 +179,23 @@ class _Encoder:
             )
         self._turns = ChatTurns(tokenizer) if is_chat else None
 
-    def rows(self, row: Row) -> Iterator[SupervisedRow]:
-        """What is trained of one row of the data; errors begin with its place."""
+    def rows(self, row: Row, *, start: int = 0) -> Iterator[SupervisedRow]:
+        """Rows to train on from one row of the data; errors begin with its place.
+
+        Args:
+            row: Of the data.
+            start: Assistant turns of messages before it are context.
+
+        Raises:
+            DataError: It cannot be used.
+        """
         kind = kind_of(row)
         if kind != self.kind:
             raise DataError(
                 f"{row.location}: expected {self.kind}, as in the first row: got {kind}"
             )
         try:
-            for token_ids, is_trained in self._encoded(row):
+            for token_ids, is_trained in self._encoded(row.columns, start):
                 trained = np.array(is_trained, dtype=np.bool_)
                 trained[:1] = False
                 if not trained.any():
@@ -196,10 +204,11 @@ class _Encoder:
         except DataError as err:
             raise DataError(f"{row.location}: {err}") from err
 
-    def _encoded(self, row: Row) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-        columns = row.columns
+    def _encoded(
+        self, columns: Mapping[str, object], start: int
+    ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
         if self._turns is not None:
-            yield from self._chat(self._turns, columns)
+            yield from self._chat(self._turns, columns, start)
         elif self.kind == "text":
             token_ids = self._closed(self._tokenizer(_text(columns, "text"))["input_ids"])
             yield token_ids, [True] * len(token_ids)
@@ -209,11 +218,11 @@ class _Encoder:
             ends = [stop for _, stop in encoded["offset_mapping"]]
             # A token that holds the end of the prompt and the beginning of the completion is
             # sampled with the completion.
-            start = next((i for i, stop in enumerate(ends) if stop > len(prompt)), len(ends))
+            first = next((i for i, stop in enumerate(ends) if stop > len(prompt)), len(ends))
             token_ids = self._closed(encoded["input_ids"])
             if self.train_on == "all":
-                start = 0
-            yield token_ids, [place >= start for place in range(len(token_ids))]
+                first = 0
+            yield token_ids, [place >= first for place in range(len(token_ids))]
 
     def _closed(self, token_ids: Sequence[int]) -> list[int]:
         """The ids with the end-of-sequence token behind them, if there is one."""
@@ -223,14 +232,15 @@ class _Encoder:
         return [*token_ids, end]
 
     def _chat(
-        self, chat: ChatTurns, columns: Mapping[str, object]
+        self, chat: ChatTurns, columns: Mapping[str, object], start: int
     ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
         messages, tools = self._messages(columns), _tools(columns)
         if self.train_on == "all":
             token_ids = chat.conversation(messages, tools)
             yield token_ids, [True] * len(token_ids)
             return
-        turns = chat.turns(messages, tools, only_last=self.train_on == "last_assistant")
+        only_last = self.train_on == "last_assistant"
+        turns = chat.turns(messages, tools, start=start, only_last=only_last)
         whole = turns[-1].token_ids
         if all(whole[: len(turn.token_ids)] == turn.token_ids for turn in turns):
             is_trained = np.zeros(len(whole), dtype=np.bool_)
@@ -245,15 +255,23 @@ class _Encoder:
         if self._in_chat:
             pair = (("user", "prompt"), ("assistant", "completion"))
             return [{"role": role, "content": _text(columns, name)} for role, name in pair]
-        content = columns[self.kind]
-        if not isinstance(content, Sequence) or isinstance(content, str) or not content:
-            raise DataError(
-                f"column {self.kind!r} must hold a list of messages: got {str(content)[:80]!r}"
-            )
-        read: Callable[[Mapping[str, object], str], Message] = _message
-        if self.kind == "conversations" and "from" in _as_mapping(content[0]):
-            read = _spoken
-        return [read(_as_mapping(each), f"message {n}") for n, each in enumerate(content, start=1)]
+        return read_messages(columns[self.kind], self.kind)
+
+
+def read_messages(content: object, column: str) -> list[Message]:
+    """The messages of a column, with role and content or with ShareGPT's from and value.
+
+    Raises:
+        DataError: They are something else.
+    """
+    if not isinstance(content, Sequence) or isinstance(content, str) or not content:
+        raise DataError(
+            f"column {column!r} must hold a list of messages: got {str(content)[:80]!r}"
+        )
+    read: Callable[[Mapping[str, object], str], Message] = _message
+    if "from" in _as_mapping(content[0]):
+        read = _spoken
+    return [read(_as_mapping(each), f"message {n}") for n, each in enumerate(content, start=1)]
 
 
 def _text(columns: Mapping[str, object], name: str) -> str:

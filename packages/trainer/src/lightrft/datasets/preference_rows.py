@@ -1,0 +1,304 @@
+"""Rows of preferences: pairs of answers to one prompt, or answers that are labelled one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.chat_turns import Message
+from lightrft.datasets.files import Row, read_sources
+from lightrft.datasets.supervised_rows import RowEncoder, SupervisedRow, read_messages
+from lightrft.datasets.types import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MAX_EXAMPLES = 3
+_TEXTS, _CHATS = "prompt and completion", "messages"
+
+
+@dataclass(frozen=True, slots=True)
+class PreferencePair:
+    """Two answers to one prompt; their trained tokens are those of the answers.
+
+    Args:
+        chosen, rejected: The better one and the worse one, each behind the prompt.
+        margin: By how much, at least 0; None is not known.
+    """
+
+    chosen: SupervisedRow
+    rejected: SupervisedRow
+    margin: float | None = None
+
+    @property
+    def rows(self) -> tuple[SupervisedRow, ...]:
+        """Both answers."""
+        return self.chosen, self.rejected
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledAnswer:
+    """An answer behind its prompt, and whether it is a good one."""
+
+    answer: SupervisedRow
+    is_good: bool
+
+    @property
+    def rows(self) -> tuple[SupervisedRow, ...]:
+        """The answer."""
+        return (self.answer,)
+
+
+Preference = PreferencePair | LabelledAnswer
+
+
+class PreferenceRows(Dataset[int]):
+    """Preferences in the order of their files; an item is the position of one.
+
+    Args:
+        rows: All of one kind.
+        summary: One line about what became of the data.
+    """
+
+    def __init__(self, rows: Sequence[Preference], summary: str) -> None:
+        self.rows, self.summary = tuple(rows), summary
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether these are pairs."""
+        return isinstance(self.rows[0], PreferencePair)
+
+
+def load_preferences(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    *,
+    max_samples: int,
+    split: str,
+    probabilities: Sequence[float] = (),
+) -> PreferenceRows:
+    """Reads pairs (chosen, rejected) or labelled answers (completion, label), as token ids.
+
+    Answers and prompts are texts or lists of messages. Conversations that do not begin with an
+    assistant's message hold their prompt: what both have in common. A pair of which an answer has
+    more than `max_row_tokens` is left out and counted.
+
+    Args:
+        path: As `prompt_data`.
+        tokenizer: A fast one, where answers are texts.
+        config: Its options `apply_chat_template`, `chat_template`, `max_row_tokens` and `seed`
+            count.
+        max_samples: Use at most this many rows of the data, from the start.
+        split, probabilities: See `read_sources`.
+
+    Raises:
+        DataError: A row cannot be used, or all are too long.
+    """
+    read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
+    reader = _PreferenceReader(tokenizer, config, read[0])
+    found: list[Preference] = []
+    too_long = []
+    for row in read[:max_samples]:
+        try:
+            each = reader.preference(row)
+        except DataError as err:
+            known = str(err).startswith(row.location)
+            raise err if known else DataError(f"{row.location}: {err}") from err
+        if max(len(part.token_ids) for part in each.rows) > config.max_row_tokens:
+            too_long.append(row.location)
+        else:
+            found.append(each)
+    kind = "pairs" if reader.is_paired else "labelled answers"
+    if not found:
+        raise DataError(
+            f"{path}: all {len(too_long)} {kind} exceed max_row_tokens = {config.max_row_tokens} "
+            "tokens; raise --max_row_tokens"
+        )
+    trained = sum(part.num_trained for each in found for part in each.rows)
+    tokens = sum(len(part.token_ids) for each in found for part in each.rows)
+    summary = f"{path}: {len(found)} {kind}, {trained} of {tokens} tokens are of answers"
+    if too_long:
+        examples = ", ".join(too_long[:_MAX_EXAMPLES])
+        summary += f"; dropped {len(too_long)} over-long (first: {examples})"
+    return PreferenceRows(found, summary)
+
+
+class _PreferenceReader:
+    """The way from rows of one kind to preferences; it refuses rows of another."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, first: Row) -> None:
+        self.is_paired = _is_paired(first)
+        columns = first.columns
+        answer = columns["chosen" if self.is_paired else "completion"]
+        is_chat = not (isinstance(answer, str) and isinstance(columns.get("prompt"), str))
+        self._kind = _CHATS if is_chat else _TEXTS
+        self._encoder = RowEncoder(tokenizer, config, self._kind)
+
+    def preference(self, row: Row) -> Preference:
+        """The preference of a row.
+
+        Raises:
+            DataError: It cannot be used.
+        """
+        columns = row.columns
+        if _is_paired(row) != self.is_paired:
+            raise DataError("expected pairs or labelled answers only, as in the first row")
+        if not self.is_paired:
+            answer, label = columns["completion"], columns["label"]
+            if not isinstance(label, bool) and label not in (0, 1):
+                raise DataError(f"column 'label' must be true or false: got {label!r}")
+            if self._kind == _TEXTS:
+                return LabelledAnswer(self._text(row, "completion"), bool(label))
+            chat, start = _labelled_chat(columns, answer)
+            return LabelledAnswer(self._chat(row, "completion", chat, start), bool(label))
+        if self._kind == _TEXTS:
+            chosen, rejected = self._text(row, "chosen"), self._text(row, "rejected")
+        else:
+            chats, start = _paired_chats(columns)
+            chosen, rejected = (
+                self._chat(row, name, chat, start)
+                for name, chat in zip(("chosen", "rejected"), chats, strict=True)
+            )
+        if np.array_equal(chosen.token_ids, rejected.token_ids):
+            raise DataError("chosen and rejected are the same tokens: leave the row out")
+        return PreferencePair(chosen, rejected, _margin(columns))
+
+    def _text(self, row: Row, name: str) -> SupervisedRow:
+        prompt, answer = row.columns.get("prompt"), row.columns[name]
+        for column, text in (("prompt", prompt), (name, answer)):
+            if not isinstance(text, str) or (column == name and not text):
+                raise DataError(f"column {column!r} must hold a text: got {str(text)[:80]!r}")
+        return self._encoded(row, name, {"prompt": prompt, "completion": answer}, 0)
+
+    def _chat(self, row: Row, name: str, chat: list[Message], start: int) -> SupervisedRow:
+        return self._encoded(
+            row, name, {"messages": chat, "tools": row.columns.get("tools")}, start
+        )
+
+    def _encoded(
+        self, row: Row, name: str, columns: Mapping[str, object], start: int
+    ) -> SupervisedRow:
+        location = f"{row.location}, {name}"
+        made = list(self._encoder.rows(Row(columns, location), start=start))
+        if len(made) > 1:
+            raise DataError(
+                f"{location}: the chat template shows earlier turns otherwise than they were: give "
+                "answers of one turn"
+            )
+        return made[0]
+
+
+def _is_paired(row: Row) -> bool:
+    """Whether a row is a pair.
+
+    Raises:
+        DataError: It is none, and no labelled answer either.
+    """
+    found = {name for name, value in row.columns.items() if value is not None}
+    if {"chosen", "rejected"} <= found:
+        return True
+    if {"prompt", "completion", "label"} <= found:
+        return False
+    raise DataError(
+        f"{row.location}: expected columns chosen and rejected (and prompt), or prompt, completion "
+        f"and label; found {', '.join(map(repr, row.columns)) or 'none'}"
+    )
+
+
+def _paired_chats(columns: Mapping[str, object]) -> tuple[tuple[list[Message], ...], int]:
+    """Both conversations, and how many messages of each are their prompt."""
+    chosen, rejected = (_messages(columns, name, "assistant") for name in ("chosen", "rejected"))
+    begins = {each[0]["role"] == "assistant" for each in (chosen, rejected)}
+    if begins == {True}:
+        prompt = _prompt(columns)
+        return ([*prompt, *chosen], [*prompt, *rejected]), len(prompt)
+    pairs = zip(chosen, rejected, strict=False)
+    start = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
+    if chosen == rejected:
+        raise DataError("chosen and rejected are the same messages: leave the row out")
+    for name, chat in (("chosen", chosen), ("rejected", rejected)):
+        if len(chat) == start or chat[start]["role"] != "assistant":
+            raise DataError(
+                f"chosen and rejected part at message {start + 1}, which of {name} is no "
+                "assistant's: expected two answers to the same messages"
+            )
+    _check_prompt(columns, chosen[:start])
+    return (chosen, rejected), start
+
+
+def _labelled_chat(columns: Mapping[str, object], answer: object) -> tuple[list[Message], int]:
+    """A conversation, and how many messages of it are the prompt."""
+    prompt, chat = _prompt(columns), _messages(columns, "completion", "assistant")
+    if chat[0]["role"] != "assistant":
+        raise DataError(
+            f"column 'completion' must begin with an assistant's message: got {str(answer)[:80]!r}"
+        )
+    return [*prompt, *chat], len(prompt)
+
+
+def _prompt(columns: Mapping[str, object]) -> list[Message]:
+    if columns.get("prompt") is None:
+        raise DataError("the answers need a prompt before them: give a column prompt")
+    return _messages(columns, "prompt", "user")
+
+
+def _check_prompt(columns: Mapping[str, object], shared: Sequence[Message]) -> None:
+    """Raises a DataError where a given prompt is none of what both conversations share."""
+    if columns.get("prompt") is None:
+        return
+    prompt = _messages(columns, "prompt", "user")
+    if any(each not in shared for each in prompt):
+        raise DataError(
+            "chosen and rejected hold a prompt of their own, and it is not that of column "
+            "'prompt': leave one of them out"
+        )
+
+
+def _messages(columns: Mapping[str, object], name: str, role: str) -> list[Message]:
+    """The messages of a column; a text is one of `role`."""
+    content = columns[name]
+    if isinstance(content, str) and content:
+        return [{"role": role, "content": content}]
+    try:
+        return read_messages(content, name)
+    except DataError as err:
+        raise err if str(err).startswith("column") else DataError(f"{name}: {err}") from err
+
+
+def _margin(columns: Mapping[str, object]) -> float | None:
+    """By how much the chosen answer is better, of the column or of both scores."""
+    found = {
+        name: columns[name]
+        for name in ("margin", "score_chosen", "score_rejected")
+        if columns.get(name) is not None
+    }
+    for name, value in found.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and math.isfinite(float(str(value)))):
+            raise DataError(f"column {name!r} must hold a finite number: got {value!r}")
+    numbers = {name: float(str(value)) for name, value in found.items()}
+    if "margin" in numbers:
+        margin = numbers["margin"]
+    elif len(numbers) == 2:
+        margin = numbers["score_chosen"] - numbers["score_rejected"]
+    else:
+        return None
+    if margin < 0:
+        raise DataError(
+            f"the chosen answer is worse than the rejected one, by {-margin:g}: swap them, or "
+            "leave the row out"
+        )
+    return margin
