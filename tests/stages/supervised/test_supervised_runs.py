@@ -193,7 +193,7 @@ def test_the_report_shows_the_run(tmp_path, model, rows):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"init_kl_coef": 0.1}, "init_kl_coef is no option of supervised training"),
+        ({"init_kl_coef": 0.1}, "init_kl_coef is no option of lightrft sft"),
         ({"train_batch_size": 16}, "has 8 usable rows, less than one step takes"),
         ({"micro_train_batch_size": 3}, "train_batch_size must be a multiple of"),
         ({"prompt_data": None}, "--prompt_data is missing"),

@@ -13,13 +13,20 @@ from lightrft.config.options import (
     engine_option,
     models_option,
     monitoring_option,
+    preference_option,
     reward_option,
     rollout_option,
     run_option,
     supervised_option,
     training_option,
 )
-from lightrft.config.registry import AGGREGATIONS, LOGGERS, POLICY_LOSSES, TRAIN_ON
+from lightrft.config.registry import (
+    AGGREGATIONS,
+    LOGGERS,
+    POLICY_LOSSES,
+    PREFERENCE_LOSSES,
+    TRAIN_ON,
+)
 from lightrft.config.strategy_config import ENGINE_TYPES, Arguments, StrategyConfig
 
 
@@ -29,8 +36,9 @@ class RunOptions(StrategyConfig):
 
     prompt_data: str | None = data_option(
         None,
-        "Training prompts (rows of lightrft sft): a JSONL, JSON or Parquet file, a folder, or the "
-        "name of a data set (owner/name[:configuration]); several separated by commas.",
+        "Training prompts (rows of lightrft sft and prefer): a JSONL, JSON or Parquet file, a "
+        "folder, or the name of a data set (owner/name[:configuration]); several separated by "
+        "commas.",
         common=True,
         path="file",
         commands=SFT,
@@ -591,7 +599,7 @@ class RunOptions(StrategyConfig):
     )
     max_epochs: int = algorithm_option(
         1,
-        "Passes over the samples of one step; of lightrft sft, over its rows.",
+        "Passes over the samples of one step; of lightrft sft and prefer, over their rows.",
         at_least=1,
         commands=SFT,
     )
@@ -623,6 +631,24 @@ class RunOptions(StrategyConfig):
         "Tokens whose loss counts: all, the completion, every assistant turn or the last one; "
         "unset is all of a text, the completion after a prompt, the assistant turns of a chat.",
         choices=TRAIN_ON,
+        common=True,
+        commands=("sft",),
+    )
+    preference_loss: tuple[str, ...] = preference_option(
+        ("dpo",),
+        "Preference losses, whose weighted sum is minimised; names of TRL are known, too.",
+        choices=PREFERENCE_LOSSES,
+        common=True,
+    )
+    preference_weights: tuple[float, ...] = preference_option(
+        (),
+        "Weight of each preference loss; unset is 1 each.",
+        at_least=0,
+    )
+    preference_args: Arguments = preference_option(
+        None,
+        "Hyper-parameters of the preference losses under their own names, such as beta=0.1; one "
+        "reaches every loss that has it.",
         common=True,
     )
     max_row_tokens: int = supervised_option(

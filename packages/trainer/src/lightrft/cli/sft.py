@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lightrft.cli.errors import refuse, run_guarded
 from lightrft.cli.options import Parser, parse_options
@@ -36,20 +36,36 @@ def next_commands(output_dir: str, model_dir: str) -> str:
 
 
 def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
+    """See `parse_stage`."""
+
+    def problems(config: TrainConfig, world_size: int) -> list[str]:
+        from lightrft.stages.supervised.supervised_inputs import option_problems
+
+        return option_problems(config, world_size)
+
+    return parse_stage(argv, build_parser(), problems)
+
+
+def parse_stage(
+    argv: Sequence[str], parser: Parser, problems_of: Callable[[TrainConfig, int], list[str]]
+) -> tuple[TrainConfig, int]:
     """The configuration and the number of processes on this node.
+
+    Args:
+        argv: Arguments of a command that trains on given rows.
+        parser: Of the command.
+        problems_of: Given options that are right by themselves and the number of processes.
 
     Raises:
         ConfigError: Unknown names, wrong values, missing files; all of them at once.
         UsageError: Arguments that cannot be read.
     """
-    config, parsed, problems = parse_options(build_parser(), argv)
+    config, parsed, problems = parse_options(parser, argv)
     if not problems:
         from lightrft.cli.preflight import model_problems
         from lightrft.run.resume import plan_run
-        from lightrft.stages.supervised.supervised_inputs import option_problems
 
-        world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
-        problems += option_problems(config, world_size)
+        problems += problems_of(config, int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node)))
         if config.pretrain is not None:
             problems += model_problems("--pretrain", config.pretrain)
         try:

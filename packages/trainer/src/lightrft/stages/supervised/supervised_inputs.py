@@ -113,12 +113,13 @@ def read_inputs(config: TrainConfig) -> SupervisedInputs:
     return SupervisedInputs(tokenizer, data, held_out.rows)
 
 
-def option_problems(config: TrainConfig, num_processes: int) -> list[str]:
-    """Problems of the options of supervised training, one line each.
+def option_problems(config: TrainConfig, num_processes: int, command: str = "sft") -> list[str]:
+    """Problems of the options of training on given rows, one line each.
 
     Args:
         config: Options of the run.
         num_processes: Of the run.
+        command: That takes the options.
     """
     found = [
         f"--{name} is missing"
@@ -126,9 +127,9 @@ def option_problems(config: TrainConfig, num_processes: int) -> list[str]:
         if config.__dict__[name] is None
     ]
     found += [
-        f"{name} is no option of supervised training: leave it out"
+        f"{name} is no option of lightrft {command}: leave it out"
         for name, (entry, info) in options_of(TrainConfig).items()
-        if "sft" not in info.commands and config.__dict__[name] != entry.default
+        if command not in info.commands and config.__dict__[name] != entry.default
     ]
     alike = {"rollout_batch_size": config.train_batch_size, "n_samples_per_prompt": 1}
     lines = batch_problems(TrainConfig(**{**config.__dict__, **alike}), num_processes)

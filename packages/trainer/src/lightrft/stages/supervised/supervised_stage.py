@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows
@@ -83,11 +83,7 @@ class SupervisedStage(Stage[RowBatch]):
         configure_models(config, strategy, [models.main.model])
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
-        # A packed micro-batch holds what as many of the longest rows would.
-        bound = config.micro_batch_tokens
-        if bound is None and config.packing_samples:
-            bound = config.micro_train_batch_size * config.max_row_tokens
-        self._cut = config.replaced({"micro_batch_tokens": bound})
+        self._cut = bounded_by_tokens(config)
 
     def planned_steps(self) -> int:
         """See `Stage`."""
@@ -95,12 +91,7 @@ class SupervisedStage(Stage[RowBatch]):
 
     def draw(self, step: Step) -> RowBatch:
         """See `Stage`; every rank learns all rows, so that long ones are shared out evenly."""
-        if step.data is None:
-            raise RuntimeError("supervised steps draw their rows from a loader")
-        own = cast("Sequence[int]", step.data.next_batch())
-        shares: list[list[int]] = self.strategy.gather_objects(list(own))
-        places = sorted(place for share in shares for place in share)
-        rows = tuple(self.data.rows[place] for place in places)
+        rows = tuple(self.data.rows[place] for place in drawn_places(step, self.strategy))
         return self.batch_of(rows, step.number)
 
     def batch_of(self, rows: tuple[SupervisedRow, ...], number: int) -> RowBatch:
@@ -155,16 +146,8 @@ class SupervisedStage(Stage[RowBatch]):
     def _score(
         self, rows: Sequence[SupervisedRow], token_loss: TokenLossFunction | None = None
     ) -> ActorOutput:
-        """Logprobs of the trained tokens of some rows; 0 elsewhere."""
-        device = self.strategy.device
-        token_ids, attention_mask = pad_rows([row.token_ids.tolist() for row in rows], device)
-        is_trained = torch.zeros_like(attention_mask)
-        flat = np.concatenate([row.is_trained for row in rows])
-        is_trained[attention_mask] = torch.from_numpy(flat).to(device)
-        output: ActorOutput = self.models.main.model(
-            token_ids, attention_mask, scored_mask=is_trained, token_loss=token_loss
-        )
-        return output
+        """See `score_rows`."""
+        return score_rows(self.models.main.model, rows, self.strategy.device, token_loss)
 
     def finish(self, batch: RowBatch, metrics: dict[str, float]) -> dict[str, float]:
         """See `Stage`."""
@@ -201,6 +184,47 @@ class SupervisedStage(Stage[RowBatch]):
         }
 
 
+def drawn_places(step: Step, strategy: StrategyBase) -> list[int]:
+    """Places of the rows that all ranks draw for a step, in order; collective.
+
+    Raises:
+        RuntimeError: The step has no data.
+    """
+    if step.data is None:
+        raise RuntimeError("steps on given rows draw them from a loader")
+    own = cast("Sequence[int]", step.data.next_batch())
+    shares: list[list[int]] = strategy.gather_objects(list(own))
+    return sorted(place for share in shares for place in share)
+
+
+def bounded_by_tokens(config: TrainConfig, *, rows_per_item: int = 1) -> TrainConfig:
+    """The configuration by which micro-batches are cut.
+
+    A packed one holds what as many of the longest rows would.
+    """
+    bound = config.micro_batch_tokens
+    if bound is None and config.packing_samples:
+        bound = config.micro_train_batch_size * config.max_row_tokens * rows_per_item
+    return config.replaced({"micro_batch_tokens": bound})
+
+
+def score_rows(
+    model: nn.Module,
+    rows: Sequence[SupervisedRow],
+    device: torch.device,
+    token_loss: TokenLossFunction | None = None,
+) -> ActorOutput:
+    """Logprobs of the trained tokens of some rows; 0 elsewhere."""
+    token_ids, attention_mask = pad_rows([row.token_ids.tolist() for row in rows], device)
+    is_trained = torch.zeros_like(attention_mask)
+    flat = np.concatenate([row.is_trained for row in rows])
+    is_trained[attention_mask] = torch.from_numpy(flat).to(device)
+    output: ActorOutput = model(
+        token_ids, attention_mask, scored_mask=is_trained, token_loss=token_loss
+    )
+    return output
+
+
 def _num_trained(rows: Sequence[SupervisedRow]) -> float:
     return float(sum(row.num_trained for row in rows))
 
@@ -210,7 +234,7 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def planned_updates(data: SupervisedRows, config: TrainConfig, strategy: StrategyBase) -> int:
+def planned_updates(data: Sized, config: TrainConfig, strategy: StrategyBase) -> int:
     """Optimizer steps of a whole run: whole batches of each of `max_epochs` passes."""
     per_rank = len(data) // strategy.world_size
     total = per_rank * strategy.world_size // config.train_batch_size * config.max_epochs
