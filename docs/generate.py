@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
-from lightrft.config.options import OptionInfo, type_hints
+from lightrft.config.options import SFT, OptionInfo, type_hints
 from lightrft.run.gpus import GB, GPUS
 from lightrft.tools.plan.advice import advise
 from lightrft.tools.plan.duration import CONSTANTS, scale, where_it_stops_paying
@@ -51,21 +51,23 @@ def configuration() -> str:
         NOTE,
         "",
         "Every option is a flag of `lightrft train`, those under Supervised of `lightrft sft` "
-        "(`--name value`; booleans have `--no_name`), a "
-        "key of a TOML file (`--config run.toml`), and a field of `lightrft.config.TrainConfig`. "
+        "and `prefer`, those under Preference of `prefer` (`--name value`; booleans have "
+        "`--no_name`), a key of a TOML file (`--config run.toml`), and a field of "
+        "`lightrft.config.TrainConfig`. "
         "Later files win over earlier ones, flags over files. Unknown names and wrong values are "
         "errors, all reported at once; options that act in no run like the given one are listed at "
         "the start, or refused with `--strict`.",
         "",
     ]
+    options = {
+        name: info
+        for command in ("train", *SFT)
+        for name, info in available_options(command).items()
+    }
     for group in GROUPS:
         lines += [f"## {group.capitalize()}", "", "| option | type | default | meaning |"]
         lines += ["|---|---|---|---|"]
-        lines += [
-            _option_row(name, info)
-            for name, info in {**available_options(), **available_options("sft")}.items()
-            if info.group == group
-        ]
+        lines += [_option_row(name, info) for name, info in options.items() if info.group == group]
         lines.append("")
     lines += [
         "## Names that are refused",

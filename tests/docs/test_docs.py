@@ -35,6 +35,7 @@ COSTLY = (
     "index.md",
     "one_gpu.md",
     "one_node.md",
+    "prefer.md",
     "scaling.md",
     "several_nodes.md",
     "sft.md",

@@ -267,8 +267,8 @@ class PreferenceStage(Stage[PreferenceBatch]):
     def _warn_of_swap(self, found: dict[str, float]) -> None:
         """Writes a line if held-out pairs come out the other way round than trained ones."""
         accuracy, num_pairs = found.get("accuracy", math.nan), found["num_rows"]
-        # Three standard deviations of as many coins.
-        if self._trained_accuracy > 0.5 > accuracy + 1.5 / math.sqrt(num_pairs):
+        # Two and a half standard deviations of as many coins.
+        if self._trained_accuracy > 0.5 > accuracy + 1.25 / math.sqrt(num_pairs):
             self.strategy.print(
                 f"warning: the accuracy is {self._trained_accuracy:.2f} on trained pairs and "
                 f"{accuracy:.2f} on {num_pairs:.0f} held-out ones, worse than by chance: chosen "
