@@ -81,7 +81,9 @@ def test_pairs_are_told_apart_and_so_are_held_out_ones(tmp_path, model, capsys):
     assert end["eval/margin"] > 1
     assert summary.last_metrics["accuracy"] == 1.0
     assert (tmp_path / "run/checkpoints/best").is_dir()
-    assert "swapped" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "swapped" not in said
+    assert "held-out pairs are trained on" not in said
 
 
 def test_a_swap_of_chosen_and_rejected_is_named(tmp_path, model, capsys):
@@ -228,12 +230,13 @@ def test_an_own_loss_is_taken_and_a_wrong_one_is_named(tmp_path, model):
         PreferenceTrainer(TrainConfig(**options(model, rows, tmp_path / "new", **own))).train()
 
 
-def test_the_report_shows_the_run(tmp_path, model):
+def test_the_report_shows_the_run(tmp_path, model, capsys):
     from lightrft.tools.report.page import render_report
 
     rows = write_pairs(tmp_path, "rows")
-    config = TrainConfig(**options(model, rows, tmp_path / "run", max_steps=2))
+    config = TrainConfig(**options(model, rows, tmp_path / "run", max_steps=2, eval_data=rows))
     assert PreferenceTrainer(config).train().num_steps == 2
+    assert "the prompts of 8 of 8 held-out pairs are trained on, too" in capsys.readouterr().out
     page = render_report(tmp_path / "run")
     assert "chosen_reward" in page
     assert "margin" in page

@@ -24,7 +24,7 @@ from lightrft.stages.policy.models import (
     trained_model,
 )
 from lightrft.stages.preference.preference_objective import build_objective
-from lightrft.stages.preference.preference_stage import PreferenceStage
+from lightrft.stages.preference.preference_stage import PreferenceStage, prompt_ids
 from lightrft.stages.stage import TrainedModels
 from lightrft.stages.supervised.supervised_inputs import option_problems, shown_mask, warn_of_end
 from lightrft.stages.supervised.supervised_stage import planned_updates
@@ -61,6 +61,13 @@ class PreferenceInputs:
             strategy.print(f"{name} in {shown_mask(row, self.tokenizer)}")
         kind = "pairs" if self.data.is_paired else "answers"
         strategy.print(f"{num_steps} steps of {config.train_batch_size} {kind}")
+        trained = {prompt_ids(item.rows[0]).tobytes() for item in self.data.rows}
+        known = sum(prompt_ids(item.rows[0]).tobytes() in trained for item in self.held_out)
+        if known:
+            strategy.print(
+                f"warning: the prompts of {known} of {len(self.held_out)} held-out {kind} are "
+                "trained on, too: eval/accuracy says less about others"
+            )
         with phase("load the model", timedelta(minutes=config.timeout_minutes)):
             models, reference = build_models(config, strategy, num_steps)
         stage = PreferenceStage(config, strategy, models, reference, self.data, self.held_out)

@@ -78,17 +78,6 @@ class PreferencePart:
         """Numbers over all ranks."""
         return StepCounts(len(self.items), sum(len(item.rows) for item in self.items))
 
-    @property
-    def tokens_per_chosen(self) -> float:
-        """Mean tokens of a chosen (or good) answer over all ranks; 1 without one."""
-        tokens = [
-            row.num_trained
-            for item in self.items
-            for row, is_good in zip(item.rows, item.labels, strict=True)
-            if is_good
-        ]
-        return sum(tokens) / len(tokens) if tokens else 1.0
-
 
 @dataclass(frozen=True, slots=True)
 class PreferenceBatch:
@@ -97,7 +86,7 @@ class PreferenceBatch:
     Args:
         part: Which this rank trains.
         ref_logprobs: [own, answers] sums under the reference; 0 without one.
-        kl: See `PreferenceSums`.
+        tokens_per_chosen, kl: See `PreferenceSums`.
         slopes: [own, answers] derivative of the loss of the step by each sum, where the loss of a
             pair depends on the others; else None.
         loss: Of the step, where it is known from all sums; else None.
@@ -105,9 +94,27 @@ class PreferenceBatch:
 
     part: PreferencePart
     ref_logprobs: Tensor
+    tokens_per_chosen: float
     kl: float = 0.0
     slopes: Tensor | None = None
     loss: float | None = None
+
+    def sums(
+        self, items: Sequence[Preference], logprobs: Tensor, ref_logprobs: Tensor
+    ) -> PreferenceSums:
+        """Sums of chosen and of rejected answers.
+
+        Args:
+            items: Some of the step.
+            logprobs, ref_logprobs: [items, answers].
+        """
+        is_good = torch.tensor([item.labels for item in items], device=logprobs.device)
+        tokens = logprobs.new_tensor([[row.num_trained for row in item.rows] for item in items])
+        chosen, rejected = (
+            AnswerSums(logprobs[kind], ref_logprobs[kind], tokens[kind])
+            for kind in (is_good, ~is_good)
+        )
+        return PreferenceSums(chosen, rejected, self.tokens_per_chosen, self.kl)
 
 
 class PreferenceStage(Stage[PreferenceBatch]):
@@ -204,8 +211,7 @@ class PreferenceStage(Stage[PreferenceBatch]):
         """The share of a micro-batch in the loss of the step."""
         items = batch.part.own[part]
         logprobs = self._sums(self.models.main.model, items)
-        sums = preference_sums(items, logprobs, batch.ref_logprobs[part])
-        sums = replace(sums, tokens_per_chosen=batch.part.tokens_per_chosen, kl=batch.kl)
+        sums = batch.sums(items, logprobs, batch.ref_logprobs[part])
         if batch.slopes is None:
             share = shown = self.objective.share(sums, batch.part.counts)
         else:
@@ -256,8 +262,7 @@ class PreferenceStage(Stage[PreferenceBatch]):
         logprobs, reference = self._of_all_ranks(
             part, [self._score(self.models.main.model, part), batch.ref_logprobs]
         )
-        sums = preference_sums(items, logprobs, reference)
-        sums = replace(sums, tokens_per_chosen=part.tokens_per_chosen, kl=batch.kl)
+        sums = batch.sums(items, logprobs, reference)
         found = {"loss": float(self.objective.share(sums, part.counts))}
         found |= {n: float(v.mean()) for n, v in self._shown(sums).items() if len(v)}
         found = with_margin(found) | {"num_rows": float(len(items))}
@@ -308,16 +313,14 @@ class PreferenceStage(Stage[PreferenceBatch]):
         reference = torch.zeros(size, dtype=torch.float64, device=self.strategy.device)
         if objective.uses_reference:
             reference = self._score(None, part)
-        batch = PreferenceBatch(part, reference)
+        batch = PreferenceBatch(part, reference, tokens_per_chosen(part.items))
         if objective.uses_kl:
             batch = replace(batch, kl=self._kl(part))
         if not objective.couples_pairs:
             return batch
         logprobs, ref_logprobs = self._of_all_ranks(part, [self._score(model, part), reference])
         logprobs.requires_grad_()
-        sums = preference_sums(part.items, logprobs, ref_logprobs)
-        sums = replace(sums, tokens_per_chosen=part.tokens_per_chosen, kl=batch.kl)
-        loss = objective.share(sums, part.counts)
+        loss = objective.share(batch.sums(part.items, logprobs, ref_logprobs), part.counts)
         (slopes,) = torch.autograd.grad(loss, logprobs)
         return replace(batch, slopes=slopes[torch.from_numpy(part.places)], loss=loss.item())
 
@@ -379,21 +382,15 @@ class PreferenceStage(Stage[PreferenceBatch]):
         return output.logprobs.double().sum(dim=1).view(len(groups), -1)
 
 
-def preference_sums(
-    items: Sequence[Preference], logprobs: Tensor, ref_logprobs: Tensor
-) -> PreferenceSums:
-    """Sums of chosen and of rejected answers.
-
-    Args:
-        items: Of one kind.
-        logprobs, ref_logprobs: [items, answers].
-    """
-    is_good = torch.tensor([item.labels for item in items], device=logprobs.device)
-    tokens = logprobs.new_tensor([[row.num_trained for row in item.rows] for item in items])
-    chosen, rejected = (
-        AnswerSums(logprobs[kind], ref_logprobs[kind], tokens[kind]) for kind in (is_good, ~is_good)
-    )
-    return PreferenceSums(chosen, rejected)
+def tokens_per_chosen(items: Sequence[Preference]) -> float:
+    """Mean tokens of a chosen (or good) answer; 1 without one."""
+    tokens = [
+        row.num_trained
+        for item in items
+        for row, is_good in zip(item.rows, item.labels, strict=True)
+        if is_good
+    ]
+    return sum(tokens) / len(tokens) if tokens else 1.0
 
 
 def other_answers(items: Sequence[Preference], place: int) -> tuple[SupervisedRow, ...] | None:
