@@ -5,8 +5,13 @@ from collections.abc import Sequence
 
 from lightrft.cli.errors import run_guarded
 from lightrft.cli.options import Parser
-from lightrft.cli.sft import next_commands, parse_stage
-from lightrft.cli.train import StageCommand, run_stage, stage_parser
+from lightrft.cli.train import (
+    StageCommand,
+    next_after_rows,
+    parse_stage,
+    run_stage,
+    stage_parser,
+)
 from lightrft.config import TrainConfig
 
 
@@ -20,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
         DataError: Rows that cannot be used.
     """
     command = StageCommand(
-        "lightrft.cli.prefer", "prefer", build_parser, parse, lambda _: None, next_commands
+        "lightrft.cli.prefer", "prefer", build_parser, parse, lambda _: None, next_after_rows
     )
     return run_stage(argv, command)
 

@@ -1,14 +1,18 @@
 """`lightrft sft`: supervised fine-tuning; processes, signals and files are those of `train`."""
 
-import os
-import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from lightrft.cli.errors import refuse, run_guarded
-from lightrft.cli.options import Parser, parse_options
-from lightrft.cli.train import StageCommand, run_stage, stage_parser
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.cli.errors import run_guarded
+from lightrft.cli.options import Parser
+from lightrft.cli.train import (
+    StageCommand,
+    next_after_rows,
+    parse_stage,
+    run_stage,
+    stage_parser,
+)
+from lightrft.config import TrainConfig
 
 
 def run(argv: Sequence[str]) -> int:
@@ -22,16 +26,9 @@ def run(argv: Sequence[str]) -> int:
     """
     return run_stage(
         argv,
-        StageCommand("lightrft.cli.sft", "sft", build_parser, parse, lambda _: None, next_commands),
-    )
-
-
-def next_commands(output_dir: str, model_dir: str) -> str:
-    """The place of the trained model, and the commands that come next."""
-    run, exported = map(shlex.quote, (output_dir, f"{output_dir}_exported"))
-    return (
-        f"model    {model_dir}\nnext     lightrft report {run}\n"
-        f"         lightrft export {run} {exported}"
+        StageCommand(
+            "lightrft.cli.sft", "sft", build_parser, parse, lambda _: None, next_after_rows
+        ),
     )
 
 
@@ -44,36 +41,6 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
         return option_problems(config, world_size)
 
     return parse_stage(argv, build_parser(), problems)
-
-
-def parse_stage(
-    argv: Sequence[str], parser: Parser, problems_of: Callable[[TrainConfig, int], list[str]]
-) -> tuple[TrainConfig, int]:
-    """The configuration and the number of processes on this node.
-
-    Args:
-        argv: Arguments of a command that trains on given rows.
-        parser: Of the command.
-        problems_of: Given options that are right by themselves and the number of processes.
-
-    Raises:
-        ConfigError: Unknown names, wrong values, missing files; all of them at once.
-        UsageError: Arguments that cannot be read.
-    """
-    config, parsed, problems = parse_options(parser, argv)
-    if not problems:
-        from lightrft.cli.preflight import model_problems
-        from lightrft.run.resume import plan_run
-
-        problems += problems_of(config, int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node)))
-        if config.pretrain is not None:
-            problems += model_problems("--pretrain", config.pretrain)
-        try:
-            plan_run(config)
-        except ConfigError as err:
-            problems.append(str(err))
-    refuse(problems, ConfigError)
-    return config, parsed.nproc_per_node
 
 
 def build_parser(*, lists_all: bool = True) -> Parser:

@@ -160,6 +160,15 @@ def next_commands(output_dir: str, model_dir: str) -> str:
     )
 
 
+def next_after_rows(output_dir: str, model_dir: str) -> str:
+    """The same without prompts to evaluate on."""
+    run, exported = map(shlex.quote, (output_dir, f"{output_dir}_exported"))
+    return (
+        f"model    {model_dir}\nnext     lightrft report {run}\n"
+        f"         lightrft export {run} {exported}"
+    )
+
+
 @contextmanager
 def interruption_explained(config: TrainConfig) -> Iterator[None]:
     """Notes an interruption (Ctrl-C) in the run, and says what the same command will do."""
@@ -199,6 +208,36 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
         problems += config.unused_options() if config.strict else []
     refuse(problems, ConfigError)
     return config, processes
+
+
+def parse_stage(
+    argv: Sequence[str], parser: Parser, problems_of: Callable[[TrainConfig, int], list[str]]
+) -> tuple[TrainConfig, int]:
+    """The configuration and the number of processes on this node.
+
+    Args:
+        argv: Arguments of a command that trains on given rows.
+        parser: Of the command.
+        problems_of: Given options that are right by themselves and the number of processes.
+
+    Raises:
+        ConfigError: Unknown names, wrong values, missing files; all of them at once.
+        UsageError: Arguments that cannot be read.
+    """
+    config, parsed, problems = parse_options(parser, argv)
+    if not problems:
+        from lightrft.cli.preflight import model_problems
+        from lightrft.run.resume import plan_run
+
+        problems += problems_of(config, int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node)))
+        if config.pretrain is not None:
+            problems += model_problems("--pretrain", config.pretrain)
+        try:
+            plan_run(config)
+        except ConfigError as err:
+            problems.append(str(err))
+    refuse(problems, ConfigError)
+    return config, parsed.nproc_per_node
 
 
 def build_parser(*, lists_all: bool = True) -> Parser:
