@@ -66,7 +66,7 @@ class PreferenceInputs:
         if known:
             strategy.print(
                 f"warning: the prompts of {known} of {len(self.held_out)} held-out {kind} are "
-                "trained on, too: eval/accuracy says less about others"
+                "trained on, too: the evaluation says less about others"
             )
         with phase("load the model", timedelta(minutes=config.timeout_minutes)):
             models, reference = build_models(config, strategy, num_steps)
