@@ -57,8 +57,9 @@ def configuration() -> str:
         NOTE,
         "",
         "Every option is a flag of `lightrft train`, those under Supervised of `lightrft sft` "
-        "or `lightrft reward` (`--name value`; booleans have `--no_name`), a "
-        "key of a TOML file (`--config run.toml`), and a field of `lightrft.config.TrainConfig`. "
+        "and others that train on given rows, those under Preference of `lightrft prefer` "
+        "(`--name value`; booleans have `--no_name`), a key of a TOML file "
+        "(`--config run.toml`), and a field of `lightrft.config.TrainConfig`. "
         "Later files win over earlier ones, flags over files. Unknown names and wrong values are "
         "errors, all reported at once; options that act in no run like the given one are listed at "
         "the start, or refused with `--strict`.",

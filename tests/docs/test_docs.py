@@ -37,6 +37,7 @@ COSTLY = (
     "one_node.md",
     "rows.md",
     "reward_models.md",
+    "prefer.md",
     "scaling.md",
     "several_nodes.md",
     "sft.md",

@@ -15,6 +15,7 @@ import torch
 from lightrft.cli.main import main
 from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
+from lightrft.config.options import SFT
 from lightrft.engines.media.media import MEDIA_KINDS
 from lightrft.reporting.alarms import alarms
 from lightrft.rollout.sampler import training_params
@@ -355,7 +356,7 @@ def test_every_option_is_read_by_the_code_that_carries_it_out():
                     found |= names_of_kinds(ast.unparse(node))
                 elif isinstance(node, ast.Constant) and path.parent.name != "config":
                     found.add(node.value)
-    assert {*available_options(), *available_options("sft")} - found == set()
+    assert {n for each in ("train", *SFT) for n in available_options(each)} - found == set()
 
 
 @pytest.mark.parametrize("name", OBSERVED)

@@ -12,7 +12,9 @@ from typing import Literal, TypedDict, TypeGuard, TypeVar, Unpack
 
 T = TypeVar("T")
 CRITIC = "a critic"
-SUPERVISED = "supervised"
+SUPERVISED, PREFERENCE = "supervised", "preference"
+# Headings of the options that `train` does not take.
+NOT_OF_TRAIN = (SUPERVISED, PREFERENCE)
 _SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$|wandb")
 _COLUMN = re.compile(r"(input|label|images?|videos?|reference)_key$")
 _ADDRESS = re.compile(r"\w*:?//[^\s'\"<>]*[@?][^\s'\"<>]*")
@@ -90,11 +92,12 @@ def option(default: T, help: str, *, group: str, **details: Unpack[_Details]) ->
 
 
 # Values of `commands`: those beside `train` that read the same data, that generate, that train on
-# given rows; and those of one of these.
+# given rows, one of these, and those whose model samples.
 DATA_AND_EVAL = ("data", "eval")
 EVAL = ("eval",)
-SFT = ("sft", "reward")
+SFT = ("sft", "prefer", "reward")
 SFT_ALONE = ("sft",)
+LANGUAGE = ("sft", "prefer")
 NOT_SFT = ()
 # Options of one heading each; an observation, or where a run ends and writes, may change.
 algorithm_option = partial(option, group="algorithm")
@@ -107,8 +110,9 @@ reward_option = partial(option, group="reward")
 rollout_option = partial(option, group="rollout")
 run_option = partial(option, group="run", may_change=True, commands=SFT)
 training_option = partial(option, group="training", commands=SFT)
-# Options of these alone.
+# Options of stages that read given rows.
 supervised_option = partial(option, group=SUPERVISED, commands=SFT)
+preference_option = partial(option, group=PREFERENCE, commands=("prefer",))
 
 
 def options_of(cls: type[object]) -> dict[str, tuple[Field[object], OptionInfo]]:

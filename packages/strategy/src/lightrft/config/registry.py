@@ -279,6 +279,40 @@ POLICY_LOSSES = Registry(
         "sapo-sequence": f"{_POLICY}.sequence_level:sequence_sapo_policy_loss",
     },
 )
+_PREFERENCES = "lightrft.algorithms.preference_losses"
+# With the names of TRL.
+PREFERENCE_LOSSES = Registry(
+    "preference loss",
+    {
+        "dpo": f"{_PREFERENCES}:dpo_loss",
+        "sigmoid": f"{_PREFERENCES}:dpo_loss",
+        "cdpo": f"{_PREFERENCES}:cdpo_loss",
+        "robust": f"{_PREFERENCES}:robust_loss",
+        "hinge": f"{_PREFERENCES}:hinge_loss",
+        "ipo": f"{_PREFERENCES}:ipo_loss",
+        "dpo_norm": f"{_PREFERENCES}:dpo_norm_loss",
+        "sigmoid_norm": f"{_PREFERENCES}:dpo_norm_loss",
+        "exo": f"{_PREFERENCES}:exo_loss",
+        "exo_pair": f"{_PREFERENCES}:exo_loss",
+        "nca": f"{_PREFERENCES}:nca_loss",
+        "nca_pair": f"{_PREFERENCES}:nca_loss",
+        "sppo": f"{_PREFERENCES}:sppo_loss",
+        "sppo_hard": f"{_PREFERENCES}:sppo_loss",
+        "apo_zero": f"{_PREFERENCES}:apo_zero_loss",
+        "apo_zero_unpaired": f"{_PREFERENCES}:apo_zero_unpaired_loss",
+        "apo_down": f"{_PREFERENCES}:apo_down_loss",
+        "bco": f"{_PREFERENCES}:bco_loss",
+        "bco_pair": f"{_PREFERENCES}:bco_loss",
+        "discopop": f"{_PREFERENCES}:discopop_loss",
+        "aot": f"{_PREFERENCES}:aot_loss",
+        "aot_unpaired": f"{_PREFERENCES}:aot_unpaired_loss",
+        "kto": f"{_PREFERENCES}:kto_loss",
+        "simpo": f"{_PREFERENCES}:simpo_loss",
+        "cpo": f"{_PREFERENCES}:cpo_loss",
+        "orpo": f"{_PREFERENCES}:orpo_loss",
+        "sft": f"{_PREFERENCES}:sft_loss",
+    },
+)
 ADVANTAGE_ESTIMATORS = Registry(
     "advantage estimator",
     {
@@ -347,6 +381,7 @@ STAGES = Registry(
         "policy": "lightrft.stages.policy.inputs:read_inputs",
         "sft": "lightrft.stages.supervised.supervised_inputs:read_inputs",
         "reward": "lightrft.stages.reward.reward_inputs:read_inputs",
+        "prefer": "lightrft.stages.preference.preference_inputs:read_inputs",
     },
 )
 # Functions of (config, strategy) that run before models are built and return the options to run
@@ -409,6 +444,7 @@ TRAIN_ON = ("all", "completion", "assistant", "last_assistant")
 # The registries that take a user's own choices, by the option that chooses.
 REGISTRIES = {
     "policy_loss": POLICY_LOSSES,
+    "preference_loss": PREFERENCE_LOSSES,
     "advantage_estimator": ADVANTAGE_ESTIMATORS,
     "reward_fn": REWARDS,
     "reward_loss": REWARD_LOSSES,

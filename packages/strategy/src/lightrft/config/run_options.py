@@ -14,6 +14,7 @@ from lightrft.config.options import (
     engine_option,
     models_option,
     monitoring_option,
+    preference_option,
     reward_option,
     rollout_option,
     run_option,
@@ -24,6 +25,7 @@ from lightrft.config.registry import (
     AGGREGATIONS,
     LOGGERS,
     POLICY_LOSSES,
+    PREFERENCE_LOSSES,
     REWARD_LOSSES,
     SFT_LOSSES,
     TRAIN_ON,
@@ -37,7 +39,7 @@ class RunOptions(StrategyConfig):
 
     prompt_data: str | None = data_option(
         None,
-        "Training prompts (rows of lightrft sft and reward): a JSONL, JSON or Parquet file, a "
+        "Training prompts (rows of lightrft sft, prefer, reward): a JSONL, JSON or Parquet file, a "
         "folder, or the name of a data set (owner/name[:configuration]); several separated by "
         "commas.",
         common=True,
@@ -606,7 +608,7 @@ class RunOptions(StrategyConfig):
     )
     max_epochs: int = algorithm_option(
         1,
-        "Passes over the samples of one step; of lightrft sft and reward, over their rows.",
+        "Passes over the samples of one step; of sft, prefer and reward, over their rows.",
         at_least=1,
         commands=SFT,
     )
@@ -640,6 +642,23 @@ class RunOptions(StrategyConfig):
         choices=TRAIN_ON,
         common=True,
         commands=SFT_ALONE,
+    )
+    preference_loss: tuple[str, ...] = preference_option(
+        ("dpo",),
+        "Preference losses, whose weighted sum is minimised; names of TRL are known, too.",
+        choices=PREFERENCE_LOSSES,
+        common=True,
+    )
+    preference_weights: tuple[float, ...] = preference_option(
+        (),
+        "Weight of each preference loss; unset is 1 each.",
+        at_least=0,
+    )
+    preference_args: Arguments = preference_option(
+        None,
+        "Hyper-parameters of the preference losses under their own names, such as beta=0.1; one "
+        "reaches every loss that has it.",
+        common=True,
     )
     train_on_regex: str | None = supervised_option(
         None,

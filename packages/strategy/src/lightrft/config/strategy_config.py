@@ -13,9 +13,9 @@ from lightrft.config.options import (
     CRITIC,
     DATA_AND_EVAL,
     EVAL,
+    LANGUAGE,
     NOT_SFT,
     SFT,
-    SFT_ALONE,
     ConfigError,
     OptionInfo,
     accepts,
@@ -48,6 +48,9 @@ REINFORCEMENT = "policy"
 LEARNING_RATES: Mapping[str, tuple[float, float]] = {
     REINFORCEMENT: (1e-6, 1e-6),
     "sft": (1e-5, 1e-4),
+    # A pair is one bit, and the loss is steep at the reference.
+    "prefer": (1e-6, 1e-5),
+    "reward": (1e-5, 1e-4),
 }
 ADAM_MOVES = "At most 1: Adam moves each weight by about as much a step, and weights are smaller."
 
@@ -168,7 +171,7 @@ class StrategyConfig:
         "Compute logprobs, where it allows it the policy loss, and the output projection "
         "together, in chunks; unset means yes on GPUs and no on CPUs.",
         by_machine=True,
-        commands=SFT_ALONE,
+        commands=LANGUAGE,
     )
     chunk_size: int | None = training_option(
         None,
@@ -176,7 +179,7 @@ class StrategyConfig:
         "the device.",
         at_least=1,
         acts_with="fused_linear_logprob",
-        commands=SFT_ALONE,
+        commands=LANGUAGE,
     )
     fsdp: bool = distributed_option(
         False,
@@ -237,7 +240,7 @@ class StrategyConfig:
         "means yes on GPUs, above 2 GB of weights and without adapters.",
         acts_with="fsdp",
         by_machine=True,
-        commands=SFT_ALONE,
+        commands=LANGUAGE,
     )
     compile_backend: str | None = distributed_option(
         None,

@@ -40,6 +40,7 @@ GROUPS = (
     "algorithm",
     "training",
     "supervised",
+    "preference",
     "distributed",
     "engine",
     "run",

@@ -1,4 +1,4 @@
-"""Interface of policy losses and advantage estimators: inputs, results and traits.
+"""Interface of losses and advantage estimators: inputs, results and traits.
 
 The hyper-parameters of a loss or an estimator are the keyword-only arguments of the function. What
 a caller must know besides are its traits, declared by a decorator that leaves the function as it
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 Function = TypeVar("Function", bound=Callable[..., object])
-Traits = TypeVar("Traits", "PolicyLossTraits", "AdvantageTraits")
+Traits = TypeVar("Traits", "PolicyLossTraits", "AdvantageTraits", "PreferenceLossTraits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +174,32 @@ class AdvantageTraits(_Declaration):
     whitens: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceLossTraits(_Declaration):
+    """Traits of a preference loss; the defaults hold for a function without a declaration.
+
+    Args:
+        uses_reference: It reads the logprobs of the reference.
+        is_per_token: Answers are compared by means over their tokens.
+        is_of_answers: It gives one loss per answer instead of one per pair, those of `chosen`
+            first: labelled answers without a partner will do.
+        couples_pairs: The loss of a pair depends on the other pairs of the step.
+        uses_kl: It reads `PreferenceSums.kl`.
+    """
+
+    uses_reference: bool = True
+    is_per_token: bool = False
+    is_of_answers: bool = False
+    couples_pairs: bool = False
+    uses_kl: bool = False
+
+
 # The decorator's name.
 policy_loss = PolicyLossTraits
 # The decorator's name.
 advantage_estimator = AdvantageTraits
+# The decorator's name.
+preference_loss = PreferenceLossTraits
 
 
 def policy_loss_traits(function: Callable[..., object]) -> PolicyLossTraits:
@@ -188,6 +210,11 @@ def policy_loss_traits(function: Callable[..., object]) -> PolicyLossTraits:
 def advantage_traits(function: Callable[..., object]) -> AdvantageTraits:
     """The declared traits of an advantage estimator, or the defaults."""
     return _traits(function, AdvantageTraits())
+
+
+def preference_loss_traits(function: Callable[..., object]) -> PreferenceLossTraits:
+    """The declared traits of a preference loss, or the defaults."""
+    return _traits(function, PreferenceLossTraits())
 
 
 def _traits(function: Callable[..., object], default: Traits) -> Traits:

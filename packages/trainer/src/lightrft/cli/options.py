@@ -10,8 +10,8 @@ from typing import NoReturn
 from lightrft.cli.errors import UsageError
 from lightrft.config import TrainConfig
 from lightrft.config.options import (
+    NOT_OF_TRAIN,
     SFT,
-    SUPERVISED,
     OptionInfo,
     coerce,
     from_text,
@@ -154,15 +154,15 @@ def add_number(
 
 
 def available_options(command: str = "train") -> dict[str, OptionInfo]:
-    """Options of `train` or `sft` on the command line and in TOML files, by name.
+    """Options of a command that trains, on the command line and in TOML files, by name.
 
-    Other commands read the files of both.
+    Other commands read the files of all.
     """
 
     def takes(info: OptionInfo) -> bool:
         if command in SFT:
             return command in info.commands
-        return command != "train" or info.group != SUPERVISED
+        return command != "train" or info.group not in NOT_OF_TRAIN
 
     options = options_of(TrainConfig)
     return {n: info for n, (_, info) in options.items() if n not in UNAVAILABLE and takes(info)}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightrft.cli.errors import run_guarded
 from lightrft.cli.options import Parser
-from lightrft.cli.train import StageCommand, parse_stage, run_stage, stage_parser
+from lightrft.cli.train import StageCommand, next_after_rows, parse_stage, run_stage, stage_parser
 from lightrft.config import TrainConfig
 
 
@@ -22,10 +22,9 @@ def run(argv: Sequence[str]) -> int:
 
 def next_commands(output_dir: str, model_dir: str) -> str:
     """The place of the trained model, and the commands that come next."""
-    run, model, exported = map(shlex.quote, (output_dir, model_dir, f"{output_dir}_exported"))
+    model = shlex.quote(model_dir)
     return (
-        f"model    {model_dir}\nnext     lightrft report {run}\n"
-        f"         lightrft export {run} {exported}\n"
+        f"{next_after_rows(output_dir, model_dir)}\n"
         f"         lightrft train --reward_pretrain {model} ..."
     )
 

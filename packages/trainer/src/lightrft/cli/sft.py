@@ -1,12 +1,11 @@
 """`lightrft sft`: supervised fine-tuning; processes, signals and files are those of `train`."""
 
-import shlex
 import sys
 from collections.abc import Sequence
 
 from lightrft.cli.errors import run_guarded
 from lightrft.cli.options import Parser
-from lightrft.cli.train import StageCommand, parse_stage, run_stage, stage_parser
+from lightrft.cli.train import StageCommand, next_after_rows, parse_stage, run_stage, stage_parser
 from lightrft.config import TrainConfig
 
 
@@ -21,16 +20,9 @@ def run(argv: Sequence[str]) -> int:
     """
     return run_stage(
         argv,
-        StageCommand("lightrft.cli.sft", "sft", build_parser, parse, lambda _: None, next_commands),
-    )
-
-
-def next_commands(output_dir: str, model_dir: str) -> str:
-    """The place of the trained model, and the commands that come next."""
-    run, exported = map(shlex.quote, (output_dir, f"{output_dir}_exported"))
-    return (
-        f"model    {model_dir}\nnext     lightrft report {run}\n"
-        f"         lightrft export {run} {exported}"
+        StageCommand(
+            "lightrft.cli.sft", "sft", build_parser, parse, lambda _: None, next_after_rows
+        ),
     )
 
 

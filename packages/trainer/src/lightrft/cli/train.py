@@ -160,6 +160,15 @@ def next_commands(output_dir: str, model_dir: str) -> str:
     )
 
 
+def next_after_rows(output_dir: str, model_dir: str) -> str:
+    """The same without prompts to evaluate on."""
+    run, exported = map(shlex.quote, (output_dir, f"{output_dir}_exported"))
+    return (
+        f"model    {model_dir}\nnext     lightrft report {run}\n"
+        f"         lightrft export {run} {exported}"
+    )
+
+
 @contextmanager
 def interruption_explained(config: TrainConfig) -> Iterator[None]:
     """Notes an interruption (Ctrl-C) in the run, and says what the same command will do."""
@@ -201,8 +210,18 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
     return config, processes
 
 
-def parse_stage(argv: Sequence[str], parser: Parser) -> tuple[TrainConfig, int]:
+def parse_stage(
+    argv: Sequence[str],
+    parser: Parser,
+    problems_of: Callable[[TrainConfig, int], list[str]] | None = None,
+) -> tuple[TrainConfig, int]:
     """The configuration and the number of processes of a command that trains on given rows.
+
+    Args:
+        argv: Its arguments.
+        parser: Of the command.
+        problems_of: Given options that are right by themselves and the number of processes; None
+            finds those that all such commands have.
 
     Raises:
         ConfigError: Unknown names, wrong values, missing files; all of them at once.
@@ -215,7 +234,10 @@ def parse_stage(argv: Sequence[str], parser: Parser) -> tuple[TrainConfig, int]:
         from lightrft.stages.supervised.supervised_inputs import option_problems
 
         world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
-        problems += option_problems(config, world_size, parser.command)
+        if problems_of is None:
+            problems += option_problems(config, world_size, parser.command)
+        else:
+            problems += problems_of(config, world_size)
         if config.pretrain is not None:
             problems += model_problems("--pretrain", config.pretrain)
         try:

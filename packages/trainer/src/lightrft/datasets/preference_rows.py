@@ -41,6 +41,11 @@ class PreferencePair:
         """Both answers."""
         return self.chosen, self.rejected
 
+    @property
+    def labels(self) -> tuple[bool, ...]:
+        """Whether each answer is the good one."""
+        return True, False
+
 
 @dataclass(frozen=True, slots=True)
 class LabelledAnswer:
@@ -53,6 +58,11 @@ class LabelledAnswer:
     def rows(self) -> tuple[SupervisedRow, ...]:
         """The answer."""
         return (self.answer,)
+
+    @property
+    def labels(self) -> tuple[bool, ...]:
+        """Whether it is a good one."""
+        return (self.is_good,)
 
 
 Preference = PreferencePair | LabelledAnswer

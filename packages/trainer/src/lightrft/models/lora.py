@@ -10,7 +10,8 @@ Source: Hu et al. 2021, arXiv:2106.09685, eq. 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,21 @@ class LoraModel(SequenceModel):
         """See `SequenceModel`; inputs of the first block must carry gradients to its adapters."""
         super().gradient_checkpointing_enable()
         self.pretrained.enable_input_require_grads()
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """The model without its adapters in the body, where nothing may need a gradient."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers = [layer for layer in self.modules() if isinstance(layer, BaseTunerLayer)]
+        # Not by `enable_adapters`, which also freezes parameters that a strategy has sharded.
+        for layer in layers:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
 
     def merged_source(self, source: ParameterSource) -> ParameterSource:
         """See strategy's `AdaptedModel`; one collective for all adapters."""

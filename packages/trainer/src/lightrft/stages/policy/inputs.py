@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.options import SUPERVISED, options_of
+from lightrft.config.options import NOT_OF_TRAIN, options_of
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
 from lightrft.datasets.media import Modality, TextModality, VisionPrompts
@@ -251,7 +251,7 @@ def _check_options(config: TrainConfig) -> None:
     problems += [
         f"{name} is an option of lightrft {info.commands[0]}: leave it out"
         for name, (entry, info) in options_of(TrainConfig).items()
-        if info.group == SUPERVISED and config.__dict__[name] != entry.default
+        if info.group in NOT_OF_TRAIN and config.__dict__[name] != entry.default
     ]
     if problems:
         raise ConfigError("\n".join(problems))

@@ -1,0 +1,1 @@
+"""Learning from preferences as a stage: pairs of answers, or labelled answers."""

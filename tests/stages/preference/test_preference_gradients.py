@@ -1,0 +1,217 @@
+"""The gradient of a step on preferences is that of the formula, however the step is carried out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.ranks import run_multiprocess
+from tests.stages.preference.preference_world import (
+    LABELLED,
+    RAGGED,
+    STILL,
+    build_stage,
+    slow_gradient,
+    slow_sums,
+    train_step,
+)
+from tests.stages.supervised.supervised_world import distance
+
+from lightrft.datasets.preference_rows import PreferencePair
+from lightrft.models.loading import ModelLoadError
+from lightrft.stages.preference.preference_stage import behind, other_answers
+from lightrft.strategy import get_fake_strategy
+
+TOKENS = torch.tensor([[row.num_trained for row in item.rows] for item in RAGGED]).double()
+# Losses with their options, and the loss of a step in the slow form.
+S = F.logsigmoid
+LOSSES = {
+    "dpo": ({"preference_args": {"beta": 0.3}}, lambda x, ref, *_: -S(0.3 * gaps(x, ref)).mean()),
+    "ipo sft": (
+        {"preference_loss": ("ipo", "sft"), "preference_weights": (0.1, 0.5)},
+        lambda x, ref, *_: (
+            0.1 * ((((x - ref) / TOKENS) @ SIGN) - 5).square().mean()
+            - 0.5 * x[:, 0].sum() / TOKENS[:, 0].sum()
+        ),
+    ),
+    "aot": (
+        {"preference_loss": ("aot",)},
+        lambda x, ref, *_: -S(0.1 * ((x @ SIGN).sort().values - (ref @ SIGN).sort().values)).mean(),
+    ),
+    "kto": ({"preference_loss": ("kto",)}, lambda *given: slow_kto(*given).mean()),
+    "orpo": (
+        {"preference_loss": ("orpo",)},
+        lambda x, *_: -x[:, 0].sum() / TOKENS[:, 0].sum() - 0.1 * S(odds(x / TOKENS) @ SIGN).mean(),
+    ),
+}
+SIGN = torch.tensor([1.0, -1.0], dtype=torch.float64)
+
+
+def gaps(sums, reference):
+    return (sums - reference) @ SIGN
+
+
+def odds(means):
+    return means - torch.log(-torch.expm1(means))
+
+
+def slow_kl(items, model, reference):
+    """The mean log-ratio of answers that belong to the next prompt, at least 0."""
+    moved = []
+    for place, item in enumerate(items):
+        prompt = item.rows[0].token_ids[: int(item.rows[0].is_trained.argmax())]
+        following = items[(place + 1) % len(items)]
+        moved.append(replace_rows(following, [behind(prompt, row) for row in following.rows]))
+    with torch.no_grad():
+        ratios = slow_sums(model, moved) - slow_sums(reference, moved)
+    return max(0.0, float(ratios.mean()))
+
+
+def replace_rows(item, rows):
+    return PreferencePair(*rows) if len(rows) == 2 else replace(item, answer=rows[0])
+
+
+def slow_kto(sums, reference, model, other):
+    kl, ratios = slow_kl(RAGGED, model, other), sums - reference
+    return 1 - torch.sigmoid(0.1 * (ratios - kl) * SIGN)
+
+
+# Ways to carry out one step in one process.
+WAYS = {
+    "four pairs": {"micro_train_batch_size": 4},
+    "two pairs, twice": {"micro_train_batch_size": 2},
+    "packed": {"micro_train_batch_size": 4, "packing_samples": True, "max_row_tokens": 110},
+    "by tokens": {"micro_batch_tokens": 220},
+    "unfused": {"micro_train_batch_size": 4, "fused_linear_logprob": False},
+}
+
+
+@cache
+def one_pair_per_pass(name):
+    torch.set_num_threads(1)
+    return train_step(build_stage(get_fake_strategy(STILL), RAGGED, **LOSSES[name][0]), RAGGED)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradient_are_those_of_the_formula_in_float64(name):
+    found, metrics = one_pair_per_pass(name)
+    loss, gradient = slow_gradient(LOSSES[name][1], RAGGED)
+    assert distance(found, gradient) <= 1e-4
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dpo", "aot", "kto"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_the_same_gradient(name, way):
+    expected, expected_metrics = one_pair_per_pass(name)
+    options = {**LOSSES[name][0], **WAYS[way]}
+    found, metrics = train_step(build_stage(get_fake_strategy(STILL), RAGGED, **options), RAGGED)
+    assert distance(found, expected) <= 1e-5
+    for metric in ("loss", "margin", "accuracy", "chosen_logprob"):
+        assert metrics[metric] == pytest.approx(expected_metrics[metric], rel=1e-5)
+
+
+def test_transport_in_halves_of_the_step_would_be_found():
+    whole, _ = one_pair_per_pass("aot")
+    halves = []
+    for items in (RAGGED[:2], RAGGED[2:]):
+        stage = build_stage(get_fake_strategy(STILL), items, preference_loss=("aot",))
+        halves.append(train_step(stage, items)[0])
+    mean = {name: (halves[0][name] + halves[1][name]) / 2 for name in whole}
+    assert distance(mean, whole) > 1e-3
+
+
+def test_labelled_answers_give_the_gradient_of_the_formula():
+    options = {"preference_loss": ("kto",), "preference_args": {"undesirable_weight": 1.5}}
+    stage = build_stage(get_fake_strategy(STILL), LABELLED, **options)
+    found, metrics = train_step(stage, LABELLED)
+
+    def loss(sums, reference, model, other):
+        signs = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]], dtype=torch.float64)
+        weights = torch.tensor([[1.0], [1.5], [1.0], [1.5]], dtype=torch.float64)
+        kl = slow_kl(LABELLED, model, other)
+        return (weights * (1 - torch.sigmoid(0.1 * signs * (sums - reference - kl)))).mean()
+
+    expected, gradient = slow_gradient(loss, LABELLED)
+    assert distance(found, gradient) <= 1e-4
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
+    assert "accuracy" not in metrics
+
+
+def test_answers_of_one_prompt_are_no_others():
+    first, second = RAGGED[0], RAGGED[1]
+    assert other_answers((first, first), 0) is None
+    (row, _) = other_answers((first, first, second), 0)
+    assert np.array_equal(row.token_ids[5:], second.chosen.token_ids[30:])
+    assert row.num_trained == second.chosen.num_trained
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "aot"])
+def test_without_adapters_an_adapted_model_is_its_own_reference(loss):
+    stage = build_stage(get_fake_strategy(STILL), RAGGED, preference_loss=(loss,), lora_rank=4)
+    batch = stage.batch_of(RAGGED, 1)
+    from tests.models.tiny import tiny_model
+
+    with torch.no_grad():
+        expected = slow_sums(tiny_model().double(), batch.part.own)
+    torch.testing.assert_close(batch.ref_logprobs, expected, rtol=1e-5, atol=1e-4)
+    gradient, metrics = train_step(stage, RAGGED)
+    assert gradient.keys() == {name for name in gradient if "lora" in name} != set()
+    assert abs(metrics["margin"]) > 1e-3
+
+
+def test_evaluation_gives_the_metrics_of_the_step():
+    stage = build_stage(get_fake_strategy(STILL), RAGGED)
+    _, metrics = train_step(stage, RAGGED)
+    found = stage.evaluate()
+    for name in ("loss", "accuracy", "margin", "chosen_reward", "rejected_logprob"):
+        assert found[f"eval/{name}"] == pytest.approx(metrics[name], rel=1e-5)
+
+
+def test_a_margin_before_the_first_step_is_named():
+    stage = build_stage(get_fake_strategy(STILL), RAGGED)
+    with pytest.raises(ModelLoadError, match="their margin is not 0 before the first step") as said:
+        stage.prove_equal_start()
+    assert "\n" not in str(said.value)
+    free = build_stage(get_fake_strategy(STILL), RAGGED, preference_loss=("simpo",))
+    free.prove_equal_start()
+
+
+def in_ranks(rank, world_size, changes):
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from lightrft.strategy import get_strategy
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=200))
+    torch.set_num_threads(1)
+    strategy = get_strategy({**STILL, "fsdp": True, "sp_size": changes.get("sp_size", 1)})
+    found = {}
+    for name in ("dpo", "aot", "kto"):
+        stage = build_stage(strategy, RAGGED, **LOSSES[name][0], **changes)
+        gradient, metrics = train_step(stage, RAGGED)
+        numbers = metrics["loss"], metrics["accuracy"], stage.evaluate()["eval/loss"]
+        found[name] = {n: v.numpy() for n, v in gradient.items()}, numbers
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", [{}, {"packing_samples": True}, {"sp_size": 2}, {"lora_rank": 4}])
+def test_two_ranks_give_the_same_gradient(way):
+    results = run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(way,))
+    for name in ("dpo", "aot", "kto"):
+        options = {**LOSSES[name][0], **{k: v for k, v in way.items() if k == "lora_rank"}}
+        stage = build_stage(get_fake_strategy(STILL), RAGGED, **options)
+        expected, metrics = train_step(stage, RAGGED)
+        for result in results:
+            gradient, (loss, accuracy, held_out) = result[name]
+            found = {key: torch.from_numpy(value) for key, value in gradient.items()}
+            assert distance(found, expected) <= 1e-5
+            assert loss == pytest.approx(metrics["loss"], rel=1e-5)
+            assert held_out == pytest.approx(metrics["loss"], rel=1e-5)
+            assert accuracy == metrics["accuracy"]
