@@ -70,7 +70,7 @@ def test_a_wrong_input_is_one_line_before_a_model_is_built(
 def test_help_names_the_learning_rates_of_the_stages(capsys):
     assert main(["sft", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "unset means train 1e-06, sft 1e-05 (0.0001 for adapters)." in said
+    assert "unset means train 1e-06, sft 1e-05 (0.0001 for adapters), " in said
 
 
 def test_train_names_the_command_that_takes_an_option(capsys):
