@@ -297,6 +297,7 @@ ADVANTAGE_ESTIMATORS = Registry(
         "maxrl": f"{_ROWS}:maxrl_advantages",
         "pass_at_k": f"{_ROWS}:pass_at_k_advantages",
         "remax": f"{_ROWS}:remax_advantages",
+        "zero": f"{_ROWS}:zero_advantages",
     },
 )
 _REWARDS = "lightrft.tools.rewards"

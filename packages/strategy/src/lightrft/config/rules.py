@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Collection
 
+from lightrft.config.distillation import form_problem
 from lightrft.config.run_options import RunOptions
 from lightrft.config.sources import has_splits, probability_problem, split_sources
 from lightrft.engines.types import has_known_order
@@ -108,6 +109,20 @@ RULES: tuple[Rule, ...] = (
         and (
             f"correction_low must be below correction_high: got {c.correction_low} and "
             f"{c.correction_high}"
+        )
+    ),
+    lambda c: form_problem(c.teacher_form),
+    lambda c: (
+        c.advantage_estimator == "zero"
+        and c.teacher is None
+        and "--teacher is missing: with advantage_estimator zero rewards teach nothing"
+    ),
+    lambda c: (
+        c.teacher is not None
+        and (_truncates(c) or c.use_fire)
+        and (
+            "teacher needs tokens drawn from the whole distribution of the student, or the mean of "
+            "its term is no KL divergence: leave out top_p, top_k and use_fire"
         )
     ),
     lambda c: (

@@ -566,6 +566,24 @@ class RunOptions(StrategyConfig):
         at_least=1,
         acts_with="kl_target",
     )
+    teacher: str | None = algorithm_option(
+        None,
+        "Frozen model with the same tokens whose log-probabilities of the sampled tokens are an "
+        "advantage: teacher_coef * (log p - log q).",
+        common=True,
+        path="folder",
+    )
+    teacher_coef: float = algorithm_option(
+        1.0,
+        "Weight of the teacher's advantage beside that of the rewards.",
+        above=0,
+        acts_with="teacher",
+    )
+    teacher_form: str = algorithm_option(
+        "sampled",
+        "Divergence from the teacher: sampled is that of the sampled tokens.",
+        acts_with="teacher",
+    )
     entropy_coef: float = algorithm_option(0.0, "Weight of the entropy bonus.", at_least=0)
     aux_loss_coef: float = algorithm_option(
         0.0,

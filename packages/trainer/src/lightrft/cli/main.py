@@ -17,6 +17,7 @@ DESCRIPTIONS = {
     "quickstart": "a complete run in a minute on a CPU",
     "train": "fine-tune a language model by reinforcement learning",
     "sft": "fine-tune a language model on texts, answers or conversations",
+    "distill": "train a model on its own samples towards a teacher",
     "data": "check a file of prompts: layout, lengths, bad rows, answers",
     "eval": "a model on held-out prompts: greedy, avg@n, pass@k",
     "launch": "print what starts a run on several nodes",
@@ -36,6 +37,7 @@ COMMANDS = Registry(
     {
         "train": "lightrft.cli.train:run",
         "sft": "lightrft.cli.sft:run",
+        "distill": "lightrft.cli.distill:run",
         "quickstart": "lightrft.tools.quickstart.quickstart_command:run",
         "data": "lightrft.tools.data.data_command:run",
         "eval": "lightrft.tools.evaluation.eval_command:run",

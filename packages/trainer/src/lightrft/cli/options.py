@@ -10,6 +10,7 @@ from typing import NoReturn
 from lightrft.cli.errors import UsageError
 from lightrft.config import TrainConfig
 from lightrft.config.options import (
+    POLICY,
     SFT,
     SUPERVISED,
     OptionInfo,
@@ -155,7 +156,7 @@ def add_number(
 
 
 def available_options(command: str = "train") -> dict[str, OptionInfo]:
-    """Options of `train` or `sft` on the command line and in TOML files, by name.
+    """Options of `train`, `distill` or `sft` on the command line and in TOML files, by name.
 
     Other commands read the files of both.
     """
@@ -163,7 +164,7 @@ def available_options(command: str = "train") -> dict[str, OptionInfo]:
     def takes(info: OptionInfo) -> bool:
         if command in SFT:
             return command in info.commands
-        return command != "train" or info.group != SUPERVISED
+        return command not in POLICY or info.group != SUPERVISED
 
     options = options_of(TrainConfig)
     return {n: info for n, (_, info) in options.items() if n not in UNAVAILABLE and takes(info)}

@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     """
     return run_stage(
         argv,
-        StageCommand("lightrft.cli.train", "policy", build_parser, parse, _check, next_commands),
+        StageCommand("lightrft.cli.train", "policy", build_parser, parse, check, next_commands),
     )
 
 
@@ -111,7 +111,8 @@ def run_stage(argv: Sequence[str], command: StageCommand) -> int:
         return _train_stoppably(argv, command)
 
 
-def _check(config: TrainConfig) -> None:
+def check(config: TrainConfig) -> None:
+    """Checks data, rewards and algorithm, without a model; errors as for `run`."""
     from lightrft.cli.preflight import check_algorithm, check_data, check_reward
 
     check_reward(config, check_data(config))
@@ -189,9 +190,19 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
         ConfigError: Unknown names, wrong values, missing files; all of them at once.
         UsageError: Arguments that cannot be read.
     """
-    config, parsed, problems = parse_options(build_parser(), argv)
+    return parse_policy(build_parser(), argv)
+
+
+def parse_policy(
+    parser: Parser,
+    argv: Sequence[str],
+    completed: Callable[[TrainConfig], TrainConfig] = lambda config: config,
+) -> tuple[TrainConfig, int]:
+    """The same for a command that completes the options; errors as for `parse`."""
+    config, parsed, problems = parse_options(parser, argv)
     processes: int = parsed.nproc_per_node
     if not problems:
+        config = completed(config)
         from lightrft.cli.preflight import check_paths
 
         problems += batch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))

@@ -59,7 +59,7 @@ def alarms(
 
 def _equal_rewards(metrics: Mapping[str, float], *, compares_groups: bool) -> str | None:
     """The sentence about a step whose rewards teach nothing."""
-    if metrics.get("num_samples", 0) < 2:
+    if metrics.get("num_samples", 0) < 2 or "teacher_kl" in metrics:
         return None
     reward = f"(mean {metrics.get('reward', math.nan):.4g})"
     if metrics.get("reward_std") == 0:

@@ -335,6 +335,16 @@ def pass_at_k_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> Te
     return groups.where_informative(lead / (groups.std + eps), inputs.rewards)
 
 
+@advantage_estimator()
+def zero_advantages(inputs: RowAdvantageInputs) -> Tensor:
+    """A_i = 0: rewards are reported, and teach nothing beside a teacher.
+
+    Returns:
+        [rows].
+    """
+    return torch.zeros_like(inputs.rewards)
+
+
 @advantage_estimator(needs_greedy_rewards=True)
 def remax_advantages(inputs: RowAdvantageInputs) -> Tensor:
     """A_i = R_i - R(greedy completion of the same prompt).

@@ -37,6 +37,7 @@ from lightrft.stages.policy.rewards import (
     prepare_reward_models,
     reward_recipes,
 )
+from lightrft.stages.policy.teacher import require_same_tokens
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -83,7 +84,7 @@ class PolicyInputs:
         warn_without_end(self.tokenizer, config, strategy.print)
         strategy.print(f"{num_steps} steps of {config.rollout_batch_size} prompts")
         with phase("load the models", timedelta(minutes=config.timeout_minutes)):
-            models, reference = build_models(config, strategy, num_steps * config.steps_per_rollout)
+            models, frozen = build_models(config, strategy, num_steps * config.steps_per_rollout)
             reward_models = prepare_reward_models(config, strategy)
         strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
         model_rewards = build_model_rewards(
@@ -95,7 +96,7 @@ class PolicyInputs:
             config,
             strategy,
             models,
-            reference,
+            frozen,
             parts=RolloutParts(reward, self.tokenizer, model_rewards, self.environments, processor),
             data=PolicyData(loader, self.eval_prompts, self.pretrain),
             logs=SampleLogs(
@@ -124,6 +125,8 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
     """
     _check_options(config)
     tokenizer = load_tokenizer(str(config.pretrain), chat_template=config.chat_template)
+    if config.teacher is not None:
+        require_same_tokens(config, tokenizer)
     modality = load_modality(config, tokenizer)
     environments = build_environments(config, tokenizer, modality)
     shown = environments.prompt_tokenizer
