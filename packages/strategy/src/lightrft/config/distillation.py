@@ -1,13 +1,6 @@
 """Forms of distillation by name, and those that have a wrong gradient."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from lightrft.config.options import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from lightrft.config.train_config import TrainConfig
+from lightrft.config.options import did_you_mean
 
 SAMPLED = "sampled"
 FORMS = (SAMPLED,)
@@ -39,18 +32,3 @@ def form_problem(name: str) -> str | None:
     if name not in FORMS:
         return f"teacher_form: got {name!r}{did_you_mean(name, FORMS)}"
     return None
-
-
-def distilled(config: TrainConfig) -> TrainConfig:
-    """The options of a run whose advantages are the teacher's alone.
-
-    Raises:
-        ConfigError: There is no teacher, or another advantage estimator was chosen.
-    """
-    given = config.advantage_estimator
-    if given not in (NO_REWARDS, type(config).advantage_estimator):
-        raise ConfigError(
-            f"advantage_estimator: got {given!r}, and distillation has no advantage but the "
-            "teacher's: leave it out, or give --teacher to lightrft train"
-        )
-    return config.replaced({"advantage_estimator": NO_REWARDS})

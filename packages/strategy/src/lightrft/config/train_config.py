@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from lightrft.config.distillation import NO_REWARDS
 from lightrft.config.options import ConfigError, did_you_mean, options_of
 from lightrft.config.rules import batch_problems, broken_rules, unused_by_rules
 from lightrft.config.run_options import RunOptions
@@ -130,6 +131,20 @@ class TrainConfig(RunOptions):
         if unknown:
             raise TypeError("; ".join(unknown))
         return type(self).from_args({**self.__dict__, **changes})
+
+    def distilled(self) -> Self:
+        """The options of a run whose advantages are the teacher's alone.
+
+        Raises:
+            ConfigError: There is no teacher, or another advantage estimator was chosen.
+        """
+        given = self.advantage_estimator
+        if given not in (NO_REWARDS, type(self).advantage_estimator):
+            raise ConfigError(
+                f"advantage_estimator: got {given!r}, and distillation has no advantage but the "
+                "teacher's: leave it out, or give --teacher to lightrft train"
+            )
+        return self.replaced({"advantage_estimator": NO_REWARDS})
 
     def save(self, path: str | Path) -> None:
         """Write all options as TOML, except secrets and those that are None."""

@@ -14,7 +14,6 @@ from lightrft.cli.train import (
     stage_parser,
 )
 from lightrft.config import TrainConfig
-from lightrft.config.distillation import distilled
 
 
 def run(argv: Sequence[str]) -> int:
@@ -27,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
     """The configuration and the number of processes on this node; errors as for `train`."""
-    return parse_policy(build_parser(), argv, distilled)
+    return parse_policy(build_parser(), argv, TrainConfig.distilled)
 
 
 def build_parser(*, lists_all: bool = True) -> Parser:

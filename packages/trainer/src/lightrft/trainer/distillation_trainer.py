@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from lightrft.config import TrainConfig
-from lightrft.config.distillation import distilled
 from lightrft.reporting.loggers import MetricsLogger
 from lightrft.run.assembly import RunSummary, run_training
 
@@ -20,7 +19,7 @@ class DistillationTrainer:
     """
 
     def __init__(self, config: TrainConfig, *, loggers: Sequence[MetricsLogger] = ()) -> None:
-        self.config, self.loggers = distilled(config), loggers
+        self.config, self.loggers = config.distilled(), loggers
 
     def train(self, *, stop_request: Callable[[], bool] | None = None) -> RunSummary:
         """Trains as one process of a run; arguments and errors as for `run_training`."""

@@ -215,8 +215,8 @@ def check_algorithm(
     *,
     has_critic: bool,
     has_reference: bool,
-    has_teacher: bool,
     engine_type: str | None,
+    has_teacher: bool = False,
 ) -> None:
     """Checks that a trainer has what its algorithm needs.
 

@@ -161,8 +161,8 @@ class PolicyStage(Stage[PolicyBatch]):
             algorithm,
             has_critic=critic is not None,
             has_reference=frozen.reference is not None,
-            has_teacher=frozen.teacher is not None,
             engine_type=strategy.inference_engine_type,
+            has_teacher=frozen.teacher is not None,
         )
         actor = self.models.main.model
         configure_models(

@@ -52,6 +52,8 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
         given: Hyper-parameters by name.
     """
     found = np.zeros(len(scores.rewards))
+    if name == "zero":
+        return found
     if name == "remax":
         found[scores.is_kept] = (scores.rewards - scores.greedy)[scores.is_kept]
         return found
@@ -155,7 +157,7 @@ _GROUP: dict[str, Callable[[_Group], Array]] = {
     "maxrl": lambda group: group.over(float(group.rewards.mean())),
     "pass_at_k": _pass_at_k,
 }
-ESTIMATORS = (*_GROUP, "remax", *TOKEN_ESTIMATORS)
+ESTIMATORS = (*_GROUP, "remax", "zero", *TOKEN_ESTIMATORS)
 
 
 def token_rewards(rewards: Array, mask: Flags, penalty: Array) -> Array:
