@@ -89,7 +89,7 @@ def why_unchanged(metrics: Mapping[str, float | None]) -> str | None:
 
 def _why_zero(metrics: Mapping[str, float | None]) -> str:
     spread = metrics.get("reward_std", 0.0)
-    if spread == 0:
+    if spread == 0 and "teacher_kl" not in metrics:
         return "all rewards were equal"
     if spread is None or not math.isfinite(spread):
         return "the rewards are too large to compute their spread"
