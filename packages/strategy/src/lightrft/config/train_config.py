@@ -138,6 +138,8 @@ class TrainConfig(RunOptions):
         Raises:
             ConfigError: There is no teacher, or another advantage estimator was chosen.
         """
+        if self.teacher is None:
+            raise ConfigError("--teacher is missing: give the folder of the model to learn from")
         given = self.advantage_estimator
         if given not in (NO_REWARDS, type(self).advantage_estimator):
             raise ConfigError(
