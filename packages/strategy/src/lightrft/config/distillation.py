@@ -3,7 +3,7 @@
 from lightrft.config.options import did_you_mean
 
 SAMPLED = "sampled"
-FORMS = (SAMPLED,)
+FORMS = (SAMPLED, "reverse", "forward", "jsd")
 _K3 = (
     "k3 as a reward has the expected gradient of KL(student || teacher) less that of KL(teacher || "
     "student), which vanishes near the teacher"
@@ -12,6 +12,8 @@ _TOP_K = (
     "a divergence of the top k tokens is equal for whatever token was sampled, so that taken from "
     "its advantage it has no expected gradient"
 )
+# Options of distillation on rows, beside those of supervised training.
+ROW_OPTIONS = ("teacher", "teacher_form", "teacher_beta")
 # Names that other projects have for them.
 REFUSED = {
     "k1_loss": "k1 as a loss has no expected gradient",

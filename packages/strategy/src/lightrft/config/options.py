@@ -94,8 +94,6 @@ DATA_AND_EVAL = ("data", "eval")
 EVAL = ("eval",)
 SFT = ("sft",)
 NOT_SFT = ()
-# Commands with all other options.
-POLICY = ("train", "distill")
 # Options of one heading each; an observation, or where a run ends and writes, may change.
 algorithm_option = partial(option, group="algorithm")
 data_option = partial(option, group="data")

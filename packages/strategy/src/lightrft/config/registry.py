@@ -346,6 +346,7 @@ STAGES = Registry(
     {
         "policy": "lightrft.stages.policy.inputs:read_inputs",
         "sft": "lightrft.stages.supervised.supervised_inputs:read_inputs",
+        "divergence": "lightrft.stages.distillation.divergence_inputs:read_inputs",
     },
 )
 # Functions of (config, strategy) that run before models are built and return the options to run

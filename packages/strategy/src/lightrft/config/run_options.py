@@ -581,8 +581,16 @@ class RunOptions(StrategyConfig):
     )
     teacher_form: str = algorithm_option(
         "sampled",
-        "Divergence from the teacher: sampled is that of the sampled tokens.",
+        "Divergence from the teacher: sampled is that of sampled tokens; reverse, forward and jsd "
+        "are those of the whole vocabulary, of the rows of lightrft distill.",
         acts_with="teacher",
+    )
+    teacher_beta: float = algorithm_option(
+        0.5,
+        "Weight of the teacher in the mixture of jsd.",
+        above=0,
+        at_most=0.99,
+        acts_with="teacher_form jsd",
     )
     entropy_coef: float = algorithm_option(0.0, "Weight of the entropy bonus.", at_least=0)
     aux_loss_coef: float = algorithm_option(

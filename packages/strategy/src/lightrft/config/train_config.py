@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from lightrft.config.distillation import NO_REWARDS
+from lightrft.config.distillation import NO_REWARDS, SAMPLED
 from lightrft.config.options import ConfigError, did_you_mean, options_of
 from lightrft.config.rules import batch_problems, broken_rules, unused_by_rules
 from lightrft.config.run_options import RunOptions
@@ -132,14 +132,21 @@ class TrainConfig(RunOptions):
             raise TypeError("; ".join(unknown))
         return type(self).from_args({**self.__dict__, **changes})
 
+    @property
+    def distillation_stage(self) -> str:
+        """The stage of `lightrft distill`: on sampled tokens, or on given rows."""
+        return "policy" if self.teacher_form == SAMPLED else "divergence"
+
     def distilled(self) -> Self:
-        """The options of a run whose advantages are the teacher's alone.
+        """The options of a distillation: on samples, advantages are the teacher's alone.
 
         Raises:
             ConfigError: There is no teacher, or another advantage estimator was chosen.
         """
         if self.teacher is None:
             raise ConfigError("--teacher is missing: give the folder of the model to learn from")
+        if self.distillation_stage != "policy":
+            return self
         given = self.advantage_estimator
         if given not in (NO_REWARDS, type(self).advantage_estimator):
             raise ConfigError(

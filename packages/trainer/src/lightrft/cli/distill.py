@@ -1,10 +1,11 @@
-"""`lightrft distill`: `train` without an advantage of rewards: the teacher's alone teaches."""
+"""`lightrft distill`: `train` where only the teacher teaches, or `sft` with its divergence."""
 
 import sys
 from collections.abc import Sequence
 
 from lightrft.cli.errors import run_guarded
-from lightrft.cli.options import Parser
+from lightrft.cli.options import Parser, parse_options
+from lightrft.cli.sft import parse_rows
 from lightrft.cli.train import (
     StageCommand,
     check,
@@ -14,19 +15,40 @@ from lightrft.cli.train import (
     stage_parser,
 )
 from lightrft.config import TrainConfig
+from lightrft.config.distillation import ROW_OPTIONS
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft distill --help`; errors as for `lightrft train`."""
     return run_stage(
         argv,
-        StageCommand("lightrft.cli.distill", "policy", build_parser, parse, check, next_commands),
+        StageCommand(
+            "lightrft.cli.distill",
+            lambda config: config.distillation_stage,
+            build_parser,
+            parse,
+            _check,
+            next_commands,
+        ),
     )
 
 
 def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
     """The configuration and the number of processes on this node; errors as for `train`."""
-    return parse_policy(build_parser(), argv, TrainConfig.distilled)
+    config, parsed, problems = parse_options(build_parser(), argv)
+    config = config if problems else config.distilled()
+    if config.distillation_stage == "policy":
+        return parse_policy(config, parsed, problems)
+    if not problems:
+        from lightrft.cli.preflight import model_problems
+
+        problems += model_problems("--teacher", str(config.teacher))
+    return parse_rows(config, parsed, problems, ROW_OPTIONS)
+
+
+def _check(config: TrainConfig) -> None:
+    if config.distillation_stage == "policy":
+        check(config)
 
 
 def build_parser(*, lists_all: bool = True) -> Parser:
@@ -37,7 +59,7 @@ def build_parser(*, lists_all: bool = True) -> Parser:
     """
     return stage_parser(
         "distill",
-        "Train a language model on its own samples towards a teacher; rewards are reported only.",
+        "Train a language model towards a teacher, on its own samples or on rows with completions.",
         lists_all=lists_all,
     )
 

@@ -10,7 +10,6 @@ from typing import NoReturn
 from lightrft.cli.errors import UsageError
 from lightrft.config import TrainConfig
 from lightrft.config.options import (
-    POLICY,
     SFT,
     SUPERVISED,
     OptionInfo,
@@ -164,7 +163,7 @@ def available_options(command: str = "train") -> dict[str, OptionInfo]:
     def takes(info: OptionInfo) -> bool:
         if command in SFT:
             return command in info.commands
-        return command not in POLICY or info.group != SUPERVISED
+        return command != "train" or info.group != SUPERVISED
 
     options = options_of(TrainConfig)
     return {n: info for n, (_, info) in options.items() if n not in UNAVAILABLE and takes(info)}

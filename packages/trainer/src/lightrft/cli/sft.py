@@ -1,9 +1,10 @@
 """`lightrft sft`: supervised fine-tuning; processes, signals and files are those of `train`."""
 
+import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lightrft.cli.errors import refuse, run_guarded
 from lightrft.cli.options import Parser, parse_options
@@ -22,7 +23,14 @@ def run(argv: Sequence[str]) -> int:
     """
     return run_stage(
         argv,
-        StageCommand("lightrft.cli.sft", "sft", build_parser, parse, lambda _: None, next_commands),
+        StageCommand(
+            "lightrft.cli.sft",
+            lambda _: "sft",
+            build_parser,
+            parse,
+            lambda _: None,
+            next_commands,
+        ),
     )
 
 
@@ -42,14 +50,23 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
         ConfigError: Unknown names, wrong values, missing files; all of them at once.
         UsageError: Arguments that cannot be read.
     """
-    config, parsed, problems = parse_options(build_parser(), argv)
+    return parse_rows(*parse_options(build_parser(), argv))
+
+
+def parse_rows(
+    config: TrainConfig,
+    parsed: argparse.Namespace,
+    problems: list[str],
+    further: Collection[str] = (),
+) -> tuple[TrainConfig, int]:
+    """The same of what was read; further options are taken, too; errors as for `parse`."""
     if not problems:
         from lightrft.cli.preflight import model_problems
         from lightrft.run.resume import plan_run
         from lightrft.stages.supervised.supervised_inputs import option_problems
 
         world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
-        problems += option_problems(config, world_size)
+        problems += option_problems(config, world_size, further)
         if config.pretrain is not None:
             problems += model_problems("--pretrain", config.pretrain)
         try:

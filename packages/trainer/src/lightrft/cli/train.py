@@ -62,7 +62,9 @@ def run(argv: Sequence[str]) -> int:
     """
     return run_stage(
         argv,
-        StageCommand("lightrft.cli.train", "policy", build_parser, parse, check, next_commands),
+        StageCommand(
+            "lightrft.cli.train", lambda _: "policy", build_parser, parse, check, next_commands
+        ),
     )
 
 
@@ -72,7 +74,7 @@ class StageCommand:
 
     Args:
         module: Run by the processes that it starts.
-        stage: Of `config.registry.STAGES`.
+        stage: Name in `config.registry.STAGES`, by the options.
         build_parser: Given whether it lists all options.
         parse: Gives the configuration and the number of processes.
         check: Of what needs no model; raises what is wrong.
@@ -80,7 +82,7 @@ class StageCommand:
     """
 
     module: str
-    stage: str
+    stage: Callable[[TrainConfig], str]
     build_parser: Callable[..., Parser]
     parse: Callable[[Sequence[str]], tuple[TrainConfig, int]]
     check: Callable[[TrainConfig], None]
@@ -124,7 +126,9 @@ def _train_stoppably(argv: Sequence[str], command: StageCommand) -> int:
     with stop_request.listening():
         config, _ = command.parse(argv)
         share_processors()
-        return train(config, stop_request, stage=command.stage, following=command.next_commands)
+        return train(
+            config, stop_request, stage=command.stage(config), following=command.next_commands
+        )
 
 
 def train(
@@ -190,19 +194,15 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
         ConfigError: Unknown names, wrong values, missing files; all of them at once.
         UsageError: Arguments that cannot be read.
     """
-    return parse_policy(build_parser(), argv)
+    return parse_policy(*parse_options(build_parser(), argv))
 
 
 def parse_policy(
-    parser: Parser,
-    argv: Sequence[str],
-    completed: Callable[[TrainConfig], TrainConfig] = lambda config: config,
+    config: TrainConfig, parsed: argparse.Namespace, problems: list[str]
 ) -> tuple[TrainConfig, int]:
-    """The same for a command that completes the options; errors as for `parse`."""
-    config, parsed, problems = parse_options(parser, argv)
+    """The same of what was read; errors as for `parse`."""
     processes: int = parsed.nproc_per_node
     if not problems:
-        config = completed(config)
         from lightrft.cli.preflight import check_paths
 
         problems += batch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))

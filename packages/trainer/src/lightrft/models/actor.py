@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.media import RowMedia
+from lightrft.models.divergence import HeadReader
 from lightrft.models.head import LinearLogprobHead, read_head_transform
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output
@@ -101,7 +102,7 @@ class Actor(SequenceModel):
         entropy: EntropyMode = "none",
         media: RowMedia | None = None,
         support: SamplingSupport | None = None,
-        token_loss: TokenLossFunction | None = None,
+        token_loss: TokenLossFunction | HeadReader | None = None,
     ) -> ActorOutput:
         """Logprobs (and entropy) of the scored tokens.
 
@@ -116,6 +117,7 @@ class Actor(SequenceModel):
             support: The truncation the scored tokens were drawn with, to get `log_kept_mass`.
             token_loss: A loss to compute inside the output projection, for some tokens at a time;
                 the head must be fused. Of sequences that ranks share, each adds its own tokens.
+                Of a `HeadReader` nothing but the loss is computed.
 
         Raises:
             ValueError: Shapes differ, `scored_mask` marks padding or a first token, or the ranks
@@ -133,7 +135,9 @@ class Actor(SequenceModel):
             temperature=temperature,
             entropy=entropy,
             support=support,
-            token_loss=None if token_loss is None else layout.placed(token_loss),
+            token_loss=token_loss
+            if token_loss is None or isinstance(token_loss, HeadReader)
+            else layout.placed(token_loss),
         )
         return ActorOutput(
             logprobs=layout.scatter(logprobs),

@@ -8,7 +8,7 @@ from lightrft.run.assembly import RunSummary, run_training
 
 
 class DistillationTrainer:
-    """A run of on-policy distillation; `lightrft distill` is the same from the command line.
+    """A run of distillation; `lightrft distill` is the same from the command line.
 
     Args:
         config: Options of `lightrft distill`.
@@ -23,4 +23,9 @@ class DistillationTrainer:
 
     def train(self, *, stop_request: Callable[[], bool] | None = None) -> RunSummary:
         """Trains as one process of a run; arguments and errors as for `run_training`."""
-        return run_training(self.config, loggers=self.loggers, stop_request=stop_request)
+        return run_training(
+            self.config,
+            stage=self.config.distillation_stage,
+            loggers=self.loggers,
+            stop_request=stop_request,
+        )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.distillation import SAMPLED
 from lightrft.config.options import SUPERVISED, options_of
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
@@ -246,6 +247,10 @@ def _check_options(config: TrainConfig) -> None:
         for name, (entry, info) in options_of(TrainConfig).items()
         if info.group == SUPERVISED and config.__dict__[name] != entry.default
     ]
+    if config.teacher_form != SAMPLED:
+        problems.append(
+            f"teacher_form {config.teacher_form} is of the rows of lightrft distill: leave it out"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -156,15 +156,20 @@ class SupervisedStage(Stage[RowBatch]):
         self, rows: Sequence[SupervisedRow], token_loss: TokenLossFunction | None = None
     ) -> ActorOutput:
         """Logprobs of the trained tokens of some rows; 0 elsewhere."""
+        token_ids, attention_mask, is_trained = self.tensors(rows)
+        output: ActorOutput = self.models.main.model(
+            token_ids, attention_mask, scored_mask=is_trained, token_loss=token_loss
+        )
+        return output
+
+    def tensors(self, rows: Sequence[SupervisedRow]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, real tokens and trained tokens of some rows: [batch, seq]."""
         device = self.strategy.device
         token_ids, attention_mask = pad_rows([row.token_ids.tolist() for row in rows], device)
         is_trained = torch.zeros_like(attention_mask)
         flat = np.concatenate([row.is_trained for row in rows])
         is_trained[attention_mask] = torch.from_numpy(flat).to(device)
-        output: ActorOutput = self.models.main.model(
-            token_ids, attention_mask, scored_mask=is_trained, token_loss=token_loss
-        )
-        return output
+        return token_ids, attention_mask, is_trained
 
     def finish(self, batch: RowBatch, metrics: dict[str, float]) -> dict[str, float]:
         """See `Stage`."""

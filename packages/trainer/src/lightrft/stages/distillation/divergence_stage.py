@@ -1,0 +1,86 @@
+"""Optimizer steps on the divergence of a student from its teacher on given rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.algorithms.divergences import divergence
+from lightrft.config import TrainConfig
+from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows
+from lightrft.models.divergence import HeadReader, Projected, divergence_sum
+from lightrft.models.types import ActorOutput
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.policy.models import configure_models
+from lightrft.stages.stage import TrainedModels
+from lightrft.stages.supervised.supervised_stage import RowBatch, SupervisedStage
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
+
+
+class DivergenceStage(SupervisedStage):
+    """A supervised stage whose loss is the mean divergence over the trained tokens.
+
+    Args:
+        config, strategy, models, data, held_out: See `SupervisedStage`.
+        teacher: Prepared.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        strategy: StrategyBase,
+        models: TrainedModels,
+        data: SupervisedRows,
+        held_out: Sequence[SupervisedRow],
+        *,
+        teacher: nn.Module,
+    ) -> None:
+        super().__init__(config, strategy, models, data, held_out)
+        configure_models(config, strategy, [teacher])
+        self.teacher = teacher
+
+    def _share(
+        self, rows: Sequence[SupervisedRow], normalizer: Tensor, metrics: StepMetrics
+    ) -> Tensor:
+        token_ids, attention_mask, is_trained = self.tensors(rows)
+        form, beta = self.config.teacher_form, self.config.teacher_beta
+        sums: list[Tensor] = []
+
+        def run_student(teacher: Projected) -> Tensor:
+            """The student's pass within the teacher's: both have their output weights then."""
+
+            def read(student: Projected) -> Tensor:
+                loss = partial(divergence, form=form, beta=beta)
+                return divergence_sum(student, teacher, loss)
+
+            with torch.enable_grad():
+                output: ActorOutput = self.models.main.model(
+                    token_ids, attention_mask, scored_mask=is_trained, token_loss=HeadReader(read)
+                )
+            if output.loss is None:
+                raise RuntimeError("the student's output projection gave no loss")
+            sums.append(output.loss)
+            return teacher.hidden.new_zeros(())
+
+        with torch.no_grad():
+            self.teacher(
+                token_ids,
+                attention_mask,
+                scored_mask=is_trained,
+                token_loss=HeadReader(run_student),
+            )
+        share = sums[0] / normalizer
+        metrics.add_mean("loss", share, 0.0)
+        return share
+
+    def finish(self, batch: RowBatch, metrics: dict[str, float]) -> dict[str, float]:
+        """See `Stage`; a divergence has no perplexity."""
+        found = super().finish(batch, metrics)
+        del found["perplexity"]
+        return found
