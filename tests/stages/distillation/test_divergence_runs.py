@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from tests.ranks import run_multiprocess
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.run.assembly import run_training
+from lightrft.stages.policy.parity import ParityError
+from lightrft.stages.policy.teacher import require_zero
+from lightrft.strategy import get_fake_strategy
+from lightrft.strategy.distributed.process_end import RunStoppedError
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.trainer import DistillationTrainer
 
@@ -72,6 +77,35 @@ def test_a_teacher_equal_to_the_student_gives_0(tmp_path, models, rows, form):
     metrics = DistillationTrainer(config).train().last_metrics
     assert abs(metrics["loss"]) < 1e-6
     assert metrics["grad_norm"] < 1e-4
+    assert "teacher = student gives 0" in (tmp_path / "run/logs/rank_0.log").read_text()
+
+
+def test_a_model_that_differs_from_itself_is_named(models, rows, tmp_path):
+    config = TrainConfig(**options(models, rows, tmp_path, teacher=str(models / "student")))
+    with get_fake_strategy(config) as strategy:
+        require_zero(1e-6, config, strategy)
+        for mean in (1e-2, math.nan):
+            with pytest.raises(ParityError, match="student and teacher are one model"):
+                require_zero(mean, config, strategy)
+
+
+def test_an_interrupted_run_continues_to_the_bit(tmp_path, models, rows):
+    settings = {"save_steps": 1, "max_epochs": 3}
+    whole, parts = (
+        TrainConfig(**options(models, rows, tmp_path / name, **settings))
+        for name in ("whole", "parts")
+    )
+    DistillationTrainer(whole).train()
+    metrics = tmp_path / "parts/metrics.jsonl"
+    with pytest.raises(RunStoppedError):
+        DistillationTrainer(parts).train(
+            stop_request=lambda: metrics.is_file() and bool(steps(metrics.parent))
+        )
+    assert DistillationTrainer(parts).train().num_resumed_steps in (1, 2)
+    weights = [
+        (tmp_path / name / "model/model.safetensors").read_bytes() for name in ("whole", "parts")
+    ]
+    assert weights[0] == weights[1]
 
 
 def in_ranks(rank, world_size, settings):

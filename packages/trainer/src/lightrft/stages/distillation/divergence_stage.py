@@ -15,8 +15,9 @@ from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows
 from lightrft.models.divergence import HeadReader, Projected, divergence_sum
 from lightrft.models.types import ActorOutput
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.models import configure_models
-from lightrft.stages.stage import TrainedModels
+from lightrft.stages.policy.models import configure_models, is_deterministic
+from lightrft.stages.policy.teacher import is_own_teacher, require_zero
+from lightrft.stages.stage import Step, TrainedModels, Work
 from lightrft.stages.supervised.supervised_stage import RowBatch, SupervisedStage
 
 if TYPE_CHECKING:
@@ -44,6 +45,14 @@ class DivergenceStage(SupervisedStage):
         super().__init__(config, strategy, models, data, held_out)
         configure_models(config, strategy, [teacher])
         self.teacher = teacher
+        self.proves_zero = False
+
+    def update(self, batch: RowBatch, step: Step) -> Work:
+        """See `Stage`."""
+        model = self.strategy.unwrap_model(self.models.main.model)
+        is_exact = is_own_teacher(self.config) and is_deterministic(model)
+        self.proves_zero = is_exact and step.number == 1
+        return super().update(batch, step)
 
     def _share(
         self, rows: Sequence[SupervisedRow], normalizer: Tensor, metrics: StepMetrics
@@ -80,7 +89,13 @@ class DivergenceStage(SupervisedStage):
         return share
 
     def finish(self, batch: RowBatch, metrics: dict[str, float]) -> dict[str, float]:
-        """See `Stage`; a divergence has no perplexity."""
+        """See `Stage`; a divergence has no perplexity.
+
+        Raises:
+            ParityError: A model was found to differ from itself.
+        """
+        if self.proves_zero:
+            require_zero(abs(metrics["loss"]), self.config, self.strategy)
         found = super().finish(batch, metrics)
         del found["perplexity"]
         return found

@@ -72,20 +72,34 @@ def check_first_step(batch: ExperienceBatch, config: TrainConfig, strategy: Stra
     Raises:
         ParityError: Their logprobs differ.
     """
-    if Path(str(config.teacher)).resolve() != Path(str(config.pretrain)).resolve():
+    if not is_own_teacher(config):
         return
-    from lightrft.stages.policy.parity import ParityError, parity_limits
-
     outputs, mask = batch.outputs, batch.rollouts.response_mask
     if outputs.old_logprobs is None or outputs.teacher_logprobs is None:
         raise RuntimeError("a teacher is compared with the logprobs before the update")
     distance = (outputs.old_logprobs - outputs.teacher_logprobs).abs().masked_fill(~mask, 0.0)
     sums = torch.stack([distance.double().sum(), mask.sum().double()])
     total, count = strategy.context.reduce_over_data(sums, "sum").tolist()
-    mean, limit = total / max(count, 1.0), parity_limits([strategy.context.compute_dtype]).mean
+    require_zero(total / max(count, 1.0), config, strategy)
+
+
+def is_own_teacher(config: TrainConfig) -> bool:
+    """Whether student and teacher are read from one place."""
+    return Path(str(config.teacher)).resolve() == Path(str(config.pretrain)).resolve()
+
+
+def require_zero(mean: float, config: TrainConfig, strategy: StrategyBase) -> None:
+    """Proves that a model has no distance from itself, given its mean a token in nats.
+
+    Raises:
+        ParityError: It has.
+    """
+    from lightrft.stages.policy.parity import ParityError, parity_limits
+
+    limit = parity_limits([strategy.context.compute_dtype]).mean
     if not mean <= limit:  # NaN, too
         raise ParityError(
-            f"student and teacher are one model, {config.teacher}, and their logprobs differ by "
-            f"{mean:.2e} in the mean before the first update (limit {limit:g})"
+            f"student and teacher are one model, {config.teacher}, and differ by {mean:.2e} nats a "
+            f"token before the first update (limit {limit:g})"
         )
     strategy.context.print_detail(f"teacher = student gives 0: {mean:.1e} nats a token")
