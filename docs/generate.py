@@ -50,8 +50,8 @@ def configuration() -> str:
         "",
         NOTE,
         "",
-        "Every option is a flag of `lightrft train`, those under Supervised of `lightrft sft` "
-        "(`--name value`; booleans have `--no_name`), a "
+        "Every option is a flag of `lightrft train`, those under Supervised of `lightrft sft` and "
+        "`distill` (`--name value`; booleans have `--no_name`), a "
         "key of a TOML file (`--config run.toml`), and a field of `lightrft.config.TrainConfig`. "
         "Later files win over earlier ones, flags over files. Unknown names and wrong values are "
         "errors, all reported at once; options that act in no run like the given one are listed at "

@@ -182,6 +182,7 @@ def test_another_tokenizer_is_refused_with_the_first_differing_id(tmp_path, mode
         ({"teacher": None}, "--teacher is missing"),
         ({"advantage_estimator": "rloo"}, "distillation has no advantage but the teacher's"),
         ({"top_p": 0.9}, "teacher needs tokens drawn from the whole distribution"),
+        ({"dynamic_sampling": True}, "dynamic_sampling excludes advantage_estimator zero"),
         ({"use_fire": True}, "teacher needs tokens drawn from the whole distribution"),
         ({"teacher_coef": 0.0}, "teacher_coef: got 0.0, expected > 0"),
         ({"teacher_form": "k1_loss"}, "k1 as a loss has no expected gradient"),

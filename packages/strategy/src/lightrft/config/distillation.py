@@ -12,8 +12,6 @@ _TOP_K = (
     "a divergence of the top k tokens is equal for whatever token was sampled, so that taken from "
     "its advantage it has no expected gradient"
 )
-# Options of distillation on rows, beside those of supervised training.
-ROW_OPTIONS = ("teacher", "teacher_form", "teacher_beta")
 # Names that other projects have for them.
 REFUSED = {
     "k1_loss": "k1 as a loss has no expected gradient",

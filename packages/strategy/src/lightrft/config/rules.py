@@ -117,6 +117,11 @@ RULES: tuple[Rule, ...] = (
         and c.teacher is None
         and "--teacher is missing: with advantage_estimator zero rewards teach nothing"
     ),
+    _excludes(
+        "dynamic_sampling",
+        "advantage_estimator zero: it looks for groups by their rewards",
+        lambda c: c.advantage_estimator == "zero",
+    ),
     lambda c: (
         c.teacher is not None
         and (_truncates(c) or c.use_fire)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from lightrft.config.options import (
     CRITIC,
     DATA_AND_EVAL,
+    DISTILL,
     EVAL,
     NOT_SFT,
     SFT,
@@ -572,6 +573,7 @@ class RunOptions(StrategyConfig):
         "advantage: teacher_coef * (log p - log q).",
         common=True,
         path="folder",
+        commands=DISTILL,
     )
     teacher_coef: float = algorithm_option(
         1.0,
@@ -584,6 +586,7 @@ class RunOptions(StrategyConfig):
         "Divergence from the teacher: sampled is that of sampled tokens; reverse, forward and jsd "
         "are those of the whole vocabulary, of the rows of lightrft distill.",
         acts_with="teacher",
+        commands=DISTILL,
     )
     teacher_beta: float = algorithm_option(
         0.5,
@@ -591,6 +594,7 @@ class RunOptions(StrategyConfig):
         above=0,
         at_most=0.99,
         acts_with="teacher_form jsd",
+        commands=DISTILL,
     )
     entropy_coef: float = algorithm_option(0.0, "Weight of the entropy bonus.", at_least=0)
     aux_loss_coef: float = algorithm_option(

@@ -15,7 +15,6 @@ from lightrft.cli.train import (
     stage_parser,
 )
 from lightrft.config import TrainConfig
-from lightrft.config.distillation import ROW_OPTIONS
 
 
 def run(argv: Sequence[str]) -> int:
@@ -43,7 +42,7 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
         from lightrft.cli.preflight import model_problems
 
         problems += model_problems("--teacher", str(config.teacher))
-    return parse_rows(config, parsed, problems, ROW_OPTIONS)
+    return parse_rows(config, parsed, problems, "distill")
 
 
 def _check(config: TrainConfig) -> None:

@@ -17,7 +17,7 @@ DESCRIPTIONS = {
     "quickstart": "a complete run in a minute on a CPU",
     "train": "fine-tune a language model by reinforcement learning",
     "sft": "fine-tune a language model on texts, answers or conversations",
-    "distill": "train a model on its own samples towards a teacher",
+    "distill": "train a model towards a teacher, on its samples or rows",
     "data": "check a file of prompts: layout, lengths, bad rows, answers",
     "eval": "a model on held-out prompts: greedy, avg@n, pass@k",
     "launch": "print what starts a run on several nodes",

@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from lightrft.cli.errors import refuse, run_guarded
 from lightrft.cli.options import Parser, parse_options
@@ -57,16 +57,16 @@ def parse_rows(
     config: TrainConfig,
     parsed: argparse.Namespace,
     problems: list[str],
-    further: Collection[str] = (),
+    command: str = "sft",
 ) -> tuple[TrainConfig, int]:
-    """The same of what was read; further options are taken, too; errors as for `parse`."""
+    """The same of what was read, with the options of a command; errors as for `parse`."""
     if not problems:
         from lightrft.cli.preflight import model_problems
         from lightrft.run.resume import plan_run
         from lightrft.stages.supervised.supervised_inputs import option_problems
 
         world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
-        problems += option_problems(config, world_size, further)
+        problems += option_problems(config, world_size, command)
         if config.pretrain is not None:
             problems += model_problems("--pretrain", config.pretrain)
         try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.distillation import ROW_OPTIONS, SAMPLED
+from lightrft.config.distillation import SAMPLED
 from lightrft.models import Actor
 from lightrft.stages.distillation.divergence_stage import DivergenceStage
 from lightrft.stages.policy.models import configure_model
@@ -67,6 +67,6 @@ def read_inputs(config: TrainConfig) -> DivergenceInputs:
     """
     if config.teacher is None or config.teacher_form == SAMPLED:
         raise ConfigError("distillation on rows needs a teacher and teacher_form: give both")
-    rows = read_rows(config, ROW_OPTIONS)
+    rows = read_rows(config, "distill")
     require_same_tokens(config, rows.tokenizer)
     return DivergenceInputs(rows)

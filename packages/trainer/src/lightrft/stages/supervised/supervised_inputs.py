@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -73,19 +73,19 @@ class SupervisedInputs:
         """See `StageInputs`."""
 
 
-def read_inputs(config: TrainConfig, further: Collection[str] = ()) -> SupervisedInputs:
+def read_inputs(config: TrainConfig, command: str = "sft") -> SupervisedInputs:
     """Checks the options, then reads tokenizer and rows.
 
     Args:
         config: Options of the run.
-        further: See `option_problems`.
+        command: See `option_problems`.
 
     Raises:
         ConfigError: Options that cannot be run.
         DataError: Rows that cannot be used.
         ModelLoadError: A tokenizer that cannot be read.
     """
-    problems = option_problems(config, int(os.environ.get("WORLD_SIZE", "1")), further)
+    problems = option_problems(config, int(os.environ.get("WORLD_SIZE", "1")), command)
     if problems:
         raise ConfigError("\n".join(problems))
     path = str(config.pretrain)
@@ -117,15 +117,13 @@ def read_inputs(config: TrainConfig, further: Collection[str] = ()) -> Supervise
     return SupervisedInputs(tokenizer, data, held_out.rows)
 
 
-def option_problems(
-    config: TrainConfig, num_processes: int, further: Collection[str] = ()
-) -> list[str]:
+def option_problems(config: TrainConfig, num_processes: int, command: str = "sft") -> list[str]:
     """Problems of the options of supervised training, one line each.
 
     Args:
         config: Options of the run.
         num_processes: Of the run.
-        further: Names of options that the stage takes beside those of `lightrft sft`.
+        command: Its own options are taken beside those of `lightrft sft`.
     """
     found = [
         f"--{name} is missing"
@@ -135,7 +133,7 @@ def option_problems(
     found += [
         f"{name} is no option of supervised training: leave it out"
         for name, (entry, info) in options_of(TrainConfig).items()
-        if not {"sft", *further}.intersection((*info.commands, name))
+        if not {"sft", command}.intersection(info.commands)
         and config.__dict__[name] != entry.default
     ]
     alike = {"rollout_batch_size": config.train_batch_size, "n_samples_per_prompt": 1}
