@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightrft.algorithms.divergences import DIVERGENCES, divergence
+from lightrft.algorithms.kl import DIVERGENCES, divergence
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 from lightrft.models.divergence import Projected, divergence_sum
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from lightrft.config.distillation import NO_REWARDS, SAMPLED
 from lightrft.config.options import ConfigError, did_you_mean, options_of
-from lightrft.config.rules import batch_problems, broken_rules, unused_by_rules
+from lightrft.config.rules import NO_REWARDS, SAMPLED, batch_problems, broken_rules, unused_by_rules
 from lightrft.config.run_options import RunOptions
 from lightrft.config.toml import read_toml, write_toml
 

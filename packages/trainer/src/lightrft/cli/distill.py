@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 from lightrft.cli.errors import run_guarded
 from lightrft.cli.options import Parser, parse_options
-from lightrft.cli.sft import parse_rows
 from lightrft.cli.train import (
     StageCommand,
     check,
     next_commands,
     parse_policy,
+    parse_rows,
     run_stage,
     stage_parser,
 )

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from lightrft.config import TrainConfig
-from lightrft.config.distillation import NO_REWARDS
 from lightrft.config.registry import LOGGERS
+from lightrft.config.rules import NO_REWARDS
 from lightrft.datasets.files import read_sources
 from lightrft.datasets.render import render
 from lightrft.engines.factory import resolve_engine_type

@@ -1,15 +1,13 @@
 """`lightrft sft`: supervised fine-tuning; processes, signals and files are those of `train`."""
 
-import argparse
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.errors import refuse, run_guarded
+from lightrft.cli.errors import run_guarded
 from lightrft.cli.options import Parser, parse_options
-from lightrft.cli.train import StageCommand, run_stage, stage_parser
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.cli.train import StageCommand, parse_rows, run_stage, stage_parser
+from lightrft.config import TrainConfig
 
 
 def run(argv: Sequence[str]) -> int:
@@ -51,30 +49,6 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
         UsageError: Arguments that cannot be read.
     """
     return parse_rows(*parse_options(build_parser(), argv))
-
-
-def parse_rows(
-    config: TrainConfig,
-    parsed: argparse.Namespace,
-    problems: list[str],
-    command: str = "sft",
-) -> tuple[TrainConfig, int]:
-    """The same of what was read, with the options of a command; errors as for `parse`."""
-    if not problems:
-        from lightrft.cli.preflight import model_problems
-        from lightrft.run.resume import plan_run
-        from lightrft.stages.supervised.supervised_inputs import option_problems
-
-        world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
-        problems += option_problems(config, world_size, command)
-        if config.pretrain is not None:
-            problems += model_problems("--pretrain", config.pretrain)
-        try:
-            plan_run(config)
-        except ConfigError as err:
-            problems.append(str(err))
-    refuse(problems, ConfigError)
-    return config, parsed.nproc_per_node
 
 
 def build_parser(*, lists_all: bool = True) -> Parser:

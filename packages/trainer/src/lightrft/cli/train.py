@@ -212,6 +212,30 @@ def parse_policy(
     return config, processes
 
 
+def parse_rows(
+    config: TrainConfig,
+    parsed: argparse.Namespace,
+    problems: list[str],
+    command: str = "sft",
+) -> tuple[TrainConfig, int]:
+    """The same of rows that were read, with the options of a command; errors as for `parse`."""
+    if not problems:
+        from lightrft.cli.preflight import model_problems
+        from lightrft.run.resume import plan_run
+        from lightrft.stages.supervised.supervised_inputs import option_problems
+
+        world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
+        problems += option_problems(config, world_size, command)
+        if config.pretrain is not None:
+            problems += model_problems("--pretrain", config.pretrain)
+        try:
+            plan_run(config)
+        except ConfigError as err:
+            problems.append(str(err))
+    refuse(problems, ConfigError)
+    return config, parsed.nproc_per_node
+
+
 def build_parser(*, lists_all: bool = True) -> Parser:
     """The parser of `lightrft train`; options that are not given leave no trace.
 

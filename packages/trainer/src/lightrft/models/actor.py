@@ -117,7 +117,7 @@ class Actor(SequenceModel):
             support: The truncation the scored tokens were drawn with, to get `log_kept_mass`.
             token_loss: A loss to compute inside the output projection, for some tokens at a time;
                 the head must be fused. Of sequences that ranks share, each adds its own tokens.
-                Of a `HeadReader` nothing but the loss is computed.
+                With a `HeadReader` nothing else is computed.
 
         Raises:
             ValueError: Shapes differ, `scored_mask` marks padding or a first token, or the ranks
@@ -127,6 +127,9 @@ class Actor(SequenceModel):
         output = trunk_output(
             self.model.base_model, layout, media, with_router_logits=self.sums_routers
         )
+        inside = (
+            token_loss if isinstance(token_loss, HeadReader | None) else layout.placed(token_loss)
+        )
         hidden: Tensor = output.last_hidden_state
         head = self.model.get_output_embeddings()
         logprobs, entropies, masses, loss = head(
@@ -135,9 +138,7 @@ class Actor(SequenceModel):
             temperature=temperature,
             entropy=entropy,
             support=support,
-            token_loss=token_loss
-            if token_loss is None or isinstance(token_loss, HeadReader)
-            else layout.placed(token_loss),
+            token_loss=inside,
         )
         return ActorOutput(
             logprobs=layout.scatter(logprobs),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.distillation import SAMPLED
+from lightrft.config.rules import SAMPLED
 from lightrft.models import Actor
 from lightrft.stages.distillation.divergence_stage import DivergenceStage
 from lightrft.stages.policy.models import configure_model

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightrft.algorithms.divergences import divergence
+from lightrft.algorithms.kl import divergence
 from lightrft.config import TrainConfig
 from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows
 from lightrft.models.divergence import HeadReader, Projected, divergence_sum

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.distillation import SAMPLED
 from lightrft.config.options import SUPERVISED, options_of
+from lightrft.config.rules import SAMPLED
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
 from lightrft.datasets.media import Modality, TextModality, VisionPrompts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from lightrft.config import TrainConfig
-from lightrft.config.distillation import NO_REWARDS
+from lightrft.config.rules import NO_REWARDS
 from lightrft.datasets import Prompt
 from lightrft.models import RewardModel, load_tokenizer
 from lightrft.rewards import CombinedReward, build_reward
