@@ -14,6 +14,7 @@ from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.media import RowMedia
 from lightrft.models.divergence import HeadReader
 from lightrft.models.head import LinearLogprobHead, read_head_transform
+from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.support import SamplingSupport
@@ -21,6 +22,7 @@ from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.modeling_outputs import MoeModelOutputWithPast
 
 # FSDP2 finds the tensors of a module's output, to hook the backward pass, by flattening it.
 pytree.register_pytree_node(
@@ -143,18 +145,16 @@ class Actor(SequenceModel):
         return ActorOutput(
             logprobs=layout.scatter(logprobs),
             entropy=None if entropies is None else layout.scatter(entropies),
-            router_sums=layout.join(
-                router_sums(
-                    output.router_logits,
-                    layout.attention_mask,
-                    top_k=self.config.num_experts_per_tok,
-                )
-            )
-            if self.sums_routers
-            else None,
+            router_sums=self._router_sums(output, layout),
             log_kept_mass=None if masses is None else layout.scatter(masses),
             loss=None if loss is None else layout.join(loss),
         )
+
+    def _router_sums(self, output: MoeModelOutputWithPast, layout: TokenLayout) -> Tensor | None:
+        if not self.sums_routers:
+            return None
+        top_k = self.config.num_experts_per_tok
+        return layout.join(router_sums(output.router_logits, layout.attention_mask, top_k=top_k))
 
     def enable_router_sums(self) -> None:
         """Adds to every output what the load of the experts is computed from.
