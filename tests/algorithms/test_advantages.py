@@ -78,7 +78,7 @@ def test_worked_numbers(name: str, options, expected) -> None:
 
 
 def test_every_registered_estimator_is_covered_here() -> None:
-    covered = {name for name, _, _ in WORKED} | {"gae", "reinforce", "reinforce++", "remax"}
+    covered = {name for name, _, _ in WORKED} | {"gae", "reinforce", "reinforce++", "remax", "zero"}
     assert covered == set(ADVANTAGE_ESTIMATORS)
 
 
@@ -87,6 +87,10 @@ def test_remax_subtracts_the_greedy_reward() -> None:
     assert _estimate("remax", inputs).tolist() == [0.5, -0.5, 0.0, 0.5]
     with pytest.raises(ValueError, match="needs greedy_rewards"):
         _estimate("remax", _inputs(REWARDS))
+
+
+def test_zero_has_no_advantage_of_rewards() -> None:
+    assert _estimate("zero", _inputs(REWARDS)).tolist() == [0.0] * 4
 
 
 def test_further_group_estimators_equal_a_loop_over_groups() -> None:

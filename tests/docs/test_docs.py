@@ -30,6 +30,7 @@ CHEAP = ("errors.md", "data_formats.md", "extending.md", "library.md", "rewards.
 COSTLY = (
     "after_a_run.md",
     "audit.md",
+    "distillation.md",
     "environments.md",
     "first_reward.md",
     "index.md",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -113,7 +114,15 @@ def step(changes):
     config = TrainConfig(**{**BASE, **changes})
     strategy = get_fake_strategy(config)
     options, algorithm = decide(config)
-    check_algorithm(options, algorithm, has_critic=True, has_reference=True, engine_type="hf")
+    has_teacher = options.teacher is not None
+    check_algorithm(
+        options,
+        algorithm,
+        has_critic=True,
+        has_reference=True,
+        engine_type="hf",
+        has_teacher=has_teacher,
+    )
     table, policy = samples(), TablePolicy()
     rollouts = collate(table, temperature=1.0, device=torch.device("cpu"))
     mask = rollouts.response_mask
@@ -134,6 +143,8 @@ def step(changes):
     # Ratios on both sides of every clip range, and values.
     old = (now.logprobs.float() + noise(0.25)) * mask
     outputs = PolicyOutputs(old, old + noise(0.7), noise(0.6), now.entropy.float() * mask)
+    if has_teacher:
+        outputs = replace(outputs, teacher_logprobs=old + noise(0.5))
     greedy = torch.linspace(-1, 1, 12).double()
     batch = assemble(
         table,
@@ -178,7 +189,8 @@ def with_near_bounds(correction):
 
 UPDATES = {
     "policy_loss": choices("policy_loss"),
-    "advantage_estimator": choices("advantage_estimator"),
+    "advantage_estimator": choices("advantage_estimator")
+    | {"zero": {"advantage_estimator": "zero", "teacher": "folder"}},
     "loss_agg_mode": choices("loss_agg_mode"),
     "kl_estimator": choices("kl_estimator"),
     "off_policy_correction": {
@@ -221,6 +233,8 @@ def test_every_choice_is_accepted_and_gives_another_update(name):
         {"entropy_coef": 0.1},
         {"advantages_norm": True},
         {"advantage_clip": 0.2},
+        {"teacher": "folder"},
+        {"teacher": "folder", "teacher_coef": 0.5},
         {"generate_max_len": 80, "loss_agg_mode": "seq-mean-token-sum-norm"},
         {"advantage_estimator": "gae", "lambd": 0.5},
     ],
@@ -230,6 +244,7 @@ def test_every_option_of_the_update_changes_it(changes):
     # What it takes for an option to act stays as it is.
     needed = {"generate_max_len": "loss_agg_mode", "lambd": "advantage_estimator"}
     needed["correction_high"] = "off_policy_correction"
+    needed["teacher_coef"] = "teacher"
     kept = {needed[name]: changes[needed[name]] for name in changes if name in needed}
     reference = step(kept)
     assert float((step(changes) - reference).norm() / reference.norm()) > 1e-4

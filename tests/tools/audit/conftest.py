@@ -33,11 +33,18 @@ def micro_model(tmp_path_factory, world):
     return world.write_model(tmp_path_factory.mktemp("audit") / "micro")
 
 
+@pytest.fixture(scope="session")
+def micro_teacher(tmp_path_factory, world):
+    return world.write_model(tmp_path_factory.mktemp("audit") / "teacher", seed=2)
+
+
 @pytest.fixture
-def audited(world, micro_model, tmp_path):
-    """Records a step with some options, and audits it."""
+def audited(world, micro_model, micro_teacher, tmp_path):
+    """Records a step with some options, and audits it; any teacher is the one there is."""
 
     def run(changes, **how):
+        if "teacher" in changes:
+            changes = {**changes, "teacher": micro_teacher}
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         world.record_step(micro_model, tmp_path / "run", changes, **how)
         return audit_step(tmp_path / "run")

@@ -66,6 +66,8 @@ def assert_equal(report):
 
 def algorithm(name, loss, mode):
     changes = {"advantage_estimator": name, "policy_loss": loss, "loss_agg_mode": mode}
+    if name == "zero":
+        changes["teacher"] = ""
     # Shares that choose some of the few tokens there are.
     if loss in ("clip_cov", "kl_cov"):
         changes["policy_loss_args"] = {"cov_ratio": 0.2}
@@ -197,10 +199,18 @@ VARIANTS = {
         "policy_loss_args": {"drift_coef": 0.3},
     },
     "packed": {"packing_samples": True, "fused_linear_logprob": True},
+    "teacher": {
+        "teacher": "",
+        "teacher_coef": 0.7,
+        "advantage_estimator": "reinforce++",
+        "temperature": 0.7,
+        "advantage_clip": 2.0,
+    },
+    "distilled": {"teacher": "", "advantage_estimator": "zero", "init_kl_coef": 0.1},
 }
 
 
-BY_DEFAULT = ("critic", "rewards", "adapters", "temperature", "schedule")
+BY_DEFAULT = ("critic", "rewards", "adapters", "temperature", "schedule", "teacher", "distilled")
 
 
 @pytest.mark.parametrize("name", BY_DEFAULT)

@@ -263,6 +263,44 @@ def the_kl_reward_has_the_wrong_sign(patch):
     wrap(patch, maker, "estimate_kl", lambda original: lambda *a, **k: -original(*a, **k))
 
 
+@bug("advantages", teacher="", teacher_coef=0.7)
+def the_teacher_has_the_wrong_sign(patch):
+    wrap(patch, maker, "teacher_advantages", lambda original: lambda *args: -original(*args))
+
+
+@bug("advantages", teacher="", teacher_coef=0.7, advantage_estimator="zero")
+def the_teacher_has_another_weight(patch):
+    def change(original):
+        return lambda outputs, mask, config: original(
+            outputs, mask, replace(config, teacher_coef=1.0)
+        )
+
+    wrap(patch, maker, "teacher_advantages", change)
+
+
+@bug("teacher logprobs", teacher="")
+def the_teacher_scores_the_token_before(patch):
+    def change(original):
+        def compute(*args, **kwargs):
+            outputs = original(*args, **kwargs)
+            return replace(outputs, teacher_logprobs=outputs.teacher_logprobs.roll(1, dims=1))
+
+        return compute
+
+    wrap(patch, maker, "compute_outputs", change)
+
+
+@bug("has a teacher", teacher="")
+def the_teacher_is_forgotten(patch):
+    def change(original):
+        def compute(*args, **kwargs):
+            return replace(original(*args, **kwargs), teacher_logprobs=None)
+
+        return compute
+
+    wrap(patch, maker, "compute_outputs", change)
+
+
 @bug("advantages", advantage_estimator="reinforce++")
 def whitening_divides_by_n_less_one(patch):
     wrap(patch, maker, "whiten", lambda original: lambda *args: original(*args, ddof=1))

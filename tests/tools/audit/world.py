@@ -63,8 +63,8 @@ def model_config():
     )
 
 
-def write_model(folder):
-    torch.manual_seed(1)
+def write_model(folder, seed=1):
+    torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(model_config(), dtype=torch.float32).save_pretrained(folder)
     return str(folder)
 
@@ -214,6 +214,9 @@ def record_step(
         torch.manual_seed(2)
         torch.nn.init.normal_(critic.value_head.weight, std=0.2)
     reference = fresh(model_path, Actor) if config.init_kl_coef > 0 else None
+    teacher = None
+    if config.teacher is not None:
+        teacher = strategy.prepare_model(fresh(config.teacher, Actor))
     samples = samples_of(model_path, noise, config.advantage_estimator == "remax", "temperature")
     samples = shaped(samples, config)
     if shape is not None:
@@ -243,6 +246,7 @@ def record_step(
         reference,
         tokenizer=NoTokenizer(),
         loggers=(),
+        teacher_model=teacher,
         **own,
         **{name: getattr(config, name) for name in settings if name not in ("pretrain",)},
     )

@@ -13,6 +13,7 @@ from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.run.gpus import GPUS, find_gpu, gpu_of
+from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.plan.advice import advise, remedies
 from lightrft.tools.plan.duration import (
     efficiency,
@@ -113,6 +114,18 @@ def test_options_change_what_they_should():
     assert phase("train", advantage_estimator="gae") > before("train")
     assert phase("sync", engine_tp_size=2) < before("sync")
     assert phase("train", enable_engine_sleep=False) > before("train") + 0.4 * 80e9
+
+
+def test_a_teacher_counts_with_its_own_size(tmp_path):
+    write_tiny_model(tmp_path / "teacher", "tiny-qwen3")
+    teacher = str(tmp_path / "teacher")
+    size = read_model_size(teacher).parameters
+    alone, taught = (
+        setup_of("qwen2.5-0.5b", 1, "h100-80g", **more) for more in ({}, {"teacher": teacher})
+    )
+    assert taught.evaluated["teacher"].size.parameters == size > 0
+    totals = [plan_memory(setup).worst.device_bytes for setup in (alone, taught)]
+    assert totals[1] > totals[0]
 
 
 def test_more_gpus_take_less_time_and_waste_more():

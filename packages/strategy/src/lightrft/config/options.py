@@ -99,6 +99,8 @@ SFT = ("sft", "prefer", "reward")
 SFT_ALONE = ("sft",)
 LANGUAGE = ("sft", "prefer")
 NOT_SFT = ()
+# Of `lightrft distill` on rows, beside those of `sft`.
+DISTILL = ("distill",)
 # Options of one heading each; an observation, or where a run ends and writes, may change.
 algorithm_option = partial(option, group="algorithm")
 data_option = partial(option, group="data")

@@ -332,6 +332,7 @@ ADVANTAGE_ESTIMATORS = Registry(
         "pass_at_k": f"{_ROWS}:pass_at_k_advantages",
         "raft": f"{_ROWS}:raft_advantages",
         "remax": f"{_ROWS}:remax_advantages",
+        "zero": f"{_ROWS}:zero_advantages",
     },
 )
 _REWARDS = "lightrft.tools.rewards"
@@ -382,6 +383,7 @@ STAGES = Registry(
         "sft": "lightrft.stages.supervised.supervised_inputs:read_inputs",
         "reward": "lightrft.stages.reward.reward_inputs:read_inputs",
         "prefer": "lightrft.stages.preference.preference_inputs:read_inputs",
+        "divergence": "lightrft.stages.distillation.divergence_inputs:read_inputs",
     },
 )
 # Functions of (config, strategy) that run before models are built and return the options to run

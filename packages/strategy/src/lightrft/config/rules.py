@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Collection
 
+from lightrft.config.options import did_you_mean
 from lightrft.config.run_options import RunOptions
 from lightrft.config.sources import has_splits, probability_problem, split_sources
 from lightrft.engines.types import has_known_order
@@ -15,8 +16,38 @@ UNKNOWN_ORDER = (
     "together: leave one of the two out, or take engine_type vllm or hf"
 )
 MAX_SAMPLES = 10**7
+# Forms of distillation; those with a wrong gradient by the names that other projects have for them.
+SAMPLED = "sampled"
+FORMS = (SAMPLED, "reverse", "forward", "jsd")
+_K3 = (
+    "k3 as a reward has the expected gradient of KL(student || teacher) less that of KL(teacher || "
+    "student), which vanishes near the teacher"
+)
+_TOP_K = (
+    "a divergence of the top k tokens is equal for whatever token was sampled, so that taken from "
+    "its advantage it has no expected gradient"
+)
+REFUSED = {
+    "k1_loss": "k1 as a loss has no expected gradient",
+    "k3": _K3,
+    "low_var_kl": _K3,
+    "topk": _TOP_K,
+    "forward_kl_topk": _TOP_K,
+    "reverse_kl_topk": _TOP_K,
+}
+# The estimator without an advantage of the rewards.
+NO_REWARDS = "zero"
 # A sentence on what is wrong with the values together; a falsy answer is nothing.
 Rule = Callable[[RunOptions], object]
+
+
+def form_problem(name: str) -> str | None:
+    """The reason why `teacher_form` cannot have this value; None if it can."""
+    if name in REFUSED:
+        return f"teacher_form: got {name!r}: {REFUSED[name]}; take {SAMPLED}"
+    if name not in FORMS:
+        return f"teacher_form: got {name!r}{did_you_mean(name, FORMS)}"
+    return None
 
 
 def _truncates(c: RunOptions) -> bool:
@@ -116,6 +147,25 @@ RULES: tuple[Rule, ...] = (
         and (
             f"correction_low must be below correction_high: got {c.correction_low} and "
             f"{c.correction_high}"
+        )
+    ),
+    lambda c: form_problem(c.teacher_form),
+    lambda c: (
+        c.advantage_estimator == "zero"
+        and c.teacher is None
+        and "--teacher is missing: with advantage_estimator zero rewards teach nothing"
+    ),
+    _excludes(
+        "dynamic_sampling",
+        "advantage_estimator zero: it looks for groups by their rewards",
+        lambda c: c.advantage_estimator == "zero",
+    ),
+    lambda c: (
+        c.teacher is not None
+        and (_truncates(c) or c.use_fire)
+        and (
+            "teacher needs tokens drawn from the whole distribution of the student, or the mean of "
+            "its term is no KL divergence: leave out top_p, top_k and use_fire"
         )
     ),
     lambda c: (

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from lightrft.config.options import (
     CRITIC,
     DATA_AND_EVAL,
+    DISTILL,
     EVAL,
     NOT_SFT,
     SFT,
@@ -582,6 +583,35 @@ class RunOptions(StrategyConfig):
         "Samples over which the weight adapts to kl_target.",
         at_least=1,
         acts_with="kl_target",
+    )
+    teacher: str | None = algorithm_option(
+        None,
+        "Frozen model with the same tokens whose log-probabilities of the sampled tokens are an "
+        "advantage: teacher_coef * (log p - log q).",
+        common=True,
+        path="folder",
+        commands=DISTILL,
+    )
+    teacher_coef: float = algorithm_option(
+        1.0,
+        "Weight of the teacher's advantage beside that of the rewards.",
+        above=0,
+        acts_with="teacher",
+    )
+    teacher_form: str = algorithm_option(
+        "sampled",
+        "Divergence from the teacher: sampled is that of sampled tokens; reverse, forward and jsd "
+        "are those of the whole vocabulary, of the rows of lightrft distill.",
+        acts_with="teacher",
+        commands=DISTILL,
+    )
+    teacher_beta: float = algorithm_option(
+        0.5,
+        "Weight of the teacher in the mixture of jsd.",
+        above=0,
+        at_most=0.99,
+        acts_with="teacher_form jsd",
+        commands=DISTILL,
     )
     entropy_coef: float = algorithm_option(0.0, "Weight of the entropy bonus.", at_least=0)
     aux_loss_coef: float = algorithm_option(

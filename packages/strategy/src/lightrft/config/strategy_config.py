@@ -51,6 +51,7 @@ LEARNING_RATES: Mapping[str, tuple[float, float]] = {
     # A pair is one bit, and the loss is steep at the reference.
     "prefer": (1e-6, 1e-5),
     "reward": (1e-5, 1e-4),
+    "divergence": (1e-5, 1e-4),
 }
 ADAM_MOVES = "At most 1: Adam moves each weight by about as much a step, and weights are smaller."
 

@@ -7,7 +7,7 @@ from typing import Self
 
 from lightrft.config.options import ConfigError, options_of
 from lightrft.config.other_names import option_hint
-from lightrft.config.rules import batch_problems, broken_rules, unused_by_rules
+from lightrft.config.rules import NO_REWARDS, SAMPLED, batch_problems, broken_rules, unused_by_rules
 from lightrft.config.run_options import RunOptions
 from lightrft.config.toml import read_toml, write_toml
 
@@ -129,6 +129,29 @@ class TrainConfig(RunOptions):
         if unknown:
             raise TypeError("; ".join(unknown))
         return type(self).from_args({**self.__dict__, **changes})
+
+    @property
+    def distillation_stage(self) -> str:
+        """The stage of `lightrft distill`: on sampled tokens, or on given rows."""
+        return "policy" if self.teacher_form == SAMPLED else "divergence"
+
+    def distilled(self) -> Self:
+        """The options of a distillation: on samples, advantages are the teacher's alone.
+
+        Raises:
+            ConfigError: There is no teacher, or another advantage estimator was chosen.
+        """
+        if self.teacher is None:
+            raise ConfigError("--teacher is missing: give the folder of the model to learn from")
+        if self.distillation_stage != "policy":
+            return self
+        given = self.advantage_estimator
+        if given not in (NO_REWARDS, type(self).advantage_estimator):
+            raise ConfigError(
+                f"advantage_estimator: got {given!r}, and distillation has no advantage but the "
+                "teacher's: leave it out, or give --teacher to lightrft train"
+            )
+        return self.replaced({"advantage_estimator": NO_REWARDS})
 
     def save(self, path: str | Path) -> None:
         """Write all options as TOML, except secrets and those that are None."""

@@ -1,4 +1,5 @@
-"""Estimates of KL(policy || reference) from sampled tokens, and the controllers of its weight.
+"""Estimates of KL(policy || reference) from sampled tokens, and the controllers of its weight;
+divergences over the whole vocabulary.
 
 d = logprobs - ref_logprobs. What each estimator optimises, per token and exactly:
 
@@ -24,6 +25,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from lightrft.algorithms.interface import lookup
@@ -175,3 +177,40 @@ class KlController:
             raise ValueError(f"measured KL must be finite: got {kl}")
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return replace(self, coef=self.coef * (1 + error * num_samples / self.horizon))
+
+
+def _kl(first: Tensor, second: Tensor) -> Tensor:
+    return (first.exp() * (first - second)).sum(dim=-1)
+
+
+def _jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "reverse": lambda student, teacher, _: _kl(student, teacher),
+    "forward": lambda student, teacher, _: _kl(teacher, student),
+    "jsd": _jsd,
+}
+
+
+def divergence(student: Tensor, teacher: Tensor, *, form: str, beta: float = 0.5) -> Tensor:
+    """One divergence per token, of q the student and p the teacher: [tokens].
+
+    reverse  sum_v q (log q - log p);  forward  sum_v p (log p - log q);
+    jsd  beta KL(p || m) + (1 - beta) KL(q || m),  m = beta p + (1 - beta) q
+
+    Source: Agarwal et al. 2024, arXiv:2306.13649, where jsd is generalised; its ends, 0 in
+    themselves, are the other two.
+
+    Args:
+        student, teacher: [tokens, vocab] logits; gradients flow through both.
+        form: A name in `DIVERGENCES`.
+        beta: Weight of the teacher in the mixture of jsd, in (0, 1).
+
+    Raises:
+        ValueError: unknown form.
+    """
+    found = lookup(DIVERGENCES, form, kind="divergence")
+    return found(student.log_softmax(dim=-1), teacher.log_softmax(dim=-1), beta)

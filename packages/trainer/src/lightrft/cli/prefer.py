@@ -25,7 +25,12 @@ def run(argv: Sequence[str]) -> int:
         DataError: Rows that cannot be used.
     """
     command = StageCommand(
-        "lightrft.cli.prefer", "prefer", build_parser, parse, lambda _: None, next_after_rows
+        "lightrft.cli.prefer",
+        lambda _: "prefer",
+        build_parser,
+        parse,
+        lambda _: None,
+        next_after_rows,
     )
     return run_stage(argv, command)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import LOGGERS
+from lightrft.config.rules import NO_REWARDS
 from lightrft.datasets.files import read_sources
 from lightrft.datasets.render import render
 from lightrft.engines.factory import resolve_engine_type
@@ -222,11 +223,14 @@ def check_paths(config: TrainConfig) -> list[str]:
         problems += model_problems("--pretrain", config.pretrain) or context_problems(config)
     if isinstance(config.critic_pretrain, str):
         problems += model_problems("--critic_pretrain", config.critic_pretrain)
+    if config.teacher is not None:
+        problems += model_problems("--teacher", config.teacher)
     for path in config.reward_pretrain:
         problems += model_problems("--reward_pretrain", path)
     if config.prompt_data is None:
         problems.append("--prompt_data is missing: give a JSONL, JSON or Parquet file")
-    if not config.reward_fn and not config.remote_rm_url and config.environment is None:
+    is_rewarded = bool(config.reward_fn or config.remote_rm_url) or config.environment is not None
+    if not is_rewarded and config.advantage_estimator != NO_REWARDS:
         problems.append("--reward_fn is missing: give boxed_math, gsm8k or FILE.py:FUNCTION")
     try:
         plan_run(config)

@@ -15,7 +15,12 @@ def run(argv: Sequence[str]) -> int:
     return run_stage(
         argv,
         StageCommand(
-            "lightrft.cli.reward", "reward", build_parser, parse, lambda _: None, next_commands
+            "lightrft.cli.reward",
+            lambda _: "reward",
+            build_parser,
+            parse,
+            lambda _: None,
+            next_commands,
         ),
     )
 

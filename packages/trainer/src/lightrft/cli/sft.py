@@ -21,7 +21,12 @@ def run(argv: Sequence[str]) -> int:
     return run_stage(
         argv,
         StageCommand(
-            "lightrft.cli.sft", "sft", build_parser, parse, lambda _: None, next_after_rows
+            "lightrft.cli.sft",
+            lambda _: "sft",
+            build_parser,
+            parse,
+            lambda _: None,
+            next_after_rows,
         ),
     )
 

@@ -62,8 +62,14 @@ def run(argv: Sequence[str]) -> int:
     """
     return run_stage(
         argv,
-        StageCommand("lightrft.cli.train", "policy", build_parser, parse, _check, next_commands),
+        StageCommand(
+            "lightrft.cli.train", lambda _: "policy", build_parser, parse, check, next_commands
+        ),
     )
+
+
+# Of a configuration for so many processes, a line each.
+ProblemsOf = Callable[[TrainConfig, int], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,7 @@ class StageCommand:
 
     Args:
         module: Run by the processes that it starts.
-        stage: Of `config.registry.STAGES`.
+        stage: Name in `config.registry.STAGES`, by the options.
         build_parser: Given whether it lists all options.
         parse: Gives the configuration and the number of processes.
         check: Of what needs no model; raises what is wrong.
@@ -80,7 +86,7 @@ class StageCommand:
     """
 
     module: str
-    stage: str
+    stage: Callable[[TrainConfig], str]
     build_parser: Callable[..., Parser]
     parse: Callable[[Sequence[str]], tuple[TrainConfig, int]]
     check: Callable[[TrainConfig], None]
@@ -111,7 +117,8 @@ def run_stage(argv: Sequence[str], command: StageCommand) -> int:
         return _train_stoppably(argv, command)
 
 
-def _check(config: TrainConfig) -> None:
+def check(config: TrainConfig) -> None:
+    """Checks data, rewards and algorithm, without a model; errors as for `run`."""
     from lightrft.cli.preflight import check_algorithm, check_data, check_reward
 
     check_reward(config, check_data(config))
@@ -123,7 +130,9 @@ def _train_stoppably(argv: Sequence[str], command: StageCommand) -> int:
     with stop_request.listening():
         config, _ = command.parse(argv)
         share_processors()
-        return train(config, stop_request, stage=command.stage, following=command.next_commands)
+        return train(
+            config, stop_request, stage=command.stage(config), following=command.next_commands
+        )
 
 
 def train(
@@ -198,7 +207,13 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
         ConfigError: Unknown names, wrong values, missing files; all of them at once.
         UsageError: Arguments that cannot be read.
     """
-    config, parsed, problems = parse_options(build_parser(), argv)
+    return parse_policy(*parse_options(build_parser(), argv))
+
+
+def parse_policy(
+    config: TrainConfig, parsed: argparse.Namespace, problems: list[str]
+) -> tuple[TrainConfig, int]:
+    """The same of what was read; errors as for `parse`."""
     processes: int = parsed.nproc_per_node
     if not problems:
         from lightrft.cli.preflight import check_paths
@@ -211,23 +226,40 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
 
 
 def parse_stage(
-    argv: Sequence[str],
-    parser: Parser,
-    problems_of: Callable[[TrainConfig, int], list[str]] | None = None,
+    argv: Sequence[str], parser: Parser, problems_of: ProblemsOf | None = None
 ) -> tuple[TrainConfig, int]:
     """The configuration and the number of processes of a command that trains on given rows.
 
     Args:
         argv: Its arguments.
         parser: Of the command.
-        problems_of: Given options that are right by themselves and the number of processes; None
-            finds those that all such commands have.
+        problems_of: See `parse_rows`.
 
     Raises:
         ConfigError: Unknown names, wrong values, missing files; all of them at once.
         UsageError: Arguments that cannot be read.
     """
-    config, parsed, problems = parse_options(parser, argv)
+    return parse_rows(*parse_options(parser, argv), parser.command, problems_of)
+
+
+def parse_rows(
+    config: TrainConfig,
+    parsed: argparse.Namespace,
+    problems: list[str],
+    command: str,
+    problems_of: ProblemsOf | None = None,
+) -> tuple[TrainConfig, int]:
+    """The same of what was read.
+
+    Args:
+        config, parsed, problems: See `parse_options`.
+        command: That trains.
+        problems_of: Given options that are right by themselves and the number of processes; None
+            finds those that all such commands have.
+
+    Raises:
+        ConfigError: As for `parse_stage`.
+    """
     if not problems:
         from lightrft.cli.preflight import model_problems
         from lightrft.run.resume import plan_run
@@ -235,7 +267,7 @@ def parse_stage(
 
         world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
         if problems_of is None:
-            problems += option_problems(config, world_size, parser.command)
+            problems += option_problems(config, world_size, command)
         else:
             problems += problems_of(config, world_size)
         if config.pretrain is not None:

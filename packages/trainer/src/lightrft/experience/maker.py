@@ -28,6 +28,7 @@ from lightrft.algorithms.interface import (
     advantage_traits,
 )
 from lightrft.algorithms.kl import estimate_kl
+from lightrft.algorithms.masking import masked_difference
 from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
 from lightrft.config import TrainConfig
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
@@ -165,6 +166,8 @@ def assemble(
             advantages, mask, sum_over_ranks=lambda sums: context.reduce_over_data(sums, "sum")
         )
         advantages = whiten(advantages, mask, moments)
+    if outputs.teacher_logprobs is not None:
+        advantages = advantages + teacher_advantages(outputs, mask, settings.config)
     clip = settings.config.advantage_clip
     if clip > 0:
         advantages = advantages.clamp(-clip, clip)
@@ -217,6 +220,23 @@ def _estimate(
     )
 
 
+def teacher_advantages(outputs: PolicyOutputs, mask: Tensor, config: TrainConfig) -> Tensor:
+    """teacher_coef (log p - log q) of the sampled tokens: [batch, seq], 0 outside the mask.
+
+    Its mean over what q samples is minus the gradient of KL(q || p) at the token's prefix. q are
+    the old logprobs: the trainer's, as p is, so that rounding of the engine is no signal and a
+    teacher equal to the student gives 0; and the policy that the loss's ratio is taken to.
+
+    Raises:
+        RuntimeError: There are no old logprobs.
+    """
+    if outputs.old_logprobs is None or outputs.teacher_logprobs is None:
+        raise RuntimeError("a teacher's advantage needs the logprobs before the update")
+    return config.teacher_coef * masked_difference(
+        outputs.teacher_logprobs, outputs.old_logprobs, mask
+    )
+
+
 def _reward_kl(outputs: PolicyOutputs, mask: Tensor, settings: AdvantageSettings) -> Tensor | None:
     if settings.kl_coef == 0 or outputs.ref_logprobs is None:
         return None
@@ -238,6 +258,7 @@ class ForwardModels:
     actor: PolicyModel
     reference: PolicyModel | None = None
     critic: ValueModel | None = None
+    teacher: PolicyModel | None = None
 
 
 def compute_outputs(
@@ -247,7 +268,7 @@ def compute_outputs(
     slices: Sequence[slice],
     scores_actor: bool = True,
 ) -> PolicyOutputs:
-    """Old and reference logprobs, values and entropies of all response tokens.
+    """Logprobs of actor, reference and teacher, values and entropies of all response tokens.
 
     One model after the other, so that only one needs its activations and gathered weights.
 
@@ -261,17 +282,18 @@ def compute_outputs(
     with torch.no_grad():
         if scores_actor:
             old = _score(models.actor, batch, slices=slices, entropy="value")
-        ref_logprobs = None
-        if models.reference is not None:
-            # Truncation belongs to the policy that sampled.
-            plain = replace(batch, support=None)
-            ref_logprobs = _score(models.reference, plain, slices=slices, entropy="none").logprobs
+        # Truncation belongs to the policy that sampled.
+        plain = replace(batch, support=None)
+        reference, teacher = (
+            None if model is None else _score(model, plain, slices=slices, entropy="none").logprobs
+            for model in (models.reference, models.teacher)
+        )
         values = None
         if models.critic is not None:
             values = _evaluate(models.critic, batch, slices=slices)
     if old is None:
-        return PolicyOutputs(None, ref_logprobs, values, None)
-    return PolicyOutputs(old.logprobs, ref_logprobs, values, old.entropy, old.log_kept_mass)
+        return PolicyOutputs(None, reference, values, None, None, teacher)
+    return PolicyOutputs(old.logprobs, reference, values, old.entropy, old.log_kept_mass, teacher)
 
 
 @torch.no_grad()

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.media import RowMedia
+from lightrft.models.divergence import HeadReader
 from lightrft.models.head import LinearLogprobHead, read_head_transform
+from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.support import SamplingSupport
@@ -20,6 +22,7 @@ from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.modeling_outputs import MoeModelOutputWithPast
 
 # FSDP2 finds the tensors of a module's output, to hook the backward pass, by flattening it.
 pytree.register_pytree_node(
@@ -101,7 +104,7 @@ class Actor(SequenceModel):
         entropy: EntropyMode = "none",
         media: RowMedia | None = None,
         support: SamplingSupport | None = None,
-        token_loss: TokenLossFunction | None = None,
+        token_loss: TokenLossFunction | HeadReader | None = None,
     ) -> ActorOutput:
         """Logprobs (and entropy) of the scored tokens.
 
@@ -116,6 +119,7 @@ class Actor(SequenceModel):
             support: The truncation the scored tokens were drawn with, to get `log_kept_mass`.
             token_loss: A loss to compute inside the output projection, for some tokens at a time;
                 the head must be fused. Of sequences that ranks share, each adds its own tokens.
+                With a `HeadReader` nothing else is computed.
 
         Raises:
             ValueError: Shapes differ, `scored_mask` marks padding or a first token, or the ranks
@@ -125,6 +129,9 @@ class Actor(SequenceModel):
         output = trunk_output(
             self.model.base_model, layout, media, with_router_logits=self.sums_routers
         )
+        inside = (
+            token_loss if isinstance(token_loss, HeadReader | None) else layout.placed(token_loss)
+        )
         hidden: Tensor = output.last_hidden_state
         head = self.model.get_output_embeddings()
         logprobs, entropies, masses, loss = head(
@@ -133,23 +140,21 @@ class Actor(SequenceModel):
             temperature=temperature,
             entropy=entropy,
             support=support,
-            token_loss=None if token_loss is None else layout.placed(token_loss),
+            token_loss=inside,
         )
         return ActorOutput(
             logprobs=layout.scatter(logprobs),
             entropy=None if entropies is None else layout.scatter(entropies),
-            router_sums=layout.join(
-                router_sums(
-                    output.router_logits,
-                    layout.attention_mask,
-                    top_k=self.config.num_experts_per_tok,
-                )
-            )
-            if self.sums_routers
-            else None,
+            router_sums=self._router_sums(output, layout),
             log_kept_mass=None if masses is None else layout.scatter(masses),
             loss=None if loss is None else layout.join(loss),
         )
+
+    def _router_sums(self, output: MoeModelOutputWithPast, layout: TokenLayout) -> Tensor | None:
+        if not self.sums_routers:
+            return None
+        top_k = self.config.num_experts_per_tok
+        return layout.join(router_sums(output.router_logits, layout.attention_mask, top_k=top_k))
 
     def enable_router_sums(self) -> None:
         """Adds to every output what the load of the experts is computed from.

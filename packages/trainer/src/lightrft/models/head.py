@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightrft.kernels import Workspace, linear_logprob, linear_policy_loss
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
+from lightrft.models.divergence import HeadReader, Projected
 from lightrft.models.support import SamplingSupport, replay_support
 from lightrft.models.types import EntropyMode
 
@@ -131,7 +132,7 @@ class LinearLogprobHead(nn.Module):
         temperature: float = 1.0,
         entropy: EntropyMode = "none",
         support: SamplingSupport | None = None,
-        token_loss: Callable[[Tensor, Tensor | None, Tensor], Tensor] | None = None,
+        token_loss: Callable[[Tensor, Tensor | None, Tensor], Tensor] | HeadReader | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Logprobs and entropy of targets; without targets the plain projection.
 
@@ -146,6 +147,7 @@ class LinearLogprobHead(nn.Module):
             support: The truncation the targets were drawn with; None replays none.
             token_loss: Of some targets, with a graph: (logprobs, entropy or None, their indices)
                 -> []. It is computed with its gradients, chunk by chunk; needs a fused head.
+                Of a `HeadReader` logprobs are 0.
 
         Returns:
             (logprobs [tokens] float32, entropy [tokens] float32 or None, log kept mass [tokens]
@@ -160,9 +162,11 @@ class LinearLogprobHead(nn.Module):
         scaled = temperature / self.transform.scale
         bias = self._sampling_bias(hidden)
         mass = None
+        layer = OutputLayer(self.weight, bias, LogitsTransform(scaled, self.transform.softcap))
+        if isinstance(token_loss, HeadReader):
+            nothing = hidden.new_zeros(len(hidden), dtype=torch.float32)
+            return nothing, None, None, token_loss.read(Projected(hidden, layer))
         if support is not None:
-            transform = LogitsTransform(scaled, self.transform.softcap)
-            layer = OutputLayer(self.weight, bias, transform)
             size = (self._workspace or Workspace()).chunk_columns
             mass = replay_support(hidden, layer, targets, support, chunk_size=size)
         if token_loss is not None:

@@ -66,6 +66,7 @@ class PolicyOutputs:
         entropy: [batch, seq] float32 of the policy's next-token distribution at token t.
         log_kept_mass: [batch, seq] float32, see `lightrft.models.types.ActorOutput`; it comes with
             the old logprobs of rows that have a `support`.
+        teacher_logprobs: [batch, seq] float32 under the teacher.
     """
 
     old_logprobs: Tensor | None
@@ -73,6 +74,7 @@ class PolicyOutputs:
     values: Tensor | None
     entropy: Tensor | None
     log_kept_mass: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
 
     @property
     def sampling_logprobs(self) -> Tensor | None:

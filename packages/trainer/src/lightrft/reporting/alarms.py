@@ -59,7 +59,7 @@ def alarms(
 
 def _equal_rewards(metrics: Mapping[str, float], *, compares_groups: bool) -> str | None:
     """The sentence about a step whose rewards teach nothing."""
-    if metrics.get("num_samples", 0) < 2:
+    if metrics.get("num_samples", 0) < 2 or "teacher_kl" in metrics:
         return None
     reward = f"(mean {metrics.get('reward', math.nan):.4g})"
     if metrics.get("reward_std") == 0:
@@ -89,7 +89,7 @@ def why_unchanged(metrics: Mapping[str, float | None]) -> str | None:
 
 def _why_zero(metrics: Mapping[str, float | None]) -> str:
     spread = metrics.get("reward_std", 0.0)
-    if spread == 0:
+    if spread == 0 and "teacher_kl" not in metrics:
         return "all rewards were equal"
     if spread is None or not math.isfinite(spread):
         return "the rewards are too large to compute their spread"

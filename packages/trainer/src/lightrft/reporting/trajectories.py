@@ -35,8 +35,8 @@ class TrajectoryLog(JsonLinesFile):
     components, truncated, masked, weights_version, token_ids, tokens (their text), sampled_spans
     ([start, stop) of the tokens that were sampled; the others are observations), logprobs (of
     the trainer before the update), rollout_logprobs (of the engine), advantages, returns and,
-    where the step has them, ref_logprobs, values, entropy and log_kept_mass (to be taken from
-    logprobs before they are compared with the engine's).
+    where the step has them, ref_logprobs, teacher_logprobs, values, entropy and log_kept_mass (to
+    be taken from logprobs before they are compared with the engine's).
 
     Args:
         path: The file.
@@ -81,6 +81,7 @@ def _as_line(
         "rollout_logprobs": values(rollouts.rollout_logprobs),
         "log_kept_mass": values(outputs.log_kept_mass),
         "ref_logprobs": values(outputs.ref_logprobs),
+        "teacher_logprobs": values(outputs.teacher_logprobs),
         "entropy": values(outputs.entropy),
         "values": values(outputs.values),
         "advantages": values(batch.advantages),

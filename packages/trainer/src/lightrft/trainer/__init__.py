@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from lightrft.reporting.loggers import MetricsLogger as MetricsLogger
     from lightrft.run.assembly import RunSummary as RunSummary, run_training as run_training
     from lightrft.stages.metrics import StepMetrics as StepMetrics
+    from lightrft.trainer.distillation_trainer import DistillationTrainer as DistillationTrainer
     from lightrft.trainer.preference_trainer import PreferenceTrainer as PreferenceTrainer
     from lightrft.trainer.reward_trainer import RewardTrainer as RewardTrainer
     from lightrft.trainer.sft_trainer import SFTTrainer as SFTTrainer

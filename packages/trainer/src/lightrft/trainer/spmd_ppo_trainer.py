@@ -27,7 +27,7 @@ from lightrft.rollout.sampler import SingleTurns
 from lightrft.run.loop import Loop, LoopResult, LoopState, with_run_options
 from lightrft.run.threads import use_threads
 from lightrft.stages.policy.maker import ExperienceMaker, PolicyBatch, SampleLogs
-from lightrft.stages.policy.models import decide_by_machine, trained_model
+from lightrft.stages.policy.models import FrozenModels, decide_by_machine, trained_model
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
 from lightrft.stages.policy.rewards import build_trainer_rewards
 from lightrft.stages.stage import Step, TrainedModels
@@ -74,6 +74,7 @@ class PPOTrainer:
         pretrain: Texts whose language-modelling loss is mixed in, or None.
         trajectory_log: Receives tokens with their logprobs and advantages on the first rank.
         environments: Answer the calls of responses of several turns, or None.
+        teacher_model: Prepared model of the folder `teacher`, with the actor's tokens; or None.
         **keywords: Options, see `TrainConfig`. What is not given comes from the strategy's
             configuration.
 
@@ -113,6 +114,7 @@ class PPOTrainer:
         pretrain: PretrainMix | None = None,
         trajectory_log: TrajectoryLog | None = None,
         environments: Environments | None = None,
+        teacher_model: nn.Module | None = None,
         **keywords: object,
     ) -> None:
         _check_parts(strategy, processor, needs_processor=VLM or self.is_vision)
@@ -136,7 +138,7 @@ class PPOTrainer:
             config,
             strategy,
             TrainedModels(tuple(trained), ema_model),
-            initial_model,
+            FrozenModels(initial_model, teacher_model),
             parts=RolloutParts(reward, tokenizer, models, episodes, processor),
             data=PolicyData(prompts_dataloader, eval_prompts, pretrain),
             logs=SampleLogs(sample_log, trajectory_log),

@@ -361,6 +361,16 @@ def raft_advantages(inputs: RowAdvantageInputs) -> Tensor:
     return (chosen * scale).to(inputs.rewards.dtype)
 
 
+@advantage_estimator()
+def zero_advantages(inputs: RowAdvantageInputs) -> Tensor:
+    """A_i = 0: rewards are reported, and teach nothing beside a teacher.
+
+    Returns:
+        [rows].
+    """
+    return torch.zeros_like(inputs.rewards)
+
+
 @advantage_estimator(needs_greedy_rewards=True)
 def remax_advantages(inputs: RowAdvantageInputs) -> Tensor:
     """A_i = R_i - R(greedy completion of the same prompt).

@@ -216,12 +216,13 @@ def check_algorithm(
     has_critic: bool,
     has_reference: bool,
     engine_type: str | None,
+    has_teacher: bool = False,
 ) -> None:
     """Checks that a trainer has what its algorithm needs.
 
     Args:
         config, algorithm: What it computes.
-        has_critic, has_reference: The models it was given.
+        has_critic, has_reference, has_teacher: The models it was given.
         engine_type: Name of the engine that samples; None if there is none yet.
 
     Raises:
@@ -237,6 +238,11 @@ def check_algorithm(
         found.append(
             "use_kl_loss needs a reference model: pass initial_model and init_kl_coef > 0, or "
             "leave use_kl_loss out"
+        )
+    if has_teacher != (config.teacher is not None):
+        found.append(
+            f"teacher_model goes with the option teacher, its folder: got teacher "
+            f"{config.teacher!r} and {'a' if has_teacher else 'no'} teacher_model"
         )
     is_known = has_known_order(engine_type, top_k=config.top_k, top_p=config.top_p)
     if algorithm.corrections and not is_known:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import NOT_OF_TRAIN, options_of
+from lightrft.config.rules import SAMPLED
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
 from lightrft.datasets.media import Modality, TextModality, VisionPrompts
@@ -38,6 +39,7 @@ from lightrft.stages.policy.rewards import (
     prepare_reward_models,
     reward_recipes,
 )
+from lightrft.stages.policy.teacher import require_same_tokens
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -84,7 +86,7 @@ class PolicyInputs:
         warn_without_end(self.tokenizer, config, strategy.print)
         strategy.print(f"{num_steps} steps of {config.rollout_batch_size} prompts")
         with phase("load the models", timedelta(minutes=config.timeout_minutes)):
-            models, reference = build_models(config, strategy, num_steps * config.steps_per_rollout)
+            models, frozen = build_models(config, strategy, num_steps * config.steps_per_rollout)
             reward_models = prepare_reward_models(config, strategy)
         strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
         model_rewards = build_model_rewards(
@@ -96,7 +98,7 @@ class PolicyInputs:
             config,
             strategy,
             models,
-            reference,
+            frozen,
             parts=RolloutParts(reward, self.tokenizer, model_rewards, self.environments, processor),
             data=PolicyData(loader, self.eval_prompts, self.pretrain),
             logs=SampleLogs(
@@ -134,6 +136,8 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
     """
     _check_options(config)
     tokenizer = load_tokenizer(str(config.pretrain), config)
+    if config.teacher is not None:
+        require_same_tokens(config, tokenizer)
     modality = load_modality(config, tokenizer)
     environments = build_environments(config, tokenizer, modality)
     shown = environments.prompt_tokenizer
@@ -253,6 +257,10 @@ def _check_options(config: TrainConfig) -> None:
         for name, (entry, info) in options_of(TrainConfig).items()
         if info.group in NOT_OF_TRAIN and config.__dict__[name] != entry.default
     ]
+    if config.teacher_form != SAMPLED:
+        problems.append(
+            f"teacher_form {config.teacher_form} is of the rows of lightrft distill: leave it out"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
 

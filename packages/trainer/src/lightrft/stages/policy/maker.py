@@ -29,6 +29,7 @@ from lightrft.rollout.sampler import RolloutSampler
 from lightrft.rollout.source import PartialRolloutState
 from lightrft.stages.policy.algorithm import Algorithm
 from lightrft.stages.policy.models import is_deterministic
+from lightrft.stages.policy.teacher import check_first_step
 from lightrft.stages.stage import Step, stored_number
 from lightrft.strategy.distributed.deadlines import StepTimer
 
@@ -194,7 +195,8 @@ class ExperienceMaker:
         Raises:
             ValueError: A prompt is too long, or the number of samples is not a multiple of
                 train_batch_size.
-            ParityError: Engine and trainer disagree.
+            ParityError: Engine and trainer disagree, or a student and a teacher of the same
+                weights.
         """
         check_lengths(prompts, self.config.prompt_max_len)
         samples = self.sampler.collect(
@@ -226,6 +228,8 @@ class ExperienceMaker:
             reuses_policy_logprobs=self.reuses_policy_logprobs(step),
             encoder=self.encoder,
         )
+        if step.number == 1 and self.config.teacher is not None:
+            check_first_step(experience.batch, self.config, self.strategy)
         parity = self.check_parity(experience, step.timer) if is_compared else None
         self.logs.write(step.number, experience, self.tokenizer, self.strategy.context)
         return PolicyBatch(experience, parity)
@@ -255,6 +259,7 @@ class ExperienceMaker:
         log = self.logs.trajectories
         is_logged = log is not None and log.is_due(step.number)
         has_kl_reward = self.models.reference is not None and not self.config.use_kl_loss
+        has_teacher = self.models.teacher is not None
         return (
             self.config.max_epochs == 1
             and not self.config.high_entropy_token_ratio
@@ -262,6 +267,7 @@ class ExperienceMaker:
             and is_deterministic(self.strategy.unwrap_model(self.actor))
             and self.trains_actor(step)
             and not has_kl_reward
+            and not has_teacher
             and not is_logged
         )
 

@@ -29,10 +29,18 @@ if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenModels:
+    """Models that score the samples of a policy stage; None where there is none."""
+
+    reference: nn.Module | None = None
+    teacher: nn.Module | None = None
+
+
 def build_models(
     config: TrainConfig, strategy: StrategyBase, max_steps: int
-) -> tuple[TrainedModels, nn.Module | None]:
-    """Loads and prepares actor and critic with the actor's moving average; and the reference.
+) -> tuple[TrainedModels, FrozenModels]:
+    """Loads and prepares actor and critic with the actor's moving average; and the frozen models.
 
     Args:
         config: Paths and options of the models.
@@ -42,6 +50,7 @@ def build_models(
     path = str(config.pretrain)
     critic: Critic | None = None
     reference: Actor | None = None
+    teacher: Actor | None = None
     with strategy.init_model_context(config.meta_init):
         actor = load_policy(path, config)
         if advantage_traits(build_estimator(config)).needs_critic:
@@ -52,9 +61,11 @@ def build_models(
             )
         if config.init_kl_coef > 0:
             reference = Actor.from_pretrained(path, allow_new_weights=config.allow_new_weights)
+        if config.teacher is not None:
+            teacher = Actor.from_pretrained(config.teacher)
         average = load_policy(path, config) if config.enable_ema else None
     # Before the strategy wraps and compiles them.
-    for model in (actor, critic, reference):
+    for model in (actor, critic, reference, teacher):
         if model is not None:
             configure_model(model, config)
     for trained in (actor, critic):
@@ -68,8 +79,11 @@ def build_models(
     ready = [trained_model("actor", ready_actor)]
     if critic is not None:
         ready.append(trained_model("critic", ready_critic))
-    prepared_average = None if average is None else strategy.prepare_model(average)
-    return TrainedModels(tuple(ready), prepared_average), ready_reference
+    prepared_average, prepared_teacher = (
+        None if model is None else strategy.prepare_model(model) for model in (average, teacher)
+    )
+    frozen = FrozenModels(ready_reference, prepared_teacher)
+    return TrainedModels(tuple(ready), prepared_average), frozen
 
 
 def require_equal_start(strategy: StrategyBase, actor: PreparedModel, reference: nn.Module) -> None:
@@ -202,8 +216,7 @@ class ModelFacts:
 def read_model_facts(config: TrainConfig, strategy: StrategyBase) -> ModelFacts:
     """From the files of the models; see `ModelFacts`."""
     paths = {str(config.pretrain)}
-    if isinstance(config.critic_pretrain, str):
-        paths.add(config.critic_pretrain)
+    paths |= {each for each in (config.critic_pretrain, config.teacher) if isinstance(each, str)}
     uses_bf16 = config.computes_in_bf16(has_gpu=strategy.device.type == "cuda")
     packs = strategy.device.type == "cuda" and uses_bf16
     return ModelFacts(

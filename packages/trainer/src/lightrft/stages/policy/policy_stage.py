@@ -28,7 +28,7 @@ from lightrft.stages.policy.algorithm import (
     unused_algorithm_options,
 )
 from lightrft.stages.policy.maker import ExperienceMaker, PolicyBatch, PolicyMemory, SampleLogs
-from lightrft.stages.policy.models import configure_models
+from lightrft.stages.policy.models import FrozenModels, configure_models
 from lightrft.stages.policy.objective import why_loss_outside
 from lightrft.stages.policy.step_metrics import experience_metrics, record_experience
 from lightrft.stages.policy.updates import (
@@ -90,7 +90,7 @@ class PolicyStage(Stage[PolicyBatch]):
         config: Options of the run; what they leave to the machine is decided.
         strategy: Trains over ranks and hosts the rollout engine.
         models: "actor" first, then "critic" if there is one.
-        reference: Of the KL term, or None.
+        frozen: Reference model of the KL term, and teacher.
         parts: What rollouts are made and scored with.
         data: Prompts and texts.
         logs: Receive samples.
@@ -107,7 +107,7 @@ class PolicyStage(Stage[PolicyBatch]):
         config: TrainConfig,
         strategy: StrategyBase,
         models: TrainedModels,
-        reference: nn.Module | None,
+        frozen: FrozenModels,
         *,
         parts: RolloutParts,
         data: PolicyData,
@@ -117,7 +117,7 @@ class PolicyStage(Stage[PolicyBatch]):
         self.strategy, self.models, self.algorithm = strategy, models, algorithm
         self.data, self.loader = data, data.prompts
         self.text_part = parts.tokenizer
-        self._check_options(reference)
+        self._check_options(frozen)
         if self.config.has_episodes and not parts.environments.answers_calls:
             raise ConfigError(
                 "environment and tools need workers: pass environments= "
@@ -131,7 +131,9 @@ class PolicyStage(Stage[PolicyBatch]):
             algorithm,
             strategy,
             actor,
-            ForwardModels(actor, reference, None if critic is None else critic.model),
+            ForwardModels(
+                actor, frozen.reference, None if critic is None else critic.model, frozen.teacher
+            ),
             RolloutSampler(
                 SourceParts(
                     strategy.session,
@@ -149,7 +151,7 @@ class PolicyStage(Stage[PolicyBatch]):
             logs,
         )
 
-    def _check_options(self, reference: nn.Module | None) -> None:
+    def _check_options(self, frozen: FrozenModels) -> None:
         """Checks and configures the models, and warns about options without effect."""
         config, algorithm, strategy = self.config, self.algorithm, self.strategy
         critic = self.models.named("critic")
@@ -158,12 +160,15 @@ class PolicyStage(Stage[PolicyBatch]):
             config,
             algorithm,
             has_critic=critic is not None,
-            has_reference=reference is not None,
+            has_reference=frozen.reference is not None,
             engine_type=strategy.inference_engine_type,
+            has_teacher=frozen.teacher is not None,
         )
         actor = self.models.main.model
         configure_models(
-            config, strategy, (actor, None if critic is None else critic.model, reference)
+            config,
+            strategy,
+            (actor, None if critic is None else critic.model, frozen.reference, frozen.teacher),
         )
         reason = why_loss_outside(
             config, algorithm.loss_traits, strategy.unwrap_model(actor), algorithm.corrections
@@ -173,7 +178,7 @@ class PolicyStage(Stage[PolicyBatch]):
             place = "inside the output projection" if reason is None else f"after it: {reason}"
             strategy.print(f"the policy loss is computed {place}")
         for text in unused_algorithm_options(
-            config, algorithm, has_reference=reference is not None
+            config, algorithm, has_reference=frozen.reference is not None
         ):
             strategy.print(f"warning: option without effect: {text}")
         if algorithm.loss_traits.couples_rows:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from lightrft.config import TrainConfig
+from lightrft.config.rules import NO_REWARDS
 from lightrft.datasets import Prompt
 from lightrft.models import RewardModel, load_tokenizer
 from lightrft.rewards import CombinedReward, build_reward
@@ -31,7 +32,9 @@ def build_run_reward(
         config.reward_fn,
         weights=config.reward_weights[: num_functions(config)] or None,
         recipes=recipes,
-        has_models=bool(config.reward_pretrain) or config.environment is not None,
+        has_models=bool(config.reward_pretrain)
+        or config.environment is not None
+        or config.advantage_estimator == NO_REWARDS,
         config=config,
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrft.algorithms.interface import TokenLoss
 from lightrft.algorithms.kl import estimate_kl
-from lightrft.algorithms.masking import log_ratio
+from lightrft.algorithms.masking import log_ratio, masked_difference
 from lightrft.algorithms.moments import PairedMoments
 from lightrft.algorithms.value import explained_variance
 from lightrft.config import TrainConfig
@@ -85,9 +85,8 @@ def _stage_speeds(
         "train_tokens_per_second": num_epochs * num_tokens / metrics["train_seconds"],
         "rollout_tokens_per_second": sampled / metrics["rollout_seconds"],
     }
-    looked = [
-        t for t in (outputs.old_logprobs, outputs.ref_logprobs, outputs.values) if t is not None
-    ]
+    known = (outputs.old_logprobs, outputs.ref_logprobs, outputs.teacher_logprobs, outputs.values)
+    looked = [each for each in known if each is not None]
     if looked:
         speeds["forward_tokens_per_second"] = len(looked) * num_tokens / metrics["forward_seconds"]
     return speeds
@@ -230,7 +229,8 @@ def record_policy(
         kl_estimator: Of the KL to the reference model.
     """
     mask, old, sampling = rollouts.response_mask, outputs.old_logprobs, outputs.sampling_logprobs
-    for logprobs in (rollouts.rollout_logprobs, old, outputs.ref_logprobs):
+    teacher = outputs.teacher_logprobs
+    for logprobs in (rollouts.rollout_logprobs, old, outputs.ref_logprobs, teacher):
         metrics.add_count("nonfinite/logprobs", num_nonfinite(logprobs, mask))
     if outputs.entropy is not None:
         metrics.add_masked_mean("entropy", outputs.entropy, mask)
@@ -245,6 +245,8 @@ def record_policy(
         kl = estimate_kl(old, outputs.ref_logprobs, mask, estimator=kl_estimator, old_logprobs=old)
         metrics.add_masked_mean("kl", kl, mask)
         metrics.add_mean("kl_per_response", kl.double().sum(), mask.any(dim=1).sum())
+    if teacher is not None and old is not None:
+        metrics.add_masked_mean("teacher_kl", masked_difference(old, teacher, mask), mask)
 
 
 @torch.no_grad()

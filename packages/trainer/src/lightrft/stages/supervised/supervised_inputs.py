@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.options import options_of
+from lightrft.config.options import DISTILL, options_of
 from lightrft.config.rules import batch_problems
 from lightrft.datasets.row_origin import check_tokens
 from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows, load_supervised
@@ -74,15 +74,19 @@ class SupervisedInputs:
         """See `StageInputs`."""
 
 
-def read_inputs(config: TrainConfig) -> SupervisedInputs:
+def read_inputs(config: TrainConfig, command: str = "sft") -> SupervisedInputs:
     """Checks the options, then reads tokenizer and rows.
+
+    Args:
+        config: Options of the run.
+        command: See `option_problems`.
 
     Raises:
         ConfigError: Options that cannot be run.
         DataError: Rows that cannot be used.
         ModelLoadError: A tokenizer that cannot be read.
     """
-    problems = option_problems(config, int(os.environ.get("WORLD_SIZE", "1")))
+    problems = option_problems(config, int(os.environ.get("WORLD_SIZE", "1")), command)
     if problems:
         raise ConfigError("\n".join(problems))
     tokenizer, vocab_size = read_vocabulary(config)
@@ -138,6 +142,8 @@ def option_problems(config: TrainConfig, num_processes: int, command: str = "sft
         num_processes: Of the run.
         command: That trains.
     """
+    # Distillation on rows has those of supervised training, too.
+    taken = {"sft", command} if command in DISTILL else {command}
     found = [
         f"--{name} is missing"
         for name in ("pretrain", "prompt_data")
@@ -146,7 +152,7 @@ def option_problems(config: TrainConfig, num_processes: int, command: str = "sft
     found += [
         f"{name} is no option of lightrft {command}: leave it out"
         for name, (entry, info) in options_of(TrainConfig).items()
-        if command not in info.commands and config.__dict__[name] != entry.default
+        if not taken.intersection(info.commands) and config.__dict__[name] != entry.default
     ]
     alike = {"rollout_batch_size": config.train_batch_size, "n_samples_per_prompt": 1}
     lines = batch_problems(TrainConfig(**{**config.__dict__, **alike}), num_processes)

@@ -53,6 +53,8 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
         given: Hyper-parameters by name.
     """
     found = np.zeros(len(scores.rewards))
+    if name == "zero":
+        return found
     if name == "remax":
         found[scores.is_kept] = (scores.rewards - scores.greedy)[scores.is_kept]
         return found
@@ -166,7 +168,7 @@ _GROUP: dict[str, Callable[[_Group], Array]] = {
     "pass_at_k": _pass_at_k,
     "raft": _best,
 }
-ESTIMATORS = (*_GROUP, "remax", *TOKEN_ESTIMATORS)
+ESTIMATORS = (*_GROUP, "remax", "zero", *TOKEN_ESTIMATORS)
 
 
 def token_rewards(rewards: Array, mask: Flags, penalty: Array) -> Array:

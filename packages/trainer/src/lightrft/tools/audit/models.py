@@ -154,7 +154,7 @@ class Policy(Scorer):
         model = _build(folder, AutoModelForCausalLM)
         vocab = int(model.config.get_text_config().vocab_size)
         super().__init__({POLICY: model}, width=vocab, lora_scale=lora_scale, rounds=rounds)
-        self._temperature = temperature
+        self.temperature = temperature
         self._head = cast("PreTrainedModel", model).get_output_embeddings()
 
     def linear_layers(self) -> list[str]:
@@ -164,7 +164,7 @@ class Policy(Scorer):
 
     def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
         logits = self._model[POLICY](input_ids=tokens, use_cache=False).logits[:, :-1].double()
-        logprobs = torch.log_softmax(logits / self._temperature, dim=-1)
+        logprobs = torch.log_softmax(logits / self.temperature, dim=-1)
         chosen = logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
         return chosen, -(logprobs.exp() * logprobs).sum(dim=-1)
 
@@ -188,8 +188,8 @@ class Values(Scorer):
         return (self._model[HEAD](hidden[:, :-1].double()).squeeze(-1),)
 
 
-def reference_state(folder: Path) -> dict[str, Tensor]:
-    """Weights of a checkpoint of the reference model, by their names in a `Policy`.
+def frozen_state(folder: Path) -> dict[str, Tensor]:
+    """Weights of a checkpoint of a reference model or teacher, by their names in a `Policy`.
 
     Raises:
         RecordError: There is no checkpoint.
@@ -198,14 +198,14 @@ def reference_state(folder: Path) -> dict[str, Tensor]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     except Exception as error:  # bytes of files may fail anywhere in transformers
         raise RecordError(
-            f"the reference model is not in {folder}: {one_line(str(error))}; give its folder with "
-            "--reference"
+            f"no model in {folder}: {one_line(str(error))}; give the folder of the reference model "
+            "with --reference"
         ) from error
     return {f"{POLICY}.{n}": value.detach() for n, value in model.named_parameters()}
 
 
 def _build(folder: Path, kind: type[AutoModel] | type[AutoModelForCausalLM]) -> PreTrainedModel:
-    sizes = [path.stat().st_size for path in folder.glob("state_*.safetensors")]
+    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
     options = {"dtype": torch.float64, "attn_implementation": "sdpa", "trust_remote_code": False}
     try:
         read_object(folder / "config.json")

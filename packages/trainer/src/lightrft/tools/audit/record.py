@@ -39,7 +39,7 @@ from lightrft.config.files import (
     unsealed,
 )
 
-FORMAT = 2
+FORMAT = 3
 FOLDER = "audit"
 FACTS, SAMPLES, VALUES, CONFIG = (
     "facts.json",
@@ -106,8 +106,8 @@ class RunValues:
         rewards: [rows] float64, as the estimator saw them.
         token_ids: [tokens] int32, flat.
         response_mask: [tokens] bool, flat.
-        rollout_logprobs, old_logprobs, ref_logprobs, values, entropy, log_kept_mass, advantages,
-            returns: [tokens] float32, flat.
+        rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, values, entropy,
+            log_kept_mass, advantages, returns: [tokens] float32, flat.
     """
 
     rewards: Array
@@ -116,6 +116,7 @@ class RunValues:
     rollout_logprobs: NDArray[np.float32]
     old_logprobs: NDArray[np.float32]
     ref_logprobs: NDArray[np.float32]
+    teacher_logprobs: NDArray[np.float32]
     values: NDArray[np.float32]
     entropy: NDArray[np.float32]
     log_kept_mass: NDArray[np.float32]

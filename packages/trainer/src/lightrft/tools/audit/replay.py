@@ -43,7 +43,7 @@ from lightrft.tools.audit.models import (
     Policy,
     Scorer,
     Values,
-    reference_state,
+    frozen_state,
 )
 from lightrft.tools.audit.record import Array, Flags, StepRecord, named
 from lightrft.tools.audit.samples import Rows, build_rows, sampled_lengths, shaped_rewards
@@ -60,13 +60,14 @@ class Numbers:
     Args:
         old: Logprobs of the policy at the start of the step.
         sampling: The same under the distribution that was sampled from.
-        entropy, reference, values: As named.
+        entropy, reference, teacher, values: As named.
     """
 
     old: Pair
     sampling: Pair
     entropy: Pair
     reference: Pair | None
+    teacher: Pair | None
     values: Pair | None
 
 
@@ -243,18 +244,28 @@ def score_models(step: Step, reference: Path | None) -> Numbers:
     entropies = Pair(entropy, entropy)
     if run.entropy.size:
         entropies = paired("entropy", run.entropy, entropy, noise_of_entropy)
-    sampling, ref, values = old, None, None
+    sampling, ref, teacher, values = old, None, None, None
     if run.log_kept_mass.size:
         mass = rows.padded(run.log_kept_mass)
         sampling = old.map(lambda each: each - mass)
         step.found.skip("kept mass", "what top_k and top_p excluded is taken from the run")
     if run.ref_logprobs.size:
-        state = reference_state(reference or Path(str(config.pretrain)))
+        state = frozen_state(reference or Path(str(config.pretrain)))
         ref = paired("reference logprobs", run.ref_logprobs, *score(step.policy, state)[0])
+    has_teacher = np.array([run.teacher_logprobs.size > 0])
+    step.found.exact("has a teacher", has_teacher, np.array([config.teacher is not None]))
+    if run.teacher_logprobs.size and (folder := Path(str(config.teacher))).is_dir():
+        policy = Policy(folder, temperature=step.policy.temperature, rounds=step.is_rounded)
+        scored = score(policy, frozen_state(folder))[0]
+        teacher = paired("teacher logprobs", run.teacher_logprobs, *scored)
+    elif run.teacher_logprobs.size:
+        seen = rows.padded(run.teacher_logprobs)
+        step.found.skip("teacher logprobs", f"no model in {folder}; the run's are taken")
+        teacher = Pair(seen, seen)
     if step.critic is not None and run.values.size:
         state = named(step.states["critic"], "weight")
         values = paired("values", run.values, *score(step.critic, state)[0])
-    return Numbers(old, sampling, entropies, ref, values)
+    return Numbers(old, sampling, entropies, ref, teacher, values)
 
 
 def _check_engine(step: Step, own: Array) -> None:
@@ -311,6 +322,12 @@ def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array, float]:
         is_rounding = np.ptp(advantages[mask]) <= error if mask.any() else True
         advantages, std = whitened(advantages, mask)
         error /= math.sqrt(MIN_VARIANCE) if is_rounding else std
+    if numbers.teacher is not None:
+        # log p - log q of each token, which no later token discounts.
+        term = np.where(mask, numbers.teacher.own - numbers.old.own, 0.0)
+        advantages = advantages + config.teacher_coef * term
+        rounding = np.where(mask, step.rounding(numbers.old.own, "logprobs"), 0.0)
+        error += 2 * config.teacher_coef * float(rounding.max(initial=0.0))
     if config.advantage_clip > 0:
         advantages = np.clip(advantages, -config.advantage_clip, config.advantage_clip)
     _check_advantages(step, "advantages", Pair(advantages, seen), error)

@@ -275,6 +275,8 @@ class Setup:
         found: dict[str, Model] = {}
         if self.config.init_kl_coef > 0:
             found["reference"] = Model(self.actor_size, 0)
+        if self.config.teacher is not None:
+            found["teacher"] = Model(read_model_size(self.config.teacher), 0)
         if self.config.enable_ema:
             found["moving average"] = Model(self.actor_size, 0)
         for index, path in enumerate(self.config.reward_pretrain):

@@ -28,6 +28,7 @@ CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Response length", ("response_length", "eval/response_length")),
     ("Truncated responses", ("truncated_share", "eval/truncated_share")),
     ("KL to the reference model", ("kl",)),
+    ("KL to the teacher", ("teacher_kl",)),
     ("KL of the update", ("approx_kl",)),
     ("Entropy", ("entropy",)),
     ("Gradient norm", ("grad_norm", "critic_grad_norm")),

@@ -1,0 +1,1 @@
+"""Distillation on given rows."""
