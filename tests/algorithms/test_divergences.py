@@ -73,7 +73,7 @@ def test_chunks_have_the_value_and_the_gradient_of_the_whole(form, softcap, has_
     loss = partial(divergence, form=form, beta=0.3)
     found = divergence_sum(student, teacher, loss, max_logits=max_logits)
     expected = plain(student, teacher, form)
-    assert float(found) == pytest.approx(float(expected), rel=1e-12)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
     pairs = zip(
         torch.autograd.grad(-0.7 * found, leaves),
         torch.autograd.grad(-0.7 * expected, leaves),
