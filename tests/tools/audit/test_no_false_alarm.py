@@ -13,6 +13,8 @@ from lightrft.config.registry import (
     KL_ESTIMATORS,
     POLICY_LOSSES as LOSS_NAMES,
 )
+from lightrft.records.rollout import ScoredRollout
+from lightrft.records.table import row_table
 from lightrft.tools.audit.advantages import ESTIMATORS
 from lightrft.tools.audit.corrections import PRESETS
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
@@ -246,3 +248,16 @@ def test_a_group_without_baseline_is_left_out(audited):
     assert_equal(report)
     mask = next(row for row in report.rows if row.quantity == "response mask")
     assert 0 < mask.own < audited(changes).rows[1].own
+
+
+def undecided(samples):
+    scored = [ScoredRollout(item.rollout, 0.0, is_masked=True) for item in samples.scored]
+    return replace(samples, scored=scored, table=row_table(scored))
+
+
+@pytest.mark.parametrize("name", ["group_norm", "gae"])
+def test_a_step_of_which_nothing_was_decided(name, audited):
+    # At this rate an update of nothing would move weights by their decay.
+    report = audited({"advantage_estimator": name, "l2": 0.1}, shape=undecided, steps=2)
+    assert_equal(report)
+    assert next(row for row in report.rows if row.quantity == "schedule position, actor").own == 0

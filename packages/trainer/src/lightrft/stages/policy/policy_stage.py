@@ -200,7 +200,7 @@ class PolicyStage(Stage[PolicyBatch]):
         return self.maker.make(prompts, step, self.memory)
 
     def update(self, batch: PolicyBatch, step: Step) -> Work:
-        """See `Stage`; no optimizer step where dynamic sampling found nothing to learn from."""
+        """See `Stage`; no optimizer step where there is nothing to learn from."""
         experience, maker = batch.experience, self.maker
         kl_coef = maker.kl_coef(self.memory)
         record_experience(experience, step.metrics, self.config)
@@ -209,13 +209,9 @@ class PolicyStage(Stage[PolicyBatch]):
         names = [each.name for each in self.models.trained]
         work = Work(tuple(n for n in names if n != "actor" or maker.trains_actor(step)))
         observer = self._observer(batch, step)
-        selection = experience.samples.selection
-        if selection is not None and selection.is_empty:
-            self.strategy.print(
-                f"warning: no update in step {step.number}: in all "
-                f"{selection.num_groups} groups the responses are equally accurate; the "
-                "prompts are solved or out of reach"
-            )
+        why_idle = experience.samples.why_idle
+        if why_idle is not None:
+            self.strategy.print(f"warning: no update in step {step.number}: {why_idle}")
         else:
             Update(
                 self.config,

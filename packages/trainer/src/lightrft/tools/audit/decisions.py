@@ -38,7 +38,7 @@ from lightrft.tools.audit.samples import build_rows, merged_moments, paid_reward
 
 # Of one step, how much of the KL weight may change.
 MAX_KL_ERROR = 0.2
-METRICS, NO_UPDATE = "metrics.jsonl", "dynamic/skipped_steps"
+METRICS, NO_UPDATE = "metrics.jsonl", ("dynamic/skipped_steps", "undecided_steps")
 
 
 def options_of_step(run: Path, record: StepRecord) -> tuple[TrainConfig, bool]:
@@ -188,18 +188,18 @@ def _count(
 def _left_out(model: str, run: Path, step: int, config: TrainConfig) -> float | None:
     """Steps before this one whose updates were not taken, by the run's metrics; None is unknown.
 
-    Their gradients were not finite, or dynamic sampling found nothing to learn from.
+    Their gradients were not finite, or there was nothing to learn from.
     """
     path, found = run / METRICS, 0.0
     if not path.is_file():
         return None if config.dynamic_sampling and step > 1 else 0.0
-    names = ("skipped_steps" if model == "actor" else f"{model}_skipped_steps", NO_UPDATE)
+    names = ("skipped_steps" if model == "actor" else f"{model}_skipped_steps", *NO_UPDATE)
     first = config.freezing_actor_steps + 1 if model == "actor" else 1
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
             if max(first, 1) <= entry["step"] < step:
-                found += sum(entry.get(name) or 0.0 for name in names)
+                found += max(entry.get(name) or 0.0 for name in names)
     return found
 
 
@@ -225,7 +225,7 @@ def check_decisions(
         found.number("KL weight", facts.kl_coef, decided.kl_coef, floor=1e-6 * decided.kl_coef)
     _check_moments(found, decided, record, config)
     found.number("scale of adapters", facts.lora_scale, decided.lora_scale)
-    has_updates = bool(is_kept.any()) or not config.dynamic_sampling
+    has_updates = bool(is_kept.any())
     for model in facts.optimizers:
         is_frozen = model == "actor" and facts.step <= config.freezing_actor_steps
         num_epochs = config.max_epochs if has_updates and not is_frozen else 0
