@@ -28,8 +28,10 @@ TRAITS = {
     name: advantage_traits(build_advantage_estimator(name, {})) for name in ADVANTAGE_ESTIMATORS
 }
 GROUP_ESTIMATORS = [name for name, traits in TRAITS.items() if traits.needs_groups]
-# Those with moments of all groups are left out: another group moves them.
-LOCAL_GROUP_ESTIMATORS = [name for name in GROUP_ESTIMATORS if "batch" not in name]
+# Those with moments or counts of all groups are left out: another group moves them.
+LOCAL_GROUP_ESTIMATORS = [
+    name for name in GROUP_ESTIMATORS if "batch" not in name and name != "gpg"
+]
 
 WORKED = [
     ("group_norm", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
@@ -43,6 +45,7 @@ WORKED = [
     ("batch_mean_group_std", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
     ("maxrl", {}, [0.599999, -0.999998, -0.2, 0.599999]),
     ("pass_at_k", {}, [0.0] * 4),
+    ("gpg", {}, [0.375, -0.625, -0.125, 0.375]),
     ("cpgd", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
     ("cpgd", {"weighting": "centre"}, [0.375, -0.625, -0.125, 0.375]),
 ]
@@ -92,7 +95,9 @@ def test_further_group_estimators_equal_a_loop_over_groups() -> None:
     inputs = _inputs(
         rewards.tolist(), groups=groups.tolist(), is_scored=torch.tensor(scored.tolist())
     )
-    expected = {name: np.zeros(20) for name in ("batch_mean_group_std", "maxrl", "pass_at_k")}
+    names = ("batch_mean_group_std", "maxrl", "pass_at_k", "gpg")
+    expected = {name: np.zeros(20) for name in names}
+    mixed = [g for g in range(5) if len(set(rewards[(groups == g) & scored])) > 1]
     for i in range(20):
         own = rewards[(groups == groups[i]) & scored]
         if not scored[i] or len(set(own)) < 2:
@@ -100,6 +105,7 @@ def test_further_group_estimators_equal_a_loop_over_groups() -> None:
         std, first, second = own.std(ddof=1), *sorted(own)[:-3:-1]
         expected["batch_mean_group_std"][i] = (rewards[i] - rewards[scored].mean()) / (std + 1e-6)
         expected["maxrl"][i] = (rewards[i] - own.mean()) / (own.mean() + 1e-6)
+        expected["gpg"][i] = (rewards[i] - own.mean()) * 5 / len(mixed)
         expected["pass_at_k"][i] = (first - second) / (std + 1e-6) if rewards[i] == first else 0
     for name, values in expected.items():
         assert _estimate(name, inputs).tolist() == pytest.approx(values.tolist(), abs=1e-12), name
@@ -112,7 +118,9 @@ def test_clip_filter_makes_up_for_constant_groups_up_to_three() -> None:
     result = _estimate("cpgd", inputs, {"weighting": "clip_filter"})
     assert result.tolist() == pytest.approx([0.75, -1.25, -0.25, 0.75, 0, 0, 0, 0])
     many = _inputs([*REWARDS, *[1.0] * 12], groups=[0] * 4 + [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6])
+    assert _estimate("gpg", many)[:4].tolist() == pytest.approx([7 * (x - 0.625) for x in REWARDS])
     capped = _estimate("cpgd", many, {"weighting": "clip_filter"})
+    assert capped.tolist() == _estimate("gpg", many, {"max_weight": 3.0}).tolist()
     assert capped[:4].tolist() == pytest.approx([3 * x for x in (0.375, -0.625, -0.125, 0.375)])
 
 

@@ -178,6 +178,8 @@ SCORES = adv.Scores(
         ("batch_mean_group_std", {}, [0.391674, -1.697254, -0.65279, 0.391674]),
         ("maxrl", {}, [0.599999, -0.999998, -0.2, 0.599999]),
         ("pass_at_k", {}, [0, 0, 0, 0]),
+        ("gpg", {}, [0.75, -1.25, -0.25, 0.75]),
+        ("gpg", {"max_weight": 1.0}, [0.375, -0.625, -0.125, 0.375]),
     ],
 )
 def test_row_advantages_have_the_worked_values(name, given, wanted):

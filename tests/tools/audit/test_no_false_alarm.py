@@ -222,8 +222,10 @@ def test_further_options(name, audited):
             "use_kl_loss": True,
         },
         {"off_policy_correction": "tis", "advantage_estimator": "reinforce++"},
+        {"advantage_estimator": "gae", "lambd": 0.9, "advantage_args": {"length_alpha": 0.4}},
+        {"advantage_estimator": "gae", "advantage_args": {"policy_lambd": 0.5}},
     ],
-    ids=["gae", "opo", "group_norm", "reinforce++"],
+    ids=["gae", "opo", "group_norm", "reinforce++", "length_alpha", "policy_lambd"],
 )
 def test_steps_on_episodes(changes, audited, world):
     report = audited({"gamma": 0.8, **changes}, shape=world.with_observations)

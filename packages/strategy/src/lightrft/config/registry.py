@@ -295,6 +295,7 @@ ADVANTAGE_ESTIMATORS = Registry(
         "opo": f"{_ROWS}:opo_advantages",
         "batch_mean_group_std": f"{_ROWS}:batch_mean_group_std_advantages",
         "maxrl": f"{_ROWS}:maxrl_advantages",
+        "gpg": f"{_ROWS}:gpg_advantages",
         "pass_at_k": f"{_ROWS}:pass_at_k_advantages",
         "remax": f"{_ROWS}:remax_advantages",
     },

@@ -1,6 +1,7 @@
 """Rewards of rows, and the estimators that give one advantage per row from those of a prompt."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -354,17 +355,31 @@ def remax_advantages(inputs: RowAdvantageInputs) -> Tensor:
     return (rewards - greedy).to(inputs.rewards.dtype)
 
 
-def _clip_filter_advantages(inputs: RowAdvantageInputs) -> Tensor:
+@advantage_estimator(needs_groups=True)
+def gpg_advantages(inputs: RowAdvantageInputs, *, max_weight: float = float("inf")) -> Tensor:
+    """GPG: A_i = (R_i - mean) min(G / G_informative, max_weight), G the number of groups.
+
+    Constant groups do not dilute the step. The paper's loss is the policy loss `reinforce`.
+
+    Source: Chu et al. 2025, arXiv:2504.02546, sec. 3.2.
+
+    Args:
+        inputs: Rows of all ranks.
+        max_weight: Bound of the factor.
+
+    Returns:
+        [rows].
+    """
     groups = build_groups(inputs)
     num_groups = groups.counts.numel()
     num_informative = int(torch.unique(groups.index[groups.has_signal]).numel())
-    weight = min(num_groups / max(num_informative, 1), MAX_FILTER_WEIGHT)
+    weight = min(num_groups / max(num_informative, 1), max_weight)
     return groups.where_informative(groups.centred * weight, inputs.rewards)
 
 
 CPGD_WEIGHTINGS = {
     "std": group_norm_advantages,
-    "clip_filter": _clip_filter_advantages,
+    "clip_filter": partial(gpg_advantages, max_weight=MAX_FILTER_WEIGHT),
     "centre": group_centred_advantages,
 }
 

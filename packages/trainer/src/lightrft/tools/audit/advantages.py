@@ -3,7 +3,8 @@
 Sources: group_norm, arXiv:2402.03300; dr_grpo, arXiv:2503.20783; group_mean_batch_std, TRL's
 scale_rewards="batch"; rloo, arXiv:2402.14740; opo, arXiv:2505.23585; remax, arXiv:2310.10505;
 cpgd, arXiv:2505.12504; reinforce++ and reinforce_baseline, arXiv:2501.03262; gae, arXiv:1506.02438;
-pass_at_k, arXiv:2503.19595; maxrl, github.com/tajwarfahim/maxrl; batch_mean_group_std, AReaL.
+pass_at_k, arXiv:2503.19595; maxrl, github.com/tajwarfahim/maxrl; batch_mean_group_std, AReaL; gpg,
+arXiv:2504.02546; lambd of the policy in gae, arXiv:2503.01491 and 2504.05118.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
     groups = [np.flatnonzero(scores.groups == g) for g in np.unique(scores.groups)]
     members = [rows[scores.is_kept[rows]] for rows in groups]
     informative = [rows for rows in members if len(rows) and np.ptp(scores.rewards[rows]) > 0]
-    share = min(len(groups) / max(len(informative), 1), 3.0)
+    share = len(groups) / max(len(informative), 1)
     for rows in informative:
         lengths = scores.lengths[rows].astype(np.float64)
         found[rows] = _GROUP[name](_Group(scores.rewards[rows], lengths, batch, share, given))
@@ -91,7 +92,7 @@ class _Group:
     Args:
         rewards, lengths: [rows].
         batch: Rewards of the kept rows of all groups.
-        share: All groups over those of unequal rewards, at most 3.
+        share: All groups over those of unequal rewards.
         given: Hyper-parameters by name.
     """
 
@@ -119,6 +120,10 @@ def _rloo(group: _Group) -> Array:
     return np.asarray(r - (r.sum() - r) / (len(r) - 1))
 
 
+def _gpg(group: _Group) -> Array:
+    return group.centred * min(group.share, float(group.given.get("max_weight", math.inf)))
+
+
 def _opo(group: _Group) -> Array:
     r, n = group.rewards, group.lengths
     return np.asarray(r - (n * r).sum() / max(n.sum(), 1.0))
@@ -128,7 +133,7 @@ def _cpgd(group: _Group) -> Array:
     weighting = group.given.get("weighting", "std")
     if weighting == "std":
         return _group_norm(group)
-    return group.centred * (group.share if weighting == "clip_filter" else 1.0)
+    return group.centred * (min(group.share, 3.0) if weighting == "clip_filter" else 1.0)
 
 
 def _batch_mean_group_std(group: _Group) -> Array:
@@ -154,6 +159,7 @@ _GROUP: dict[str, Callable[[_Group], Array]] = {
     "batch_mean_group_std": _batch_mean_group_std,
     "maxrl": lambda group: group.over(float(group.rewards.mean())),
     "pass_at_k": _pass_at_k,
+    "gpg": _gpg,
 }
 ESTIMATORS = (*_GROUP, "remax", *TOKEN_ESTIMATORS)
 
@@ -188,13 +194,25 @@ def returns(rewards: Array, mask: Flags, config: TrainConfig) -> Array:
     return found
 
 
-def gae(rewards: Array, values: Array, mask: Flags, config: TrainConfig) -> Array:
+def policy_lambds(mask: Flags, config: TrainConfig) -> Array:
+    """[rows] lambd of the advantages that the policy learns from."""
+    given = config.advantage_args or {}
+    if "length_alpha" in given:
+        lengths = np.maximum(mask.sum(axis=1), 1)
+        return np.asarray(np.maximum(1 - 1 / (float(given["length_alpha"]) * lengths), 0.0))
+    return np.full(len(mask), float(given.get("policy_lambd", config.lambd)))
+
+
+def gae(
+    rewards: Array, values: Array, mask: Flags, config: TrainConfig, lambds: Array | None = None
+) -> Array:
     """Generalised advantages: [rows, seq]; after the last response token the value is 0."""
+    lambds = np.full(len(mask), config.lambd) if lambds is None else lambds
     found = np.zeros_like(rewards)
     next_value, next_advantage = np.zeros(len(mask)), np.zeros(len(mask))
     for row, t, discount in backwards(mask, config):
         delta = rewards[row, t] + discount * next_value[row] - values[row, t]
-        found[row, t] = delta + discount * config.lambd * next_advantage[row]
+        found[row, t] = delta + discount * lambds[row] * next_advantage[row]
         next_value[row], next_advantage[row] = values[row, t], found[row, t]
     return found
 

@@ -20,6 +20,7 @@ from lightrft.tools.audit.advantages import (
     Scores,
     enlargement,
     gae,
+    policy_lambds,
     returns,
     row_advantages,
     token_rewards,
@@ -265,8 +266,9 @@ def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array, float]:
     error += moved
     shaped = token_rewards(rewards, mask, penalty)
     if name == "gae" and numbers.values is not None:
-        advantages = gae(shaped, numbers.values.own, mask, config)
-        target = np.where(mask, advantages + numbers.values.own, 0.0)
+        values = numbers.values.own
+        advantages = gae(shaped, values, mask, config, policy_lambds(mask, config))
+        target = np.where(mask, gae(shaped, values, mask, config) + values, 0.0)
         error += _row_sum(step.rounding(numbers.values.own, "logprobs"), mask)
     else:
         advantages = target = returns(shaped, mask, config)
