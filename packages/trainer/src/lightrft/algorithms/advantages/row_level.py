@@ -1,5 +1,6 @@
 """Rewards of rows, and the estimators that give one advantage per row from those of a prompt."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -377,7 +378,7 @@ def gpg_advantages(inputs: RowAdvantageInputs, *, max_weight: float = float("inf
     return groups.where_informative(groups.centred * weight, inputs.rewards)
 
 
-CPGD_WEIGHTINGS = {
+CPGD_WEIGHTINGS: dict[str, Callable[[RowAdvantageInputs], Tensor]] = {
     "std": group_norm_advantages,
     "clip_filter": partial(gpg_advantages, max_weight=MAX_FILTER_WEIGHT),
     "centre": group_centred_advantages,

@@ -140,7 +140,7 @@ class PolicyMemory:
             kl=replace(self.kl, coef=stored_number(client_state, "kl_coef")),
             moments=moments,
             num_requests=int(stored_number(client_state, "num_requests")),
-            num_undecided=int(stored_number({"num_undecided": 0} | client_state, "num_undecided")),
+            num_undecided=int(stored_number({"num_undecided": 0, **client_state}, "num_undecided")),
             carry=PartialRolloutState.from_json(client_state["carry"]),
         )
 

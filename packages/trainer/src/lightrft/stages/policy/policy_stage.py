@@ -124,7 +124,7 @@ class PolicyStage(Stage[PolicyBatch]):
                 "(lightrft.rollout.environments.environments.Environments) to the trainer"
             )
         actor, critic = models.main.model, models.named("critic")
-        encoder = prompt_encoder(parts, strategy.unwrap_model(actor), self.config)
+        encoder = prompt_encoder(parts, strategy.unwrap_model(actor))
         self.memory: PolicyMemory = PolicyMemory.initial(self.config)
         self.maker = ExperienceMaker(
             self.config,
@@ -278,24 +278,16 @@ class PolicyStage(Stage[PolicyBatch]):
         self.maker.logs.close()
 
 
-def prompt_encoder(parts: RolloutParts, actor: nn.Module, config: TrainConfig) -> Encoder:
+def prompt_encoder(parts: RolloutParts, actor: nn.Module) -> Encoder:
     """The encoder of prompts; that of text without a processor or for a model of text.
 
     With environments it is theirs, so that each image is encoded once.
-
-    Raises:
-        ConfigError: Steps of a vision-language model are to be recorded for an audit.
     """
     if parts.processor is None or not isinstance(actor, SequenceModel):
         return TEXT_ENCODER
     family = family_of(actor.config)
     if family is None:
         return TEXT_ENCODER
-    if config.audit_every > 0:
-        raise ConfigError(
-            "an audit computes steps of text models again: leave audit_every out for a model of "
-            f"type {family.model_type}"
-        )
     own = parts.environments.encoder
     if own.reads_media:
         return own
