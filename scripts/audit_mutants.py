@@ -151,6 +151,7 @@ STEPS = (
         "use_kl_loss": True,
         "kl_estimator": "k2_is",
     },
+    {"policy_loss": "ppo", "advantage_estimator": "gdpo"},
     {
         "policy_loss": "ppo",
         "advantage_estimator": "gpg",

@@ -30,7 +30,7 @@ TRAITS = {
 GROUP_ESTIMATORS = [name for name, traits in TRAITS.items() if traits.needs_groups]
 # Those with moments or counts of all groups are left out: another group moves them.
 LOCAL_GROUP_ESTIMATORS = [
-    name for name in GROUP_ESTIMATORS if "batch" not in name and name != "gpg"
+    name for name in GROUP_ESTIMATORS if "batch" not in name and name not in ("gpg", "gdpo")
 ]
 
 WORKED = [
@@ -45,6 +45,7 @@ WORKED = [
     ("batch_mean_group_std", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
     ("maxrl", {}, [0.599999, -0.999998, -0.2, 0.599999]),
     ("pass_at_k", {}, [0.0] * 4),
+    ("gdpo", {}, [0.783349, -1.305581, -0.261116, 0.783349]),
     ("gpg", {}, [0.375, -0.625, -0.125, 0.375]),
     ("cpgd", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
     ("cpgd", {"weighting": "centre"}, [0.375, -0.625, -0.125, 0.375]),
@@ -111,6 +112,33 @@ def test_further_group_estimators_equal_a_loop_over_groups() -> None:
         assert _estimate(name, inputs).tolist() == pytest.approx(values.tolist(), abs=1e-12), name
     with pytest.raises(ValueError, match="maxrl estimator needs rewards of at least 0"):
         _estimate("maxrl", _inputs([1.0, -0.5]))
+
+
+def test_gdpo_equals_a_loop_over_components_and_groups() -> None:
+    rng = np.random.default_rng(6)
+    groups = rng.permutation(np.repeat(np.arange(5), 4))
+    scored = rng.random(20) > 0.15
+    parts = {"a": rng.integers(0, 2, 20) * 1.0, "b": rng.normal(size=20), "c": rng.random(20)}
+    parts["b"][rng.random(20) < 0.2] = np.nan
+    total = np.zeros(20)
+    for i in range(20):
+        for name, weight in (("a", 1.0), ("b", 0.25)):
+            has = (groups == groups[i]) & scored & np.isfinite(parts[name])
+            own = parts[name][has]
+            if has[i] and np.ptp(own) > 0:
+                std = own.std(ddof=1) + 1e-6
+                total[i] += weight * (parts[name][i] - own.mean()) / std
+    inputs = _inputs(
+        rng.normal(size=20).tolist(),
+        groups=groups.tolist(),
+        is_scored=torch.tensor(scored.tolist()),
+        components={name: torch.tensor(values) for name, values in parts.items()},
+    )
+    found = _estimate("gdpo", inputs, {"components": "a, b=0.25"})
+    expected = total / (total[scored].std(ddof=1) + 1e-6)
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-12)
+    with pytest.raises(ValueError, match=r"no component 'd': .* must be of a, b, c"):
+        _estimate("gdpo", inputs, {"components": "a,d"})
 
 
 def test_clip_filter_makes_up_for_constant_groups_up_to_three() -> None:

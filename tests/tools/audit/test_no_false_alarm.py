@@ -263,3 +263,20 @@ def test_a_step_of_which_nothing_was_decided(name, audited):
     report = audited({"advantage_estimator": name, "l2": 0.1}, shape=undecided, steps=2)
     assert_equal(report)
     assert next(row for row in report.rows if row.quantity == "schedule position, actor").own == 0
+
+
+def test_components_of_rewards(audited):
+    def with_components(samples):
+        scored = [
+            replace(
+                item, components={"long": float(i % 3), **({"odd": i % 5 / 4} if i % 4 else {})}
+            )
+            for i, item in enumerate(samples.scored)
+        ]
+        return replace(samples, scored=scored, table=row_table(scored))
+
+    changes = {"advantage_estimator": "gdpo", "advantage_args": {"components": "long,odd=0.5"}}
+    report = audited(changes, shape=with_components)
+    assert_equal(report)
+    found = next(row for row in report.rows if row.quantity == "advantages")
+    assert found.own != audited({"advantage_estimator": "gdpo"}).rows[report.rows.index(found)].own

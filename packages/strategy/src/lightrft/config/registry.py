@@ -296,6 +296,7 @@ ADVANTAGE_ESTIMATORS = Registry(
         "batch_mean_group_std": f"{_ROWS}:batch_mean_group_std_advantages",
         "maxrl": f"{_ROWS}:maxrl_advantages",
         "gpg": f"{_ROWS}:gpg_advantages",
+        "gdpo": f"{_ROWS}:gdpo_advantages",
         "pass_at_k": f"{_ROWS}:pass_at_k_advantages",
         "remax": f"{_ROWS}:remax_advantages",
     },

@@ -1,7 +1,7 @@
 """Rewards of rows, and the estimators that give one advantage per row from those of a prompt."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -335,6 +335,46 @@ def pass_at_k_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> Te
             best, second = groups.rewards[rows].topk(2).indices.tolist()
             lead[rows[best]] = groups.rewards[rows[best]] - groups.rewards[rows[second]]
     return groups.where_informative(lead / (groups.std + eps), inputs.rewards)
+
+
+@advantage_estimator(needs_groups=True, reads_components=True)
+def gdpo_advantages(
+    inputs: RowAdvantageInputs, *, components: str = "", eps: float = 1e-6
+) -> Tensor:
+    """GDPO: A_i = S_i / (std of S over the step + eps), std with n - 1.
+
+    S_i = sum over components k of w_k (R_ik - mean_k) / (std_k + eps) within the group, so that no
+    component is lost in the sum of the rewards; the mean of S is 0.
+
+    Source: Liu et al. 2026, arXiv:2601.05242.
+
+    Args:
+        inputs: Rows of all ranks.
+        components: Names, each with a weight that is not 1: "correct,format=0.5"; "" is the reward
+            itself. Rows without one count with the others.
+        eps: Added to the standard deviations.
+
+    Returns:
+        [rows].
+
+    Raises:
+        ValueError: The reward has no such component, or a weight is no number.
+    """
+    groups = build_groups(inputs)
+    known = {**inputs.components, "": inputs.rewards}
+    total = torch.zeros_like(groups.rewards)
+    for part in components.split(","):
+        name, _, weight = (text.strip() for text in part.partition("="))
+        if name not in known:
+            raise ValueError(
+                f"the reward has no component {name!r}: components of the gdpo estimator must be "
+                f"of {', '.join(inputs.components) or 'a reward that has some'}"
+            )
+        is_scored = groups.is_scored & torch.isfinite(known[name])
+        own = replace(inputs, rewards=known[name].double(), is_scored=is_scored)
+        total += float(weight or 1) * group_norm_advantages(own, eps=eps)
+    std = moments_of(total[groups.is_scored]).std(ddof=1)
+    return (total / (std + eps)).to(inputs.rewards.dtype)
 
 
 @advantage_estimator(needs_greedy_rewards=True)

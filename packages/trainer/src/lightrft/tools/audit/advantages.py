@@ -4,14 +4,14 @@ Sources: group_norm, arXiv:2402.03300; dr_grpo, arXiv:2503.20783; group_mean_bat
 scale_rewards="batch"; rloo, arXiv:2402.14740; opo, arXiv:2505.23585; remax, arXiv:2310.10505;
 cpgd, arXiv:2505.12504; reinforce++ and reinforce_baseline, arXiv:2501.03262; gae, arXiv:1506.02438;
 pass_at_k, arXiv:2503.19595; maxrl, github.com/tajwarfahim/maxrl; batch_mean_group_std, AReaL; gpg,
-arXiv:2504.02546; lambd of the policy in gae, arXiv:2503.01491 and 2504.05118.
+arXiv:2504.02546; gdpo, arXiv:2601.05242; lambd of the policy in gae, arXiv:2503.01491, 2504.05118.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class Scores:
         groups: [rows] int64.
         lengths: [rows] response tokens, of excluded rows too.
         is_kept: [rows] bool; the others have no part in their group.
+        components: [rows] by name, NaN without.
     """
 
     rewards: Array
@@ -42,6 +43,7 @@ class Scores:
     groups: Integers
     lengths: Integers
     is_kept: Flags
+    components: Mapping[str, Array] = field(default_factory=dict)
 
 
 def row_advantages(name: str, scores: Scores, given: Given) -> Array:
@@ -56,6 +58,8 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
     if name == "remax":
         found[scores.is_kept] = (scores.rewards - scores.greedy)[scores.is_kept]
         return found
+    if name == "gdpo":
+        return _gdpo(scores, given)
     batch = scores.rewards[scores.is_kept]
     groups = [np.flatnonzero(scores.groups == g) for g in np.unique(scores.groups)]
     members = [rows[scores.is_kept[rows]] for rows in groups]
@@ -65,6 +69,18 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
         lengths = scores.lengths[rows].astype(np.float64)
         found[rows] = _GROUP[name](_Group(scores.rewards[rows], lengths, batch, share, given))
     return found
+
+
+def _gdpo(scores: Scores, given: Given) -> Array:
+    """Components, each normalised in its group, and their weighted sum over the step."""
+    total, none = np.zeros(len(scores.rewards)), np.full(len(scores.rewards), math.nan)
+    for part in str(given.get("components", "")).split(","):
+        name, _, weight = part.partition("=")
+        values = scores.components.get(name.strip(), none) if name.strip() else scores.rewards
+        has = scores.is_kept & np.isfinite(values)
+        own = replace(scores, rewards=np.where(has, values, 0.0), is_kept=has)
+        total += float(weight or 1) * row_advantages("group_norm", own, given)
+    return total / (_std(total[scores.is_kept]) + float(given.get("eps", 1e-6)))
 
 
 def enlargement(advantages: Array, scores: Scores) -> float:
@@ -161,7 +177,7 @@ _GROUP: dict[str, Callable[[_Group], Array]] = {
     "pass_at_k": _pass_at_k,
     "gpg": _gpg,
 }
-ESTIMATORS = (*_GROUP, "remax", *TOKEN_ESTIMATORS)
+ESTIMATORS = (*_GROUP, "gdpo", "remax", *TOKEN_ESTIMATORS)
 
 
 def token_rewards(rewards: Array, mask: Flags, penalty: Array) -> Array:

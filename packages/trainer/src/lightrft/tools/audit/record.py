@@ -49,6 +49,8 @@ FACTS, SAMPLES, VALUES, CONFIG = (
 )
 # In names of arrays, before those that the record's classes do not list.
 FACT, UPDATE = "fact/", "update/"
+# Begins the names of facts that are components of rewards.
+COMPONENT = "component/"
 # Of one file of states; the writer holds no more of them in memory.
 STATE_FILE_BYTES = 2**30
 

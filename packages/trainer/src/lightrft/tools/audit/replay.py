@@ -46,7 +46,7 @@ from lightrft.tools.audit.models import (
     reference_state,
     sees_media,
 )
-from lightrft.tools.audit.record import Array, Flags, StepRecord, named
+from lightrft.tools.audit.record import COMPONENT, Array, Flags, StepRecord, named
 from lightrft.tools.audit.samples import Rows, build_rows, sampled_lengths, shaped_rewards
 from lightrft.tools.audit.tolerances import MEAN_SHARES, NOISE_SAFETY, tolerances_of
 
@@ -293,7 +293,12 @@ def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array, float]:
         return Pair(seen, seen), seen_returns, error
     if name not in TOKEN_ESTIMATORS:
         lengths = sampled_lengths(samples)
-        scores = Scores(rewards, greedy, samples.group_ids, lengths, rows.is_kept)
+        components = {
+            name.removeprefix(COMPONENT): values.astype(np.float64)
+            for name, values in samples.facts.items()
+            if name.startswith(COMPONENT)
+        }
+        scores = Scores(rewards, greedy, samples.group_ids, lengths, rows.is_kept, components)
         rewards = row_advantages(name, scores, config.advantage_args or {})
         error *= enlargement(rewards, scores)
     penalty, moved = _kl_penalty(step, numbers)
