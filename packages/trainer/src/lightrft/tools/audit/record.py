@@ -398,12 +398,12 @@ def _problems(record: StepRecord) -> Iterator[str]:
         yield f"it has optimizers of {list(facts.optimizers)}, expected {' and '.join(MODELS)}"
     for group in (group for each in facts.optimizers.values() for group in each.groups):
         typed(list[str], group.get("names"), "names of an optimizer's group")
-        numbers = group.get("numbers")
-        typed(dict[str, bool | float | list[float]], numbers, "its numbers")
-        for name, value in numbers.items():
+        given = group.get("numbers", {})
+        typed(dict[str, bool | float | list[float]], given, "its numbers")
+        for name, value in given.items():
             if isinstance(value, list):
                 typed(list[float], value, f"its {short(name)}")
-        if len(numbers.get("betas", (0.0, 0.0))) != 2:
+        if len(given.get("betas", (0.0, 0.0))) != 2:
             yield "its betas are not two numbers"
     yield from _array_problems(record)
     yield from _size_problems(record.samples)
