@@ -8,7 +8,7 @@ The mutants are those of mutmut's operators. mutmut leaves decorated functions, 
 constants of a module alone; here every policy loss and estimator is decorated, so its walk is
 extended to them. Each mutant runs in a fork, with a deadline.
 
-Each runs in twelve steps of a very small model that between them use every loss and estimator. A
+Each runs in some steps of a very small model that between them use every loss and estimator. A
 mutant is "dead" if no step reaches it, "raises" if a step ends with an exception, "hangs" if it
 does not end, "equivalent" if it changes no loss, gradient norm or weight of any step by more than
 the tolerances of the audit; of the others it is "found" if the audit of a step names a difference,
@@ -129,7 +129,50 @@ STEPS = (
         "kl_estimator": "k3",
         "off_policy_correction": "mis:low=0.3 reject:difference:token:low=-0.01:positive",
     },
+    {
+        "policy_loss": "dro",
+        "advantage_estimator": "maxrl",
+        "init_kl_coef": 0.2,
+        "use_kl_loss": True,
+        "kl_estimator": "k3+",
+    },
+    {
+        "policy_loss": "ppo-sequence",
+        "advantage_estimator": "pass_at_k",
+        "eps_clip": 0.05,
+        "init_kl_coef": 0.2,
+        "use_kl_loss": True,
+        "kl_estimator": "k1_is",
+    },
+    {
+        "policy_loss": "sapo-sequence",
+        "advantage_estimator": "batch_mean_group_std",
+        "init_kl_coef": 0.2,
+        "use_kl_loss": True,
+        "kl_estimator": "k2_is",
+    },
+    {"policy_loss": "ppo", "advantage_estimator": "gdpo"},
+    {
+        "policy_loss": "ppo",
+        "advantage_estimator": "gpg",
+        "init_kl_coef": 0.2,
+        "use_kl_loss": True,
+        "kl_estimator": "k1+",
+        "off_policy_correction": (
+            "weight:ratio:largest:high=1.3 reject:binary_kl:geometric:high=0.0005"
+        ),
+    },
+    {
+        "policy_loss": "ppo",
+        "advantage_estimator": "gae",
+        "advantage_args": {"length_alpha": 0.4},
+        "init_kl_coef": 0.2,
+        "use_kl_loss": True,
+        "kl_estimator": "k3_unclamped",
+        "off_policy_correction": "tis:new/engine reject:reverse_k3:token:high=0.05",
+    },
 )
+DEFAULTS = {"max_epochs": 1, "advantage_estimator": "group_norm"}
 
 
 @dataclass(frozen=True)
@@ -345,8 +388,9 @@ class Bench:
         """Records a step; the folder of its run."""
         run = self.folder / f"run{index}"
         with contextlib.redirect_stdout(io.StringIO()):
-            settings = {"max_epochs": 1, "advantage_estimator": "group_norm", **STEPS[index]}
-            self.world.record_step(self.model, run, settings, sgd=True)
+            settings = {**DEFAULTS, **STEPS[index]}
+            shape = self.world.shape_of(settings["advantage_estimator"])
+            self.world.record_step(self.model, run, settings, sgd=True, shape=shape)
         return run
 
     def facts_of(self, index: int) -> dict[str, object]:

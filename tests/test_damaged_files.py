@@ -29,7 +29,7 @@ from tests.rollout.journal_edits import lines_of
 # Of the shard, 3,000 a reader; by default few.
 EXAMPLES = int(os.environ.get("LIGHTRFT_FUZZ_EXAMPLES", "0")) * 3 // 2 or 40
 MEMORY_BYTES, SECONDS = 2**30, 10.0
-pytestmark = [pytest.mark.shard("fuzz"), pytest.mark.timeout(300 + 2 * EXAMPLES)]
+pytestmark = [pytest.mark.shard("fuzz_files"), pytest.mark.timeout(300 + 2 * EXAMPLES)]
 TESTS = Path(__file__).parent
 
 

@@ -279,7 +279,7 @@ def test_hostile_command_lines_end_with_a_documented_code(tmp_path, monkeypatch,
     from lightrft.cli import train as train_command
     from lightrft.cli.main import main
 
-    def refuse(config, stop_request):
+    def refuse(config, stop_request, **_):
         return 0
 
     monkeypatch.setattr(train_command, "train", refuse)

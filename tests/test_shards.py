@@ -11,7 +11,7 @@ TESTS = Path(__file__).parent
 # Not below tests/: they measure, and are no tests of the suite.
 OF_BENCHMARKS = {"overheads", "decoder"}
 # Their fast tests need what only the shard has: many examples, packages that are in no lock.
-WHOLE = {"fuzz", "trackers"}
+WHOLE = {"fuzz", "fuzz_files", "trackers"}
 
 
 def slow(repository, *names):

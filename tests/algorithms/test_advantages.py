@@ -30,9 +30,9 @@ TRAITS = {
     name: advantage_traits(build_advantage_estimator(name, {})) for name in ADVANTAGE_ESTIMATORS
 }
 GROUP_ESTIMATORS = [name for name, traits in TRAITS.items() if traits.needs_groups]
-# Those with moments or tokens of all groups are left out: another group moves them.
+# Those with moments, counts or tokens of all groups are left out: another group moves them.
 LOCAL_GROUP_ESTIMATORS = [
-    name for name in GROUP_ESTIMATORS if "batch" not in name and name != "raft"
+    name for name in GROUP_ESTIMATORS if "batch" not in name and name not in ("gpg", "gdpo", "raft")
 ]
 
 WORKED = [
@@ -48,6 +48,8 @@ WORKED = [
     ("maxrl", {}, [0.599999, -0.999998, -0.2, 0.599999]),
     ("pass_at_k", {}, [0.0] * 4),
     ("raft", {}, [15 / 4, 0, 0, 0]),
+    ("gdpo", {}, [0.783349, -1.305581, -0.261116, 0.783349]),
+    ("gpg", {}, [0.375, -0.625, -0.125, 0.375]),
     ("cpgd", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
     ("cpgd", {"weighting": "centre"}, [0.375, -0.625, -0.125, 0.375]),
 ]
@@ -101,7 +103,9 @@ def test_further_group_estimators_equal_a_loop_over_groups() -> None:
     inputs = _inputs(
         rewards.tolist(), groups=groups.tolist(), is_scored=torch.tensor(scored.tolist())
     )
-    expected = {name: np.zeros(20) for name in ("batch_mean_group_std", "maxrl", "pass_at_k")}
+    names = ("batch_mean_group_std", "maxrl", "pass_at_k", "gpg")
+    expected = {name: np.zeros(20) for name in names}
+    mixed = [g for g in range(5) if len(set(rewards[(groups == g) & scored])) > 1]
     for i in range(20):
         own = rewards[(groups == groups[i]) & scored]
         if not scored[i] or len(set(own)) < 2:
@@ -109,6 +113,7 @@ def test_further_group_estimators_equal_a_loop_over_groups() -> None:
         std, first, second = own.std(ddof=1), *sorted(own)[:-3:-1]
         expected["batch_mean_group_std"][i] = (rewards[i] - rewards[scored].mean()) / (std + 1e-6)
         expected["maxrl"][i] = (rewards[i] - own.mean()) / (own.mean() + 1e-6)
+        expected["gpg"][i] = (rewards[i] - own.mean()) * 5 / len(mixed)
         expected["pass_at_k"][i] = (first - second) / (std + 1e-6) if rewards[i] == first else 0
     for name, values in expected.items():
         assert _estimate(name, inputs).tolist() == pytest.approx(values.tolist(), abs=1e-12), name
@@ -152,12 +157,41 @@ def test_raft_is_supervised_training_on_the_best_row_of_each_prompt() -> None:
     assert _estimate("raft", _inputs([1.0, 1.0])).tolist() == [0.0, 0.0]
 
 
+def test_gdpo_equals_a_loop_over_components_and_groups() -> None:
+    rng = np.random.default_rng(6)
+    groups = rng.permutation(np.repeat(np.arange(5), 4))
+    scored = rng.random(20) > 0.15
+    parts = {"a": rng.integers(0, 2, 20) * 1.0, "b": rng.normal(size=20), "c": rng.random(20)}
+    parts["b"][rng.random(20) < 0.2] = np.nan
+    total = np.zeros(20)
+    for i in range(20):
+        for name, weight in (("a", 1.0), ("b", 0.25)):
+            has = (groups == groups[i]) & scored & np.isfinite(parts[name])
+            own = parts[name][has]
+            if has[i] and np.ptp(own) > 0:
+                std = own.std(ddof=1) + 1e-6
+                total[i] += weight * (parts[name][i] - own.mean()) / std
+    inputs = _inputs(
+        rng.normal(size=20).tolist(),
+        groups=groups.tolist(),
+        is_scored=torch.tensor(scored.tolist()),
+        components={name: torch.tensor(values) for name, values in parts.items()},
+    )
+    found = _estimate("gdpo", inputs, {"components": "a, b=0.25"})
+    expected = total / (total[scored].std(ddof=1) + 1e-6)
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-12)
+    with pytest.raises(ValueError, match=r"no component 'd': .* must be of a, b, c"):
+        _estimate("gdpo", inputs, {"components": "a,d"})
+
+
 def test_clip_filter_makes_up_for_constant_groups_up_to_three() -> None:
     inputs = _inputs([*REWARDS, 1, 1, 1, 1], groups=[0] * 4 + [1] * 4)
     result = _estimate("cpgd", inputs, {"weighting": "clip_filter"})
     assert result.tolist() == pytest.approx([0.75, -1.25, -0.25, 0.75, 0, 0, 0, 0])
     many = _inputs([*REWARDS, *[1.0] * 12], groups=[0] * 4 + [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6])
+    assert _estimate("gpg", many)[:4].tolist() == pytest.approx([7 * (x - 0.625) for x in REWARDS])
     capped = _estimate("cpgd", many, {"weighting": "clip_filter"})
+    assert capped.tolist() == _estimate("gpg", many, {"max_weight": 3.0}).tolist()
     assert capped[:4].tolist() == pytest.approx([3 * x for x in (0.375, -0.625, -0.125, 0.375)])
 
 

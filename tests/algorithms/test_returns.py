@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from lightrft.algorithms import TokenAdvantageInputs
 from lightrft.algorithms.advantages.token_level import (
     discounted_returns,
+    gae_advantages,
     generalized_advantages,
     token_rewards,
     turn_discounts,
@@ -66,6 +68,33 @@ def test_gae_and_returns_equal_a_loop_over_the_sampled_tokens(gamma, lambd, ragg
             assert returns[i, t].item() == pytest.approx(following, abs=1e-12)
     for tensor in (result.advantages, result.returns, returns):
         assert (tensor[~mask] == 0).all()
+
+
+@pytest.mark.parametrize(("alpha", "lambd"), [(None, 0.3), (0.4, None), (0.05, None), (10.0, None)])
+def test_the_policy_may_have_a_lambda_of_its_own(alpha, lambd, ragged) -> None:
+    batch = ragged(4)
+    mask, values, rewards = (
+        torch.tensor(each) for each in (batch.mask, batch.values, batch.rewards)
+    )
+    inputs = TokenAdvantageInputs(rewards, mask, values, 0.9, 0.8)
+    found = gae_advantages(inputs, policy_lambd=lambd, length_alpha=alpha)
+    both = generalized_advantages(rewards, values, mask, gamma=0.9, lambd=0.8)
+    assert torch.equal(found.returns, both.returns)
+    for i in range(len(mask)):
+        tokens, advantage, value = np.nonzero(batch.mask[i])[0], 0.0, 0.0
+        own = lambd if alpha is None else max(0.0, 1 - 1 / (alpha * max(len(tokens), 1)))
+        for t in reversed(tokens):
+            delta = batch.rewards[i, t] + 0.9 * value - batch.values[i, t]
+            advantage, value = delta + 0.9 * own * advantage, batch.values[i, t]
+            assert found.advantages[i, t].item() == pytest.approx(advantage, abs=1e-12)
+    assert (found.advantages[~mask] == 0).all()
+
+
+def test_two_lambdas_of_the_policy_are_an_error() -> None:
+    inputs = TokenAdvantageInputs(REWARDS, ALL, VALUES)
+    for given in ({"length_alpha": 0.05, "policy_lambd": 0.9}, {"length_alpha": 0.0}):
+        with pytest.raises(ValueError, match="must be > 0 and leaves no place"):
+            gae_advantages(inputs, **given)
 
 
 @pytest.mark.parametrize(("gamma", "lambd"), [(0.9, 0.8), (0.5, 1.0), (0.0, 0.5)])

@@ -229,6 +229,7 @@ def test_options_that_contradict_each_other_are_named():
         ({"policy_loss": "sapo", "eps_clip_high": 0.3}, "leave out eps_clip_high"),
         ({"use_gspo": True, "dual_clip": 3.0}, "policy_loss gspo has no dual clip"),
         ({"freezing_actor_steps": 3}, "freezing_actor_steps"),
+        ({"advantage_estimator": "gdpo", "reward_clip": 1.0}, "normalises the components"),
         ({"n_samples_per_prompt": 1}, "group_norm compares the samples of one prompt"),
         ({"partial_rollout": True, "advantage_estimator": "remax"}, "exclude each other"),
         ({"advantage_args": {"weighting": "std"}}, "group_norm has no option 'weighting'"),

@@ -179,7 +179,7 @@ def test_what_starts_over_leaves_nothing_of_its_first_turns_in_the_ledger(
 
 def test_a_journal_of_other_weights_or_prompts_is_not_followed(whole, tmp_path):
     header, *rest = events_of(whole.lines)
-    for name, value in (("weights", 5), ("prompts", "0"), ("world_size", 2)):
+    for name, value in (("weights", 5), ("prompts", "0"), ("world_size", 2), ("batch", 1)):
         changed = lines_of([{**header, name: value}, *rest])
         again = Played(tmp_path / name, lines=changed)
         assert again.num_requests == whole.num_requests

@@ -4,6 +4,7 @@ import threading
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import numpy as np
 import pytest
 from tests.machine import seconds
 
@@ -172,10 +173,16 @@ def test_an_undecided_sample_is_left_out_alone_and_counted(masks_failures):
     assert [item.is_masked for item in scored_by(both, samples)] == [False, True, False]
 
 
-def test_a_step_of_undecided_samples_alone_is_an_error():
-    scored = scored_by(Unsure(), in_one_group([replying("x"), replying("x")]))
-    with pytest.raises(RewardError, match=r"all 2 samples .* or could not decide them \(2\)"):
-        require_rewards(tabulate(scored))
+def test_a_step_of_failed_samples_alone_is_an_error_and_of_undecided_ones_none():
+    samples = in_one_group([replying("x"), replying("x")])
+    unsure = tabulate(scored_by(Unsure(), samples))
+    failed = replace(unsure, component_names=(), components=np.zeros((2, 0)))
+    require_rewards(unsure)
+    require_rewards(failed, unsure)  # without a baseline, which could not be decided
+    with pytest.raises(RewardError, match="all 2 samples of the step: there is nothing"):
+        require_rewards(failed)
+    with pytest.raises(RewardError, match=r"all 2 samples .*, or for the greedy completions"):
+        require_rewards(failed, failed)
 
 
 def test_accuracy_is_taken_before_the_length_shaping():

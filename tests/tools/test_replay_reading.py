@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tests.rollout.journal_edits import lines_of
 
@@ -67,6 +69,17 @@ def test_a_missing_batch_is_named(tmp_path):
     for batch in (0, 2):
         write(tmp_path, batch=batch, world_size=1)
     assert "step-000001.batch-1.rank-0.jsonl is missing" in refusal(tmp_path)
+
+
+def test_batches_that_a_killed_try_has_left_are_not_read(tmp_path):
+    for batch in range(4):
+        write(tmp_path, batch=batch, world_size=1, sampling=PARAMS if batch < 2 else [7, 1, 1, -1])
+    counts = [(2, 4), (1, 3), (1, 2)]  # the last line of a step is that of its last try
+    lines = [{"step": step, "dynamic/num_gen_batches": count} for step, count in counts]
+    assert "was sampled with seed" in refusal(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, found = read_step(tmp_path, 1, TrainConfig(seed=42))
+    assert sorted(each.header["batch"] for each in found) == [0, 1]
 
 
 def test_a_journal_of_other_sampling_or_place_is_refused(tmp_path):

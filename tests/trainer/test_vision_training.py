@@ -1,6 +1,7 @@
 """Whole runs of vision-language models: the same step whatever the strategy and the layout."""
 
 import json
+from importlib import import_module
 
 import pytest
 from tests.models.vision import wrong_cuts
@@ -14,6 +15,8 @@ from lightrft.engines.media.sources import ImageSource
 from lightrft.models.vision import forward
 from lightrft.run.assembly import run_training
 from lightrft.stages.policy.inputs import load_modality
+from lightrft.tools.audit.findings import DIFFERS, EQUAL
+from lightrft.tools.audit.report import audit_step
 
 pytestmark = pytest.mark.shard("vision")
 
@@ -188,10 +191,63 @@ def test_a_reward_model_says_the_same_on_two_ranks(data, models, tmp_path):
     assert_same_steps(found, expected)
 
 
-def test_an_audit_of_images_is_refused(data, models, tmp_path):
-    config = config_of(data, models("tiny-qwen2.5-vl"), tmp_path, audit_every=1)
-    with pytest.raises(ConfigError, match="leave audit_every out"):
-        run_training(config)
+def audited(data, model, folder, **options):
+    """Differences and what is not audited, in the second step of a run with images."""
+    run_training(config_of(data, model, folder, audit_every=1, train_batch_size=8, **options))
+    rows = audit_step(folder, 2).rows
+    found = [row.quantity for row in rows if row.verdict == DIFFERS]
+    return found, {row.quantity for row in rows if row.verdict == EQUAL}, rows
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"advantage_estimator": "gae", "init_kl_coef": 0.1, "kl_target": 0.1},
+        {"init_kl_coef": 0.1, "use_kl_loss": True, "lora_rank": 2, "entropy_coef": 0.01},
+    ],
+    ids=["critic", "adapters"],
+)
+def test_an_audit_of_images_leaves_out_the_passes_of_models_alone(data, models, tmp_path, options):
+    found, equal, rows = audited(data, models("tiny-qwen2.5-vl"), tmp_path / "run", **options)
+    assert found == []
+    assert equal > {
+        "token ids",
+        "prompts of groups",
+        "KL weight",
+        "states before, actor",
+        "engine logprobs",
+        "returns",
+        "advantages",
+        "denominator, actor update 2",
+        "policy loss, actor update 2",
+        "learning rate, actor update 2",
+        "actor frozen weights after",
+        *(
+            ["value loss, critic update 1"]
+            if "kl_target" in options
+            else ["kl loss, actor update 1"]
+        ),
+    }
+    left = {row.quantity for row in rows if "images and videos are not recorded" in row.note}
+    assert left > {"old logprobs", "gradient norm, actor update 1", "actor weights after"}
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault"),
+    [
+        ("experience.maker", "estimate_row_advantages", "advantages"),
+        ("stages.policy.updates", "local_normalizer", "denominator, actor update 1"),
+        ("stages.policy.objective", "loss_weights", "policy loss, actor update 1"),
+    ],
+)
+def test_an_audit_of_images_sees_what_is_computed_from_scores(
+    data, models, tmp_path, monkeypatch, place, name, fault
+):
+    module = import_module(f"lightrft.{place}")
+    right = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **named: 1.01 * right(*args, **named))
+    found, *_ = audited(data, models("tiny-qwen2.5-vl"), tmp_path / "run")
+    assert fault in found
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl"])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "audit_mutants.py"
 # Each of about the same number of mutants.
 PARTS = {
@@ -39,6 +41,16 @@ def test_the_parts_are_all_of_the_algorithms(mutation):
     listed = {path for names in PARTS.values() for path in mutation.files_of(list(names))}
     left = {path.name for path in mutation.files_of([]) if path not in listed}
     assert left == {"__init__.py"}
+
+
+def test_the_steps_use_every_loss_and_estimator(mutation):
+    steps = [{**mutation.DEFAULTS, **step} for step in mutation.STEPS]
+    for option, names, same in (
+        ("policy_loss", POLICY_LOSSES, {"clipped"}),
+        ("advantage_estimator", ADVANTAGE_ESTIMATORS, {"grpo"}),
+        ("kl_estimator", KL_ESTIMATORS, set()),
+    ):
+        assert {step.get(option) for step in steps} - {None} == set(names) - same
 
 
 def test_a_planted_module_is_taken_out_again(mutation):

@@ -13,6 +13,8 @@ from lightrft.config.registry import (
     KL_ESTIMATORS,
     POLICY_LOSSES as LOSS_NAMES,
 )
+from lightrft.records.rollout import ScoredRollout
+from lightrft.records.table import row_table
 from lightrft.tools.audit.advantages import ESTIMATORS
 from lightrft.tools.audit.corrections import PRESETS
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
@@ -230,8 +232,10 @@ def test_further_options(name, audited):
             "use_kl_loss": True,
         },
         {"off_policy_correction": "tis", "advantage_estimator": "reinforce++"},
+        {"advantage_estimator": "gae", "lambd": 0.9, "advantage_args": {"length_alpha": 0.4}},
+        {"advantage_estimator": "gae", "advantage_args": {"policy_lambd": 0.5}},
     ],
-    ids=["gae", "opo", "group_norm", "reinforce++"],
+    ids=["gae", "opo", "group_norm", "reinforce++", "length_alpha", "policy_lambd"],
 )
 def test_steps_on_episodes(changes, audited, world):
     report = audited({"gamma": 0.8, **changes}, shape=world.with_observations)
@@ -256,3 +260,33 @@ def test_a_group_without_baseline_is_left_out(audited):
     assert_equal(report)
     mask = next(row for row in report.rows if row.quantity == "response mask")
     assert 0 < mask.own < audited(changes).rows[1].own
+
+
+def undecided(samples):
+    scored = [ScoredRollout(item.rollout, 0.0, is_masked=True) for item in samples.scored]
+    return replace(samples, scored=scored, table=row_table(scored))
+
+
+@pytest.mark.parametrize("name", ["group_norm", "gae"])
+def test_a_step_of_which_nothing_was_decided(name, audited):
+    # At this rate an update of nothing would move weights by their decay.
+    report = audited({"advantage_estimator": name, "l2": 0.1}, shape=undecided, steps=2)
+    assert_equal(report)
+    assert next(row for row in report.rows if row.quantity == "schedule position, actor").own == 0
+
+
+def test_components_of_rewards(audited):
+    def with_components(samples):
+        scored = [
+            replace(
+                item, components={"long": float(i % 3), **({"odd": i % 5 / 4} if i % 4 else {})}
+            )
+            for i, item in enumerate(samples.scored)
+        ]
+        return replace(samples, scored=scored, table=row_table(scored))
+
+    changes = {"advantage_estimator": "gdpo", "advantage_args": {"components": "long,odd=0.5"}}
+    report = audited(changes, shape=with_components)
+    assert_equal(report)
+    found = next(row for row in report.rows if row.quantity == "advantages")
+    assert found.own != audited({"advantage_estimator": "gdpo"}).rows[report.rows.index(found)].own

@@ -225,6 +225,10 @@ def with_own_rows(original, self, batch, *args, **kwargs):
 
 SIZES = {
     "the last batch is left out": (calls(updates, "epoch_order", first_of), {}),
+    "a later epoch lacks a batch": (
+        calls(updates, "epoch_order", lambda o, n, *, epoch, **k: o(n, epoch=epoch, **k)[epoch:]),
+        {"max_epochs": 2},
+    ),
     "the critic learns once": (calls(updates.Update, "value_step", learns_once), CRITIC),
     "the actor learns once": (calls(updates.Update, "policy_step", learns_once), {}),
     "batches of whole groups": (calls(maker, "plan_minibatches", in_given_order), {}),

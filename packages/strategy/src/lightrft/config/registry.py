@@ -329,6 +329,8 @@ ADVANTAGE_ESTIMATORS = Registry(
         "opo": f"{_ROWS}:opo_advantages",
         "batch_mean_group_std": f"{_ROWS}:batch_mean_group_std_advantages",
         "maxrl": f"{_ROWS}:maxrl_advantages",
+        "gpg": f"{_ROWS}:gpg_advantages",
+        "gdpo": f"{_ROWS}:gdpo_advantages",
         "pass_at_k": f"{_ROWS}:pass_at_k_advantages",
         "raft": f"{_ROWS}:raft_advantages",
         "remax": f"{_ROWS}:remax_advantages",

@@ -561,7 +561,8 @@ class RunOptions(StrategyConfig):
     gamma: float = algorithm_option(1.0, "Discount per token.", at_least=0, at_most=1)
     lambd: float = algorithm_option(
         0.95,
-        "Lambda of generalised advantage estimation.",
+        "Lambda of generalised advantage estimation; `policy_lambd` or `length_alpha` in "
+        "advantage_args give the policy one of its own, and this is that of the returns.",
         at_least=0,
         at_most=1,
         acts_with=CRITIC,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -76,6 +76,7 @@ class RowAdvantageInputs:
         greedy_rewards: [rows] reward of the greedy completion of the row's prompt; ReMax only.
         is_scored: [rows] bool, False where the reward is missing: such a row gets 0 and its group
             does without it. None: all are scored.
+        components: By name, [rows] parts of the reward, NaN where a row has none.
     """
 
     rewards: Tensor
@@ -83,6 +84,7 @@ class RowAdvantageInputs:
     lengths: Tensor
     greedy_rewards: Tensor | None = None
     is_scored: Tensor | None = None
+    components: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,7 @@ class AdvantageTraits(_Declaration):
         needs_critic: `TokenAdvantageInputs.values` must be given.
         needs_greedy_rewards: `RowAdvantageInputs.greedy_rewards` must be given.
         whitens: The result is to be whitened once, with moments over all tokens of all ranks.
+        reads_components: It reads `RowAdvantageInputs.components`, which no shaping changes.
     """
 
     is_token_level: bool = False
@@ -172,6 +175,7 @@ class AdvantageTraits(_Declaration):
     needs_critic: bool = False
     needs_greedy_rewards: bool = False
     whitens: bool = False
+    reads_components: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,6 +209,10 @@ def _estimate(
             lengths=torch.from_numpy(table.sampled_lengths),
             greedy_rewards=greedy_rewards,
             is_scored=torch.from_numpy(~table.is_masked),
+            components={
+                name: torch.from_numpy(table.components[:, column])
+                for column, name in enumerate(table.component_names)
+            },
         ),
     )
     return broadcast_to_tokens(

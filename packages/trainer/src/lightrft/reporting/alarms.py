@@ -71,6 +71,8 @@ def _equal_rewards(metrics: Mapping[str, float], *, compares_groups: bool) -> st
 
 def why_unchanged(metrics: Mapping[str, float | None]) -> str | None:
     """The reason why a step left the main model as it was; None if it changed it or froze it."""
+    if metrics.get("undecided_steps") == 1:
+        return "the reward decided no sample"
     if metrics.get("dynamic/skipped_steps") == 1:
         return "all groups had equal rewards (dynamic_sampling found no other ones)"
     rate = next((metrics[name] for name in _RATES if name in metrics), None)
@@ -114,7 +116,7 @@ def run_verdict(steps: Iterable[Mapping[str, float | None]]) -> str:
         num_nonfinite += any(value is None for value in metrics.values())
         reward = metrics.get("reward")
         rewards += [] if reward is None else [reward]
-        is_frozen = metrics.keys().isdisjoint(_RATES) and "dynamic/skipped_steps" not in metrics
+        is_frozen = metrics.keys().isdisjoint((*_RATES, "dynamic/skipped_steps", "undecided_steps"))
         why = "the actor was frozen (freezing_actor_steps)" if is_frozen else why_unchanged(metrics)
         num_changed += why is None
         if why is not None:

@@ -55,7 +55,7 @@ class DynamicSource:
             rounds.append(self._source.sample(further))
             num_mixed += len(mixed_groups(rounds[-1].table))
         samples = _joined(rounds)
-        require_rewards(samples.table)
+        require_rewards(samples.table, samples.greedy)
         selection = select_groups(samples.table, num_wanted)
         table = apply_selection(samples.table, selection)
         fillers = set(table.group_ids[selection.is_filler].tolist())
@@ -119,6 +119,7 @@ def select_groups(table: RowTable, num_wanted: int) -> Selection:
         num_constant=len(constant),
         num_surplus=len(mixed) - len(kept),
         num_solved=len(solved),
+        num_scored=len(scored),
         num_sampled_tokens=int(table.sampled_lengths.sum()),
     )
 

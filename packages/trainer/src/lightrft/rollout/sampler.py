@@ -194,7 +194,7 @@ class RolloutSampler:
             )
         )
         if samples.selection is None:  # else they were required before it
-            require_rewards(samples.table)
+            require_rewards(samples.table, samples.greedy)
         return samples
 
     def sample_all(

@@ -344,11 +344,17 @@ def finished_samples(
     return Samples(scored, table, requests.num_prompts, evidence=evidence)
 
 
-def require_rewards(table: RowTable) -> None:
-    """Raises a RewardError if the reward failed for every sample of a step."""
-    if table.is_masked.all():
+def require_rewards(table: RowTable, greedy: RowTable | None = None) -> None:
+    """Raises a RewardError if the reward failed for every sample of a step.
+
+    Args:
+        table: The samples; those without a baseline are masked.
+        greedy: The completions that they are compared with, or None.
+    """
+    tables = [table] if greedy is None else [table, greedy]
+    if table.is_masked.all() and not any(each.is_undecided.any() for each in tables):
+        baseline = "" if greedy is None else ", or for the greedy completions that they need"
         raise RewardError(
-            f"the reward failed for all {len(table)} samples of the step, or could not decide "
-            f"them ({int(table.is_undecided.sum())}): there is nothing to train on; run with "
-            "reward_failure=raise to see the cause of a failure"
+            f"the reward failed for all {len(table)} samples of the step{baseline}: there is "
+            "nothing to train on; run with reward_failure=raise to see the cause"
         )

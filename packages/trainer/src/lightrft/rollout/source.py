@@ -282,6 +282,7 @@ class Selection:
         num_groups, num_constant, num_surplus: Groups sampled, constant among them, and mixed ones
             beyond what the step needed.
         num_solved: Constant groups at the highest accuracy that any response of the step reached.
+        num_scored: Sampled rows with a reward.
         num_sampled_tokens: Tokens sampled for all groups.
     """
 
@@ -291,6 +292,7 @@ class Selection:
     num_constant: int
     num_surplus: int
     num_solved: int
+    num_scored: int
     num_sampled_tokens: int
 
     @property
@@ -345,6 +347,25 @@ class Samples:
     partial: PartialReport | None = None
     evidence: Evidence | None = None
     tool_names: tuple[str, ...] | None = None
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the reward decided none of what was sampled."""
+        if self.selection is not None:
+            return not self.selection.num_scored
+        return bool(self.table.is_masked.all())
+
+    @property
+    def why_idle(self) -> str | None:
+        """Why there is nothing to train on; None if there is something."""
+        if self.is_undecided:
+            return "the reward decided no sample"
+        if self.selection is not None and self.selection.is_empty:
+            return (
+                f"in all {self.selection.num_groups} groups the responses are equally accurate; "
+                "the prompts are solved or out of reach"
+            )
+        return None
 
 
 class RolloutSource(Protocol):

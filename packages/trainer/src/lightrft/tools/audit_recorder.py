@@ -20,6 +20,7 @@ from lightrft.records.table import RowTable, SampleTable, join_tables, tabulate
 from lightrft.strategy.backend import PreparedModel
 from lightrft.strategy.optimizers import PlannedLR
 from lightrft.tools.audit.record import (
+    COMPONENT,
     CONFIG,
     TOKEN_VALUES,
     Facts,
@@ -279,7 +280,11 @@ def _raw_samples(table: SampleTable, greedy: RowTable | None) -> RawSamples:
     own = {item.name for item in fields(RawSamples)}
     return RawSamples(
         **{name: values for name, values in found.items() if name in own},  # type: ignore[arg-type]
-        facts={name: found[name] for name in table.facts if name in found},
+        facts={name: found[name] for name in table.facts if name in found}
+        | {
+            f"{COMPONENT}{name}": table.components[:, column].copy()
+            for column, name in enumerate(table.component_names)
+        },
     )
 
 

@@ -1,6 +1,8 @@
 """Rewards of rows, and the estimators that give one advantage per row from those of a prompt."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -371,6 +373,46 @@ def zero_advantages(inputs: RowAdvantageInputs) -> Tensor:
     return torch.zeros_like(inputs.rewards)
 
 
+@advantage_estimator(needs_groups=True, reads_components=True)
+def gdpo_advantages(
+    inputs: RowAdvantageInputs, *, components: str = "", eps: float = 1e-6
+) -> Tensor:
+    """GDPO: A_i = S_i / (std of S over the step + eps), std with n - 1.
+
+    S_i = sum over components k of w_k (R_ik - mean_k) / (std_k + eps) within the group, so that no
+    component is lost in the sum of the rewards; the mean of S is 0.
+
+    Source: Liu et al. 2026, arXiv:2601.05242.
+
+    Args:
+        inputs: Rows of all ranks.
+        components: Names, each with a weight that is not 1: "correct,format=0.5"; "" is the reward
+            itself. Rows without one count with the others.
+        eps: Added to the standard deviations.
+
+    Returns:
+        [rows].
+
+    Raises:
+        ValueError: The reward has no such component, or a weight is no number.
+    """
+    groups = build_groups(inputs)
+    known = {**inputs.components, "": inputs.rewards}
+    total = torch.zeros_like(groups.rewards)
+    for part in components.split(","):
+        name, _, weight = (text.strip() for text in part.partition("="))
+        if name not in known:
+            raise ValueError(
+                f"the reward has no component {name!r}: components of the gdpo estimator must be "
+                f"of {', '.join(inputs.components) or 'a reward that has some'}"
+            )
+        is_scored = groups.is_scored & torch.isfinite(known[name])
+        own = replace(inputs, rewards=known[name].double(), is_scored=is_scored)
+        total += float(weight or 1) * group_norm_advantages(own, eps=eps)
+    std = moments_of(total[groups.is_scored]).std(ddof=1)
+    return (total / (std + eps)).to(inputs.rewards.dtype)
+
+
 @advantage_estimator(needs_greedy_rewards=True)
 def remax_advantages(inputs: RowAdvantageInputs) -> Tensor:
     """A_i = R_i - R(greedy completion of the same prompt).
@@ -390,17 +432,31 @@ def remax_advantages(inputs: RowAdvantageInputs) -> Tensor:
     return (rewards - greedy).to(inputs.rewards.dtype)
 
 
-def _clip_filter_advantages(inputs: RowAdvantageInputs) -> Tensor:
+@advantage_estimator(needs_groups=True)
+def gpg_advantages(inputs: RowAdvantageInputs, *, max_weight: float = float("inf")) -> Tensor:
+    """GPG: A_i = (R_i - mean) min(G / G_informative, max_weight), G the number of groups.
+
+    Constant groups do not dilute the step. The paper's loss is the policy loss `reinforce`.
+
+    Source: Chu et al. 2025, arXiv:2504.02546, sec. 3.2.
+
+    Args:
+        inputs: Rows of all ranks.
+        max_weight: Bound of the factor.
+
+    Returns:
+        [rows].
+    """
     groups = build_groups(inputs)
     num_groups = groups.counts.numel()
     num_informative = int(torch.unique(groups.index[groups.has_signal]).numel())
-    weight = min(num_groups / max(num_informative, 1), MAX_FILTER_WEIGHT)
+    weight = min(num_groups / max(num_informative, 1), max_weight)
     return groups.where_informative(groups.centred * weight, inputs.rewards)
 
 
-CPGD_WEIGHTINGS = {
+CPGD_WEIGHTINGS: dict[str, Callable[[RowAdvantageInputs], Tensor]] = {
     "std": group_norm_advantages,
-    "clip_filter": _clip_filter_advantages,
+    "clip_filter": partial(gpg_advantages, max_weight=MAX_FILTER_WEIGHT),
     "centre": group_centred_advantages,
 }
 

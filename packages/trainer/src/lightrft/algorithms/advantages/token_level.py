@@ -37,21 +37,44 @@ def estimate_token_advantages(
 
 
 @advantage_estimator(is_token_level=True, needs_critic=True, whitens=True)
-def gae_advantages(inputs: TokenAdvantageInputs) -> TokenAdvantages:
+def gae_advantages(
+    inputs: TokenAdvantageInputs,
+    *,
+    policy_lambd: float | None = None,
+    length_alpha: float | None = None,
+) -> TokenAdvantages:
     """Generalised advantage estimation with a critic; see `generalized_advantages`.
 
+    The returns always have the lambd of the inputs; the advantages have it, or `policy_lambd`
+    (VC-PPO), or max(0, 1 - 1 / (length_alpha L_i)), L_i the response tokens of the row (VAPO).
+
+    Source: Yuan et al. 2025, arXiv:2503.01491, sec. 4.2; Yue et al. 2025, arXiv:2504.05118, sec. 4.
+
     Raises:
-        ValueError: `values` is missing.
+        ValueError: `values` is missing, or both or odd arguments are given.
     """
-    if inputs.values is None:
+    values, mask = inputs.values, inputs.response_mask
+    if values is None:
         raise ValueError("the gae estimator needs the critic's values")
-    return generalized_advantages(
-        inputs.token_rewards,
-        inputs.values,
-        inputs.response_mask,
-        gamma=inputs.gamma,
-        lambd=inputs.lambd,
-    )
+    if length_alpha is not None and (length_alpha <= 0 or policy_lambd is not None):
+        raise ValueError(
+            "length_alpha of the gae estimator must be > 0 and leaves no place for policy_lambd: "
+            f"got {length_alpha} and {policy_lambd}"
+        )
+    lambd: float | Tensor = inputs.lambd if policy_lambd is None else policy_lambd
+    if length_alpha is not None:
+        lengths = mask.sum(dim=1).clamp(min=1).double()
+        lambd = (1 - 1 / (length_alpha * lengths)).clamp(min=0)
+
+    def with_lambd(lambd: float | Tensor) -> TokenAdvantages:
+        return generalized_advantages(
+            inputs.token_rewards, values, mask, gamma=inputs.gamma, lambd=lambd
+        )
+
+    found = with_lambd(inputs.lambd)
+    if lambd is inputs.lambd:
+        return found
+    return TokenAdvantages(with_lambd(lambd).advantages, found.returns)
 
 
 @advantage_estimator(is_token_level=True)
@@ -167,7 +190,12 @@ def discounted_returns(
 
 @torch.no_grad()
 def generalized_advantages(
-    rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float | Tensor, lambd: float
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float | Tensor,
+    lambd: float | Tensor,
 ) -> TokenAdvantages:
     """Generalised advantage estimation.
 
@@ -180,9 +208,12 @@ def generalized_advantages(
         values: [batch, seq], entry t the value before token t is sampled.
         response_mask: [batch, seq] bool.
         gamma: As in `discounted_returns`.
-        lambd: Mixes one-step (0) and Monte Carlo (1) estimates.
+        lambd: Mixes one-step (0) and Monte Carlo (1) estimates; [batch] is that of each row.
     """
-    _check_unit_interval(lambd=lambd)
+    if isinstance(lambd, Tensor):
+        lambd = lambd.to(at_least_float32(rewards).dtype)
+    else:
+        _check_unit_interval(lambd=lambd)
     rewards = mask_out(at_least_float32(rewards), response_mask)
     values = mask_out(at_least_float32(values), response_mask)
     discounts = _by_column(gamma, rewards)

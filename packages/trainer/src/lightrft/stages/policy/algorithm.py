@@ -160,6 +160,11 @@ def requirement_problems(config: TrainConfig, algorithm: Algorithm) -> list[str]
             f"n_samples_per_prompt >= 2, got {config.n_samples_per_prompt}",
         ),
         (
+            traits.reads_components and (config.reward_running_norm or config.reward_clip > 0),
+            f"advantage_estimator {name} normalises the components of rewards: leave out "
+            "reward_running_norm and reward_clip, which do not change them",
+        ),
+        (
             config.freezing_actor_steps > 0 and not traits.needs_critic,
             "freezing_actor_steps trains only the critic: it needs an advantage_estimator with a "
             f"critic, such as gae, got {name}",

@@ -25,7 +25,9 @@ from lightrft.experience.maker import (
     make_experience,
     score_actor,
 )
+from lightrft.rewards.types import RewardError
 from lightrft.rollout.sampler import RolloutSampler
+from lightrft.rollout.scoring import MAX_FAILURES_IN_A_ROW
 from lightrft.rollout.source import PartialRolloutState
 from lightrft.stages.policy.algorithm import Algorithm
 from lightrft.stages.policy.models import is_deterministic
@@ -92,12 +94,14 @@ class PolicyMemory:
         kl: Weight of the KL term.
         moments: Of all rewards so far, or None without running normalisation.
         num_requests: Prompts rolled out so far, over all ranks; the id of the next request.
+        num_undecided: Steps in a row of which the reward decided no sample.
         carry: Responses that are not finished yet.
     """
 
     kl: KlController
     moments: Moments | None = None
     num_requests: int = 0
+    num_undecided: int = 0
     carry: PartialRolloutState = field(default_factory=PartialRolloutState)
 
     @classmethod
@@ -122,6 +126,7 @@ class PolicyMemory:
             kl=controller,
             moments=step.rewards.moments,
             num_requests=self.num_requests + step.samples.num_prompts,
+            num_undecided=self.num_undecided + 1 if step.samples.is_undecided else 0,
             carry=self.carry if partial is None else partial.carry,
         )
 
@@ -130,6 +135,7 @@ class PolicyMemory:
         found = self.moments
         return {
             "num_requests": self.num_requests,
+            "num_undecided": self.num_undecided,
             "kl_coef": self.kl.coef,
             "carry": self.carry.to_json(),
             "reward_moments": None
@@ -147,6 +153,7 @@ class PolicyMemory:
             kl=replace(self.kl, coef=stored_number(client_state, "kl_coef")),
             moments=moments,
             num_requests=int(stored_number(client_state, "num_requests")),
+            num_undecided=int(stored_number({"num_undecided": 0, **client_state}, "num_undecided")),
             carry=PartialRolloutState.from_json(client_state["carry"]),
         )
 
@@ -197,6 +204,7 @@ class ExperienceMaker:
                 train_batch_size.
             ParityError: Engine and trainer disagree, or a student and a teacher of the same
                 weights.
+            RewardError: The reward decided no sample of several steps in a row.
         """
         check_lengths(prompts, self.config.prompt_max_len)
         samples = self.sampler.collect(
@@ -207,6 +215,11 @@ class ExperienceMaker:
             carry=memory.carry,
             step=step.number,
         )
+        if samples.is_undecided and memory.num_undecided + 1 == MAX_FAILURES_IN_A_ROW:
+            raise RewardError(
+                f"the reward decided no sample of {MAX_FAILURES_IN_A_ROW} steps in a row: look at "
+                "its limits, and at the responses in samples.jsonl"
+            )
         is_compared = self._compares(step)
         if is_compared:
             # A difference is explained by looking into the engine's layers.

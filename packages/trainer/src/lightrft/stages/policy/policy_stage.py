@@ -124,7 +124,7 @@ class PolicyStage(Stage[PolicyBatch]):
                 "(lightrft.rollout.environments.environments.Environments) to the trainer"
             )
         actor, critic = models.main.model, models.named("critic")
-        encoder = prompt_encoder(parts, strategy.unwrap_model(actor), self.config)
+        encoder = prompt_encoder(parts, strategy.unwrap_model(actor))
         self.memory: PolicyMemory = PolicyMemory.initial(self.config)
         self.maker = ExperienceMaker(
             self.config,
@@ -205,7 +205,7 @@ class PolicyStage(Stage[PolicyBatch]):
         return self.maker.make(prompts, step, self.memory)
 
     def update(self, batch: PolicyBatch, step: Step) -> Work:
-        """See `Stage`; no optimizer step where dynamic sampling found nothing to learn from."""
+        """See `Stage`; no optimizer step where there is nothing to learn from."""
         experience, maker = batch.experience, self.maker
         kl_coef = maker.kl_coef(self.memory)
         record_experience(experience, step.metrics, self.config)
@@ -214,13 +214,9 @@ class PolicyStage(Stage[PolicyBatch]):
         names = [each.name for each in self.models.trained]
         work = Work(tuple(n for n in names if n != "actor" or maker.trains_actor(step)))
         observer = self._observer(batch, step)
-        selection = experience.samples.selection
-        if selection is not None and selection.is_empty:
-            self.strategy.print(
-                f"warning: no update in step {step.number}: in all "
-                f"{selection.num_groups} groups the responses are equally accurate; the "
-                "prompts are solved or out of reach"
-            )
+        why_idle = experience.samples.why_idle
+        if why_idle is not None:
+            self.strategy.print(f"warning: no update in step {step.number}: {why_idle}")
         else:
             Update(
                 self.config,
@@ -287,24 +283,16 @@ class PolicyStage(Stage[PolicyBatch]):
         self.maker.logs.close()
 
 
-def prompt_encoder(parts: RolloutParts, actor: nn.Module, config: TrainConfig) -> Encoder:
+def prompt_encoder(parts: RolloutParts, actor: nn.Module) -> Encoder:
     """The encoder of prompts; that of text without a processor or for a model of text.
 
     With environments it is theirs, so that each image is encoded once.
-
-    Raises:
-        ConfigError: Steps of a vision-language model are to be recorded for an audit.
     """
     if parts.processor is None or not isinstance(actor, SequenceModel):
         return TEXT_ENCODER
     family = family_of(actor.config)
     if family is None:
         return TEXT_ENCODER
-    if config.audit_every > 0:
-        raise ConfigError(
-            "an audit computes steps of text models again: leave audit_every out for a model of "
-            f"type {family.model_type}"
-        )
     own = parts.environments.encoder
     if own.reads_media:
         return own

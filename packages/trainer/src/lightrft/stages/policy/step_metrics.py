@@ -67,6 +67,8 @@ def experience_metrics(
     """
     metrics = table_metrics(step.table)
     metrics |= selection_metrics(step.samples) | partial_metrics(step.samples)
+    if step.samples.is_undecided:
+        metrics["undecided_steps"] = 1.0
     num_tokens = float(step.table.lengths.sum())
     metrics["tokens_per_second"] = num_tokens / reduced["step_seconds"]
     return metrics | _stage_speeds(step, reduced, num_epochs)

@@ -4,14 +4,15 @@ Sources: group_norm, arXiv:2402.03300; dr_grpo, arXiv:2503.20783; group_mean_bat
 scale_rewards="batch"; rloo, arXiv:2402.14740; opo, arXiv:2505.23585; remax, arXiv:2310.10505;
 cpgd, arXiv:2505.12504; reinforce++ and reinforce_baseline, arXiv:2501.03262; gae, arXiv:1506.02438;
 pass_at_k, arXiv:2503.19595; maxrl, github.com/tajwarfahim/maxrl; batch_mean_group_std, AReaL;
-raft, arXiv:2304.06767.
+raft, arXiv:2304.06767; gpg, arXiv:2504.02546; gdpo, arXiv:2601.05242; lambd of the policy in gae,
+arXiv:2503.01491, 2504.05118.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -35,6 +36,7 @@ class Scores:
         groups: [rows] int64.
         lengths: [rows] response tokens, of excluded rows too.
         is_kept: [rows] bool; the others have no part in their group.
+        components: [rows] by name, NaN without.
     """
 
     rewards: Array
@@ -42,6 +44,7 @@ class Scores:
     groups: Integers
     lengths: Integers
     is_kept: Flags
+    components: Mapping[str, Array] = field(default_factory=dict)
 
 
 def row_advantages(name: str, scores: Scores, given: Given) -> Array:
@@ -58,11 +61,13 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
     if name == "remax":
         found[scores.is_kept] = (scores.rewards - scores.greedy)[scores.is_kept]
         return found
+    if name == "gdpo":
+        return _gdpo(scores, given)
     batch = scores.rewards[scores.is_kept]
     groups = [np.flatnonzero(scores.groups == g) for g in np.unique(scores.groups)]
     members = [rows[scores.is_kept[rows]] for rows in groups]
     informative = [rows for rows in members if len(rows) and np.ptp(scores.rewards[rows]) > 0]
-    share = min(len(groups) / max(len(informative), 1), 3.0)
+    share = len(groups) / max(len(informative), 1)
     for rows in informative:
         lengths = scores.lengths[rows].astype(np.float64)
         found[rows] = _GROUP[name](_Group(scores.rewards[rows], lengths, batch, share, given))
@@ -70,6 +75,18 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
         kept, best = scores.lengths[scores.is_kept].sum(), scores.lengths[found > 0].sum()
         found *= kept / max(best, 1)
     return found
+
+
+def _gdpo(scores: Scores, given: Given) -> Array:
+    """Components, each normalised in its group, and their weighted sum over the step."""
+    total, none = np.zeros(len(scores.rewards)), np.full(len(scores.rewards), math.nan)
+    for part in str(given.get("components", "")).split(","):
+        name, _, weight = part.partition("=")
+        values = scores.components.get(name.strip(), none) if name.strip() else scores.rewards
+        has = scores.is_kept & np.isfinite(values)
+        own = replace(scores, rewards=np.where(has, values, 0.0), is_kept=has)
+        total += float(weight or 1) * row_advantages("group_norm", own, given)
+    return total / (_std(total[scores.is_kept]) + float(given.get("eps", 1e-6)))
 
 
 def enlargement(advantages: Array, scores: Scores) -> float:
@@ -97,7 +114,7 @@ class _Group:
     Args:
         rewards, lengths: [rows].
         batch: Rewards of the kept rows of all groups.
-        share: All groups over those of unequal rewards, at most 3.
+        share: All groups over those of unequal rewards.
         given: Hyper-parameters by name.
     """
 
@@ -125,6 +142,10 @@ def _rloo(group: _Group) -> Array:
     return np.asarray(r - (r.sum() - r) / (len(r) - 1))
 
 
+def _gpg(group: _Group) -> Array:
+    return group.centred * min(group.share, float(group.given.get("max_weight", math.inf)))
+
+
 def _opo(group: _Group) -> Array:
     r, n = group.rewards, group.lengths
     return np.asarray(r - (n * r).sum() / max(n.sum(), 1.0))
@@ -134,7 +155,7 @@ def _cpgd(group: _Group) -> Array:
     weighting = group.given.get("weighting", "std")
     if weighting == "std":
         return _group_norm(group)
-    return group.centred * (group.share if weighting == "clip_filter" else 1.0)
+    return group.centred * (min(group.share, 3.0) if weighting == "clip_filter" else 1.0)
 
 
 def _batch_mean_group_std(group: _Group) -> Array:
@@ -167,8 +188,9 @@ _GROUP: dict[str, Callable[[_Group], Array]] = {
     "maxrl": lambda group: group.over(float(group.rewards.mean())),
     "pass_at_k": _pass_at_k,
     "raft": _best,
+    "gpg": _gpg,
 }
-ESTIMATORS = (*_GROUP, "remax", "zero", *TOKEN_ESTIMATORS)
+ESTIMATORS = (*_GROUP, "gdpo", "remax", "zero", *TOKEN_ESTIMATORS)
 
 
 def token_rewards(rewards: Array, mask: Flags, penalty: Array) -> Array:
@@ -201,13 +223,25 @@ def returns(rewards: Array, mask: Flags, config: TrainConfig) -> Array:
     return found
 
 
-def gae(rewards: Array, values: Array, mask: Flags, config: TrainConfig) -> Array:
+def policy_lambds(mask: Flags, config: TrainConfig) -> Array:
+    """[rows] lambd of the advantages that the policy learns from."""
+    given = config.advantage_args or {}
+    if "length_alpha" in given:
+        lengths = np.maximum(mask.sum(axis=1), 1)
+        return np.asarray(np.maximum(1 - 1 / (float(given["length_alpha"]) * lengths), 0.0))
+    return np.full(len(mask), float(given.get("policy_lambd", config.lambd)))
+
+
+def gae(
+    rewards: Array, values: Array, mask: Flags, config: TrainConfig, lambds: Array | None = None
+) -> Array:
     """Generalised advantages: [rows, seq]; after the last response token the value is 0."""
+    lambds = np.full(len(mask), config.lambd) if lambds is None else lambds
     found = np.zeros_like(rewards)
     next_value, next_advantage = np.zeros(len(mask)), np.zeros(len(mask))
     for row, t, discount in backwards(mask, config):
         delta = rewards[row, t] + discount * next_value[row] - values[row, t]
-        found[row, t] = delta + discount * config.lambd * next_advantage[row]
+        found[row, t] = delta + discount * lambds[row] * next_advantage[row]
         next_value[row], next_advantage[row] = values[row, t], found[row, t]
     return found
 

@@ -38,7 +38,7 @@ from lightrft.tools.audit.samples import build_rows, merged_moments, paid_reward
 
 # Of one step, how much of the KL weight may change.
 MAX_KL_ERROR = 0.2
-METRICS, NO_UPDATE = "metrics.jsonl", "dynamic/skipped_steps"
+METRICS, NO_UPDATE = "metrics.jsonl", ("dynamic/skipped_steps", "undecided_steps")
 
 
 def options_of_step(run: Path, record: StepRecord) -> tuple[TrainConfig, bool]:
@@ -219,18 +219,18 @@ def _count(
 def _left_out(model: str, run: Path, step: int, config: TrainConfig) -> float | None:
     """Steps before this one whose updates were not taken, by the run's metrics; None is unknown.
 
-    Their gradients were not finite, or dynamic sampling found nothing to learn from.
+    Their gradients were not finite, or there was nothing to learn from.
     """
     path, found = run / METRICS, 0.0
     if not path.is_file():
         return None if config.dynamic_sampling and step > 1 else 0.0
-    names = ("skipped_steps" if model == "actor" else f"{model}_skipped_steps", NO_UPDATE)
+    names = ("skipped_steps" if model == "actor" else f"{model}_skipped_steps", *NO_UPDATE)
     first = config.freezing_actor_steps + 1 if model == "actor" else 1
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
             if max(first, 1) <= entry["step"] < step:
-                found += sum(entry.get(name) or 0.0 for name in names)
+                found += max(entry.get(name) or 0.0 for name in names)
     return found
 
 
@@ -256,7 +256,7 @@ def check_decisions(
         found.number("KL weight", facts.kl_coef, decided.kl_coef, floor=1e-6 * decided.kl_coef)
     _check_moments(found, decided, record, config)
     found.number("scale of adapters", facts.lora_scale, decided.lora_scale)
-    has_updates = bool(is_kept.any()) or not config.dynamic_sampling
+    has_updates = bool(is_kept.any())
     for model in facts.optimizers:
         is_frozen = model == "actor" and facts.step <= config.freezing_actor_steps
         num_epochs = config.max_epochs if has_updates and not is_frozen else 0
@@ -335,8 +335,9 @@ def _check_updates(
     if (sizes == size).all():
         order = np.random.default_rng([config.seed, record.facts.step - 1]).permutation(num_rows)
         planned = _in_order(order.reshape(-1, size).tolist())
-        contents = np.array([_in_order(epoch) for epoch in epochs])
-        found.exact(f"optimizer batches of the {model}", contents, np.array([planned] * num_epochs))
+        is_odd = np.array([_in_order(epoch) != planned for epoch in epochs], dtype=np.bool_)
+        wanted = np.zeros(num_epochs, dtype=np.bool_)
+        found.exact(f"optimizer batches of the {model}", is_odd, wanted)
 
 
 def _in_order(batches: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -386,8 +387,9 @@ def check_optimizers(
         is_right = np.array([facts.kind in DECOUPLED])
         found.exact(f"optimizer of the {model} is AdamW", is_right, np.array([True]))
         for key, own in (("eps", ADAM_EPS), ("betas", config.adam_betas)):
-            seen = np.array([group["numbers"].get(key, math.nan) for group in groups])
-            found.exact(f"{key} of the {model}", seen, np.array([own] * len(groups)))
+            seen = [np.ravel(group["numbers"].get(key, math.nan)) for group in groups]
+            seen_values = np.concatenate([np.zeros(0), *seen])
+            found.exact(f"{key} of the {model}", seen_values, np.tile(own, len(groups)))
         names = {name for group in groups for name in group["names"]}
         odd = sorted(names ^ set(wanted[model]))
         note = f"such as {odd[0]}" if odd else ""

@@ -46,6 +46,8 @@ class Scorer(ABC):
     ) -> None:
         self._model = nn.ModuleDict(parts)
         self._width, self._scale, self._rounds = width, lora_scale, rounds
+        model = cast("PreTrainedModel", parts.get(POLICY, parts.get(TRUNK)))
+        self._num_ids = int(model.get_input_embeddings().weight.shape[0])
 
     def in_bfloat16(self) -> Self:
         """The same model, computing in bfloat16 but for a value head: what rounding does to it."""
@@ -78,7 +80,17 @@ class Scorer(ABC):
 
     @torch.no_grad()
     def score(self, ids: Integers, mask: Flags) -> list[Array]:
-        """The numbers of the tokens of the mask, 0 elsewhere: [rows, seq] each."""
+        """The numbers of the tokens of the mask, 0 elsewhere: [rows, seq] each.
+
+        Raises:
+            RecordError: A token is none of the model's.
+        """
+        largest = int(ids.max(initial=0))
+        if largest >= self._num_ids:
+            raise RecordError(
+                f"the record is damaged: token {largest} is none of the model's {self._num_ids}; "
+                "audit another step with --step"
+            )
         found = [np.zeros(ids.shape) for _ in range(self.num_outputs)]
         for rows, width in _chunks(mask, self._width):
             outputs = self._outputs(torch.from_numpy(ids[rows, :width].copy()))
@@ -186,6 +198,11 @@ class Values(Scorer):
     def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
         hidden = self._model[TRUNK](input_ids=tokens, use_cache=False).last_hidden_state
         return (self._model[HEAD](hidden[:, :-1].double()).squeeze(-1),)
+
+
+def sees_media(folder: Path) -> bool:
+    """Whether the model of a config.json reads images or videos, which no record holds."""
+    return "vision_config" in read_object(folder / "config.json")
 
 
 def frozen_state(folder: Path) -> dict[str, Tensor]:

@@ -38,6 +38,7 @@ from lightrft.config.files import (
     typed,
     unsealed,
 )
+from lightrft.config.options import short
 
 FORMAT = 3
 FOLDER = "audit"
@@ -49,6 +50,8 @@ FACTS, SAMPLES, VALUES, CONFIG = (
 )
 # In names of arrays, before those that the record's classes do not list.
 FACT, UPDATE = "fact/", "update/"
+# Begins the names of facts that are components of rewards.
+COMPONENT = "component/"
 # Of one file of states; the writer holds no more of them in memory.
 STATE_FILE_BYTES = 2**30
 
@@ -247,7 +250,7 @@ class StepRecord:
         groups = [] if model not in self.facts.optimizers else self.facts.optimizers[model].groups
         unknown = [n for group in groups for n in group["names"] if n not in weights]
         if unknown or not found:
-            raise _damaged(folder, f"no states of {', '.join(unknown[:3]) or 'the model'}")
+            raise _damaged(folder, f"no states of {short(unknown[:3]) if unknown else 'the model'}")
         return found
 
 
@@ -398,7 +401,13 @@ def _problems(record: StepRecord) -> Iterator[str]:
         yield f"it has optimizers of {list(facts.optimizers)}, expected {' and '.join(MODELS)}"
     for group in (group for each in facts.optimizers.values() for group in each.groups):
         typed(list[str], group.get("names"), "names of an optimizer's group")
-        typed(dict[str, bool | float | list[float]], group.get("numbers"), "its numbers")
+        given = group.get("numbers", {})
+        typed(dict[str, bool | float | list[float]], given, "its numbers")
+        for name, value in given.items():
+            if isinstance(value, list):
+                typed(list[float], value, f"its {short(name)}")
+        if len(given.get("betas", (0.0, 0.0))) != 2:
+            yield "its betas are not two numbers"
     yield from _array_problems(record)
     yield from _size_problems(record.samples)
     yield from _update_problems(record)

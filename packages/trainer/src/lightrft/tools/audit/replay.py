@@ -21,6 +21,7 @@ from lightrft.tools.audit.advantages import (
     Scores,
     enlargement,
     gae,
+    policy_lambds,
     returns,
     row_advantages,
     token_rewards,
@@ -44,12 +45,14 @@ from lightrft.tools.audit.models import (
     Scorer,
     Values,
     frozen_state,
+    sees_media,
 )
-from lightrft.tools.audit.record import Array, Flags, StepRecord, named
+from lightrft.tools.audit.record import COMPONENT, Array, Flags, StepRecord, named
 from lightrft.tools.audit.samples import Rows, build_rows, sampled_lengths, shaped_rewards
 from lightrft.tools.audit.tolerances import MEAN_SHARES, NOISE_SAFETY, tolerances_of
 
 ALL_LINEAR = "all-linear"
+NO_PASS = "images and videos are not recorded, and without them no pass of the model"
 ENGINES_OF_THE_MODEL = ("hf", "vllm", "sglang")
 
 
@@ -79,7 +82,7 @@ class Step:
         record, config: What is audited.
         found: Receives the comparisons.
         rows: From the raw samples.
-        policy: The actor's plain model.
+        policy: The actor's plain model; None where its passes need what is not recorded.
         critic: Likewise, or None.
         states: Recorded weights and optimizer states before the step, by model.
         decided: What the step has to begin with.
@@ -91,7 +94,7 @@ class Step:
     config: TrainConfig
     found: Findings
     rows: Rows
-    policy: Policy
+    policy: Policy | None
     critic: Values | None
     states: dict[str, dict[str, Tensor]]
     decided: Decisions
@@ -150,6 +153,8 @@ class Step:
         config = self.config
         if model != "actor" or not config.lora_rank:
             return list(named(self.states[model], "weight"))
+        if self.policy is None:
+            return [n for n in named(self.states[model], "weight") if n.endswith((FIRST, SECOND))]
         targets, layers = config.target_modules, self.policy.linear_layers()
         chosen = [
             layer
@@ -164,14 +169,16 @@ def open_step(record: StepRecord, config: TrainConfig, decided: Decisions) -> St
     """Loads the states before the step into plain models."""
     facts, before = record.facts, record.folder / "before"
     rounds = facts.compute_dtype == "bfloat16"
-    policy = Policy(
-        before / "actor",
-        temperature=config.temperature if config.temperature > 0 else 1.0,
-        lora_scale=decided.lora_scale,
-        rounds=rounds,
-    )
+    policy, critic = None, None
     states = {name: record.state("before", name) for name in facts.optimizers}
-    critic = Values(before / "critic", rounds=rounds) if "critic" in states else None
+    if not sees_media(before / "actor"):
+        policy = Policy(
+            before / "actor",
+            temperature=config.temperature if config.temperature > 0 else 1.0,
+            lora_scale=decided.lora_scale,
+            rounds=rounds,
+        )
+        critic = Values(before / "critic", rounds=rounds) if "critic" in states else None
     rows = build_rows(record.samples, config)
     found = Findings(tolerances_of(facts.compute_dtype))
     return Step(record, config, found, rows, policy, critic, states, decided)
@@ -217,7 +224,9 @@ def check_ends(step: Step) -> None:
 
 def score_models(step: Step, reference: Path | None) -> Numbers:
     """Old and reference logprobs, entropies and values of the states before."""
-    config, rows, run = step.config, step.rows, step.record.values
+    config, rows, run, policy = step.config, step.rows, step.record.values, step.policy
+    if policy is None:
+        return _recorded_numbers(step)
 
     def paired(name: str, seen: NDArray[np.float32], own: Array, noise: float) -> Pair:
         pair = Pair(own, rows.padded(seen))
@@ -233,9 +242,7 @@ def score_models(step: Step, reference: Path | None) -> Numbers:
         found = model.score(rows.ids, rows.mask)
         return list(zip(found, step.noise(model, state, found), strict=True))
 
-    (own, noise), (entropy, noise_of_entropy) = score(
-        step.policy, named(step.states["actor"], "weight")
-    )
+    (own, noise), (entropy, noise_of_entropy) = score(policy, named(step.states["actor"], "weight"))
     if step.is_reinforced:
         _check_engine(step, own)
     step.unit = min(step.unit, NOISE_SAFETY * noise)
@@ -244,19 +251,15 @@ def score_models(step: Step, reference: Path | None) -> Numbers:
     entropies = Pair(entropy, entropy)
     if run.entropy.size:
         entropies = paired("entropy", run.entropy, entropy, noise_of_entropy)
-    sampling, ref, teacher, values = old, None, None, None
-    if run.log_kept_mass.size:
-        mass = rows.padded(run.log_kept_mass)
-        sampling = old.map(lambda each: each - mass)
-        step.found.skip("kept mass", "what top_k and top_p excluded is taken from the run")
+    sampling, ref, teacher, values = _sampling(step, old), None, None, None
     if run.ref_logprobs.size:
         state = frozen_state(reference or Path(str(config.pretrain)))
-        ref = paired("reference logprobs", run.ref_logprobs, *score(step.policy, state)[0])
+        ref = paired("reference logprobs", run.ref_logprobs, *score(policy, state)[0])
     has_teacher = np.array([run.teacher_logprobs.size > 0])
     step.found.exact("has a teacher", has_teacher, np.array([config.teacher is not None]))
     if run.teacher_logprobs.size and (folder := Path(str(config.teacher))).is_dir():
-        policy = Policy(folder, temperature=step.policy.temperature, rounds=step.is_rounded)
-        scored = score(policy, frozen_state(folder))[0]
+        model = Policy(folder, temperature=policy.temperature, rounds=step.is_rounded)
+        scored = score(model, frozen_state(folder))[0]
         teacher = paired("teacher logprobs", run.teacher_logprobs, *scored)
     elif run.teacher_logprobs.size:
         seen = rows.padded(run.teacher_logprobs)
@@ -266,6 +269,39 @@ def score_models(step: Step, reference: Path | None) -> Numbers:
         state = named(step.states["critic"], "weight")
         values = paired("values", run.values, *score(step.critic, state)[0])
     return Numbers(old, sampling, entropies, ref, teacher, values)
+
+
+def _recorded_numbers(step: Step) -> Numbers:
+    """The run's own numbers, where no pass of its models can be repeated."""
+    rows, run = step.rows, step.record.values
+
+    def taken(name: str, seen: NDArray[np.float32]) -> Pair | None:
+        if not seen.size:
+            return None
+        step.found.skip(name, NO_PASS)
+        wide = np.where(rows.mask, rows.padded(seen), 0.0)
+        return Pair(wide, wide)
+
+    nothing = np.zeros(rows.mask.shape)
+    old = taken("old logprobs", run.old_logprobs) or Pair(nothing, nothing)
+    _check_engine(step, old.run)
+    return Numbers(
+        old,
+        _sampling(step, old),
+        taken("entropy", run.entropy) or Pair(nothing, nothing),
+        taken("reference logprobs", run.ref_logprobs),
+        taken("teacher logprobs", run.teacher_logprobs),
+        taken("values", run.values),
+    )
+
+
+def _sampling(step: Step, old: Pair) -> Pair:
+    """Old logprobs under the distribution that was sampled from."""
+    if not step.record.values.log_kept_mass.size:
+        return old
+    mass = step.rows.padded(step.record.values.log_kept_mass)
+    step.found.skip("kept mass", "what top_k and top_p excluded is taken from the run")
+    return old.map(lambda each: each - mass)
 
 
 def _check_engine(step: Step, own: Array) -> None:
@@ -304,15 +340,21 @@ def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array, float]:
         return Pair(seen, seen), seen_returns, error
     if name not in TOKEN_ESTIMATORS:
         lengths = sampled_lengths(samples)
-        scores = Scores(rewards, greedy, samples.group_ids, lengths, rows.is_kept)
+        components = {
+            name.removeprefix(COMPONENT): values.astype(np.float64)
+            for name, values in samples.facts.items()
+            if name.startswith(COMPONENT)
+        }
+        scores = Scores(rewards, greedy, samples.group_ids, lengths, rows.is_kept, components)
         rewards = row_advantages(name, scores, config.advantage_args or {})
         error *= enlargement(rewards, scores)
     penalty, moved = _kl_penalty(step, numbers)
     error += moved
     shaped = token_rewards(rewards, mask, penalty)
     if name == "gae" and numbers.values is not None:
-        advantages = gae(shaped, numbers.values.own, mask, config)
-        target = np.where(mask, advantages + numbers.values.own, 0.0)
+        values = numbers.values.own
+        advantages = gae(shaped, values, mask, config, policy_lambds(mask, config))
+        target = np.where(mask, gae(shaped, values, mask, config) + values, 0.0)
         error += _row_sum(step.rounding(numbers.values.own, "logprobs"), mask)
     else:
         advantages = target = returns(shaped, mask, config)

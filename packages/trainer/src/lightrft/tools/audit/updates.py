@@ -35,6 +35,7 @@ from lightrft.tools.audit.optimizers import (
 )
 from lightrft.tools.audit.record import Array, Flags, UpdateFacts, named, rows_of
 from lightrft.tools.audit.replay import (
+    NO_PASS,
     Numbers,
     Step,
     policy_options,
@@ -45,6 +46,8 @@ from lightrft.tools.audit.tolerances import NOISE_OF_GRADIENTS, NOISE_SAFETY
 
 # Of a float32 weight that is stored: half a unit in the last place.
 ROUNDING = 2.0**-24
+# Rounding of a recorded score.
+FLOAT32 = 2.0**-23
 # Adam divides gradients by their own size: below this share of the largest they are rounding.
 MIN_MOMENT = 1e-5
 # Rounding of an entry of a gradient, relative to the largest one.
@@ -140,13 +143,19 @@ class Updates:
             if facts.model not in self._ended:
                 slopes = self._value_slopes if facts.model == "critic" else self._policy_slopes
                 update = self._open_update(number, facts)
-                self._act(update, slopes(update))
+                if self.step.policy is None:
+                    self._follow(update)
+                else:
+                    self._act(update, slopes(update))
             self._counts[facts.model] += 1
         for model in self._optimizers:
-            if model in self._ended:
-                self.step.found.skip(f"{model} weights after", self._ended[model])
+            reason = self._ended.get(model, NO_PASS if self.step.policy is None else "")
+            if reason:
+                self.step.found.skip(f"{model} weights after", reason)
             else:
                 self._compare_after(model)
+            if model not in self._ended:
+                self._check_frozen(model)
 
     def _open_update(self, number: int, facts: UpdateFacts) -> _Update:
         """The rows of an update and what is recorded of it; checks its denominator."""
@@ -173,13 +182,42 @@ class Updates:
         share = token_shares(mask, mode) / max(z, 1e-300)
         return _Update(facts, name, micros, mask, share, recorded("new"), recorded("weights"))
 
+    def _follow(self, update: _Update) -> None:
+        """Compares what needs no pass of the model: losses of the run's scores, and the rate."""
+        found, facts, mask = self.step.found, update.facts, update.mask
+        if update.new is None:
+            found.skip(f"losses, {update.name}", "its scores are not recorded")
+        else:
+            seen = np.where(mask, update.new, 0.0)
+            scores, error = Pair(seen, seen), np.where(mask, FLOAT32 * np.maximum(1, -seen), 0.0)
+            if facts.model == "critic":
+                self._value_term(update, scores, error)
+            else:
+                self._policy_terms(update, scores, error)
+        found.skip(f"gradient norm, {update.name}", NO_PASS)
+        if not facts.is_skipped:
+            self._rate(update)
+
     def _policy_slopes(self, update: _Update) -> Slopes:
-        step, numbers, mask, share = self.step, self.inputs.numbers, update.mask, update.share
-        config = step.config
+        step, mask, by_entropy = self.step, update.mask, np.zeros(update.mask.shape)
+        assert step.policy is not None  # else the run is followed
         step.policy.load(self._optimizers["actor"].weights)
         own, entropy = step.policy.score(step.rows.ids, mask)
         new = Pair(own, own if update.new is None else update.new)
         error = self._check_scores("logprobs", update, new, step.policy)
+        terms = self._policy_terms(update, new, error)
+        if step.config.entropy_coef > 0:
+            by_entropy = -step.config.entropy_coef * update.share
+            own_term, moved = Term(entropy, by_entropy), Term(error, by_entropy)
+            self._check_loss(
+                "entropy", update, own_term.times(update.share), moved.times(update.share)
+            )
+        return self._gradients(update, step.policy, terms, by_entropy)
+
+    def _policy_terms(self, update: _Update, new: Pair, error: Array) -> list[tuple[Term, Term]]:
+        """The policy loss and the KL term of scores, each with how far it moves by rounding."""
+        step, numbers, mask, share = self.step, self.inputs.numbers, update.mask, update.share
+        config = step.config
         weights = token_weights(step, numbers, self.inputs.advantages, mask, new)
         if weights is not None and update.weights is not None:
             self._check_weights(update, update.weights, weights, error)
@@ -197,12 +235,7 @@ class Updates:
             pair = with_rounding(kl_of, new, 2 * error, step.borders)
             self._check_loss("kl", update, *pair)
             terms.append((pair[0].times(coef), pair[1].times(coef)))
-        by_entropy = np.zeros(mask.shape)
-        if config.entropy_coef > 0:
-            by_entropy = -config.entropy_coef * share
-            own_term, moved = Term(entropy, by_entropy), Term(error, by_entropy)
-            self._check_loss("entropy", update, own_term.times(share), moved.times(share))
-        return self._gradients(update, step.policy, terms, by_entropy)
+        return terms
 
     def _check_weights(self, update: _Update, seen: Array, weights: Array, error: Array) -> None:
         """Weights by the new policy are rounded as its scores are, of a row as their sum."""
@@ -260,15 +293,22 @@ class Updates:
         return np.where(mask, self.step.rounding(scores.own, kind) + SAFETY * drift, 0.0)
 
     def _value_slopes(self, update: _Update) -> Slopes:
-        step, old, critic = self.step, self.inputs.numbers.values, self.step.critic
-        if critic is None or old is None:
+        step, critic, mask = self.step, self.step.critic, update.mask
+        if critic is None:
             raise ValueError("the record has updates of a critic, but no critic")
-        mask, share, clip = update.mask, update.share, step.config.value_clip
         critic.load(self._optimizers["critic"].weights)
         (own,) = critic.score(step.rows.ids, mask)
         # Outside of responses a critic's values mean nothing.
         values = Pair(own, own if update.new is None else np.where(mask, update.new, 0.0))
         error = self._check_scores("values", update, values, critic)
+        return self._gradients(update, critic, [self._value_term(update, values, error)])
+
+    def _value_term(self, update: _Update, values: Pair, error: Array) -> tuple[Term, Term]:
+        """The value loss, and how far it moves by rounding."""
+        step, old, clip = self.step, self.inputs.numbers.values, self.step.config.value_clip
+        mask, share = update.mask, update.share
+        if old is None:
+            raise ValueError("the record has updates of a critic, but no values")
 
         def value_of(scores: Pair, borders: Borders) -> Term:
             returns = self.inputs.returns
@@ -277,7 +317,7 @@ class Updates:
         # What is learned is rounded as the values are.
         pair = with_rounding(value_of, values, 2 * error + self.inputs.error, step.borders)
         self._check_loss("value", update, *pair)
-        return self._gradients(update, critic, [pair])
+        return pair
 
     def _gradients(
         self, update: _Update, scorer: Scorer, terms: Sequence[tuple[Term, Term]], *more: Array
@@ -395,10 +435,15 @@ class Updates:
             distance(weights, optimizer.weights),
             limit,
         )
-        frozen = [n for n in start if n not in optimizer.groups and n in weights]
+
+    def _check_frozen(self, model: str) -> None:
+        before, after = self.step.states[model], self.step.record.state("after", model)
+        start, weights = (named(state, "weight", "master") for state in (before, after))
+        trained = self._optimizers[model].groups
+        frozen = [n for n in start if n not in trained and n in weights]
         moved = [n for n in frozen if not torch.equal(weights[n], start[n])]
         note = f"such as {moved[0]}" if moved else ""
-        found.add(f"{model} frozen weights after", len(moved), 0.0, len(moved), 0.0, note)
+        self.step.found.add(f"{model} frozen weights after", len(moved), 0.0, len(moved), 0.0, note)
 
     def _compare_moments(self, model: str, after: Mapping[str, Tensor]) -> None:
         found, noise = self.step.found, self._noise[model]

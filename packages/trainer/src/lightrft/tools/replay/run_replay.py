@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from lightrft.engines.media.families import family_of
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.models import load_tokenizer
 from lightrft.models.loading import load_config
-from lightrft.reporting.files import CONFIG_FILE
+from lightrft.reporting.files import CONFIG_FILE, METRICS_FILE, JsonLines
 from lightrft.rollout.environments.journal import (
     JOURNAL_FOLDER,
     Recorded,
@@ -31,7 +32,8 @@ from lightrft.tools.audit.record import named, read_record, recorded_steps
 from lightrft.tools.replay.journal_rounds import Replay, replay_journal
 from lightrft.tools.report.run_data import NotARunError
 
-_NAME = re.compile(r"step-([0-9]{6,18})\..*")
+_NAME = re.compile(r"step-([0-9]{6,18})(?:\.batch-([0-9]{1,18}))?\..*")
+_BATCHES = "dynamic/num_gen_batches"
 
 
 def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
@@ -109,8 +111,15 @@ def read_step(run: Path, step: int | None, config: TrainConfig) -> tuple[int, li
             with other options.
     """
     by_step: dict[int, list[Path]] = {}
+    # A try that was killed may have left further batches of a step.
+    num_batches = {
+        number: count
+        for number, entry in JsonLines(run / METRICS_FILE)
+        if isinstance(count := entry.get(_BATCHES), int | float)
+    }
     for path in sorted((run / JOURNAL_FOLDER).glob("step-*.jsonl")):
-        if match := _NAME.fullmatch(path.name):
+        match = _NAME.fullmatch(path.name)
+        if match and int(match[2] or 0) < num_batches.get(int(match[1]), math.inf):
             by_step.setdefault(int(match[1]), []).append(path)
     if not by_step:
         raise NotARunError(
