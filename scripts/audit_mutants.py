@@ -152,6 +152,8 @@ STEPS = (
         "kl_estimator": "k2_is",
     },
     {"policy_loss": "ppo", "advantage_estimator": "gdpo"},
+    {"policy_loss": "reinforce", "advantage_estimator": "raft"},
+    {"policy_loss": "ppo", "advantage_estimator": "zero", "teacher": "", "teacher_coef": 0.7},
     {
         "policy_loss": "ppo",
         "advantage_estimator": "gpg",
@@ -389,6 +391,8 @@ class Bench:
         run = self.folder / f"run{index}"
         with contextlib.redirect_stdout(io.StringIO()):
             settings = {**DEFAULTS, **STEPS[index]}
+            if "teacher" in settings:
+                settings["teacher"] = self.world.write_model(self.folder / "teacher", seed=2)
             shape = self.world.shape_of(settings["advantage_estimator"])
             self.world.record_step(self.model, run, settings, sgd=True, shape=shape)
         return run

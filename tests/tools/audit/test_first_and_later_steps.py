@@ -45,7 +45,9 @@ def options(name, loss, correction, number):
         found["policy_loss_args"] |= {"cov_low": 0.01}
     if name == "gae" and loss == "gspo":
         found["freezing_actor_steps"] = 1
-    if number % 2 == 0 and name != "maxrl":
+    if name == "zero":
+        found["teacher"] = ""
+    if number % 2 == 0 and name not in ("maxrl", "gdpo"):
         found |= RUNNING
     return found
 
@@ -54,6 +56,8 @@ def alarms(cell, world, model, run, **changes):
     """What differs in the first step of a run and in the second."""
     shutil.rmtree(run, ignore_errors=True)
     settings = {**options(*cell), **changes}
+    if "teacher" in settings:
+        settings["teacher"] = world.write_model(run.parent / "teacher", seed=2)
     world.record_step(model, run, settings, steps=2, shape=world.shape_of(cell[0]))
     reports = [audit_step(run, step) for step in (1, 2)]
     for report in reports:
