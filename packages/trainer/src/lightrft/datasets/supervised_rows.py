@@ -124,30 +124,36 @@ def load_supervised(
                 too_long.append(row.location)
             else:
                 found.append(each)
-    if not found and not too_long:
-        raise DataError(f"{path}: train_on_regex {config.train_on_regex!r} matches no token")
     if not found:
-        raise DataError(
-            f"{path}: all {len(too_long)} rows exceed max_row_tokens = {config.max_row_tokens} "
-            "tokens; raise --max_row_tokens"
+        what = (
+            f"all {len(too_long)} rows exceed max_row_tokens = {config.max_row_tokens} tokens; "
+            "raise --max_row_tokens"
+            if too_long
+            else f"train_on_regex {config.train_on_regex!r} matches no token"
         )
+        raise DataError(f"{path}: {what}")
+    summary = _summary(encoder, found, num_split)
+    if too_long:
+        summary += f"; dropped {len(too_long)} over-long (first: "
+        summary += f"{', '.join(too_long[:_MAX_EXAMPLES])})"
+    return SupervisedRows(found, f"{path}: {summary}")
+
+
+def _summary(encoder: RowEncoder, found: Sequence[SupervisedRow], num_split: int) -> str:
     trained = sum(each.num_trained for each in found)
     tokens = sum(len(each.token_ids) for each in found)
-    summary = (
-        f"{path}: {len(found)} rows ({encoder.kind}), {trained} of {tokens} tokens trained "
+    text = (
+        f"{len(found)} rows ({encoder.kind}), {trained} of {tokens} tokens trained "
         f"({encoder.train_on})"
     )
     if num_split:
-        summary += (
+        text += (
             f"; {num_split} conversations in one row per turn, since the chat template shows "
             "earlier turns otherwise than they were"
         )
     if encoder.num_unmatched:
-        summary += f"; dropped {encoder.num_unmatched} without a match of train_on_regex"
-    if too_long:
-        examples = ", ".join(too_long[:_MAX_EXAMPLES])
-        summary += f"; dropped {len(too_long)} over-long (first: {examples})"
-    return SupervisedRows(found, summary)
+        text += f"; dropped {encoder.num_unmatched} without a match of train_on_regex"
+    return text
 
 
 def kind_of(row: Row) -> str:
