@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.ranks import run_multiprocess
 
 from lightrft.config import ConfigError, TrainConfig
@@ -14,6 +15,7 @@ from lightrft.models.loading import load_causal_lm
 peft = pytest.importorskip("peft", reason="package peft is not installed")
 
 RANK, ALPHA = 3, 12.0
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def lora_actor(path, **options):
@@ -217,6 +219,19 @@ def shards(strategy, ready):
     return [e.local_shard.clone() for e in strategy.parameter_source(ready).parameters()]
 
 
+def check_adapters(ready, path, folder):
+    """PEFT gives the base model the policy's numbers with the adapters that were written."""
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    found = peft.PeftModel.from_pretrained(base, f"{folder}/adapter").eval()
+    ids, mask = tokens()
+    before = logprobs_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), ids)
+    own = ready(ids, mask).logprobs[0, 1:].detach()
+    assert (own - before).abs().max() > 1e-3
+    torch.testing.assert_close(logprobs_of(found, ids), own, rtol=0, atol=2e-5)
+
+
 def base_of(path):
     from transformers import AutoModelForCausalLM
 
@@ -235,6 +250,7 @@ def test_one_process_syncs_saves_and_resumes(checkpoint, tmp_path):
         )
         for name, value in full.items():
             torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-6)
+        check_adapters(ready, checkpoint, tmp_path / "model")
         frozen = {n: p for n, p in ready.model.named_parameters() if "base_layer" in n}
         original = base_of(checkpoint)
         for name, value in frozen.items():
@@ -280,3 +296,8 @@ def test_two_processes_agree_over_backends(checkpoints, tmp_path):
             expected = torch.from_numpy(reference[key])
             # AdamW's first steps are signs: where a gradient is rounding, it may differ.
             assert (found - expected).norm() <= 1e-3 * expected.norm(), (name, key)
+    adapters = [load_file(tmp_path / name / "adapter" / ADAPTER_FILE) for name in BACKENDS]
+    assert all(each.keys() == adapters[0].keys() for each in adapters)
+    for key, expected in adapters[0].items():
+        for found in adapters:
+            assert (found[key] - expected).norm() <= 1e-3 * expected.norm(), key

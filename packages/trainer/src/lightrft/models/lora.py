@@ -13,16 +13,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.models.actor import Actor
 from lightrft.models.reward_model import HEAD, RewardModel
 from lightrft.models.sequence_model import SequenceModel, has_prefix
+from lightrft.strategy.checkpoints.gathered_model import SavesPretrained, pretrained_prefix
 from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 
@@ -56,7 +59,7 @@ class LoraModel(SequenceModel):
         if config.lora_rank < 1:
             raise ConfigError(f"adapters need lora_rank >= 1: got {config.lora_rank}")
         self.scale = config.lora_alpha / config.lora_rank
-        _inject(model, config)
+        self.adapters = _inject(model, config)
 
     def gradient_checkpointing_enable(self) -> None:
         """See `SequenceModel`; inputs of the first block must carry gradients to its adapters."""
@@ -118,6 +121,18 @@ class LoraModel(SequenceModel):
             merged[name.replace(BASE, "")] = value
         return merged
 
+    def save_adapters(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """See `AdaptedModel`: PEFT's files, which vLLM reads, too."""
+        prefix = pretrained_prefix(self) or ""
+        factors = {
+            # The inner name as PEFT's own wrapper has it, which adds no name of the adapter.
+            f"base_model.model.{name.removeprefix(prefix).replace(f'.{ADAPTER}.', '.')}": value
+            for name, value in state.items()
+            if _is_factor(name)
+        }
+        self.adapters.save_pretrained(folder)
+        save_file(factors, folder / "adapter_model.safetensors")
+
 
 class LoraActor(LoraModel, Actor):
     """An actor with adapters; see `LoraModel` and `Actor`."""
@@ -162,7 +177,8 @@ def add_product(values: Tensor, start: int, first: Tensor, second: Tensor, *, sc
     values.copy_(product.view(-1)[offset : offset + values.numel()].add_(values))
 
 
-def _inject(model: PreTrainedModel, config: TrainConfig) -> None:
+def _inject(model: PreTrainedModel, config: TrainConfig) -> SavesPretrained:
+    """Puts the adapters into the layers; their description."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -177,6 +193,7 @@ def _inject(model: PreTrainedModel, config: TrainConfig) -> None:
         lora_dropout=config.lora_dropout,
         target_modules=names,
         bias="none",
+        base_model_name_or_path=config.pretrain,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -187,6 +204,7 @@ def _inject(model: PreTrainedModel, config: TrainConfig) -> None:
             f"peft put adapters on {len(bound)} of {len(names)} layers, e.g. not on "
             f"{sorted(set(names) - {name.removesuffix(FIRST) for name in bound})[:3]}"
         )
+    return cast("SavesPretrained", adapters)
 
 
 def target_layers(

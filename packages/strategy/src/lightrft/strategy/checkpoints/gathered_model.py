@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
-from lightrft.strategy.weight_sync.parameter_source import exported_state, tied_parameter_names
+from lightrft.strategy.weight_sync.parameter_source import (
+    AdaptedModel,
+    exported_state,
+    tied_parameter_names,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +59,9 @@ def save_gathered_model(
     """Write full values in Hugging Face format; to be called on one rank.
 
     The transformers model inside becomes the checkpoint; other children of the wrapper, such as a
-    value head, become `<child>.safetensors` beside it. Without a transformers model everything
-    goes into one `model.safetensors`.
+    value head, become `<child>.safetensors` beside it, and adapters, which are part of the
+    weights, a folder `adapter`. Without a transformers model everything goes into one
+    `model.safetensors`.
 
     Args:
         module: The actor, critic or bare model; only its configuration and names are read.
@@ -74,7 +79,7 @@ def save_gathered_model(
 
     if tokenizer is not None and not isinstance(tokenizer, SavesPretrained):
         raise TypeError(f"cannot save a tokenizer of type {type(tokenizer).__name__}")
-    state = exported_state(module, state, dtype)
+    stored, state = state, exported_state(module, state, dtype)
     buffers = dict(module.named_buffers())
     trained = [(name, value) for name, value in state.items() if name not in buffers]
     require_finite(nonfinite_names(trained), what="weights are", group=ALONE)
@@ -97,6 +102,8 @@ def save_gathered_model(
             own = _under(state, f"{name}.")
             if f"{name}." != prefix and own:
                 save_file(own, folder / f"{name}.safetensors")
+    if isinstance(module, AdaptedModel):
+        module.save_adapters(stored, folder / "adapter")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

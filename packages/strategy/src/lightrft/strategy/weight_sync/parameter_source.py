@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -198,6 +199,9 @@ class AdaptedModel(Protocol):
 
     def merged_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Full values with the adapters added to the weights, under the base model's names."""
+
+    def save_adapters(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes the adapters alone, as their library loads them, from full values."""
 
 
 def engine_source(module: nn.Module, source: ParameterSource) -> ParameterSource:
