@@ -49,7 +49,8 @@ def test_choices_are_those_of_what_carries_them_out():
         assert policy_loss_traits(POLICY_LOSSES.load(name)).aggregation in AGGREGATIONS
     for name in ADVANTAGE_ESTIMATORS:
         assert advantage_traits(ADVANTAGE_ESTIMATORS.load(name))
-    assert set(REGISTRIES) <= {*choices, *available_options("prefer")}
+    others = {name for command in ("prefer", "reward") for name in available_options(command)}
+    assert set(REGISTRIES) <= {*choices, *others}
 
 
 def test_saved_options_come_back(tmp_path):

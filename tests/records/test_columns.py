@@ -491,6 +491,8 @@ ENDS = {
     "journal_lines",
     "journal_rounds",
     "batch",
+    "rollouts",
+    "supervised_recorder",
     "trajectories",
     "samples",
 }

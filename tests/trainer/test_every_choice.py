@@ -46,7 +46,10 @@ SAME = {
 }
 # The choices of these act elsewhere: on the model, the engine, the schedule, the processes.
 ELSEWHERE = {
-    "sft_loss",  # tests/stages/supervised
+    # tests/stages
+    "preference_loss",
+    "reward_loss",
+    "sft_loss",
     "train_on",
     "compile_backend",
     "engine_type",

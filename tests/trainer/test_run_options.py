@@ -61,7 +61,7 @@ def test_the_schedule_of_a_frozen_actor_has_only_the_steps_it_takes(tiny_model):
             trained.optimizer.step()
             trained.scheduler.step()
         rates[trained.name] = trained.scheduler.get_last_lr()[0]
-    peaks = {"actor": config.actor_learning_rate, "critic": config.critic_learning_rate}
+    peaks = {"actor": config.peak_learning_rate, "critic": config.critic_learning_rate}
     for name, num_steps in (("actor", 48), ("critic", 60)):
         assert rates[name] == pytest.approx(peaks[name] / num_steps)
 
