@@ -16,7 +16,7 @@ LABELLED = json.dumps({"prompt": "a ", "completion": "b", "label": True}) + "\n"
 WRONG = {
     "no column": ('{"prompt": "a"}', [], 4, "rows.jsonl:1: expected columns chosen and rejected"),
     "no JSON": (GOOD + "{", [], 4, "rows.jsonl:2: not valid JSON"),
-    "another kind": (GOOD + LABELLED, [], 4, "rows.jsonl:2: expected pairs or labelled answers"),
+    "another kind": (GOOD + LABELLED, [], 4, "rows.jsonl:2: expected pairs, pairs of token ids"),
     "no preference": (
         json.dumps(ROW | {"chosen": "c"}),
         [],

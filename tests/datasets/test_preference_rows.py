@@ -13,6 +13,7 @@ from lightrft.datasets.types import DataError
 
 ASK, OK, MORE, ALL = CHAT
 TEXTS = {"prompt": "hello ", "chosen": "ok", "rejected": "all"}
+IDS = {"prompt_ids": [3, 4], "chosen_ids": [5, 6], "rejected_ids": [7]}
 # Ways of saying that `ok.` is a better answer to `hello` than `all`.
 CHATS = {
     "continued": {"prompt": [ASK], "chosen": [OK], "rejected": [ALL]},
@@ -27,12 +28,14 @@ CHATS = {
 }
 
 
-def load(folder, rows, *, tokenizer=None, **options):
+def load(folder, rows, *, tokenizer=None, vocab_size=None, **options):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = tokenizer or family_tokenizer("Qwen2.5")
     config = TrainConfig(**options)
-    return load_preferences(str(path), tokenizer, config, max_samples=100, split="train")
+    return load_preferences(
+        str(path), tokenizer, config, max_samples=100, split="train", vocab_size=vocab_size
+    )
 
 
 def shown(row):
@@ -81,13 +84,27 @@ def test_shared_answers_are_context(tmp_path):
     [
         ({}, None),
         ({"margin": 0.5}, 0.5),
-        ({"score_chosen": 4, "score_rejected": 1.5}, 2.5),
+        ({"score_chosen": 400, "score_rejected": 1.5}, None),
         ({"score_chosen": 4}, None),
-        ({"margin": None, "score_chosen": 2, "score_rejected": 2}, 0.0),
+        ({"margin": 0.0, "score_chosen": 2, "score_rejected": -2}, 0.0),
+        ({"margin": None, "score_chosen": 2, "score_rejected": None}, None),
     ],
 )
-def test_margins_are_columns_or_differences_of_scores(tmp_path, columns, margin):
+def test_margins_are_a_column_alone_whatever_the_scale_of_scores(tmp_path, columns, margin):
     assert load(tmp_path, [TEXTS | columns]).rows[0].margin == margin
+
+
+def test_pairs_of_ids_are_taken_as_they_are(tmp_path):
+    # The end of a sequence is neither added nor removed.
+    row = IDS | {"chosen_ids": [1, 99, 2], "rejected_ids": [99]}
+    data = load(tmp_path, [row, IDS | {"margin": 0.5, "chosen": "text"}], vocab_size=100)
+    assert [each.token_ids.tolist() for each in data.rows[0].rows] == [[3, 4, 1, 99, 2], [3, 4, 99]]
+    assert [each.is_trained.tolist() for each in data.rows[0].rows] == [
+        [False, False, True, True, True],
+        [False, False, True],
+    ]
+    assert [each.margin for each in data.rows] == [None, 0.5]
+    assert data.is_paired
 
 
 def test_answers_may_be_labelled_one_by_one(tmp_path):
@@ -101,6 +118,11 @@ def test_answers_may_be_labelled_one_by_one(tmp_path):
     assert not data.is_paired
     chats = [{"prompt": [ASK], "completion": [OK], "label": True}]
     assert shown(load(tmp_path, chats).rows[0].answer)[1] == "ok.<|im_end|>"
+
+
+def test_ids_and_a_chat_template_are_refused(tmp_path):
+    with pytest.raises(DataError, match="apply_chat_template: rows with token ids have no turns"):
+        load(tmp_path, [IDS], apply_chat_template=True)
 
 
 def test_a_pair_with_a_long_answer_is_left_out_as_a_whole(tmp_path):
@@ -120,6 +142,7 @@ def test_several_turns_with_stripped_thinking_are_refused(tmp_path):
 
 
 LABELLED = {"prompt": "a", "completion": "b", "label": True}
+SWAPPED = {"score_chosen": 0.5, "score_rejected": 2}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +150,7 @@ LABELLED = {"prompt": "a", "completion": "b", "label": True}
     [
         ([{"chosen": "a"}], ":1: expected columns chosen and rejected .*found 'chosen'"),
         ([TEXTS, TEXTS | {"rejected": "ok"}], ":2: chosen and rejected are the same tokens"),
-        ([TEXTS, LABELLED], ":2: expected pairs or labelled answers only, as in the first row"),
+        ([TEXTS, LABELLED], ":2: expected pairs, pairs of token ids or labelled ans"),
         ([TEXTS | {"chosen": ""}], ":1: column 'chosen' must hold a text: got ''"),
         ([TEXTS, TEXTS | {"chosen": [OK]}], ":2: column 'chosen' must hold a text: got "),
         ([{"chosen": "a", "rejected": "b"}], ":1: the answers need a prompt before them"),
@@ -140,11 +163,20 @@ LABELLED = {"prompt": "a", "completion": "b", "label": True}
         ([{"prompt": [ASK], "chosen": [OK], "rejected": [{"role": 1}]}], ":1: rejected: message 1"),
         ([TEXTS | {"margin": -1}], ":1: the chosen answer is worse than the rejected one, by 1"),
         ([TEXTS | {"score_chosen": 1, "score_rejected": "x"}], ":1: column 'score_rejected' must"),
+        ([TEXTS | SWAPPED], ":1: score_chosen must be more than score_rejected: got 0.5 and 2; sw"),
+        ([IDS, IDS | {"score_chosen": 1, "score_rejected": 1}], ":2: score_chosen must be more"),
+        ([IDS, IDS | {"rejected_ids": [100]}], ":2: column 'rejected_ids': got 100, expected num"),
+        ([IDS | {"chosen_ids": [-1]}], ":1: column 'chosen_ids': got -1, expected numbers from 0"),
+        ([IDS | {"prompt_ids": []}], ":1: column 'prompt_ids' must hold a token or more"),
+        ([IDS | {"chosen_ids": []}], ":1: column 'chosen_ids' must hold a token or more"),
+        ([IDS | {"chosen_ids": "5 6"}], ":1: column 'chosen_ids' must hold a list of numbers"),
+        ([IDS | {"chosen_ids": [7]}], ":1: chosen and rejected are the same tokens"),
+        ([IDS, TEXTS], ":2: expected pairs, pairs of token ids or labelled answers only"),
         ([LABELLED | {"label": "yes"}], ":1: column 'label' must be true or false: got 'yes'"),
         ([LABELLED | {"prompt": [ASK], "completion": [ASK]}], ":1: column 'completion' must begin"),
     ],
 )
 def test_a_wrong_row_is_named_with_its_place(tmp_path, rows, said):
     with pytest.raises(DataError, match=f"rows.jsonl{said}") as error:
-        load(tmp_path, rows)
+        load(tmp_path, rows, vocab_size=100)
     assert "\n" not in str(error.value)

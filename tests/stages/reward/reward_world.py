@@ -13,6 +13,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.judged_rows import JudgedRows
 from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair, PreferenceRows
 from lightrft.datasets.ranked_rows import RankedAnswers
+from lightrft.datasets.scored_rows import ScoredAnswer
 from lightrft.datasets.step_rows import LabelledSteps
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models import RewardModel
@@ -83,7 +84,7 @@ def build_stage(strategy, preferences, *, model=None, held_out=(), **changes):
     ready = strategy.prepare_reward_model(reward_model, config, 1)
     models = TrainedModels((trained_model("actor", ready),))
     data = PreferenceRows(preferences, "")
-    if isinstance(preferences[0], RankedAnswers | LabelledSteps):
+    if isinstance(preferences[0], RankedAnswers | LabelledSteps | ScoredAnswer):
         is_paired = isinstance(preferences[0], RankedAnswers)
         data = JudgedRows(preferences, "", is_paired=is_paired)
     return RewardStage(config, strategy, models, data, held_out)

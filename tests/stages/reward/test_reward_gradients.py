@@ -22,6 +22,7 @@ from tests.stages.reward.reward_world import (
 from tests.stages.supervised.supervised_world import STILL, distance, train_step
 
 from lightrft.config import ConfigError
+from lightrft.datasets.scored_rows import ScoredAnswer
 from lightrft.stages.reward.comparisons import calibration_error
 from lightrft.stages.reward.reward_stage import prove_pooling
 from lightrft.strategy import get_fake_strategy
@@ -114,6 +115,18 @@ def test_labelled_answers_have_the_loss_of_their_labels(loss):
         assert metrics["accuracy"] == pytest.approx(right)
     packed, _ = step_of(LABELLED, reward_loss=loss, packing_samples=True, max_row_tokens=100)
     assert distance(packed, found) <= 1e-6
+
+
+def test_given_scores_are_regressed_on():
+    given = (2.5, -1.0, 0.25, 0.0)
+    scored = [ScoredAnswer(each.answer, n) for each, n in zip(LABELLED, given, strict=True)]
+    found, metrics = step_of(scored, reward_loss="mse")
+    model = tiny_classifier().double()
+    expected = (slow_scores(model, scored) - torch.tensor(given)).square().mean()
+    expected.backward()
+    gradient = {f"model.{name}": value.grad for name, value in model.named_parameters()}
+    assert distance(found, gradient) <= 1e-5
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", [None, "rao_kupper"])

@@ -15,7 +15,9 @@ from tests.records.exchange_cases import ThreadWorld, ragged_sample
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.config.files import file_sha256, read_object, unsealed
+from lightrft.datasets.preference_rows import load_preferences
 from lightrft.datasets.row_origin import origin_of, origin_path
+from lightrft.datasets.scored_rows import load_scored
 from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.models.loading import load_tokenizer
 from lightrft.reporting.rollouts import RecordedRollout, RolloutLog, read_rollout
@@ -59,9 +61,9 @@ def slowly_chosen(samples, name, most):
                 break
             best = max(good, key=lambda each: (each.reward, -each.place))
             worst = min(bad, key=lambda each: (each.reward, each.place), default=None)
-            if name == "best_worst" and best.reward <= worst.reward:
-                break
             is_pair = name in ("best_worst", "right_wrong")
+            if is_pair and best.reward <= worst.reward:
+                break
             rows.append((best.place, worst.place if is_pair else None))
             used |= {place for place in rows[-1] if place is not None}
         found += rows[:most]
@@ -239,15 +241,9 @@ def test_rows_do_not_go_to_a_model_of_other_tokens(
     monkeypatch.chdir(tmp_path)
     written(run_folder, use="sft", choice="right", max_per_prompt=1)
     sft = ["sft", "--prompt_data", "rows.jsonl", "--train_batch_size", "2", "--output_dir", "again"]
-    shutil.copytree(model, "other")
-    text = Path("other/tokenizer.json").read_text()
-    vocab = json.loads(text)["model"]["vocab"]
-    (seven,) = [token for token, i in vocab.items() if i == 6]
-    (eight,) = [token for token, i in vocab.items() if i == 8]
-    swapped = {**vocab, seven: 8, eight: 6}
-    Path("other/tokenizer.json").write_text(
-        json.dumps({**json.loads(text), "model": {**json.loads(text)["model"], "vocab": swapped}})
-    )
+    other_tokens(model, Path("other"))
+    vocab = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    seven, eight = sorted((token for token in vocab if vocab[token] in (6, 8)), key=vocab.get)
     assert main([*sft, "--pretrain", "other"]) == 4
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert f"rows.jsonl: id 6 is {seven!r} in the rows and {eight!r} in the tokenizer" in line
@@ -278,6 +274,115 @@ def test_a_run_and_its_report_name_the_run_that_the_rows_come_from(
     lines = Path("rows.jsonl").read_text().splitlines(keepends=True)
     Path("rows.jsonl").write_text("".join(lines[::-1]))
     assert origin_of(Path("rows.jsonl"), file_sha256(Path("rows.jsonl"))) == ""
+
+
+def write_ragged(folder, prompts=6):
+    """Two samples of random ids for each prompt; the first ones are right, and better."""
+    rng = np.random.default_rng(3)
+    lines = []
+    for prompt in range(prompts):
+        ids = (prompt, *rng.integers(258, size=rng.integers(1, 9)).tolist())
+        for reward in (2.5, -1.0):
+            response = (*rng.integers(258, size=rng.integers(1, 30)).tolist(), int(reward > 0))
+            right = {"reward": reward, "accuracy": float(reward > 0)}
+            lines.append(line(len(lines), response, ids, **right))
+    (folder / "rollouts.jsonl").write_text("".join(lines))
+    return [read_rollout(each.encode(), "a line") for each in lines]
+
+
+@pytest.mark.parametrize("choice", ["best_worst", "right_wrong"])
+def test_pairs_are_read_back_to_the_bit(run_folder, model, choice):
+    recorded = write_ragged(run_folder)
+    written(run_folder, use="prefer", choice=choice, max_per_prompt=1)
+    data = load_preferences(
+        str(run_folder.parent / "rows.jsonl"),
+        load_tokenizer(str(model)),
+        TrainConfig(),
+        max_samples=100,
+        split="train",
+    )
+    found = [row for pair in data.rows for row in pair.rows]
+    for row, origin in zip(found, recorded, strict=True):
+        assert row.token_ids.tolist() == [*origin.prompt_ids, *origin.response_ids]
+        assert row.token_ids[row.is_trained].tolist() == list(origin.response_ids)
+    assert {pair.margin for pair in data.rows} == {None}
+
+
+def test_scores_are_read_back_to_the_bit(run_folder, model):
+    recorded = write_ragged(run_folder)
+    written(run_folder, use="reward", choice="all")
+    data = load_scored(
+        str(run_folder.parent / "rows.jsonl"),
+        load_tokenizer(str(model)),
+        TrainConfig(reward_loss="mse"),
+        max_samples=100,
+        split="train",
+    )
+    # Of each prompt the best first, as recorded.
+    for each, origin in zip(data.rows, recorded, strict=True):
+        assert each.answer.token_ids.tolist() == [*origin.prompt_ids, *origin.response_ids]
+        assert each.score == origin.reward
+
+
+@pytest.mark.parametrize(
+    ("command", "choice", "arguments"),
+    [
+        ("prefer", "right_wrong", []),
+        ("reward", "best_worst", ["--reward_loss", "hps"]),
+        ("reward", "all", ["--reward_loss", "mse"]),
+    ],
+)
+def test_two_steps_are_trained_on_pairs_and_scores(
+    run_folder, model, tmp_path, monkeypatch, command, choice, arguments
+):
+    monkeypatch.chdir(tmp_path)
+    write_ragged(run_folder, prompts=4)
+    written(run_folder, use=command, choice=choice, max_per_prompt=1)
+    argv = ["--fsdp", "--pretrain", str(model), "--prompt_data", "rows.jsonl"]
+    argv += ["--train_batch_size", "2", "--actor_learning_rate", "1e-3", "--output_dir", "again"]
+    assert main([command, *argv, "--micro_train_batch_size", "1", *arguments]) == 0
+    steps = [json.loads(text) for text in Path("again/metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in steps if "loss" in each] == [1, 2]
+    origin = read_object(Path("again/run.json"))["inputs"]["rows.jsonl"]["origin"]
+    assert origin.startswith(f"run of {model} (config ")
+
+
+def other_tokens(model, folder):
+    """The model with two tokens of its tokenizer exchanged."""
+    shutil.copytree(model, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    first, second = (token for token, i in vocab.items() if i in (6, 8))
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("command", "choice", "arguments", "said"),
+    [
+        ("prefer", "best_worst", ["--pretrain", "other"], "rows.jsonl: id 6 is "),
+        ("reward", "best_worst", ["--pretrain", "other"], "rows.jsonl: id 6 is "),
+        ("reward", "all", ["--pretrain", "other"], "rows.jsonl: id 6 is "),
+        ("prefer", "all", [], "rows.jsonl:1: expected columns chosen and rejected"),
+        ("reward", "all", ["--apply_chat_template"], "rows with token ids have no turns"),
+        ("prefer", "beyond", [], "rows.jsonl:1: column 'chosen_ids': got 999999, expected numb"),
+        ("reward", "beyond", [], "rows.jsonl:1: column 'chosen_ids': got 999999, expected numb"),
+    ],
+)
+def test_rows_that_do_not_fit_a_stage_are_one_line(
+    run_folder, model, tmp_path, capsys, monkeypatch, command, choice, arguments, said
+):
+    monkeypatch.chdir(tmp_path)
+    other_tokens(model, Path("other"))
+    kind = "best_worst" if choice == "beyond" else choice
+    _, (first, *_) = written(run_folder, use="reward", choice=kind)
+    if choice == "beyond":
+        Path("rows.jsonl").write_text(json.dumps(first | {"chosen_ids": [999999]}))
+    argv = ["--pretrain", str(model), "--prompt_data", "rows.jsonl", "--train_batch_size", "1"]
+    assert main([command, *argv, "--output_dir", "again", *arguments]) == 4
+    (shown,) = capsys.readouterr().err.strip().splitlines()
+    assert said in shown
+    assert not Path("again").exists()
 
 
 def test_the_line_that_a_run_is_writing_does_not_count(run_folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,14 +12,21 @@ from torch.utils.data import Dataset
 from lightrft.config import TrainConfig
 from lightrft.datasets.chat_turns import Message
 from lightrft.datasets.files import Row, read_sources
-from lightrft.datasets.supervised_rows import RowEncoder, SupervisedRow, read_messages
+from lightrft.datasets.supervised_rows import (
+    RowEncoder,
+    SupervisedRow,
+    answer_of_ids,
+    finite_number,
+    read_messages,
+)
 from lightrft.datasets.types import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_EXAMPLES = 3
-_TEXTS, _CHATS = "prompt and completion", "messages"
+_TEXTS, _CHATS, _IDS = "prompt and completion", "messages", "token ids"
+_PAIR_OF_IDS = ("chosen_ids", "rejected_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +105,13 @@ def load_preferences(
     max_samples: int,
     split: str,
     probabilities: Sequence[float] = (),
+    vocab_size: int | None = None,
 ) -> PreferenceRows:
     """Reads pairs (chosen, rejected) or labelled answers (completion, label), as token ids.
 
-    Answers and prompts are texts or lists of messages. Conversations that do not begin with an
-    assistant's message hold their prompt: what both have in common. A pair of which an answer has
-    more than `max_row_tokens` is left out and counted.
+    Answers and prompts are texts or lists of messages, of pairs also token ids. Conversations that
+    do not begin with an assistant's message hold their prompt: what both have in common. A pair of
+    which an answer has more than `max_row_tokens` is left out and counted.
 
     Args:
         path: As `prompt_data`.
@@ -113,12 +120,13 @@ def load_preferences(
             count.
         max_samples: Use at most this many rows of the data, from the start.
         split, probabilities: See `read_sources`.
+        vocab_size: See `load_supervised`.
 
     Raises:
         DataError: A row cannot be used, or all are too long.
     """
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
-    reader = _PreferenceReader(tokenizer, config, read[0])
+    reader = _PreferenceReader(tokenizer, config, read[0], vocab_size)
     found: list[Preference] = []
     too_long = []
     for row in read[:max_samples]:
@@ -149,12 +157,19 @@ def load_preferences(
 class _PreferenceReader:
     """The way from rows of one kind to preferences; it refuses rows of another."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, first: Row) -> None:
-        self.is_paired = _is_paired(first)
-        columns = first.columns
-        answer = columns["chosen" if self.is_paired else "completion"]
-        is_chat = not (isinstance(answer, str) and isinstance(columns.get("prompt"), str))
-        self._kind = _CHATS if is_chat else _TEXTS
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: TrainConfig,
+        first: Row,
+        vocab_size: int | None,
+    ) -> None:
+        self._answers, columns = _answer_columns(first), first.columns
+        self.is_paired, self._vocab_size = len(self._answers) == 2, vocab_size
+        texts = (columns.get("prompt"), columns[self._answers[0]])
+        self._kind = _TEXTS if all(isinstance(each, str) for each in texts) else _CHATS
+        if self._answers == _PAIR_OF_IDS:
+            self._kind = _IDS
         self._encoder = RowEncoder(tokenizer, config, self._kind)
 
     def preference(self, row: Row) -> Preference:
@@ -164,8 +179,10 @@ class _PreferenceReader:
             DataError: It cannot be used.
         """
         columns = row.columns
-        if _is_paired(row) != self.is_paired:
-            raise DataError("expected pairs or labelled answers only, as in the first row")
+        if _answer_columns(row) != self._answers:
+            raise DataError(
+                "expected pairs, pairs of token ids or labelled answers only, as in the first row"
+            )
         if not self.is_paired:
             answer, label = columns["completion"], columns["label"]
             if not isinstance(label, bool) and label not in (0, 1):
@@ -174,7 +191,11 @@ class _PreferenceReader:
                 return LabelledAnswer(self._text(row, "completion"), bool(label))
             chat, start = _labelled_chat(columns, answer)
             return LabelledAnswer(self._chat(row, "completion", chat, start), bool(label))
-        if self._kind == _TEXTS:
+        if self._kind == _IDS:
+            chosen, rejected = (
+                answer_of_ids(columns, name, self._vocab_size) for name in self._answers
+            )
+        elif self._kind == _TEXTS:
             chosen, rejected = self._text(row, "chosen"), self._text(row, "rejected")
         else:
             chats, start = _paired_chats(columns)
@@ -211,20 +232,23 @@ class _PreferenceReader:
         return made[0]
 
 
-def _is_paired(row: Row) -> bool:
-    """Whether a row is a pair.
+def _answer_columns(row: Row) -> tuple[str, ...]:
+    """The columns of both answers of a pair, or of a labelled one.
 
     Raises:
-        DataError: It is none, and no labelled answer either.
+        DataError: The row is neither.
     """
     found = {name for name, value in row.columns.items() if value is not None}
+    if {"prompt_ids", *_PAIR_OF_IDS} <= found:
+        return _PAIR_OF_IDS
     if {"chosen", "rejected"} <= found:
-        return True
+        return "chosen", "rejected"
     if {"prompt", "completion", "label"} <= found:
-        return False
+        return ("completion",)
     raise DataError(
-        f"{row.location}: expected columns chosen and rejected (and prompt), or prompt, completion "
-        f"and label; found {', '.join(map(repr, row.columns)) or 'none'}"
+        f"{row.location}: expected columns chosen and rejected (and prompt), or prompt_ids, "
+        "chosen_ids and rejected_ids, or prompt, completion and label; found "
+        f"{', '.join(map(repr, row.columns)) or 'none'}"
     )
 
 
@@ -289,26 +313,25 @@ def _messages(columns: Mapping[str, object], name: str, role: str) -> list[Messa
 
 
 def _margin(columns: Mapping[str, object]) -> float | None:
-    """By how much the chosen answer is better, of the column or of both scores."""
-    found = {
-        name: columns[name]
-        for name in ("margin", "score_chosen", "score_rejected")
-        if columns.get(name) is not None
-    }
-    for name, value in found.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and math.isfinite(float(str(value)))):
-            raise DataError(f"column {name!r} must hold a finite number: got {value!r}")
-    numbers = {name: float(str(value)) for name, value in found.items()}
-    if "margin" in numbers:
-        margin = numbers["margin"]
-    elif len(numbers) == 2:
-        margin = numbers["score_chosen"] - numbers["score_rejected"]
-    else:
-        return None
-    if margin < 0:
+    """By how much the chosen answer is better, of the column.
+
+    Scores only say which one is better: the scale of a margin is that of the trained scores.
+    """
+    margin, better, worse = (
+        _finite(columns, name) for name in ("margin", "score_chosen", "score_rejected")
+    )
+    if better is not None and worse is not None and better <= worse:
+        raise DataError(
+            f"score_chosen must be more than score_rejected: got {better:g} and {worse:g}; swap "
+            "the answers, or leave the row out"
+        )
+    if margin is not None and margin < 0:
         raise DataError(
             f"the chosen answer is worse than the rejected one, by {-margin:g}: swap them, or "
             "leave the row out"
         )
     return margin
+
+
+def _finite(columns: Mapping[str, object], name: str) -> float | None:
+    return None if columns.get(name) is None else finite_number(columns, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -324,11 +325,40 @@ def read_messages(content: object, column: str) -> list[Message]:
     return [read(_as_mapping(each), f"message {n}") for n, each in enumerate(content, start=1)]
 
 
+def answer_of_ids(
+    columns: Mapping[str, object], name: str, vocab_size: int | None
+) -> SupervisedRow:
+    """The ids of a column behind those of `prompt_ids`, trained alone.
+
+    Raises:
+        DataError: A column has none, or something else than ids of the vocabulary.
+    """
+    prompt, answer = (_integers(columns, each, vocab_size) for each in ("prompt_ids", name))
+    for column, ids in (("prompt_ids", prompt), (name, answer)):
+        if not ids:
+            raise DataError(f"column {column!r} must hold a token or more: got []")
+    token_ids = np.array([*prompt, *answer], dtype=np.int32)
+    return SupervisedRow(token_ids, np.arange(len(token_ids)) >= len(prompt))
+
+
 def _text(columns: Mapping[str, object], name: str) -> str:
     text = columns[name]
     if not isinstance(text, str) or (not text and name != "prompt"):
         raise DataError(f"column {name!r} must hold a text: got {str(text)[:80]!r}")
     return text
+
+
+def finite_number(columns: Mapping[str, object], name: str) -> float:
+    """The number of a column.
+
+    Raises:
+        DataError: It is something else, or not finite.
+    """
+    value = columns[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and math.isfinite(float(str(value)))):
+        raise DataError(f"column {name!r} must hold a finite number: got {value!r}")
+    return float(str(value))
 
 
 def _integers(columns: Mapping[str, object], name: str, bound: int | None) -> list[int]:

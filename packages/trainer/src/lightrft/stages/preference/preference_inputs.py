@@ -11,9 +11,7 @@ from torch import nn
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.preference_rows import Preference, PreferenceRows, load_preferences
-from lightrft.engines.media.families import family_of
-from lightrft.models import Actor, load_tokenizer
-from lightrft.models.loading import load_config
+from lightrft.models import Actor
 from lightrft.models.sequence_model import freeze
 from lightrft.stages.policy.models import (
     configure_model,
@@ -26,7 +24,12 @@ from lightrft.stages.policy.models import (
 from lightrft.stages.preference.preference_objective import build_objective
 from lightrft.stages.preference.preference_stage import PreferenceStage, prompt_ids
 from lightrft.stages.stage import TrainedModels
-from lightrft.stages.supervised.supervised_inputs import option_problems, shown_mask, warn_of_end
+from lightrft.stages.supervised.supervised_inputs import (
+    option_problems,
+    read_vocabulary,
+    shown_mask,
+    warn_of_end,
+)
 from lightrft.stages.supervised.supervised_stage import planned_updates
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
@@ -94,10 +97,7 @@ def read_inputs(config: TrainConfig) -> PreferenceInputs:
     problems = preference_problems(config, int(os.environ.get("WORLD_SIZE", "1")))
     if problems:
         raise ConfigError("\n".join(problems))
-    path = str(config.pretrain)
-    if family_of(load_config(path)) is not None:
-        raise ConfigError(f"pretrain: {path} reads images, and preferences are text so far")
-    tokenizer = load_tokenizer(path, config)
+    tokenizer, vocab_size = read_vocabulary(config)
     data = load_preferences(
         str(config.prompt_data),
         tokenizer,
@@ -105,6 +105,7 @@ def read_inputs(config: TrainConfig) -> PreferenceInputs:
         max_samples=config.max_samples,
         split=config.prompt_split,
         probabilities=config.prompt_data_probs,
+        vocab_size=vocab_size,
     )
     held_out: tuple[Preference, ...] = ()
     if config.eval_data is not None:
@@ -114,6 +115,7 @@ def read_inputs(config: TrainConfig) -> PreferenceInputs:
             config,
             max_samples=config.max_eval_samples,
             split=config.eval_split,
+            vocab_size=vocab_size,
         ).rows
     problems = data_problems(config, data, held_out)
     if problems:

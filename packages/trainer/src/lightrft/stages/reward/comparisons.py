@@ -14,14 +14,20 @@ from lightrft.algorithms.moments import PairedMoments
 from lightrft.datasets.judged_rows import JudgedRows
 from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair, PreferenceRows
 from lightrft.datasets.ranked_rows import RankedAnswers
+from lightrft.datasets.scored_rows import ScoredAnswer
 from lightrft.datasets.step_rows import LabelledSteps
 from lightrft.stages.metrics import StepMetrics
 
 NUM_BINS = 10
 # Lengths that differ by less, relative to the better answer, count as equal.
 EVEN_LENGTHS = 0.1
-Judgement = PreferencePair | RankedAnswers | LabelledAnswer | LabelledSteps
-JudgedData = PreferenceRows | JudgedRows[RankedAnswers] | JudgedRows[LabelledSteps]
+Judgement = PreferencePair | RankedAnswers | LabelledAnswer | LabelledSteps | ScoredAnswer
+JudgedData = (
+    PreferenceRows
+    | JudgedRows[RankedAnswers]
+    | JudgedRows[LabelledSteps]
+    | JudgedRows[ScoredAnswer]
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,16 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.files import read_sources
 from lightrft.datasets.preference_rows import load_preferences
 from lightrft.datasets.ranked_rows import ANSWERS, load_ranked
+from lightrft.datasets.scored_rows import RESPONSE, load_scored
 from lightrft.datasets.step_rows import STEPS, load_steps
-from lightrft.engines.media.families import family_of
-from lightrft.models import RewardModel, load_tokenizer
+from lightrft.models import RewardModel
 from lightrft.models.loading import load_config
 from lightrft.models.lora import LoraRewardModel
 from lightrft.models.reward_model import is_classifier
@@ -28,7 +29,7 @@ from lightrft.stages.policy.models import (
 from lightrft.stages.reward.comparisons import JudgedData, Judgement
 from lightrft.stages.reward.reward_stage import RewardStage, build_loss, prove_pooling
 from lightrft.stages.stage import TrainedModels
-from lightrft.stages.supervised.supervised_inputs import option_problems
+from lightrft.stages.supervised.supervised_inputs import option_problems, read_vocabulary
 from lightrft.stages.supervised.supervised_stage import planned_updates
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
@@ -93,10 +94,7 @@ def read_inputs(config: TrainConfig) -> RewardInputs:
     problems = option_problems(config, int(os.environ.get("WORLD_SIZE", "1")), "reward")
     if problems:
         raise ConfigError("\n".join(problems))
-    path = str(config.pretrain)
-    if family_of(load_config(path)) is not None:
-        raise ConfigError(f"pretrain: {path} reads images, and judgements are text so far")
-    tokenizer = load_tokenizer(path, config)
+    tokenizer, vocab_size = read_vocabulary(config)
     data = load_rows(
         str(config.prompt_data),
         tokenizer,
@@ -104,6 +102,7 @@ def read_inputs(config: TrainConfig) -> RewardInputs:
         max_samples=config.max_samples,
         split=config.prompt_split,
         probabilities=config.prompt_data_probs,
+        vocab_size=vocab_size,
     )
     build_loss(config, is_paired=data.is_paired)
     if len(data) < config.train_batch_size:
@@ -119,6 +118,7 @@ def read_inputs(config: TrainConfig) -> RewardInputs:
         config,
         max_samples=config.max_eval_samples,
         split=config.eval_split,
+        vocab_size=vocab_size,
     )
     if held_out.is_paired != data.is_paired:
         raise ConfigError(
@@ -136,11 +136,17 @@ def load_rows(
     max_samples: int,
     split: str,
     probabilities: Sequence[float] = (),
+    vocab_size: int,
 ) -> JudgedData:
-    """Rankings, labelled steps, or what `load_preferences` reads, by columns of the first row."""
+    """Rankings, steps, scores, or what `load_preferences` reads, by columns of the first row."""
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
-    load: Callable[..., JudgedData] = load_preferences
-    for name, other in ((ANSWERS, load_ranked), (STEPS, load_steps)):
+    load: Callable[..., JudgedData] = partial(load_preferences, vocab_size=vocab_size)
+    others: dict[str, Callable[..., JudgedData]] = {
+        ANSWERS: load_ranked,
+        STEPS: load_steps,
+        RESPONSE: partial(load_scored, vocab_size=vocab_size),
+    }
+    for name, other in others.items():
         load = load if read[0].columns.get(name) is None else other
     return load(
         path,

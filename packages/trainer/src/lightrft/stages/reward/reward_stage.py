@@ -16,6 +16,7 @@ from torch import Tensor
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import LABEL_LOSSES, REWARD_LOSSES, bind
 from lightrft.datasets.preference_rows import LabelledAnswer
+from lightrft.datasets.scored_rows import ScoredAnswer
 from lightrft.datasets.step_rows import LabelledSteps
 from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
 from lightrft.records.batch import pad_rows
@@ -273,14 +274,16 @@ def _read_lengths(judgements: Sequence[Judgement]) -> list[int]:
 
 
 def _labels(judgements: Sequence[Judgement], like: Tensor) -> Tensor:
-    """[scores] 1 of good answers or steps, 0 of others."""
-    good: list[bool] = []
+    """[scores] 1 of good answers or steps, 0 of others; given scores."""
+    labels: list[float] = []
     for each in judgements:
         if isinstance(each, LabelledSteps):
-            good += each.labels
+            labels += each.labels
         elif isinstance(each, LabelledAnswer):
-            good.append(each.is_good)
-    return torch.tensor(good, dtype=like.dtype, device=like.device)
+            labels.append(each.is_good)
+        elif isinstance(each, ScoredAnswer):
+            labels.append(each.score)
+    return torch.tensor(labels, dtype=like.dtype, device=like.device)
 
 
 def loss_name(config: TrainConfig, *, is_paired: bool) -> str:

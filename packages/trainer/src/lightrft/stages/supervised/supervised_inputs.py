@@ -90,8 +90,6 @@ def read_inputs(config: TrainConfig, command: str = "sft") -> SupervisedInputs:
     if problems:
         raise ConfigError("\n".join(problems))
     tokenizer, vocab_size = read_vocabulary(config)
-    for sources in filter(None, (config.prompt_data, config.eval_data)):
-        check_tokens(sources, tokenizer)
     data = load_supervised(
         str(config.prompt_data),
         tokenizer,
@@ -124,13 +122,16 @@ def read_vocabulary(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, int]:
 
     Raises:
         ConfigError: The model reads images.
+        DataError: Ids in `prompt_data` or `eval_data` are of another tokenizer.
         ModelLoadError: There is no tokenizer, or none that can be read.
     """
     path = str(config.pretrain)
     model_config = load_config(path)
     if family_of(model_config) is not None:
-        raise ConfigError(f"pretrain: {path} reads images, and supervised rows are text so far")
+        raise ConfigError(f"pretrain: {path} reads images, and given rows are text so far")
     tokenizer = load_tokenizer(path, config)
+    for sources in filter(None, (config.prompt_data, config.eval_data)):
+        check_tokens(sources, tokenizer)
     return tokenizer, int(model_config.vocab_size)
 
 

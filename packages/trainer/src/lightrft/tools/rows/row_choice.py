@@ -126,7 +126,7 @@ def _rows_of(samples: Sequence[Sample], choice: Choice, threshold: float) -> lis
     return [
         Row(good, bad)
         for good, bad in zip(chosen, rejected, strict=False)
-        if choice.by_threshold or good.reward > bad.reward
+        if good.reward > bad.reward
     ]
 
 
