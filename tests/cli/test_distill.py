@@ -54,7 +54,7 @@ def test_rewards_are_reported_and_the_file_of_a_run_may_be_given_again(folder, c
     argv = ["--pretrain", "model", "--prompt_data", "rows.jsonl", "--teacher", "model"]
     measured = ["--reward_fn", "gsm8k", "--eval_data", "rows.jsonl"]
     assert main(["distill", *argv, *SIZES, *measured, "--output_dir", "run"]) == 0
-    assert "lightrft eval run" in capsys.readouterr().out
+    assert "lightrft export run" in capsys.readouterr().out
     steps = list(map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines()))
     assert "eval/reward" in steps[0]
     assert steps[-1]["advantage_abs"] < 1e-5

@@ -36,14 +36,15 @@ def config(tmp_path):
     return build
 
 
-def leave_run(config, *, checkpoint=True, summary=False):
+def leave_run(config, *, checkpoint=True, summary=False, stage=""):
     """The files of a run that went two steps."""
     folder = config.checkpoint_dir.parent
     folder.mkdir(parents=True)
     config.save(folder / "config.toml")
     digest = file_sha256(folder / "config.toml")
     inputs = describe_inputs(config)
-    write_start(folder / "run.json", world_size=1, inputs=inputs, config_sha256=digest)
+    start = {"inputs": inputs, "config_sha256": digest, "stage": stage}
+    write_start(folder / "run.json", world_size=1, **start)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     if checkpoint:
         (config.checkpoint_dir / "_actor" / "global_step2").mkdir(parents=True)
@@ -54,6 +55,16 @@ def leave_run(config, *, checkpoint=True, summary=False):
 
 def test_a_new_folder_starts_anew(config):
     assert not plan_run(config()).resumes
+
+
+@pytest.mark.parametrize("how", [{}, {"checkpoint": False}, {"summary": True}], ids=str)
+def test_the_run_of_another_stage_is_refused(config, how):
+    leave_run(config(), stage="prefer", **how)
+    for changes in ({}, {"load_checkpoint": True}):
+        with pytest.raises(ConfigError, match="holds a run of the stage prefer, and this command"):
+            plan_run(config(**changes), "reward")
+    plan_run(config(), "prefer")
+    plan_run(config())
 
 
 def test_an_unfinished_run_is_continued_by_the_same_command(config):

@@ -142,6 +142,7 @@ def test_a_step_is_equal_packed_and_padded_on_one_rank_and_on_two(tmp_path, mode
         ({"init_kl_coef": 0.1}, "init_kl_coef is no option of lightrft distill"),
         ({"teacher_coef": 0.5}, "teacher_coef is no option of lightrft distill"),
         ({"sft_loss": "dft"}, "sft_loss: not of distillation on rows"),
+        ({"fused_linear_logprob": False}, "fused_linear_logprob: not of distillation on rows"),
         ({"audit_every": 1}, "audit_every: not of distillation on rows"),
         ({"teacher": None}, "--teacher is missing"),
         ({"teacher_beta": 1.0}, "teacher_beta: got 1.0, expected <= 0.99"),

@@ -12,6 +12,7 @@ from tests.machine import seconds
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.reporting.files import write_start
 from lightrft.run.gpus import GPUS, find_gpu, gpu_of
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.plan.advice import advise, remedies
@@ -241,3 +242,11 @@ def test_predicted_seconds_are_near_those_of_published_runs(name):
     assert mean_row_tokens(setup) == mean_tokens
     ratio = step_seconds(setup, find_gpu("h100-80g")).total / seconds
     assert 0.65 < ratio < 1.2
+
+
+def test_the_run_of_another_stage_is_not_planned(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text("")
+    write_start(tmp_path / "run.json", world_size=1, stage="sft")
+    argv = ["plan", "--pretrain", "qwen2.5-7b", "--config", str(tmp_path / "config.toml")]
+    assert main(argv) == 2
+    assert "is of a run of the stage sft: only runs of lightrft train" in capsys.readouterr().err

@@ -695,6 +695,7 @@ class RunOptions(StrategyConfig):
         None,
         "Of these tokens, only those with a character of a match of this regular expression (of "
         "its first group) in the text of the row; rows without one are left out and counted.",
+        commands=SFT_ALONE,
     )
     sft_loss: str = supervised_option(
         "token-mean",
@@ -702,6 +703,7 @@ class RunOptions(StrategyConfig):
         "token also weighs its own probability.",
         choices=SFT_LOSSES,
         common=True,
+        commands=SFT_ALONE,
     )
     max_row_tokens: int = supervised_option(
         2048,
@@ -930,6 +932,7 @@ class RunOptions(StrategyConfig):
         0,
         "Record every K-th step, with the states before and after, for lightrft audit; 0 is never.",
         at_least=0,
+        commands=SFT_ALONE,
     )
     check_memory: bool = run_option(
         True,

@@ -65,8 +65,7 @@ def shown_learning_rates() -> str:
     """The table in one line, for the help of the option."""
     parts = []
     for stage, (whole, adapters) in LEARNING_RATES.items():
-        # Other commands are named like their stages.
-        command = "train" if stage == REINFORCEMENT else stage
+        command = {REINFORCEMENT: "train", "divergence": "distill on rows"}.get(stage, stage)
         parts.append(f"{command} {whole}" + (f" ({adapters} for adapters)" * (adapters != whole)))
     return ", ".join(parts)
 

@@ -8,7 +8,7 @@ from lightrft.cli.options import Parser, parse_options
 from lightrft.cli.train import (
     StageCommand,
     check,
-    next_commands,
+    next_after_rows,
     parse_policy,
     parse_rows,
     run_stage,
@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
             build_parser,
             parse,
             _check,
-            next_commands,
+            next_after_rows,
         ),
     )
 

@@ -35,6 +35,7 @@ from lightrft.cli.options import (
     parse_options,
 )
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import DISTILL
 from lightrft.config.rules import batch_problems
 from lightrft.reporting.files import note_interruption
 from lightrft.strategy.distributed.process_end import StopRequest
@@ -273,7 +274,7 @@ def parse_rows(
         if config.pretrain is not None:
             problems += model_problems("--pretrain", config.pretrain)
         try:
-            plan_run(config)
+            plan_run(config, "divergence" if command in DISTILL else command)
         except ConfigError as err:
             problems.append(str(err))
     refuse(problems, ConfigError)

@@ -45,8 +45,9 @@ def write_start(
     world_size: int,
     inputs: Mapping[str, object] | None = None,
     config_sha256: str = "",
+    stage: str = "",
 ) -> None:
-    """Records when a run started, with how many processes, on which versions and inputs.
+    """Records when a run of a stage started, with how many processes, versions and inputs.
 
     The file ends with a hash of all the rest.
     """
@@ -57,6 +58,7 @@ def write_start(
         "versions": {"python": python, **package_versions(_PACKAGES)},
         "inputs": dict(inputs or {}),
         "config_sha256": config_sha256,
+        "stage": stage,
     }
     write_whole(path, sealed(start) + "\n")
 

@@ -104,7 +104,7 @@ def run_training(
     """
     started = time.perf_counter()
     with ExitStack() as stack:
-        plan = plan_run(config)
+        plan = plan_run(config, stage)
         if plan.summary:
             return _nothing_left(config, plan.summary)
         config, note = _with_learning_rate(config.replaced(plan.kept), stage)
@@ -125,7 +125,7 @@ def run_training(
         config = _ready(config, inputs, strategy, stage)
         loop = Loop(inputs.build(config, strategy), loggers)
         stack.callback(loop.close)
-        num_planned, num_resumed = loop.stage.planned_steps(), start_run(config, loop, plan)
+        num_planned, num_resumed = loop.stage.planned_steps(), start_run(config, loop, plan, stage)
         if console is not None:
             console.plan(num_planned, after=num_resumed)
         result = loop.run(num_planned, stop_request=stop_request)

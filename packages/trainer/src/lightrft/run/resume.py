@@ -59,22 +59,28 @@ class RunPlan:
     warnings: tuple[str, ...] = ()
 
 
-def plan_run(config: TrainConfig) -> RunPlan:
+def plan_run(config: TrainConfig, stage: str = "") -> RunPlan:
     """Decides from the files in the run's folder; reads only.
 
     An unfinished run with a checkpoint is continued by the same command, one that ended before its
     first checkpoint starts over, and a complete one is left as it is. All else that would write
     into a used folder has to be asked for.
 
+    Args:
+        config: Of the command.
+        stage: That it trains; "" is any.
+
     Raises:
-        ConfigError: The folder is used and the run cannot be continued, or a changed option would
-            break its exactness.
+        ConfigError: The folder is of a run of another stage, or it is used and the run cannot be
+            continued, or a changed option would break its exactness.
     """
     folder = Path(config.output_dir)
     # First: while another rank moves the files aside, an unknown run would be refused.
     is_known = (folder / CONFIG_FILE).is_file() and (folder / START_FILE).is_file()
     is_used = any(_has_content(folder / name) for name in STEP_FILES)
     has_checkpoint = shows_checkpoints(config.checkpoint_dir)
+    if (is_used or has_checkpoint) and is_known:
+        _require_stage(folder, stage)
     if not config.load_checkpoint:
         if not is_used and not has_checkpoint:
             return RunPlan(resumes=False)
@@ -157,6 +163,21 @@ def _require_same(config: TrainConfig, summary: Mapping[str, object]) -> None:
         raise ConfigError(
             f"--output_dir: {folder} holds another run, which is {how}:\n{lines}\n"
             "give a new folder, or --load_checkpoint with a larger --max_steps or --num_episodes"
+        )
+
+
+def stage_of(folder: Path) -> str:
+    """What the run in `folder` trains; "" where no file says so."""
+    return str(_read_start(folder).get("stage") or "")
+
+
+def _require_stage(folder: Path, stage: str) -> None:
+    """Raises a ConfigError if the run in `folder` says that it is of another stage."""
+    found = stage_of(folder)
+    if stage and found and found != stage:
+        raise ConfigError(
+            f"--output_dir: {folder} holds a run of the stage {found}, and this command trains "
+            f"{stage}: give a new folder"
         )
 
 

@@ -31,7 +31,7 @@ LOCK_FILE = ".lock"
 Batch = TypeVar("Batch")
 
 
-def start_run(config: TrainConfig, loop: Loop[Batch], plan: RunPlan) -> int:
+def start_run(config: TrainConfig, loop: Loop[Batch], plan: RunPlan, stage: str) -> int:
     """Continues from a checkpoint if that is the plan, and writes the first files of the run.
 
     Lines of steps that the checkpoint does not have are removed: they are about to come again.
@@ -53,6 +53,7 @@ def start_run(config: TrainConfig, loop: Loop[Batch], plan: RunPlan) -> int:
             world_size=strategy.world_size,
             inputs=describe_inputs(config),
             config_sha256=file_sha256(folder / CONFIG_FILE),
+            stage=stage,
         )
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         for name in STEP_FILES:

@@ -69,6 +69,8 @@ def read_inputs(config: TrainConfig) -> DivergenceInputs:
         raise ConfigError("distillation on rows needs a teacher and teacher_form: give both")
     others = {"sft_loss": TrainConfig.sft_loss, "audit_every": TrainConfig.audit_every}
     given = [name for name, value in others.items() if config.__dict__[name] != value]
+    # The output projection is always computed in chunks.
+    given += ["fused_linear_logprob"] * (config.fused_linear_logprob is False)
     if given:
         raise ConfigError(f"{' and '.join(given)}: not of distillation on rows: leave it out")
     rows = read_rows(config, "distill")

@@ -104,6 +104,8 @@ def run(argv: Sequence[str]) -> int:
     say(f"rows with {encoder.kind}, trained: {encoder.train_on}")
     found = check_rows(items, encoder, config.max_row_tokens)
     show_rows(found, tokenizer)
+    if config.train_on_regex is not None:
+        say(f"rows without a match (a run leaves them out): {encoder.num_unmatched}")
     show_numbers(found, config)
     num_bad = len(found.problems)
     say(f"{num_bad} bad rows" if num_bad else f"{len(found.rows)} rows can be trained on")

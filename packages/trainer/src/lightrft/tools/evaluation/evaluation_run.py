@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.models import Actor, load_tokenizer
+from lightrft.models.loading import load_config
+from lightrft.models.reward_model import is_classifier
 from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
 from lightrft.reporting.files import JsonLinesFile
 from lightrft.rollout.sampler import (
@@ -89,6 +91,10 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         ModelLoadError: A model or tokenizer that cannot be read.
     """
     path = str(config.pretrain)
+    if is_classifier(load_config(path)):
+        raise ConfigError(
+            f"{path} is a reward model: it scores answers and gives none; give the run of a policy"
+        )
     with ExitStack() as stack:
         tokenizer = load_tokenizer(path, config)
         modality = load_modality(config, tokenizer)

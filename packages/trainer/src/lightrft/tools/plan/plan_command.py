@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from lightrft.cli.errors import ExitCode, refuse
 from lightrft.cli.options import Parser, add_number, add_options, available_options, parse_options
@@ -34,6 +35,14 @@ def run(argv: Sequence[str]) -> int:
         problems = [
             *problems,
             f"--pretrain is missing: give a model directory or one of {', '.join(SHAPES)}",
+        ]
+    if parsed.config:
+        from lightrft.run.resume import stage_of  # it needs NumPy
+
+        problems += [
+            f"{path} is of a run of the stage {stage}: only runs of lightrft train can be planned"
+            for path in parsed.config
+            if (stage := stage_of(Path(path).parent)) not in ("", "policy")
         ]
     refuse(problems, ConfigError)
     gpu = find_gpu(parsed.gpu)
