@@ -54,6 +54,7 @@ class Recipe:
         num_warm_start_steps: Steps of imitation.
         num_eval_prompts: Held-out prompts.
         num_threads: CPU threads; None is what the size of the model's operations is worth.
+        is_pipeline: Whether all stages are run.
     """
 
     task: Task = ADDITION
@@ -64,6 +65,7 @@ class Recipe:
     num_warm_start_steps: int = 300
     num_eval_prompts: int = 512
     num_threads: int | None = None
+    is_pipeline: bool = False
 
     @property
     def group_size(self) -> int:
@@ -137,6 +139,11 @@ def run(argv: Sequence[str]) -> int:
     recipe, directory = parse(argv)
     share_processors()
     make_folder(directory)
+    if recipe.is_pipeline:
+        from lightrft.tools.quickstart.pipeline import run_pipeline
+
+        run_pipeline(recipe, directory)
+        return ExitCode.OK
     seconds = {}
     print(
         f"[1/3] imitation: {recipe.num_warm_start_steps} steps of {recipe.task.lesson}", flush=True
@@ -186,10 +193,25 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
     require_empty(directory)
     if options.environment and options.vision:
         raise UsageError("--environment and --vision are two tasks: choose one")
+    refuse_beside_pipeline(options)
     task = CALCULATOR if options.environment else SHAPES if options.vision else ADDITION
     del options.output_dir, options.environment, options.vision
     given = {name: value for name, value in vars(options).items() if value is not None}
     return Recipe(task=task, **{**task.numbers, **given}), directory
+
+
+def refuse_beside_pipeline(options: argparse.Namespace) -> None:
+    """Raises a `UsageError` if other flags do not go with --pipeline."""
+    others = {
+        "--algorithm": options.algorithm != "grpo",
+        "--environment": options.environment,
+        "--vision": options.vision,
+    }
+    found = [flag for flag, is_given in others.items() if is_given]
+    if options.is_pipeline and found:
+        raise UsageError(
+            f"--pipeline: got {' and '.join(found)}, expected additions and grpo: leave one out"
+        )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -217,6 +239,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--vision",
         action="store_true",
         help="Count shapes of a colour in pictures, with a vision-language model.",
+    )
+    parser.add_argument(
+        "--pipeline",
+        dest="is_pipeline",
+        action="store_true",
+        help="Imitation, pairs, a reward model, GRPO with it, DPO and a smaller student in one go.",
     )
     parser.add_argument(
         "--output_dir", metavar="DIR", help=f"New or empty folder. Default: {DEFAULT_DIRECTORY}."
