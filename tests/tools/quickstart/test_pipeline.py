@@ -57,3 +57,16 @@ def test_the_table_has_a_line_for_each_stage():
         ["dpo", "0.500", "1.0", "a/dpo"],
     ]
     assert "reward" in note
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_preferences_correct_the_imitator_and_the_student_follows(tmp_path):
+    folder = tmp_path / "run"
+    assert main(["quickstart", "--pipeline", "--output_dir", str(folder)]) == 0
+    stages = json.loads((folder / "summary.json").read_text())["stages"]
+    accuracy = {name: stage["accuracy"] for name, stage in stages.items()}
+    assert list(accuracy) == ["sft", "reward", "dpo", "grpo", "distill"]
+    assert accuracy["sft"] < 0.45
+    assert accuracy["reward"] > 0.75
+    assert accuracy["dpo"] > accuracy["sft"] + 0.4

@@ -20,7 +20,7 @@ from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
 
 BATCH_SIZE = 32
 SAMPLED_PROMPTS, TAUGHT_PROMPTS = 1024, 4096
-SAMPLES_PER_PROMPT, PAIRS_PER_PROMPT = 8, 2
+SAMPLES_PER_PROMPT, PAIRS_PER_PROMPT = 8, 4
 # Answers to choose among must be wrong in more ways than the usual one: from pairs that differ in
 # a forgotten carry alone, a model learns to write carries where there are none.
 TEMPERATURE = 1.5
@@ -128,6 +128,7 @@ class Pipeline:
             eval_data=None,
             eval_steps=-1,
             reward_fn=(),
+            init_kl_coef=0.05,
             reward_pretrain=(str(self.directory / "reward" / "model"),),
             output_dir=str(self.directory / "grpo"),
         )
