@@ -19,7 +19,7 @@ from lightrft.tools.quickstart.quickstart_command import Recipe, training_config
 from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
 
 BATCH_SIZE = 32
-SAMPLED_PROMPTS, TAUGHT_PROMPTS = 1024, 4096
+SAMPLED_PROMPTS, TAUGHT_PROMPTS = 3072, 4096
 SAMPLES_PER_PROMPT, PAIRS_PER_PROMPT = 8, 4
 # Answers to choose among must be wrong in more ways than the usual one: from pairs that differ in
 # a forgotten carry alone, a model learns to write carries where there are none.

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 SAMPLES_PER_STEP = 128
 WARMUP_STEPS = 5
 EVAL_STEPS = 10
+PIPELINE_STEPS = 15
 ESTIMATORS = {"grpo": "group_norm", "ppo": "gae", "reinforce++": "reinforce++"}
 STRATEGIES = ("fsdp", "deepspeed")
 
@@ -197,7 +198,9 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
     task = CALCULATOR if options.environment else SHAPES if options.vision else ADDITION
     del options.output_dir, options.environment, options.vision
     given = {name: value for name, value in vars(options).items() if value is not None}
-    return Recipe(task=task, **{**task.numbers, **given}), directory
+    # A model of rewards is soon optimised beyond what it knows.
+    own = {"num_steps": PIPELINE_STEPS} if options.is_pipeline else task.numbers
+    return Recipe(task=task, **{**own, **given}), directory
 
 
 def refuse_beside_pipeline(options: argparse.Namespace) -> None:
@@ -268,6 +271,7 @@ def build_parser() -> argparse.ArgumentParser:
         for own_flag, task in (("--environment", CALCULATOR), ("--vision", SHAPES)):
             own = task.numbers.get(name, usual)
             text += f", with {own_flag} {own}" * (own != usual)
+        text += f", with --pipeline {PIPELINE_STEPS}" * (name == "num_steps")
         text += "."
         parser.add_argument(flag, dest=name, type=at_least(lowest), metavar="N", help=text)
     return parser
