@@ -70,3 +70,5 @@ def test_preferences_correct_the_imitator_and_the_student_follows(tmp_path):
     assert accuracy["sft"] < 0.45
     assert accuracy["reward"] > 0.75
     assert accuracy["dpo"] > accuracy["sft"] + 0.4
+    assert accuracy["grpo"] > accuracy["sft"] + 0.15
+    assert accuracy["distill"] > max(accuracy["dpo"], accuracy["grpo"]) - 0.1
