@@ -92,8 +92,8 @@ class Pictured(Protocol):
         ...
 
 
-def build_student(task: Task, *, seed: int) -> Student:
-    """A random model of less than half a million parameters.
+def build_student(task: Task, *, seed: int, width: int = 64) -> Student:
+    """A random model of less than half a million parameters; `width` of its layers, of text alone.
 
     The usual initializer_range of 0.02 is too small at this width: the warm start then ends with
     mistakes that no reward can repair. Of the usual rope_theta most angles hardly turn in fifty
@@ -107,12 +107,12 @@ def build_student(task: Task, *, seed: int) -> Student:
         return Student(model, tokenizer, processor)
     config = Qwen3Config(
         vocab_size=(len(tokenizer) + 31) // 32 * 32,
-        hidden_size=64,
-        head_dim=32,
+        hidden_size=width,
+        head_dim=width // 2,
         num_attention_heads=2,
         num_key_value_heads=2,
         num_hidden_layers=2,
-        intermediate_size=96,
+        intermediate_size=width * 3 // 2,
         max_position_embeddings=1024,
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
         initializer_range=0.08,

@@ -1,0 +1,276 @@
+"""Every stage of post-training in one go: imitation, preferences, reinforcement, a student."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from lightrft.cli.launch import become_only_process, hide_progress_bars
+from lightrft.config import TrainConfig
+from lightrft.tools.model_presets import END
+from lightrft.tools.quickstart.quickstart_command import Recipe, training_config
+from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
+
+BATCH_SIZE = 32
+SAMPLED_PROMPTS, TAUGHT_PROMPTS = 3072, 4096
+SAMPLES_PER_PROMPT, PAIRS_PER_PROMPT = 8, 4
+# At 1 nearly all wrong answers forget a carry, and what the later stages learnt from such pairs was
+# worse than the imitator.
+TEMPERATURE = 1.5
+STUDENT_WIDTH = 32
+# Folders of stages whose commands have other names.
+NAMES = {"prefer": "dpo"}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A line of the table.
+
+    Args:
+        stage: Its name.
+        accuracy: Share of right greedy answers to the held-out prompts; of a reward model, of
+            held-out pairs whose better answer scores higher.
+        seconds: Of training alone.
+        folder: Of its run.
+    """
+
+    stage: str
+    accuracy: float
+    seconds: float
+    folder: Path
+
+
+class Pipeline:
+    """The stages of a quick start, each an ordinary run in a folder of its own.
+
+    Args:
+        recipe: Its task has texts alone.
+        directory: An empty folder.
+        show: Receives each line.
+    """
+
+    def __init__(self, recipe: Recipe, directory: Path, show: Callable[[str], None]) -> None:
+        self.recipe, self.directory, self.show = recipe, directory, show
+        self.outcomes: list[Outcome] = []
+        self._data = directory / "data"
+
+    def run(self) -> list[Outcome]:
+        """Carries out all stages, and returns the lines of the table."""
+        hide_progress_bars()
+        become_only_process()
+        self._prepare()
+        self._imitate()
+        self._compare()
+        self._reinforce()
+        self._distil()
+        return self.outcomes
+
+    def _prepare(self) -> None:
+        """Untrained models, held-out prompts and the reward function."""
+        import torch
+
+        from lightrft.tools.quickstart.warm_start import build_student
+
+        torch.set_num_threads(self.recipe.num_threads or 1)
+        task, seed = self.recipe.task, self.recipe.seed
+        self._data.mkdir()
+        for name, file in task.files.items():
+            shutil.copyfile(file, self.directory / name)
+        self._prompts("train", self.recipe.num_prompts, seed)
+        self._prompts("eval", self.recipe.num_eval_prompts, HELD_OUT_SEED, held_out=True)
+        sample = "".join(task.whole_tokens) + END
+        build_student(task, seed=seed).save(self.directory / "untrained", sample)
+        small = build_student(task, seed=seed + 1, width=STUDENT_WIDTH)
+        small.save(self.directory / "student", sample)
+
+    def _imitate(self) -> None:
+        """Supervised training on the demonstrations of the careless teacher."""
+        rng = random.Random(self.recipe.seed)
+        count = self.recipe.num_warm_start_steps * BATCH_SIZE
+        exercises = islice(self.recipe.task.draw(rng, False), count)
+        rows = (
+            {
+                "messages": [
+                    {"role": role, "content": text} for role, text in each.demonstration(rng)
+                ]
+            }
+            for each in exercises
+        )
+        self._write("demonstrations", rows)
+        config = self._on_rows("sft", "untrained", "demonstrations", learning_rate=7e-3)
+        self._train("sft", config, TEMPERATURE)
+
+    def _compare(self) -> None:
+        """Pairs of right and wrong answers of the imitator; a reward model and DPO from them."""
+        self._prompts("sampled", SAMPLED_PROMPTS, self.recipe.seed + 1)
+        self._evaluate("samples", "sft/model", "sampled", TEMPERATURE)
+        for name, folder in (("pairs", "samples"), ("held_out_pairs", "sft_eval")):
+            self._write(name, pairs(self._responses(folder)))
+        config = self._on_rows("reward", "sft/model", "pairs", learning_rate=3e-3)
+        held_out = str(self._data / "held_out_pairs.jsonl")
+        config = replace(config, eval_data=held_out, max_epochs=3, centering_coef=0.01)
+        self._train("reward", config)
+        config = self._on_rows("prefer", "sft/model", "pairs", learning_rate=2e-4)
+        self._train("prefer", config)
+
+    def _reinforce(self) -> None:
+        """GRPO by the reward model alone."""
+        config = replace(
+            training_config(self.recipe, self.directory),
+            pretrain=str(self.directory / "sft" / "model"),
+            eval_data=None,
+            eval_steps=-1,
+            reward_fn=(),
+            init_kl_coef=0.05,
+            reward_pretrain=(str(self.directory / "reward" / "model"),),
+            output_dir=str(self.directory / "grpo"),
+        )
+        self._train("policy", config)
+
+    def _distil(self) -> None:
+        """The student learns the distributions of the better one on that one's own answers."""
+        best = max(self.outcomes, key=lambda each: each.accuracy * (each.stage != "reward"))
+        teacher = f"{best.folder.name}/model"
+        self._prompts("taught", TAUGHT_PROMPTS, self.recipe.seed + 2)
+        self._evaluate("answers", teacher, "taught")
+        rows = (
+            {"prompt": each["prompt"], "completion": each["response"]}
+            for each in self._responses("answers")
+        )
+        self._write("answers", rows)
+        config = self._on_rows("distill", "student", "answers", learning_rate=7e-3)
+        teacher_folder = str(self.directory / teacher)
+        config = replace(config, teacher=teacher_folder, teacher_form="forward", max_epochs=3)
+        self._train("divergence", config)
+
+    def _on_rows(self, stage: str, model: str, rows: str, *, learning_rate: float) -> TrainConfig:
+        """The configuration of a stage that trains a model of the folder on rows of it."""
+        return TrainConfig(
+            pretrain=str(self.directory / model),
+            prompt_data=str(self._data / f"{rows}.jsonl"),
+            fsdp=self.recipe.strategy == "fsdp",
+            bf16=False,
+            train_batch_size=BATCH_SIZE,
+            micro_train_batch_size=BATCH_SIZE,
+            actor_learning_rate=learning_rate,
+            adam_betas=(0.8, 0.95),
+            lr_scheduler="linear",
+            lr_warmup_ratio=0.07,
+            num_threads=self.recipe.num_threads or 1,
+            seed=self.recipe.seed,
+            output_dir=str(self.directory / NAMES.get(stage, stage)),
+        )
+
+    def _train(self, stage: str, config: TrainConfig, temperature: float = 0.0) -> None:
+        """One stage, and its line of the table; a temperature also draws held-out samples."""
+        from lightrft.run.assembly import run_training
+
+        folder = Path(config.output_dir)
+        started = time.perf_counter()
+        with self._quietly():
+            summary = run_training(config, stage=stage)
+        seconds = time.perf_counter() - started
+        if stage == "reward":
+            accuracy = summary.last_eval["eval/accuracy"]
+        else:
+            accuracy = self._evaluate(
+                f"{folder.name}_eval", f"{folder.name}/model", "eval", temperature
+            )
+        self.outcomes.append(Outcome(folder.name, accuracy, seconds, folder))
+        self.show(f"  {folder.name:8}  {accuracy:.3f}")
+
+    def _evaluate(self, name: str, model: str, prompts: str, temperature: float = 0.0) -> float:
+        """Share of right greedy answers; a temperature draws samples beside them."""
+        from lightrft.tools.evaluation.evaluation_run import EvalSettings, run_evaluation
+
+        config = replace(
+            training_config(self.recipe, self.directory),
+            pretrain=str(self.directory / model),
+            prompt_data=None,
+            eval_data=str(self._data / f"{prompts}.jsonl"),
+            max_eval_samples=max(TAUGHT_PROMPTS, self.recipe.num_eval_prompts),
+            temperature=temperature or 1.0,
+            train_batch_size=1,
+            micro_train_batch_size=1,
+            output_dir=str(self.directory / name),
+        )
+        settings = EvalSettings(SAMPLES_PER_PROMPT if temperature else 0)
+        with self._quietly():
+            return run_evaluation(config, settings).metrics["greedy/accuracy"]
+
+    @contextlib.contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Lines of the runs go to `run.log`."""
+        with (
+            (self.directory / "run.log").open("a", encoding="utf-8") as log,
+            contextlib.redirect_stdout(log),
+        ):
+            yield
+
+    def _prompts(self, name: str, count: int, seed: int, *, held_out: bool = False) -> None:
+        path = self._data / f"{name}.jsonl"
+        write_exercises(path, self.recipe.task, count, seed=seed, held_out=held_out)
+
+    def _responses(self, folder: str) -> Iterable[Mapping[str, object]]:
+        from lightrft.tools.evaluation.evaluation_run import RESPONSES_FILE
+
+        path = self.directory / folder / RESPONSES_FILE
+        with path.open(encoding="utf-8") as stream:
+            yield from map(json.loads, stream)
+
+    def _write(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (self._data / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
+def pairs(responses: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Right and wrong samples of one prompt, at most `PAIRS_PER_PROMPT` of each, none twice."""
+    by_prompt: dict[object, tuple[dict[object, None], dict[object, None]]] = {}
+    for each in responses:
+        if each["pass"] == "sampled" and each["response"] and not each["truncated"]:
+            wrong, right = by_prompt.setdefault(each["prompt"], ({}, {}))
+            (right if each["accuracy"] == 1.0 else wrong)[each["response"]] = None
+    return [
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        for prompt, (wrong, right) in by_prompt.items()
+        for chosen, rejected in islice(zip(right, wrong, strict=False), PAIRS_PER_PROMPT)
+    ]
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes in columns."""
+    return "\n".join(
+        [
+            "stage     held-out  seconds  folder",
+            *(
+                f"{each.stage:8}  {each.accuracy:8.3f}  {each.seconds:7.1f}  {each.folder}"
+                for each in outcomes
+            ),
+            "held-out of reward: pairs whose better answer scores higher",
+        ]
+    )
+
+
+def run_pipeline(recipe: Recipe, directory: Path) -> None:
+    """All stages, the table, `summary.json` and the reports."""
+    from lightrft.tools.report.comparison import FILE, write_comparison
+    from lightrft.tools.report.page import write_report
+
+    outcomes = Pipeline(recipe, directory, lambda line: print(line, flush=True)).run()
+    for each in outcomes:
+        write_report(each.folder)
+    write_comparison([each.folder for each in outcomes], directory / FILE)
+    entries = {
+        each.stage: {"accuracy": each.accuracy, "seconds": each.seconds} for each in outcomes
+    }
+    path = directory / "summary.json"
+    path.write_text(json.dumps({"seed": recipe.seed, "stages": entries}, indent=2) + "\n")
+    print(table(outcomes))
+    print(f"  open {directory / FILE} in a browser")
