@@ -15,7 +15,7 @@ from pathlib import Path
 from lightrft.cli.launch import become_only_process, hide_progress_bars
 from lightrft.config import TrainConfig
 from lightrft.tools.model_presets import END
-from lightrft.tools.quickstart.quickstart_command import Recipe, training_config
+from lightrft.tools.quickstart.recipe import Recipe, training_config
 from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
 
 BATCH_SIZE = 32
