@@ -15,9 +15,7 @@ from lightrft.models import Actor
 from lightrft.models.sequence_model import freeze
 from lightrft.stages.policy.models import (
     configure_model,
-    decide_by_machine,
     load_policy,
-    read_model_facts,
     require_equal_start,
     trained_model,
 )
@@ -25,8 +23,9 @@ from lightrft.stages.preference.preference_objective import build_objective
 from lightrft.stages.preference.preference_stage import PreferenceStage, prompt_ids
 from lightrft.stages.stage import TrainedModels
 from lightrft.stages.supervised.supervised_inputs import (
+    decided_for_rows,
     option_problems,
-    read_vocabulary,
+    read_rows,
     shown_mask,
     warn_of_end,
 )
@@ -47,12 +46,8 @@ class PreferenceInputs:
     held_out: tuple[Preference, ...] = ()
 
     def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
-        """See `StageInputs`; on CPUs, too, no logits of all tokens are held unless asked for."""
-        facts = read_model_facts(config, strategy)
-        strategy.check_model_size(facts.num_weights)
-        if config.fused_linear_logprob is None:
-            config = config.replaced({"fused_linear_logprob": True})
-        return decide_by_machine(config, strategy, facts=facts)
+        """See `StageInputs`."""
+        return decided_for_rows(config, strategy)
 
     def build(self, config: TrainConfig, strategy: StrategyBase) -> PreferenceStage:
         """See `StageInputs`."""
@@ -97,26 +92,8 @@ def read_inputs(config: TrainConfig) -> PreferenceInputs:
     problems = preference_problems(config, int(os.environ.get("WORLD_SIZE", "1")))
     if problems:
         raise ConfigError("\n".join(problems))
-    tokenizer, vocab_size = read_vocabulary(config)
-    data = load_preferences(
-        str(config.prompt_data),
-        tokenizer,
-        config,
-        max_samples=config.max_samples,
-        split=config.prompt_split,
-        probabilities=config.prompt_data_probs,
-        vocab_size=vocab_size,
-    )
-    held_out: tuple[Preference, ...] = ()
-    if config.eval_data is not None:
-        held_out = load_preferences(
-            config.eval_data,
-            tokenizer,
-            config,
-            max_samples=config.max_eval_samples,
-            split=config.eval_split,
-            vocab_size=vocab_size,
-        ).rows
+    tokenizer, data, found = read_rows(config, load_preferences)
+    held_out = () if found is None else found.rows
     problems = data_problems(config, data, held_out)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -139,11 +116,6 @@ def data_problems(
     """Reasons why these losses cannot be computed from this data, one line each."""
     found = []
     size = config.train_batch_size
-    if len(data) < size:
-        found.append(
-            f"{config.prompt_data} has {len(data)} usable rows, less than one step takes: lower "
-            f"train_batch_size (got {size}) or give more rows"
-        )
     objective = build_objective(config)
     of_pairs = [term.name for term in objective.terms if not term.traits.is_of_answers]
     if of_pairs and not data.is_paired:

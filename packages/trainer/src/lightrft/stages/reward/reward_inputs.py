@@ -29,7 +29,7 @@ from lightrft.stages.policy.models import (
 from lightrft.stages.reward.comparisons import JudgedData, Judgement
 from lightrft.stages.reward.reward_stage import RewardStage, build_loss, prove_pooling
 from lightrft.stages.stage import TrainedModels
-from lightrft.stages.supervised.supervised_inputs import option_problems, read_vocabulary
+from lightrft.stages.supervised.supervised_inputs import option_problems, read_rows
 from lightrft.stages.supervised.supervised_stage import planned_updates
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
@@ -94,32 +94,10 @@ def read_inputs(config: TrainConfig) -> RewardInputs:
     problems = option_problems(config, int(os.environ.get("WORLD_SIZE", "1")), "reward")
     if problems:
         raise ConfigError("\n".join(problems))
-    tokenizer, vocab_size = read_vocabulary(config)
-    data = load_rows(
-        str(config.prompt_data),
-        tokenizer,
-        config,
-        max_samples=config.max_samples,
-        split=config.prompt_split,
-        probabilities=config.prompt_data_probs,
-        vocab_size=vocab_size,
-    )
+    tokenizer, data, held_out = read_rows(config, load_rows)
     build_loss(config, is_paired=data.is_paired)
-    if len(data) < config.train_batch_size:
-        raise ConfigError(
-            f"{config.prompt_data} has {len(data)} usable rows, less than one step takes: lower "
-            f"train_batch_size (got {config.train_batch_size}) or give more rows"
-        )
-    if config.eval_data is None:
+    if held_out is None:
         return RewardInputs(tokenizer, data)
-    held_out = load_rows(
-        config.eval_data,
-        tokenizer,
-        config,
-        max_samples=config.max_eval_samples,
-        split=config.eval_split,
-        vocab_size=vocab_size,
-    )
     if held_out.is_paired != data.is_paired:
         raise ConfigError(
             "prompt_data and eval_data must be of one kind: got labelled answers in one of "

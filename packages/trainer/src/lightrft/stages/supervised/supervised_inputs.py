@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHOWN_CHARACTERS = 300
+Data = TypeVar("Data", bound=Sized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,8 @@ class SupervisedInputs:
     held_out: tuple[SupervisedRow, ...] = ()
 
     def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
-        """See `StageInputs`; on CPUs, too, no logits of all tokens are held unless asked for."""
-        facts = read_model_facts(config, strategy)
-        strategy.check_model_size(facts.num_weights)
-        if config.fused_linear_logprob is None:
-            config = config.replaced({"fused_linear_logprob": True})
-        return decide_by_machine(config, strategy, facts=facts)
+        """See `StageInputs`."""
+        return decided_for_rows(config, strategy)
 
     def build(self, config: TrainConfig, strategy: StrategyBase) -> SupervisedStage:
         """See `StageInputs`."""
@@ -74,6 +71,15 @@ class SupervisedInputs:
         """See `StageInputs`."""
 
 
+def decided_for_rows(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+    """See `StageInputs.decided`; no logits of all tokens are held unless asked for."""
+    facts = read_model_facts(config, strategy)
+    strategy.check_model_size(facts.num_weights)
+    if config.fused_linear_logprob is None:
+        config = config.replaced({"fused_linear_logprob": True})
+    return decide_by_machine(config, strategy, facts=facts)
+
+
 def read_inputs(config: TrainConfig, command: str = "sft") -> SupervisedInputs:
     """Checks the options, then reads tokenizer and rows.
 
@@ -89,8 +95,26 @@ def read_inputs(config: TrainConfig, command: str = "sft") -> SupervisedInputs:
     problems = option_problems(config, int(os.environ.get("WORLD_SIZE", "1")), command)
     if problems:
         raise ConfigError("\n".join(problems))
+    tokenizer, data, held_out = read_rows(config, load_supervised)
+    return SupervisedInputs(tokenizer, data, () if held_out is None else held_out.rows)
+
+
+def read_rows(
+    config: TrainConfig, load: Callable[..., Data]
+) -> tuple[PreTrainedTokenizerBase, Data, Data | None]:
+    """The tokenizer, the rows to train on, and those held out if there are any.
+
+    Args:
+        config: Options of the run.
+        load: Reads rows; its arguments are those of `load_supervised`.
+
+    Raises:
+        ConfigError: The model reads images, or there are fewer rows than a step takes.
+        DataError: Rows that cannot be used.
+        ModelLoadError: A tokenizer that cannot be read.
+    """
     tokenizer, vocab_size = read_vocabulary(config)
-    data = load_supervised(
+    data = load(
         str(config.prompt_data),
         tokenizer,
         config,
@@ -105,8 +129,8 @@ def read_inputs(config: TrainConfig, command: str = "sft") -> SupervisedInputs:
             f"train_batch_size (got {config.train_batch_size}) or give more rows"
         )
     if config.eval_data is None:
-        return SupervisedInputs(tokenizer, data)
-    held_out = load_supervised(
+        return tokenizer, data, None
+    held_out = load(
         config.eval_data,
         tokenizer,
         config,
@@ -114,7 +138,7 @@ def read_inputs(config: TrainConfig, command: str = "sft") -> SupervisedInputs:
         split=config.eval_split,
         vocab_size=vocab_size,
     )
-    return SupervisedInputs(tokenizer, data, held_out.rows)
+    return tokenizer, data, held_out
 
 
 def read_vocabulary(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, int]:
