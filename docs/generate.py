@@ -1,21 +1,26 @@
-"""Writes the pages that follow from the code: configuration.md and metrics.md.
+"""Writes what follows from the code: configuration.md, metrics.md, and the types of `train`.
 
 Run `python docs/generate.py` after an option or a metric has changed; a test compares them.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 from pathlib import Path
 
 from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
-from lightrft.config.options import SFT, OptionInfo, type_hints
+from lightrft.config.options import NOT_OF_TRAIN, SFT, OptionInfo, options_of, type_hints
 from lightrft.config.other_names import OTHER_NAMES
+from lightrft.config.registry import REGISTRIES
 from lightrft.run.gpus import GB, GPUS
 from lightrft.tools.plan.advice import advise
-from lightrft.tools.plan.duration import CONSTANTS, scale, where_it_stops_paying
+from lightrft.tools.plan.constants import CONSTANTS
+from lightrft.tools.plan.duration import scale, step_seconds, where_it_stops_paying
 from lightrft.tools.plan.plan_command import COUNTS, time_table
+from lightrft.tools.plan.published import PUBLISHED, PUBLISHED_SOURCE
 from lightrft.tools.plan.setup import SHAPES, Setup
 from lightrft.tools.report.metric_table import METRICS
 from lightrft.utils.arguments import GROUPS
@@ -29,6 +34,24 @@ def constants_table() -> str:
     lines = ["| constant | value | meaning | from |", "|---|---:|---|---|"]
     for name, found in CONSTANTS.items():
         lines.append(f"| `{name}` | {found.value:g} | {found.meaning} | {found.source} |")
+    return "\n".join(lines)
+
+
+def published_table() -> str:
+    """Runs of others beside what is predicted of them, as Markdown."""
+    gpu = GPUS["h100-80g"]
+    lines = [
+        f"{PUBLISHED_SOURCE}, beside the prediction for the same numbers of GPUs and tokens:",
+        "",
+        "| model | GPUs | engine_tp_size | mean tokens | s a step | predicted | ratio |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, run in PUBLISHED.items():
+        found = step_seconds(run.setup(gpu), gpu).total
+        lines.append(
+            f"| {name} | {run.num_gpus} | {run.engine_tp_size} | {run.mean_tokens:,} | "
+            f"{run.seconds:g} | {found:.0f} | {found / run.seconds:.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -129,12 +152,48 @@ def scaling() -> str:
             time_table(rows),
             where_it_stops_paying(advice.plan.setup, rows) + ".",
         ]
-    text = "\n\n".join(["", *parts, constants_table(), gpus_table(), ""])
+    text = "\n\n".join(["", *parts, published_table(), constants_table(), gpus_table(), ""])
     return before + BEGIN + text + END + after
 
 
+def train_options() -> str:
+    """The stub with the keywords of `lightrft.trainer.train`, which editors complete."""
+    lines = [
+        '"""Keywords of `lightrft.trainer.train`. Written by docs/generate.py."""',
+        "",
+        "from collections.abc import Callable, Mapping, Sequence",
+        "from typing import Literal, TypedDict",
+        "",
+        "class TrainOptions(TypedDict, total=False):",
+        '    """Options of `TrainConfig`; what is not given keeps its default."""',
+        "",
+    ]
+    for name, (entry, info) in options_of(TrainConfig).items():
+        if name not in NAMED_ARGUMENTS and info.group not in NOT_OF_TRAIN:
+            hint = entry.type.__name__ if isinstance(entry.type, type) else str(entry.type)
+            lines.append(f"    {name}: {_editor_type(name, hint, info)}")
+            text = f'"""{info.help}"""'
+            lines += textwrap.wrap(text, 96, initial_indent=" " * 4, subsequent_indent=" " * 4)
+    return "\n".join(lines) + "\n"
+
+
+def _editor_type(name: str, text: str, info: OptionInfo) -> str:
+    """The type of an option, its choices spelled out; functions where a choice may be one."""
+    text = text.replace("collections.abc.", "").replace("Arguments", "Mapping[str, object]")
+    text = re.sub(r"tuple\[(.+), \.\.\.\]", r"Sequence[\1]", text)
+    names = [f'"{choice}"' for choice in info.choices or () if isinstance(choice, str)]
+    if names and "Literal" not in text:
+        own = " | str | Callable[..., object]" if name in REGISTRIES else ""
+        text = text.replace("str", f"Literal[{', '.join(names)}]{own}")
+    return text
+
+
 BEGIN, END = "<!-- written by docs/generate.py -->", "<!-- end -->"
+# Arguments of `train` by other names, or set by it.
+NAMED_ARGUMENTS = ("pretrain", "prompt_data", "eval_data", "reward_fn", "loggers")
+OPTIONS_STUB = "../packages/trainer/src/lightrft/trainer/train_options.pyi"
 PAGES = {"configuration.md": configuration, "metrics.md": metrics, "scaling.md": scaling}
+PAGES[OPTIONS_STUB] = train_options
 
 
 def main() -> int:

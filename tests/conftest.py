@@ -137,3 +137,13 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def told() -> Generator[list[str], None, None]:
+    """Lines that this process tells a run's console, details among them."""
+    from lightrft.strategy.distributed.console_sink import console_sink
+
+    lines: list[str] = []
+    with console_sink(lambda text, _: lines.append(text)):
+        yield lines

@@ -288,17 +288,17 @@ def read_recipe(folder):
 
 
 def make_carried(folder):
-    from lightrft.rollout.source import PartialRolloutState
+    from lightrft.rollout.in_flight import to_bytes
+    from lightrft.rollout.source import InFlight
 
-    (folder / "state.json").write_text(PartialRolloutState().to_json())
+    (folder / "state.json").write_bytes(to_bytes(InFlight(), 0))
 
 
 def read_carried(folder):
     from lightrft.config.files import read_bytes
-    from lightrft.rollout.source import PartialRolloutState
+    from lightrft.rollout.in_flight import from_parts
 
-    text = read_bytes(folder / "state.json").decode("utf-8", "surrogateescape")
-    return PartialRolloutState.from_json(text)
+    return from_parts([read_bytes(folder / "state.json")], 0, rank=0, world_size=1)
 
 
 CONFIG, LOADING = "lightrft.config.options:ConfigError", "lightrft.models.loading:ModelLoadError"

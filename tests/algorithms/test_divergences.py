@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
 import torch
 
-from lightrft.algorithms.kl import DIVERGENCES, divergence
+from lightrft.algorithms.kl import DIVERGENCES, divergence, top_and_tail, with_tail
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 from lightrft.models.divergence import Projected, divergence_sum
+from lightrft.stages.distillation.served_rows import TopTokens
 
 Q = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
 P = torch.tensor([[0.6, 0.2, 0.1, 0.1]], dtype=torch.float64)
@@ -29,6 +31,84 @@ def test_a_distribution_has_no_distance_from_itself_and_some_from_others(form):
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     assert divergence(logits, logits + 2.0, form=form, beta=0.3).abs().max() < 1e-12
     assert divergence(logits, logits.flip(1), form=form, beta=0.3).min() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("form", "k", "value"),
+    [("forward", 1, 0.0201355136), ("reverse", 1, 0.0204109973), ("forward", 2, 0.0282999125)],
+)
+def test_worked_numbers_with_a_tail(form, k, value):
+    best = P.topk(k).indices
+    found = divergence(
+        top_and_tail(Q.log() + 3.0, best), with_tail(P.log().gather(-1, best)), form=form
+    )
+    assert float(found) == pytest.approx(value, abs=1e-10)
+
+
+def buckets(logits, token_ids):
+    """The coarser distribution of one row, one outcome after another."""
+    whole = logits.softmax(0).tolist()
+    chosen = [whole[i] for i in token_ids]
+    return [*chosen, sum(p for i, p in enumerate(whole) if i not in token_ids)]
+
+
+@pytest.mark.parametrize("form", DIVERGENCES)
+@pytest.mark.parametrize("k", [1, 3, 10])
+def test_a_tail_makes_a_divergence_that_loses_only_what_lies_in_it(form, k):
+    generator = torch.Generator().manual_seed(k)
+    own, other = 2 * torch.randn(2, 40, 11, generator=generator, dtype=torch.float64)
+    best = other.topk(k).indices
+    coarse_own, coarse = top_and_tail(own, best), with_tail(other.log_softmax(-1).gather(-1, best))
+    for row in range(40):
+        for found, logits in ((coarse_own, own), (coarse, other)):
+            expected = [math.log(p) for p in buckets(logits[row], best[row].tolist())]
+            assert found[row].tolist() == pytest.approx(expected, abs=1e-9)
+    found = divergence(coarse_own, coarse, form=form, beta=0.3)
+    whole = divergence(own, other, form=form, beta=0.3)
+    assert found.min() >= 0
+    assert bool((found <= whole + 1e-9).all())
+    assert divergence(coarse, coarse, form=form).abs().max() < 1e-9
+    if k == 10:  # one token is left
+        assert (found - whole).abs().max() < 1e-9
+
+
+def test_without_the_tail_the_sum_falls_below_0_and_mass_flows_out():
+    best = Q.topk(1).indices
+    q, p = (each.gather(-1, best) for each in (Q, P))
+    assert float((q * (q / p).log()).sum()) == pytest.approx(-0.0911607784, abs=1e-10)
+
+
+def test_all_tokens_leave_no_tail():
+    with pytest.raises(ValueError, match="4 tokens of a vocabulary of 4 leave no tail"):
+        top_and_tail(Q.log(), torch.arange(4)[None])
+
+
+@pytest.mark.parametrize("form", DIVERGENCES)
+def test_the_gradient_with_a_tail_equals_finite_differences(form):
+    student, teacher = projections(5)
+    logprobs = teacher.logits(slice(None))[:, :11].log_softmax(-1)
+    best = logprobs.topk(3)
+    top = TopTokens(best.indices, best.values)
+    index = torch.tensor([0, 3, 4])
+    leaves = [student.hidden.requires_grad_(), student.layer.weight.requires_grad_()]
+    loss = partial(divergence, form=form, beta=0.3)
+
+    def value():
+        return divergence_sum(student.at(index), top.at(index), loss, max_logits=22)
+
+    slopes = torch.autograd.grad(value(), leaves)
+    generator = torch.Generator().manual_seed(9)
+    for leaf, slope in zip(leaves, slopes, strict=True):
+        direction = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+        values = []
+        for step in (1e-6, -2e-6):
+            with torch.no_grad():
+                leaf += step * direction
+            values.append(value().item())
+        with torch.no_grad():
+            leaf += 1e-6 * direction
+        difference = (values[0] - values[1]) / 2e-6
+        assert float((slope * direction).sum()) == pytest.approx(difference, rel=1e-6, abs=1e-9)
 
 
 def test_an_unknown_form_names_the_known_ones():

@@ -95,6 +95,15 @@ def test_ragged_pairs_agree_with_the_table(name):
     torch.testing.assert_close(found, expected.movedim(-1, 0).reshape(-1), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["kto_loss", "apo_zero_unpaired_loss"])
+def test_good_and_other_answers_have_weights(name):
+    _, sums = ragged(kl=0.4)
+    plain = BY_NAME[name](sums)
+    found = BY_NAME[name](sums, desirable_weight=1.5, undesirable_weight=0.25)
+    weights = torch.tensor([1.5] * 6 + [0.25] * 6, dtype=torch.float64)
+    torch.testing.assert_close(found, weights * plain, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_gradients_are_finite_differences(name):
     _, sums = ragged(seed=3, kl=0.2)

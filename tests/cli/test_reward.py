@@ -13,7 +13,7 @@ LABELLED = '{"prompt": "a ", "completion": "b", "label": true}\n'
 WRONG = {
     "no column": ('{"text": "a"}', [], 4, "rows.jsonl:1: expected columns chosen and rejected"),
     "no rows": ("", [], 4, "rows.jsonl holds no rows"),
-    "two kinds": (GOOD + LABELLED, [], 4, "rows.jsonl:2: expected pairs, pairs of token ids"),
+    "two kinds": (GOOD + LABELLED, [], 4, "rows.jsonl:2: expected rows like the first"),
     "alike": (GOOD.replace('"c"', '"b"'), [], 4, "rows.jsonl:1: chosen and rejected are the same"),
     "worse": (
         GOOD.replace("}", ', "margin": -1}'),

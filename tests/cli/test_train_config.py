@@ -232,7 +232,7 @@ def test_options_that_contradict_each_other_are_named():
         ({"freezing_actor_steps": 3}, "freezing_actor_steps"),
         ({"advantage_estimator": "gdpo", "reward_clip": 1.0}, "normalises the components"),
         ({"n_samples_per_prompt": 1}, "group_norm compares the samples of one prompt"),
-        ({"partial_rollout": True, "advantage_estimator": "remax"}, "exclude each other"),
+        ({"stream_chunk": 8, "advantage_estimator": "remax"}, "exclude each other"),
         ({"advantage_args": {"weighting": "std"}}, "group_norm has no option 'weighting'"),
         ({"policy_loss_args": {"clip_hihg": 1}}, "clip_high"),
         ({"off_policy_correction": "tiss"}, "off_policy_correction: .*tis"),

@@ -212,6 +212,20 @@ FILES = {
     "csv": data("data.csv", "input\na\n", ".jsonl"),
     "single": data("single.json", '{"input": "a"}', "list"),
     "parquet": data("no.parquet", "text", "no.parquet"),
+    "no label": data(
+        "no.jsonl",
+        '{"input": "a", "label": "1"}\n{"input": "b"}\n{"input": "c"}\n',
+        "no.jsonl:2",
+        "no label: set --label_key (and 1 rows more)",
+        reward_fn="boxed_math",
+    ),
+    "an object as label": data(
+        "ob.jsonl",
+        '{"input": "a", "label": {"x": 1}}',
+        "ob.jsonl:1",
+        "got an object",
+        reward_fn="boxed_math",
+    ),
     "eval absent": data("none.jsonl", None, "none.jsonl", flag="eval_data"),
     "eval broken": data("broken.jsonl", "{\n", "broken.jsonl:1", "JSON", flag="eval_data"),
     "eval key": data(
@@ -233,6 +247,34 @@ REWARDS = {
     "positional": reward(REWARD, "def f(responses, /): return []\n", "keyword argument"),
     "column": reward(
         REWARD, "def f(responses, answer): return []\n", "'answer'", "no column", "rename it"
+    ),
+    **{
+        f"returns {name}": reward(
+            REWARD, f"def f(responses): return {result}\n", "wrong.py:f failed", expected
+        )
+        for name, result, expected in (
+            ("nothing", "None", "expected a list of 4 numbers or dicts, got NoneType"),
+            ("nan", "[float('nan')] * 4", "result 0: expected a finite number, got nan"),
+            ("texts", "['a'] * 4", "result 0: expected a number, got 'a'"),
+            ("too few", "[1.0]", "expected one result per response, 4 in all, got 1"),
+            ("a number", "1.0", "expected a list of 4 numbers or dicts, got float"),
+            ("texts in dicts", "[{'a': 'x'}] * 4", "key 'a': expected a number, got 'x'"),
+        )
+    },
+    "fails on a text": reward(
+        REWARD, "def f(responses): return [1 / 0 for _ in responses]\n", "division by zero"
+    ),
+    "environments of TRL": reward(
+        REWARD,
+        "def f(completions, environments): return [e.score for e in environments]\n",
+        "'environments'",
+        "get_reward",
+    ),
+    "tokens of TRL": reward(
+        REWARD,
+        "def f(completions, completion_ids): return [len(c) for c in completion_ids]\n",
+        "'completion_ids'",
+        "a parameter responses",
     ),
     "address": usage("remote_rm_url", "http://HOST:PORT", reward_fn=None, remote_rm_url="host:1"),
     "half an address": usage(
@@ -413,7 +455,13 @@ NUMBERS = {
         {"t.toml": "seed = " + "[" * 10**5},
     ),
     "toml table": Wrong(
-        USAGE, ("unknown option 'run'",), {"config": "t.toml"}, {"t.toml": "[run]\nmax_steps = 3\n"}
+        USAGE,
+        ("unknown option 'run'", "it is a table", "top level"),
+        {"config": "t.toml"},
+        {"t.toml": "[run]\nmax_steps = 3\n"},
+    ),
+    "yaml": Wrong(
+        USAGE, ("YAML is not read", "name = value"), {"config": "t.yaml"}, {"t.yaml": "seed: 3\n"}
     ),
     "toml bytes": Wrong(
         USAGE, ("t.toml", "not a TOML file"), {"config": "t.toml"}, {"t.toml": b"seed = '\xff'\n"}

@@ -26,6 +26,37 @@ WRONG = {
         CHAT,
         "fps must be",
     ),
+    "mark without a picture": (
+        "vision",
+        {"input": "<image>?"},
+        CHAT,
+        ":2: the prompt names 1 images",
+    ),
+    "part without a picture": (
+        "vision",
+        {"input": [{"role": "user", "content": [{"type": "image"}]}]},
+        CHAT,
+        ":2: the prompt names 1 images",
+    ),
+    "place of the model in a text": (
+        "vision",
+        {"input": "what is <|image_pad|> ?"},
+        CHAT,
+        ":2: the text of message 1 holds '<|image_pad|>'",
+    ),
+    "no chat template": (
+        "vision",
+        {"input": "<image>?", "images": "a.png"},
+        (),
+        "add --apply_chat",
+    ),
+    "no place": ("vision", {"images": "a.png"}, (), "0 places <|image_pad|>"),
+    "parts for a model of text": (
+        "text",
+        {"input": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]},
+        CHAT,
+        ":2: a message has a part of type 'image'",
+    ),
     "model of text": ("text", {"images": "a.png"}, (), "--text_only"),
 }
 
@@ -90,6 +121,17 @@ def test_a_command_with_bad_media_ends_before_any_model(folder, models, capsys, 
     assert not (folder / "run" / "metrics.jsonl").exists()
 
 
-def test_good_media_reach_the_strategy(folder, models, capsys):
-    assert start(folder, models, "vision", {"images": "a.png"}, CHAT) == 1
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"images": "a.png"},
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"text": "?"}]}
+            ]
+        },
+    ],
+)
+def test_good_media_reach_the_strategy(folder, models, capsys, row):
+    assert start(folder, models, "vision", row, CHAT) == 1
     assert "a strategy was made" in capsys.readouterr().err

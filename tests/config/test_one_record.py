@@ -18,7 +18,14 @@ NEUTRAL = (None, False, True, 0, 1, -1, 0.0, 1.0, "", ())
 ALONE = ("packages/engines/", "packages/kernels/")
 DECLARATIONS = ("config/strategy_config.py", "config/run_options.py")
 COLLECTIONS = {
-    "packages/strategy/src/lightrft/utils/arguments.py": "the flags of the published interface"
+    f"packages/{path}.py": reason
+    for path, reason in {
+        "strategy/src/lightrft/utils/arguments": "the flags of the published interface",
+        "trainer/src/lightrft/rollout/agents/messages": "fields of OpenAI's protocol",
+        "trainer/src/lightrft/rollout/agents/sampling": "fields of OpenAI's protocol",
+        "trainer/src/lightrft/stages/supervised/supervised_inputs": "of sampling, those it takes",
+        "trainer/src/lightrft/tools/report/chain": "the words for each model of a run",
+    }.items()
 }
 """Files in which option names may be listed by hand, with the reason."""
 DEFAULTS = {

@@ -6,7 +6,13 @@ import pytest
 
 from lightrft.cli.options import UNAVAILABLE, available_options, unknown_flags
 from lightrft.config import TrainConfig
-from lightrft.config.other_names import OTHER_NAMES, PROCESSES, option_hint
+from lightrft.config.other_names import (
+    NAMES_OF_COMMANDS,
+    OTHER_NAMES,
+    PROCESSES,
+    option_hint,
+)
+from lightrft.config.registry import PREFERENCE_LOSSES, keyword_options
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
@@ -17,6 +23,25 @@ def test_each_leads_to_an_option_and_is_none_itself(name: str) -> None:
     first = OTHER_NAMES[name].split()[0].rstrip(",")
     assert first in known or first == PROCESSES
     assert option_hint(name, known) == f"; here it is {OTHER_NAMES[name]}"
+
+
+OF_COMMANDS = [(command, name) for command, own in NAMES_OF_COMMANDS.items() for name in own]
+
+
+@pytest.mark.parametrize(("command", "name"), OF_COMMANDS)
+def test_names_of_a_trainer_lead_to_options_of_its_command(command: str, name: str) -> None:
+    known, there = available_options(command), NAMES_OF_COMMANDS[command][name]
+    assert name not in known
+    assert there.split()[0].rstrip(",") in known
+    assert unknown_flags([f"--{name}"], command) == [f"unknown option {name!r}; here it is {there}"]
+
+
+def test_what_is_named_as_a_value_of_a_loss_is_one() -> None:
+    losses = map(PREFERENCE_LOSSES.load, PREFERENCE_LOSSES)
+    known = {value for loss in losses for value in keyword_options(loss)}  # type: ignore[arg-type]
+    named = [text.split(", ")[1] for text in NAMES_OF_COMMANDS["prefer"].values() if "=" in text]
+    assert len(named) == 7
+    assert {text.removesuffix("=...") for text in named} <= known
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from tests.datasets.media_files import encoded, picture, write_bad_media
 from tests.models.vision.tiny_world import tiny
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.files import Row
 from lightrft.datasets.media import VisionPrompts, with_media
 from lightrft.datasets.prompts import load_prompts
 from lightrft.datasets.types import DataError
@@ -127,7 +128,7 @@ BAD = {
     ),
     "bomb of text": ({"images": "text_bomb.png"}, r"text_bomb\.png is (no|a damaged) image"),
     "film in an object": ({"videos": [{"path": "a.mp4"}]}, r"no file .*a\.mp4"),
-    "film": ({"videos": "a.mp4"}, "needs a video decoder"),
+    "film": ({"videos": "a.mp4"}, r"no file .*a\.mp4"),
 }
 
 
@@ -151,7 +152,9 @@ def test_a_model_of_text_is_never_trained_blind(tmp_path):
 
 def test_marks_of_a_chat_are_not_doubled():
     media = Media({"image": (as_image(picture(), name="x", folder=None),)})
-    (message,) = with_media([{"role": "user", "content": "see <image>!"}], media, "row 1")
+    read = with_media([{"role": "user", "content": "see <image>!"}], media, Row({}, "row 1"))
+    (message,) = read.content
+    assert read.media.images == media.images
     assert message["content"] == [
         {"type": "text", "text": "see "},
         {"type": "image"},

@@ -150,7 +150,7 @@ SWAPPED = {"score_chosen": 0.5, "score_rejected": 2}
     [
         ([{"chosen": "a"}], ":1: expected columns chosen and rejected .*found 'chosen'"),
         ([TEXTS, TEXTS | {"rejected": "ok"}], ":2: chosen and rejected are the same tokens"),
-        ([TEXTS, LABELLED], ":2: expected pairs, pairs of token ids or labelled ans"),
+        ([TEXTS, LABELLED], ":2: expected rows like the first: pairs"),
         ([TEXTS | {"chosen": ""}], ":1: column 'chosen' must hold a text: got ''"),
         ([TEXTS, TEXTS | {"chosen": [OK]}], ":2: column 'chosen' must hold a text: got "),
         ([{"chosen": "a", "rejected": "b"}], ":1: the answers need a prompt before them"),
@@ -171,7 +171,7 @@ SWAPPED = {"score_chosen": 0.5, "score_rejected": 2}
         ([IDS | {"chosen_ids": []}], ":1: column 'chosen_ids' must hold a token or more"),
         ([IDS | {"chosen_ids": "5 6"}], ":1: column 'chosen_ids' must hold a list of numbers"),
         ([IDS | {"chosen_ids": [7]}], ":1: chosen and rejected are the same tokens"),
-        ([IDS, TEXTS], ":2: expected pairs, pairs of token ids or labelled answers only"),
+        ([IDS, TEXTS], ":2: expected rows like the first: pairs only"),
         ([LABELLED | {"label": "yes"}], ":1: column 'label' must be true or false: got 'yes'"),
         ([LABELLED | {"prompt": [ASK], "completion": [ASK]}], ":1: column 'completion' must begin"),
     ],

@@ -37,6 +37,45 @@ def test_samples_score_as_the_trainer_scores_them(preset):
     assert logprob_error(Actor(model), encoder, batch.prompts, completions, n=2) < 1e-5
 
 
+@pytest.mark.parametrize("preset", TINY_FAMILIES)
+def test_a_placeholder_in_a_text_beside_pictures_is_text(preset):
+    """A text of other people's making stops no run, and scores as the trainer scores it."""
+    model, encoder = tiny(preset)
+    words = f"what is {encoder.marks['image']} ?"
+    forged = prompt(encoder, words)
+    ids = tuple(encoder.processor.tokenizer(forged, add_special_tokens=False)["input_ids"])
+    assert encoder.processor.tokenizer.convert_tokens_to_ids(encoder.marks["image"]) in ids
+    prompts = [ids, Batch(model, encoder).prompts[0]]
+    engine = HFEngine(EngineConfig("hf", ""), module=model)
+    params = SamplingParams(max_tokens=6, min_tokens=5, seed=4)
+    if preset == "tiny-mllama":
+        with pytest.raises(ValueError, match="request 0 has token ids outside the vocabulary"):
+            engine.generate(requests_of(prompts), params)
+        return
+    completions = engine.generate(requests_of(prompts), params)
+    assert logprob_error(Actor(model), encoder, prompts, completions) < 1e-5
+
+
+@pytest.mark.parametrize("preset", TINY_FAMILIES)
+def test_requests_with_other_numbers_of_media_are_named(tmp_path, preset):
+    write_tiny_vision_model(tmp_path, preset)
+    engine = HFEngine(EngineConfig("hf", str(tmp_path)))
+    _, encoder = tiny(preset)
+    picture = image(84, 84).decode()
+    for places, given in ((0, 1), (2, 1), (1, 2)):
+        text = prompt(encoder, "?", places)
+        media = MultiModalInputs(images=(picture,) * given)
+        request = GenerationRequest((), 7, prompt_text=text, multi_modal=media)
+        with pytest.raises(ValueError, match=rf"request 7: .*{places} places .* {given} images"):
+            engine.generate([request], SamplingParams(max_tokens=1))
+    if preset in ("tiny-llava", "tiny-llava-onevision"):
+        request = GenerationRequest(
+            (), 7, prompt_text="see <image>", multi_modal=MultiModalInputs(images=(picture,))
+        )
+        with pytest.raises(ValueError, match="request 7 ends with a medium"):
+            engine.generate([request], SamplingParams(max_tokens=1))
+
+
 def test_raw_images_are_read_by_the_model_s_own_processor(tmp_path):
     write_tiny_vision_model(tmp_path, "tiny-qwen2.5-vl")
     engine = HFEngine(EngineConfig("hf", str(tmp_path)))

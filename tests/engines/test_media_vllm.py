@@ -1,9 +1,11 @@
 """The real vLLM on prompts with images and videos, against the trainer's own scores, in fp32."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from tests.datasets.film_files import film
 from tests.engines.media_contract import CHECKS
 from tests.engines.media_requests import logprob_error, requests_of, video_prompt
 from tests.models.vision.tiny_world import encoded_prompts, image, prompt, tiny
@@ -13,6 +15,8 @@ from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines import EngineConfig, SamplingParams, build_engine
 from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.media.media import Media
+from lightrft.engines.media.sources import as_video
+from lightrft.engines.types import MediaBounds
 from lightrft.kernels import hash_tensor
 from lightrft.models.actor import Actor
 from lightrft.models.loading import save_pretrained
@@ -143,6 +147,24 @@ def test_videos_score_as_the_trainer_scores_them(world, num_frames):
             world.error(prompts)
         return
     assert world.error(prompts)[0] < 1e-5
+
+
+def test_films_score_as_the_trainer_scores_them(world):
+    """With frames of an option's number and size, which the engine's own processor keeps."""
+    pytest.importorskip("av")
+    if not world.encoder.family.has_axes:
+        pytest.skip("see test_videos_score_as_the_trainer_scores_them")
+    frames = world.encoder.processor.video_processor
+    kept, frames.size = frames.size, {**dict(frames.size), "shortest_edge": 28 * 28}
+    try:
+        rules = world.encoder.frame_rules(MediaBounds(max_pixels=28 * 84, video_fps=3))
+        video = as_video(film(size=(96, 64)), name="a film", folder=Path())
+        media = Media({"video": [video]}).by_rules(rules)
+        encoded = world.encoder.encode(prompt(world.encoder, "What falls?", 0, 1), media)
+        assert encoded.tensors["video_grid_thw"].tolist() == [[3, 2, 4]]
+        assert world.error([encoded])[0] < 1e-5
+    finally:
+        frames.size = kept
 
 
 def test_an_update_reaches_pictures_that_were_seen_before(world, monkeypatch):

@@ -74,7 +74,7 @@ def test_every_expert_is_found_where_it_lies(shapes):
     for parameter in layout.manifest:
         assert parameter.verifiable
         assert set(parameter.fused_with) == set(shapes) - {parameter.name}
-        place = layout.places[parameter.name]
+        (place,) = layout.places[parameter.name]
         rows = getattr(stacks, place.attribute).flatten(0, place.num_row_dims - 1)
         found = rows[place.local_start : place.local_start + place.num_rows]
         expected = expected_tensor(parameter.name, stacks)

@@ -9,10 +9,13 @@ import torch
 from lightrft.engines.backend_options import check_options, parse_options
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.rows import Job, RawCompletion, joined, request_seed
-from lightrft.engines.types import SamplingParams
+from lightrft.engines.types import EngineConfig, SamplingParams
 from lightrft.engines.vllm.backend import choose_executor, prepare_environment
-from lightrft.engines.vllm.options import RESERVED
+from lightrft.engines.vllm.layout import check_buffers
+from lightrft.engines.vllm.options import RESERVED, load_format
 from lightrft.engines.vllm.sampling import raw_completions_of
+from lightrft.strategy.config import StrategyConfig
+from lightrft.strategy.engine.generation import engine_config
 
 VLLM = {"reserved": RESERVED, "engine_name": "vllm"}
 KNOWN = ("block_size", "enforce_eager", "max_num_seqs", "model", "seed")
@@ -63,6 +66,42 @@ def test_a_string_that_spells_no_value_is_refused():
         parse_options({"enforce_eager": "maybe"}, HINTS)
     with pytest.raises(ValueError, match="not valid JSON"):
         parse_options({"limit_mm_per_prompt": "{image"}, HINTS)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (EngineConfig("vllm", "", awaits_weights=False), "dummy"),
+        (EngineConfig("vllm", "model", awaits_weights=False), "auto"),
+        (EngineConfig("vllm", "model", awaits_weights=True), "dummy"),
+        (
+            EngineConfig("vllm", "model", awaits_weights=True, options={"load_format": "auto"}),
+            "auto",
+        ),
+        # Drafts and scales are in the checkpoint alone.
+        (
+            EngineConfig(
+                "vllm", "model", awaits_weights=True, options={"speculative_config": "{}"}
+            ),
+            "auto",
+        ),
+    ],
+)
+def test_b10_weights_that_the_first_sync_brings_are_not_read(config, expected):
+    assert load_format(config) == expected
+
+
+def test_b10_a_model_with_saved_buffers_is_read_from_its_checkpoint():
+    plain, saved, lost = (torch.nn.Linear(2, 2) for _ in range(3))
+    saved.register_buffer("correction", torch.zeros(2))
+    lost.register_buffer("frequencies", torch.zeros(2), persistent=False)
+    config = StrategyConfig(pretrain="model")
+    for module, awaits in ((plain, True), (lost, True), (saved, False), (None, False)):
+        found = engine_config(config, "vllm", has_gpu=False, module=module)
+        assert found.awaits_weights is awaits
+    check_buffers(lost)
+    with pytest.raises(ValueError, match=r"buffer 0\.correction, .*load_format=auto"):
+        check_buffers(torch.nn.Sequential(saved))
 
 
 def test_an_engine_in_another_process_is_refused(monkeypatch):

@@ -18,9 +18,10 @@ from lightrft.experience.maker import AdvantageSettings, ForwardModels, make_exp
 from lightrft.models.layout import LayoutPolicy
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.rollout import dynamic, sampler, scoring
+from lightrft.rollout.in_flight import from_parts, to_bytes
 from lightrft.rollout.ledger_records import LedgerError
 from lightrft.rollout.sampler import RolloutSampler
-from lightrft.rollout.source import PartialRolloutState, SourceParts
+from lightrft.rollout.source import NOTHING_OPEN, InFlight, SourceParts
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.distributed.deadlines import StepTimer
 
@@ -107,14 +108,14 @@ def train_step(
         return [prompt(number - 4 + i) for i in range(4)]
 
     monkeypatch.setattr(maker, "_layout_policy", lambda *_: LayoutPolicy(packs_samples=is_packed))
-    carry = PartialRolloutState()
+    stream = NOTHING_OPEN
     for step in range(num_steps):
         samples = source.collect(
             draw(),
             first_request_id=100 * step,
             timer=StepTimer(),
             next_prompts=draw,
-            carry=carry,
+            stream=stream,
         )
         with pytest.raises(GatePassed):
             make_experience(
@@ -125,8 +126,9 @@ def train_step(
                 step=0,
                 timer=UpToForward(),
             )
-        if samples.partial is not None:  # as a checkpoint keeps it
-            carry = PartialRolloutState.from_json(samples.partial.carry.to_json())
+        # As a checkpoint keeps it.
+        kept = to_bytes(InFlight(stream=samples.stream), 0)
+        stream = from_parts([kept], 0, rank=0, world_size=1).stream
     return samples
 
 
@@ -159,7 +161,7 @@ SOUND = {
     "reward model": MODELS,
     "undecided": {"reward": UndecidedReward()},
     "undecided, greedy": {"reward": UndecidedReward(), **REMAX},
-    "partial": {"partial_rollout": True, "partial_rollout_tokens": 2, "num_steps": 3},
+    "stream": {"stream_chunk": 2, "num_steps": 3},
     "shaped": {"reward_running_norm": True, "reward_clip": 1.0},
 }
 

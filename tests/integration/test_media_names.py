@@ -48,7 +48,8 @@ def modules_of(model):
     """The tower, and the projector, which may lie in it."""
     family = family_of(model.config)
     kind = family.model_type.split("_")[0]
-    projector = {"qwen2": "visual.merger", "qwen3": "visual.merger", "smolvlm": "connector"}
+    projector = dict.fromkeys(("qwen2", "qwen3"), "visual.merger")
+    projector |= dict.fromkeys(("smolvlm", "idefics3"), "connector")
     return [*family.towers, projector.get(kind, "multi_modal_projector")]
 
 

@@ -57,7 +57,7 @@ def end_of(preset, folder, **options):
 
 def test_a_run_stays_in_step_with_vllm(tmp_path):
     """With images smaller than the saved processor's: the sizes reach vLLM."""
-    assert end_of("tiny-qwen2.5-vl", tmp_path, max_pixels=56 * 84).startswith("learned")
+    assert end_of("tiny-qwen2.5-vl", tmp_path, max_pixels=56 * 84).startswith("trained")
     steps = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 2
     assert all(step["logprob_diff_mean"] < 1e-5 for step in steps)

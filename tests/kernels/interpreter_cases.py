@@ -337,6 +337,63 @@ def test_loss_inside_the_output_layer(budget):
         assert relative_error(value, reference) < 5e-6
 
 
+class Recording(ProductEngine):
+    """Keeps the numbers of rows of all products."""
+
+    def products(self, hidden, chunk):
+        SEEN.append(len(hidden))
+        return super().products(hidden, chunk)
+
+
+SEEN: list[int] = []
+
+
+@pytest.mark.parametrize("counts", [(70,), (40, 30), (1,), (16, 17)])
+def test_b1_rows_of_zeros_fill_a_loss_up_to_whole_vectors(counts):
+    hidden, weight, bias, targets, data = make_inputs(70, 600)
+    parts = torch.arange(sum(counts)).split(counts)
+
+    def token_loss(logprobs, entropy, rows):
+        assert len(logprobs) == len(entropy) == len(rows)
+        loss = (logprobs * data[0][rows] + entropy * data[1][rows]).sum()
+        return loss, data[0][rows], data[1][rows]
+
+    SEEN.clear()
+    options = PolicyLossOptions(Recording(512), token_loss, parts, 2**31, "grad")
+    loss, *_ = LinearPolicyLoss.apply(hidden, weight, bias, targets, HARD, options)
+    assert SEEN
+    assert all(number % 16 == 0 for number in SEEN)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight, bias)]
+    expected = float64_logprob(*doubles, targets, HARD)
+    own = slice(0, sum(counts))
+    wanted = (expected[0] * data[0] + expected[1] * data[1])[own].sum()
+    want = torch.autograd.grad(wanted, doubles)
+    got = torch.autograd.grad(loss, (hidden, weight, bias))
+    for value, reference in zip(got, want, strict=True):
+        assert relative_error(value, reference) < 5e-6
+
+
+@pytest.mark.parametrize("counts", [(70,), (40, 30)])
+def test_b2_one_chunk_writes_the_gradient_of_a_bfloat16_weight_rounded_once(counts):
+    hidden, weight, bias, targets, data = make_inputs(70, 600, dtype=torch.bfloat16)
+
+    def token_loss(logprobs, entropy, rows):
+        del entropy
+        return (logprobs * data[0][rows]).sum(), data[0][rows], None
+
+    parts = torch.arange(70).split(counts)
+    options = PolicyLossOptions(ENGINES["products"], token_loss, parts, 2**31, "none")
+    loss, *_ = LinearPolicyLoss.apply(hidden, weight, bias, targets, HARD, options)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight, bias)]
+    logprobs, _ = float64_logprob(*doubles, targets, HARD)
+    want = torch.autograd.grad((logprobs * data[0]).sum(), doubles)
+    got = torch.autograd.grad(loss, (hidden, weight, bias))
+    for value, reference in zip(got, want, strict=True):
+        assert value.dtype == torch.bfloat16
+        # A rounding to bfloat16 is 2^-9 of each number.
+        assert relative_error(value, reference) < 3e-3
+
+
 def test_stored_products_give_the_same_as_chunks_of_logits():
     hidden, weight, bias, targets, upstream = make_inputs(130, 1500, dtype=torch.float16)
     results = []

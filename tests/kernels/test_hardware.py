@@ -26,7 +26,7 @@ def test_capabilities_agree_with_what_can_be_imported():
 def test_gpu_benchmarks_without_a_gpu_say_so_and_write_nothing(repository, tmp_path):
     results, scratch = tmp_path / "results", tmp_path / "scratch"
     process = subprocess.run(
-        [str(repository / "benchmarks" / "gpu" / "run_all.sh"), str(results)],
+        [str(repository / "benchmarks" / "gpu" / "run_all.sh"), "--out", str(results)],
         env={**os.environ, "TMPDIR": str(scratch)},
         capture_output=True,
         text=True,

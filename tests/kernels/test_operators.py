@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.host_waits import HostWaits
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightrft.kernels import linear_logprob, linear_policy_loss
+from lightrft.kernels.logprob import policy_loss
 from lightrft.kernels.logprob.products import product_of_parts, wide_product
 from lightrft.kernels.logprob.rows import select_rows
 
@@ -225,3 +227,14 @@ def test_values_are_asserted_where_nothing_may_be_transferred():
     with pytest.raises(RuntimeError, match=r"targets must lie in \[0, 5\)"):
         select_rows(mask, torch.tensor([5, 0]), 5, is_static=True)
     select_rows(mask, torch.tensor([4, 7]), 5, is_static=True)
+
+
+@pytest.mark.parametrize(("ignored", "waits"), [(-100, ["tolist"]), (None, [])])
+def test_a_loss_inside_waits_once_for_targets_that_may_be_ignored_and_else_never(ignored, waits):
+    with HostWaits() as watch:
+        active = policy_loss._active_tokens(torch.tensor([4, 0, 2]), 5, ignored, is_device=True)
+    assert watch.names == waits
+    assert active.tolist() == [0, 1, 2]
+    for is_device in (True, False):
+        with pytest.raises((RuntimeError, ValueError), match=r"targets must lie in \[0, 3\)"):
+            policy_loss._active_tokens(torch.tensor([4]), 3, ignored, is_device=is_device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.host_waits import HostWaits
 
 from lightrft.models import TokenLayout
 
@@ -64,3 +65,12 @@ def test_shapes_must_agree():
         TokenLayout.padded(TOKENS, MASK[:, :3])
     with pytest.raises(ValueError, match="scored_mask"):
         TokenLayout.padded(TOKENS, MASK, MASK[:1])
+
+
+@pytest.mark.parametrize("make", [TokenLayout.padded, TokenLayout.packed])
+@pytest.mark.parametrize("scored", [None, torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0]])])
+def test_a_layout_waits_for_the_device_once(make, scored):
+    with HostWaits() as watch:
+        layout = make(TOKENS, MASK, scored)
+    assert watch.names == ["tolist"]
+    assert layout.targets.tolist() == [6, 7, 9]

@@ -198,7 +198,7 @@ def long_sample(rng, sample_id, *, prompt, response, turns):
 def gathered_evidence(evidence, wanted, context):
     """The reference: journals and ledgers of all ranks, on every rank."""
     accounts, entries, total = {}, {}, 0
-    noted, greedy = evidence.noted_rows({i for ids in wanted for i in ids})
+    noted, greedy = evidence.noted_rows()
     own = {i: replace(each, facts=noted.get(i, {})) for i, each in evidence.accounts.items()}
     told = own, evidence.entries, rows_hash(noted) + rows_hash(greedy)
     for theirs, found, part in context.gather_objects(told):

@@ -35,8 +35,9 @@ from lightrft.records.table import deliver_rows, exchange, join_tables, merge, t
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal import Journal, read_journal
 from lightrft.rollout.environments.journal_lines import FORMAT, event_line
+from lightrft.rollout.in_flight import from_parts, to_bytes
 from lightrft.rollout.ledger_records import LedgerError, deliver_evidence, take_evidence
-from lightrft.rollout.source import InFlightGroup, OpenSample, PartialRolloutState
+from lightrft.rollout.source import InFlight, OpenGroup, OpenSample, StreamState
 
 _SPEC = importlib.util.spec_from_file_location(
     "exchange_cases", Path(__file__).with_name("exchange_cases.py")
@@ -379,29 +380,29 @@ def test_it_is_carried_to_the_next_step(planted):
             sample = sample.extended(part, max_tokens=6)
     values = expected(sample.token_ids, sample.logprobs, [True] * 6)
     assert list(sample.facts[NAME]) == values
-    group = InFlightGroup(1, prompt, (sample,))
+    group = OpenGroup(1, prompt, (sample,), "temperature", 1, 2)
     entries = tuple(engine.ledger.take())
-    state = PartialRolloutState((group,), 3, 2, entries)
-    again = PartialRolloutState.from_json(state.to_json())
+    state = StreamState((group,), 3, 2, entries)
+    written = to_bytes(InFlight(stream=state), 0)
+    again = from_parts([written], 0, rank=0, world_size=1).stream
     assert again == state
-    (completion,) = again.groups[0].completions("temperature")
+    (completion,) = again.groups[0].completions()
     assert list(completion.facts[NAME]) == values
     assert [entry.facts for entry in again.entries] == [entry.facts for entry in entries]
     assert again.entries[0].facts[NAME] == tuple(values[:2])
 
 
 def test_a_checkpoint_without_it_is_read():
-    """The client state of 3191490."""
     text = (
-        '{"groups": [{"request_id": 3, "prompt": {"id": 1, "text": "t", "token_ids": [1, 2], '
-        '"label": null, "columns": {"a": [1, {"b": 2}]}, "images": [], "videos": [], '
-        '"messages": [], "row": {}}, "samples": [{"token_ids": [5], "logprobs": [-0.5], '
-        '"versions": [1], "finish_reason": null, "segments": [{"request_id": 7, '
-        '"sample_index": 1, "observation": [], "text_spans": []}]}]}], "num_calls": 2, '
-        '"weights_version": 1, "entries": [{"request_id": 7, "sample_index": 1, '
-        '"context_hash": "x", "token_ids": [5], "logprobs": [-0.5], "weights_version": 1}]}'
+        '{"held": [], "stream": {"groups": [{"request_id": 3, "prompt": {"id": 1, "text": "t", '
+        '"token_ids": [1, 2], "label": null, "columns": {"a": [1, {"b": 2}]}}, "samples": '
+        '[{"token_ids": [5], "logprobs": [-0.5], "versions": [1], "finish_reason": null, '
+        '"segments": [{"request_id": 7, "sample_index": 1}]}], "logprobs_mode": "temperature", '
+        '"begun": 1, "complete": 0}], "num_calls": 2, "num_rounds": 1, "entries": [{"request_id": '
+        '7, "sample_index": 1, "context_hash": "x", "token_ids": [5], "logprobs": [-0.5], '
+        '"weights_version": 1}]}}'
     )
-    state = PartialRolloutState.from_json(text)
+    state = from_parts([text.encode()], 0, rank=0, world_size=1).stream
     assert state.groups[0].prompt.columns == {"a": [1, {"b": 2}]}
     assert state.groups[0].samples == (OpenSample((5,), (-0.5,), (1,), None, (Segment(7, 1),)),)
     assert state.entries[0].key == (7, 1, "x")
@@ -480,19 +481,23 @@ FACTS = (
     {"sampled", "is_sampled"},
     {"versions", "token_versions", "weights_version", "weights_versions"},
 )
-# Where an engine's calls become a response, and where batches and files are read.
+# Where an engine's calls become a response, or an agent's answer, and where batches and files are
+# read.
 ENDS = {
     "rows",
     "types",
     "fire",
     "source",
     "episode",
+    "episodes",
+    "agents",
+    "replies",
     "journal",
     "journal_lines",
     "journal_rounds",
     "batch",
     "rollouts",
-    "supervised_recorder",
+    "row_recorder",
     "trajectories",
     "samples",
 }

@@ -29,11 +29,19 @@ KINDS = ("plain", "turns", "versions")
 def assert_same_table(found, expected):
     for field in fields(expected):
         a, b = getattr(found, field.name), getattr(expected, field.name)
-        if isinstance(b, np.ndarray):
-            assert a.dtype == b.dtype, field.name
-            assert a.tobytes() == b.tobytes(), field.name
+        if field.name == "facts":
+            assert a.keys() == b.keys()
+            assert_same_arrays(a, b)
+        elif isinstance(b, np.ndarray):
+            assert_same_arrays({field.name: a}, {field.name: b})
         else:
             assert a == b, field.name
+
+
+def assert_same_arrays(found, expected):
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype, name
+        assert found[name].tobytes() == values.tobytes(), name
 
 
 def assert_same_batch(found, expected):
@@ -177,8 +185,8 @@ def test_a_rank_gets_little_more_than_the_rows_it_trains_need(world_size):
         assert rows + tokens <= 1.3 * needed
         # The gate has a source of its own: as much again, and no more.
         assert rows + tokens + evidence <= 1.3 * 2 * needed
-        # The gathered form moves the tokens of all.
-        assert tokens <= needed
+        # The gathered form moves the tokens of all; beside them there are some numbers of each row.
+        assert tokens <= 1.01 * needed
 
 
 @pytest.mark.parametrize(

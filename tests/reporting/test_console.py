@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 import time
 import warnings
@@ -18,8 +19,8 @@ from lightrft.reporting.console import (
     duration,
     fitted,
     is_terminal,
-    phase_text,
     step_line,
+    work_text,
 )
 from lightrft.reporting.files import rank_log
 from lightrft.reporting.loggers import ConsoleLogger
@@ -227,8 +228,14 @@ def test_the_engine_room_is_kept_in_the_log(tmp_path, capsys):
     log = (tmp_path / "logs" / "rank_0.log").read_text()
     assert "slept" in log
     assert "8 prompts" in log
-    print_on_first_rank(None, "slept", is_detail=True)
-    assert capsys.readouterr().out.startswith("[StrategyINFO ")
+
+
+def test_without_a_console_details_are_only_logged(capsys, caplog):
+    with caplog.at_level(logging.INFO):
+        print_on_first_rank(None, "slept", is_detail=True)
+        print_on_first_rank(None, "8 prompts")
+    assert re.fullmatch(r"\[StrategyINFO .*\]  8 prompts\n", capsys.readouterr().out)
+    assert "slept" in caplog.text
 
 
 def test_counted_items_are_told_while_they_go_by():
@@ -239,14 +246,14 @@ def test_counted_items_are_told_while_they_go_by():
 
 def test_silence_is_broken_by_the_name_of_the_phase():
     stream = io.StringIO()
-    screen = PlainScreen(stream, lambda: 1, seconds=0.05)
+    screen = PlainScreen(stream, lambda: "step 2/4", seconds=0.05)
     screen.line("step")
     with phase("save a checkpoint", 60):
-        wait_for(lambda: "heartbeat" in stream.getvalue())
+        wait_for(lambda: "still" in stream.getvalue())
     screen.close()
     first, found = stream.getvalue().splitlines()[:2]
     assert first == "step"
-    assert found.startswith("heartbeat after_step=1 phase=save_a_checkpoint phase_seconds=")
+    assert re.fullmatch(r"still at step 2/4: save a checkpoint, \d+ s", found)
     shown = stream.getvalue()
     time.sleep(0.2)
     assert stream.getvalue() == shown
@@ -254,7 +261,7 @@ def test_silence_is_broken_by_the_name_of_the_phase():
 
 def test_who_speaks_needs_no_heartbeat():
     stream = io.StringIO()
-    screen = PlainScreen(stream, lambda: 0, seconds=30)
+    screen = PlainScreen(stream, lambda: "start", seconds=30)
     for _ in range(5):
         screen.line("x")
     screen.close()
@@ -263,7 +270,8 @@ def test_who_speaks_needs_no_heartbeat():
 
 def test_the_innermost_phase_is_the_current_one():
     assert current_phase() is None
-    assert phase_text(4) == "after_step=4 phase=none"
+    assert work_text(None, None) == ""
+    assert work_text(("rows", 1, 2), ("score", 41.2)) == ": score, rows 1 of 2, 41 s"
     with phase("outer", 60), phase("inner", 60):
         name, seconds = current_phase()
         assert name == "inner"

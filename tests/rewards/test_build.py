@@ -40,6 +40,7 @@ ANSWERS = {
     "boxed_math": (r"\boxed{4}", r"\boxed{5}", "4"),
     "gsm8k": (r"\boxed{4}", r"\boxed{5}", "4"),
     "unit_tests": ("x = 4", "x = 5", "assert x == 4"),
+    "verdict": ("Verdict: B", "Verdict: A", "B"),
 }
 
 
@@ -55,7 +56,11 @@ def test_every_registered_reward_scores_a_right_and_a_wrong_answer(name) -> None
 @pytest.mark.parametrize(
     ("names", "weights", "message"),
     [
-        ([], None, "no reward: set --reward_fn to boxed_math, gsm8k, unit_tests, judge or FILE.py"),
+        (
+            [],
+            None,
+            "no reward: set --reward_fn to boxed_math, gsm8k, unit_tests, judge, verdict or FILE",
+        ),
         (["gsm8"], None, "unknown reward function 'gsm8'.*did you mean gsm8k"),
         (["gsm8k", "gsm8k"], None, "must differ"),
         (["gsm8k"], [1.0, 2.0], "expected 1 finite numbers"),

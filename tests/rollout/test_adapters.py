@@ -24,7 +24,7 @@ from lightrft.rewards.worker import ReportedError
 from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.environments.worker import EpisodeLostError, HostedEnvironments
 from lightrft.rollout.ledger_records import take_evidence
-from lightrft.run.resume import input_files
+from lightrft.run.run_inputs import input_files
 from lightrft.tools.environments.openenv import ActionRefusedError, connect
 
 HERE = Path(__file__).parent

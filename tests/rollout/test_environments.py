@@ -16,15 +16,15 @@ from lightrft.engines.types import EngineConfig
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.rewards.build import CombinedReward, build_reward
 from lightrft.rewards.types import RewardError
-from lightrft.rollout.environments.calls import (
+from lightrft.rollout.environments.call_formats import (
     MalformedCallError,
     ToolCall,
-    check_call,
-    choose_parser,
     hermes_calls,
     llama_calls,
     pythonic_calls,
 )
+from lightrft.rollout.environments.call_schema import check_call
+from lightrft.rollout.environments.calls import choose_parser
 from lightrft.rollout.environments.environments import Environments
 from lightrft.rollout.environments.episode_batch import TURN_STEP
 from lightrft.rollout.environments.pool import EnvironmentPool
@@ -411,9 +411,9 @@ def test_options_that_do_not_fit_are_refused(tmp_path):
     named = f"{CASES}:Guess"
     with pytest.raises(ConfigError, match="add apply_chat_template"):
         TrainConfig(environment=named)
-    for option in ("partial_rollout", "use_fire"):
+    for option, value in (("stream_chunk", 8), ("use_fire", True)):
         with pytest.raises(ConfigError, match=f"{option} excludes environment"):
-            TrainConfig(environment=named, apply_chat_template=True, **{option: True})
+            TrainConfig(environment=named, apply_chat_template=True, **{option: value})
     assert any("max_turns acts only with" in t for t in TrainConfig(max_turns=3).unused_options())
 
 

@@ -59,7 +59,7 @@ class Apart:
         self._lock = threading.Lock()
 
     def score(self, prompts, responses, labels, columns):
-        assert list(columns) == ["k"]
+        assert list(columns) == ["conversations", "k"]
         assert columns["k"] == [1] * len(responses)
         index = int(prompts[0][1:])
         with self._lock:

@@ -23,7 +23,7 @@ from lightrft.models.actor import Actor
 from lightrft.records.media import _pack, _Sources, _unpack, encode_row
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments import specs
-from lightrft.rollout.environments.calls import ToolCall
+from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.environments import Environments
 from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.ledger_records import take_evidence

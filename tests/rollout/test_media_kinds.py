@@ -9,6 +9,7 @@ import torch
 
 from lightrft.config import TrainConfig
 from lightrft.datasets import load_prompts
+from lightrft.datasets.files import Row
 from lightrft.datasets.media import VisionPrompts, with_media
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.encoder import TEXT_ENCODER, PromptEncoder
@@ -161,7 +162,7 @@ def test_a_planted_kind_is_checked_like_the_others(prompts, tmp_path):
     with pytest.raises(DataError, match=r"jsonl:1: tone 1: no file gone\.tone"):
         load_prompts(path, reader, TrainConfig(label_key=None))
     with pytest.raises(DataError, match="1 images and 0 videos and 0 tones, and the row has 0 and"):
-        with_media([{"role": "user", "content": "<image>"}], found[0].media, "here")
+        with_media([{"role": "user", "content": "<image>"}], found[0].media, Row({}, "here"))
     with pytest.raises(ValueError, match="models of type toy read no images"):
         reader.encoder.encode("", Media({"image": (replace(found[0].media["tone"][0]),)}))
 

@@ -57,7 +57,12 @@ def rollout(i, *, num_tokens=1, columns=None):
 def test_the_function_sees_prompt_response_label_and_columns_of_each_row():
     scorer = Scorer([Result(0.5, {"a": 1.0}), Result(-1.0)])
     scored = scored_by(scorer, in_one_group([rollout(0, columns={"k": 3}), rollout(1)]))
-    assert scorer.calls == [(["p0", "p1"], ["r0", "r1"], ["l0", "l1"], {"k": [3, None]})]
+    said = [[("user", f"p{i}"), ("assistant", f"r{i}")] for i in range(2)]
+    ((*texts, columns),) = scorer.calls
+    assert texts == [["p0", "p1"], ["r0", "r1"], ["l0", "l1"]]
+    shown = columns.pop("conversations")
+    assert [[(m["role"], m["content"]) for m in each] for each in shown] == said
+    assert columns == {"k": [3, None]}
     assert [item.reward for item in scored] == [0.5, -1.0]
     assert scored[0].components == {"a": 1.0}
 

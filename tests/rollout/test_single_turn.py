@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 
 from lightrft.config import ConfigError
@@ -92,13 +94,13 @@ def test_requests_carry_ids_text_and_images():
         reads_media = True
 
         def kept(self, text, media):
-            return (text, media)
+            return SimpleNamespace(token_ids=(1,), text=text, media=media)
 
     image = object()
     row = Prompt(id=0, text="look", token_ids=(1,), media=Media({"image": (image,)}))
     (request,) = build_requests([row], [12], Encoder())
     assert (request.request_id, request.prompt_text) == (12, "look")
     assert request.multi_modal.images == (image,)
-    assert request.encoded == ("look", row.media)
+    assert (request.encoded.text, request.encoded.media) == ("look", row.media)
     with pytest.raises(ConfigError, match="the trainer needs the model's processor"):
         build_requests([row], [12])

@@ -63,8 +63,8 @@ CASES = {
         [
             json.dumps(
                 {
-                    "error": "a call is no JSON object: Expecting ',' delimiter: line 3 column 1 "
-                    "(char 18)"
+                    "error": "a call is no JSON object: Expecting ',' delimiter after "
+                    '\'{"name": "fixed"\''
                 }
             )
         ],

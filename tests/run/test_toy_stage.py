@@ -115,7 +115,7 @@ def test_an_interrupted_run_continues_to_the_bit(tmp_path, backend):
     assert first["grad_norm"] > 0
     assert "eval/fit" in last
     assert "eval/fit" not in first
-    assert summary.verdict == "learned: 8 of 8 steps changed the weights"
+    assert summary.verdict == "trained: 8 of 8 steps changed the weights"
     events = [json.loads(line) for line in (parts / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["started", "resumed", "finished"]
     assert events[1]["restored"]["data"] == "pass 1, 12 of its points used"

@@ -7,6 +7,7 @@ import time
 import pytest
 from tests.machine import seconds
 
+from lightrft.strategy.distributed import deadlines
 from lightrft.strategy.distributed.deadlines import HANG_EXIT_CODE, peer_phases, phase
 
 HANGING = """
@@ -68,3 +69,35 @@ def test_exceptions_pass():
 def test_deadline_must_be_positive():
     with pytest.raises(ValueError, match="positive"), phase("a", 0):
         pass
+
+
+class CountingStore:
+    def __init__(self):
+        self.texts = []
+
+    def set(self, key, text):
+        self.texts.append(text.partition(" (since")[0])
+
+
+def test_micro_batches_share_one_record_and_one_thread(monkeypatch):
+    store, now = CountingStore(), [100.0]
+    monkeypatch.setattr(deadlines, "_store", lambda: store)
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now[0])
+    with phase("generate", 1e6):
+        pass
+    watchers = set()
+    for _ in range(64):
+        with phase("train", 1e6), phase("a part of it", 1e6):
+            watchers.add(deadlines._Watcher.running)
+    assert store.texts == ["generate", "train"]
+    assert len(watchers) == 1
+    # What takes longer than a second is told, inner phases and pauses too.
+    with phase("train", 1e6):
+        now[0] += 2
+        with phase("wait", 1e6):
+            now[0] += 2
+    assert store.texts[2:] == ["wait", "train"]
+    now[0] += 2
+    with phase("save", 1e6):
+        now[0] += 2
+    assert store.texts[4:] == ["save", "between phases, after save"]

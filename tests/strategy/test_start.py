@@ -50,11 +50,26 @@ def test_all_processes_of_this_machine_are_on_one_node():
     assert own_place(has_gpu=False).node
 
 
-def test_deepspeed_refuses_what_does_not_fit_one_device_and_names_fsdp():
+def test_b7_deepspeed_refuses_what_does_not_fit_one_device_once_it_is_cast():
     config = TrainConfig(zero_stage=3)
-    check_whole_model(config, 7 * 10**9, 80 * GIGABYTE)
-    with pytest.raises(ValueError, match=r"128\.0 GB in float32.*80\.0 GB; use --fsdp --meta_init"):
-        check_whole_model(config, 32 * 10**9, 80 * GIGABYTE)
+    # It casts to bfloat16 on the host: 64 GB reach the device.
+    check_whole_model(config, 32 * 10**9, 80 * GIGABYTE, uses_bf16=True)
+    with pytest.raises(ValueError, match=r"82\.0 GB in bfloat16.*80\.0 GB; use --fsdp --meta"):
+        check_whole_model(config, 41 * 10**9, 80 * GIGABYTE, uses_bf16=True)
+    check_whole_model(config, 19 * 10**9, 80 * GIGABYTE, uses_bf16=False)
+    with pytest.raises(ValueError, match=r"128\.0 GB in float32"):
+        check_whole_model(config, 32 * 10**9, 80 * GIGABYTE, uses_bf16=False)
+
+
+@pytest.mark.deepspeed
+def test_b7_deepspeed_casts_a_model_before_it_moves_it():
+    """The order that `check_whole_model` relies on, in the locked version's own source."""
+    import inspect
+
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    source = inspect.getsource(DeepSpeedEngine._configure_distributed_model)
+    assert 0 < source.find("_cast_module_mixed_precision(") < source.find("module.to(self.device)")
 
 
 def test_models_are_built_without_memory_on_gpus_above_two_gigabytes():

@@ -82,10 +82,10 @@ def test_the_verdict_of_a_run_counts_its_steps():
     skipped = {**FINE, "skipped_steps": 1.0, "policy_loss": None}
     assert run_verdict([]) == "no update: no step was done"
     assert run_verdict([FINE, {**FINE, "reward": 0.75}]) == (
-        "learned: 2 of 2 steps changed the weights, reward 0.5 in the first and 0.75 in the last"
+        "trained: 2 of 2 steps changed the weights, reward 0.5 in the first and 0.75 in the last"
     )
     found = run_verdict([FINE, zero, skipped])
-    assert found.startswith("learned: 1 of 3 steps changed the weights, reward 0.5")
+    assert found.startswith("trained: 1 of 3 steps changed the weights, reward 0.5")
     assert "1 of 3 steps: the gradient was 0 in every optimizer step" in found
     assert "1 of 3 steps: every optimizer step was skipped" in found
     assert "1 of 3 steps had numbers that were not finite" in found

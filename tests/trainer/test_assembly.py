@@ -97,11 +97,24 @@ def timeless(metrics):
     return {n: v for n, v in metrics.items() if "second" not in n and not n.startswith("memory/")}
 
 
+def test_layers_for_adapters_are_looked_for_before_weights_are_read(tmp_path, tiny_model):
+    from lightrft.stages.policy.inputs import read_inputs
+
+    write_inputs(tmp_path)
+    wrong = options(tmp_path, tiny_model, lora_rank=4, target_modules=("foo",))
+    with pytest.raises(ConfigError, match="no linear layer is called foo; the model has .*q_proj"):
+        read_inputs(TrainConfig(**wrong))
+
+
 @pytest.mark.usefixtures("only_process")
 def test_a_run_leaves_its_files_and_a_broken_one_is_continued(tmp_path, tiny_model, capsys):
     write_inputs(tmp_path)
-    values = options(tmp_path, tiny_model, save_steps=1)
+    values = options(tmp_path, tiny_model, save_steps=1, sample_steps=2)
     (whole,) = train_each(0, 1, [values])
+    shown = capsys.readouterr().out
+    rows = re.findall(r"sample of step (\d+): say \w+\n  reward (.*): .*\n  reward (.*):", shown)
+    assert [row[0] for row in rows] == ["2"]
+    assert float(rows[0][1]) >= float(rows[0][2])
     run = tmp_path / "run"
     assert whole["num_steps"] == 3
     assert {p.name for p in run.iterdir()} >= {
@@ -127,10 +140,10 @@ def test_a_run_leaves_its_files_and_a_broken_one_is_continued(tmp_path, tiny_mod
     (rest,) = train_each(0, 1, [{**parts, "load_checkpoint": True}])
     assert rest["num_resumed_steps"] == 2
     assert timeless(rest["first_eval"]) == timeless(whole["first_eval"])
-    # Signs of life name the last step that is done, also before the first of this process.
+    # Signs of life name the step under way, also before the first of this process.
     _, shown = capsys.readouterr().out.split("continuing ", 1)
-    alive = re.findall(r"heartbeat after_step=(\d+)", shown.partition("step 3/3")[0])
-    assert alive[-1] == "2"
+    alive = re.findall(r"still at step (\d+)/3", shown)
+    assert set(alive) == {"3"}
     assert timeless(rest["last_metrics"]) == timeless(whole["last_metrics"])
     assert [entry["step"] for entry in read(tmp_path / "parts" / "metrics.jsonl")] == [0, 1, 2, 3]
 

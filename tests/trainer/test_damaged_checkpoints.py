@@ -103,7 +103,8 @@ class Run:
 
         from lightrft.run.loop import LoopState, save_run
 
-        memory = replace(self.memory, num_requests=10 * step)
+        in_flight = replace(self.memory.in_flight, num_requests=10 * step)
+        memory = replace(self.memory, in_flight=in_flight)
         state = {**LoopState(num_steps=step).to_client_state(), **memory.to_client_state()}
         save_run(self.strategy, self.config, state, self.models)
 

@@ -52,7 +52,7 @@ def test_weights_are_dropped_while_the_trainer_makes_new_ones(build_world, every
 
 @pytest.mark.parametrize(
     "options",
-    [{"advantage_estimator": "remax"}, {"partial_rollout": True, "partial_rollout_tokens": 3}],
+    [{"advantage_estimator": "remax"}, {"stream_chunk": 3}],
     ids=["greedy-and-sampled", "chunks"],
 )
 def test_several_generations_of_a_step_wake_the_engine_once(build_world, options):

@@ -48,14 +48,18 @@ SAME = {
 ELSEWHERE = {
     # tests/stages
     "preference_loss",
+    "reward_head_losses",
     "reward_loss",
+    "reward_pooling",
     "sft_loss",
     "train_on",
     "compile_backend",
     "engine_type",
     "grad_accum_dtype",
+    "judge_compare",
     "loggers",
     "lr_scheduler",
+    "agent_denominator",
     "reward_failure",
     "sandbox",
     "tool_parser",

@@ -231,7 +231,7 @@ def console(config):
 
 
 def texts(config):
-    return pretrain_mix(config, _tokenizer(config)).texts
+    return [row.key for row in pretrain_mix(config, _tokenizer(config)).texts]
 
 
 def _tokenizer(config):

@@ -133,10 +133,9 @@ def test_two_ranks_train_the_same_bits(tmp_path, tiny_model):
         settings(
             tmp_path,
             tiny_model,
-            "partial",
-            partial_rollout=True,
-            partial_rollout_tokens=3,
-            partial_rollout_prompts=6,
+            "stream",
+            stream_chunk=3,
+            stream_prompts=6,
             off_policy_correction="tis",
             fsdp=False,
             zero_stage=1,
@@ -144,7 +143,7 @@ def test_two_ranks_train_the_same_bits(tmp_path, tiny_model):
     ]
     ranks = run_multiprocess(train_both_ways, 2, timeout_seconds=500, args=(runs,))
     assert_same_runs(ranks, runs)
-    assert ranks[0][1][0]["partial/stale_token_share"] > 0
+    assert ranks[0][1][0]["staleness/token_share"] > 0
     # Positive control: the files tell runs apart.
     first, second = (files_of(Path(f"{values['output_dir']}_delivered")) for values in runs)
     name = "audit/step_000001/values.safetensors"
@@ -192,9 +191,7 @@ def train_with_a_planted_column(rank, world_size, values, plants_a_fault):
 
 def test_a_planted_column_comes_from_the_engine_to_the_audits_record(tmp_path, tiny_model):
     write_inputs(tmp_path)
-    values = settings(
-        tmp_path, tiny_model, "run", partial_rollout=True, partial_rollout_tokens=3, max_steps=2
-    )
+    values = settings(tmp_path, tiny_model, "run", stream_chunk=3, max_steps=2)
     ranks = run_multiprocess(
         train_with_a_planted_column, 2, timeout_seconds=300, args=(values, False)
     )

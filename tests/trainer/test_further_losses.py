@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 import torch
 from tests.models.tiny import tiny_model
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES
-from lightrft.datasets.prompts import load_texts
+from lightrft.datasets.supervised_rows import SupervisedRow, load_supervised
 from lightrft.datasets.types import DataError
 from lightrft.models import Actor
 from lightrft.models.types import ActorOutput
 from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.pretrain_mix import PretrainMix
+from lightrft.stages.policy.pretrain_mix import PretrainMix, load_mixed_rows
 from lightrft.stages.policy.updates import TrainedModel, Update
 from lightrft.strategy import get_fake_strategy
 
@@ -29,10 +32,10 @@ class TablePolicy(torch.nn.Module):
         generator = torch.Generator().manual_seed(1)
         self.table = torch.nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator).double())
 
-    def forward(self, token_ids, attention_mask, *, scored_mask=None):
+    def forward(self, token_ids, attention_mask, *, scored_mask=None, token_loss=None, media=None):
         logprobs = self.table[token_ids[:, :-1]].log_softmax(-1)
         chosen = logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
-        chosen = chosen * attention_mask[:, 1:]
+        chosen = chosen * (attention_mask if scored_mask is None else scored_mask)[:, 1:]
         return ActorOutput(torch.nn.functional.pad(chosen, (1, 0)))
 
 
@@ -45,9 +48,15 @@ class Rank:
 
 
 def random_texts(count=11):
-    generator = torch.Generator().manual_seed(2)
-    lengths = torch.randint(2, 9, (count,), generator=generator).tolist()
-    return [tuple(torch.randint(0, VOCAB, (n,), generator=generator).tolist()) for n in lengths]
+    """Rows of which the first token, and of some more, is not trained."""
+    generator = np.random.default_rng(2)
+    rows = []
+    for length in generator.integers(2, 9, count):
+        is_trained = np.arange(length) >= generator.integers(1, length)
+        rows.append(
+            SupervisedRow(generator.integers(VOCAB, size=length, dtype=np.int32), is_trained)
+        )
+    return rows
 
 
 @pytest.mark.parametrize(("world_size", "micro"), [(1, 1), (1, 5), (1, 99), (2, 2), (4, 1), (3, 2)])
@@ -55,8 +64,10 @@ def test_mixed_texts_are_the_mean_over_all_their_tokens(world_size, micro):
     texts, policy = random_texts(), TablePolicy()
     mix = PretrainMix(texts, coef=0.3, batch_size=5, seed=7)
     rows = mix.rows(4)
-    logits = [policy.table[list(texts[row][:-1])] for row in rows]
-    targets = [torch.tensor(texts[row][1:]) for row in rows]
+    ids = [torch.from_numpy(texts[row].token_ids).long() for row in rows]
+    places = [np.flatnonzero(texts[row].is_trained) for row in rows]
+    logits = [policy.table[own[at - 1]] for own, at in zip(ids, places, strict=True)]
+    targets = [own[at] for own, at in zip(ids, places, strict=True)]
     expected = torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat(targets))
     (gradient,) = torch.autograd.grad(0.3 * expected, policy.table)
     losses, counts = [], []
@@ -88,13 +99,31 @@ def test_texts_are_cut_and_their_end_is_marked(tmp_path, tokenizer):
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": "abc"}\n{"text": "abcdefgh"}\n')
     end = tokenizer.eos_token_id
-    found = load_texts(file, tokenizer, text_key="text", max_tokens=6, end_token_id=end)
-    assert found == ((97, 98, 99, end), (97, 98, 99, 100, 101, 102))
+    config = TrainConfig(prompt_max_len=2, generate_max_len=4, apply_chat_template=True)
+    found = load_mixed_rows(str(file), tokenizer, config)
+    assert [row.token_ids.tolist() for row in found] == [
+        [97, 98, 99, end],
+        [97, 98, 99, 100, 101, 102],
+    ]
+    assert [row.is_trained.tolist() for row in found] == [[False] + [True] * n for n in (3, 5)]
     with pytest.raises(DataError, match="expected a text in column 'body'"):
-        load_texts(file, tokenizer, text_key="body", max_tokens=6, end_token_id=end)
-    file.write_text('{"text": "a"}\n')
-    with pytest.raises(DataError, match="two tokens"):
-        load_texts(file, tokenizer, text_key="text", max_tokens=6, end_token_id=None)
+        load_mixed_rows(str(file), tokenizer, config.replaced({"pretrain_column": "body"}))
+
+
+def test_other_rows_have_the_masks_of_supervised_training(tmp_path, tokenizer):
+    file = tmp_path / "rows.jsonl"
+    answer = {"prompt": "ab", "completion": "cd"}
+    file.write_text(json.dumps(answer) + "\n" + json.dumps(answer | {"prompt": "a" * 50}) + "\n")
+    config = TrainConfig(prompt_max_len=4, generate_max_len=4)
+    given = {"max_samples": 9, "split": "train"}
+    expected = load_supervised(str(file), tokenizer, config, **given).rows
+    (found,) = load_mixed_rows(str(file), tokenizer, config)
+    assert found.token_ids.tolist() == expected[0].token_ids.tolist()
+    assert found.is_trained.tolist() == expected[0].is_trained.tolist() == [False] * 2 + [True] * 3
+    with pytest.raises(DataError, match="all 2 rows of pretrain_data are longer than"):
+        load_mixed_rows(
+            str(file), tokenizer, config.replaced({"generate_max_len": 1, "prompt_max_len": 1})
+        )
 
 
 def tiny_experts():

@@ -13,7 +13,7 @@ from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.rollout import sampler as sampling
 from lightrft.rollout.environments import specs
-from lightrft.rollout.environments.calls import ToolCall
+from lightrft.rollout.environments.call_formats import ToolCall
 
 pytestmark = pytest.mark.shard("vision")
 

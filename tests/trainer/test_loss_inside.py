@@ -165,11 +165,11 @@ def test_a_head_that_is_not_fused_refuses_a_loss(tiny_model):
         actor(ids, ids > 0, token_loss=lambda lp, *_: lp.sum())
 
 
-def test_the_machine_decides_and_a_given_value_stays(build_world, capsys):
+def test_the_machine_decides_and_a_given_value_stays(build_world, told):
     world = build_world()
     assert world.trainer.config.fused_linear_logprob is torch.cuda.is_available()
     chosen = str(torch.cuda.is_available()).lower()
-    assert f"fused_linear_logprob = {chosen}: " in capsys.readouterr().out
+    assert f"fused_linear_logprob = {chosen}: " in "".join(told)
     for given in (True, False):
         config = TrainConfig(fused_linear_logprob=given)
         assert decide_by_machine(config, world.strategy) is config

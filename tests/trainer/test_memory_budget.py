@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.tools.plan.memory import plan_memory
-from lightrft.tools.plan.setup import SHAPES, Setup
-from lightrft.tools.plan.start_check import settle
+from lightrft.strategy import get_fake_strategy
+from lightrft.tools.plan.memory import gigabytes, plan_memory
+from lightrft.tools.plan.setup import SHAPES, ModelSize, Setup
+from lightrft.tools.plan.start_check import check_budget, settle
 
 
-def setup_of(name, gpus, gigabytes, *, has_gpu=True, **options):
+def setup_of(name, gpus, num_gigabytes, *, has_gpu=True, **options):
     config = TrainConfig(engine_type="vllm", **options)
-    return Setup(config, SHAPES[name], gpus, gpus, has_gpu, gigabytes * 1e9, "vllm")
+    return Setup(config, SHAPES[name], gpus, gpus, has_gpu, num_gigabytes * 1e9, "vllm")
 
 
 def test_what_fits_is_left_alone():
@@ -47,3 +52,42 @@ def test_a_host_is_only_warned_about():
     setup = setup_of("qwen2.5-7b", 2, 16, has_gpu=False)
     assert settle(setup, lines.append) is setup.config
     assert any("may run out of memory" in line for line in lines)
+
+
+class Inputs:
+    """Rows of two answers, the longest of 700 tokens."""
+
+    def items(self):
+        rows = [SimpleNamespace(token_ids=np.zeros(n, np.int32)) for n in (3, 700)]
+        return [rows, rows[:1]]
+
+
+def checked(tmp_path, capsys, stage, values, **options):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = TrainConfig(pretrain=str(tmp_path), max_row_tokens=4096, **options)
+    with get_fake_strategy(config) as strategy:
+        assert check_budget(config, strategy, stage=stage, inputs=Inputs()) is config
+    return capsys.readouterr().out
+
+
+def test_a_start_on_given_rows_counts_the_rows_that_there_are(tmp_path, capsys):
+    values = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 500,
+    }
+    said = checked(tmp_path, capsys, "prefer", values)
+    config = TrainConfig(pretrain=str(tmp_path), max_row_tokens=4096)
+    size = ModelSize.of_config(values)
+    given = {"stage": "prefer", "rows_per_item": 2, "longest_row": 700}
+    plan = plan_memory(Setup(config, size, 1, 1, False, 1e12, "hf", **given))
+    assert f"largest phase train: {gigabytes(plan.worst.device_bytes)} of" in said
+    assert checked(tmp_path, capsys, "toy", values) == ""
+    assert checked(tmp_path, capsys, "prefer", values, check_memory=False) == ""
+
+
+def test_a_model_of_unknown_sizes_is_trained_without_a_plan(tmp_path, capsys):
+    said = checked(tmp_path, capsys, "sft", {"n_embd": 64})
+    assert "memory is not planned: the configuration of the model has no" in said

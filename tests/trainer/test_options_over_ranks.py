@@ -34,9 +34,8 @@ RUNS = (
     },
     {"dynamic_sampling": True, "use_fire": True, "train_batch_size": 16, "fsdp": False},
     {
-        "partial_rollout": True,
-        "partial_rollout_tokens": 3,
-        "partial_rollout_prompts": 6,
+        "stream_chunk": 3,
+        "stream_prompts": 6,
         "off_policy_correction": "tis",
         "fsdp": False,
         "zero_stage": 1,
@@ -149,6 +148,6 @@ def test_two_processes_agree_with_one(tmp_path, tiny_model):
     assert alone[1]["dynamic/num_gen_batches"] > 1
     assert alone[2]["dynamic/filler_share"] > 0
     assert alone[3]["dynamic/num_gen_batches"] > 1
-    assert alone[4]["partial/carried_groups"] > 0
+    assert alone[4]["stream/open_groups"] > 0
     assert alone[5]["ptx_loss"] > 1
     assert alone[5]["reward/model"] != 0

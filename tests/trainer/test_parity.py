@@ -57,15 +57,15 @@ def faulty_world(build_world, **options):
     return world
 
 
-def test_the_first_step_is_compared_and_told(build_world, capsys):
+def test_the_first_step_is_compared_and_told(build_world, told):
     world = build_world()
-    capsys.readouterr()
+    told.clear()
     world.trainer.make_experience()
-    first = capsys.readouterr().out
-    assert "parity: engine and trainer logprobs of " in first
+    assert "parity: engine and trainer logprobs of " in "".join(told)
+    told.clear()
     world.trainer.ppo_train(1)
     world.trainer.make_experience()
-    assert "parity" not in capsys.readouterr().out
+    assert "parity" not in "".join(told)
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, [1]), (2, [1, 2, 4]), (-1, [])])
@@ -153,19 +153,19 @@ def test_by_default_the_ledger_finds_it_before_anything_is_trained(build_world):
     assert exit_code_of(caught.value) == ExitCode.VERIFICATION
 
 
-def test_an_engine_that_computes_no_model_is_not_compared(build_world, capsys, monkeypatch):
+def test_an_engine_that_computes_no_model_is_not_compared(build_world, told, monkeypatch):
     monkeypatch.setitem(ENGINES, "hf", build_fake)
     world = build_world()
     world.trainer.make_experience()
     assert world.trainer.check_parity() is None
-    assert "parity" not in capsys.readouterr().out
+    assert "parity" not in "".join(told)
 
 
-def test_laws_that_cannot_be_replayed_have_nothing_to_compare(build_world, capsys, monkeypatch):
+def test_laws_that_cannot_be_replayed_have_nothing_to_compare(build_world, told, monkeypatch):
     monkeypatch.setattr("lightrft.experience.maker.replayed_support", lambda *_: None)
     world = build_world(top_p=0.5)
     world.trainer.make_experience()
-    assert "parity: no token whose logprobs follow the same distribution" in capsys.readouterr().out
+    assert "parity: no token whose logprobs follow the same distribution" in "".join(told)
 
 
 def test_a_check_needs_samples(build_world):

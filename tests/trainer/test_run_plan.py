@@ -13,7 +13,9 @@ import pytest
 from lightrft.config import TrainConfig
 from lightrft.config.files import file_sha256
 from lightrft.reporting.files import drop_steps_after, set_aside, write_start
-from lightrft.run.resume import describe_inputs, input_files, plan_run
+from lightrft.run.provenance import describe_models
+from lightrft.run.resume import plan_run
+from lightrft.run.run_inputs import describe_inputs, input_files
 from lightrft.run.start import sole_writer
 from lightrft.strategy.config import ConfigError
 
@@ -43,7 +45,8 @@ def leave_run(config, *, checkpoint=True, summary=False, stage=""):
     config.save(folder / "config.toml")
     digest = file_sha256(folder / "config.toml")
     inputs = describe_inputs(config)
-    start = {"inputs": inputs, "config_sha256": digest, "stage": stage}
+    models = describe_models(config)
+    start = {"inputs": inputs, "config_sha256": digest, "stage": stage, "models": models}
     write_start(folder / "run.json", world_size=1, **start)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     if checkpoint:
@@ -315,3 +318,49 @@ def test_a_folder_has_one_writer(tmp_path):
         other.kill()
     with sole_writer(tmp_path):  # a killed process holds nothing
         pass
+
+
+@pytest.mark.parametrize("option", ["prompt_data", "pretrain_data", "ref_logprobs", "eval_data"])
+def test_files_of_every_stage_are_inputs(config, tmp_path, option):
+    """Folders by their split, several sources, and the file behind a kind of source."""
+    (tmp_path / "rows").mkdir()
+    for name in ("rows/train.jsonl", "rows/test.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    value, read = str(tmp_path / "b.jsonl"), ["b.jsonl"]
+    if option.endswith("_data"):
+        split = "test" if option == "eval_data" else "train"
+        value = f"{tmp_path / 'rows'},both_orders:{tmp_path / 'b.jsonl'}"
+        read = [f"rows/{split}.jsonl", "b.jsonl"]
+    changed = config(**{option: value})
+    found = [path.relative_to(tmp_path).as_posix() for path in input_files(changed)]
+    assert [name for name in found if name not in ("train.jsonl", "r.py")] == read
+    leave_run(changed)
+    (tmp_path / "b.jsonl").write_text("{}\n\n")
+    if option == "eval_data":  # nothing is trained on it
+        (change,) = plan_run(changed).changes
+        assert change.is_free
+        return
+    with pytest.raises(ConfigError, match=r"b\.jsonl: contents [0-9a-f]{12} -> contents"):
+        plan_run(changed)
+
+
+@pytest.mark.parametrize("option", ["pretrain", "teacher", "teachers", "reward_pretrain"])
+def test_a_model_that_is_another_one_now_breaks_exactness(config, tmp_path, option):
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"one")
+    values = {
+        "teachers": (f"big={model}", "small=http://host/v1"),
+        "reward_pretrain": (str(model),),
+    }
+    changed = config(**{option: values.get(option, str(model))}, temperature=1.0)
+    leave_run(changed)
+    (model / "model.safetensors").touch()
+    assert plan_run(changed).changes == ()
+    (model / "model.safetensors").write_bytes(b"two")
+    role = {"teachers": "teacher big"}.get(option, option)
+    with pytest.raises(ConfigError, match=rf"{role} .*m: weights [0-9a-f]{{12}} -> weights "):
+        plan_run(changed)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"-> weights none"):
+        plan_run(changed)

@@ -53,7 +53,7 @@ def test_the_mismatch_is_measured_wherever_the_old_logprobs_come_from(build_worl
     assert metrics["ratio_mean"] == pytest.approx(1, abs=0.2)
 
 
-@pytest.mark.parametrize("options", [{"use_fire": True}, {"partial_rollout": True}], ids=str)
+@pytest.mark.parametrize("options", [{"use_fire": True}, {"stream_chunk": 2}], ids=str)
 def test_other_ways_to_sample_are_compared_too(build_world, options):
     world = build_world(top_p=0.7, num_prompts=16, **options)
     for step in (1, 2):

@@ -18,7 +18,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.media.media import RowMedia
 from lightrft.models import Actor, Critic, RewardModel
 from lightrft.models.loading import ModelLoadError, load_causal_lm, load_trunk
-from lightrft.models.lora import LoraActor
+from lightrft.models.lora import LoraActor, target_layers
 from lightrft.models.sequence_model import freeze, has_prefix
 from lightrft.run.assembly import run_training
 from lightrft.strategy.meta_init import parameters_on_meta
@@ -159,7 +159,7 @@ def train_frozen(rank, world_size, model, data, folder, options):
 def check_frozen(model, trained, folder):
     """The tower is as it was, the rest moved, and the engine followed it."""
     verdict, path = trained
-    assert verdict.startswith("learned")
+    assert verdict.startswith("trained")
     before, after = (load_file(f"{each}/model.safetensors") for each in (model, path))
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -212,6 +212,36 @@ def test_a_prefix_is_whole_parts_of_a_name(model):
         freeze(Actor.from_pretrained(model), ("vision",))
     with pytest.raises(ConfigError, match="leave nothing"):
         freeze(Actor.from_pretrained(model), ("model", "lm_head"))
+
+
+def test_a_part_is_a_regular_expression(model):
+    """The tower of Qwen-VL without its projector, which lies within it."""
+    actor = Actor.from_pretrained(model)
+    freeze(actor, (r"visual(?!\.merger)",))
+    frozen = {name for name, value in actor.named_parameters() if not value.requires_grad}
+    assert any("visual.blocks" in name for name in frozen)
+    assert all("visual." in name and "visual.merger" not in name for name in frozen)
+    trained = {name for name, value in actor.named_parameters() if value.requires_grad}
+    assert any("visual.merger" in name for name in trained)
+    with pytest.raises(ConfigError, match="is no regular expression"):
+        freeze(actor, ("visual(",))
+
+
+@pytest.mark.parametrize(
+    ("target", "parts"),
+    [
+        ("language_model.*", {"language_model"}),
+        (r"visual\.merger.*", {"visual.merger"}),
+        (r"visual\.blocks.*", {"visual.blocks"}),
+        ("q_proj", {"language_model"}),
+    ],
+)
+def test_adapters_lie_on_the_part_that_is_named(model, target, parts):
+    found = target_layers(load_causal_lm(model), (target,))
+    known = ("language_model", "visual.merger", "visual.blocks")
+    assert {part for name in found for part in known if part in name} == parts
+    with pytest.raises(ConfigError, match="no linear layer is called none"):
+        target_layers(load_causal_lm(model), (target, "none.*"))
 
 
 @pytest.mark.parametrize(("frozen", "has_tower"), [((), True), (("visual",), False)])

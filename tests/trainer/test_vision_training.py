@@ -79,7 +79,7 @@ def metrics(data, model, output, *, world_size=1, cut=None, **options):
         train, world_size, timeout_seconds=280, args=(data, model, output, options, cut)
     )
     verdict, steps = results[0]
-    assert verdict.startswith("learned")
+    assert verdict.startswith("trained")
     assert len(steps) == 2
     return steps
 

@@ -11,7 +11,8 @@ from lightrft.config import TrainConfig
 from lightrft.datasets import collate_prompts, load_prompts
 from lightrft.models import Actor, Critic, load_tokenizer
 from lightrft.models.loading import load_processor, load_trunk
-from lightrft.models.reward_model import VisionScorer
+from lightrft.models.reward_model import RewardModel
+from lightrft.models.score_heads import ScoreHead
 from lightrft.rewards.types import RewardResult
 from lightrft.stages.policy.inputs import load_modality
 from lightrft.strategy import get_fake_strategy, get_strategy
@@ -41,7 +42,8 @@ def scorer_folder(model, folder):
     """The actor's checkpoint as a reward model, with a head of noise."""
     trunk = load_trunk(model)
     weight = torch.randn(1, 128, generator=torch.Generator().manual_seed(2)) / 10
-    VisionScorer(trunk, weight).save_pretrained(folder)
+    head = ScoreHead(torch.nn.Parameter(weight))
+    RewardModel(trunk, head).save_pretrained(folder)
     load_processor(model).save_pretrained(folder)
     return str(folder), weight
 

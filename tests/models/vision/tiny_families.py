@@ -125,8 +125,13 @@ def _qwen2_vl(ids, text, tokenizer):
     return config, qwen_processor(hf.Qwen2VLProcessor, tokenizer)
 
 
-def _qwen3_vl(ids, text, tokenizer):
-    config = hf.Qwen3VLConfig(
+def _qwen3_vl_moe(ids, text, tokenizer):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    return _qwen3_vl(ids, text | experts, tokenizer, hf.Qwen3VLMoeConfig)
+
+
+def _qwen3_vl(ids, text, tokenizer, kind=hf.Qwen3VLConfig):
+    config = kind(
         text_config=text
         | {"head_dim": 32, "rope_parameters": _rope([6, 5, 5], mrope_interleaved=True)},
         vision_config=_qwen_vision(
@@ -249,6 +254,30 @@ def _llava_onevision(ids, text, tokenizer):
     )
 
 
+def _llava_next(ids, text, tokenizer):
+    config = hf.LlavaNextConfig(
+        text_config=text | {"model_type": "llama", "head_dim": 32},
+        vision_config=_vision(model_type="clip_vision_model", projection_dim=64),
+        image_token_index=ids["<image>"],
+        image_grid_pinpoints=_PINPOINTS,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=False,
+    )
+    size = {"height": SIDE, "width": SIDE}
+    return config, lambda template: hf.LlavaNextProcessor(
+        image_processor=hf.LlavaNextImageProcessor(
+            size={"shortest_edge": SIDE}, crop_size=size, image_grid_pinpoints=_PINPOINTS
+        ),
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token="<image>",
+        chat_template=template,
+    )
+
+
 def _smolvlm(ids, text, tokenizer):
     config = hf.SmolVLMConfig(
         text_config=text | {"model_type": "llama", "head_dim": 32},
@@ -266,6 +295,25 @@ def _smolvlm(ids, text, tokenizer):
         video_processor=hf.SmolVLMVideoProcessor(
             size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE}
         ),
+        image_seq_len=4,
+        chat_template=template,
+    )
+
+
+def _idefics3(ids, text, tokenizer):
+    config = hf.Idefics3Config(
+        text_config=text | {"model_type": "llama", "head_dim": 32},
+        vision_config=_vision(),
+        image_token_id=ids["<image>"],
+        pad_token_id=tokenizer.pad_token_id,
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )
+    return config, lambda template: hf.Idefics3Processor(
+        image_processor=hf.Idefics3ImageProcessor(
+            size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
+        ),
+        tokenizer=tokenizer,
         image_seq_len=4,
         chat_template=template,
     )
@@ -336,6 +384,7 @@ TINY_FAMILIES = {
         "<video>",
         {"image_token": "<image>", "video_token": "<video>"},
     ),
+    "tiny-llava-next": TinyFamily(("<image>",), _llava_next, "<image>"),
     "tiny-smolvlm": TinyFamily(
         ("<fake_token_around_image>", "<image>", "<global-img>"),
         _smolvlm,
@@ -346,6 +395,12 @@ TINY_FAMILIES = {
             "image_token": "<image>",
             "global_image_token": "<global-img>",
         },
+    ),
+    "tiny-qwen3-vl-moe": TinyFamily(MARKS, _qwen3_vl_moe, IMAGE, "<|video_pad|>"),
+    "tiny-idefics3": TinyFamily(
+        ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"),
+        _idefics3,
+        "<image>",
     ),
     # The image's mark must be the last id: it has no row in the output projection.
     "tiny-mllama": TinyFamily(("<|image|>",), _mllama, "<|image|>"),

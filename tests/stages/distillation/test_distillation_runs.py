@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
+from functools import partial
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tests.ranks import run_multiprocess
+from tests.stages.stage_runs import continued, in_ranks, steps, tiny_models, write
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.run.loop import Loop
-from lightrft.tools.model_presets import write_tiny_model
+from lightrft.datasets.types import DataError
+from lightrft.tools.rows.row_file import RowRequest, write_rows
 from lightrft.trainer import DistillationTrainer
-
-
-class Interrupted(Exception):
-    """The test ends a run here, in the middle of a step."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("distillation")
-    for seed, name in enumerate(("student", "teacher"), start=1):
-        write_tiny_model(folder / name, "tiny-qwen3", seed=seed)
-    return folder
+    return tiny_models(tmp_path_factory.mktemp("distillation"), "student", "teacher")
 
 
 @pytest.fixture
 def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"input": f"say {c}"}) + "\n" for c in "aeioubcd"))
-    return str(path)
+    return write(tmp_path / "prompts.jsonl", ({"input": f"say {c}"} for c in "aeioubcd"))
 
 
 def options(models, prompts, folder, **changes):
@@ -55,29 +49,55 @@ def options(models, prompts, folder, **changes):
     }
 
 
-def steps(folder):
-    """Metrics of every step without what a clock says."""
-    ignored = ("second", "memory/", "mfu", "tflops")
-    return [
-        {n: v for n, v in json.loads(line).items() if not any(word in n for word in ignored)}
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
-def digest(folder):
-    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
-
-
 def test_the_student_moves_to_the_teacher(tmp_path, models, prompts):
     many = {"n_samples_per_prompt": 16, "generate_max_len": 3, "num_episodes": 40}
     many |= {"train_batch_size": 128, "micro_train_batch_size": 128, "lr_scheduler": "linear"}
     many |= {"micro_rollout_batch_size": 128, "actor_learning_rate": 3e-3}
     config = TrainConfig(**options(models, prompts, tmp_path / "run", **many))
     summary = DistillationTrainer(config).train()
-    assert summary.verdict.startswith("learned: 40 of 40")
+    assert summary.verdict.startswith("trained: 40 of 40")
     assert summary.alarms == ()
     distances = [step["teacher_kl"] for step in steps(tmp_path / "run")]
     assert sum(distances[-5:]) < 0.6 * sum(distances[:5])
+
+
+def test_a_run_without_rewards_shows_none(tmp_path, models, prompts, capsys):
+    """A reward of 0 that nobody measured is no reward."""
+    shared = {"max_steps": 1, "save_rollouts": True, "save_trajectories": True}
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"input": "say z", "label": "#### 2"}) + "\n")
+    shared |= {"eval_data": str(held_out), "rollout_batch_size": 4, "train_batch_size": 16}
+    for name, changes in (("bare", {}), ("measured", {"reward_fn": ("gsm8k",)})):
+        if name == "measured":
+            rows = map(json.loads, (tmp_path / "prompts.jsonl").read_text().splitlines())
+            lines = [json.dumps({**row, "label": "#### 2"}) + "\n" for row in rows]
+            (tmp_path / "prompts.jsonl").write_text("".join(lines))
+        folder = tmp_path / name
+        config = TrainConfig(**options(models, prompts, folder, **shared, **changes))
+        summary = DistillationTrainer(config).train()
+        entries = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+        said = {name for entry in entries for name in entry if "reward" in name}
+        said -= {"reward_seconds", "memory/reward_gb"}
+        samples, rollouts, trajectories = (
+            json.loads((folder / f"{each}.jsonl").read_text().splitlines()[0])
+            for each in ("samples", "rollouts", "trajectories")
+        )
+        console = capsys.readouterr().out
+        if name == "bare":
+            assert said == set()
+            assert not any("constant_group_share" in entry for entry in entries)
+            assert "reward" not in samples
+            assert "reward" not in trajectories
+            assert rollouts["reward"] is rollouts["accuracy"] is None
+            assert "teacher KL" in console
+            assert "reward" not in summary.verdict
+            with pytest.raises(DataError, match="the run measured no rewards, and rows are chosen"):
+                request = RowRequest(folder, "sft", "right", threshold=1.0, max_per_prompt=None)
+                write_rows(request, tmp_path / "rows.jsonl")
+        else:  # the control
+            assert "reward" in said
+            assert "eval/reward" in said
+            assert samples["reward"] == trajectories["reward"] == rollouts["reward"] == 0.0
 
 
 def test_a_teacher_equal_to_the_student_gives_0(tmp_path, models, prompts):
@@ -89,70 +109,59 @@ def test_a_teacher_equal_to_the_student_gives_0(tmp_path, models, prompts):
     assert "teacher = student gives 0" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
 
 
-def interrupted(config, step):
-    """Ends a run in the update of a step; what it has written stays."""
-    original = Loop.update
-
-    def update(self, batch, under_way):
-        if under_way.number == step:
-            raise Interrupted
-        return original(self, batch, under_way)
-
-    Loop.update = update
-    try:
-        DistillationTrainer(config).train()
-    except Interrupted:
-        pass
-    finally:
-        Loop.update = original
-
-
 def test_an_interrupted_run_continues_to_the_bit(tmp_path, models, prompts):
-    settings = {"save_steps": 1, "max_steps": 3, "num_episodes": 3}
-    whole, parts = (
-        TrainConfig(**options(models, prompts, tmp_path / name, **settings))
-        for name in ("whole", "parts")
-    )
-    DistillationTrainer(whole).train()
-    interrupted(parts, 3)
-    summary = DistillationTrainer(parts).train()
+    settings = partial(options, models, prompts, save_steps=1, max_steps=3, num_episodes=3)
+    summary = continued(DistillationTrainer, tmp_path, settings, 3)
     assert (summary.num_resumed_steps, summary.num_steps) == (2, 3)
-    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
-    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
 
 
-def in_ranks(rank, world_size, settings):
-    from datetime import timedelta
+PADDED = {"fsdp": True, "micro_train_batch_size": 4}
+PACKED = {"packing_samples": True, "fused_linear_logprob": True}
+ADAPTERS = {"lora_rank": 2, "target_modules": ("q_proj", "down_proj")}
+ALONE = (PADDED, {**PADDED, **PACKED}, {**PADDED, "micro_train_batch_size": 16}, ADAPTERS)
+TWO = (
+    PADDED,
+    {**PADDED, **PACKED, "sp_size": 2},
+    {"fsdp": False, "zero_stage": 2, "micro_train_batch_size": 2},
+    {**PADDED, **PACKED, **ADAPTERS},
+)
 
-    import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=200))
-    return DistillationTrainer(TrainConfig(**settings)).train().last_metrics
-
-
-def compared(metrics):
-    names = ("teacher_kl", "policy_loss", "grad_norm", "advantage_abs", "response_length")
-    return {name: pytest.approx(metrics[name], rel=1e-4) for name in names}
+def trained(models, summary):
+    """How far a run has moved the weights, one after the other."""
+    before, after = (
+        load_file(f"{folder}/model.safetensors")
+        for folder in (models / "student", summary["model_dir"])
+    )
+    return torch.cat([(after[n].double() - before[n].double()).flatten() for n in before])
 
 
 @pytest.mark.multiprocess
-def test_a_step_is_equal_packed_and_padded_on_one_rank_and_on_two(tmp_path, models, prompts):
+@pytest.mark.deepspeed
+def test_a_step_is_equal_in_every_layout_on_one_rank_and_on_two(tmp_path, models):
     """Lengths differ: a quarter of the prompts is much longer."""
-    long = "".join(json.dumps({"input": "say " + "abcdef" * (n % 4 // 3)}) + "\n" for n in range(8))
-    (tmp_path / "prompts.jsonl").write_text(long)
-    base = {"max_steps": 1, "train_batch_size": 16, "micro_train_batch_size": 4}
+    rows = [{"input": "say " + "abcdef" * (n % 4 // 3)} for n in range(8)]
+    prompts = write(tmp_path / "prompts.jsonl", rows)
+    base = {"max_steps": 1, "train_batch_size": 16}
     found = []
-    for name, changes in (
-        ("padded", {}),
-        ("packed", {"packing_samples": True, "fused_linear_logprob": True}),
-    ):
-        config = TrainConfig(**options(models, prompts, tmp_path / name, **base, **changes))
-        found.append(DistillationTrainer(config).train().last_metrics)
-    settings = options(models, prompts, tmp_path / "two", **base)
-    found += run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(settings,))
-    expected = compared(found[0])
-    for metrics in found[1:]:
-        assert {name: metrics[name] for name in expected} == expected
+    for world_size, ways in ((1, ALONE), (2, TWO)):
+        runs = [
+            options(models, prompts, tmp_path / f"{world_size}_{n}", **base, **way)
+            for n, way in enumerate(ways)
+        ]
+        args = ("DistillationTrainer", runs)
+        ranks = run_multiprocess(in_ranks, world_size, timeout_seconds=500, args=args)
+        found += zip(ways, ranks[0], strict=True)
+    names = ("teacher_kl", "policy_loss", "grad_norm", "advantage_abs", "response_length")
+    for has_adapters in (False, True):
+        plain, *others = [each for way, each in found if ("lora_rank" in way) == has_adapters]
+        expected = {n: pytest.approx(plain["last_metrics"][n], rel=1e-4) for n in names}
+        moved = trained(models, plain)
+        assert len(others) == (1 if has_adapters else 5)
+        assert moved.norm() > 1e-2
+        for other in others:
+            assert {name: other["last_metrics"][name] for name in names} == expected
+            assert (trained(models, other) - moved).norm() <= 1e-3 * moved.norm()
 
 
 def with_two_tokens_exchanged(folder, models):

@@ -7,15 +7,13 @@ import copy
 import numpy as np
 import torch
 from tests.models.tiny import tiny_model
-from tests.stages.supervised.supervised_world import STILL
+from tests.stages.stage_world import configured, prepared
+from tests.stages.supervised.supervised_world import build_actor
 
-from lightrft.config import TrainConfig
 from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair, PreferenceRows
 from lightrft.datasets.supervised_rows import SupervisedRow
-from lightrft.models import Actor, LoraActor
-from lightrft.stages.policy.models import configure_model, trained_model
+from lightrft.stages.policy.models import configure_model
 from lightrft.stages.preference.preference_stage import PreferenceStage
-from lightrft.stages.stage import Step, TrainedModels
 
 
 def pair(prompt, chosen, rejected, *, seed=0):
@@ -39,9 +37,9 @@ LABELLED = tuple(
 )
 
 
-def noisy_model(*, seed=5, size=0.02):
-    """The tiny model with other weights, as it might be after some steps."""
-    model = tiny_model()
+def noisy_model(model=None, *, seed=5, size=0.02):
+    """A model (the tiny one) with other weights, as it might be after some steps."""
+    model = copy.deepcopy(model or tiny_model())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -49,49 +47,28 @@ def noisy_model(*, seed=5, size=0.02):
     return model
 
 
-def build_stage(strategy, items, **changes):
-    """A stage whose optimizer does not move the model; its reference is `tiny_model`."""
-    options = {"micro_train_batch_size": 1, "fused_linear_logprob": True, **changes}
-    config = TrainConfig(train_batch_size=len(items), **STILL, **options)
-    reference = None
-    if config.lora_rank:
-        actor = LoraActor(tiny_model(), config)
-        generator = torch.Generator().manual_seed(7)
-        for name, parameter in actor.named_parameters():
-            if "lora_B" in name:
-                parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
-    else:
-        actor, reference = Actor(noisy_model()), Actor(tiny_model())
-    for model in (actor, reference):
-        if model is not None:
-            configure_model(model, config)
-    ready, _, _, reference = strategy.prepare_models_and_optimizers(
-        actor, None, None, reference, config, 1
-    )
-    models = TrainedModels((trained_model("actor", ready),))
-    return PreferenceStage(config, strategy, models, reference, PreferenceRows(items, ""), items)
+def build_stage(strategy, items, *, model=None, reference=None, held_out=None, **changes):
+    """A stage on preferences.
 
-
-def train_step(stage, items):
-    """Gradient by name, and metrics, of one step."""
-    trained = stage.models.main
-    named = dict(stage.strategy.unwrap_model(trained.model).named_parameters())
-    found = {}
-
-    def keep(*_):
-        for name, value in named.items():
-            if value.grad is not None:
-                grad = value.grad
-                whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-                found[name] = whole.detach().clone()
-
-    trained.optimizer.register_step_pre_hook(keep)
-    trained.model.eval()
-    batch = stage.batch_of(tuple(items), 1)
-    trained.model.train()
-    step = Step(1)
-    stage.update(batch, step)
-    return found, stage.finish(batch, step.metrics.reduce(stage.strategy))
+    Args:
+        strategy: Trains.
+        items: To train on.
+        model: Is trained; with adapters by default that of the reference, whose base it is.
+        reference: `tiny_model` by default.
+        held_out: The same by default.
+        **changes: Options.
+    """
+    config = configured(items, **{"fused_linear_logprob": True, **changes})
+    reference = reference or tiny_model()
+    actor = build_actor(model or (reference if config.lora_rank else noisy_model()), config)
+    frozen = None if config.lora_rank else build_actor(reference, config)
+    models = prepared(strategy, actor, config)
+    if frozen is not None:
+        configure_model(frozen, config)
+        frozen = strategy.prepare_model(frozen)
+    data = PreferenceRows(items, "")
+    held_out = items if held_out is None else held_out
+    return PreferenceStage(config, strategy, models, frozen, data, held_out)
 
 
 def slow_sums(model, items):

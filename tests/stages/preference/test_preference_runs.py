@@ -2,67 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+from functools import partial
 
 import pytest
 from tests.ranks import run_multiprocess
+from tests.stages import stage_runs
+from tests.stages.stage_runs import continued, in_ranks, steps, tiny_models, write
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.run.assembly import run_training
-from lightrft.run.loop import Loop
-from lightrft.tools.model_presets import write_tiny_model
 from lightrft.trainer import PreferenceTrainer
 
-
-class Interrupted(Exception):
-    """The test ends a run here, in the middle of a step."""
+options = partial(stage_runs.options, actor_learning_rate=1e-3)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prefer") / "model"
-    write_tiny_model(path, "tiny-qwen3", seed=1)
-    return str(path)
+    return str(tiny_models(tmp_path_factory.mktemp("prefer"), "model") / "model")
 
 
 def write_pairs(folder, name, *, start=0, swapped=False):
     """Eight pairs that a digit tells apart."""
     names = ("rejected", "chosen") if swapped else ("chosen", "rejected")
-    path = folder / f"{name}.jsonl"
     rows = (
         {"prompt": f"name {n}: ", names[0]: f"yes {n * 7 % 10}", names[1]: f"no {n * 3 % 10}"}
         for n in range(start, start + 8)
     )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def options(model, rows, folder, **changes):
-    return {
-        "pretrain": model,
-        "prompt_data": rows,
-        "output_dir": str(folder),
-        "train_batch_size": 4,
-        "micro_train_batch_size": 2,
-        "actor_learning_rate": 1e-3,
-        "max_epochs": 3,
-        "num_threads": 1,
-        **changes,
-    }
-
-
-def steps(folder):
-    """Metrics of every step without what a clock says."""
-    ignored = ("second", "memory/", "mfu", "tflops")
-    return [
-        {n: v for n, v in json.loads(line).items() if not any(word in n for word in ignored)}
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
-def digest(folder):
-    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+    return write(folder / f"{name}.jsonl", rows)
 
 
 def test_pairs_are_told_apart_and_so_are_held_out_ones(tmp_path, model, capsys):
@@ -72,7 +38,7 @@ def test_pairs_are_told_apart_and_so_are_held_out_ones(tmp_path, model, capsys):
         **options(model, rows, tmp_path / "run", eval_data=held_out, best_metric="eval/accuracy")
     )
     summary = PreferenceTrainer(config).train()
-    assert summary.verdict.startswith("learned: 6 of 6")
+    assert summary.verdict.startswith("trained: 6 of 6")
     start, end = summary.first_eval, summary.last_eval
     # The margin is 0 before the first step, and no pair is decided.
     assert start["eval/margin"] == pytest.approx(0.0, abs=1e-5)
@@ -96,24 +62,6 @@ def test_a_swap_of_chosen_and_rejected_is_named(tmp_path, model, capsys):
     assert "accuracy is 1.00 on trained pairs and 0.00 on 8 held-out ones" in line
 
 
-def interrupted(config, step):
-    """Ends a run in the update of a step; what it has written stays."""
-    original = Loop.update
-
-    def update(self, batch, under_way):
-        if under_way.number == step:
-            raise Interrupted
-        return original(self, batch, under_way)
-
-    Loop.update = update
-    try:
-        PreferenceTrainer(config).train()
-    except Interrupted:
-        pass
-    finally:
-        Loop.update = original
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -124,34 +72,15 @@ def interrupted(config, step):
 )
 def test_an_interrupted_run_continues_to_the_bit(tmp_path, model, changes):
     rows = write_pairs(tmp_path, "rows")
-    whole, parts = (
-        TrainConfig(**options(model, rows, tmp_path / name, save_steps=2, **changes))
-        for name in ("whole", "parts")
-    )
-    PreferenceTrainer(whole).train()
+    settings = partial(options, model, rows, save_steps=2, **changes)
     # In the middle of the second pass over the data.
-    interrupted(parts, 4)
-    summary = PreferenceTrainer(parts).train()
+    summary = continued(PreferenceTrainer, tmp_path, settings, 4)
     assert (summary.num_resumed_steps, summary.num_steps) == (2, 6)
-    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
-    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
     before, after = (steps(tmp_path / "whole")[place]["loss"] for place in (0, -1))
     assert after < before
 
 
-def in_ranks(rank, world_size, settings):
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", timeout=timedelta(seconds=200))
-    config = TrainConfig(**settings)
-    if config.fsdp:
-        interrupted(config, 4)
-    return PreferenceTrainer(config).train().num_resumed_steps
-
-
-def compare_with_one_rank(tmp_path, model, **backend):
+def compare_with_one_rank(tmp_path, model, interrupted_at, **backend):
     """Trains on one rank and on two of a backend; their steps agree."""
     rows = write_pairs(tmp_path, "rows")
     changes = {"micro_train_batch_size": 1, "save_steps": 2, "eval_data": rows}
@@ -159,25 +88,26 @@ def compare_with_one_rank(tmp_path, model, **backend):
     one = TrainConfig(**options(model, rows, tmp_path / "one", fsdp=True, **changes))
     PreferenceTrainer(one).train()
     settings = options(model, rows, tmp_path / "two", **changes, **backend)
-    resumed = run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(settings,))
+    args = ("PreferenceTrainer", [settings], interrupted_at)
+    ranks = run_multiprocess(in_ranks, 2, timeout_seconds=300, args=args)
     one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
     assert len(one) == len(two) == 7  # the evaluation before the first step, and six steps
     for expected, found in zip(one[1:], two[1:], strict=True):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
     assert two[-1]["eval/margin"] == pytest.approx(one[-1]["eval/margin"], rel=1e-2)
-    return resumed
+    return [summary["num_resumed_steps"] for (summary,) in ranks]
 
 
 @pytest.mark.multiprocess
 def test_two_ranks_train_on_the_rows_of_one_and_continue(tmp_path, model):
-    assert compare_with_one_rank(tmp_path, model, fsdp=True) == [2, 2]
+    assert compare_with_one_rank(tmp_path, model, 4, fsdp=True) == [2, 2]
 
 
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_two_ranks_of_zero_train_on_the_rows_of_one(tmp_path, model):
-    assert compare_with_one_rank(tmp_path, model, fsdp=False, zero_stage=2) == [0, 0]
+    assert compare_with_one_rank(tmp_path, model, None, fsdp=False, zero_stage=2) == [0, 0]
 
 
 @pytest.mark.parametrize(

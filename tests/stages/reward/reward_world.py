@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import numpy as np
 import torch
 from tests.models.tiny import SPECIAL, tiny_config
-from tests.stages.supervised.supervised_world import STILL, row
+from tests.stages.stage_runs import options
+from tests.stages.stage_world import configured, prepared, row
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.judged_rows import JudgedRows
@@ -18,9 +20,8 @@ from lightrft.datasets.step_rows import LabelledSteps
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models import RewardModel
 from lightrft.models.lora import LoraRewardModel
-from lightrft.stages.policy.models import configure_model, trained_model
 from lightrft.stages.reward.reward_stage import RewardStage
-from lightrft.stages.stage import TrainedModels
+from lightrft.trainer import RewardTrainer
 
 
 def pair(first, second, *, margin=None, seed=0):
@@ -72,17 +73,14 @@ def tiny_classifier(*, seed=0, **changes):
 
 
 def build_stage(strategy, preferences, *, model=None, held_out=(), **changes):
-    """A stage whose optimizer does not move the model."""
-    options = {"micro_train_batch_size": 1, **changes}
-    config = TrainConfig(train_batch_size=len(preferences), **{**STILL, **options})
-    classifier = tiny_classifier() if model is None else copy.deepcopy(model)
+    """A stage on judgements."""
+    config = configured(preferences, **changes)
+    classifier = copy.deepcopy(model or tiny_classifier())
     if config.lora_rank:
         reward_model = LoraRewardModel(classifier, config)
     else:
         reward_model = RewardModel(classifier)
-    configure_model(reward_model, config)
-    ready = strategy.prepare_reward_model(reward_model, config, 1)
-    models = TrainedModels((trained_model("actor", ready),))
+    models = prepared(strategy, reward_model, config)
     data = PreferenceRows(preferences, "")
     if isinstance(preferences[0], RankedAnswers | LabelledSteps | ScoredAnswer):
         is_paired = isinstance(preferences[0], RankedAnswers)
@@ -106,3 +104,21 @@ def slow_gradient(model, preferences, *, centering=0.0):
     loss = losses.mean()
     loss.backward()
     return loss.item(), {f"model.{name}": value.grad for name, value in model.named_parameters()}
+
+
+def pairs(num, *, seed=0, swapped=False, **columns):
+    """Pairs of which the polite answer is better, whatever its length."""
+    draw = random.Random(seed)
+    found = []
+    for number in range(num):
+        answers = [f"word {draw.randrange(10 ** draw.randint(1, 8))}" for _ in range(2)]
+        better, worse = f"{answers[0]} please", f"{answers[1]} at once"
+        chosen, rejected = (worse, better) if swapped else (better, worse)
+        row = {"prompt": f"name {number}: ", "chosen": chosen, "rejected": rejected}
+        found.append(row | columns)
+    return found
+
+
+def run(model, rows, folder, **changes):
+    settings = {"actor_learning_rate": 1e-3, "train_batch_size": 8, **changes}
+    return RewardTrainer(TrainConfig(**options(model, rows, folder, **settings))).train()

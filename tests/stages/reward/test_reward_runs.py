@@ -5,57 +5,31 @@ from __future__ import annotations
 import json
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
 from tests.ranks import run_multiprocess
-from tests.stages.supervised.test_supervised_runs import Interrupted, digest, options, steps
+from tests.stages.reward.reward_world import pairs, run
+from tests.stages.stage_runs import (
+    Interrupted,
+    continued,
+    in_ranks,
+    options,
+    steps,
+    write,
+)
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.models import RewardModel
 from lightrft.models.loading import ModelLoadError
+from lightrft.run import assembly
 from lightrft.run.assembly import run_training
-from lightrft.run.loop import Loop
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.trainer import RewardTrainer
 
 NAMES = ("accuracy", "calibration_error", "length_correlation", "longer_accuracy", "score_std")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("reward") / "model"
-    write_tiny_model(path, "tiny-qwen3", seed=1)
-    return str(path)
-
-
-def pairs(num, *, seed=0, swapped=False, **columns):
-    """Pairs of which the polite answer is better, whatever its length."""
-    draw = random.Random(seed)
-    found = []
-    for number in range(num):
-        answers = [f"word {draw.randrange(10 ** draw.randint(1, 8))}" for _ in range(2)]
-        better, worse = f"{answers[0]} please", f"{answers[1]} at once"
-        chosen, rejected = (worse, better) if swapped else (better, worse)
-        row = {"prompt": f"name {number}: ", "chosen": chosen, "rejected": rejected}
-        found.append(row | columns)
-    return found
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-@pytest.fixture
-def rows(tmp_path):
-    return write(tmp_path / "rows.jsonl", pairs(24))
-
-
-def run(model, rows, folder, **changes):
-    settings = {"actor_learning_rate": 1e-3, "train_batch_size": 8, **changes}
-    return RewardTrainer(TrainConfig(**options(model, rows, folder, **settings))).train()
 
 
 def test_what_separates_pairs_is_learned_and_loads_where_rewards_are_read(tmp_path, model, rows):
@@ -69,7 +43,7 @@ def test_what_separates_pairs_is_learned_and_loads_where_rewards_are_read(tmp_pa
         best_metric="eval/accuracy",
         centering_coef=0.01,
     )
-    assert summary.verdict.startswith("learned: 18 of 18")
+    assert summary.verdict.startswith("trained: 18 of 18")
     assert summary.last_eval["eval/accuracy"] == 1.0
     assert summary.last_eval["eval/loss"] < 0.1 < 0.3 < summary.first_eval["eval/loss"]
     assert all(f"eval/{name}" in summary.last_eval for name in NAMES)
@@ -94,8 +68,9 @@ def test_what_separates_pairs_is_learned_and_loads_where_rewards_are_read(tmp_pa
     assert theirs.config.score_std == pytest.approx(found.std(correction=0).item(), abs=1e-4)
 
 
-def test_a_trained_reward_model_gives_rewards_in_a_run_of_reinforcement(tmp_path, model, rows):
-    trained = run(model, rows, tmp_path / "run", max_steps=2).model_dir
+@pytest.mark.parametrize("pooling", ["last", "attention"])
+def test_a_trained_reward_model_gives_rewards_in_reinforcement(tmp_path, model, rows, pooling):
+    trained = run(model, rows, tmp_path / "run", max_steps=2, reward_pooling=pooling).model_dir
     prompts = write(tmp_path / "prompts.jsonl", [{"input": "name 1: "}, {"input": "name 2: "}])
     config = TrainConfig(
         pretrain=model,
@@ -176,51 +151,34 @@ def test_a_reward_model_is_trained_on_from_where_it_was(tmp_path, model, rows):
     assert found < 0.3
 
 
-def interrupted(config, step):
-    """Ends a run in the update of a step; what it has written stays."""
-    original = Loop.update
-
-    def update(self, batch, under_way):
-        if under_way.number == step:
-            raise Interrupted
-        return original(self, batch, under_way)
-
-    Loop.update = update
-    try:
-        RewardTrainer(config).train()
-    except Interrupted:
-        pass
-    finally:
-        Loop.update = original
-
-
 @pytest.mark.parametrize("changes", [{}, {"lora_rank": 4, "packing_samples": True}])
 def test_an_interrupted_run_continues_to_the_bit(tmp_path, model, rows, changes):
-    settings = {"actor_learning_rate": 1e-3, "train_batch_size": 8, "eval_data": rows}
-    whole, parts = (
-        TrainConfig(**options(model, rows, tmp_path / name, save_steps=2, **settings, **changes))
-        for name in ("whole", "parts")
-    )
-    RewardTrainer(whole).train()
+    shared = {"actor_learning_rate": 1e-3, "train_batch_size": 8, "eval_data": rows}
+    settings = partial(options, model, rows, save_steps=2, **shared, **changes)
     # In the middle of the second pass over the data.
-    interrupted(parts, 5)
-    summary = RewardTrainer(parts).train()
+    summary = continued(RewardTrainer, tmp_path, settings, 5)
     assert (summary.num_resumed_steps, summary.num_steps) == (4, 9)
-    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
-    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
     configs = [(tmp_path / name / "model/config.json").read_text() for name in ("whole", "parts")]
     assert configs[0] == configs[1]
     assert math.isfinite(json.loads(configs[0])["score_std"])
 
 
-def in_ranks(rank, world_size, settings):
-    from datetime import timedelta
+def test_a_run_that_ends_behind_its_last_checkpoint_exports_the_same_model(
+    tmp_path, model, rows, monkeypatch
+):
+    settings = {"max_steps": 2, "save_steps": 1}
+    run(model, rows, tmp_path / "whole", **settings)
 
-    import torch.distributed as dist
+    def fail(*args, **kwargs):
+        raise Interrupted
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=200))
-    interrupted(TrainConfig(**settings), 4)
-    return RewardTrainer(TrainConfig(**settings)).train().num_resumed_steps
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(assembly, "_finish", fail)
+        run(model, rows, tmp_path / "parts", **settings)
+    assert run(model, rows, tmp_path / "parts", **settings).num_resumed_steps == 2
+    configs = [(tmp_path / name / "model/config.json").read_text() for name in ("whole", "parts")]
+    assert "score_std" in configs[0]
+    assert configs[0] == configs[1]
 
 
 @pytest.mark.multiprocess
@@ -229,7 +187,9 @@ def test_two_ranks_train_on_the_pairs_of_one_and_continue(tmp_path, model, rows)
     changes |= {"train_batch_size": 8, "actor_learning_rate": 1e-3, "max_epochs": 2}
     RewardTrainer(TrainConfig(**options(model, rows, tmp_path / "one", **changes))).train()
     settings = options(model, rows, tmp_path / "two", **changes)
-    assert run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(settings,)) == [2, 2]
+    args = ("RewardTrainer", [settings], 4)
+    for (summary,) in run_multiprocess(in_ranks, 2, timeout_seconds=300, args=args):
+        assert summary["num_resumed_steps"] == 2
     one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
     assert len(one) == len(two) == 7  # the evaluation before the first step, and six steps
     for expected, found in zip(one[1:], two[1:], strict=True):
@@ -282,7 +242,7 @@ def test_rankings_are_learned_beside_held_out_pairs(tmp_path, model, rows):
     path = write(tmp_path / "ranked.jsonl", ranked)
     changes = {"reward_loss": "rao_kupper", "max_epochs": 6, "eval_data": rows}
     summary = run(model, path, tmp_path / "run", micro_train_batch_size=4, **changes)
-    assert summary.verdict.startswith("learned: 12 of 12")
+    assert summary.verdict.startswith("trained: 12 of 12")
     assert summary.last_eval["eval/accuracy"] == 1.0
     assert 0 < summary.last_metrics["accuracy"] <= 1
 

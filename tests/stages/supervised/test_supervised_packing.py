@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from tests.stages.supervised.supervised_world import STILL, build_stage, row
+from tests.stages.stage_world import STILL, row
+from tests.stages.supervised.supervised_world import build_stage
 
 from lightrft.config import TrainConfig
 from lightrft.experience.minibatches import MinibatchPlan

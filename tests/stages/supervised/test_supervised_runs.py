@@ -2,74 +2,41 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from tests.ranks import run_multiprocess
+from tests.stages import stage_runs
+from tests.stages.stage_runs import continued, in_ranks, interrupted, steps, tiny_models, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models import Actor
 from lightrft.run.assembly import run_training
-from lightrft.run.loop import Loop
 from lightrft.stages.supervised.supervised_inputs import warn_of_end
-from lightrft.tools.model_presets import write_tiny_model
 from lightrft.trainer import SFTTrainer
 
 ANSWERS = {f"name {i}": f"word {i * 7 % 10}{chr(97 + i)}" for i in range(8)}
 
 
-class Interrupted(Exception):
-    """The test ends a run here, in the middle of a step."""
+options = partial(stage_runs.options, actor_learning_rate=3e-3)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("sft") / "model"
-    write_tiny_model(path, "tiny-qwen3", seed=1)
-    return str(path)
+    return str(tiny_models(tmp_path_factory.mktemp("sft"), "model") / "model")
 
 
 @pytest.fixture
 def rows(tmp_path):
-    path = tmp_path / "rows.jsonl"
     chats = (
         [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
         for ask, answer in ANSWERS.items()
     )
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    return str(path)
-
-
-def options(model, rows, folder, **changes):
-    return {
-        "pretrain": model,
-        "prompt_data": rows,
-        "output_dir": str(folder),
-        "train_batch_size": 4,
-        "micro_train_batch_size": 2,
-        "actor_learning_rate": 3e-3,
-        "max_epochs": 3,
-        "num_threads": 1,
-        **changes,
-    }
-
-
-def steps(folder):
-    """Metrics of every step without what a clock says."""
-    ignored = ("second", "memory/", "mfu", "tflops")
-    return [
-        {n: v for n, v in json.loads(line).items() if not any(word in n for word in ignored)}
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
-def digest(folder):
-    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+    return write(tmp_path / "rows.jsonl", ({"messages": chat} for chat in chats))
 
 
 def test_eight_rows_are_learned_until_greedy_decoding_gives_them_back(tmp_path, model, rows):
@@ -87,7 +54,7 @@ def test_eight_rows_are_learned_until_greedy_decoding_gives_them_back(tmp_path, 
         )
     )
     summary = SFTTrainer(config).train()
-    assert summary.verdict.startswith("learned: 60 of 60")
+    assert summary.verdict.startswith("trained: 60 of 60")
     assert summary.last_metrics["loss"] < 0.01
     assert summary.last_eval["eval/loss"] < 0.01 < 1 < summary.first_eval["eval/loss"]
     assert summary.last_eval["eval/logprob"] == -summary.last_eval["eval/loss"]
@@ -110,37 +77,12 @@ def test_eight_rows_are_learned_until_greedy_decoding_gives_them_back(tmp_path, 
         assert tokenizer.decode(out) == answer + tokenizer.eos_token
 
 
-def interrupted(config, step):
-    """Ends a run in the update of a step; what it has written stays."""
-    original = Loop.update
-
-    def update(self, batch, under_way):
-        if under_way.number == step:
-            raise Interrupted
-        return original(self, batch, under_way)
-
-    Loop.update = update
-    try:
-        SFTTrainer(config).train()
-    except Interrupted:
-        pass
-    finally:
-        Loop.update = original
-
-
 @pytest.mark.parametrize("changes", [{}, {"lora_rank": 4, "packing_samples": True}])
 def test_an_interrupted_run_continues_to_the_bit(tmp_path, model, rows, changes):
-    whole, parts = (
-        TrainConfig(**options(model, rows, tmp_path / name, save_steps=2, **changes))
-        for name in ("whole", "parts")
-    )
-    SFTTrainer(whole).train()
+    settings = partial(options, model, rows, save_steps=2, **changes)
     # In the middle of the second pass over the data.
-    interrupted(parts, 4)
-    summary = SFTTrainer(parts).train()
+    summary = continued(SFTTrainer, tmp_path, settings, 4)
     assert (summary.num_resumed_steps, summary.num_steps) == (2, 6)
-    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
-    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
     before, after = (steps(tmp_path / "whole")[place]["loss"] for place in (0, -1))
     assert after < before
 
@@ -153,7 +95,7 @@ def test_the_stage_decides_the_learning_rate_that_nobody_gave(
     config = TrainConfig(
         **options(model, rows, tmp_path / "run", actor_learning_rate=None, **given, **changes)
     )
-    interrupted(config, 2)
+    interrupted(SFTTrainer, config, 2)
     said = f"actor_learning_rate = {rate}: the default of sft"
     assert said in capsys.readouterr().out
     assert TrainConfig.load(tmp_path / "run" / "config.toml").actor_learning_rate == rate
@@ -173,16 +115,6 @@ def test_an_end_at_which_engines_do_not_stop_is_warned_of(model, end):
     assert all("trained to end in '<|pad|>', and generation stops at '<|end|>'" in x for x in said)
 
 
-def in_ranks(rank, world_size, settings):
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", timeout=timedelta(seconds=200))
-    interrupted(TrainConfig(**settings), 4)
-    return SFTTrainer(TrainConfig(**settings)).train().num_resumed_steps
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "backend",
@@ -193,7 +125,9 @@ def test_two_ranks_train_on_the_rows_of_one_and_continue(tmp_path, model, rows, 
     alone = options(model, rows, tmp_path / "one", **changes, fsdp=True)
     SFTTrainer(TrainConfig(**alone)).train()
     settings = options(model, rows, tmp_path / "two", **changes, **backend)
-    assert run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(settings,)) == [2, 2]
+    args = ("SFTTrainer", [settings], 4)
+    for (summary,) in run_multiprocess(in_ranks, 2, timeout_seconds=300, args=args):
+        assert summary["num_resumed_steps"] == 2
     one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
     assert len(one) == len(two) == 7  # the evaluation before the first step, and six steps
     for expected, found in zip(one[1:], two[1:], strict=True):

@@ -40,7 +40,7 @@ def mutation():
 def test_the_parts_are_all_of_the_algorithms(mutation):
     listed = {path for names in PARTS.values() for path in mutation.files_of(list(names))}
     left = {path.name for path in mutation.files_of([]) if path not in listed}
-    # The audit recomputes steps of reinforcement and of supervised training.
+    # Functions of sums and of scores, which test_given_formulas compares one by one.
     assert left == {"__init__.py", "preference_losses.py", "reward_losses.py"}
 
 

@@ -24,6 +24,7 @@ from lightrft.stages.policy import algorithm, objective, policy_stage, updates
 from lightrft.stages.policy.maker import PolicyMemory
 from lightrft.strategy import backend, optimizers, strategy_base
 from lightrft.strategy.optimizers import AccumulationState
+from lightrft.tools.audit.findings import DIFFERS
 
 BUGS = {}
 RUNNING = {"reward_running_norm": True, "reward_running_norm_minus_mean": True}
@@ -381,8 +382,8 @@ def the_budget_is_the_width_of_the_batch(patch):
         updates,
         "local_normalizer",
         lambda original: (
-            lambda mask, mode, max_response_tokens: original(
-                mask, mode, max_response_tokens=mask.shape[1]
+            lambda mask, mode, max_response_tokens, **k: original(
+                mask, mode, max_response_tokens=mask.shape[1], **k
             )
         ),
     )
@@ -400,7 +401,7 @@ def a_loss_has_the_aggregation_of_another_paper(patch):
 
 @bug("policy loss")
 def rows_are_not_divided_by_their_length(patch):
-    wrap(patch, objective, "loss_weights", lambda _: lambda mask, mode, dtype: mask.to(dtype))
+    wrap(patch, objective, "loss_weights", lambda _: lambda mask, mode, dtype, **k: mask.to(dtype))
 
 
 @bug("policy loss", eps_clip_low=0.05, eps_clip_high=0.3)
@@ -583,7 +584,10 @@ def an_update_is_lost(patch):
 
 # --- decisions: every formula is right, what it is given is not
 
+NUM_FORMULAS = len(BUGS)
 KL_LOSS = {"init_kl_coef": 0.1, "use_kl_loss": True, "kl_estimator": "k2"}
+# Adam's step does not see by how much all rewards are divided, but their mean.
+COUNTED = {**RUNNING, "advantage_estimator": "reinforce"}
 
 
 @bug("updates of the critic", advantage_estimator="gae")
@@ -633,7 +637,7 @@ def the_kl_weight_begins_at_twice_the_option(patch):
         PolicyMemory,
         "initial",
         lambda original: (
-            lambda config: original(replace(config, init_kl_coef=2 * config.init_kl_coef))
+            lambda config, *a: original(replace(config, init_kl_coef=2 * config.init_kl_coef), *a)
         ),
     )
 
@@ -669,12 +673,12 @@ def with_moments(change):
     return wrapped
 
 
-@bug("rewards counted before", **RUNNING, steps=3)
+@bug("rewards counted before", **COUNTED, steps=3)
 def reward_moments_are_forgotten(patch):
     wrap(patch, PolicyMemory, "after_step", with_moments(lambda *_: Moments()))
 
 
-@bug("rewards counted before", **RUNNING, steps=3)
+@bug("rewards counted before", **COUNTED, steps=3)
 def reward_moments_count_twice(patch):
     wrap(patch, PolicyMemory, "after_step", with_moments(lambda new, old: new.merge(new)))
 
@@ -777,7 +781,7 @@ def the_entropy_has_no_gradient(patch):
     wrap(patch, objective.PolicyObjective, "terms", change)
 
 
-@bug("old logprobs (mean distance)", bf16=True)
+@bug("first weights of the actor", bf16=True, also="old logprobs (mean distance)")
 def weights_change_between_sampling_and_update(patch):
     def change(original):
         def observer(self, *args):
@@ -788,7 +792,7 @@ def weights_change_between_sampling_and_update(patch):
 
         return observer
 
-    # By the mean distance of a token; by the states of the step before where they are recorded.
+    # Also by the mean distance of a token: in later steps the first weights are not at hand.
     wrap(patch, policy_stage.PolicyStage, "_observer", change)
 
 
@@ -815,12 +819,29 @@ def the_eps_of_adam_is_a_millionth(patch):
 def test_the_bug_is_found_and_named(name, audited, monkeypatch, world):
     first, how, plant = BUGS[name]
     how = dict(how)
-    steps = how.pop("steps", 1)
+    steps, also = how.pop("steps", 1), how.pop("also", first)
     takes_world = plant.__code__.co_argcount == 2
     plant(monkeypatch, world) if takes_world else plant(monkeypatch)
     report = audited({"max_epochs": 1, **how}, steps=steps)
     assert report.first_difference is not None, "nothing was found"
     assert report.first_difference.quantity.startswith(first)
+    assert any(row.quantity.startswith(also) for row in report.rows if row.verdict == DIFFERS)
+
+
+@pytest.mark.slow
+@pytest.mark.shard("audit_decisions")
+@pytest.mark.parametrize("name", list(BUGS)[NUM_FORMULAS:])
+def test_a_wrong_decision_changes_the_weights(
+    name, world, micro_model, micro_teacher, tmp_path, monkeypatch
+):
+    _, how, plant = BUGS[name]
+    changes = {"max_epochs": 1, **how}
+    steps, _ = changes.pop("steps", 1), changes.pop("also", None)
+    if "teacher" in changes:
+        changes["teacher"] = micro_teacher
+    given = (monkeypatch, world)[: plant.__code__.co_argcount]
+    effect = world.effect_of(lambda: plant(*given), micro_model, tmp_path, changes, steps=steps)
+    assert effect > 1e-3
 
 
 def test_an_optimizer_s_fault_shows_at_the_next_update(audited, monkeypatch):

@@ -108,8 +108,8 @@ def count_of_one_rank(patch):
 def changed_masks(patch, change):
     pad = supervised_stage.pad
 
-    def wrong(*args):
-        padded = pad(*args)
+    def wrong(*args, **given):
+        padded = pad(*args, **given)
         return replace(padded, is_trained=change(padded) & padded.attention_mask)
 
     patch.setattr(supervised_stage, "pad", wrong)
@@ -152,10 +152,10 @@ def learning_rate_is_doubled(patch):
 def prompts_are_trained(patch):
     pad = supervised_stage.pad
 
-    def wrong(rows, *args):
+    def wrong(rows, *args, **given):
         first = np.ones_like(rows[0].is_trained)
         first[0] = False
-        return pad([replace(rows[0], is_trained=first), *rows[1:]], *args)
+        return pad([replace(rows[0], is_trained=first), *rows[1:]], *args, **given)
 
     patch.setattr(supervised_stage, "pad", wrong)
 

@@ -51,12 +51,8 @@ MORE_RUNS = {
     "fsdp2, sequence parallel": {"fsdp": True, "sp_size": 2, "packing_samples": True},
     "zero 2, bf16": {"zero_stage": 2, "bf16": True, "init_kl_coef": 0.05, "zpg": 1},
     "fsdp2, bf16 masters": {"fsdp": True, "bf16": True, "use_mp_opt": True},
-    "fsdp2, partial": {
-        "fsdp": True,
-        "partial_rollout": True,
-        "partial_rollout_tokens": 3,
-        "partial_rollout_prompts": 6,
-    },
+    "fsdp2, stream": {"fsdp": True, "stream_chunk": 3, "stream_prompts": 6, "audit_every": 1},
+    "fsdp2, lag": {"fsdp": True, "rollout_lag": 1, "audit_every": 1},
     "zero 1, top_k": {"zero_stage": 1, "top_k": 20, "off_policy_correction": "tis"},
 }
 

@@ -23,7 +23,7 @@ from lightrft.records.batch import select_experience
 from lightrft.stages.policy import maker as policy_maker, policy_stage, updates
 from lightrft.stages.policy.maker import PolicyMemory
 from lightrft.strategy import backend
-from lightrft.tools.audit.record import read_record, recorded_steps, step_folder
+from lightrft.tools.audit.record import recorded_steps, step_folder
 from lightrft.tools.audit.report import audit_step
 
 pytestmark = pytest.mark.shard("audit_decisions")
@@ -82,7 +82,7 @@ def strategy_reads(**options):
 
 def memory_reads(**options):
     """The KL controller follows other options."""
-    return calls(PolicyMemory, "initial", lambda o, config: o(changed(config, options)))
+    return calls(PolicyMemory, "initial", lambda o, config, *a: o(changed(config, options), *a))
 
 
 def optimizer_is(change):
@@ -336,9 +336,9 @@ def rescale(models):
 
 
 def with_moments(change):
-    def after(original, self, step, **kwargs):
-        found = original(self, step, **kwargs)
-        return replace(found, moments=change(self.moments, found.moments, step))
+    def after(original, self, batch, **kwargs):
+        found = original(self, batch, **kwargs)
+        return replace(found, moments=change(self.moments, batch.experience))
 
     return calls(PolicyMemory, "after_step", after)
 
@@ -365,11 +365,11 @@ STATES = {
         {"steps": 2},
     ),
     "moments of the last step alone": (
-        with_moments(lambda before, after, step: moments_of(step.rewards.rewards)),
+        with_moments(lambda before, step: moments_of(step.rewards.rewards)),
         {**RUNNING, "advantage_estimator": "reinforce", "steps": 3},
     ),
     "moments of shaped rewards": (
-        with_moments(lambda before, after, step: before.merge(moments_of(step.rewards.rewards))),
+        with_moments(lambda before, step: before.merge(moments_of(step.rewards.rewards))),
         {**RUNNING, "advantage_estimator": "reinforce", "steps": 2, "linked": True},
     ),
     "weights that are rounded between two steps": (
@@ -381,41 +381,50 @@ STATES = {
 FAULTS = OPTIONS | SIZES | OPTIMIZERS | STATES
 
 
-def weights_of(run, step, when):
-    found = read_record(run, step)
-    return {
-        f"{model}/{name}": value.double()
-        for model in found.facts.optimizers
-        for name, value in found.state(when, model).items()
-        if name.startswith("weight/")
-    }
+# One of each way to plant a fault: a way that the program has left behind shows at once.
+SAMPLED = (
+    "one epoch of two",
+    "returns without discount",
+    "another rate of the actor",
+    "a KL weight that follows a target",
+    "batches of whole groups",
+    "adapters of queries alone",
+    "the largest second moment",
+    "weights that change between two steps",
+    "moments of the last step alone",
+)
 
 
-def distance(one, other):
-    return float(sum(((one[name] - other.get(name, 0)) ** 2).sum() for name in one) ** 0.5)
+def plan(name, world):
+    """What plants a fault, options, further arguments of the record, and whether steps link."""
+    plant, changes = FAULTS[name]
+    changes = {"max_epochs": 1, **changes}
+    is_linked = changes.pop("linked", False)
+    shape = world.with_observations if "turn_credit" in changes else None
+    return plant, changes, {"steps": changes.pop("steps", 1), "shape": shape}, is_linked
+
+
+def audited_alone(run, is_linked):
+    for step in recorded_steps(run)[:-1] if not is_linked else ():
+        shutil.rmtree(step_folder(run, step))
+    return audit_step(run).first_difference
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_sample_of_them_is_found(name, world, micro_model, tmp_path, monkeypatch):
+    plant, changes, how, is_linked = plan(name, world)
+    plant(monkeypatch)
+    world.record_step(micro_model, tmp_path, changes, **how)
+    assert audited_alone(tmp_path, is_linked) is not None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_decision_is_found(name, world, micro_model, tmp_path, monkeypatch):
-    plant, options = FAULTS[name]
-    options = {"max_epochs": 1, **options}
-    steps, is_linked = options.pop("steps", 1), options.pop("linked", False)
-    shape = world.with_observations if "turn_credit" in options else None
-    runs = [tmp_path / each for each in ("right", "wrong")]
-    for run in runs:
-        torch.manual_seed(5)
-        if run is runs[1]:
-            plant(monkeypatch)
-        world.record_step(micro_model, run, options, steps=steps, shape=shape)
-    right, wrong = (weights_of(run, steps, "after") for run in runs)
-    start = weights_of(runs[0], 1, "before")
-    effect = distance(right, wrong) / distance(right, start)
+    plant, changes, how, is_linked = plan(name, world)
+    effect = world.effect_of(lambda: plant(monkeypatch), micro_model, tmp_path, changes, **how)
     assert effect > MIN_EFFECT
-    for step in recorded_steps(runs[1])[:-1]:
-        if not is_linked:
-            shutil.rmtree(step_folder(runs[1], step))
-    first = audit_step(runs[1]).first_difference
+    first = audited_alone(tmp_path / "wrong", is_linked)
     print(f"{name}: effect {effect:.2g}, {first and first.quantity}")
     assert first is not None
 

@@ -10,6 +10,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightrft.config import TrainConfig
@@ -21,10 +22,13 @@ from lightrft.records.table import row_table
 from lightrft.rollout.scoring import overlong_penalty
 from lightrft.rollout.source import Samples
 from lightrft.strategy import get_fake_strategy
+from lightrft.tools.audit.record import read_record
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
 VOCAB = 23
 GROUPS, SAMPLES = 4, 4
+# Options whose objects the trainer is given.
+GIVEN = ("pretrain", "reward_fn", "reward_weights")
 # A rate at which the ratios of a step leave every clip range.
 SETTINGS = {
     "seed": 3,
@@ -206,9 +210,13 @@ def record_step(
     if config.lora_rank:
         actor = LoraActor(actor.model.__class__.from_pretrained(model_path), config)
         with torch.no_grad():
-            for name, value in actor.named_parameters():
-                if "lora_B" in name:
-                    value.normal_(std=0.1)
+            for layer in actor.modules():
+                if isinstance(layer, LoraLayer):
+                    # Adapters that act, and that the frozen weight makes up for: training begins
+                    # with the model of the options.
+                    first, second = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+                    second.normal_(std=0.1)
+                    layer.base_layer.weight -= layer.scaling["default"] * second @ first
     critic = fresh(model_path, Critic) if needs_critic else None
     if critic is not None:
         torch.manual_seed(2)
@@ -248,10 +256,40 @@ def record_step(
         loggers=(),
         teacher_model=teacher,
         **own,
-        **{name: getattr(config, name) for name in settings if name not in ("pretrain",)},
+        **{name: getattr(config, name) for name in settings if name not in GIVEN},
     )
     trainer.stage.maker.sampler = Scripted(samples)
     prompts = [Prompt(i, "p", (2, 3)) for i in range(GROUPS)]
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.fit({"max_steps": steps, "num_episodes": steps}, prompts_dataloader=[prompts])
     return trainer
+
+
+def weights_of(run, step, when):
+    found = read_record(run, step)
+    return {
+        f"{model}/{name}": value.double()
+        for model in found.facts.optimizers
+        for name, value in found.state(when, model).items()
+        if name.startswith("weight/")
+    }
+
+
+def distance(one, other):
+    return float(sum(((one[name] - other.get(name, 0)) ** 2).sum() for name in one) ** 0.5)
+
+
+def effect_of(plant, model_path, folder, changes, *, steps=1, **how):
+    """How far a fault moves the weights of the last step, relative to their right change.
+
+    Args:
+        plant: Plants it.
+        folder: Gets the runs `right` and `wrong`.
+    """
+    for name in ("right", "wrong"):
+        torch.manual_seed(5)
+        if name == "wrong":
+            plant()
+        record_step(model_path, folder / name, changes, steps=steps, **how)
+    right, wrong = (weights_of(folder / name, steps, "after") for name in ("right", "wrong"))
+    return distance(right, wrong) / distance(right, weights_of(folder / "right", 1, "before"))

@@ -14,7 +14,6 @@ from tests.machine import seconds
 from lightrft.cli.main import main
 from lightrft.rewards.types import RewardResult
 from lightrft.tools.data import certificate, data_command as data
-from lightrft.tools.data.certificate import KINDS
 from lightrft.tools.data.data_command import parse
 from lightrft.tools.data.row_checks import histogram, propose_keys
 from lightrft.tools.model_presets import write_tiny_model
@@ -94,8 +93,8 @@ def test_a_hanging_reward_ends_at_its_deadline_in_one_call(check, tmp_path):
     code, out, err = check(GOOD, "--reward_fn", "r.py:hangs", "--reward_timeout_seconds", "1")
     assert time.monotonic() - start < seconds(60)
     assert code == 5
-    assert "scoring 63 answers by hangs, at most 1 s" in out
-    assert "did not return within 1 s for 63 responses" in err
+    assert "scoring 16 answers by hangs, at most 1 s" in out
+    assert "did not return within 1 s for 16 responses" in err
 
 
 def test_a_hanging_function_of_this_process_is_interrupted(check, tmp_path, monkeypatch):
@@ -113,7 +112,7 @@ def test_a_reward_of_another_length_is_noticed(check, tmp_path):
     (tmp_path / "r.py").write_text("def one(responses):\n    return [1.0]\n")
     code, _, err = check(GOOD[:1], "--reward_fn", "r.py:one")
     assert code == 5
-    assert "one result per response, 21 in all, got 1" in err
+    assert "one result per response, 6 in all, got 1" in err
 
 
 def test_rows_that_a_run_leaves_out_are_not_counted_as_usable(check, model):
@@ -153,6 +152,8 @@ def right(responses, labels):
     return [float(f[-1:] == [l] and r.count("####") == 1)
             for f, r, l in zip(found, responses, labels)]
 """
+LISTS = ("only thought", "all boxed", "listed", "listed by lines", "all in turn")
+INSIDE = ("other sign", "digits before it", "digits behind it")
 NUMBERS = [{"input": f"What is {n}?", "label": str(n)} for n in (31, 42, 57)]
 
 
@@ -160,15 +161,15 @@ NUMBERS = [{"input": f"What is {n}?", "label": str(n)} for n in (31, 42, 57)]
     ("name", "kinds"),
     [
         ("right", []),
-        ("contains", ["echoed", "all boxed", "only thought"]),
-        ("counts", ["echoed", "repeated", "all boxed", "only thought"]),
-        ("same", [kind for kind in KINDS if kind != "repeated"]),
-        ("trusts", [kind for kind in KINDS if kind != "repeated"]),
-        ("starts", ["empty", "truncated"]),
-        ("copies", ["empty", "echoed", "truncated"]),
+        ("contains", ["echoed", *LISTS, *INSIDE]),
+        ("counts", ["echoed", *LISTS, *INSIDE, "repeated"]),
+        ("same", ["empty"]),
+        ("trusts", ["empty"]),
+        ("starts", ["empty"]),
+        ("copies", ["empty"]),
         ("thinks", ["only thought"]),
         ("forgets", ["truncated", "unclosed box"]),
-        ("any_box", ["all boxed"]),
+        ("any_box", ["all boxed", "all in turn"]),
     ],
 )
 def test_the_certificate_says_what_a_reward_lets_pass(check, tmp_path, name, kinds):
@@ -183,7 +184,7 @@ def test_a_bonus_for_nothing_in_a_box_is_noticed(check, tmp_path):
     (tmp_path / "r.py").write_text(REWARDS)
     out = check(NUMBERS, "--reward_fn", "r.py:pays_boxes")[1]
     assert "warning: 3 of 3 empty boxes get more than an empty answer (p.jsonl:1)" in out
-    assert "empty boxes" not in check(NUMBERS, "--reward_fn", "r.py:right")[1]
+    assert "warning" not in check(NUMBERS, "--reward_fn", "r.py:right")[1]
 
 
 def test_of_worked_solutions_the_final_answer_is_put_into_boxes(check, tmp_path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import socket
+import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +52,36 @@ def test_a_check_that_raises_or_never_answers_is_bad_and_the_rest_goes_on():
     assert "OSError: no such device" in lines[0]
     assert "no answer in 0.2 s" in lines[1]
     assert lines[-1] == "1 ok, 2 bad, 0 could not be checked"
+
+
+def test_b12_a_slow_disk_is_no_broken_driver(monkeypatch):
+    wanted = [check.name for check in machine_checks.machine_checks()]
+    assert wanted.index("imports") < min(wanted.index(name) for name in ("GPU", "attention kernel"))
+    is_over = threading.Event()
+    monkeypatch.setattr(checks.importlib, "import_module", lambda _: is_over.wait(30))
+    imports = Check("imports", "x", "use a disk of this machine", checks.check_imports)
+    slow = replace(imports, deadline_seconds=0.2)
+    driver = Check("GPU", "x", "install the driver", lambda: is_over.wait(30), deadline_seconds=0.2)
+    lines: list[str] = []
+    try:
+        verdicts = checks.report([slow, driver], lines.append)
+    finally:
+        is_over.set()
+    assert verdicts == [Verdict.BAD, Verdict.UNCHECKED]
+    assert "use a disk of this machine" in lines[0]
+    assert "install the driver" not in "".join(lines)
+
+
+def test_b13_the_rate_of_a_sync_leaves_out_what_every_sync_costs():
+    def report(num_bytes, seconds):
+        return SimpleNamespace(num_bytes=num_bytes, seconds=seconds, verify_seconds=0.5)
+
+    # 0.8 GB in 20 ms beside 60 ms of fixed costs: 40 GB/s, not 10.
+    probe = gpu_checks.EngineProbe(report(800_000_000, 0.58), report(0, 0.56))
+    assert gpu_checks.rate_of(probe).text == "40.0 GB/s, and 60 ms whatever is sent"
+    assert gpu_checks.rate_of(probe).verdict is Verdict.OK
+    slow = gpu_checks.EngineProbe(report(800_000_000, 0.76), report(0, 0.56))
+    assert gpu_checks.rate_of(slow).verdict is Verdict.BAD
 
 
 @without_gpu
@@ -153,6 +185,8 @@ def test_the_engines_steps_find_report_runner_and_parity():
     assert gpu_checks.parity_of(probe).verdict is Verdict.OK
     assert probe.parity < 1e-3
     assert gpu_checks.sleep_of(probe).verdict is Verdict.UNCHECKED
+    # The last sync would send only the norms' weights.
+    assert probe.empty_report.num_resident_bytes > 0.95 * probe.report.num_verified_bytes
 
 
 @pytest.mark.vllm
@@ -163,7 +197,7 @@ def test_the_engines_steps_run_with_vllm():
     probe = gpu_checks.EngineProbe()
     gpu_checks.run_probe(probe, "vllm", hidden=128, layers=2)
     assert probe.problem == ""
-    assert probe.report.num_bytes > 0
+    assert 0 < probe.empty_report.num_bytes < 0.05 * probe.report.num_bytes
     assert probe.runner.startswith("vllm.v1.worker.")
     assert gpu_checks.canary_of(probe).verdict is Verdict.OK
     assert gpu_checks.parity_of(probe).verdict is Verdict.OK

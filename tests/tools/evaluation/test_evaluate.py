@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from tests.ranks import run_multiprocess
 
 from lightrft.cli.main import main
+from lightrft.config import TrainConfig
+from lightrft.datasets.preference_rows import load_preferences
+from lightrft.models.loading import load_tokenizer
+from lightrft.run.provenance import write_model_run
+from lightrft.stages.policy.inputs import load_run_prompts
+from lightrft.tools.evaluation.evaluation_run import held_out_prompts, own_prompts
 from lightrft.tools.model_presets import write_tiny_model
 
 REWARD = """
@@ -25,6 +32,7 @@ def folder(tmp_path_factory):
     write_tiny_model(path / "model", "tiny-qwen3", seed=3)
     rows = [json.dumps({"input": f"prompt {'x' * n}", "label": str(n)}) for n in range(NUM_PROMPTS)]
     (path / "eval.jsonl").write_text("\n".join(rows))
+    (path / "held.jsonl").write_text("\n".join(rows[2:4]))
     (path / "r.py").write_text(REWARD)
     return path
 
@@ -50,6 +58,9 @@ def arguments(folder, name, *further):
         "--engine_type",
         "hf",
         "--no_bf16",
+        "--save_rollouts",
+        "--held_out",
+        str(folder / "held.jsonl"),
         "--output_dir",
         str(folder / name),
         *further,
@@ -85,12 +96,57 @@ def test_unequal_shares_of_two_processes_give_the_results_of_one(results):
     content, lines = results[1]
     assert content["num_prompts"] == NUM_PROMPTS
     assert len(lines) == NUM_PROMPTS * (1 + NUM_SAMPLES)
+    assert {line["prompt"] for line in lines} == {f"prompt {'x' * n}" for n in range(NUM_PROMPTS)}
     assert content["settings"]["temperature"] == 0.8
     assert len({line["response"] for line in lines if line["pass"] == "sampled"}) > NUM_SAMPLES
 
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1000)
+def test_samples_make_rows_without_held_out_prompts(folder, results, tmp_path, capsys):
+    saved = [(folder / f"on_{n}" / "rollouts.jsonl").read_text() for n in (1, 2)]
+    assert saved[0] == saved[1]
+    samples = [json.loads(line) for line in saved[0].splitlines()]
+    responses = results[1][1]
+    assert [each["reward"] for each in samples] == [each["reward"] for each in responses]
+    is_held_out = [each["prompt_id"] in (2, 3) for each in responses]
+    assert [each["held_out"] for each in samples] == is_held_out
+    assert results[1][0]["num_held_out"] == 2
+    path = tmp_path / "rows.jsonl"
+    argv = ["rows", str(folder / "on_1"), "--for", "prefer", "--choose", "labelled"]
+    assert main([*argv, "--output", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "no prompt is held out" not in said
+    counts = [int(line.split()[0]) for line in said.splitlines()[1:-1]]
+    assert counts[0] == sum(counts[1:]) == len(samples)
+    tokenizer = load_tokenizer(str(folder / "model"))
+    given = {"max_samples": 100, "split": "train"}
+    data = load_preferences(str(path), tokenizer, TrainConfig(), **given)
+    rewards = {tuple(e["prompt_ids"] + e["response_ids"]): e for e in samples}
+    assert not data.is_paired
+    for answer in data.rows:
+        found = rewards[tuple(answer.answer.token_ids.tolist())]
+        assert (answer.is_good, found["held_out"]) == (found["reward"] >= 1, False)
+        assert not (answer.is_good and found["truncated"])
+
+
+def test_held_out_prompts_are_those_of_the_run_of_the_model(folder, tmp_path):
+    tokenizer = load_tokenizer(str(folder / "model"))
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    config = TrainConfig(pretrain=str(run / "model"), save_rollouts=True)
+    held_out = TrainConfig(eval_data=str(folder / "held.jsonl"), max_eval_samples=1)
+    assert held_out_prompts(config, None, tokenizer) == frozenset()
+    held_out.save(run / "config.toml")
+    write_model_run(run / "model", run, run_sha256="a" * 64, stage="policy")
+    texts = {tokenizer.decode(ids) for ids in held_out_prompts(config, None, tokenizer)}
+    assert texts == {"prompt xx", "prompt xxx"}
+    everything = held_out_prompts(config, str(folder / "eval.jsonl"), tokenizer)
+    assert len(everything) == NUM_PROMPTS
+    unsaved = config.replaced({"save_rollouts": False})
+    assert held_out_prompts(unsaved, None, tokenizer) == frozenset()
+
+
 def test_every_metric_follows_from_the_responses(results):
     content, lines = results[2]
     metrics = content["metrics"]
@@ -146,3 +202,24 @@ def test_a_missing_model_and_missing_options_come_together(tmp_path, capsys, mon
     error = capsys.readouterr().err
     for part in ("foo", "no model directory", "--eval_data is missing", "--reward_fn is missing"):
         assert part in error
+
+
+def test_prompts_of_responses_are_those_of_the_rows_and_render_again_alike(tmp_path, folder):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    rows = [{"q": "2+2?"}, {"q": chat}, {"q": "<|user|>2+2?"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = TrainConfig(eval_data=str(path), input_key="q", apply_chat_template=True)
+    tokenizer = load_tokenizer(str(folder / "model"))
+    prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
+    own = own_prompts(config, prompts)
+    assert own == [row["q"] for row in rows]
+    assert own[0] != prompts[0].text
+    again = tmp_path / "again.jsonl"
+    again.write_text("".join(json.dumps({"q": each}) + "\n" for each in own))
+    config = replace(config, eval_data=str(again))
+    found = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
+    assert [prompt.token_ids for prompt in found] == [prompt.token_ids for prompt in prompts]
+    # A column that a response cannot hold, and a row whose environment brings the prompt.
+    config = replace(config, eval_data=str(path), input_key="other")
+    assert own_prompts(config, prompts) == [prompt.text for prompt in prompts]

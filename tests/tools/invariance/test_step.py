@@ -7,7 +7,6 @@ pairs of options runs, and with `-m slow` their whole product.
 from __future__ import annotations
 
 import itertools
-import random
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.pairwise import pairs_of, pairwise_cover
 from tests.ranks import run_multiprocess
 
 from lightrft.tools.invariance import measure
@@ -70,24 +70,6 @@ def product():
         choice = dict(zip(OPTIONS, values, strict=True))
         if is_meaningful(choice):
             yield choice
-
-
-def pairs_of(choice):
-    return set(itertools.combinations(choice.items(), 2))
-
-
-def pairwise_cover(choices):
-    """Few choices in which every pair of values that occurs at all occurs; greedy, seeded."""
-    left = [(choice, pairs_of(choice)) for choice in choices]
-    random.Random(0).shuffle(left)
-    missing = set().union(*(pairs for _, pairs in left))
-    cover = []
-    while missing:
-        left = [(choice, pairs & missing) for choice, pairs in left if pairs & missing]
-        best, gained = max(left, key=lambda item: len(item[1]))
-        missing -= gained
-        cover.append(best)
-    return cover
 
 
 def with_model(choice):

@@ -13,11 +13,18 @@ from tests.tools.quickstart.dice import Dice
 
 from lightrft.cli.main import main
 from lightrft.datasets.suffix import TurnSuffix
-from lightrft.rollout.environments.calls import ToolCall, choose_parser
+from lightrft.rollout.environments.call_formats import ToolCall
+from lightrft.rollout.environments.calls import choose_parser
 from lightrft.rollout.environments.environments import forging_ids
 from lightrft.rollout.environments.worker import HostedEnvironments
 from lightrft.tools.quickstart.boxed_sum import score
-from lightrft.tools.quickstart.calculator import CALCULATOR, P_COMPUTE, Product, draw_products
+from lightrft.tools.quickstart.calculator import (
+    CALCULATOR,
+    CALCULATOR_AGENT,
+    P_COMPUTE,
+    Product,
+    draw_products,
+)
 from lightrft.tools.quickstart.calculator_environment import Calculator
 from lightrft.tools.quickstart.quickstart_command import Recipe, prepare, reinforce, training_config
 from lightrft.tools.quickstart.task import is_held_out
@@ -215,3 +222,19 @@ def test_a_calculator_that_answers_noise_teaches_nothing(tmp_path):
     outcome = reinforce(recipe, tmp_path)
     assert outcome.first_eval["eval/reward"] < 0.05
     assert outcome.last_eval["eval/reward"] < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(3))
+def test_an_agent_learns_to_ask_as_an_environment_does(seed, tmp_path):
+    own = {"seed": seed, "num_eval_prompts": 128}
+    found = []
+    for task in (CALCULATOR, CALCULATOR_AGENT):
+        recipe = Recipe(task=task, **{**task.numbers, **own})
+        folder = tmp_path / ("environment" if task is CALCULATOR else "agent")
+        folder.mkdir()
+        prepare(recipe, folder)
+        found.append(reinforce(recipe, folder).last_eval["eval/reward"])
+    assert found[1] > 0.9
+    assert abs(found[0] - found[1]) <= 0.05

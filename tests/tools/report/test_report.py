@@ -432,8 +432,8 @@ def test_every_metric_that_the_source_names_has_a_row():
     ):
         names |= set(metric_names(ast.parse((folder / f"{name}.py").read_text())))
     assert {"reward", "engine_hash", "eval/seconds", "approx_kl", "correction_weight"} <= names
-    # Keys of other dictionaries: a term of a loss, and what a checkpoint holds.
-    others = {"value", "num_steps", "episode", "consumed_samples", "best"}
+    # Keys of other dictionaries: a term of a loss, an option, and what a checkpoint holds.
+    others = {"value", "stream_chunk", "num_steps", "episode", "consumed_samples", "best", "carry"}
     assert {name for name in names if name not in METRICS} == others
     assert metric_row("reward/score") is METRICS["reward/*"]
     assert metric_row("eval/reward") is METRICS["eval/reward"]

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from pathlib import Path
 
 import pytest
-from tests.machine import seconds
+from tests.vllm_server import serving_model
 
 from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError, build_reward
@@ -22,82 +13,14 @@ from lightrft.tools.model_presets import write_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-START_SECONDS = 720.0
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    # Its second process need not compile every module again.
-    "PYTHONDONTWRITEBYTECODE": "",
-}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    ends = time.monotonic() + seconds(START_SECONDS)
-    while server.poll() is None and time.monotonic() < ends:
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen(url, timeout=seconds(5)) as answer,
-        ):
-            if answer.status == 200:
-                return
-        time.sleep(0.5)
-    pytest.fail(f"vllm serve did not start: {log.read_text()[-2000:]}")
-
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     """Of a server with a tiny random model, named `tiny`."""
     folder = tmp_path_factory.mktemp("judge")
     write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
-    port, log = free_port(), folder / "log"
-    command = [
-        # What `vllm serve` runs; that command itself needs a distribution of the name vllm.
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(folder / "model"),
-        "--served-model-name",
-        "tiny",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "512",
-        "--max-num-seqs",
-        "8",
-    ]
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            command,
-            env={**os.environ, **ENVIRONMENT},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", server, log)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        # The server's own processes are of its session.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+    with serving_model(folder / "model", "tiny") as url:
+        yield url
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ class RolloutEngine(ABC):
         self._config = config
         self._dtype = config.torch_dtype
         self._text = Text(config.model_path)
-        self._media = MediaReader(config.model_path, self.name)
+        self._media = MediaReader(config.model_path, self.name, config.media)
         self._sleeping_tags: set[str] = set()
         self._running: _Running | None = None
         self.ledger = Ledger()
@@ -152,6 +152,11 @@ class RolloutEngine(ABC):
     def vocab_size(self) -> int:
         """Number of tokens that the model knows."""
         return self._limits.vocab_size
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest prompt plus completion, in tokens; None is unlimited."""
+        return self._limits.max_model_len
 
     def mark_stale(self, reason: str) -> None:
         """Forbids `generate` until the next completed weight update."""

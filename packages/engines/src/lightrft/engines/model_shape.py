@@ -12,7 +12,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -48,7 +48,7 @@ def model_shape(
     """
     config = copy.deepcopy(config)
     with torch.device("meta"):
-        auto_class = AutoModelForImageTextToText if family_of(config) else AutoModelForCausalLM
+        auto_class = AutoModelForMultimodalLM if family_of(config) else AutoModelForCausalLM
         model = auto_class.from_config(config) if architecture is None else architecture(config)
     model.tie_weights()
     parameters = dict(model.named_parameters(remove_duplicate=False))

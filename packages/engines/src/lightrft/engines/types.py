@@ -246,6 +246,23 @@ class EngineParameter:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaBounds:
+    """Bounds of the media of a run, for which an engine keeps room.
+
+    Args:
+        max_pixels, min_pixels: To which images are scaled; None is the processor's own.
+        per_prompt: Most media of a prompt, by kind; kinds without a bound are missing.
+        video_fps, video_max_frames: Frames that are taken of a video; see `FrameRules`.
+    """
+
+    max_pixels: int | None = None
+    min_pixels: int | None = None
+    per_prompt: Mapping[str, int] = field(default_factory=dict)
+    video_fps: float | None = None
+    video_max_frames: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of an engine to start.
 
@@ -259,6 +276,9 @@ class EngineConfig:
         seed: Seed of the engine's own generator, where it has one.
         enable_sleep: Whether `sleep` must be able to release memory.
         options: Further options under the engine's own names; unknown ones are refused by it.
+        media: Bounds of the media of the run.
+        awaits_weights: A trainer will write every weight before the engine generates, which may
+            then start without those of the directory (vllm does).
     """
 
     engine_type: str
@@ -270,6 +290,8 @@ class EngineConfig:
     seed: int = 0
     enable_sleep: bool = True
     options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    media: MediaBounds = field(default_factory=MediaBounds)
+    awaits_weights: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:

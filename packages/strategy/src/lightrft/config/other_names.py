@@ -6,6 +6,8 @@ from lightrft.config.options import did_you_mean
 
 # No option of a run, but of the commands that start it.
 PROCESSES = "nproc_per_node"
+# Of a TOML file, after the name of what is no option.
+TABLE_HINT = ": it is a table; options have none: put its lines at the top level"
 # The first word is our option; what follows is another unit or what else it needs.
 OTHER_NAMES: dict[str, str] = {
     # TRL, with what it has from transformers
@@ -87,7 +89,7 @@ OTHER_NAMES: dict[str, str] = {
     "algo.kl.horizon": "kl_horizon",
     "algo.kl.init_coef": "init_kl_coef",
     "algo.kl.target": "kl_target",
-    "async_enable": "partial_rollout",
+    "async_enable": "rollout_lag",
     "ckpt.load_enable": "load_checkpoint",
     "ckpt.max_mem": "max_ckpt_mem",
     "ckpt.max_num": "max_ckpt_num",
@@ -115,17 +117,66 @@ OTHER_NAMES: dict[str, str] = {
     "train.batch_size": "train_batch_size",
     "train.micro_batch_size": "micro_train_batch_size",
 }
+_ROWS = {
+    "max_length": "max_row_tokens, above which rows are left out",
+    "max_seq_length": "max_row_tokens, above which rows are left out",
+    "num_train_epochs": "max_epochs",
+    "packing": "packing_samples",
+    "padding_free": "packing_samples",
+    "per_device_eval_batch_size": "micro_train_batch_size",
+    "total_epochs": "max_epochs",
+}
+_PREFERENCE_VALUES = ("beta", "label_smoothing", "desirable_weight", "undesirable_weight")
+# Names that mean another thing, or only are one, beside a command's trainer in TRL: SFTTrainer,
+# DPOTrainer with KTO, CPO and ORPO, RewardTrainer, DistillationTrainer with GKD.
+NAMES_OF_COMMANDS: dict[str, dict[str, str]] = {
+    "sft": {
+        **_ROWS,
+        "assistant_only_loss": "train_on, assistant",
+        "completion_only_loss": "train_on, completion",
+        "loss_type": "sft_loss",
+    },
+    "prefer": {
+        **_ROWS,
+        **{name: f"preference_args, {name}=..." for name in _PREFERENCE_VALUES},
+        "cpo_alpha": "preference_args, alpha=...",
+        "discopop_tau": "preference_args, tau=...",
+        "loss_type": "preference_loss",
+        "loss_weights": "preference_weights",
+        "precompute_ref_log_probs": "ref_logprobs, the file they are written to",
+        "rpo_alpha": "preference_loss, dpo sft, with preference_weights",
+        "simpo_gamma": "preference_args, gamma=...",
+    },
+    "reward": {
+        **_ROWS,
+        "center_rewards_coefficient": "centering_coef",
+        "loss_type": "reward_loss",
+    },
+    "distill": {
+        "beta": "teacher_beta, with teacher_form jsd",
+        "lmbda": "offpolicy_fraction, which is 1 - lmbda",
+        "loss_top_k": "teacher_top_k",
+        "max_length": "max_row_tokens, above which rows are left out",
+        "max_new_tokens": "generate_max_len",
+        "num_train_epochs": "num_episodes, or max_epochs on given rows",
+        "packing": "packing_samples",
+        "teacher_model_name_or_path": "teacher",
+        "teacher_model_server_url": "teacher, an address",
+    },
+}
 
 
-def option_hint(name: str, known: Collection[str]) -> str:
+def option_hint(name: str, known: Collection[str], command: str = "train") -> str:
     """The end of a sentence about an unknown option: its name here, or the nearest known ones.
 
     Args:
         name: As it was given; groups before a dot may say more.
         known: Options that could have been given.
+        command: It was given to.
     """
     last = name.rpartition(".")[2]
-    there = OTHER_NAMES.get(name) or OTHER_NAMES.get(last) or last
+    own = NAMES_OF_COMMANDS.get(command, {})
+    there = own.get(last) or OTHER_NAMES.get(name) or OTHER_NAMES.get(last) or last
     first = there.split()[0].rstrip(",")
     if there != name and (first in known or first == PROCESSES):
         return f"; here it is {there}"

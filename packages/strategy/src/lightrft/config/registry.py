@@ -118,6 +118,16 @@ class Registry(Collection[str]):
             return _load_entry_point(self.installed[name], kind=self.kind)
         return load_reference(entry, kind=self.kind) if isinstance(entry, str) else entry
 
+    @contextmanager
+    def lent(self, entries: Mapping[str, object]) -> Iterator[None]:
+        """Further choices while the body runs."""
+        self._entries.update(entries)
+        try:
+            yield
+        finally:
+            for name in entries:
+                del self._entries[name]
+
 
 def package_of(point: "EntryPoint") -> str:
     """The name of the distribution that brings an entry point."""
@@ -346,6 +356,7 @@ REWARDS = Registry(
         "gsm8k": f"{_REWARDS}.math_rules:gsm8k",
         "unit_tests": f"{_REWARDS}.unit_tests:UnitTestsReward",
         "judge": f"{_REWARDS}.judge:JudgeReward",
+        "verdict": f"{_REWARDS}.verdicts:VerdictReward",
     },
     group="lightrft.rewards",
 )
@@ -357,7 +368,12 @@ REWARD_SERVICES = Registry(
     "kind of reward service", {"http": f"{_REWARDS}.remote:reward_service"}, takes_own=False
 )
 DATA_SOURCES = Registry(
-    "kind of data source", {"reasoning_gym": f"{_REWARDS}.gym_data:gym_rows"}, takes_own=False
+    "kind of data source",
+    {
+        "reasoning_gym": f"{_REWARDS}.gym_data:gym_rows",
+        "both_orders": f"{_REWARDS}.verdicts:both_orders",
+    },
+    takes_own=False,
 )
 _TRACKERS = "lightrft.reporting.trackers"
 LOGGERS = Registry(
@@ -377,6 +393,13 @@ ENVIRONMENT_KINDS = Registry(
     },
     takes_own=False,
 )
+# Servers of teachers by the scheme of their address: functions of (address, config) that make a
+# `lightrft.experience.teachers.LogprobServer`.
+TEACHER_SERVERS = Registry(
+    "kind of teacher's server",
+    {"http": "lightrft.tools.teachers.openai_server:open_server"},
+    takes_own=False,
+)
 # What a run trains: functions of the options that give a `lightrft.stages.stage.StageInputs`.
 STAGES = Registry(
     "stage",
@@ -389,7 +412,7 @@ STAGES = Registry(
     },
 )
 # Functions of (config, strategy) that run before models are built and return the options to run
-# with; collective.
+# with; collective. Keyword-only arguments `stage` and `inputs` are its name and its `StageInputs`.
 START_HOOKS = Registry(
     "start hook",
     {"memory_budget": "lightrft.tools.plan.start_check:check_budget"},
@@ -397,12 +420,12 @@ START_HOOKS = Registry(
     group="lightrft.start_hooks",
 )
 # Receivers of the numbers of an update, made of a `lightrft.stages.policy.updates.ObservedStep`,
-# or of a supervised one, of a `lightrft.stages.supervised.supervised_stage.ObservedRows`.
+# or of one on given rows, of a `lightrft.stages.supervised.row_observer.ObservedRows`.
 STEP_OBSERVERS = Registry(
     "observer of a step",
     {
         "audit": "lightrft.tools.audit_recorder:StepRecorder",
-        "supervised_audit": "lightrft.tools.supervised_recorder:SupervisedRecorder",
+        "row_audit": "lightrft.tools.row_recorder:RowRecorder",
     },
     takes_own=False,
 )
@@ -442,6 +465,14 @@ REWARD_LOSSES = Registry(
 )
 # Those of labels instead of pairs.
 LABEL_LOSSES = ("mse", "bce")
+SCORE_POOLINGS = Registry(
+    "pooling of a reward model",
+    {
+        "last": "lightrft.models.score_heads:last_token",
+        "attention": "lightrft.models.score_heads:AttentionHead",
+    },
+    takes_own=False,
+)
 # Tokens of a supervised row that count.
 TRAIN_ON = ("all", "completion", "assistant", "last_assistant")
 

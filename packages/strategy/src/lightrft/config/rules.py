@@ -13,8 +13,11 @@ from lightrft.engines.types import has_known_order
 PROMPT_SLOT = re.compile(r"(?<![A-Za-z])\{\}")
 UNKNOWN_ORDER = (
     "off_policy_correction cannot tell which tokens the {engine} engine kept with top_p and top_k "
-    "together: leave one of the two out, or take engine_type vllm or hf"
+    "together: leave one of the two out, take engine_type vllm or hf, or train without one: "
+    "off_policy_correction none"
 )
+# Of rows that older weights sampled, where nothing is given; and what leaves it out.
+STALE_CORRECTION, NO_CORRECTION = "tis", "none"
 MAX_SAMPLES = 10**7
 # Forms of distillation; those with a wrong gradient by the names that other projects have for them.
 SAMPLED = "sampled"
@@ -50,12 +53,49 @@ def form_problem(name: str) -> str | None:
     return None
 
 
+def is_served(place: str) -> bool:
+    """Whether a teacher is an address, not a folder."""
+    return place.startswith(("http://", "https://"))
+
+
+def _has_teacher(c: RunOptions) -> bool:
+    return c.teacher is not None or bool(c.teachers)
+
+
+def _has_server(c: RunOptions) -> bool:
+    places = [each.partition("=")[2] for each in c.teachers]
+    return any(map(is_served, (c.teacher or "", *places)))
+
+
+def _teacher_names_problem(c: RunOptions) -> str | None:
+    names = [each.partition("=")[0] for each in c.teachers]
+    wrong = [each for each in c.teachers if not all(each.partition("="))]
+    if wrong:
+        return f"teachers: got {wrong[0]!r}, expected NAME=FOLDER or NAME=http://HOST:PORT/v1"
+    if len(set(names)) < len(names):
+        return f"teachers: got two of one name in {', '.join(names)}: give each its own"
+    if c.teacher is not None and c.teachers:
+        return "teacher and teachers exclude each other: give the one as NAME=TEACHER, too"
+    if len(c.teacher_weights) not in (0, len(names)):
+        return (
+            f"teacher_weights: got {len(c.teacher_weights)} numbers for {len(names)} teachers: "
+            "give one for each"
+        )
+    if not all(0 < each < math.inf for each in c.teacher_weights):
+        return f"teacher_weights: got {list(c.teacher_weights)}, expected numbers > 0"
+    return None
+
+
 def _truncates(c: RunOptions) -> bool:
     return c.top_p < 1 or c.top_k != -1
 
 
+def _splits(c: RunOptions) -> bool:
+    return c.rollout_ranks > 0
+
+
 def _has_episodes(c: RunOptions) -> bool:
-    return c.environment is not None or bool(c.tools)
+    return c.environment is not None or bool(c.tools) or c.agent is not None
 
 
 def _num_rewards(c: RunOptions) -> int:
@@ -71,6 +111,22 @@ def _named_losses(c: RunOptions) -> dict[str, str]:
         f"policy_loss {c.policy_loss!r}": c.policy_loss,
     }
     return {option: loss for option, loss in named.items() if loss is not None}
+
+
+def keeps_rows(c: RunOptions) -> bool:
+    """Whether steps train on rows that older weights sampled."""
+    return c.rollout_lag > 0 or c.stream_chunk is not None
+
+
+def correction_of(c: RunOptions) -> str | tuple[str, ...] | None:
+    """Terms of the correction in effect; None is none.
+
+    Unless given, of rows that older weights sampled it is `STALE_CORRECTION`.
+    """
+    given = c.off_policy_correction
+    if given is None and keeps_rows(c) and not c.use_rollout_logprobs:
+        return STALE_CORRECTION
+    return None if given in (NO_CORRECTION, (NO_CORRECTION,)) else given
 
 
 def _nonzero(name: str) -> Rule:
@@ -122,12 +178,12 @@ RULES: tuple[Rule, ...] = (
         and f"{' and '.join(_named_losses(c))} name different policy losses: give one of them"
     ),
     lambda c: (
-        c.off_policy_correction
+        correction_of(c)
         and not has_known_order(c.engine_type, top_k=c.top_k, top_p=c.top_p)
         and UNKNOWN_ORDER.format(engine=c.engine_type)
     ),
     lambda c: (
-        c.off_policy_correction
+        correction_of(c)
         and c.use_fire
         and _truncates(c)
         and (
@@ -136,7 +192,7 @@ RULES: tuple[Rule, ...] = (
         )
     ),
     lambda c: (
-        not c.off_policy_correction
+        not correction_of(c)
         and (c.correction_low is not None or c.correction_high is not None)
         and "correction_low and correction_high need off_policy_correction"
     ),
@@ -152,7 +208,7 @@ RULES: tuple[Rule, ...] = (
     lambda c: form_problem(c.teacher_form),
     lambda c: (
         c.advantage_estimator == "zero"
-        and c.teacher is None
+        and not _has_teacher(c)
         and "--teacher is missing: with advantage_estimator zero rewards teach nothing"
     ),
     _excludes(
@@ -160,8 +216,55 @@ RULES: tuple[Rule, ...] = (
         "advantage_estimator zero: it looks for groups by their rewards",
         lambda c: c.advantage_estimator == "zero",
     ),
+    _teacher_names_problem,
     lambda c: (
-        c.teacher is not None
+        c.teacher_form == SAMPLED
+        and _has_server(c)
+        and c.temperature != 1
+        and (
+            "temperature: a server's log-probabilities of a prompt are those of temperature 1: got "
+            f"{c.temperature:g}; leave it out, or take a teacher from a folder"
+        )
+    ),
+    lambda c: (
+        c.teacher_form != SAMPLED
+        and _has_server(c)
+        and c.teacher_top_k is None
+        and (
+            "teacher_top_k: a server does not give the whole distribution: say of how many tokens "
+            "it is to, up to its --max-logprobs (vLLM: 20)"
+        )
+    ),
+    lambda c: (
+        c.teacher_top_k is not None
+        and _has_teacher(c)
+        and not _has_server(c)
+        and "teacher_top_k is of served teachers: a folder's gives the whole distribution"
+    ),
+    lambda c: (
+        c.teacher_form == SAMPLED
+        and (c.teacher_top_k is not None or c.offpolicy_fraction != 1)
+        and (
+            "teacher_top_k and offpolicy_fraction are of the divergences reverse, forward and jsd: "
+            "add teacher_form, or leave them out"
+        )
+    ),
+    lambda c: (
+        c.teacher_form != SAMPLED
+        and c.teacher_prompt_column is not None
+        and "teacher_prompt_column is of teacher_form sampled: leave it out"
+    ),
+    lambda c: (
+        c.audit_every > 0
+        and (bool(c.teachers) or c.teacher_prompt_column is not None)
+        and (
+            "an audit follows one teacher that reads the student's prompts: leave out one of "
+            "audit_every and teachers or teacher_prompt_column"
+        )
+    ),
+    lambda c: (
+        _has_teacher(c)
+        and c.teacher_form == SAMPLED
         and (_truncates(c) or c.use_fire)
         and (
             "teacher needs tokens drawn from the whole distribution of the student, or the mean of "
@@ -219,6 +322,12 @@ RULES: tuple[Rule, ...] = (
         )
     ),
     lambda c: (
+        c.max_pixels is not None
+        and c.min_pixels is not None
+        and c.min_pixels > c.max_pixels
+        and f"min_pixels must be at most max_pixels: got {c.min_pixels} and {c.max_pixels}"
+    ),
+    lambda c: (
         c.max_len is not None
         and c.max_len < c.prompt_max_len + c.generate_max_len
         and (
@@ -227,23 +336,72 @@ RULES: tuple[Rule, ...] = (
         )
     ),
     lambda c: (
-        c.partial_rollout_prompts is not None
-        and not c.rollout_batch_size <= c.partial_rollout_prompts <= 2 * c.rollout_batch_size
+        c.stream_prompts is not None
+        and not 1 <= c.stream_prompts / c.rollout_batch_size <= c.max_staleness + 1
         and (
-            "partial_rollout_prompts must lie between rollout_batch_size and twice that, or old "
-            "responses could not all be trained on in time: got "
-            f"{c.partial_rollout_prompts} and {c.rollout_batch_size}"
+            "stream_prompts must lie between rollout_batch_size and max_staleness + 1 times that, "
+            "or old responses could not all be trained on in time: got "
+            f"{c.stream_prompts} for {c.rollout_batch_size} and max_staleness {c.max_staleness}"
         )
     ),
-    _excludes("partial_rollout", "dynamic_sampling", lambda c: c.dynamic_sampling),
-    _excludes("partial_rollout", "use_fire", lambda c: c.use_fire),
+    _excludes(
+        "stream_chunk",
+        "stop: a text may begin in one chunk and end in the next",
+        lambda c: bool(c.stop),
+    ),
     lambda c: (
         _has_episodes(c)
         and not c.apply_chat_template
-        and "environment and tools need turns: add apply_chat_template"
+        and "environment, tools and agent need turns: add apply_chat_template"
     ),
-    _excludes("partial_rollout", "environment and tools", _has_episodes),
-    _excludes("use_fire", "environment and tools", _has_episodes),
+    _excludes("stream_chunk", "environment, tools and agent", _has_episodes),
+    lambda c: (
+        _splits(c)
+        and c.rollout_lag == 0
+        and "rollout_ranks samples the steps to come while one is trained: add rollout_lag 1"
+    ),
+    lambda c: _splits(c) and not c.fsdp and "rollout_ranks needs FSDP2: add fsdp",
+    _excludes("rollout_ranks", "environment, tools and agent", _has_episodes),
+    _excludes(
+        "rollout_ranks",
+        "reward_pretrain: the ranks that generate hold no reward model",
+        lambda c: bool(c.reward_pretrain),
+    ),
+    _excludes(
+        "rollout_ranks",
+        "teacher, teachers and teacher_prompt_column",
+        lambda c: bool(c.teacher or c.teachers or c.teacher_prompt_column),
+    ),
+    _excludes(
+        "rollout_ranks",
+        "audit_every: the samples are on other ranks",
+        lambda c: c.audit_every > 0,
+    ),
+    _excludes("use_fire", "environment, tools and agent", _has_episodes),
+    _excludes(
+        "agent", "environment: the agent has tools of its own", lambda c: bool(c.environment)
+    ),
+    _excludes("agent", "tools: the agent has its own", lambda c: bool(c.tools)),
+    _excludes(
+        "agent",
+        "rollout_lag: rows in flight are kept by row, and episodes have several",
+        lambda c: c.rollout_lag > 0,
+    ),
+    _excludes(
+        "agent",
+        "dynamic_sampling: which rows to keep is decided by row, and episodes have several",
+        lambda c: c.dynamic_sampling,
+    ),
+    _excludes(
+        "agent",
+        "audit_every: the audit counts rows, and episodes have several",
+        lambda c: c.audit_every > 0,
+    ),
+    _excludes(
+        "agent",
+        "teachers and teacher_prompt_column: they look up the prompt that a row begins with",
+        lambda c: bool(c.teachers) or c.teacher_prompt_column is not None,
+    ),
     _excludes(
         "use_rollout_logprobs",
         "top_p and top_k: the engine's logprobs then follow another distribution",
@@ -257,7 +415,7 @@ RULES: tuple[Rule, ...] = (
     _excludes(
         "use_rollout_logprobs",
         "off_policy_correction: all its weights would be 1",
-        lambda c: bool(c.off_policy_correction),
+        lambda c: bool(correction_of(c)),
     ),
     _excludes(
         "use_rollout_logprobs",
@@ -324,6 +482,17 @@ def unused_by_rules(c: RunOptions) -> list[str]:
     ]
 
 
+def launch_problems(config: RunOptions, num_processes: int) -> list[str]:
+    """The same for all processes of a launch, of which the last ones may only generate."""
+    num_training = num_processes - config.rollout_ranks
+    if num_training < 1:
+        return [
+            f"rollout_ranks {config.rollout_ranks} leaves no process to train: got "
+            f"{num_processes} in all, expected {config.rollout_ranks + 1} or more"
+        ]
+    return batch_problems(config, num_training)
+
+
 def batch_problems(config: RunOptions, world_size: int) -> list[str]:
     """Sizes that do not fit together on `world_size` processes, one line per rule.
 
@@ -350,11 +519,7 @@ def batch_problems(config: RunOptions, world_size: int) -> list[str]:
             f"fsdp_shard_size must divide the number of processes: got {size} and {world_size}; "
             f"legal fsdp_shard_size: {_either(_divisors(world_size))}"
         )
-    if world_size % config.engine_tp_size:
-        found.append(
-            "engine_tp_size must divide the number of processes: got "
-            f"{config.engine_tp_size} and {world_size}"
-        )
+    found += _engine_problems(config, config.rollout_ranks or world_size)
     if prompts % world_size:
         found.append(
             f"rollout_batch_size must be a multiple of the {world_size} processes: got {prompts}; "
@@ -376,6 +541,22 @@ def batch_problems(config: RunOptions, world_size: int) -> list[str]:
             f"{prompts} * {group_size} = {samples} samples and train_batch_size {train}; nearest "
             f"legal train_batch_size: {_either(_closest(legal_train, train))}; nearest legal "
             f"rollout_batch_size: {_either(legal_prompts)}"
+        )
+    return found
+
+
+def _engine_problems(config: RunOptions, generating: int) -> list[str]:
+    """Of the ranks that have engines: those that only generate, if there are any."""
+    found, prompts = [], config.rollout_batch_size
+    if generating % config.engine_tp_size:
+        found.append(
+            "engine_tp_size must divide the number of processes: got "
+            f"{config.engine_tp_size} and {generating}"
+        )
+    if config.rollout_ranks and prompts % generating:
+        found.append(
+            f"rollout_batch_size must be a multiple of rollout_ranks: got {prompts} and "
+            f"{generating}; nearest legal: {_either(_multiples(prompts, generating))}"
         )
     return found
 

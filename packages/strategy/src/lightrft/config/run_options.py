@@ -28,6 +28,7 @@ from lightrft.config.registry import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
     REWARD_LOSSES,
+    SCORE_POOLINGS,
     SFT_LOSSES,
     TRAIN_ON,
 )
@@ -123,48 +124,76 @@ class RunOptions(StrategyConfig):
     images_key: str = data_option(
         "images",
         "Column with the images of a prompt: paths relative to the file, bytes or "
-        "base64, one or a list.",
-        commands=DATA_AND_EVAL,
+        "base64, one or a list. The default also finds a column called image.",
+        commands=(*DATA_AND_EVAL, *SFT),
     )
     videos_key: str = data_option(
         "videos",
-        "Column with the videos of a prompt: animated images, or objects with frames and fps.",
-        commands=DATA_AND_EVAL,
+        "Column with the videos of a prompt: films, animated images, or objects with frames and "
+        "fps. "
+        "The default also finds a column called video.",
+        commands=(*DATA_AND_EVAL, *SFT),
+    )
+    audios_key: str = data_option(
+        "audios",
+        "Column with the sounds of a prompt: paths relative to the file, bytes, base64 or arrays "
+        "with a sampling_rate. The default also finds a column called audio.",
+        commands=(*DATA_AND_EVAL, *SFT),
     )
     text_only: bool = data_option(
         False,
-        "Leave images and videos of the data out.",
-        commands=DATA_AND_EVAL,
+        "Leave images, videos and sounds of the data out, with their places.",
+        commands=(*DATA_AND_EVAL, *SFT),
     )
     max_pixels: int | None = data_option(
         None,
         "Most pixels of an image or frame; larger ones are scaled down. Unset is the "
         "processor's own.",
         at_least=1,
-        commands=DATA_AND_EVAL,
+        commands=(*DATA_AND_EVAL, *SFT),
     )
     min_pixels: int | None = data_option(
         None,
         "Fewest pixels of an image or frame; smaller ones are scaled up. Unset is the "
         "processor's own.",
         at_least=1,
-        commands=DATA_AND_EVAL,
+        commands=(*DATA_AND_EVAL, *SFT),
+    )
+    video_fps: float | None = data_option(
+        None,
+        "Frames a second that are taken of a video. Unset takes 2 of a film, and all of what is "
+        "given as frames.",
+        above=0,
+        commands=(*DATA_AND_EVAL, *SFT),
+    )
+    video_max_frames: int | None = data_option(
+        None,
+        "Most frames of a video, spread evenly. Unset takes 768 of a film.",
+        at_least=2,
+        at_most=4096,
+        commands=(*DATA_AND_EVAL, *SFT),
     )
     limit_mm_image_per_prompt: int | None = data_option(
         None,
         "Most images of a prompt; a row with more is an error. Unset sets no limit.",
         at_least=0,
-        commands=DATA_AND_EVAL,
+        commands=(*DATA_AND_EVAL, *SFT),
     )
     limit_mm_video_per_prompt: int | None = data_option(
         None,
         "Most videos of a prompt; a row with more is an error. Unset sets no limit.",
         at_least=0,
-        commands=DATA_AND_EVAL,
+        commands=(*DATA_AND_EVAL, *SFT),
+    )
+    limit_mm_audio_per_prompt: int | None = data_option(
+        None,
+        "Most sounds of a prompt; a row with more is an error. Unset sets no limit.",
+        at_least=0,
+        commands=(*DATA_AND_EVAL, *SFT),
     )
     reward_fn: tuple[str, ...] = reward_option(
         (),
-        "Rewards, summed: boxed_math, gsm8k, unit_tests, judge, reasoning_gym:NAME or "
+        "Rewards, summed: boxed_math, gsm8k, unit_tests, judge, verdict, reasoning_gym:NAME or "
         "FILE.py:FUNCTION.",
         common=True,
         path="file",
@@ -190,7 +219,8 @@ class RunOptions(StrategyConfig):
     )
     reward_pretrain: tuple[str, ...] = reward_option(
         (),
-        "Reward models: sequence classifiers with one label; their scores are added.",
+        "Reward models of lightrft reward, or sequence classifiers with one label; their scores "
+        "are added.",
     )
     reward_recipe: str | None = reward_option(
         None,
@@ -260,10 +290,33 @@ class RunOptions(StrategyConfig):
     judge_template: str | None = reward_option(
         None,
         "Text file with the question to the judge: {response} between marks with {mark}, "
-        "{prompt} and {label}.",
+        "{prompt} and {label}; with a rubric {question}; for pairs {first} and {second}, for "
+        "rankings {responses} instead.",
         acts_with="judge_url",
         path="file",
         commands=DATA_AND_EVAL,
+    )
+    judge_rubric: str | None = reward_option(
+        None,
+        "TOML file with a table a part, each with question and weight: every response gets a grade "
+        "by each of them, and their weighted mean.",
+        acts_with="judge_url",
+        path="file",
+        commands=DATA_AND_EVAL,
+    )
+    judge_compare: str = reward_option(
+        "none",
+        "What the judge compares: none grades each response alone; pairs asks about every two "
+        "responses to a prompt, in both orders; ranking ranks them all, in two orders; verdicts is "
+        "pairs for a judge that was trained on both_orders:FILE, with the questions of that.",
+        choices=("none", "pairs", "ranking", "verdicts"),
+        acts_with="judge_url",
+    )
+    judge_prices: Arguments = reward_option(
+        None,
+        "Prices of a million tokens of the judge, input=0.5 output=1.5, for the metric judge/cost.",
+        acts_with="judge_url",
+        may_change=True,
     )
     judge_args: Arguments = reward_option(
         None,
@@ -334,28 +387,36 @@ class RunOptions(StrategyConfig):
         at_least=1,
         acts_with="dynamic_sampling",
     )
-    partial_rollout: bool = rollout_option(
-        False,
-        "Carry responses that are not finished over to the next step.",
+    rollout_lag: int = rollout_option(
+        0,
+        "Updates between the weights that sample a step and those that it trains: with 1 the next "
+        "step is sampled before this one is trained on.",
+        at_least=0,
     )
-    partial_rollout_prompts: int | None = rollout_option(
-        None,
-        "Prompts in flight with partial_rollout; unset is 1.5 rollout_batch_size.",
-        at_least=1,
-        acts_with="partial_rollout",
+    rollout_ranks: int = rollout_option(
+        0,
+        "Processes that only generate, the last ones of the launch: they sample the steps to come "
+        "while the others train. 0 lets every process do both.",
+        at_least=0,
     )
-    partial_rollout_tokens: int | None = rollout_option(
+    stream_chunk: int | None = rollout_option(
         None,
-        "Tokens of each response between two looks at what is finished, with "
-        "partial_rollout; unset is a quarter of generate_max_len.",
+        "Tokens that an open response samples between two updates: steps train on the groups that "
+        "are complete, the others go on. Unset waits for all responses of a step.",
         at_least=1,
-        acts_with="partial_rollout",
+    )
+    stream_prompts: int | None = rollout_option(
+        None,
+        "Prompts in flight with stream_chunk; unset is 1.5 rollout_batch_size.",
+        at_least=1,
+        acts_with="stream_chunk",
     )
     max_staleness: int = rollout_option(
         4,
-        "Updates between a token and the step that trains on it, at most, with partial_rollout.",
+        "Updates between the first token of a response and the step that trains on it, at most, "
+        "with stream_chunk.",
         at_least=1,
-        acts_with="partial_rollout",
+        acts_with="stream_chunk",
     )
     environment: str | None = rollout_option(
         None,
@@ -364,20 +425,74 @@ class RunOptions(StrategyConfig):
         "is chosen from by the column environment. Also skyrl_gym:FILE.py:NAME and "
         "openenv:http://HOST:PORT.",
         path="file",
-        commands=EVAL,
+        commands=DATA_AND_EVAL,
     )
     tools: tuple[str, ...] = rollout_option(
         (),
         "Functions FILE.py:NAME that the model may call, beside the environment's methods.",
         path="file",
+        commands=DATA_AND_EVAL,
+    )
+    agent: str | None = rollout_option(
+        None,
+        "Function FILE.py:NAME, async def run(base_url, api_key, row) -> reward, a dict of named "
+        "parts or None, which calls the model through OpenAI's protocol.",
+        path="file",
         commands=EVAL,
+    )
+    agent_timeout_seconds: float = rollout_option(
+        600.0,
+        "Deadline of one episode of the agent; past it the episode has failed.",
+        acts_with="agent",
+        above=0,
+        may_change=True,
+        commands=EVAL,
+    )
+    max_agent_calls: int = rollout_option(
+        64,
+        "Calls that an episode of the agent may make; further ones are refused.",
+        acts_with="agent",
+        at_least=1,
+        at_most=128,
+        commands=EVAL,
+    )
+    agent_denominator: str = algorithm_option(
+        "episode",
+        "What counts as one sequence where a loss is a mean over sequences: an episode of the "
+        "agent with all its branches, or each branch.",
+        acts_with="agent",
+        choices=("episode", "branch"),
     )
     max_turns: int = rollout_option(
         8,
-        "Turns of an episode; the calls in the last one are not made.",
-        acts_with="environment or tools",
+        "Turns of an episode; the calls in the last one are not made. Of an agent, turns of which "
+        "a conversation of full length has room.",
+        acts_with="environment or tools or agent",
         at_least=1,
-        commands=EVAL,
+        commands=DATA_AND_EVAL,
+    )
+    environment_args: Arguments = rollout_option(
+        None,
+        "Keyword arguments of the environment's class, for each episode; of SkyRL-Gym's make its "
+        "env_config.",
+        acts_with="environment",
+        commands=DATA_AND_EVAL,
+    )
+    environment_env: tuple[str, ...] = rollout_option(
+        (),
+        "Environment variables with secrets that environments and tools may read; others are kept "
+        "from them.",
+        acts_with="environment or tools",
+        may_change=True,
+        commands=DATA_AND_EVAL,
+    )
+    environment_memory_gb: float | None = rollout_option(
+        16.0,
+        "Memory in GB that a worker of environments and its children may hold; none sets no limit.",
+        acts_with="environment or tools",
+        above=0,
+        may_change=True,
+        commands=DATA_AND_EVAL,
     )
     max_tool_calls: int | None = rollout_option(
         None,
@@ -392,36 +507,39 @@ class RunOptions(StrategyConfig):
         acts_with="environment or tools",
         above=0,
         may_change=True,
-        commands=EVAL,
+        commands=DATA_AND_EVAL,
     )
     tool_parser: str = rollout_option(
         "auto",
-        "How calls are written; auto takes the tokenizer's response template or what its "
-        "chat template shows.",
-        acts_with="environment or tools",
-        choices=("auto", "hermes", "llama", "pythonic"),
+        "How calls are written; auto takes the tokenizer's response template or what reads the "
+        "calls that its chat template writes. A run begins only if a call is read back.",
+        acts_with="environment or tools or agent",
+        choices=(
+            *("auto", "hermes", "xml", "glm", "deepseek", "lfm", "gemma", "harmony", "mistral"),
+            *("llama", "pythonic"),
+        ),
         commands=EVAL,
     )
     max_observation_tokens: int = rollout_option(
         1024,
         "Longest answer of a call, in tokens; the rest is cut.",
-        acts_with="environment or tools",
+        acts_with="environment or tools or agent",
         at_least=16,
         commands=EVAL,
     )
     environment_workers: int | None = rollout_option(
         None,
-        "Worker processes that host the environments of one rank; unset is one a core.",
-        acts_with="environment or tools",
+        "Worker processes that host the environments or agents of one rank; unset is one a core.",
+        acts_with="environment or tools or agent",
         at_least=1,
         may_change=True,
-        commands=EVAL,
+        commands=DATA_AND_EVAL,
     )
     late_join: bool = rollout_option(
         False,
         "Let an episode whose tool is busy join a later round, once half of the others are "
         "ready; off, a round waits for all, and timing changes no bit.",
-        acts_with="environment or tools",
+        acts_with="environment or tools or agent",
         commands=EVAL,
     )
     chat_template: str | None = data_option(
@@ -530,7 +648,8 @@ class RunOptions(StrategyConfig):
         None,
         "Corrections for the difference between engine and trainer: presets (tis, icepop, "
         "mis, geometric ...) or terms such as reject:k3:sequence:high=0.01; several at once. dppo, "
-        "off-policy-mask and pairs new/engine, new/old bound the policy that each update moves.",
+        "off-policy-mask and pairs new/engine, new/old bound the policy that each update moves. "
+        "Unset is none, and tis with rollout_lag and stream_chunk, where none must be given.",
     )
     advantage_args: Arguments = algorithm_option(
         None,
@@ -544,13 +663,13 @@ class RunOptions(StrategyConfig):
         None,
         "Lower bound of off_policy_correction; unset is its own.",
         at_least=0,
-        acts_with="off_policy_correction",
+        acts_with="off_policy_correction or rollout_lag or stream_chunk",
     )
     correction_high: float | None = algorithm_option(
         None,
         "Upper bound of off_policy_correction; unset is its own.",
         above=0,
-        acts_with="off_policy_correction",
+        acts_with="off_policy_correction or rollout_lag or stream_chunk",
     )
     value_clip: float = algorithm_option(
         0.2,
@@ -588,22 +707,78 @@ class RunOptions(StrategyConfig):
     teacher: str | None = algorithm_option(
         None,
         "Frozen model with the same tokens whose log-probabilities of the sampled tokens are an "
-        "advantage: teacher_coef * (log p - log q).",
+        "advantage: teacher_coef * (log p - log q). A folder; or http://HOST:PORT/v1[#MODEL], an "
+        "OpenAI-compatible server with prompt_logprobs, whose key is the environment variable "
+        "LIGHTRFT_TEACHER_KEY.",
         common=True,
         path="folder",
+        commands=DISTILL,
+    )
+    teachers: tuple[str, ...] = algorithm_option(
+        (),
+        "Several teachers, NAME=TEACHER each; teacher_column says which one a row has.",
+        commands=DISTILL,
+    )
+    teacher_column: str = algorithm_option(
+        "teacher",
+        "Column of the data with the name of the row's teacher.",
+        acts_with="teachers",
+        commands=DISTILL,
+    )
+    teacher_weights: tuple[float, ...] = algorithm_option(
+        (),
+        "Factor of each of the teachers, in their order; unset is 1 each.",
+        acts_with="teachers",
+        commands=DISTILL,
+    )
+    teacher_prompt_column: str | None = algorithm_option(
+        None,
+        "Column of the data that the teacher reads after the prompt, and the student does not: a "
+        "solution, or feedback.",
+        acts_with="teacher or teachers",
+    )
+    teacher_top_k: int | None = algorithm_option(
+        None,
+        "Tokens of which a served teacher gives probabilities, for divergences on rows; all others "
+        "are one further outcome.",
+        at_least=1,
+        acts_with="teacher_form reverse or teacher_form forward or teacher_form jsd",
+        commands=DISTILL,
+    )
+    teacher_tolerance: float = algorithm_option(
+        0.01,
+        "Mean difference in nats a token up to which a server's answers to one question are alike.",
+        above=0,
+        may_change=True,
+        commands=DISTILL,
+    )
+    teacher_timeout_seconds: float = algorithm_option(
+        600.0,
+        "Deadline of a server's answers to the rows of one step, repetitions included.",
+        above=0,
+        may_change=True,
+        commands=DISTILL,
+    )
+    offpolicy_fraction: float = algorithm_option(
+        1.0,
+        "Share of the rows of a step whose completions are those of the data; the student samples "
+        "the others. Of the divergences on rows.",
+        at_least=0,
+        at_most=1,
+        acts_with="teacher_form reverse or teacher_form forward or teacher_form jsd",
         commands=DISTILL,
     )
     teacher_coef: float = algorithm_option(
         1.0,
         "Weight of the teacher's advantage beside that of the rewards.",
         above=0,
-        acts_with="teacher",
+        acts_with="teacher or teachers",
     )
     teacher_form: str = algorithm_option(
         "sampled",
         "Divergence from the teacher: sampled is that of sampled tokens; reverse, forward and jsd "
         "are those of the whole vocabulary, of the rows of lightrft distill.",
-        acts_with="teacher",
+        acts_with="teacher or teachers",
         commands=DISTILL,
     )
     teacher_beta: float = algorithm_option(
@@ -628,13 +803,13 @@ class RunOptions(StrategyConfig):
     )
     ptx_batch_size: int | None = algorithm_option(
         None,
-        "Texts of pretrain_data per optimizer step over all ranks; unset is train_batch_size.",
+        "Rows of pretrain_data per optimizer step over all ranks; unset is train_batch_size.",
         at_least=1,
         acts_with="pretrain_data",
     )
     pretrain_column: str = data_option(
         "text",
-        "Column of the texts in pretrain_data.",
+        "Column of the texts in pretrain_data, where it has texts.",
         acts_with="pretrain_data",
     )
     max_epochs: int = algorithm_option(
@@ -663,7 +838,7 @@ class RunOptions(StrategyConfig):
         "last",
         "What gamma counts from the reward at the end of an episode backwards: last, its "
         "tokens; discounted, its turns.",
-        acts_with="environment or tools",
+        acts_with="environment or tools or agent",
         choices=("last", "discounted"),
     )
     train_on: str | None = supervised_option(
@@ -690,6 +865,13 @@ class RunOptions(StrategyConfig):
         "Hyper-parameters of the preference losses under their own names, such as beta=0.1; one "
         "reaches every loss that has it.",
         common=True,
+    )
+    ref_logprobs: str | None = preference_option(
+        None,
+        "File of the reference's log-probabilities of all answers: computed before the first step "
+        "where it does not exist, and read instead of a reference model where it does and is of "
+        "the same data, template and model. Unset computes them on the way.",
+        may_change=True,
     )
     train_on_regex: str | None = supervised_option(
         None,
@@ -723,6 +905,32 @@ class RunOptions(StrategyConfig):
         "Hyper-parameters of the reward loss under their own names.",
         commands=("reward",),
     )
+    reward_pooling: str | None = supervised_option(
+        None,
+        "Hidden states that a score is made of: the last token's, or all, by learned attention; "
+        "unset is that of a reward model which is trained on, else last.",
+        choices=SCORE_POOLINGS,
+        commands=("reward",),
+    )
+    reward_heads: tuple[str, ...] = supervised_option(
+        (),
+        "Names of scores, each with a head and rankings of its own (ranks by name in the rows); "
+        "unset is one score, or those of a reward model which is trained on.",
+        commands=("reward",),
+    )
+    reward_head_weights: tuple[float, ...] = supervised_option(
+        (),
+        "Weight of each score in the reward and of its loss; unset is 1 each.",
+        commands=("reward",),
+        acts_with="reward_heads",
+    )
+    reward_head_losses: tuple[str, ...] = supervised_option(
+        (),
+        "Loss of each score; unset is reward_loss for all.",
+        choices=REWARD_LOSSES,
+        commands=("reward",),
+        acts_with="reward_heads",
+    )
     centering_coef: float = supervised_option(
         0.0,
         "Weight of (chosen score + rejected score)^2, which keeps scores around 0; 0.01 is usual.",
@@ -750,13 +958,15 @@ class RunOptions(StrategyConfig):
     )
     target_modules: tuple[str, ...] = training_option(
         ("all-linear",),
-        "Layers that get adapters: names of linear layers, or all-linear.",
+        "Layers that get adapters: last names of linear layers, regular expressions for whole "
+        "names (language_model.* is the text of a vision-language model), or all-linear.",
         acts_with="lora_rank",
     )
     freeze_prefix: tuple[str, ...] = training_option(
         (),
-        "Parts of actor and critic that are not trained, by the beginnings of their names: "
-        "visual is the vision tower of Qwen-VL.",
+        "Parts of actor and critic that are not trained, by regular expressions for the "
+        "beginnings of their names: visual is the vision tower of Qwen-VL with its projector, "
+        "visual(?!\\.merger) without.",
     )
     micro_batch_tokens: int | None = training_option(
         None,
@@ -802,8 +1012,8 @@ class RunOptions(StrategyConfig):
     )
     parity_check_steps: int = monitoring_option(
         0,
-        "Compare engine and trainer logprobs in the first step and every N; 0: first only, -1: "
-        "never.",
+        "Compare engine and trainer logprobs in the first step and every N; 0: first only (with "
+        "stream_chunk every one), -1: never.",
         at_least=-1,
         may_change=False,
         commands=NOT_SFT,
@@ -857,6 +1067,12 @@ class RunOptions(StrategyConfig):
         "Steps between lines on the console.",
         at_least=1,
     )
+    sample_steps: int = run_option(
+        10,
+        "Steps between samples on the console, the best and the worst of a prompt; 0 shows none.",
+        at_least=0,
+        commands=NOT_SFT,
+    )
     ckpt_path: str | None = run_option(
         None,
         "Folder of checkpoints; unset is OUTPUT_DIR/checkpoints.",
@@ -886,7 +1102,7 @@ class RunOptions(StrategyConfig):
         False,
         "Write every sample with its token ids to rollouts.jsonl, which lightrft rows reads: some "
         "six bytes a token.",
-        commands=NOT_SFT,
+        commands=EVAL,
     )
     save_path: str | None = run_option(
         None,
@@ -932,13 +1148,11 @@ class RunOptions(StrategyConfig):
         0,
         "Record every K-th step, with the states before and after, for lightrft audit; 0 is never.",
         at_least=0,
-        commands=SFT_ALONE,
     )
     check_memory: bool = run_option(
         True,
         "Compare the memory that a run will need with that of its machine before it starts; "
         "on GPUs refuse what cannot fit.",
-        commands=NOT_SFT,
     )
     num_threads: int | None = run_option(
         None,

@@ -340,7 +340,7 @@ class StrategyConfig:
     )
     pretrain_data: str | None = models_option(
         None,
-        "Text mixed into the loss.",
+        "Rows as those of lightrft sft, whose loss is mixed in: texts, conversations, answers.",
         acts_with="ptx_coef",
         path="file",
     )
@@ -434,7 +434,6 @@ class StrategyConfig:
     strict: bool = monitoring_option(
         False,
         "Options without effect are errors instead of warnings.",
-        commands=NOT_SFT,
     )
 
     extra_args: dict[str, object] = field(default_factory=dict, repr=False)
@@ -565,16 +564,18 @@ class StrategyConfig:
         """Whether the output projection is fused: as set, else exactly on a GPU."""
         return has_gpu if self.fused_linear_logprob is None else self.fused_linear_logprob
 
-    def builds_on_meta(self, *, has_gpu: bool, weight_bytes: int) -> bool:
+    def builds_on_meta(self, *, has_gpu: bool, weight_bytes: int, is_in_files: bool = True) -> bool:
         """Whether models are built without memory: as set, else on GPUs above 2 GB of weights.
 
         Args:
             has_gpu: Whether every rank has a GPU.
             weight_bytes: Of the actor in bfloat16.
+            is_in_files: Whether a rank finds all its rows in the files by the model's own names:
+                not those of adapters, and not those of vision-language models.
         """
         if self.meta_init is not None:
             return self.meta_init
-        return self.fsdp and has_gpu and weight_bytes > META_INIT_BYTES
+        return self.fsdp and has_gpu and is_in_files and weight_bytes > META_INIT_BYTES
 
     def summary(self) -> str:
         """All values by group, changed ones marked with `*`, secrets hidden."""

@@ -25,6 +25,11 @@ def read_toml(path: Path) -> dict[str, object]:
         FileError: It cannot be read.
         ConfigError: It is not TOML; the message names file, line and column.
     """
+    if path.suffix in (".yaml", ".yml"):
+        raise ConfigError(
+            f"{path}: YAML is not read: write the options as TOML, a line name = value each, as "
+            "lightrft config show prints them; lightrft config translate reads files of verl"
+        )
     content = read_bytes(path, max_bytes=MAX_TOML_BYTES)
     try:
         values = tomllib.loads(content.decode("utf-8"))

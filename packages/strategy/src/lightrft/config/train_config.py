@@ -6,8 +6,15 @@ from pathlib import Path
 from typing import Self
 
 from lightrft.config.options import ConfigError, options_of
-from lightrft.config.other_names import option_hint
-from lightrft.config.rules import NO_REWARDS, SAMPLED, batch_problems, broken_rules, unused_by_rules
+from lightrft.config.other_names import TABLE_HINT, option_hint
+from lightrft.config.rules import (
+    NO_REWARDS,
+    SAMPLED,
+    batch_problems,
+    broken_rules,
+    correction_of,
+    unused_by_rules,
+)
 from lightrft.config.run_options import RunOptions
 from lightrft.config.toml import read_toml, write_toml
 
@@ -43,6 +50,11 @@ class TrainConfig(RunOptions):
         return self.kl_estimator or ("k3+" if self.use_kl_loss else "k1")
 
     @property
+    def correction(self) -> str | tuple[str, ...] | None:
+        """Terms of the off-policy correction, by default what the age of rows asks for."""
+        return correction_of(self)
+
+    @property
     def checkpoint_dir(self) -> Path:
         """Folder of the resumable checkpoints."""
         return Path(self.ckpt_path or Path(self.output_dir) / "checkpoints")
@@ -69,18 +81,13 @@ class TrainConfig(RunOptions):
 
     @property
     def num_prompts_in_flight(self) -> int:
-        """Prompts that partial rollouts keep open over all ranks."""
-        return self.partial_rollout_prompts or -(-3 * self.rollout_batch_size // 2)
-
-    @property
-    def tokens_per_chunk(self) -> int:
-        """Tokens of a partial rollout between two checks for finished responses."""
-        return self.partial_rollout_tokens or -(-self.generate_max_len // 4)
+        """Prompts that streaming rollouts keep open over all ranks."""
+        return self.stream_prompts or -(-3 * self.rollout_batch_size // 2)
 
     @property
     def has_episodes(self) -> bool:
         """Whether responses may have several turns."""
-        return self.environment is not None or bool(self.tools)
+        return self.environment is not None or bool(self.tools) or self.agent is not None
 
     @property
     def max_episode_tokens(self) -> int:
@@ -131,6 +138,27 @@ class TrainConfig(RunOptions):
         return type(self).from_args({**self.__dict__, **changes})
 
     @property
+    def teacher_places(self) -> dict[str, str]:
+        """Folder or address of each teacher by name; the name of the only one is ""."""
+        if self.teacher is not None:
+            return {"": self.teacher}
+        pairs = (each.partition("=") for each in self.teachers)
+        return {name: place for name, _, place in pairs}
+
+    @property
+    def teacher_factors(self) -> dict[str, float]:
+        """Weight of each teacher by name."""
+        names = list(self.teacher_places)
+        return dict(zip(names, self.teacher_weights or [1.0] * len(names), strict=True))
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether the options name something that scores responses."""
+        scored = (self.reward_fn, self.remote_rm_url, self.reward_pretrain)
+        named = (*scored, self.environment, self.agent)
+        return any(map(bool, named))
+
+    @property
     def distillation_stage(self) -> str:
         """The stage of `lightrft distill`: on sampled tokens, or on given rows."""
         return "policy" if self.teacher_form == SAMPLED else "divergence"
@@ -141,7 +169,7 @@ class TrainConfig(RunOptions):
         Raises:
             ConfigError: There is no teacher, or another advantage estimator was chosen.
         """
-        if self.teacher is None:
+        if not self.teacher_places:
             raise ConfigError("--teacher is missing: give the folder of the model to learn from")
         if self.distillation_stage != "policy":
             return self
@@ -169,8 +197,9 @@ class TrainConfig(RunOptions):
         if config.extra_args:
             known = options_of(cls)
             lines = [
-                f"{path}: unknown option {name!r}{option_hint(name, known)}"
-                for name in config.extra_args
+                f"{path}: unknown option {name!r}"
+                + (TABLE_HINT if isinstance(value, Mapping) else option_hint(name, known))
+                for name, value in config.extra_args.items()
             ]
             raise ConfigError("invalid configuration:\n  " + "\n  ".join(lines))
         return config

@@ -521,7 +521,7 @@ class StrategyBase:
             with parameters_on_meta(bool(meta_init) and self.backend.builds_on_meta):
                 yield
         finally:
-            self.report_memory("Finished init_model_context")
+            self.context.note_memory("Finished init_model_context")
 
     def maybe_offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Moves optimizer states to the CPU (FSDP2 with `adam_offload`; elsewhere a no-op)."""

@@ -13,6 +13,9 @@ The value over an optimizer batch is `sum_k S_k / Z`, k over micro-batches and r
 `local_normalizer` is one rank's addend of Z (sum it over micro-batches and ranks, once per
 optimizer batch, before the first backward); `aggregate` is S_k / Z. A row without response tokens
 adds 0 to both.
+
+Where the branches of an episode are one sequence, row i is the share s_i of one, its share in the
+sampled tokens of the episode: u_i is also multiplied by s_i where it is 1/L_i, and rows count s_i.
 """
 
 from dataclasses import dataclass
@@ -50,22 +53,37 @@ AGGREGATIONS: dict[str, Aggregation] = {
 }
 
 
-def loss_weights(mask: Tensor, mode: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
+def loss_weights(
+    mask: Tensor,
+    mode: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    row_shares: Tensor | None = None,
+) -> Tensor:
     """Weight u_i of every token before the division by Z: [batch, seq], 0 outside `mask`.
 
     Args:
         mask: [batch, seq] bool.
         mode: A name in `AGGREGATIONS`.
         dtype: Of the weights; 1 / L_i is rounded to it.
+        row_shares: [batch] share of each row in its sequence; None where each is a sequence.
     """
     aggregation = lookup(AGGREGATIONS, mode, kind="loss aggregation")
     weights = mask.to(dtype)
     if aggregation.divides_by_length:
         weights = weights / row_lengths(mask).clamp(min=1).unsqueeze(-1)
+        if row_shares is not None:
+            weights = weights * row_shares.to(dtype).unsqueeze(-1)
     return weights
 
 
-def local_normalizer(mask: Tensor, mode: str, *, max_response_tokens: int | None = None) -> Tensor:
+def local_normalizer(
+    mask: Tensor,
+    mode: str,
+    *,
+    max_response_tokens: int | None = None,
+    row_shares: Tensor | None = None,
+) -> Tensor:
     """Addend of Z from these rows: scalar float64.
 
     Args:
@@ -73,6 +91,7 @@ def local_normalizer(mask: Tensor, mode: str, *, max_response_tokens: int | None
         mode: A name in `AGGREGATIONS`.
         max_response_tokens: The constant of seq-mean-token-sum-norm: the response budget of the
             run, not the width of this batch.
+        row_shares: See `loss_weights`.
 
     Raises:
         ValueError: unknown mode, or seq-mean-token-sum-norm without a positive constant.
@@ -80,7 +99,10 @@ def local_normalizer(mask: Tensor, mode: str, *, max_response_tokens: int | None
     aggregation = lookup(AGGREGATIONS, mode, kind="loss aggregation")
     if aggregation.counts == "tokens":
         return mask.sum().double()
-    num_rows = mask.any(dim=-1).sum().double()
+    is_filled = mask.any(dim=-1)
+    num_rows = is_filled.sum().double()
+    if row_shares is not None:
+        num_rows = (is_filled * row_shares.double()).sum()
     if not aggregation.has_constant:
         return num_rows
     if max_response_tokens is None or max_response_tokens <= 0:
@@ -91,7 +113,14 @@ def local_normalizer(mask: Tensor, mode: str, *, max_response_tokens: int | None
     return num_rows * max_response_tokens
 
 
-def aggregate(token_loss: Tensor, mask: Tensor, mode: str, normalizer: Tensor | float) -> Tensor:
+def aggregate(
+    token_loss: Tensor,
+    mask: Tensor,
+    mode: str,
+    normalizer: Tensor | float,
+    *,
+    row_shares: Tensor | None = None,
+) -> Tensor:
     """The batch's share S_k / Z of the loss; scalar, with a graph even if it is 0.
 
     Args:
@@ -99,11 +128,11 @@ def aggregate(token_loss: Tensor, mask: Tensor, mode: str, normalizer: Tensor | 
         mask: [batch, seq] bool.
         mode: A name in `AGGREGATIONS`.
         normalizer: Z of the whole optimizer batch; 0 (no token anywhere) gives 0.
+        row_shares: See `loss_weights`.
     """
     loss = at_least_float32(token_loss)
-    return weighted_share(
-        mask_out(loss, mask), loss_weights(mask, mode, dtype=loss.dtype), normalizer
-    )
+    weights = loss_weights(mask, mode, dtype=loss.dtype, row_shares=row_shares)
+    return weighted_share(mask_out(loss, mask), weights, normalizer)
 
 
 def weighted_share(token_loss: Tensor, weights: Tensor, normalizer: Tensor | float) -> Tensor:

@@ -188,6 +188,39 @@ def _jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
 
 
+# A probability that rounding took below 0.
+LEAST_TAIL = 1e-7
+
+
+def top_and_tail(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Log-probabilities of some tokens and, last, of all others together: [tokens, k + 1].
+
+    The coarser distribution loses what lies within the tail, so that a divergence of two of them is
+    at most that of the whole ones, at least 0, and 0 where both are equal. Without the tail it is
+    no divergence: it falls below 0 where the student moves mass out of the k tokens.
+
+    Args:
+        logits: [tokens, vocab]; gradients flow through them.
+        token_ids: [tokens, k] int64, different ones in each row.
+
+    Raises:
+        ValueError: The tokens are all there are, so that nothing is left for the tail.
+    """
+    if token_ids.shape[1] >= logits.shape[1]:
+        raise ValueError(
+            f"{token_ids.shape[1]} tokens of a vocabulary of {logits.shape[1]} leave no tail"
+        )
+    whole = logits.logsumexp(dim=-1, keepdim=True)
+    rest = logits.scatter(-1, token_ids, -math.inf).logsumexp(dim=-1, keepdim=True)
+    return torch.cat([logits.gather(-1, token_ids), rest], dim=-1) - whole
+
+
+def with_tail(logprobs: Tensor) -> Tensor:
+    """Log-probabilities [tokens, k] and, last, that of all other tokens: [tokens, k + 1]."""
+    mass = logprobs.exp().sum(dim=-1, keepdim=True)
+    return torch.cat([logprobs, (1 - mass).clamp(min=LEAST_TAIL).log()], dim=-1)
+
+
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "reverse": lambda student, teacher, _: _kl(student, teacher),
     "forward": lambda student, teacher, _: _kl(teacher, student),

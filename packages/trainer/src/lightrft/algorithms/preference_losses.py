@@ -182,10 +182,17 @@ def apo_zero_loss(sums: PreferenceSums, *, beta: float = 0.1) -> Tensor:
 
 
 @preference_loss(is_of_answers=True)
-def apo_zero_unpaired_loss(sums: PreferenceSums, *, beta: float = 0.1) -> Tensor:
-    """1 - s(beta u) of a good answer, s(beta v) of another; see `apo_zero_loss`."""
+def apo_zero_unpaired_loss(
+    sums: PreferenceSums,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """w_d (1 - s(beta u)) of a good answer, w_u s(beta v) of another; see `apo_zero_loss`."""
     chosen, rejected = _rewards(sums, beta)
-    return torch.cat([1 - chosen.sigmoid(), rejected.sigmoid()])
+    good, other = 1 - chosen.sigmoid(), rejected.sigmoid()
+    return torch.cat([desirable_weight * good, undesirable_weight * other])
 
 
 @preference_loss()

@@ -39,9 +39,9 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
     if config.distillation_stage == "policy":
         return parse_policy(config, parsed, problems)
     if not problems:
-        from lightrft.cli.preflight import model_problems
+        from lightrft.cli.preflight import teacher_problems
 
-        problems += model_problems("--teacher", str(config.teacher))
+        problems += teacher_problems(config)
     return parse_rows(config, parsed, problems, "distill")
 
 

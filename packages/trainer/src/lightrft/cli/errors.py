@@ -91,6 +91,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.strategy.distributed.process_end", "NumericsError", ExitCode.NUMERICS),
     ("lightrft.stages.policy.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),
+    ("lightrft.experience.teachers", "TeacherError", ExitCode.REWARD),
     ("lightrft.reporting.trackers.best_effort", "TrackerError", ExitCode.PREFLIGHT),
     ("lightrft.strategy.distributed.process_end", "RunStoppedError", ExitCode.STOPPED),
 )

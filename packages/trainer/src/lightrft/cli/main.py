@@ -12,6 +12,7 @@ from typing import cast
 from lightrft.cli.errors import PreflightError, UsageError, run_guarded
 from lightrft.config.options import ConfigError, did_you_mean
 from lightrft.config.registry import Registry, package_of
+from lightrft.reporting.start_bar import start_bar
 
 DESCRIPTIONS = {
     "quickstart": "a complete run in a minute on a CPU",
@@ -24,6 +25,7 @@ DESCRIPTIONS = {
     "rows": "rows for sft, preferences or rewards from a run's samples",
     "eval": "a model on held-out prompts: greedy, avg@n, pass@k",
     "launch": "print what starts a run on several nodes",
+    "serve": "serve a model as agents see it in training",
     "serve-reward": "serve a reward function over HTTP",
     "report": "one HTML page about a run: curves, times, samples, options",
     "audit": "recompute a step of a run in float64 and compare",
@@ -31,7 +33,7 @@ DESCRIPTIONS = {
     "export": "the final model of a run as a checked HF checkpoint",
     "plan": "memory and seconds of a run on given GPUs, without any",
     "doctor": "whether this machine can train, and a model exactly",
-    "config": "options as they come out, compared, or as a schema",
+    "config": "options as they come out, compared, or from TRL",
     "completion": "completion of commands and flags for a shell",
     "init-model": "write a tiny model with random weights",
 }
@@ -48,6 +50,7 @@ COMMANDS = Registry(
         "rows": "lightrft.tools.rows.rows_command:run",
         "eval": "lightrft.tools.evaluation.eval_command:run",
         "launch": "lightrft.tools.launch_command:run",
+        "serve": "lightrft.tools.serve.serve_command:run",
         "serve-reward": "lightrft.tools.rewards.serve_reward_command:run",
         "report": "lightrft.tools.report.report_command:run",
         "audit": "lightrft.tools.audit_command:run",
@@ -89,6 +92,11 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS:
         known = [*COMMANDS, *COMMANDS.installed]
         raise UsageError(f"unknown command {name!r}{did_you_mean(name, known)}")
+    with start_bar(f"lightrft {name}"):
+        return _run(name, rest)
+
+
+def _run(name: str, arguments: list[str]) -> int:
     try:
         command = cast("Command", COMMANDS.load(name))
     except ConfigError as error:
@@ -96,7 +104,7 @@ def _dispatch(arguments: list[str]) -> int:
             raise _lacking(name, error.__cause__) from error
         raise
     try:
-        return command(rest)
+        return command(arguments)
     except ModuleNotFoundError as error:
         raise _lacking(name, error) from error
 

@@ -18,7 +18,7 @@ from lightrft.config.options import (
     options_of,
     type_hints,
 )
-from lightrft.config.other_names import option_hint
+from lightrft.config.other_names import NAMES_OF_COMMANDS, TABLE_HINT, option_hint
 from lightrft.config.toml import read_toml
 from lightrft.utils.arguments import add_arguments
 
@@ -61,10 +61,10 @@ UNAVAILABLE: dict[str, str] = {
     "task_instruction": "use --system_prompt",
     "loss_type": "use --reward_loss of lightrft reward",
     "margin": "give lightrft reward rows with a column margin",
-    "pooling_method": "lightrft reward reads the last token",
+    "pooling_method": "use --reward_pooling last or attention (for attn) of lightrft reward",
     "scale_for_train": "use --reward_loss hps of lightrft reward",
     "probing_layer": "lightrft reward reads the last layer",
-    "heads_types": "lightrft reward trains one head: one run for each",
+    "heads_types": "use --reward_heads of lightrft reward",
     "gspo_alpha": "use --eps_clip_low and --eps_clip_high with --policy_loss gspo",
     "clip_range": "use --eps_clip",
     "clip_range_lower": "use --eps_clip_low",
@@ -233,6 +233,8 @@ def merge_options(
         for name, value in read_toml(path).items():
             if name in known:
                 values[name] = coerce(value, hints[name])
+            elif name not in options and isinstance(value, Mapping):
+                problems.append(f"{path}: unknown option {name!r}{TABLE_HINT}")
             elif name not in options or coerce(value, hints[name]) != options[name][0].default:
                 # The config.toml of a run holds every option that the record has.
                 problems.append(f"{path}: {unknown_name(name, command)}")
@@ -246,14 +248,14 @@ def merge_options(
 
 def unknown_name(name: str, command: str = "train") -> str:
     """The sentence about an option that a command lacks: why, or the nearest names."""
-    if name in UNAVAILABLE:
+    if name in UNAVAILABLE and name not in NAMES_OF_COMMANDS.get(command, ()):
         return f"{name} is not available: {UNAVAILABLE[name]}"
     for other in ("train", *SFT):
         if name in available_options(other) and name not in available_options(command):
             return f"{name} is an option of lightrft {other}, not of lightrft {command}"
     if name in available_options(command):
         return f"{name} is no option of lightrft {command}"
-    hint = option_hint(name, available_options(command))
+    hint = option_hint(name, available_options(command), command)
     return f"unknown option {name!r}" + ("" if hint.startswith("; known") else hint)
 
 

@@ -6,13 +6,15 @@ import re
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import LOGGERS
-from lightrft.config.rules import NO_REWARDS
-from lightrft.datasets.files import read_sources
-from lightrft.datasets.render import render
+from lightrft.config.rules import NO_REWARDS, is_served
+from lightrft.datasets.files import Row, read_sources
+from lightrft.datasets.render import label_of, render
+from lightrft.datasets.types import DataError
 from lightrft.engines.factory import resolve_engine_type
 from lightrft.models.weight_files import count_model
 from lightrft.reporting.files import read_json
@@ -23,6 +25,8 @@ _DEVICE = re.compile(r"nvidia\d+\Z")
 # A checkpoint holds float32 weights and Adam's two moments, the final model the weights again.
 _CHECKPOINT_BYTES = 12
 _MODEL_BYTES = 4
+# Rows that a reward function is tried on.
+NUM_EXAMPLES = 4
 _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 MODEL_FILES = {
@@ -191,10 +195,13 @@ def disk_problems(config: TrainConfig) -> list[str]:
         ("save_path", config.model_dir, size * _MODEL_BYTES),
     )
     found = []
+    files: set[Path] = set()
     for name, folder, num_bytes in needs:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not existing.is_dir():
-            found.append(f"--{name}: {existing} is a file: give a folder")
+            if existing.resolve() not in files:  # the others are below output_dir unless given
+                found.append(f"--{name}: {existing} is a file: give a folder")
+            files.add(existing.resolve())
         elif not os.access(existing, os.W_OK | os.X_OK):
             found.append(f"--{name}: {existing} may not be written by this user: give another")
         elif (free := shutil.disk_usage(existing).free) < num_bytes:
@@ -223,13 +230,13 @@ def check_paths(config: TrainConfig) -> list[str]:
         problems += model_problems("--pretrain", config.pretrain) or context_problems(config)
     if isinstance(config.critic_pretrain, str):
         problems += model_problems("--critic_pretrain", config.critic_pretrain)
-    if config.teacher is not None:
-        problems += model_problems("--teacher", config.teacher)
+    problems += teacher_problems(config)
     for path in config.reward_pretrain:
         problems += model_problems("--reward_pretrain", path)
     if config.prompt_data is None:
         problems.append("--prompt_data is missing: give a JSONL, JSON or Parquet file")
-    is_rewarded = bool(config.reward_fn or config.remote_rm_url) or config.environment is not None
+    by_episode = config.environment is not None or config.agent is not None
+    is_rewarded = bool(config.reward_fn or config.remote_rm_url) or by_episode
     if not is_rewarded and config.advantage_estimator != NO_REWARDS:
         problems.append("--reward_fn is missing: give boxed_math, gsm8k or FILE.py:FUNCTION")
     try:
@@ -237,6 +244,13 @@ def check_paths(config: TrainConfig) -> list[str]:
     except ConfigError as err:
         problems.append(str(err))
     return problems
+
+
+def teacher_problems(config: TrainConfig) -> list[str]:
+    """Missing files of the teachers that are folders."""
+    flag = "--teachers" if config.teachers else "--teacher"
+    folders = [place for place in config.teacher_places.values() if not is_served(place)]
+    return [problem for folder in folders for problem in model_problems(flag, folder)]
 
 
 def model_problems(flag: str, name: str) -> list[str]:
@@ -289,11 +303,23 @@ def check_algorithm(config: TrainConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def check_data(config: TrainConfig) -> frozenset[str]:
-    """Read and render every row of the training and evaluation data, without a tokenizer.
+@dataclass(frozen=True, slots=True)
+class CheckedData:
+    """Facts of the data that rewards depend on.
 
-    Returns:
-        Columns that every training row has beside its prompt and its label.
+    Args:
+        columns: That every training row has beside its prompt and its label.
+        labels: Of all rows, each with the place of the row.
+        examples: The first training rows, each with its prompt.
+    """
+
+    columns: frozenset[str] = frozenset()
+    labels: tuple[tuple[str, str | None], ...] = ()
+    examples: tuple[tuple[str, Row], ...] = ()
+
+
+def check_data(config: TrainConfig) -> CheckedData:
+    """Read and render every row of the training and evaluation data, without a tokenizer.
 
     Raises:
         DataError: A file is missing, malformed or empty, or a row lacks its prompt.
@@ -303,21 +329,27 @@ def check_data(config: TrainConfig) -> frozenset[str]:
         (config.eval_data, config.eval_split, ()),
     )
     columns: frozenset[str] | None = None
+    labels, examples = list[tuple[str, str | None]](), list[tuple[str, Row]]()
     for text, split, probabilities in sources:
         if text is None:
             continue
         for row in read_sources(text, split=split, probabilities=probabilities, seed=config.seed):
-            render(row, PlainTokenizer(), config)
+            prompt = render(row, PlainTokenizer(), config)
+            labels.append((row.location, label_of(row, config)))
             if text == config.prompt_data:
                 columns = frozenset(row.columns) & (columns or frozenset(row.columns))
-    return (columns or frozenset()) - {config.input_key, config.label_key}
+                if len(examples) < NUM_EXAMPLES:
+                    examples.append((prompt, row))
+    names = (columns or frozenset()) - {config.input_key, config.label_key}
+    return CheckedData(names, tuple(labels), tuple(examples))
 
 
-def check_reward(config: TrainConfig, columns: frozenset[str]) -> None:
-    """Load the reward functions, and compare what they need with the columns of the data.
+def check_reward(config: TrainConfig, data: CheckedData) -> None:
+    """Load the reward functions, compare what they need with the data, and try a user's own.
 
     Raises:
         ConfigError: An unknown function or file.
+        DataError: A label that no response can meet.
         RewardError: A file that cannot be loaded, or a function that cannot be called.
     """
     from lightrft.rewards.build import build_reward, reward_urls
@@ -325,7 +357,19 @@ def check_reward(config: TrainConfig, columns: frozenset[str]) -> None:
     if not config.reward_fn and not reward_urls(config):
         return  # reward models alone
     with build_reward(config.reward_fn, config=config) as reward:
-        reward.check_columns(columns)
+        reward.check_columns(data.columns)
+        if config.reward_recipe is not None or config.has_episodes:
+            return  # which function scores a row, and what it is given, is known later
+        found = ((place, reward.label_problem(label)) for place, label in data.labels)
+        problems = [f"{place}: {problem}" for place, problem in found if problem is not None]
+        if problems:
+            more = f" (and {len(problems) - 1} rows more)" if len(problems) > 1 else ""
+            raise DataError(problems[0] + more)
+        reward.try_out(
+            [prompt for prompt, _ in data.examples],
+            [label_of(row, config) for _, row in data.examples],
+            {name: [row.columns[name] for _, row in data.examples] for name in data.columns},
+        )
 
 
 class PlainTokenizer:

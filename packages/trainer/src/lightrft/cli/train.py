@@ -36,8 +36,9 @@ from lightrft.cli.options import (
 )
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import DISTILL
-from lightrft.config.rules import batch_problems
+from lightrft.config.rules import launch_problems
 from lightrft.reporting.files import note_interruption
+from lightrft.reporting.start_bar import end_start_bar, start_text
 from lightrft.strategy.distributed.process_end import StopRequest
 
 EPILOG = """\
@@ -113,6 +114,7 @@ def run_stage(argv: Sequence[str], command: StageCommand) -> int:
     command.check(config)
     with interruption_explained(config):
         if nproc_per_node > 1:
+            end_start_bar()
             return launch(command.module, argv, nproc_per_node=nproc_per_node)
         become_only_process()
         return _train_stoppably(argv, command)
@@ -122,6 +124,7 @@ def check(config: TrainConfig) -> None:
     """Checks data, rewards and algorithm, without a model; errors as for `run`."""
     from lightrft.cli.preflight import check_algorithm, check_data, check_reward
 
+    start_text("lightrft: loading libraries, data and rewards")
     check_reward(config, check_data(config))
     check_algorithm(config)
 
@@ -131,6 +134,7 @@ def _train_stoppably(argv: Sequence[str], command: StageCommand) -> int:
     with stop_request.listening():
         config, _ = command.parse(argv)
         share_processors()
+        start_text("lightrft: loading libraries and data")
         return train(
             config, stop_request, stage=command.stage(config), following=command.next_commands
         )
@@ -219,7 +223,7 @@ def parse_policy(
     if not problems:
         from lightrft.cli.preflight import check_paths
 
-        problems += batch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))
+        problems += launch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))
         problems += check_paths(config)
         problems += config.unused_options() if config.strict else []
     refuse(problems, ConfigError)
@@ -273,6 +277,7 @@ def parse_rows(
             problems += problems_of(config, world_size)
         if config.pretrain is not None:
             problems += model_problems("--pretrain", config.pretrain)
+        problems += config.unused_options() if config.strict else []
         try:
             plan_run(config, "divergence" if command in DISTILL else command)
         except ConfigError as err:

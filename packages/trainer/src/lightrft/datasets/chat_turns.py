@@ -13,6 +13,8 @@ from lightrft.datasets.types import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightrft.datasets.media import VisionPrompts
+
 Message = dict[str, object]
 _MARK = "Qmark7Z"
 _QUESTION: Message = {"role": "user", "content": "question"}
@@ -30,10 +32,14 @@ class Turn:
     Args:
         token_ids: Of the conversation up to the end of the turn, its end-of-turn token included.
         start: Where the turn begins, behind a block of empty thinking.
+        prompt: Text of the conversation before the turn.
+        num_messages: Before the turn.
     """
 
     token_ids: tuple[int, ...]
     start: int
+    prompt: str = ""
+    num_messages: int = 0
 
 
 class ChatTurns:
@@ -46,15 +52,19 @@ class ChatTurns:
     turn by the special token that begins the next message.
 
     Args:
-        tokenizer: With a chat template.
+        tokenizer: Of the model.
+        prompts: Renders instead of it, where a processor has the chat template.
 
     Raises:
         DataError: It has none, or the template fails on a question and an answer or drops the
             answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if not tokenizer.chat_template:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompts: VisionPrompts | None = None
+    ) -> None:
+        self._prompts = prompts
+        if not (prompts or tokenizer).chat_template:
             raise DataError(
                 "conversations need a chat template, and the tokenizer has none: give "
                 "--chat_template FILE, use an instruct model, or rows with prompt and completion"
@@ -68,13 +78,16 @@ class ChatTurns:
         first = self._ids(text.rpartition(_MARK)[2].lstrip())[:1]
         self._end = first[0] if first and first[0] in self._special else None
 
-    def conversation(self, messages: Sequence[Message], tools: object = None) -> tuple[int, ...]:
-        """Token ids of all messages.
+    def conversation(
+        self, messages: Sequence[Message], tools: object = None
+    ) -> tuple[tuple[int, ...], str]:
+        """Token ids of all messages, and their text.
 
         Raises:
             DataError: The template refuses them.
         """
-        return self._ids(self._render(messages, tools))
+        text = self._render(messages, tools)
+        return self._ids(text), text
 
     def turns(
         self,
@@ -117,7 +130,7 @@ class ChatTurns:
             turn = replace(turn, start=self._places(answered, [empty.end()])[0])
         if _GENERATION.search(self._template(tools)):
             self._compare(turn, messages[: place + 1], tools, len(prompt))
-        return turn
+        return replace(turn, prompt=prompt, num_messages=place)
 
     def _ended(
         self,
@@ -181,6 +194,8 @@ class ChatTurns:
             )
 
     def _template(self, tools: object) -> str:
+        if self._prompts is not None:
+            return self._prompts.chat_template or ""
         found = self._tokenizer.get_chat_template(tools=cast("list[dict[str, object]]", tools))
         return cast("str", found)
 
@@ -203,9 +218,9 @@ class ChatTurns:
         add_generation_prompt: bool = False,
     ) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = (self._prompts or self._tokenizer).apply_chat_template(
                 list(messages),
-                tools=tools,
+                tools=cast("list[dict[str, object]] | None", tools),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )

@@ -2,7 +2,8 @@
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -129,7 +130,26 @@ def _load_rows(source: str, split: str) -> Iterator[Mapping[str, object]]:
         ) from err
     if split not in parts:
         raise DataError(f"{source} has no split {split!r}: found {', '.join(parts)}")
-    yield from parts[split]
+    yield from encoded_rows(parts[split])
+
+
+def encoded_rows(rows: Iterable[Mapping[str, object]]) -> Iterator[Mapping[str, object]]:
+    """Rows; those of a data set with the encoded bytes of their media, not decoded.
+
+    A data set that a function transforms gives what the function makes of its rows.
+    """
+    datasets = sys.modules.get("datasets")
+    if datasets is not None and isinstance(rows, datasets.IterableDataset):
+        rows = rows.decode(False)
+    elif (
+        datasets is not None
+        and isinstance(rows, datasets.Dataset)
+        and rows.format["type"] != "custom"
+    ):
+        for table in rows.with_format("arrow").iter(PARQUET_ROWS):
+            yield from table.to_pylist()
+        return
+    yield from rows
 
 
 def _read_jsonl(path: Path) -> Iterator[Row | DataError]:
@@ -197,6 +217,22 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Row | DataError]]:
             f"{', '.join(READERS)}"
         )
     return READERS[suffix]
+
+
+def local_files(source: str, split: str) -> list[Path]:
+    """Files that the rows of a source come from; none of what is not on this machine.
+
+    Args:
+        source: As `read_rows` takes it, `KIND:FILE` included.
+        split: Part of a folder.
+    """
+    path = Path(split_kind(source, DATA_SOURCES)[1])
+    if any((path / name).is_file() for name in SAVED_FILES):
+        return sorted(path.rglob("*.arrow"))
+    try:
+        return _files(path, split)
+    except DataError:
+        return []
 
 
 def _files(path: Path, split: str) -> list[Path]:

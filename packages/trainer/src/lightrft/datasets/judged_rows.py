@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from lightrft.config import TrainConfig
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.datasets.types import DataError
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 
 Judgement = TypeVar("Judgement")
 
@@ -21,10 +22,19 @@ class JudgedRows(Dataset[int], Generic[Judgement]):
         rows: All of them.
         summary: One line about what became of the data.
         is_paired: They compare answers.
+        encoder: Of their media.
     """
 
-    def __init__(self, rows: Sequence[Judgement], summary: str, *, is_paired: bool) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Judgement],
+        summary: str,
+        *,
+        is_paired: bool,
+        encoder: Encoder = TEXT_ENCODER,
+    ) -> None:
         self.rows, self.summary, self.is_paired = tuple(rows), summary, is_paired
+        self.encoder = encoder
 
     def __len__(self) -> int:
         return len(self.rows)

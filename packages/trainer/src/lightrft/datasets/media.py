@@ -1,84 +1,195 @@
 """Media of data rows: their columns, their sources, and their places in prompts."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.files import Row
 from lightrft.datasets.render import PromptTokenizer, RowTokenizer, messages_of
 from lightrft.datasets.types import DataError, Prompt
-from lightrft.engines.media.encoder import TEXT_ENCODER, PromptEncoder
-from lightrft.engines.media.media import MEDIA_KINDS, Media
-from lightrft.engines.media.sources import MediaError
-from lightrft.kernels.names import first_line
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
+from lightrft.engines.media.media import (
+    MEDIA_KINDS,
+    EncodedPrompt,
+    Media,
+    Medium,
+    MediumKind,
+)
+from lightrft.engines.media.sources import MediaError, is_list_of_bytes
+from lightrft.engines.types import MediaBounds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-
-def media_columns(config: TrainConfig) -> dict[str, str]:
-    """Column of the data with the media of each kind."""
-    return {
-        name: str(vars(config).get(f"{kind.plural}_key", kind.plural))
-        for name, kind in MEDIA_KINDS.items()
-    }
+Message: TypeAlias = dict[str, object]
+# A text, or the messages of a chat.
+Content: TypeAlias = str | Sequence[Message]
+_TEXT_TYPES = ("text", "input_text", "output_text")
 
 
-def media_of(row: Row, config: TrainConfig) -> Media:
-    """The media of one row.
+@dataclass(frozen=True, slots=True)
+class MediaRow:
+    """A conversation, or a text, whose media are read and have their places.
+
+    Args:
+        content: A text, or messages in which a part `{"type": kind}` stands for each medium.
+        media: In the order of their places.
+    """
+
+    content: Content
+    media: Media
+
+
+def media_columns(config: TrainConfig) -> dict[str, tuple[str, ...]]:
+    """Columns of the data in which the media of each kind may be.
+
+    The default, `images`, also finds a column called `image`; an option finds what it names.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for name, kind in MEDIA_KINDS.items():
+        column = str(vars(config).get(f"{kind.plural}_key", kind.plural))
+        found[name] = (column, name) if column == kind.plural else (column,)
+    return found
+
+
+def media_row(row: Row, content: Content, config: TrainConfig, encoder: Encoder) -> MediaRow:
+    """One text or conversation of a row with its media: the gate that every row passes.
+
+    Media are taken from the row's columns and from parts of messages, in OpenAI's form
+    (`{"type": "image_url", "image_url": {"url": ...}}`) and in that of transformers
+    (`{"type": "image", "image": ...}`, `url`, `path`, `base64`). A mark such as `<image>` in a
+    message, or a part without a medium of its own, is the place of the next one of the columns;
+    where no message has any, the first of the user begins with them.
+
+    Args:
+        row: Holds the columns, and says where it stands.
+        content: A text that no chat template is applied to, or the messages.
+        config: Names the columns; `text_only` leaves out media, with their places.
+        encoder: Of the model.
 
     Raises:
-        DataError: One is missing or of no known form, or there are more than allowed.
+        DataError: A medium cannot be read, there are more or fewer than places, more than
+            allowed, some for a model of text, or a text holds what the model reads as a place.
     """
+    if not encoder.reads_media:
+        if config.text_only:
+            return MediaRow(_without_parts(content), Media())
+        _refuse_media(row, content, config)
+        return MediaRow(content, Media())
     if config.text_only:
-        return Media()
+        found = MediaRow(_without_marks(content), Media())
+    elif isinstance(content, str):
+        found = MediaRow(content, column_media(row, config))
+        _check_bare_marks(row, content, encoder)
+    else:
+        found = with_media(content, column_media(row, config), row)
+    found = replace(found, media=encoder.fitted(found.media, frame_bounds(config)))
+    for kind in found.media.kinds:
+        _check_count(row, kind, len(found.media[kind]), config)
+    _check_texts(row, found.content, encoder)
+    return found
+
+
+def frame_bounds(config: TrainConfig) -> MediaBounds:
+    """Of the frames of videos, by the options."""
+    return MediaBounds(
+        config.max_pixels,
+        config.min_pixels,
+        video_fps=config.video_fps,
+        video_max_frames=config.video_max_frames,
+    )
+
+
+def column_media(row: Row, config: TrainConfig) -> Media:
+    """The media in the columns of one row.
+
+    Raises:
+        DataError: One is missing or of no known form, or two columns have some of one kind.
+    """
+    found: dict[MediumKind, Sequence[Medium]] = {}
+    for kind, columns in media_columns(config).items():
+        held = {name: own for name in columns if (own := _listed(row.columns.get(name), kind))}
+        if len(held) > 1:
+            raise DataError(
+                f"{row.location}: the columns {' and '.join(held)} both hold media: name one by "
+                f"--{MEDIA_KINDS[kind].plural}_key"
+            )
+        for values in held.values():
+            found[kind] = [_read(row, kind, i, value) for i, value in enumerate(values, start=1)]
+    return Media(found)
+
+
+def _read(row: Row, kind: MediumKind, number: int, value: object) -> Medium:
+    name = f"{row.location}: {kind} {number}"
     try:
-        found = {
-            kind: [
-                MEDIA_KINDS[kind].read(item, name=f"{row.location}: {kind} {i}", folder=row.folder)
-                for i, item in enumerate(_listed(row.columns.get(column)), start=1)
-            ]
-            for kind, column in media_columns(config).items()
-        }
+        return MEDIA_KINDS[kind].read(value, name=name, folder=row.folder)
     except MediaError as error:
         raise DataError(str(error)) from error
-    for kind, media in found.items():
-        _check_count(row, kind, len(media), vars(config).get(f"limit_mm_{kind}_per_prompt"))
-    return Media({kind: media for kind, media in found.items() if media})
 
 
-def check_no_media(rows: Sequence[Row], config: TrainConfig) -> None:
-    """Raises a DataError if a row has media, for a model that reads text only."""
-    for row in rows:
-        for kind in media_of(row, config).kinds:
-            raise DataError(
-                f"{row.location}: column {media_columns(config)[kind]!r} holds "
-                f"{MEDIA_KINDS[kind].plural}, and the model reads text only: train a "
-                "vision-language model, or leave the media out with --text_only"
-            )
-
-
-def _listed(value: object) -> Sequence[object]:
-    """A column as a list: nothing, one medium or several; lists of lists are joined."""
+def _listed(value: object, kind: MediumKind) -> list[object]:
+    """A column as a list: nothing, one medium or several; lists of lists of images are joined."""
     if value is None:
         return []
-    if isinstance(value, list | tuple):
-        return [item for each in value for item in (_listed(each) if _is_group(each) else [each])]
-    return [value]
+    if not isinstance(value, list | tuple) or is_list_of_bytes(value):
+        return [value]
+    if kind == "image":
+        return [item for each in value for item in _listed(each, kind)]
+    return [item for item in value if item is not None]
 
 
-def _is_group(value: object) -> bool:
-    return value is None or isinstance(value, tuple)
-
-
-def _check_count(row: Row, kind: str, count: int, limit: int | None) -> None:
+def _check_count(row: Row, kind: str, count: int, config: TrainConfig) -> None:
+    limit = vars(config).get(f"limit_mm_{kind}_per_prompt")
     if limit is not None and count > limit:
         raise DataError(
             f"{row.location}: {count} {kind}s, more than --limit_mm_{kind}_per_prompt {limit}; "
             "raise it or leave the row out"
         )
+
+
+def _refuse_media(row: Row, content: Content, config: TrainConfig) -> None:
+    """Raises a DataError if a row has media, for a model that reads text only."""
+    where = [
+        f"column {name!r} holds {MEDIA_KINDS[kind].plural}"
+        for kind, columns in media_columns(config).items()
+        for name in columns
+        if _listed(row.columns.get(name), kind)
+    ]
+    messages = [] if isinstance(content, str) else content
+    parts = [part for message in messages for part in as_parts(message["content"])]
+    where += [f"a message has a part of type {p['type']!r}" for p in parts if _kind_of(p)]
+    if where:
+        raise DataError(
+            f"{row.location}: {where[0]}, and the model reads text only: train a "
+            "vision-language model, or leave the media out with --text_only"
+        )
+
+
+def _check_texts(row: Row, content: Content, encoder: Encoder) -> None:
+    """Raises a DataError if a text of a message would be read as the place of a medium."""
+    for number, message in enumerate([] if isinstance(content, str) else content, start=1):
+        texts = [str(part.get("text")) for part in as_parts(message["content"])]
+        for token in sorted(encoder.placeholders):
+            if any(token in text for text in texts):
+                raise DataError(
+                    f"{row.location}: the text of message {number} holds {token!r}, which the "
+                    "model reads as the place of a medium: leave it out, or write <image> or "
+                    "<video> where the row has one"
+                )
+
+
+def _check_bare_marks(row: Row, text: str, encoder: Encoder) -> None:
+    """Raises a DataError if a text without a chat template has marks that no model knows."""
+    for kind, own in encoder.marks.items():
+        mark = f"<{kind}>"
+        if own != mark and mark in text:
+            raise DataError(
+                f"{row.location}: without a chat template {mark} is text: add "
+                f"--apply_chat_template, or write the model's own {own!r}"
+            )
 
 
 class RowRenderer(PromptTokenizer, RowTokenizer, Protocol):
@@ -107,19 +218,21 @@ class TextModality:
     def check_turns(self) -> None:
         """Nothing: there are no media to stand behind a prompt."""
 
-    def check(self, rows: Sequence[Row], config: TrainConfig) -> None:
-        """Raises a DataError if a row has media."""
+    def read(self, row: Row, config: TrainConfig) -> MediaRow:
+        """A row's text or messages; a DataError if it has media and there is a model."""
+        content = messages_of(row, config)
         if self._has_model:
-            check_no_media(rows, config)
+            return media_row(row, content, config, TEXT_ENCODER)
+        return MediaRow(content, Media() if config.text_only else column_media(row, config))
 
     def renders(self, media: Media) -> bool:
         """Whether `prompt` renders a row with these media."""
         del media
         return False
 
-    def prompt(self, row: Row, prompt: Prompt, config: TrainConfig) -> Prompt:
+    def prompt(self, row: Row, prompt: Prompt, content: Content) -> Prompt:
         """The prompt as it is."""
-        del row, config
+        del row, content
         return prompt
 
 
@@ -164,8 +277,9 @@ class VisionPrompts:
                 "tools out"
             )
 
-    def check(self, rows: Sequence[Row], config: TrainConfig) -> None:
-        """Nothing: `prompt` refuses what cannot be read."""
+    def read(self, row: Row, config: TrainConfig) -> MediaRow:
+        """A row's text or messages with its media; errors as `media_row`."""
+        return media_row(row, messages_of(row, config), config, self.encoder)
 
     def renders(self, media: Media) -> bool:
         """Whether `prompt` renders a row with these media."""
@@ -205,101 +319,247 @@ class VisionPrompts:
         """The renderer of one row."""
         return self if self._chat is None else self._chat.for_row(columns)
 
-    def prompt(self, row: Row, prompt: Prompt, config: TrainConfig) -> Prompt:
+    def prompt(self, row: Row, prompt: Prompt, content: Content) -> Prompt:
         """A row's prompt as the model reads it; one without media as it is.
 
         Args:
             row: The row.
-            prompt: With its media and the other columns.
-            config: How prompts are rendered.
+            prompt: With its media and the other columns, and with its text if it has no media.
+            content: Text or messages, see `read`.
+
+        Raises:
+            DataError: A medium cannot be read, or the rendered text has another number of places.
+        """
+        media, text = prompt.media, prompt.text
+        if media:
+            text = str(content)
+            if not isinstance(content, str):
+                shown = self.for_row(row.columns)
+                chat = [*content]
+                text = str(
+                    shown.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+                )
+        with _explained(text, media, row.location):
+            if not media:
+                self.encoder.check_places(text, media)
+                return prompt
+            token_ids = self.encoder.measured(text, media)
+            if token_ids is None:
+                token_ids = self.encoder.encode(text, media).token_ids
+        if not self.encoder.ends_with_text(text):
+            raise DataError(f"{row.location}: the prompt ends with a medium: put text behind it")
+        return replace(prompt, text=text, token_ids=token_ids)
+
+    def encoded(self, text: str, media: Media, location: str) -> EncodedPrompt:
+        """A text with its media as the model reads them.
+
+        Args:
+            text: With one placeholder for each medium.
+            media: In order of appearance.
+            location: Of the row.
 
         Raises:
             DataError: A medium cannot be read, or the text names another number of media.
         """
-        media, content = prompt.media, messages_of(row, config)
-        if not media:
-            return prompt
-        if isinstance(content, str):
-            text = content
-        else:
-            chat = with_media(content, media, row.location)
-            shown = self.for_row(row.columns)
-            text = str(shown.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-        try:
-            encoded = self.encoder.encode(text, media)
-        except MediaError as error:
-            raise DataError(str(error)) from error
-        except (ValueError, IndexError, TypeError, StopIteration) as error:
-            first = first_line(error)
-            raise DataError(
-                f"{row.location}: {media.counts} do not fit the prompt {text[:80]!r}: {first}"
-            ) from error
-        if not encoded.kinds:
-            raise DataError(
-                f"{row.location}: the prompt {text[:80]!r} names no place for its media; write "
-                "<image> or <video> where they belong"
-            )
-        return replace(prompt, text=text, token_ids=encoded.token_ids)
+        with _explained(text, media, location):
+            return self.encoder.encode(text, media)
+
+
+@contextmanager
+def _explained(text: str, media: Media, location: str) -> Iterator[None]:
+    """Turns what an encoder raises about a text and its media into a DataError with the place."""
+    try:
+        yield
+    except MediaError as error:
+        where = "" if location in str(error) else f"{location}: "
+        raise DataError(f"{where}{error}") from error
+    except ValueError as error:
+        raise DataError(
+            f"{location}: {media.counts} do not fit the prompt {text[:80]!r}: {error}"
+        ) from error
 
 
 # Renders and reads the prompts of a model.
 Modality: TypeAlias = TextModality | VisionPrompts
 
 
-def with_media(
-    messages: Sequence[Mapping[str, object]], media: Media, location: str
-) -> list[dict[str, object]]:
-    """Messages whose contents name their media as parts.
+def with_media(messages: Sequence[Message], columns: Media, row: Row) -> MediaRow:
+    """Messages whose contents name their media as parts, and all media in that order.
 
-    A text has `<image>` and `<video>` where its media belong; a chat whose texts have none, and
-    no such parts, begins the first message of the user with them.
+    Args:
+        messages: As they stand in the row.
+        columns: Media of its columns.
+        row: For messages, and for paths in parts.
 
     Raises:
-        DataError: The chat names another number of media than the row has.
+        DataError: A medium cannot be read, or the chat names another number of media than the
+            row has.
     """
-    chat = [{**message, "content": _parts(message["content"])} for message in messages]
-    counts = {kind: len(media[kind]) for kind in MEDIA_KINDS}
-    types = [part.get("type") for message in chat for part in as_parts(message["content"])]
-    named = {kind: types.count(kind) for kind in counts}
+    seen = _Places(columns, row)
+    chat: list[Message] = []
+    for message in messages:
+        parts: list[Message] = []
+        for part in _parts(message["content"]):
+            kind = _checked_kind(part, row)
+            if kind is not None:
+                seen.take(part, kind)
+            parts.append(part if kind is None else {"type": kind})
+        is_text = isinstance(message["content"], str) and not any(map(_kind_of, parts))
+        chat.append(message if is_text else {**message, "content": parts})
+    named, has = seen.named, seen.has
     if not any(named.values()):
         first = next((message for message in chat if message["role"] == "user"), chat[0])
-        marks = [{"type": kind} for kind, count in counts.items() for _ in range(count)]
-        first["content"] = [*marks, *as_parts(first["content"])]
-    elif named != counts:
-        names = [f"{named[kind]} {row.plural}" for kind, row in MEDIA_KINDS.items()]
-        raise DataError(
-            f"{location}: the prompt names {' and '.join(names)}, and the row has "
-            f"{' and '.join(map(str, counts.values()))}"
-        )
-    return chat
+        marks = [{"type": kind} for kind, count in has.items() for _ in range(count)]
+        own = [*marks, *as_parts(first["content"])] if marks else first["content"]
+        chat[chat.index(first)] = {**first, "content": own}
+        return MediaRow(chat, columns)
+    if named != has:
+        raise DataError(_other_number(row, named, has))
+    return MediaRow(chat, Media({kind: own for kind, own in seen.found.items() if own}))
 
 
-def as_parts(content: object) -> list[dict[str, object]]:
+class _Places:
+    """Places that a chat names, and the media that stand there.
+
+    Args:
+        columns: Media of the columns, for places without one of their own.
+        row: For messages, and for paths in parts.
+    """
+
+    def __init__(self, columns: Media, row: Row) -> None:
+        self._row = row
+        self._left = {kind: list(columns[kind]) for kind in MEDIA_KINDS}
+        self.found: dict[MediumKind, list[Medium]] = {kind: [] for kind in MEDIA_KINDS}
+        self.named = dict.fromkeys(MEDIA_KINDS, 0)
+        self._num_columns = {kind: len(own) for kind, own in self._left.items()}
+        self.has = dict(self._num_columns)
+
+    def take(self, part: Mapping[str, object], kind: MediumKind) -> None:
+        """The medium of one part; none where the columns have no more."""
+        self.named[kind] += 1
+        value, left = _value_of(part, kind, self._row), self._left[kind]
+        if value is not None:
+            self.has[kind] += 1
+            self.found[kind].append(_read(self._row, kind, self.named[kind], value))
+        elif left:
+            _check_index(part, self._num_columns[kind] - len(left), self._row)
+            self.found[kind].append(left.pop(0))
+
+
+def _other_number(row: Row, named: Mapping[str, int], has: Mapping[str, int]) -> str:
+    shown = [kind for kind in MEDIA_KINDS if kind != "audio" or named[kind] or has[kind]]
+    names = [f"{named[kind]} {MEDIA_KINDS[kind].plural}" for kind in shown]
+    return (
+        f"{row.location}: the prompt names {' and '.join(names)}, and the row has "
+        f"{' and '.join(str(has[kind]) for kind in shown)}; media are read from parts of messages "
+        "and from the columns of --images_key, --videos_key and --audios_key (default: images or "
+        f"image and the like), found columns {', '.join(row.columns)}"
+    )
+
+
+def as_parts(content: object) -> list[Message]:
     """The content of a message as parts; the text of one without parts stays as it is."""
+    if content is None:
+        return []
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
-    return list(cast("Sequence[dict[str, object]]", content))
+    return [
+        dict(part) if isinstance(part, Mapping) else {"type": "text", "text": str(part)}
+        for part in cast("Sequence[object]", content)
+    ]
 
 
-def _parts(content: object) -> list[dict[str, object]]:
-    if isinstance(content, str):
-        # Marks of the places of media in the plain texts of data sets.
-        pieces = re.split(rf"<({'|'.join(MEDIA_KINDS)})>", content)
-        return [
+def _parts(content: object) -> list[Message]:
+    """The parts of a content, its texts cut where they have marks of media."""
+    found: list[Message] = []
+    for part in as_parts(content):
+        # Some forms name the kind by the key alone.
+        kind = part.get("type") or next((k for k in ("text", *MEDIA_KINDS) if k in part), None)
+        if kind not in _TEXT_TYPES:
+            found.append({**part, "type": kind})
+            continue
+        pieces = _marks().split(str(part.get("text") or ""))
+        found += [
             {"type": piece} if i % 2 else {"type": "text", "text": piece}
             for i, piece in enumerate(pieces)
             if piece or i % 2
         ]
-    found: list[dict[str, object]] = []
-    for part in cast("Sequence[object]", content):
-        if isinstance(part, Mapping):
-            kind = str(part.get("type"))
-            named = kind.removesuffix("_url")
-            # Media come from their columns.
-            is_text, is_medium = kind == "text", named in MEDIA_KINDS
-            found.append(
-                dict(part) if is_text else {"type": named if is_medium else part.get("type")}
-            )
-        else:
-            found += _parts(str(part))
     return found
+
+
+def _marks() -> re.Pattern[str]:
+    """The marks of media in plain texts of data sets."""
+    return re.compile(rf"<({'|'.join(MEDIA_KINDS)})>")
+
+
+def _kind_of(part: Mapping[str, object]) -> MediumKind | None:
+    """The kind of medium that a part stands for; None for texts and for what no table knows."""
+    kind = str(part.get("type")).removeprefix("input_").removesuffix("_url")
+    return kind if kind in MEDIA_KINDS else None
+
+
+def _checked_kind(part: Mapping[str, object], row: Row) -> MediumKind | None:
+    kind = _kind_of(part)
+    if kind is None and part["type"] != "text":
+        raise DataError(
+            f"{row.location}: a message has a part of type {part['type']!r}: expected text, "
+            f"{', '.join(MEDIA_KINDS)} or image_url"
+        )
+    return kind
+
+
+def _value_of(part: Mapping[str, object], kind: MediumKind, row: Row) -> object:
+    """What a part holds of its medium; None where the columns have it.
+
+    Raises:
+        DataError: It asks for what would be left undone.
+    """
+    given = {name: value for name, value in part.items() if value is not None}
+    names = {
+        kind,
+        f"{kind}_url",
+        f"input_{kind}",
+        "url",
+        "path",
+        "bytes",
+        "base64",
+        "frames",
+        "fps",
+    }
+    unknown = sorted(given.keys() - names - {"type", "text", "index", "detail"})
+    if unknown:
+        raise DataError(
+            f"{row.location}: a part of type {part['type']!r} has {', '.join(unknown)}: expected "
+            f"{', '.join(sorted(names))}; sizes are options of the run (--max_pixels)"
+        )
+    return {name: value for name, value in given.items() if name in names} or None
+
+
+def _check_index(part: Mapping[str, object], place: int, row: Row) -> None:
+    if part.get("index") not in (None, place):
+        raise DataError(
+            f"{row.location}: a part of type {part['type']!r} has the index {part['index']}, and "
+            f"is the place of medium {place} of the column: put parts in the order of the column"
+        )
+
+
+def _without_parts(content: Content) -> Content:
+    """Messages without the parts of media; contents without any stay as they are."""
+    if isinstance(content, str):
+        return content
+    found = []
+    for message in content:
+        parts = as_parts(message["content"])
+        kept = [part for part in parts if _kind_of(part) is None]
+        found.append(message if len(kept) == len(parts) else {**message, "content": kept})
+    return found
+
+
+def _without_marks(content: Content) -> Content:
+    """A text or messages without the parts of media and without their marks."""
+    if isinstance(content, str):
+        return _marks().sub("", content)
+    return [
+        {**message, "content": [p for p in _parts(message["content"]) if _kind_of(p) is None]}
+        for message in content
+    ]

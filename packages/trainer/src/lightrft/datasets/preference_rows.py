@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from lightrft.config import TrainConfig
 from lightrft.datasets.chat_turns import Message
 from lightrft.datasets.files import Row, read_sources
+from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import (
     RowEncoder,
     SupervisedRow,
@@ -20,13 +21,16 @@ from lightrft.datasets.supervised_rows import (
     read_messages,
 )
 from lightrft.datasets.types import DataError
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_EXAMPLES = 3
+SAME_ANSWERS = "chosen and rejected are the same"
 _TEXTS, _CHATS, _IDS = "prompt and completion", "messages", "token ids"
 _PAIR_OF_IDS = ("chosen_ids", "rejected_ids")
+_LABELLED_IDS = ("response_ids",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +84,13 @@ class PreferenceRows(Dataset[int]):
     Args:
         rows: All of one kind.
         summary: One line about what became of the data.
+        encoder: Of their media.
     """
 
-    def __init__(self, rows: Sequence[Preference], summary: str) -> None:
-        self.rows, self.summary = tuple(rows), summary
+    def __init__(
+        self, rows: Sequence[Preference], summary: str, *, encoder: Encoder = TEXT_ENCODER
+    ) -> None:
+        self.rows, self.summary, self.encoder = tuple(rows), summary, encoder
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -106,10 +113,11 @@ def load_preferences(
     split: str,
     probabilities: Sequence[float] = (),
     vocab_size: int | None = None,
+    reader: RowMediaReader | None = None,
 ) -> PreferenceRows:
     """Reads pairs (chosen, rejected) or labelled answers (completion, label), as token ids.
 
-    Answers and prompts are texts or lists of messages, of pairs also token ids. Conversations that
+    Answers and prompts are texts, lists of messages or token ids. Conversations that
     do not begin with an assistant's message hold their prompt: what both have in common. A pair of
     which an answer has more than `max_row_tokens` is left out and counted.
 
@@ -120,26 +128,22 @@ def load_preferences(
             count.
         max_samples: Use at most this many rows of the data, from the start.
         split, probabilities: See `read_sources`.
-        vocab_size: See `load_supervised`.
+        vocab_size, reader: See `load_supervised`.
 
     Raises:
         DataError: A row cannot be used, or all are too long.
     """
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
-    reader = _PreferenceReader(tokenizer, config, read[0], vocab_size)
+    preferences = PreferenceReader(tokenizer, config, read[0], vocab_size, reader)
     found: list[Preference] = []
     too_long = []
     for row in read[:max_samples]:
-        try:
-            each = reader.preference(row)
-        except DataError as err:
-            known = str(err).startswith(row.location)
-            raise err if known else DataError(f"{row.location}: {err}") from err
+        each = preferences(row)
         if max(len(part.token_ids) for part in each.rows) > config.max_row_tokens:
             too_long.append(row.location)
         else:
             found.append(each)
-    kind = "pairs" if reader.is_paired else "labelled answers"
+    kind = "pairs" if preferences.is_paired else "labelled answers"
     if not found:
         raise DataError(
             f"{path}: all {len(too_long)} {kind} exceed max_row_tokens = {config.max_row_tokens} "
@@ -151,42 +155,66 @@ def load_preferences(
     if too_long:
         examples = ", ".join(too_long[:_MAX_EXAMPLES])
         summary += f"; dropped {len(too_long)} over-long (first: {examples})"
-    return PreferenceRows(found, summary)
+    encoder = TEXT_ENCODER if reader is None else reader.encoder
+    return PreferenceRows(found, summary, encoder=encoder)
 
 
-class _PreferenceReader:
-    """The way from rows of one kind to preferences; it refuses rows of another."""
+class PreferenceReader:
+    """The way from rows of one kind to preferences; it refuses rows of another.
+
+    Args:
+        tokenizer, config, vocab_size, reader: See `load_preferences`.
+        first: The row that decides the kind.
+
+    Raises:
+        DataError: It is of no kind, or the options do not fit its kind.
+    """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         config: TrainConfig,
         first: Row,
-        vocab_size: int | None,
+        vocab_size: int | None = None,
+        reader: RowMediaReader | None = None,
     ) -> None:
+        self._config, self._media = config, reader
         self._answers, columns = _answer_columns(first), first.columns
         self.is_paired, self._vocab_size = len(self._answers) == 2, vocab_size
         texts = (columns.get("prompt"), columns[self._answers[0]])
         self._kind = _TEXTS if all(isinstance(each, str) for each in texts) else _CHATS
-        if self._answers == _PAIR_OF_IDS:
+        if self._answers in (_PAIR_OF_IDS, _LABELLED_IDS):
             self._kind = _IDS
-        self._encoder = RowEncoder(tokenizer, config, self._kind)
+        self._encoder = RowEncoder(tokenizer, config, self._kind, reader=reader)
 
-    def preference(self, row: Row) -> Preference:
-        """The preference of a row.
+    def __call__(self, row: Row) -> Preference:
+        """The preference of a row; errors begin with its place.
 
         Raises:
             DataError: It cannot be used.
         """
+        try:
+            return self._preference(row)
+        except DataError as err:
+            known = str(err).startswith(row.location)
+            raise err if known else DataError(f"{row.location}: {err}") from err
+
+    def _preference(self, row: Row) -> Preference:
         columns = row.columns
+        if self._kind == _IDS and self._media is not None:
+            self._media.refuse(row, self._config, "answers of token ids")
         if _answer_columns(row) != self._answers:
             raise DataError(
-                "expected pairs, pairs of token ids or labelled answers only, as in the first row"
+                "expected rows like the first: pairs only, or labelled answers only, and texts "
+                "only, or token ids only"
             )
         if not self.is_paired:
-            answer, label = columns["completion"], columns["label"]
+            answer, label = columns[self._answers[0]], columns["label"]
             if not isinstance(label, bool) and label not in (0, 1):
                 raise DataError(f"column 'label' must be true or false: got {label!r}")
+            if self._kind == _IDS:
+                ids = answer_of_ids(columns, self._answers[0], self._vocab_size)
+                return LabelledAnswer(ids, bool(label))
             if self._kind == _TEXTS:
                 return LabelledAnswer(self._text(row, "completion"), bool(label))
             chat, start = _labelled_chat(columns, answer)
@@ -198,13 +226,13 @@ class _PreferenceReader:
         elif self._kind == _TEXTS:
             chosen, rejected = self._text(row, "chosen"), self._text(row, "rejected")
         else:
-            chats, start = _paired_chats(columns)
+            chats, start = paired_chats(columns)
             chosen, rejected = (
                 self._chat(row, name, chat, start)
                 for name, chat in zip(("chosen", "rejected"), chats, strict=True)
             )
         if np.array_equal(chosen.token_ids, rejected.token_ids):
-            raise DataError("chosen and rejected are the same tokens: leave the row out")
+            raise DataError(f"{SAME_ANSWERS} tokens: leave the row out")
         return PreferencePair(chosen, rejected, _margin(columns))
 
     def _text(self, row: Row, name: str) -> SupervisedRow:
@@ -223,7 +251,8 @@ class _PreferenceReader:
         self, row: Row, name: str, columns: Mapping[str, object], start: int
     ) -> SupervisedRow:
         location = f"{row.location}, {name}"
-        made = list(self._encoder.rows(Row(columns, location), start=start))
+        given = self._encoder.with_media_of(row, columns, location)
+        made = list(self._encoder.rows(given, start=start))
         if len(made) > 1:
             raise DataError(
                 f"{location}: the chat template shows earlier turns otherwise than they were: give "
@@ -245,15 +274,22 @@ def _answer_columns(row: Row) -> tuple[str, ...]:
         return "chosen", "rejected"
     if {"prompt", "completion", "label"} <= found:
         return ("completion",)
+    if {"prompt_ids", *_LABELLED_IDS, "label"} <= found:
+        return _LABELLED_IDS
     raise DataError(
         f"{row.location}: expected columns chosen and rejected (and prompt), or prompt_ids, "
-        "chosen_ids and rejected_ids, or prompt, completion and label; found "
+        "chosen_ids and rejected_ids, or prompt, completion and label, or prompt_ids, "
+        "response_ids and label; found "
         f"{', '.join(map(repr, row.columns)) or 'none'}"
     )
 
 
-def _paired_chats(columns: Mapping[str, object]) -> tuple[tuple[list[Message], ...], int]:
-    """Both conversations, and how many messages of each are their prompt."""
+def paired_chats(columns: Mapping[str, object]) -> tuple[tuple[list[Message], ...], int]:
+    """Both conversations of a pair of texts or messages, and the length of their prompt.
+
+    Raises:
+        DataError: They are no two answers to one prompt.
+    """
     chosen, rejected = (_messages(columns, name, "assistant") for name in ("chosen", "rejected"))
     begins = {each[0]["role"] == "assistant" for each in (chosen, rejected)}
     if begins == {True}:
@@ -262,7 +298,7 @@ def _paired_chats(columns: Mapping[str, object]) -> tuple[tuple[list[Message], .
     pairs = zip(chosen, rejected, strict=False)
     start = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if chosen == rejected:
-        raise DataError("chosen and rejected are the same messages: leave the row out")
+        raise DataError(f"{SAME_ANSWERS} messages: leave the row out")
     for name, chat in (("chosen", chosen), ("rejected", rejected)):
         if len(chat) == start or chat[start]["role"] != "assistant":
             raise DataError(
@@ -307,7 +343,8 @@ def _messages(columns: Mapping[str, object], name: str, role: str) -> list[Messa
     if isinstance(content, str) and content:
         return [{"role": role, "content": content}]
     try:
-        return read_messages(content, name)
+        # The encoder refuses parts that the model does not read.
+        return read_messages(content, name, has_parts=True)
     except DataError as err:
         raise err if str(err).startswith("column") else DataError(f"{name}: {err}") from err
 

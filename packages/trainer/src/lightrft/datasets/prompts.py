@@ -2,29 +2,27 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.files import Row, read_rows, read_sources
+from lightrft.datasets.files import Row, read_sources
 from lightrft.datasets.media import (
     Modality,
     TextModality,
     VisionPrompts,
     media_columns,
-    media_of,
-    with_media,
 )
 from lightrft.datasets.render import (
     PromptTokenizer,
     check_tokenizer,
     label_of,
-    messages_of,
+    teacher_prompt_ids,
     tokenise,
 )
 from lightrft.datasets.types import DataError, Prompt
-from lightrft.engines.media.media import Media
 
 _TOKENIZER_BATCH = 1000
 _MAX_EXAMPLES = 3
@@ -124,44 +122,6 @@ def load_prompts(
     return _build(rows, tokenizer, config, str(path), max_samples)
 
 
-def load_texts(
-    path: str | Path,
-    tokenizer: PromptTokenizer,
-    *,
-    text_key: str,
-    max_tokens: int,
-    end_token_id: int | None,
-) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each text, its end marked and its tail cut off.
-
-    Args:
-        path: A JSONL, JSON or Parquet file, or a folder with a split "train".
-        tokenizer: A Hugging Face tokenizer; special tokens are added as it does.
-        text_key: Column of the texts.
-        max_tokens: Longest text; what follows is cut off.
-        end_token_id: Put after each text that is not cut; None puts nothing.
-
-    Raises:
-        DataError: A row has no text, or a text has less than two tokens, so that none of them
-            follows another.
-    """
-    texts: list[tuple[int, ...]] = []
-    for row in read_rows(path):
-        text = row.columns.get(text_key)
-        if not isinstance(text, str):
-            raise DataError(
-                f"{row.location}: expected a text in column {text_key!r}, found "
-                f"{', '.join(map(repr, row.columns))}; set --pretrain_column"
-            )
-        token_ids = [*tokenizer([text], add_special_tokens=True)["input_ids"][0]]
-        if end_token_id is not None and token_ids[-1:] != [end_token_id]:
-            token_ids.append(end_token_id)
-        if len(token_ids) < 2:
-            raise DataError(f"{row.location}: a text needs two tokens or more: got {text[:80]!r}")
-        texts.append(tuple(token_ids[:max_tokens]))
-    return tuple(texts)
-
-
 def _build(
     rows: Sequence[Row],
     tokenizer: PromptTokenizer,
@@ -221,44 +181,48 @@ def build_prompts(
     Raises:
         DataError: A row cannot be used.
     """
-    used = {config.input_key, config.label_key, *media_columns(config).values()}
-    media = [media_of(row, config) for row in rows]
+    columns = media_columns(config).values()
+    used = {config.input_key, config.label_key, *chain.from_iterable(columns)}
     reader: Modality = TextModality(tokenizer, has_model=has_model)
     if isinstance(tokenizer, VisionPrompts):
         reader = tokenizer
-    reader.check(rows, config)
-    is_plain = [not reader.renders(own) for own in media]
+    read = [reader.read(row, config) for row in rows]
+    is_plain = [not reader.renders(own.media) for own in read]
     plain = [row for row, is_text in zip(rows, is_plain, strict=True) if is_text]
-    tokenised = iter(tokenise(plain, tokenizer, config)) if plain else iter(())
+    contents = [own.content for own, is_text in zip(read, is_plain, strict=True) if is_text]
+    tokenised = iter(tokenise(plain, tokenizer, config, contents) if plain else ())
     prompts = []
-    for offset, (row, own) in enumerate(zip(rows, media, strict=True)):
+    for offset, (row, own) in enumerate(zip(rows, read, strict=True)):
         text, token_ids = next(tokenised) if is_plain[offset] else ("", ())
-        columns = {name: value for name, value in row.columns.items() if name not in used}
-        prompt = Prompt(first_id + offset, text, token_ids, label_of(row, config), columns)
-        prompt = reader.prompt(row, replace(prompt, media=own), config)
-        prompts.append(_with_messages(prompt, row, own, config) if config.has_episodes else prompt)
-    return prompts
+        others = {name: value for name, value in row.columns.items() if name not in used}
+        prompt = Prompt(first_id + offset, text, token_ids, label_of(row, config), others)
+        prompt = reader.prompt(row, replace(prompt, media=own.media), own.content)
+        if not isinstance(own.content, str):
+            prompt = replace(prompt, messages=tuple(own.content))
+        prompts.append(_for_episodes(prompt, row) if config.has_episodes else prompt)
+    if config.teacher_prompt_column is None:
+        return prompts
+    shown = teacher_prompt_ids(rows, tokenizer, config)
+    return [
+        replace(prompt, teacher_token_ids=ids) for prompt, ids in zip(prompts, shown, strict=True)
+    ]
 
 
-def _with_messages(prompt: Prompt, row: Row, media: Media, config: TrainConfig) -> Prompt:
+def _for_episodes(prompt: Prompt, row: Row) -> Prompt:
     """The prompt with what its environment needs.
 
     Raises:
         DataError: No message is the user's, or contents are not what they must be.
     """
-    messages = messages_of(row, config)
-    chat = [] if isinstance(messages, str) else messages
-    if chat and media:
-        chat = with_media(chat, media, row.location)
+    chat = prompt.messages
     has_user = any(message["role"] == "user" for message in chat)
     is_text = all(isinstance(message["content"], str) for message in chat)
-    if not has_user or (not media and not is_text):
+    if not has_user or (not prompt.media and not is_text):
         raise DataError(
             f"{row.location}: an environment needs a user's message, and contents that are text "
             "where the row has no images"
         )
-    row_columns = {**row.columns, "prompt": [dict(message) for message in chat]}
-    return replace(prompt, messages=tuple(chat), row=row_columns)
+    return replace(prompt, row={**row.columns, "prompt": [dict(message) for message in chat]})
 
 
 def _check_label_key(rows: Sequence[Row], config: TrainConfig) -> None:

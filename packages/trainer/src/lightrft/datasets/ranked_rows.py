@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row, read_sources
 from lightrft.datasets.judged_rows import JudgedRows, count_dropped, within_limit
+from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import RowEncoder, SupervisedRow, read_messages
 from lightrft.datasets.types import DataError
+from lightrft.engines.media.encoder import TEXT_ENCODER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,10 +28,16 @@ class RankedAnswers:
     Args:
         rows: Two answers or more, each behind the prompt.
         ranks: Of each; 1 is better than 2, and equal ones are ties.
+        by_name: Instead of them, the ranks of several scores; a score may have none.
     """
 
     rows: tuple[SupervisedRow, ...]
-    ranks: tuple[float, ...]
+    ranks: tuple[float, ...] = ()
+    by_name: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def ranks_of(self, name: str) -> tuple[float, ...]:
+        """The ranks of a score, () without; "" is the only one."""
+        return self.by_name.get(name, ()) if name else self.ranks
 
 
 def load_ranked(
@@ -40,6 +48,8 @@ def load_ranked(
     max_samples: int,
     split: str,
     probabilities: Sequence[float] = (),
+    names: Collection[str] = (),
+    reader: RowMediaReader | None = None,
 ) -> JudgedRows[RankedAnswers]:
     """Reads rows with prompt, answers and ranks, as token ids.
 
@@ -47,40 +57,79 @@ def load_ranked(
     Rankings with an answer of more than `max_row_tokens` are left out and counted.
 
     Args:
-        path, tokenizer, config, max_samples, split, probabilities: See `load_preferences`.
+        path, tokenizer, config, max_samples, split, probabilities, reader: See `load_preferences`.
+        names: Of the scores, where there are several: the ranks of a row are an object of lists.
 
     Raises:
         DataError: A row cannot be used, or all are too long.
     """
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
-    is_chat = not isinstance(read[0].columns.get("prompt"), str)
-    encoder = RowEncoder(tokenizer, config, "messages" if is_chat else "prompt and completion")
-    every = [_ranking(row, encoder) for row in read[:max_samples]]
+    rankings = ranking_reader(tokenizer, config, read[0], None, reader, names=names)
+    every = [rankings(row) for row in read[:max_samples]]
     found = [each for each in every if within_limit(each.rows, config)]
     dropped = count_dropped(path, len(every), len(found), config)
     num_answers = sum(len(each.rows) for each in found)
     summary = f"{path}: {num_answers} answers in {len(found)} rankings{dropped}"
-    return JudgedRows(found, summary, is_paired=True)
+    encoder = TEXT_ENCODER if reader is None else reader.encoder
+    return JudgedRows(found, summary, is_paired=True, encoder=encoder)
 
 
-def _ranking(row: Row, encoder: RowEncoder) -> RankedAnswers:
-    answers, ranks = _list(row, ANSWERS), _list(row, "ranks")
-    if len(answers) != len(ranks) or len(answers) < 2:
+def _ranking(row: Row, encoder: RowEncoder, names: Collection[str]) -> RankedAnswers:
+    answers = _list(row, ANSWERS, row.columns.get(ANSWERS))
+    given = row.columns.get("ranks")
+    if isinstance(given, Mapping) != bool(names):
+        wanted = f"an object with ranks by name ({', '.join(names)})" if names else "a list"
+        raise DataError(f"{row.location}: ranks must hold {wanted}: got {str(given)[:80]!r}")
+    # Parquet fills absent fields with null.
+    lists = {k: v for k, v in given.items() if v is not None} if isinstance(given, Mapping) else {}
+    if names and (not lists or not lists.keys() <= set(names)):
         raise DataError(
-            f"{row.location}: expected two answers or more, and a rank of each: got {len(answers)} "
-            f"answers and {len(ranks)} ranks"
+            f"{row.location}: ranks must be of {', '.join(names)}: got "
+            f"{', '.join(map(str, lists)) or 'none'}; name them in reward_heads"
         )
-    numbers = [float(each) for each in ranks if isinstance(each, int | float)]
-    if len(numbers) < len(ranks) or not all(map(math.isfinite, numbers)):
-        raise DataError(f"{row.location}: ranks must be finite numbers: got {str(ranks)[:80]!r}")
+    by_name = {name: _ranks(row, each, len(answers)) for name, each in lists.items()}
+    ranks = () if names else _ranks(row, given, len(answers))
     rows = tuple(_answer(row, answer, encoder) for answer in answers)
     if len({answer.token_ids.tobytes() for answer in rows}) < len(rows):
         raise DataError(f"{row.location}: two answers are the same tokens: leave one out")
-    return RankedAnswers(rows, tuple(numbers))
+    return RankedAnswers(rows, ranks, by_name)
 
 
-def _list(row: Row, name: str) -> Sequence[object]:
-    values = row.columns.get(name)
+def ranking_reader(
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    first: Row,
+    vocab_size: int | None = None,
+    reader: RowMediaReader | None = None,
+    *,
+    names: Collection[str] = (),
+) -> Callable[[Row], RankedAnswers]:
+    """The way from rows like the first to rankings; see `PreferenceReader`."""
+    is_chat = not isinstance(first.columns.get("prompt"), str)
+    kind = "messages" if is_chat else "prompt and completion"
+    encoder = RowEncoder(tokenizer, config, kind, reader=reader)
+    return lambda row: _ranking(row, encoder, names)
+
+
+def _ranks(row: Row, given: object, num_answers: int) -> tuple[float, ...]:
+    ranks = _list(row, "ranks", given)
+    if num_answers != len(ranks) or num_answers < 2:
+        raise DataError(
+            f"{row.location}: expected two answers or more, and a rank of each: got {num_answers} "
+            f"answers and {len(ranks)} ranks"
+        )
+    # Not true and false, which are integers, too.
+    numbers = tuple(
+        float(each)
+        for each in ranks
+        if isinstance(each, int | float) and not isinstance(each, bool)
+    )
+    if len(numbers) < len(ranks) or not all(map(math.isfinite, numbers)):
+        raise DataError(f"{row.location}: ranks must be finite numbers: got {str(ranks)[:80]!r}")
+    return numbers
+
+
+def _list(row: Row, name: str, values: object) -> Sequence[object]:
     if not isinstance(values, list | tuple):
         raise DataError(
             f"{row.location}: column {name!r} must hold a list: got {str(values)[:80]!r}"
@@ -99,9 +148,12 @@ def _answer(row: Row, answer: object, encoder: RowEncoder) -> SupervisedRow:
     start = 0
     if encoder.kind == "messages":
         try:
-            messages = read_messages(prompt, "prompt")
+            messages = read_messages(prompt, "prompt", has_parts=True)
         except DataError as err:
             raise DataError(f"{row.location}: {err}") from err
         start = len(messages)
-        columns = {"messages": [*messages, {"role": "assistant", "content": answer}]}
-    return next(encoder.rows(Row(columns, row.location), start=start))
+        columns = {
+            "messages": [*messages, {"role": "assistant", "content": answer}],
+            "tools": row.columns.get("tools"),
+        }
+    return next(encoder.rows(encoder.with_media_of(row, columns, row.location), start=start))

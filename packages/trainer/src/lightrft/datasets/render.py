@@ -3,6 +3,7 @@
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, cast, runtime_checkable
 
 from lightrft.config import TrainConfig
@@ -60,15 +61,26 @@ def check_tokenizer(tokenizer: PromptTokenizer, config: TrainConfig) -> None:
         )
 
 
-def render(row: Row, tokenizer: PromptTokenizer, config: TrainConfig) -> str:
+def render(
+    row: Row,
+    tokenizer: PromptTokenizer,
+    config: TrainConfig,
+    content: str | Sequence[dict[str, object]] | None = None,
+) -> str:
     """The text of the prompt of one row.
+
+    Args:
+        row: The row.
+        tokenizer: Has the chat template.
+        config: Names the column, and how it is rendered.
+        content: In the place of what the column holds, see `messages_of`.
 
     Raises:
         DataError: the column is missing or neither a non-empty string nor a list of messages, or
             messages come without the chat template.
     """
-    content = messages_of(row, config)
-    text = content if isinstance(content, str) else _chat(row, tokenizer, content)
+    content = messages_of(row, config) if content is None else content
+    text = content if isinstance(content, str) else _chat(row, tokenizer, list(content))
     if len(text) > MAX_PROMPT_CHARACTERS:
         raise DataError(
             f"{row.location}: the prompt has {len(text)} characters: expected at most "
@@ -102,14 +114,20 @@ def messages_of(row: Row, config: TrainConfig) -> str | list[dict[str, object]]:
 
 
 def tokenise(
-    rows: Sequence[Row], tokenizer: PromptTokenizer, config: TrainConfig
+    rows: Sequence[Row],
+    tokenizer: PromptTokenizer,
+    config: TrainConfig,
+    contents: Sequence[str | Sequence[dict[str, object]] | None] = (),
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Text and token ids of the prompts of some rows.
+    """Text and token ids of the prompts of some rows, or of contents in their place.
 
     Raises:
         DataError: As for `render`, or a prompt has no tokens.
     """
-    texts = [render(row, tokenizer, config) for row in rows]
+    contents = contents or [None] * len(rows)
+    texts = [
+        render(row, tokenizer, config, content) for row, content in zip(rows, contents, strict=True)
+    ]
     for row, text in zip(rows, texts, strict=True):
         try:
             text.encode()
@@ -202,3 +220,63 @@ def _chat(row: Row, tokenizer: PromptTokenizer, messages: list[dict[str, object]
     except Exception as err:  # a template is a program of the model's author; it may raise anything
         raise DataError(f"{row.location}: the chat template refused the messages: {err}") from err
     return cast("str", text)
+
+
+def teacher_prompt_ids(
+    rows: Sequence[Row], tokenizer: PromptTokenizer, config: TrainConfig
+) -> list[tuple[int, ...]]:
+    """Token ids of each row's prompt with the text of `teacher_prompt_column` behind it.
+
+    The text follows that of the prompt, or of the user's last message, after an empty line.
+
+    Raises:
+        DataError: A row has no text there, or no prompt.
+    """
+    return [
+        ids
+        for _, ids in tokenise([_shown_to_teacher(row, config) for row in rows], tokenizer, config)
+    ]
+
+
+def teacher_name(columns: Mapping[str, object], config: TrainConfig, place: str) -> str:
+    """The name of a row's teacher.
+
+    Raises:
+        DataError: The row names none of them.
+    """
+    name, names = columns.get(config.teacher_column), tuple(config.teacher_places)
+    if name not in names:
+        raise DataError(
+            f"{place}: column {config.teacher_column!r} holds {name!r}, expected the name of one "
+            f"of teachers: {', '.join(names)}"
+        )
+    return str(name)
+
+
+def _shown_to_teacher(row: Row, config: TrainConfig) -> Row:
+    name = str(config.teacher_prompt_column)
+    text, prompt = row.columns.get(name), row.columns.get(config.input_key)
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(
+            f"{row.location}: expected a text for the teacher in column {name!r}, found "
+            f"{', '.join(map(repr, row.columns))}; set --teacher_prompt_column to one of them"
+        )
+    longer: object = prompt
+    if isinstance(prompt, str):
+        longer = f"{prompt}\n\n{text}"
+    elif isinstance(prompt, Sequence):
+        longer = _with_text(prompt, text, row)
+    return replace(row, columns={**row.columns, config.input_key: longer})
+
+
+def _with_text(messages: Sequence[object], text: str, row: Row) -> list[object]:
+    """The messages, the user's last one longer."""
+    found = list(messages)
+    for place in reversed(range(len(found))):
+        message = found[place]
+        if isinstance(message, Mapping) and message.get("role") == "user":
+            content = message.get("content")
+            if isinstance(content, str):
+                found[place] = {**message, "content": f"{content}\n\n{text}"}
+                return found
+    raise DataError(f"{row.location}: no message of the user is a text that could be added to")

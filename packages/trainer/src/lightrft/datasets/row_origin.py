@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.config.files import FileError, read_object, unsealed
+from lightrft.config.files import FileError, read_object, sealed, unsealed
 from lightrft.config.sources import split_sources
+from lightrft.config.toml import write_whole
 from lightrft.datasets.types import DataError
 
 if TYPE_CHECKING:
@@ -19,21 +20,47 @@ def origin_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.origin.json")
 
 
-def origin_of(path: Path, sha256: str) -> str:
-    """The run that the rows of a file come from, in words; "" if that is not known.
+def write_origin(path: Path, facts: Mapping[str, object]) -> None:
+    """Writes beside a file of rows where they come from.
+
+    Args:
+        path: The file.
+        facts: `run` (its name), `run_path`, `run_sha256`, `model`, `rows_sha256` (of the file),
+            `tokens` (see `tokens_of`; {} of rows without ids), and whatever else is worth knowing.
+    """
+    write_whole(origin_path(path), sealed(facts) + "\n")
+
+
+def origin_of(path: Path, sha256: str) -> dict[str, object]:
+    """The run that the rows of a file come from: in words as `origin`, by path and hash as `run`.
 
     Args:
         path: The file.
         sha256: Of its content: an origin of other rows is not theirs.
+
+    Returns:
+        {} if that is not known.
     """
     try:
         origin = unsealed(read_object(origin_path(path)), path)
     except FileError:
-        return ""
+        return {}
     if origin.get("rows_sha256") != sha256:
-        return ""
-    hashes = (f"{what} {str(origin.get(f'{what}_sha256'))[:12]}" for what in ("config", "rollouts"))
-    return f"{origin.get('run')} of {origin.get('model')} ({', '.join(hashes)})"
+        return {}
+    hashes = [
+        f"{what} {str(origin[f'{what}_sha256'])[:12]}"
+        for what in ("config", "rollouts")
+        if f"{what}_sha256" in origin
+    ]
+    known = f" ({', '.join(hashes)})" if hashes else ""
+    found: dict[str, object] = {"origin": f"{origin.get('run')} of {origin.get('model')}{known}"}
+    if "run_path" in origin:
+        found["run"] = {
+            "path": origin["run_path"],
+            "run_sha256": origin.get("run_sha256"),
+            "stage": origin.get("stage"),
+        }
+    return found
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ import numpy as np
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row, read_sources
 from lightrft.datasets.judged_rows import JudgedRows, count_dropped, within_limit
+from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.datasets.types import DataError
 
@@ -47,6 +48,8 @@ def load_steps(
     max_samples: int,
     split: str,
     probabilities: Sequence[float] = (),
+    vocab_size: int | None = None,
+    reader: RowMediaReader | None = None,
 ) -> JudgedRows[LabelledSteps]:
     """Reads rows with prompt, completions (the steps) and labels, as token ids.
 
@@ -54,23 +57,42 @@ def load_steps(
     than `max_row_tokens` are left out and counted.
 
     Args:
-        path, tokenizer, config, max_samples, split, probabilities: See `load_preferences`.
+        path, tokenizer, config, max_samples, split, probabilities, vocab_size, reader: See
+            `load_preferences`.
 
     Raises:
         DataError: A row cannot be used, or all are too long.
     """
-    if config.apply_chat_template or config.chat_template or not tokenizer.is_fast:
-        raise DataError(
-            "rows in steps are texts, read by a fast tokenizer that knows the place of each token: "
-            "leave apply_chat_template and chat_template out, or give whole answers"
-        )
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
-    every = [_labelled(row, tokenizer) for row in read[:max_samples]]
+    steps = step_reader(tokenizer, config, read[0], vocab_size, reader)
+    every = [steps(row) for row in read[:max_samples]]
     found = [each for each in every if within_limit(each.rows, config)]
     dropped = count_dropped(path, len(every), len(found), config)
     num_steps = sum(len(each.labels) for each in found)
     summary = f"{path}: {num_steps} labelled steps in {len(found)} answers{dropped}"
     return JudgedRows(found, summary, is_paired=False)
+
+
+def step_reader(
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    first: Row,
+    vocab_size: int | None = None,
+    reader: RowMediaReader | None = None,
+) -> Callable[[Row], LabelledSteps]:
+    """The way from rows to labelled steps; see `PreferenceReader`."""
+    if config.apply_chat_template or config.chat_template or not tokenizer.is_fast:
+        raise DataError(
+            "rows in steps are texts, read by a fast tokenizer that knows the place of each token: "
+            "leave apply_chat_template and chat_template out, or give whole answers"
+        )
+
+    def read(row: Row) -> LabelledSteps:
+        if reader is not None:
+            reader.refuse(row, config, "labelled steps")
+        return _labelled(row, tokenizer)
+
+    return read
 
 
 def _labelled(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledSteps:

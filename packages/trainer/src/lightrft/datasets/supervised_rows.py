@@ -6,7 +6,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -14,9 +16,14 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.chat_turns import ChatTurns, Message
+from lightrft.datasets.chat_turns import ChatTurns, Message, Turn
 from lightrft.datasets.files import Row, read_sources
+from lightrft.datasets.media import Content, MediaRow, as_parts, media_columns
+from lightrft.datasets.render import teacher_name
+from lightrft.datasets.row_media import NOTHING_SHOWN, RowMediaReader, ShownMedia
 from lightrft.datasets.types import DataError
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
+from lightrft.engines.media.media import Media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,10 +66,25 @@ class SupervisedRow:
     Args:
         token_ids: [tokens] int32.
         is_trained: [tokens] bool; never the first, which follows nothing.
+        shown: Its images and videos; None without.
+        teacher: Name of its teacher; "" where there is one alone, or none.
     """
 
     token_ids: NDArray[np.int32]
     is_trained: NDArray[np.bool_]
+    shown: ShownMedia | None = None
+    teacher: str = ""
+
+    @property
+    def media_digests(self) -> tuple[bytes, ...]:
+        """A hash of each of its images and videos."""
+        media = () if self.shown is None else self.shown.media
+        return tuple(medium.digest.encode() for medium in media)
+
+    @property
+    def key(self) -> tuple[bytes, ...]:
+        """What tells it from other rows: its tokens, and its images and videos."""
+        return self.token_ids.tobytes(), *self.media_digests
 
     @property
     def num_trained(self) -> int:
@@ -76,10 +98,13 @@ class SupervisedRows(Dataset[int]):
     Args:
         rows: To train on.
         summary: One line about what became of the data.
+        encoder: Of their media.
     """
 
-    def __init__(self, rows: Sequence[SupervisedRow], summary: str) -> None:
-        self.rows, self.summary = tuple(rows), summary
+    def __init__(
+        self, rows: Sequence[SupervisedRow], summary: str, *, encoder: Encoder = TEXT_ENCODER
+    ) -> None:
+        self.rows, self.summary, self.encoder = tuple(rows), summary, encoder
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -97,6 +122,7 @@ def load_supervised(
     split: str,
     probabilities: Sequence[float] = (),
     vocab_size: int | None = None,
+    reader: RowMediaReader | None = None,
 ) -> SupervisedRows:
     """Reads rows, renders them and marks what is trained.
 
@@ -110,15 +136,19 @@ def load_supervised(
         max_samples: Use at most this many rows of the data, from the start.
         split, probabilities: See `read_sources`.
         vocab_size: Of the model, which bounds the ids of rows that bring them; None is no bound.
+        reader: Of images and videos; None looks at no media.
 
     Raises:
         DataError: A row cannot be used, or all are too long.
     """
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
     found, too_long, num_split = [], [], 0
-    encoder = RowEncoder(tokenizer, config, kind_of(read[0]), vocab_size)
+    encoder = RowEncoder(tokenizer, config, kind_of(read[0]), vocab_size, reader)
     for row in read[:max_samples]:
         made = list(encoder.rows(row))
+        if config.teachers:
+            name = teacher_name(row.columns, config, row.location)
+            made = [replace(each, teacher=name) for each in made]
         num_split += len(made) > 1
         for each in made:
             if len(each.token_ids) > config.max_row_tokens:
@@ -137,7 +167,7 @@ def load_supervised(
     if too_long:
         summary += f"; dropped {len(too_long)} over-long (first: "
         summary += f"{', '.join(too_long[:_MAX_EXAMPLES])})"
-    return SupervisedRows(found, f"{path}: {summary}")
+    return SupervisedRows(found, f"{path}: {summary}", encoder=encoder.media_encoder)
 
 
 def _summary(encoder: RowEncoder, found: Sequence[SupervisedRow], num_split: int) -> str:
@@ -152,6 +182,9 @@ def _summary(encoder: RowEncoder, found: Sequence[SupervisedRow], num_split: int
             f"; {num_split} conversations in one row per turn, since the chat template shows "
             "earlier turns otherwise than they were"
         )
+    num_shown = sum(each.shown is not None for each in found)
+    if num_shown:
+        text += f"; {num_shown} with images or videos"
     if encoder.num_unmatched:
         text += f"; dropped {encoder.num_unmatched} without a match of train_on_regex"
     return text
@@ -173,11 +206,50 @@ def kind_of(row: Row) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A row with one token for each medium.
+
+    Args:
+        token_ids, is_trained: Of equal length.
+        shown: Text that it begins with, and media, of which there may be none.
+    """
+
+    token_ids: Sequence[int]
+    is_trained: Sequence[bool]
+    shown: ShownMedia = NOTHING_SHOWN
+
+
+def as_text(message: Message) -> Message:
+    """The message with its parts, which are texts, as one text: templates of text print lists.
+
+    Raises:
+        DataError: A part is no text.
+    """
+    if isinstance(message["content"], str):
+        return message
+    parts = as_parts(message["content"])
+    if not all(isinstance(part.get("text"), str) for part in parts):
+        raise DataError("a message has a part that is no text: leave it out")
+    return {**message, "content": "".join(str(part["text"]) for part in parts)}
+
+
+def _before(turn: Turn, messages: Sequence[Message], media: Media) -> ShownMedia:
+    """What stands before a turn: its text, and the media that its messages name."""
+    parts = [
+        part.get("type")
+        for message in (messages[: turn.num_messages] if media else ())
+        for part in as_parts(message["content"])
+    ]
+    own = {kind: media[kind][: parts.count(kind)] for kind in media.kinds}
+    return ShownMedia(turn.prompt, Media(own))
+
+
 class RowEncoder:
     """The way from rows of one kind to trained tokens; it refuses rows of another.
 
     Args:
-        tokenizer, config, vocab_size: See `load_supervised`.
+        tokenizer, config, vocab_size, reader: See `load_supervised`.
         kind: A name in `KINDS`.
 
     Raises:
@@ -190,7 +262,9 @@ class RowEncoder:
         config: TrainConfig,
         kind: str,
         vocab_size: int | None = None,
+        reader: RowMediaReader | None = None,
     ) -> None:
+        self._config, self._reader = config, reader
         self.kind, self.train_on = kind, config.train_on or TRAINABLE[kind][0]
         self._vocab_size = vocab_size
         if self.train_on not in TRAINABLE[kind]:
@@ -210,7 +284,8 @@ class RowEncoder:
                 "rows with prompt and completion need a fast tokenizer, which knows the place of "
                 f"each token: got {type(tokenizer).__name__}; give messages instead"
             )
-        self._turns = ChatTurns(tokenizer) if is_chat else None
+        prompts = None if reader is None else reader.prompts
+        self._turns = ChatTurns(tokenizer, prompts) if is_chat else None
         self._pattern, self.num_unmatched = config.train_on_regex, 0
 
     def rows(self, row: Row, *, start: int = 0) -> Iterator[SupervisedRow]:
@@ -229,43 +304,84 @@ class RowEncoder:
                 f"{row.location}: expected {self.kind}, as in the first row: got {kind}"
             )
         try:
-            for token_ids, is_trained in self._encoded(row.columns, start):
-                trained = np.array(is_trained, dtype=np.bool_)
-                trained[:1] = False
-                if self._pattern is not None:
-                    trained &= matched_tokens(self._tokenizer, token_ids, self._pattern)
-                    if not trained.any():
-                        self.num_unmatched += 1
-                        continue
-                if not trained.any():
+            for each in self._encoded(row, start):
+                made = self._row(each, row.location)
+                if made is None:
+                    self.num_unmatched += 1
+                    continue
+                if not made.is_trained.any():
                     raise DataError(
                         f"{NOTHING_TRAINED}: expected two tokens or more, one of them trained "
                         "behind the first"
                     )
-                yield SupervisedRow(np.array(token_ids, dtype=np.int32), trained)
+                yield made
         except DataError as err:
-            raise DataError(f"{row.location}: {err}") from err
+            known = str(err).startswith(row.location)
+            raise err if known else DataError(f"{row.location}: {err}") from err
 
-    def _encoded(
-        self, columns: Mapping[str, object], start: int
-    ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
+    def _row(self, encoded: _Encoded, location: str) -> SupervisedRow | None:
+        """The row, or None without a match of the pattern."""
+        token_ids = encoded.token_ids
+        trained = np.array(encoded.is_trained, dtype=np.bool_)
+        trained[:1] = False
+        if self._pattern is not None:
+            trained &= matched_tokens(self._tokenizer, token_ids, self._pattern)
+            if not trained.any():
+                return None
+        shown = encoded.shown
+        if self._reader is not None:
+            is_answer = self.train_on != "all"
+            trained = self._reader.without_marks(token_ids, trained, is_answer=is_answer)
+            if shown.media:
+                token_ids, trained, shown = self._reader.expand(token_ids, trained, shown, location)
+            elif not self._reader.marks.isdisjoint(token_ids):
+                raise DataError(
+                    "the text holds the mark of an image or video, and the row has none there: "
+                    "leave it out"
+                )
+        ids = np.array(token_ids, dtype=np.int32)
+        return SupervisedRow(ids, trained, shown if shown.media else None)
+
+    @property
+    def media_encoder(self) -> Encoder:
+        """Of the media of the rows."""
+        return TEXT_ENCODER if self._reader is None else self._reader.encoder
+
+    def _read(self, row: Row, content: Content) -> MediaRow:
+        """A text or a conversation of a row with its media."""
+        if self._reader is None:
+            return MediaRow(content, Media())
+        return self._reader.read(row, content, self._config)
+
+    def _encoded(self, row: Row, start: int) -> Iterator[_Encoded]:
+        columns = row.columns
         if self._turns is not None:
-            yield from self._chat(self._turns, columns, start)
+            yield from self._chat(self._turns, row, start)
         elif self.kind == "token ids":
+            if self._reader is not None:
+                self._reader.refuse(row, self._config, "rows of token ids")
             token_ids = _integers(columns, "token_ids", self._vocab_size)
-            is_trained = _integers(columns, "is_trained", 2)
+            is_trained = _flags(columns["is_trained"])
             if len(is_trained) != len(token_ids):
                 raise DataError(
                     "column 'is_trained' must hold one 0 or 1 for each of token_ids: got "
                     f"{len(is_trained)} for {len(token_ids)}"
                 )
-            yield token_ids, [self.train_on == "all" or flag == 1 for flag in is_trained]
+            yield _Encoded(token_ids, [self.train_on == "all" or flag == 1 for flag in is_trained])
         elif self.kind == "text":
-            token_ids = self._closed(self._tokenizer(_text(columns, "text"))["input_ids"])
-            yield token_ids, [True] * len(token_ids)
+            read = self._read(row, _text(columns, "text"))
+            text, media = str(read.content), read.media
+            # As prompts of `lightrft train`: processors add no special tokens.
+            ids = self._tokenizer(text, add_special_tokens=not media)["input_ids"]
+            token_ids = self._closed(ids)
+            yield _Encoded(token_ids, [True] * len(token_ids), ShownMedia(text, media))
         else:
-            prompt, completion = _text(columns, "prompt"), _text(columns, "completion")
-            encoded = self._tokenizer(prompt + completion, return_offsets_mapping=True)
+            read = self._read(row, _text(columns, "prompt"))
+            completion = _text(columns, "completion")
+            prompt, media = str(read.content), read.media
+            encoded = self._tokenizer(
+                prompt + completion, return_offsets_mapping=True, add_special_tokens=not media
+            )
             ends = [stop for _, stop in encoded["offset_mapping"]]
             # A token that holds the end of the prompt and the beginning of the completion is
             # sampled with the completion.
@@ -273,7 +389,8 @@ class RowEncoder:
             token_ids = self._closed(encoded["input_ids"])
             if self.train_on == "all":
                 first = 0
-            yield token_ids, [place >= first for place in range(len(token_ids))]
+            own = [place >= first for place in range(len(token_ids))]
+            yield _Encoded(token_ids, own, ShownMedia(prompt, media))
 
     def _closed(self, token_ids: Sequence[int]) -> list[int]:
         """The ids with the end-of-sequence token behind them, if there is one."""
@@ -282,13 +399,14 @@ class RowEncoder:
             return [*token_ids]
         return [*token_ids, end]
 
-    def _chat(
-        self, chat: ChatTurns, columns: Mapping[str, object], start: int
-    ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-        messages, tools = self._messages(columns), _tools(columns)
+    def _chat(self, chat: ChatTurns, row: Row, start: int) -> Iterator[_Encoded]:
+        tools, read = _tools(row.columns), self._read(row, self._messages(row.columns))
+        messages, media = list(cast("Sequence[Message]", read.content)), read.media
+        if self._reader is not None and self._reader.prompts is None:
+            messages = [as_text(message) for message in messages]
         if self.train_on == "all":
-            token_ids = chat.conversation(messages, tools)
-            yield token_ids, [True] * len(token_ids)
+            token_ids, text = chat.conversation(messages, tools)
+            yield _Encoded(token_ids, [True] * len(token_ids), ShownMedia(text, media))
             return
         only_last = self.train_on == "last_assistant"
         turns = chat.turns(messages, tools, start=start, only_last=only_last)
@@ -297,20 +415,33 @@ class RowEncoder:
             is_trained = np.zeros(len(whole), dtype=np.bool_)
             for turn in turns:
                 is_trained[turn.start : len(turn.token_ids)] = True
-            yield whole, is_trained.tolist()
+            yield _Encoded(whole, is_trained.tolist(), _before(turns[-1], messages, media))
             return
         for turn in turns:
-            yield turn.token_ids, [i >= turn.start for i in range(len(turn.token_ids))]
+            own = [place >= turn.start for place in range(len(turn.token_ids))]
+            yield _Encoded(turn.token_ids, own, _before(turn, messages, media))
 
     def _messages(self, columns: Mapping[str, object]) -> list[Message]:
         if self._in_chat:
             pair = (("user", "prompt"), ("assistant", "completion"))
             return [{"role": role, "content": _text(columns, name)} for role, name in pair]
-        return read_messages(columns[self.kind], self.kind)
+        has_parts = self._reader is not None
+        return read_messages(columns[self.kind], self.kind, has_parts=has_parts)
+
+    def with_media_of(self, row: Row, columns: Mapping[str, object], location: str) -> Row:
+        """A row of other columns and of the media of a row."""
+        names = chain.from_iterable(media_columns(self._config).values())
+        media = {name: row.columns[name] for name in names if name in row.columns}
+        return Row({**media, **columns}, location, row.folder)
 
 
-def read_messages(content: object, column: str) -> list[Message]:
+def read_messages(content: object, column: str, *, has_parts: bool = False) -> list[Message]:
     """The messages of a column, with role and content or with ShareGPT's from and value.
+
+    Args:
+        content: Of the column.
+        column: Its name.
+        has_parts: A content may be a list of parts.
 
     Raises:
         DataError: They are something else.
@@ -319,7 +450,7 @@ def read_messages(content: object, column: str) -> list[Message]:
         raise DataError(
             f"column {column!r} must hold a list of messages: got {str(content)[:80]!r}"
         )
-    read: Callable[[Mapping[str, object], str], Message] = _message
+    read: Callable[[Mapping[str, object], str], Message] = partial(_message, has_parts=has_parts)
     if "from" in _as_mapping(content[0]):
         read = _spoken
     return [read(_as_mapping(each), f"message {n}") for n, each in enumerate(content, start=1)]
@@ -364,13 +495,20 @@ def finite_number(columns: Mapping[str, object], name: str) -> float:
 def _integers(columns: Mapping[str, object], name: str, bound: int | None) -> list[int]:
     """The numbers of a column, from 0 and below the bound."""
     values = columns[name]
-    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
         raise DataError(f"column {name!r} must hold a list of numbers: got {str(values)[:80]!r}")
     limit = 2**31 if bound is None else bound
     wrong = next((value for value in values if not 0 <= value < limit), None)
     if wrong is not None:
         raise DataError(f"column {name!r}: got {wrong}, expected numbers from 0 to {limit - 1}")
     return values
+
+
+def _flags(values: object) -> list[int]:
+    """The column `is_trained`: 0 and 1, or false and true."""
+    if isinstance(values, list):
+        values = [int(value) if isinstance(value, bool) else value for value in values]
+    return _integers({"is_trained": values}, "is_trained", 2)
 
 
 def _tools(columns: Mapping[str, object]) -> object:
@@ -389,11 +527,12 @@ def _as_mapping(message: object) -> Mapping[str, object]:
     return cast("Mapping[str, object]", message) if isinstance(message, Mapping) else {}
 
 
-def _message(message: Mapping[str, object], place: str) -> Message:
+def _message(message: Mapping[str, object], place: str, *, has_parts: bool) -> Message:
     # Parquet fills absent fields with null.
     found = {name: value for name, value in message.items() if value is not None}
     content = found.setdefault("content", "" if "tool_calls" in found else None)
-    if not isinstance(found.get("role"), str) or not isinstance(content, str):
+    is_content = isinstance(content, str) or (has_parts and isinstance(content, list))
+    if not isinstance(found.get("role"), str) or not is_content:
         raise DataError(
             f"{place} must be an object with role and a text as content: got "
             f"{str(dict(message))[:80]!r}"

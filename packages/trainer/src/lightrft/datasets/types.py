@@ -22,8 +22,9 @@ class Prompt:
         label: The reference answer, or None if the data set has none.
         columns: The remaining columns of the row, passed to reward functions by name.
         media: In the order of their placeholders.
-        messages: The chat that `text` renders; () unless environments or tools need it.
+        messages: The chat that `text` renders; () of a text without a chat template.
         row: Arguments of an environment's `reset`: all columns, and the messages as `prompt`.
+        teacher_token_ids: The prompt that a teacher reads in its place; () without one.
     """
 
     id: int
@@ -34,6 +35,7 @@ class Prompt:
     media: Media = field(default_factory=Media)
     messages: tuple[Mapping[str, object], ...] = ()
     row: Mapping[str, object] = field(default_factory=dict)
+    teacher_token_ids: tuple[int, ...] = ()
 
     @property
     def images(self) -> tuple[ImageSource, ...]:

@@ -123,6 +123,7 @@ def check_ledger(
     """
     problem = evidence.problem
     try:
+        _check_repeated(step[0])
         _check_facts(_facts(table), {i: each.facts for i, each in evidence.accounts.items()})
         found_rows = HostRows.of(batch)
         rows = [_check_row(found_rows, table, row, evidence) for row in range(len(table))]
@@ -136,8 +137,8 @@ def check_ledger(
         # The layout of shared sequences is a collective: every rank has sound rows here.
         try:
             if any(is_other for _, is_other in told):
-                own = evidence.noted_rows(everything[0])
-                _check_everything(everything, strategy.gather_objects(own), is_other=is_other)
+                told_rows = strategy.gather_objects(evidence.noted_rows())
+                _check_everything(everything, told_rows, is_other=is_other)
             else:
                 for part in slices:
                     _check_layout(batch, policy, part, rows[part])
@@ -151,6 +152,12 @@ def check_ledger(
             "and scored; nothing was trained. Report this: it is a fault of the program, or of an "
             "own part of it; --no_ledger_gate trains all the same"
         )
+
+
+def _check_repeated(table: RowTable) -> None:
+    ids, counts = np.unique(table.sample_ids, return_counts=True)
+    if len(ids) < len(table):
+        raise LedgerError(f"samples {ids[counts > 1][:10].tolist()} are about to be trained twice")
 
 
 def rebuild(sample_id: int, evidence: Evidence) -> RebuiltRow:

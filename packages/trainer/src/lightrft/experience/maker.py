@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightrft.algorithms.advantages.row_level import (
@@ -55,15 +57,24 @@ from lightrft.records.batch import (
     select_rollouts,
 )
 from lightrft.records.media import deliver_media
-from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
+from lightrft.records.table import (
+    RowTable,
+    SampleTable,
+    deliver_rows,
+    episode_places,
+    episodes_of,
+    row_shares,
+    tabulate,
+)
 from lightrft.rollout.ledger_records import deliver_evidence
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.source import Samples
 from lightrft.strategy.distributed.context import DistributedContext
-from lightrft.strategy.distributed.deadlines import StepTimer
+from lightrft.strategy.distributed.deadlines import StepTimer, phase
 from lightrft.strategy.distributed.process_end import NumericsError
 
 if TYPE_CHECKING:
+    from lightrft.strategy.split.bridge import Bridge
     from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -76,12 +87,14 @@ class AdvantageSettings:
         estimator: Turns rewards into advantages.
         kl_coef: Weight of the KL penalty in the reward; 0 is off.
         moments: Of all rewards before the step, or None without running normalisation.
+        teacher_factors: Weights of the teachers of some rows, [batch, 1]; None is 1 each.
     """
 
     config: TrainConfig
     estimator: AdvantageFunction
     kl_coef: float = 0.0
     moments: Moments | None = None
+    teacher_factors: Callable[[RolloutBatch], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +132,9 @@ def shape_rewards(
     """
     rewards = torch.from_numpy(table.rewards)
     if moments is not None:
-        moments = moments.merge(moments_of(rewards[torch.from_numpy(~table.is_masked)]))
+        episodes = episodes_of(table)  # whose rows come first
+        given_once = rewards[: len(episodes)][torch.from_numpy(~episodes.is_masked)]
+        moments = moments.merge(moments_of(given_once))
 
     def shaped(given: Tensor) -> tuple[Tensor, Tensor]:
         is_clipped = torch.zeros(len(table), dtype=torch.bool)
@@ -167,7 +182,10 @@ def assemble(
         )
         advantages = whiten(advantages, mask, moments)
     if outputs.teacher_logprobs is not None:
-        advantages = advantages + teacher_advantages(outputs, mask, settings.config)
+        term = teacher_advantages(outputs, mask, settings.config)
+        if settings.teacher_factors is not None:
+            term = term * settings.teacher_factors(rollouts)
+        advantages = advantages + term
     clip = settings.config.advantage_clip
     if clip > 0:
         advantages = advantages.clamp(-clip, clip)
@@ -201,22 +219,25 @@ def _estimate(
             settings.estimator,
             TokenAdvantageInputs(shaped, mask, outputs.values, gamma, config.lambd),
         )
-    row_advantages = estimate_row_advantages(
+    # Branches of an episode share its reward: it counts once.
+    episodes, places = episodes_of(table), torch.from_numpy(episode_places(table))
+    count = len(episodes)
+    by_episode = estimate_row_advantages(
         settings.estimator,
         RowAdvantageInputs(
-            rewards=rewards,
-            group_ids=torch.from_numpy(table.group_ids),
-            lengths=torch.from_numpy(table.sampled_lengths),
-            greedy_rewards=greedy_rewards,
-            is_scored=torch.from_numpy(~table.is_masked),
+            rewards=rewards[:count],
+            group_ids=torch.from_numpy(episodes.group_ids),
+            lengths=torch.from_numpy(episodes.sampled_lengths),
+            greedy_rewards=None if greedy_rewards is None else greedy_rewards[:count],
+            is_scored=torch.from_numpy(~episodes.is_masked),
             components={
-                name: torch.from_numpy(table.components[:, column])
-                for column, name in enumerate(table.component_names)
+                name: torch.from_numpy(episodes.components[:, column])
+                for column, name in enumerate(episodes.component_names)
             },
         ),
     )
     return broadcast_to_tokens(
-        row_advantages[rows].to(mask.device, torch.float32),
+        by_episode[places][rows].to(mask.device, torch.float32),
         mask,
         kl=kl,
         kl_coef=settings.kl_coef,
@@ -255,6 +276,11 @@ def _reward_kl(outputs: PolicyOutputs, mask: Tensor, settings: AdvantageSettings
     )
 
 
+# A frozen policy that the student learns from: logprobs [batch, seq] float32 of the sampled tokens
+# of this rank's rows, 0 elsewhere, in forward passes over the given slices; collective.
+TeacherFunction = Callable[[RolloutBatch, Sequence[slice]], Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardModels:
     """The models that score rollouts; None where the algorithm has no such model."""
@@ -262,7 +288,7 @@ class ForwardModels:
     actor: PolicyModel
     reference: PolicyModel | None = None
     critic: ValueModel | None = None
-    teacher: PolicyModel | None = None
+    teacher: TeacherFunction | None = None
 
 
 def compute_outputs(
@@ -285,13 +311,15 @@ def compute_outputs(
     old: ActorOutput | None = None
     with torch.no_grad():
         if scores_actor:
-            old = _score(models.actor, batch, slices=slices, entropy="value")
+            old = score_policy(models.actor, batch, slices=slices, entropy="value")
         # Truncation belongs to the policy that sampled.
         plain = replace(batch, support=None)
-        reference, teacher = (
-            None if model is None else _score(model, plain, slices=slices, entropy="none").logprobs
-            for model in (models.reference, models.teacher)
-        )
+        reference = teacher = None
+        if models.reference is not None:
+            scored = score_policy(models.reference, plain, slices=slices, entropy="none")
+            reference = scored.logprobs
+        if models.teacher is not None:
+            teacher = models.teacher(plain, slices)
         values = None
         if models.critic is not None:
             values = _evaluate(models.critic, batch, slices=slices)
@@ -311,12 +339,13 @@ def score_actor(batch: RolloutBatch, actor: PolicyModel, *, slices: Sequence[sli
         actor: Every rank calls it equally often.
         slices: Rows of each forward pass, in order; they cover the batch.
     """
-    return _score(actor, batch, slices=slices, entropy="none").sampling_logprobs
+    return score_policy(actor, batch, slices=slices, entropy="none").sampling_logprobs
 
 
-def _score(
+def score_policy(
     policy: PolicyModel, batch: RolloutBatch, *, slices: Sequence[slice], entropy: EntropyMode
 ) -> ActorOutput:
+    """Outputs of all response tokens, in forward passes over the slices, which cover the batch."""
     micro_batches = (select_rollouts(batch, rows) for rows in slices)
     outputs = [
         run_policy(policy, micro, entropy=entropy, support=micro.support) for micro in micro_batches
@@ -386,6 +415,7 @@ class StepExperience:
         samples: What was sampled.
         rewards: The rewards the estimator saw, of the rows of `table`.
         plan: Which rows of `table` each rank trains in which optimizer batch.
+        version: Of the weights that the step begins with.
     """
 
     batch: ExperienceBatch
@@ -393,11 +423,26 @@ class StepExperience:
     samples: Samples
     rewards: ShapedRewards
     plan: MinibatchPlan
+    version: int = -1
 
     @property
     def table(self) -> RowTable:
         """The rows of all ranks."""
         return self.samples.table
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """The way of rows to the ranks that train them.
+
+    Args:
+        encoder: Of media.
+        generating: To the ranks that have the samples, which then call `give_rows`; None is the
+            ranks that train.
+    """
+
+    encoder: Encoder = TEXT_ENCODER
+    generating: Bridge | None = None
 
 
 def make_experience(
@@ -409,41 +454,41 @@ def make_experience(
     step: int,
     timer: StepTimer,
     reuses_policy_logprobs: bool = False,
-    encoder: Encoder = TEXT_ENCODER,
+    delivery: Delivery | None = None,
 ) -> StepExperience:
     """The experience of one step; collective.
 
     Args:
-        samples: Of the step.
-        models: The scoring models.
+        samples, models: Of the step, and those that score.
         strategy: Knows this rank's share.
         settings: How rewards become advantages in this step.
         step: Fixes the optimizer batches, together with the seed.
         timer: Measures the step.
         reuses_policy_logprobs: Leave old logprobs to the update if the step has one batch.
-        encoder: Of prompts with media.
+        delivery: See `Delivery`.
     """
     config, table, rank = settings.config, samples.table, strategy.data_rank
-    num_ranks, size = strategy.num_data_ranks, config.sp_size
-    plan = _plan(table, config, num_ranks, step)
-    wanted = [plan.row_index(each) for each in range(num_ranks) for _ in range(size)]
+    delivery = delivery or Delivery()
+    version, givers = _version(samples, strategy), delivery.generating or strategy.context
+    plan = plan_step(table, config, strategy.num_data_ranks, step)
+    wanted = wanted_rows(plan, strategy.num_data_ranks, config.sp_size, givers.world_size)
     with timer.stage("exchange"):
-        rows = deliver_rows(table, tabulate(samples.scored), wanted, strategy.context)
-        media = deliver_media(table, samples.scored, wanted, strategy.context, encoder)
-    batch = _batch(samples, rows, media, config, strategy)
+        rows = deliver_rows(table, tabulate(samples.scored), wanted, givers)
+        media = deliver_media(table, samples.scored, wanted, strategy.context, delivery.encoder)
+    batch = _batch(samples, rows, media, config, strategy, plan)
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
     if samples.evidence is not None:
         with timer.stage("exchange"):
             ids = [table.sample_ids[each].tolist() for each in wanted]
-            evidence = deliver_evidence(samples.evidence, ids, strategy.context)
+            evidence = replace(samples.evidence, version=version)
+            evidence = deliver_evidence(evidence, ids, givers)
             policy, made = _layout_policy(models, strategy), (table, samples.greedy)
             check_ledger(
                 batch, rows, evidence, made, policy=policy, slices=slices, strategy=strategy
             )
-    is_reused = reuses_policy_logprobs and plan.num_minibatches == 1
-    scores_actor = not config.use_rollout_logprobs and not is_reused
-    with timer.stage("forward"):
-        outputs = compute_outputs(batch, models, slices=slices, scores_actor=scores_actor)
+    is_known = config.use_rollout_logprobs or (reuses_policy_logprobs and plan.num_minibatches == 1)
+    with timer.stage("forward"), phase("score", strategy.context.timeout):
+        outputs = compute_outputs(batch, models, slices=slices, scores_actor=not is_known)
     if config.use_rollout_logprobs:
         sampled = torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)
         outputs = replace(outputs, old_logprobs=sampled)
@@ -459,16 +504,47 @@ def make_experience(
         settings=settings,
         context=strategy.context,
     )
-    return StepExperience(experience, rows, samples, shaped, plan)
+    return StepExperience(experience, rows, samples, shaped, plan, version)
 
 
-def _plan(table: RowTable, config: TrainConfig, num_ranks: int, step: int) -> MinibatchPlan:
+def give_rows(
+    samples: Samples, config: TrainConfig, step: int, bridge: Bridge, num_training: int
+) -> None:
+    """Gives the ranks that train the rows of this one that they train; collective with them.
+
+    Args:
+        samples: Of the step; their holders are ranks of the launch.
+        config: Of the run.
+        step: As for `make_experience`.
+        bridge: To them.
+        num_training: How many they are.
+    """
+    table, num_ranks = samples.table, num_training // config.sp_size
+    plan = plan_step(table, config, num_ranks, step)
+    wanted = wanted_rows(plan, num_ranks, config.sp_size, bridge.world_size)
+    deliver_rows(table, tabulate(samples.scored), wanted, bridge)
+    if samples.evidence is not None:
+        ids = [table.sample_ids[each].tolist() for each in wanted]
+        deliver_evidence(samples.evidence, ids, bridge)
+
+
+def wanted_rows(
+    plan: MinibatchPlan, num_data_ranks: int, sp_size: int, world_size: int
+) -> list[NDArray[np.int64]]:
+    """Rows that each rank trains; the ranks beyond those that train want none."""
+    found = [plan.row_index(each) for each in range(num_data_ranks) for _ in range(sp_size)]
+    return found + [np.empty(0, np.int64)] * (world_size - len(found))
+
+
+def plan_step(table: RowTable, config: TrainConfig, num_ranks: int, step: int) -> MinibatchPlan:
+    """Rows of each optimizer batch of a step, by data-parallel rank."""
     return plan_minibatches(
         table.lengths,
         train_batch_size=config.train_batch_size,
         world_size=num_ranks,
         seed=config.seed,
         step=step,
+        episodes=episode_places(table),
     )
 
 
@@ -478,19 +554,24 @@ def _batch(
     media: RowMedia,
     config: TrainConfig,
     strategy: StrategyBase,
+    plan: MinibatchPlan,
 ) -> RolloutBatch:
-    params = training_params(config)
-    return collate(
+    params, shares = training_params(config), row_shares(samples.table)
+    batch = collate(
         rows,
         temperature=params.temperature,
         device=strategy.device,
         num_uncompared_tokens=int(
             config.use_fire and config.first_token_temperature != config.temperature
         ),
-        version=_version(samples),
+        version=_version(samples, strategy),
         support=replayed_support(params, strategy.inference_engine_type),
         media=media,
     )
+    if shares is None or config.agent_denominator == "branch":
+        return batch
+    own = torch.from_numpy(shares[plan.row_index(strategy.data_rank)])
+    return replace(batch, row_shares=own.to(strategy.device))
 
 
 def _layout_policy(models: ForwardModels, strategy: StrategyBase) -> LayoutPolicy:
@@ -498,10 +579,11 @@ def _layout_policy(models: ForwardModels, strategy: StrategyBase) -> LayoutPolic
     return layout_policy(strategy.unwrap_model(actor) if isinstance(actor, nn.Module) else actor)
 
 
-def _version(samples: Samples) -> int:
-    """Of the weights that the step began with: those of the last token."""
-    if samples.partial is not None:
-        return samples.partial.version
+def _version(samples: Samples, strategy: StrategyBase) -> int:
+    """Of the weights that the step begins with; without an engine, of the last token."""
+    engine = strategy.inference_engine
+    if engine is not None:
+        return engine.weights_version
     return int(samples.table.weights_versions.max(initial=-1))
 
 

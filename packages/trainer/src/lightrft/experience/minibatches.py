@@ -19,7 +19,8 @@ class MinibatchPlan:
     """Rows of a `SampleTable` for every optimizer batch and rank.
 
     Args:
-        rows: rows[minibatch][rank] are row indices; every rank has equally many.
+        rows: rows[minibatch][rank] are row indices; every rank has equally many, but where
+            episodes have branches: then one may have one row more than another.
     """
 
     rows: tuple[tuple[tuple[int, ...], ...], ...]
@@ -33,10 +34,10 @@ class MinibatchPlan:
         """All rows of one rank, optimizer batch after optimizer batch."""
         return np.array([row for batch in self.rows for row in batch[rank]], dtype=np.int64)
 
-    def places(self, index: int) -> slice:
+    def places(self, index: int, rank: int) -> slice:
         """Where the rows of an optimizer batch stand among all rows of a rank."""
-        size = len(self.rows[index][0])
-        return slice(index * size, (index + 1) * size)
+        start = sum(len(batch[rank]) for batch in self.rows[:index])
+        return slice(start, start + len(self.rows[index][rank]))
 
     def micro_slices(
         self,
@@ -62,12 +63,13 @@ class MinibatchPlan:
         """
         max_tokens = config.max_micro_tokens(micro_batch_size)
         if max_tokens is None:
-            return micro_slices(0, len(self.rows[index][rank]), micro_batch_size)
-        cuts = [
-            _cut([int(lengths[row]) for row in rows], max_tokens, bool(config.packing_samples))
-            for rows in self.rows[index]
-        ]
-        return _split(cuts[rank], max(len(cut) for cut in cuts))
+            cuts = [micro_slices(0, len(rows), micro_batch_size) for rows in self.rows[index]]
+        else:
+            cuts = [
+                _cut([int(lengths[row]) for row in rows], max_tokens, bool(config.packing_samples))
+                for rows in self.rows[index]
+            ]
+        return _evened(cuts)[rank]
 
     def forward_slices(
         self, lengths: NDArray[np.int64], *, rank: int, config: TrainConfig
@@ -75,9 +77,12 @@ class MinibatchPlan:
         """Rows of each forward pass over all rows of one rank; every rank has equally many."""
         size = config.micro_rollout_batch_size
         if config.max_micro_tokens(size) is None:
-            return micro_slices(0, len(self.row_index(rank)), size)
+            num_ranks = len(self.rows[0])
+            counts = [len(self.row_index(each)) for each in range(num_ranks)]
+            return _evened([micro_slices(0, count, size) for count in counts])[rank]
+        starts = [self.places(index, rank).start for index in range(self.num_minibatches)]
         return [
-            slice(self.places(index).start + part.start, self.places(index).start + part.stop)
+            slice(starts[index] + part.start, starts[index] + part.stop)
             for index in range(self.num_minibatches)
             for part in self.micro_slices(
                 lengths, index=index, rank=rank, micro_batch_size=size, config=config
@@ -92,6 +97,7 @@ def plan_minibatches(
     world_size: int,
     seed: int,
     step: int,
+    episodes: NDArray[np.int64] | None = None,
 ) -> MinibatchPlan:
     """Cuts the samples of one step into optimizer batches and distributes their rows over ranks.
 
@@ -100,11 +106,15 @@ def plan_minibatches(
         train_batch_size: Samples of one optimizer batch, over all ranks.
         world_size: Ranks that share an optimizer batch.
         seed, step: Fix the permutation.
+        episodes: [rows] the sample that each row belongs to, counted from 0, whose rows all come
+            into one batch; None where every row is a sample of its own.
 
     Raises:
         ValueError: The sizes do not divide.
     """
-    num_rows = len(lengths)
+    if episodes is None:
+        episodes = np.arange(len(lengths))
+    num_rows = int(episodes.max(initial=-1)) + 1
     if num_rows == 0 or num_rows % train_batch_size or train_batch_size % world_size:
         raise ValueError(
             "the samples of a step must be a positive multiple of train_batch_size, and that a "
@@ -113,7 +123,10 @@ def plan_minibatches(
         )
     order = np.random.default_rng([seed, step]).permutation(num_rows)
     minibatches = order.reshape(-1, train_batch_size)
-    return MinibatchPlan(tuple(_distribute(batch, lengths, world_size) for batch in minibatches))
+    rows = [np.flatnonzero(np.isin(episodes, batch)) for batch in minibatches]
+    if len(lengths) == num_rows:
+        rows = list(minibatches)
+    return MinibatchPlan(tuple(_distribute(batch, lengths, world_size) for batch in rows))
 
 
 def epoch_order(num_minibatches: int, *, seed: int, step: int, epoch: int) -> tuple[int, ...]:
@@ -143,6 +156,27 @@ def _cut(lengths: Sequence[int], max_tokens: int, packs_samples: bool) -> list[s
             slices.append(slice(start, row))
             start, longest, total = row, length, length
     return [*slices, slice(start, len(lengths))]
+
+
+def _evened(cuts: Sequence[Sequence[slice]]) -> list[list[slice]]:
+    """Equally many slices on every rank: the largest ones are halved.
+
+    A rank with fewer rows than another has slices decides how many there are.
+    """
+    if len({len(cut) for cut in cuts}) == 1:
+        return [list(cut) for cut in cuts]
+    num_rows = min(cut[-1].stop for cut in cuts)
+    count = min(num_rows, max(len(cut) for cut in cuts))
+    return [_split(_joined(cut, count), count) for cut in cuts]
+
+
+def _joined(slices: Sequence[slice], count: int) -> list[slice]:
+    """At most so many slices: the smallest neighbours are joined."""
+    slices = list(slices)
+    while len(slices) > count:
+        where = min(range(len(slices) - 1), key=lambda i: slices[i + 1].stop - slices[i].start)
+        slices[where : where + 2] = [slice(slices[where].start, slices[where + 1].stop)]
+    return slices
 
 
 def _split(slices: list[slice], count: int) -> list[slice]:

@@ -129,9 +129,7 @@ class Actor(SequenceModel):
         output = trunk_output(
             self.model.base_model, layout, media, with_router_logits=self.sums_routers
         )
-        inside = (
-            token_loss if isinstance(token_loss, HeadReader | None) else layout.placed(token_loss)
-        )
+        inside = None if token_loss is None else layout.placed(token_loss)
         hidden: Tensor = output.last_hidden_state
         head = self.model.get_output_embeddings()
         logprobs, entropies, masses, loss = head(

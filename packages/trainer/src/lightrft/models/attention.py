@@ -4,7 +4,7 @@ import functools
 import inspect
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lightrft.engines.hf.attention import set_text_attention
 from lightrft.engines.media.families import family_of
+from lightrft.engines.media.inputs import language_model
 from lightrft.models.ulysses import (
     LayoutRefusedError,
     check_head_counts,
@@ -258,7 +259,9 @@ def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
             the heads cannot be distributed over the ranks.
     """
     config = model.config.get_text_config()
-    hindrance = packing_hindrance(type(model), config)
+    # The tower may attend in its own way.
+    text = language_model(model.base_model)
+    hindrance = packing_hindrance(cast("type[PreTrainedModel]", type(text)), config)
     if hindrance is not None:
         raise LayoutRefusedError(
             f"{type(model).__name__} has {hindrance}, which would mix packed sequences: train "

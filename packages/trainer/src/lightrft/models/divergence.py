@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,18 @@ MAX_LOGITS = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """Hidden states [tokens, hidden] and the layer that makes logits of them."""
+    """Hidden states [tokens, hidden] and the layer that makes logits of them.
+
+    Args:
+        hidden: Of the scored tokens that this rank computes.
+        layer: Whole on this rank.
+        rows, columns: [tokens] places of these tokens in the batch; None inside the layer.
+    """
 
     hidden: Tensor
     layer: OutputLayer
+    rows: Tensor | None = None
+    columns: Tensor | None = None
 
     def logits(self, rows: slice) -> Tensor:
         """[rows, vocab] in float32 or float64."""
@@ -29,6 +38,34 @@ class Projected:
         product = F.linear(hidden, layer.weight.to(hidden.dtype))
         wide = product if product.dtype == torch.float64 else product.float()
         return apply_transform(wide, layer.bias, layer.transform)
+
+    def compared(self, own: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """See `Targets`. Ids that only the teacher has, beyond any token, are left out."""
+        return own, self.logits(rows).detach()[:, : own.shape[1]]
+
+    def at(self, index: Tensor) -> Projected:
+        """Some of the tokens."""
+        rows, columns = (
+            None if each is None else each[index] for each in (self.rows, self.columns)
+        )
+        return Projected(self.hidden[index], self.layer, rows, columns)
+
+
+class Targets(Protocol):
+    """The teacher's side of a comparison with the student's tokens."""
+
+    def compared(self, own: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Logits of student and teacher over the same outcomes, [rows, outcomes] each.
+
+        Args:
+            own: [rows, vocab] logits of the student, with their graph.
+            rows: Which of the tokens they are of.
+        """
+        ...
+
+    def at(self, index: Tensor) -> Targets:
+        """Those of some of the tokens."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +81,7 @@ class HeadReader:
 
 def divergence_sum(
     student: Projected,
-    teacher: Projected,
+    teacher: Targets,
     divergence: Callable[[Tensor, Tensor], Tensor],
     *,
     max_logits: int = MAX_LOGITS,
@@ -52,11 +89,11 @@ def divergence_sum(
     """The sum over tokens of the divergence: [], differentiable by the student's numbers.
 
     Its gradients are computed beside it, so that logits exist for some rows at a time and never
-    again. Ids that only the teacher has, beyond any token of the tokenizer, are left out.
+    again.
 
     Args:
         student, teacher: Of the same tokens.
-        divergence: Of logits [rows, vocab] of both: [rows].
+        divergence: Of logits [rows, outcomes] of both: [rows].
         max_logits: Of one of them that exist at a time.
     """
     layer = student.layer
@@ -70,7 +107,7 @@ def divergence_sum(
 @dataclass(frozen=True, slots=True)
 class _Parts:
     layer: OutputLayer
-    teacher: Projected
+    teacher: Targets
     divergence: Callable[[Tensor, Tensor], Tensor]
     max_logits: int
 
@@ -79,8 +116,7 @@ class _Parts:
         hidden, weight, *bias = leaves
         layer = OutputLayer(weight, bias[0] if bias else None, self.layer.transform)
         own = Projected(hidden, layer).logits(slice(None))
-        other = self.teacher.logits(rows).detach()[:, : own.shape[1]]
-        total = self.divergence(own, other).sum()
+        total = self.divergence(*self.teacher.compared(own, rows)).sum()
         return total.detach(), list(torch.autograd.grad(total, leaves))
 
 

@@ -111,6 +111,7 @@ class LinearLogprobHead(nn.Module):
                 f"never sampled ({list(forbidden_ids)}) is not supported"
             )
         self.forbidden_ids = tuple(forbidden_ids)
+        self._forbidden: dict[torch.device, Tensor] = {}
         self.in_features = projection.in_features
         self.out_features = projection.out_features
         self.weight = projection.weight
@@ -189,8 +190,10 @@ class LinearLogprobHead(nn.Module):
         if not self.forbidden_ids:
             return self.bias
         bias = hidden.new_zeros(self.out_features) if self.bias is None else self.bias
-        forbidden = torch.tensor(self.forbidden_ids, device=hidden.device)
-        return bias.index_fill(0, forbidden, float("-inf"))
+        if hidden.device not in self._forbidden:
+            # Moved once: a copy from the host's memory waits for what the device has to do.
+            self._forbidden[hidden.device] = torch.tensor(self.forbidden_ids, device=hidden.device)
+        return bias.index_fill(0, self._forbidden[hidden.device], float("-inf"))
 
     def _with_loss(
         self,
@@ -224,6 +227,7 @@ class LinearLogprobHead(nn.Module):
             bias=bias,
             temperature=temperature,
             softcap=self.transform.softcap,
+            ignore_index=None,
             entropy=mode,
         )
         return output.logprobs, output.entropy, mass, output.loss

@@ -1,7 +1,7 @@
 """Layout of a padded batch for a model's forward pass, with the places of its scored tokens."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightrft.models.attention import SequenceBounds
+from lightrft.models.divergence import HeadReader
 from lightrft.models.types import TokenLossFunction
 from lightrft.models.ulysses import check_same_batch, sum_over_ranks
 
@@ -74,10 +75,9 @@ class TokenLayout:
             ValueError: Shapes differ, or the mask marks padding or a token without predecessor.
         """
         is_real = attention_mask.bool()
-        is_scored = _scored_tokens(token_ids, attention_mask, scored_mask)
-        rows, columns = is_scored.nonzero(as_tuple=True)
+        scored = _scored_tokens(token_ids, attention_mask, scored_mask)
+        rows, columns, is_right_padded = scored.rows, scored.columns, scored.is_right_padded
         batch, seq = token_ids.shape
-        is_right_padded = not bool((is_real[:, 1:] & ~is_real[:, :-1]).any())
         places = torch.arange(seq, device=token_ids.device).expand(batch, seq)
         return cls(
             shape=(batch, seq),
@@ -116,18 +116,18 @@ class TokenLayout:
         Raises:
             ValueError: As for `padded`, or the ranks of the group hold different batches.
         """
-        is_scored = _scored_tokens(token_ids, attention_mask, scored_mask)
+        scored = _scored_tokens(token_ids, attention_mask, scored_mask)
         is_real = attention_mask.bool()
         if group is not None:
-            check_same_batch(token_ids, is_real, is_scored, group=group)
+            check_same_batch(token_ids, is_real, scored.mask, group=group)
         num_ranks = 1 if group is None else dist.get_world_size(group)
-        lengths = [length for length in is_real.sum(dim=1).tolist() if length]
+        lengths = [length for length in scored.lengths if length]
         num_tokens = sum(lengths)
         # An empty stream gets a token per rank: models do not take empty input.
         num_filling = -num_tokens % num_ranks if num_tokens else num_ranks
         lengths += [num_filling] if num_filling else []
         num_all = num_tokens + num_filling
-        rows, columns = is_scored.nonzero(as_tuple=True)
+        rows, columns = scored.rows, scored.columns
         stream_index = (is_real.flatten().long().cumsum(0) - 1).view_as(is_real)
         sources = stream_index[rows, columns] - 1
         own = slice(0, num_all)
@@ -138,11 +138,12 @@ class TokenLayout:
             rows, columns, sources = rows[is_own], columns[is_own], sources[is_own] - own.start
         filling = torch.arange(num_filling, device=token_ids.device)
         is_token = torch.arange(num_all, device=token_ids.device) < num_tokens
-        positions = torch.cat([_positions(is_real)[is_real], filling])
+        real = torch.nonzero_static(is_real.flatten(), size=num_tokens).squeeze(1)
+        positions = torch.cat([_positions(is_real).flatten()[real], filling])
         seen = slice(0, num_all) if is_cut_late else own
         return cls(
             shape=(token_ids.shape[0], token_ids.shape[1]),
-            input_ids=F.pad(token_ids[is_real], (0, num_filling))[None, seen],
+            input_ids=F.pad(token_ids.flatten()[real], (0, num_filling))[None, seen],
             position_ids=positions[None, seen],
             attention_mask=is_token[None, own],
             rows=rows,
@@ -215,9 +216,15 @@ class TokenLayout:
         return rows[is_own], columns[is_own], places[is_own]
 
     def placed(
-        self, token_loss: TokenLossFunction
-    ) -> Callable[[Tensor, Tensor | None, Tensor], Tensor]:
-        """The loss as a function of indices into the scored tokens instead of their places."""
+        self, token_loss: TokenLossFunction | HeadReader
+    ) -> Callable[[Tensor, Tensor | None, Tensor], Tensor] | HeadReader:
+        """The loss as a function of indices into the scored tokens instead of their places.
+
+        A reader is told the places of the tokens that the head gives it.
+        """
+        if isinstance(token_loss, HeadReader):
+            read = token_loss.read
+            return HeadReader(lambda p: read(replace(p, rows=self.rows, columns=self.columns)))
 
         def loss(logprobs: Tensor, entropy: Tensor | None, index: Tensor) -> Tensor:
             return token_loss(logprobs, entropy, self.rows[index], self.columns[index])
@@ -282,8 +289,28 @@ class LayoutPolicy:
         return TokenLayout.padded(token_ids, attention_mask, scored_mask)
 
 
-def _scored_tokens(token_ids: Tensor, attention_mask: Tensor, scored_mask: Tensor | None) -> Tensor:
-    """[batch, seq] bool, the tokens to score; see `TokenLayout.padded`."""
+@dataclass(frozen=True, slots=True)
+class _ScoredTokens:
+    """Tokens to score, and what the host has to know of a batch.
+
+    Args:
+        mask: [batch, seq] bool.
+        rows, columns: [scored] int64, their places, ascending.
+        lengths: Real tokens of each row.
+        is_right_padded: No padding stands before a token.
+    """
+
+    mask: Tensor
+    rows: Tensor
+    columns: Tensor
+    lengths: list[int]
+    is_right_padded: bool
+
+
+def _scored_tokens(
+    token_ids: Tensor, attention_mask: Tensor, scored_mask: Tensor | None
+) -> _ScoredTokens:
+    """See `TokenLayout.padded`; waits for the device once."""
     for name, mask in (("attention_mask", attention_mask), ("scored_mask", scored_mask)):
         if mask is not None and (mask.shape != token_ids.shape or token_ids.dim() != 2):
             raise ValueError(
@@ -295,14 +322,18 @@ def _scored_tokens(token_ids: Tensor, attention_mask: Tensor, scored_mask: Tenso
     can_score[:, :1] = False
     can_score[:, 1:] &= is_real[:, :-1]
     is_scored = can_score if scored_mask is None else scored_mask.bool()
-    wrong = (is_scored & ~can_score).nonzero()
-    if len(wrong):
-        row, column = wrong[0].tolist()
+    is_wrong = is_scored & ~can_score
+    has_gap = is_real[:, 1:] & ~is_real[:, :-1]
+    counts = torch.stack([is_wrong.sum(), has_gap.sum(), is_scored.sum()])
+    num_wrong, num_gaps, num_scored, *lengths = torch.cat([counts, is_real.sum(dim=1)]).tolist()
+    if num_wrong:
+        row, column = is_wrong.nonzero()[0].tolist()
         raise ValueError(
             "scored_mask must mark only tokens that follow another token and are no padding: "
-            f"got {len(wrong)} others, the first at row {row}, position {column}"
+            f"got {num_wrong} others, the first at row {row}, position {column}"
         )
-    return is_scored
+    rows, columns = torch.nonzero_static(is_scored, size=num_scored).unbind(1)
+    return _ScoredTokens(is_scored, rows, columns, lengths, num_gaps == 0)
 
 
 def _positions(is_real: Tensor) -> Tensor:
@@ -311,4 +342,6 @@ def _positions(is_real: Tensor) -> Tensor:
 
 def _bounds(lengths: list[int], device: torch.device, group: ProcessGroup | None) -> SequenceBounds:
     offsets = tuple(accumulate(lengths, initial=0))
-    return SequenceBounds(offsets, torch.tensor(offsets, dtype=torch.int32, device=device), group)
+    # From the host's ordinary memory a copy would wait for what the device has to do.
+    given = torch.tensor(offsets, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return SequenceBounds(offsets, given.to(device, non_blocking=True), group)

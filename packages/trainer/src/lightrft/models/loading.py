@@ -15,7 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoProcessor,
     AutoTokenizer,
@@ -58,7 +58,7 @@ class ModelLoadError(OSError):
 AutoClass = (
     type[AutoModel]
     | type[AutoModelForCausalLM]
-    | type[AutoModelForImageTextToText]
+    | type[AutoModelForMultimodalLM]
     | type[AutoModelForSequenceClassification]
 )
 
@@ -109,7 +109,7 @@ def chosen_template(config: TrainConfig, own: str | None) -> str | None:
         file = Path(config.chat_template)
         if not file.is_file():
             raise ConfigError(f"chat_template: no file {file}")
-        own = file.read_text("utf-8")
+        own = _read_template(file)
     sets = ""
     for name, value in (config.chat_template_args or {}).items():
         if not isinstance(own, str) or not re.search(rf"\b{re.escape(name)}\b", own):
@@ -124,6 +124,19 @@ def chosen_template(config: TrainConfig, own: str | None) -> str | None:
     # Behind those of the run that the model comes from, which would win otherwise.
     before, _, rest = own.rpartition(_END_OF_ARGUMENTS)
     return f"{before}{sets}{_END_OF_ARGUMENTS}{rest}"
+
+
+def _read_template(file: Path) -> str:
+    """The text of a chat template; raises a ConfigError if it is none."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        text = file.read_text("utf-8")
+        # Only parsed: to compile it computes its constants, which may take all memory.
+        _compile_jinja_template("").environment.parse(text)
+    except Exception as err:  # whatever Jinja raises: it is no package of this layer
+        raise ConfigError(f"chat_template: {file} is no Jinja template: {err}") from err
+    return text
 
 
 def _require_bounded(file: Path) -> None:
@@ -208,7 +221,7 @@ def load_causal_lm(
     """
     # The other class would read a vision-language model under other names.
     has_vision = family_of(load_config(path)) is not None
-    auto_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    auto_class = AutoModelForMultimodalLM if has_vision else AutoModelForCausalLM
     return load_model(auto_class, path, dtype, allow_new_weights)
 
 

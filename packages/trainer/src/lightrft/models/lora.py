@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.models.actor import Actor
-from lightrft.models.reward_model import HEAD, RewardModel
-from lightrft.models.sequence_model import SequenceModel, has_prefix
+from lightrft.models.reward_model import RewardModel
+from lightrft.models.sequence_model import SequenceModel, has_prefix, names_part
 from lightrft.strategy.checkpoints.gathered_model import SavesPretrained, pretrained_prefix
 from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
@@ -145,10 +145,12 @@ class LoraActor(LoraModel, Actor):
 class LoraRewardModel(LoraModel, RewardModel):
     """A reward model with adapters, whose head is trained whole; see `LoraModel`."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
-        super().__init__(model)
+    def __init__(
+        self, model: PreTrainedModel, config: TrainConfig, head: nn.Module | None = None
+    ) -> None:
+        super().__init__(model, head)
         self.add_adapters(model, config)
-        model.get_submodule(HEAD).requires_grad_(True)
+        self.head.requires_grad_(True)
 
 
 def add_product(values: Tensor, start: int, first: Tensor, second: Tensor, *, scale: float) -> None:
@@ -212,6 +214,9 @@ def target_layers(
 ) -> list[str]:
     """Names of the linear layers that the targets mean, without those below frozen prefixes.
 
+    A target is the last name of layers, or a regular expression for their whole names:
+    `language_model.*` are those of a vision-language model's text.
+
     Raises:
         ConfigError: A target names no linear layer; the message lists the names there are.
     """
@@ -219,7 +224,7 @@ def target_layers(
     if ALL_LINEAR in targets:
         chosen = set(linear)
     else:
-        found = {t: {n for n in linear if n == t or n.endswith(f".{t}")} for t in targets}
+        found = {t: {n for n in linear if _is_meant(n, t)} for t in targets}
         unbound = [target for target, names in found.items() if not names]
         if unbound:
             known = sorted({name.rsplit(".", 1)[-1] for name in linear})
@@ -234,6 +239,11 @@ def target_layers(
             f"target_modules: {type(model).__name__} has no linear layer for an adapter"
         )
     return sorted(chosen)
+
+
+def _is_meant(name: str, target: str) -> bool:
+    is_last = name == target or name.endswith(f".{target}")
+    return is_last or names_part(target).fullmatch(f"{name.removeprefix('model.')}.") is not None
 
 
 def _is_factor(name: str) -> bool:

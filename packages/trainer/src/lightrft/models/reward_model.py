@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self, cast
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForSequenceClassification
 
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import RowMedia
@@ -23,12 +22,25 @@ from lightrft.models.loading import (
     load_trunk,
     save_pretrained,
 )
+from lightrft.models.score_heads import (
+    LAST_TOKEN,
+    AttentionHead,
+    ScoreHead,
+    build_head,
+    describe_head,
+    initialise,
+    pooling_of,
+    score_weights,
+)
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 HEAD = "score"
+# transformers has sequence classifiers of hardly any vision-language model, and none that pool.
+SCORE_FILE = f"{HEAD}.safetensors"
+ONE_SCORE: Mapping[str, float] = {"": 1.0}
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
@@ -36,90 +48,100 @@ def is_classifier(config: PretrainedConfig) -> bool:
     return any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
 
 
-class ScoreHead(nn.Module):
-    """The linear map of a classifier to one number, computed in float32.
+def is_reward_model(path: str) -> bool:
+    """Whether a checkpoint has a head that gives scores.
 
-    In bfloat16 scores between 4 and 8 would have steps of 0.03.
-
-    Args:
-        linear: Its weight is used, not copied.
+    Raises:
+        ModelLoadError: Its configuration cannot be read.
     """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight = linear.weight
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Scores [rows, 1] float32 of hidden states [rows, hidden]."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), self.weight.float())
+    return is_classifier(load_config(path)) or (Path(path) / SCORE_FILE).is_file()
 
 
 class RewardModel(SequenceModel):
-    """Sequence classifier with one output, the score of a token sequence.
+    """A trunk with a head that scores token sequences.
 
     Args:
-        model: A transformers model "for sequence classification" with one label and its head in
-            the child `score`; or a `VisionScorer`.
+        model: A transformers model "for sequence classification" with its head in the child
+            `score` and one label for each score; or a trunk.
+        head: Of a trunk; see `lightrft.models.score_heads`.
 
     Raises:
-        ValueError: It has more labels, or no such head.
+        ValueError: A classifier has another number of labels, or no such head.
     """
 
     is_actor = False
 
-    def __init__(self, model: PreTrainedModel | VisionScorer) -> None:
+    def __init__(self, model: PreTrainedModel, head: nn.Module | None = None) -> None:
         super().__init__()
-        if model.config.num_labels != 1:
+        self.model = model
+        self._weights = tuple(score_weights(model.config).values())
+        if head is not None:
+            # Not in the trunk: files of a trunk are those of any checkpoint, the head lies beside.
+            self.score = head
+            return
+        if model.config.num_labels != len(self._weights):
             raise ValueError(
-                "a reward model has one label: got num_labels = "
-                f"{model.config.num_labels} in {type(model).__name__}"
+                "a reward model has one label for each score: got num_labels = "
+                f"{model.config.num_labels} and {len(self._weights)} scores in "
+                f"{type(model).__name__}"
             )
-        if HEAD not in dict(model.named_children()):
+        found = dict(model.named_children()).get(HEAD)
+        if found is None:
             raise ValueError(
                 f"a reward model has a head called {HEAD!r}: got {type(model).__name__} with "
                 f"{', '.join(name for name, _ in model.named_children())}"
             )
-        self.model = model
-        head = model.get_submodule(HEAD)
-        if isinstance(head, nn.Linear) and len(list(head.parameters())) == 1:
-            setattr(model, HEAD, ScoreHead(head))
+        if isinstance(found, nn.Linear):
+            setattr(model, HEAD, ScoreHead(cast("nn.Parameter", found.weight), found.bias))
 
     @classmethod
     def with_new_head(
-        cls, path: str, *, seed: int, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
-    ) -> RewardModel:
-        """Loads the trunk of any text model, with a random head as wide as hidden states are.
+        cls,
+        path: str,
+        *,
+        seed: int,
+        dtype: str = "float32",
+        allow_new_weights: Sequence[str] = (),
+        pooling: str = LAST_TOKEN,
+        weights: Mapping[str, float] = ONE_SCORE,
+    ) -> Self:
+        """Loads the trunk of any model, with a random head as wide as hidden states are.
 
         Args:
             path, dtype, allow_new_weights: See `lightrft.models.loading.load_causal_lm`.
             seed: Fixes the head.
+            pooling: A name of the registry of poolings.
+            weights: Of each score in the reward, by name; several have a head each.
 
         Raises:
             ModelLoadError: See `load_causal_lm`; or its family has no sequence classifier.
         """
-        model = load_model(
-            AutoModelForSequenceClassification,
-            path,
-            dtype,
-            (f"{HEAD}.*", *allow_new_weights),
-            left_out=OTHER_HEADS,
-            num_labels=1,
-        )
-        made = cls(model)
-        weight = model.get_parameter(f"{HEAD}.weight")
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            # As summarize-from-feedback: first scores are of size 1.
-            deviation = (weight.shape[1] + 1) ** -0.5
-            weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
+        if pooling == LAST_TOKEN and family_of(load_config(path)) is None:
+            model = load_model(
+                AutoModelForSequenceClassification,
+                path,
+                dtype,
+                (f"{HEAD}.*", *allow_new_weights),
+                left_out=OTHER_HEADS,
+                num_labels=len(weights),
+            )
+            # transformers' classifiers of tokens have a bias unless told.
+            model.config.token_classification_bias = False
+            describe_head(model.config, pooling, weights)
+            made = cls(model)
+        else:
+            trunk = load_trunk(path, dtype=dtype, allow_new_weights=allow_new_weights)
+            describe_head(trunk.config, pooling, weights)
+            width = trunk.config.get_text_config().hidden_size
+            made = cls(trunk, build_head(pooling, width, len(weights)).to(trunk.dtype))
+        initialise(made.head, seed)
         return made
 
     @classmethod
     def from_pretrained(
         cls, path: str, *, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
-    ) -> RewardModel:
-        """Loads a sequence classifier, or a vision-language model with a head beside it.
+    ) -> Self:
+        """Loads a sequence classifier, or a trunk with a head in `SCORE_FILE` beside it.
 
         Args:
             path, dtype: See `lightrft.models.loading.load_causal_lm`.
@@ -127,14 +149,15 @@ class RewardModel(SequenceModel):
                 missing.
 
         Raises:
-            ModelLoadError: It cannot be read, has more than one label, lacks a trained head, or
-                its tensors do not fit.
+            ModelLoadError: It cannot be read, has more labels than scores, lacks a trained head,
+                or its tensors do not fit.
         """
         config = load_config(path)
-        if family_of(config) is not None:
-            new = allow_new_weights
-            return cls(VisionScorer.from_pretrained(path, dtype=dtype, allow_new_weights=new))
-        if config.num_labels != 1:
+        if family_of(config) is not None or (Path(path) / SCORE_FILE).is_file():
+            trunk = load_trunk(path, dtype=dtype, allow_new_weights=allow_new_weights)
+            return cls(trunk, _load_head(path, trunk))
+        scores = score_weights(config)
+        if config.num_labels != len(scores):
             raise ModelLoadError(
                 f"the reward model {path!r} must have one label: got num_labels = "
                 f"{config.num_labels}; give a sequence classifier that was trained as a reward "
@@ -146,6 +169,13 @@ class RewardModel(SequenceModel):
         )
         return cls(model)
 
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes what `from_pretrained` reads, without tokenizer and processor."""
+        save_pretrained(self.model, None, directory)
+        if self.is_beside:
+            head = {name: value.contiguous() for name, value in self.head.state_dict().items()}
+            save_file(head, Path(directory) / SCORE_FILE)
+
     def forward(
         self,
         token_ids: Tensor,
@@ -153,30 +183,62 @@ class RewardModel(SequenceModel):
         *,
         media: RowMedia | None = None,
         is_read: Tensor | None = None,
+        by_name: bool = False,
     ) -> Tensor:
-        """The score at the last token of each row: [batch] float32.
+        """The score of each row: [batch] float32.
 
         Args:
             token_ids: [batch, seq] int64, padded.
             attention_mask: [batch, seq] bool, True on real tokens; one or more in each row.
             media: Images and videos of the rows; None is text.
             is_read: [batch, seq] bool, real tokens whose scores are given instead, [batch, seq]
-                and 0 elsewhere; None reads the last ones.
+                and 0 elsewhere; None scores whole rows.
+            by_name: Give all scores, [batch, scores], instead of their weighted sum.
+
+        Raises:
+            ValueError: Attention pooling cannot read the stream that ranks share, or single tokens.
         """
         layout = self.lay_out(token_ids, attention_mask)
         hidden: Tensor = trunk_output(self.pretrained, layout, media).last_hidden_state
+        tokens = hidden.flatten(0, 1)
+        head = self.head
+        if isinstance(head, AttentionHead):
+            if self.sequence_group is not None or is_read is not None:
+                raise ValueError(
+                    "attention pooling reads whole rows on one rank: use the pooling last for "
+                    "sp_size > 1 and for scores of steps"
+                )
+            rows, _, places = layout.read_at(layout.is_real)
+            return self._joined(head(tokens[places], rows, layout.shape[0]), by_name=by_name)
         counts = layout.is_real.cumsum(dim=1)
         is_last = layout.is_real & (counts == counts[:, -1:])
         rows, columns, places = layout.read_at(is_last if is_read is None else is_read)
-        found: Tensor = self.model.get_submodule(HEAD)(hidden.flatten(0, 1)[places])
-        scores = found.squeeze(-1).float()
-        placed = scores.new_zeros(layout.shape).index_put((rows, columns), scores)
-        return layout.join(placed.sum(dim=1) if is_read is None else placed)
+        found = head(tokens[places]).float()
+        shape = (*layout.shape, len(self._weights))
+        placed = found.new_zeros(shape).index_put((rows, columns), found)
+        sums = layout.join(placed.sum(dim=1) if is_read is None else placed)
+        return self._joined(sums, by_name=by_name)
+
+    def _joined(self, scores: Tensor, *, by_name: bool) -> Tensor:
+        """Scores [..., scores], or their weighted sum [...]."""
+        if by_name:
+            return scores
+        return (scores * scores.new_tensor(self._weights)).sum(dim=-1)
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the head lies beside the transformers model, not in it."""
+        return HEAD in self._modules
+
+    @property
+    def head(self) -> nn.Module:
+        """The head."""
+        return self.score if self.is_beside else self.model.get_submodule(HEAD)
 
     @property
     def pretrained(self) -> PreTrainedModel:
         """The trunk."""
-        return self.model.base_model
+        return self.model if self.is_beside else self.model.base_model
 
     @property
     def reads_media(self) -> bool:
@@ -189,62 +251,31 @@ class RewardModel(SequenceModel):
         return self.model.config
 
 
-# transformers has sequence classifiers of hardly any vision-language model, so none of their form.
-SCORE_FILE = "score.safetensors"
+def _load_head(path: str, trunk: PreTrainedModel) -> nn.Module:
+    """The head beside a trunk.
 
-
-class VisionScorer(nn.Module):
-    """A trunk and its head `score`, to be wrapped in a `RewardModel`.
-
-    Args:
-        trunk: A vision-language model up to its last hidden states.
-        weight: [1, hidden] of the head.
+    Raises:
+        ModelLoadError: It is missing or damaged, or of another shape.
     """
-
-    def __init__(self, trunk: PreTrainedModel, weight: Tensor) -> None:
-        super().__init__()
-        trunk.config.num_labels = 1
-        self.trunk = trunk
-        self.score = nn.Linear(weight.shape[1], 1, bias=False, dtype=trunk.dtype)
-        with torch.no_grad():
-            self.score.weight.copy_(weight)
-
-    @classmethod
-    def from_pretrained(
-        cls, path: str, *, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
-    ) -> VisionScorer:
-        """Loads any checkpoint of a vision-language model with a head in `SCORE_FILE` beside it.
-
-        Raises:
-            ModelLoadError: See `load_trunk`; or there is no head that fits.
-        """
-        trunk = load_trunk(path, dtype=dtype, allow_new_weights=allow_new_weights)
-        width, file = trunk.config.get_text_config().hidden_size, Path(path) / SCORE_FILE
-        try:
-            tensors = load_file(file)
-        except (OSError, SafetensorError) as err:
-            raise ModelLoadError(
-                f"the reward model {path!r} has no trained head: {SCORE_FILE} with a tensor "
-                f"`weight` [1, {width}] is missing or damaged: {' '.join(str(err).split())}"
-            ) from err
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if shapes != {"weight": (1, width)}:
-            raise ModelLoadError(
-                f"{file} holds {shapes}: expected one tensor `weight` of shape (1, {width})"
-            )
-        return cls(trunk, tensors["weight"])
-
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Writes what `from_pretrained` reads, without tokenizer and processor."""
-        save_pretrained(self.trunk, None, directory)
-        save_file({"weight": self.score.weight.detach()}, Path(directory) / SCORE_FILE)
-
-    @property
-    def config(self) -> PretrainedConfig:
-        """Of the trunk."""
-        return self.trunk.config
-
-    @property
-    def base_model(self) -> PreTrainedModel:
-        """The trunk, as classifiers of transformers call it."""
-        return self.trunk
+    pooling, num_scores = pooling_of(trunk.config), len(score_weights(trunk.config))
+    width, file = trunk.config.get_text_config().hidden_size, Path(path) / SCORE_FILE
+    head = build_head(pooling, width, num_scores).to(trunk.dtype)
+    expected = {name: tuple(value.shape) for name, value in head.state_dict().items()}
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as err:
+        raise ModelLoadError(
+            f"the reward model {path!r} has no trained head: {SCORE_FILE} with a tensor "
+            f"`weight` [{num_scores}, {width}] is missing or damaged: {' '.join(str(err).split())}"
+        ) from err
+    if isinstance(head, ScoreHead):
+        # A bias is a constant: files without one are read, too.
+        tensors.setdefault("bias", torch.zeros(num_scores))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes != expected:
+        wanted = str(expected)
+        if isinstance(head, ScoreHead):
+            wanted = f"one tensor `weight` of shape {expected['weight']}, and maybe a `bias`"
+        raise ModelLoadError(f"{file} holds {shapes}: expected {wanted}")
+    head.load_state_dict(tensors)
+    return head

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -104,11 +105,28 @@ class SequenceModel(nn.Module):
 
 
 def has_prefix(name: str, prefixes: Sequence[str]) -> bool:
-    """Whether the dotted name of a layer or tensor begins with one of some others.
+    r"""Whether the dotted name of a layer or tensor begins with one of some others.
 
-    The `model.` that a language model has before the names of its trunk may be left out.
+    These are regular expressions: `visual(?!\.merger)` is the tower of Qwen-VL without its
+    projector. The `model.` that a language model has before the names of its trunk may be left out.
+
+    Raises:
+        ConfigError: One is no regular expression.
     """
-    return any(_plain(name).startswith(_plain(prefix)) for prefix in prefixes)
+    return any(names_part(prefix).match(_plain(name)) for prefix in prefixes)
+
+
+def names_part(text: str) -> re.Pattern[str]:
+    """The pattern of the names of a part of a model, and of all below it.
+
+    Raises:
+        ConfigError: The text is no regular expression.
+    """
+    plain = _plain(text)
+    try:
+        return re.compile(rf"(?:{plain[:-1]})\." if plain else "")
+    except re.error as error:
+        raise ConfigError(f"{text!r} is no regular expression: {error}") from error
 
 
 def _plain(name: str) -> str:
@@ -116,6 +134,11 @@ def _plain(name: str) -> str:
 
 
 def freeze(model: SequenceModel, prefixes: Sequence[str]) -> None:
+    """Excludes all tensors below the prefixes of a sequence model; see `freeze_tensors`."""
+    freeze_tensors(model.pretrained, prefixes)
+
+
+def freeze_tensors(model: nn.Module, prefixes: Sequence[str]) -> None:
     """Excludes all tensors below the prefixes from training; they stay in saved and sent weights.
 
     Args:
@@ -125,21 +148,20 @@ def freeze(model: SequenceModel, prefixes: Sequence[str]) -> None:
     Raises:
         ConfigError: No tensor has one of the prefixes, or nothing is left to train.
     """
-    tensors = dict(model.pretrained.named_parameters())
+    tensors = dict(model.named_parameters())
     for prefix in prefixes:
         chosen = [value for name, value in tensors.items() if has_prefix(name, [prefix])]
         if not chosen:
             parts = sorted({".".join(_plain(name).split(".")[:2]) for name in tensors})
             raise ConfigError(
-                f"freeze_prefix: no weights of {type(model.pretrained).__name__} begin with "
+                f"freeze_prefix: no weights of {type(model).__name__} begin with "
                 f"{prefix!r}; there are {', '.join(parts[:12])}"
             )
         for value in chosen:
             value.requires_grad_(False)
     if not any(value.requires_grad for value in tensors.values()):
         raise ConfigError(
-            f"freeze_prefix: {', '.join(prefixes)} leave nothing of "
-            f"{type(model.pretrained).__name__} to train"
+            f"freeze_prefix: {', '.join(prefixes)} leave nothing of {type(model).__name__} to train"
         )
 
 

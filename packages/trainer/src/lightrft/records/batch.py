@@ -37,6 +37,9 @@ class RolloutBatch:
         support: What the sampling excluded, to be replayed; None replays nothing.
         media: Images and videos of the rows, by reference.
         facts: Further columns of tokens, [batch, seq], by name; filled outside responses.
+        prompt_places: [batch] int64, place of each row's prompt in the data; None is not known.
+        row_shares: [batch] float64 share of each row in the tokens of its episode, where branches
+            of an episode are one sequence; None where each row is one.
     """
 
     token_ids: Tensor
@@ -51,6 +54,8 @@ class RolloutBatch:
     support: SamplingSupport | None = None
     media: RowMedia = NO_MEDIA
     facts: Mapping[str, Tensor] = field(default_factory=dict)
+    row_shares: Tensor | None = None
+    prompt_places: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +145,7 @@ def collate(
     versions = padded.pop("token_versions")
     if version is not None:
         is_compared = is_compared & (versions == version)
-    token_ids = padded.pop("token_ids").to(device)
+    token_ids, places = padded.pop("token_ids").to(device), table.facts.get("prompt_places")
     padded = {
         name: torch.where(is_kept, values, COLUMNS[name].fill).to(values.dtype).to(device)
         for name, values in padded.items()
@@ -158,6 +163,7 @@ def collate(
         compared_mask=is_compared.to(device),
         support=support,
         facts=padded,
+        prompt_places=None if places is None else torch.from_numpy(places).to(device),
     )
 
 

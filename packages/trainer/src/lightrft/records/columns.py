@@ -35,7 +35,8 @@ class Column:
         of: The value or values of a sample; None takes them from `Completion.facts`.
         travels: When it leaves the rank that sampled it: known to all ranks after the exchange,
             delivered to the rank that trains the row, or never. The exchange takes rows only.
-        wire: Type on the wire, "bit" for one bit; `dtype` if empty.
+        wire: Type on the wire, "bit" for one bit, "runs" for each value once with the number of
+            its repetitions; `dtype` if empty.
         fill: Where nobody sampled, on padding, and where an engine does not say.
         sent_where: A flag of rows: the values of the others are not sent but implied.
         implied: Of all sampled tokens of such a row: the name of the column with the value, or
@@ -93,6 +94,10 @@ class Column:
         """The bytes that are sent."""
         if self.wire == "bit":
             return np.packbits(values.astype(np.bool_)).tobytes()
+        if self.wire == "runs":
+            starts = np.flatnonzero(np.diff(values, prepend=values[:1] + 1))
+            counts = np.diff(starts, append=len(values))
+            return np.stack([values[starts], counts], axis=1).astype("<i4").tobytes()
         return values.astype(self.wire or self.dtype, copy=False).tobytes()
 
     def from_wire(self, data: memoryview, count: int) -> tuple[Values, memoryview]:
@@ -101,6 +106,12 @@ class Column:
             size = -(-count // 8)
             bits = np.unpackbits(np.frombuffer(data, np.uint8, size), count=count)
             return bits.astype(self.dtype), data[size:]
+        if self.wire == "runs":
+            runs = np.frombuffer(data, "<i4", len(data) // 8 * 2).reshape(-1, 2).astype(np.int64)
+            # What follows the last run belongs to other columns.
+            num_runs = int(np.argmax(np.cumsum(runs[:, 1]) >= count)) + 1 if count else 0
+            made = np.repeat(runs[:num_runs, 0], runs[:num_runs, 1])
+            return made.astype(self.dtype), data[8 * num_runs :]
         kind = np.dtype(self.wire or self.dtype)
         found = np.frombuffer(data, kind, count)
         return found.astype(self.dtype, copy=False), data[found.nbytes :]
@@ -173,6 +184,14 @@ COLUMNS: dict[str, Column] = {
             of=lambda item: item.unshaped,
             travels="stays",
         ),
+        # Of the data: teachers look up what the row says to them.
+        Column(
+            "prompt_places",
+            np.int64,
+            level="row",
+            of=lambda item: item.rollout.prompt.id,
+            wire="<i4",
+        ),
         Column("token_ids", np.int32, level="token", of=lambda item: item.rollout.token_ids),
         Column(
             "rollout_logprobs",
@@ -192,6 +211,7 @@ COLUMNS: dict[str, Column] = {
             np.int32,
             of=_versions,
             fill=-1,
+            wire="runs",
             sent_where="has_mixed_versions",
             implied="weights_versions",
         ),

@@ -36,11 +36,17 @@ def media_request(prompt: Prompt, request_id: int, encoder: Encoder) -> Generati
 
     Raises:
         ConfigError: There are media, and the model reads text only.
+        ValueError: The prompt was read with other media.
     """
     request = GenerationRequest(prompt.token_ids, request_id, prompt_text=prompt.text)
     if not prompt.media:
         return request
     encoded, given = encode_prompt(prompt, encoder), prompt.media.by_kind
+    if encoded.token_ids != prompt.token_ids:
+        raise ValueError(
+            f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, and {len(encoded.token_ids)} "
+            "once its media are encoded: a file has changed since the data were read; start again"
+        )
     published = MultiModalInputs(
         prompt.media["image"],
         prompt.media["video"],

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Literal
 
 from lightrft.datasets.types import Prompt
@@ -105,6 +106,23 @@ class Rollout:
     def token_ids(self) -> tuple[int, ...]:
         """Prompt and response."""
         return (*self.completion.prompt_token_ids, *self.completion.output_token_ids)
+
+    @property
+    def messages(self) -> list[dict[str, object]]:
+        """The conversation: the prompt's messages, then what was said and what tools answered.
+
+        A prompt without a chat template is one message of the user. In it a part
+        `{"type": "image"}` and the like stands for each medium.
+        """
+        own = self.prompt.messages or ({"role": "user", "content": self.prompt.text},)
+        found = [dict(message) for message in own]
+        if self.conversation is None:
+            return [*found, {"role": "assistant", "content": self.response_text}]
+        answers = (*self.conversation.answers, *repeat((), len(self.conversation.turns)))
+        for turn, answered in zip(self.conversation.turns, answers, strict=False):
+            found.append({"role": "assistant", "content": turn})
+            found += [{"role": "tool", "name": a.name, "content": a.text} for a in answered]
+        return found
 
     @property
     def media(self) -> Media:

@@ -23,6 +23,7 @@ class SampleEntry:
 
     Args:
         group_id, prompt: As they were asked; with the message of `reset`.
+        request_id: Number of the prompt in the run; -1 is not known.
         answers: By turn, what was answered to the calls in it: texts and images.
         given: Text, label and columns of the prompt as the reward function got them.
         rewards: By what gave them.
@@ -31,6 +32,7 @@ class SampleEntry:
         has_failed: Some reward could not be had.
         is_abandoned: Its group was given up; what its reward says all the same, does not count.
         is_filler: Its group only keeps the batch full.
+        is_dismissed: Its group is not trained on.
         lacks_baseline: The greedy completion that its group is compared with has no reward.
         fault: Of its answers; "" is none.
     """
@@ -45,8 +47,10 @@ class SampleEntry:
     has_failed: bool = False
     is_abandoned: bool = False
     is_filler: bool = False
+    is_dismissed: bool = False
     lacks_baseline: bool = False
     fault: str = ""
+    request_id: int = -1
 
     def reward_is(self, source: str, reward: RewardResult, token_ids: Sequence[int] = ()) -> None:
         """Notes a reward, and the ids of prompt and response that it was given to."""
@@ -54,6 +58,18 @@ class SampleEntry:
         self.has_failed |= reward is UNDECIDED
         if token_ids:
             self.scored.add(hash_context(token_ids))
+
+    def share(self, first: SampleEntry, token_ids: Sequence[int]) -> None:
+        """Notes that the rewards of another row of its episode are its own.
+
+        Args:
+            first: That row's entry.
+            token_ids: Of prompt and response.
+        """
+        self.given, self.penalty = first.given, first.penalty
+        self.has_failed, self.is_abandoned = first.has_failed, first.is_abandoned
+        for source, reward in first.rewards.items():
+            self.reward_is(source, reward, token_ids)
 
     @property
     def problem(self) -> str:
@@ -132,12 +148,18 @@ class SampleLedger:
         """The entry of a sample; any thread may ask."""
         return self.entries.setdefault(sample_id, SampleEntry())
 
-    def ask(self, prompts: Iterable[Prompt], group_ids: Iterable[int], group_size: int) -> None:
+    def ask(
+        self,
+        prompts: Iterable[Prompt],
+        group_ids: Iterable[int],
+        group_size: int,
+        request_ids: Iterable[int],
+    ) -> None:
         """Notes which prompt each sample answers."""
-        for prompt, group_id in zip(prompts, group_ids, strict=True):
+        for prompt, group_id, request_id in zip(prompts, group_ids, request_ids, strict=True):
             for index in range(group_size):
                 entry = self.of(group_id * group_size + index)
-                entry.group_id, entry.prompt = group_id, prompt
+                entry.group_id, entry.prompt, entry.request_id = group_id, prompt, request_id
 
     def lack_baselines(self, group_ids: Iterable[int]) -> None:
         """Notes the groups whose greedy completions have no reward."""

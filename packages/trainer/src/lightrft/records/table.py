@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lightrft.records.columns import COLUMNS, Column, Values, columns
 from lightrft.records.rollout import ScoredRollout
 from lightrft.rewards.types import RewardError
-from lightrft.strategy.distributed.context import DistributedContext
+from lightrft.strategy.distributed.context import DistributedContext, RowExchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class RowTable:
                 starts = np.concatenate([[0], stops])
                 pieces = [values[starts[row] : stops[row]] for row in rows]
                 found[name] = np.concatenate([values[:0], *pieces])
-        return _build(type(self), self.component_names, found)
+        return build_table(type(self), self.component_names, found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +147,16 @@ class SampleTable(RowTable):
         return found
 
 
+# Several rows of one episode share its reward: the first has its sample id, further ones ids a
+# multiple of this beyond it, so that first rows come first. Samples of a step are fewer, and ids
+# of rows have 32 bits on the wire.
+BRANCH_STEP = 2**24
+MAX_BRANCHES = 2**31 // BRANCH_STEP
 Table = TypeVar("Table", bound=RowTable)
 _FIELDS = {item.name for item in fields(SampleTable)}
 
 
-def _build(kind: type[Table], names: tuple[str, ...], columns: Mapping[str, Values]) -> Table:
+def build_table(kind: type[Table], names: tuple[str, ...], columns: Mapping[str, Values]) -> Table:
     """A table of columns, and the names of its reward components."""
     own = {item.name for item in fields(kind)}
     return kind(
@@ -177,7 +182,7 @@ def _read(kind: type[Table], scored: Sequence[ScoredRollout], wanted: Iterable[C
     found = {column.name: column.read(scored) for column in wanted}
     found["components"] = np.array(rewards, np.float64).reshape(len(scored), len(names))
     found["holders"] = np.zeros(len(scored), np.int64)
-    return _build(kind, names, found)
+    return build_table(kind, names, found)
 
 
 def merge(tables: Sequence[RowTable]) -> RowTable:
@@ -201,7 +206,7 @@ def join_tables(tables: Sequence[Table]) -> Table:
     """All rows of the tables with all that they have, ordered by sample id."""
     names = tuple(sorted({name for table in tables for name in table.component_names}))
     aligned = [{**table.columns, "components": _components_under(names, table)} for table in tables]
-    joined = _build(type(tables[0]), names, _concatenate(aligned))
+    joined = build_table(type(tables[0]), names, _concatenate(aligned))
     return joined.take(np.argsort(joined.sample_ids, kind="stable").astype(np.int64))
 
 
@@ -259,14 +264,14 @@ def _from_wire(message: tuple[tuple[str, ...], bytes, bytes], holder: int) -> Ro
     found = {column.name: sent[column.name].astype(column.dtype) for column in columns("exchange")}
     found["components"] = np.frombuffer(components, np.float64).reshape(len(sent), len(names))
     found["holders"] = np.full(len(sent), holder, dtype=np.int64)
-    return _build(RowTable, names, found)
+    return build_table(RowTable, names, found)
 
 
 def deliver_rows(
     table: RowTable,
     own: SampleTable,
     wanted: Sequence[NDArray[np.int64]],
-    context: DistributedContext,
+    context: RowExchange,
 ) -> SampleTable:
     """The rows that this rank wants, with their tokens; collective.
 
@@ -294,7 +299,9 @@ def deliver_rows(
     ]
     order = np.argsort(holders, kind="stable")
     arrived = table.take(rows[order])
-    joined = _build(SampleTable, table.component_names, {**arrived.columns, **_concatenate(found)})
+    joined = build_table(
+        SampleTable, table.component_names, {**arrived.columns, **_concatenate(found)}
+    )
     return joined.take(np.argsort(order).astype(np.int64))
 
 
@@ -335,3 +342,48 @@ def _implied(column: Column, rows: RowTable, found: Mapping[str, Values]) -> Val
         return np.full(counts.sum(), True, column.dtype)
     values = np.repeat(rows[column.implied], counts)
     return np.where(found["is_sampled"], values, column.fill).astype(column.dtype)
+
+
+def branch_id(sample_id: int, number: int) -> int:
+    """The id of a row of an episode.
+
+    Raises:
+        ValueError: There are too many branches, or samples.
+    """
+    if number >= MAX_BRANCHES or sample_id >= BRANCH_STEP:
+        raise ValueError(
+            f"an episode has at most {MAX_BRANCHES} branches, and a step {BRANCH_STEP} samples: "
+            f"got branch {number} of sample {sample_id}"
+        )
+    return sample_id + number * BRANCH_STEP
+
+
+def episode_places(table: RowTable) -> NDArray[np.int64]:
+    """[rows] int64: for each row, the place of its episode's first row."""
+    own: NDArray[np.int64] = table.sample_ids % BRANCH_STEP
+    first = table.sample_ids[table.sample_ids < BRANCH_STEP]
+    return np.searchsorted(first, own).astype(np.int64)
+
+
+def episodes_of(table: RowTable) -> RowTable:
+    """One row an episode, with the tokens that were sampled in all of its branches.
+
+    Without branches it is the table itself.
+    """
+    is_first = table.sample_ids < BRANCH_STEP
+    if is_first.all():
+        return table
+    first = table.take(np.flatnonzero(is_first).astype(np.int64))
+    totals = np.bincount(episode_places(table), table.sampled_lengths, len(first))
+    first.sampled_lengths[:] = totals.astype(np.int64)
+    return first
+
+
+def row_shares(table: RowTable) -> NDArray[np.float64] | None:
+    """[rows] share of each row in the sampled tokens of its episode; None without branches."""
+    if (table.sample_ids < BRANCH_STEP).all():
+        return None
+    places = episode_places(table)
+    totals = np.bincount(places, table.sampled_lengths)
+    found: NDArray[np.float64] = table.sampled_lengths / np.maximum(totals[places], 1)
+    return found

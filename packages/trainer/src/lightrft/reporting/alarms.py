@@ -101,7 +101,7 @@ def _why_zero(metrics: Mapping[str, float | None]) -> str:
 
 
 def run_verdict(steps: Iterable[Mapping[str, float | None]]) -> str:
-    """The verdict on a run: "learned: ..." if a step changed the main model, else "no update: ...".
+    """The verdict on a run: "trained: ..." if a step changed the main model, else "no update: ...".
 
     It speaks of weights, not of rewards: whether those rose is for the reader to judge.
 
@@ -128,7 +128,7 @@ def run_verdict(steps: Iterable[Mapping[str, float | None]]) -> str:
         notes.append(f"{num_nonfinite} of {num_steps} steps had numbers that were not finite")
     if not num_changed:
         return f"no update: {'; '.join(notes)}"
-    text = f"learned: {num_changed} of {num_steps} steps changed the weights"
+    text = f"trained: {num_changed} of {num_steps} steps changed the weights"
     if rewards:
         text += f", reward {rewards[0]:.4g} in the first and {rewards[-1]:.4g} in the last"
     return "; ".join([text, *notes])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import sys
 import textwrap
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from lightrft.reporting.loggers import ConsoleLogger
+from lightrft.reporting.start_bar import end_start_bar, is_terminal
 from lightrft.strategy.distributed.console_sink import current_progress
 from lightrft.strategy.distributed.deadlines import current_phase
 
@@ -34,6 +34,8 @@ FIELDS = (
     ("response_length", "len ", 1, ""),
     ("tokens_per_second", "", 0, " tok/s"),
 )
+# Of a step without rewards, whose teacher is the measure.
+TEACHER_FIELDS = (("teacher_kl", "teacher KL ", 3, ""), *FIELDS[2:])
 LOSS_FIELDS = (
     ("loss", "loss ", 3, ""),
     ("eval/loss", "held-out ", 3, ""),
@@ -41,11 +43,6 @@ LOSS_FIELDS = (
 )
 # What a line that had to be broken goes on with.
 INDENT = "    "
-
-
-def is_terminal(stream: TextIO) -> bool:
-    """Whether a bar that redraws itself is welcome: on a terminal of a person."""
-    return stream.isatty() and "CI" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 def step_line(
@@ -66,7 +63,9 @@ def step_line(
     """
     digits = len(str(num_steps))
     fields = [f"step {step:>{digits}}/{num_steps}"]
-    shown = LOSS_FIELDS if _speaks_of_loss(metrics) else FIELDS
+    has_teacher_alone = "teacher_kl" in metrics and "reward" not in metrics
+    shown = TEACHER_FIELDS if has_teacher_alone else FIELDS
+    shown = LOSS_FIELDS if _speaks_of_loss(metrics) else shown
     for name, label, decimals, unit in shown:
         field = f"{label}{fitted(metrics.get(name, 0.0), decimals)}{unit}"
         fields.append(field if name in metrics else " " * len(field))
@@ -120,11 +119,12 @@ class RunConsole:
         self._step, self._num_steps = 0, 0
         self._first_step: int | None = None
         self._started = 0.0
+        end_start_bar()
         self._stream = sys.stdout
         self._screen: TerminalScreen | PlainScreen = (
             TerminalScreen(self._stream, self._title)
             if is_terminal(self._stream)
-            else PlainScreen(self._stream, lambda: self._step, seconds=heartbeat_seconds)
+            else PlainScreen(self._stream, self._title, seconds=heartbeat_seconds)
         )
 
     def plan(self, num_steps: int, *, after: int = 0) -> None:
@@ -180,12 +180,12 @@ class PlainScreen:
 
     Args:
         stream: Where to write.
-        step: Gives the last completed step.
+        title: Gives the step under way.
         seconds: Silence that is too long.
     """
 
-    def __init__(self, stream: TextIO, step: Callable[[], int], *, seconds: float) -> None:
-        self._stream, self._step, self._seconds = stream, step, seconds
+    def __init__(self, stream: TextIO, title: Callable[[], str], *, seconds: float) -> None:
+        self._stream, self._title, self._seconds = stream, title, seconds
         self._stop, self._spoke = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
@@ -210,16 +210,15 @@ class PlainScreen:
             if self._spoke.wait(self._seconds):
                 self._spoke.clear()
                 continue
-            self._write(f"heartbeat {phase_text(self._step())}")
+            self._write(f"still at {self._title()}{work_text(current_progress(), current_phase())}")
 
 
-def phase_text(step: int) -> str:
-    """The work under way after `step`, as key=value pairs."""
-    phase = current_phase()
-    if phase is None:
-        return f"after_step={step} phase=none"
-    name, seconds = phase
-    return f"after_step={step} phase={name.replace(' ', '_')} phase_seconds={seconds:.0f}"
+def work_text(count: tuple[str, int, int] | None, phase: tuple[str, float] | None) -> str:
+    """The end of a sentence about the work under way: its name, how far it is, its seconds."""
+    parts = [] if count is None else [f"{count[0]} {count[1]} of {count[2]}"]
+    if phase is not None:
+        parts = [phase[0], *parts, f"{phase[1]:.0f} s"]
+    return f": {', '.join(parts)}" if parts else ""
 
 
 class TerminalScreen:
@@ -305,6 +304,7 @@ def terminal_handlers() -> list[logging.StreamHandler[TextIO]]:
 @contextmanager
 def bar_below(title: str) -> Iterator[None]:
     """On a terminal, a bar below what is printed while the body runs."""
+    end_start_bar()
     if not is_terminal(sys.stdout):
         yield
         return

@@ -29,6 +29,7 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 SUMMARY_FILE = "summary.json"
 START_FILE = "run.json"
 REPORT_FILE = "report.html"
+EVAL_FILE = "eval.json"
 EVENTS_FILE = "events.jsonl"
 LOG_FOLDER = "logs"
 # Lines of steps: what a continued run writes on, from where its checkpoint is.
@@ -46,6 +47,8 @@ def write_start(
     inputs: Mapping[str, object] | None = None,
     config_sha256: str = "",
     stage: str = "",
+    models: Mapping[str, object] | None = None,
+    run_sha256: str = "",
 ) -> None:
     """Records when a run of a stage started, with how many processes, versions and inputs.
 
@@ -59,6 +62,8 @@ def write_start(
         "inputs": dict(inputs or {}),
         "config_sha256": config_sha256,
         "stage": stage,
+        "models": dict(models or {}),
+        "run_sha256": run_sha256,
     }
     write_whole(path, sealed(start) + "\n")
 

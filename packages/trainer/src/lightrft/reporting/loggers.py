@@ -1,6 +1,9 @@
 """Receivers of the metrics of a step."""
 
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from typing import Protocol, cast
 
 from lightrft.config import ConfigError, TrainConfig
@@ -19,6 +22,11 @@ CONSOLE_METRICS = (
     "logprob_diff_max",
     "step_seconds",
 )
+
+# Of the curve in a notebook.
+SHOWN = ("reward", "loss", "eval/reward")
+WIDTH, HEIGHT, MARGIN = 560, 160, 8
+COLOURS = ("#4477aa", "#ee6677", "#228833")
 
 
 class MetricsLogger(Protocol):
@@ -95,3 +103,61 @@ class LoggerGroup:
         """Closes every logger."""
         for logger in self._loggers:
             logger.close()
+
+
+class NotebookCurve:
+    """Draws the values of a few metrics over the steps, anew after each of them.
+
+    Args:
+        show: Puts HTML in the place of what it was given before.
+    """
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        self._points: dict[str, list[tuple[int, float]]] = {}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds the values of a step."""
+        for name in SHOWN:
+            if name in metrics and math.isfinite(metrics[name]):
+                self._points.setdefault(name, []).append((step, metrics[name]))
+        self._show("".join(curve(name, points) for name, points in self._points.items()))
+
+    def close(self) -> None:
+        """Has nothing pending."""
+
+
+def curve(name: str, points: list[tuple[int, float]]) -> str:
+    """A metric as a figure with its first and last value.
+
+    Args:
+        name: Of the metric.
+        points: (step, value) of each step, one at least.
+    """
+    steps, values = zip(*points, strict=True)
+    spans = max(steps) - min(steps) or 1, max(values) - min(values) or 1.0
+    width, height = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
+    places = " ".join(
+        f"{MARGIN + width * (step - min(steps)) / spans[0]:.1f},"
+        f"{MARGIN + height * (max(values) - value) / spans[1]:.1f}"
+        for step, value in points
+    )
+    colour = COLOURS[SHOWN.index(name) % len(COLOURS)]
+    text = f"{name}: {values[0]:.4g} in step {steps[0]}, {values[-1]:.4g} in step {steps[-1]}"
+    return (
+        f'<figure><figcaption>{escape(text)}</figcaption><svg width="{WIDTH}" height="{HEIGHT}">'
+        f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        f'<circle cx="{places.split()[-1].split(",")[0]}" '
+        f'cy="{places.split()[-1].split(",")[1]}" r="3" fill="{colour}"/></svg></figure>'
+    )
+
+
+def notebook_loggers() -> list[NotebookCurve]:
+    """One curve where this process is the kernel of a notebook, else none."""
+    if "ipykernel" not in sys.modules:
+        return []
+    from IPython.display import HTML, display
+
+    handle = display(HTML(""), display_id=True)
+    # The package may be imported without a kernel, which shows nothing.
+    return [] if handle is None else [NotebookCurve(lambda text: handle.update(HTML(text)))]

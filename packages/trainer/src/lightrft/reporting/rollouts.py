@@ -27,8 +27,8 @@ class RecordedRollout:
         prompt_ids, response_ids: Token ids, a sampled end of turn included.
         sampled_spans: [start, stop) of the tokens of the response that were sampled; the others
             are observations.
-        reward: Before length shaping.
-        accuracy: The reward's component of that name, or the reward.
+        reward: Before length shaping; None where the run measured none.
+        accuracy: The reward's component of that name, or the reward; None like it.
         truncated: The token budget ended it.
         masked: The reward failed or could not be decided.
         held_out: Its prompt is one of `eval_data`.
@@ -42,8 +42,8 @@ class RecordedRollout:
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     sampled_spans: tuple[tuple[int, ...], ...]
-    reward: float
-    accuracy: float
+    reward: float | None
+    accuracy: float | None
     truncated: bool
     masked: bool
     held_out: bool
@@ -71,7 +71,8 @@ def read_rollout(line: bytes, place: object) -> RecordedRollout:
         raise FileError(f"{place}: sampled_spans must be ascending pairs")
     if not found.prompt_ids or edges[-1] > len(found.response_ids):
         raise FileError(f"{place}: the prompt is empty, or sampled_spans end behind the response")
-    if not found.masked and not math.isfinite(found.reward + found.accuracy):
+    numbers = [each for each in (found.reward, found.accuracy) if each is not None]
+    if not found.masked and not all(map(math.isfinite, numbers)):
         raise FileError(f"{place}: reward and accuracy must be finite")
     return found
 
@@ -82,11 +83,14 @@ class RolloutLog(JsonLinesFile):
     Args:
         path: The file.
         held_out: Token ids of the prompts of the evaluation.
+        has_rewards: Something scores the responses.
     """
 
-    def __init__(self, path: Path, *, held_out: Iterable[tuple[int, ...]] = ()) -> None:
+    def __init__(
+        self, path: Path, *, held_out: Iterable[tuple[int, ...]] = (), has_rewards: bool = True
+    ) -> None:
         super().__init__(path)
-        self._held_out = frozenset(held_out)
+        self._held_out, self._has_rewards = frozenset(held_out), has_rewards
 
     def log(self, step: int, scored: Sequence[ScoredRollout], context: DistributedContext) -> None:
         """Writes the samples of a step in the order of their ids; collective.
@@ -115,8 +119,8 @@ class RolloutLog(JsonLinesFile):
             prompt_ids=completion.prompt_token_ids,
             response_ids=completion.output_token_ids,
             sampled_spans=tuple(spans(completion.is_sampled)),
-            reward=item.unshaped,
-            accuracy=item.accuracy,
+            reward=item.unshaped if self._has_rewards else None,
+            accuracy=item.accuracy if self._has_rewards else None,
             truncated=completion.finish_reason == "length",
             masked=item.is_masked,
             held_out=rollout.prompt.token_ids in self._held_out,

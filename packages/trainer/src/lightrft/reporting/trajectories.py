@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lightrft.config.printable import printable
 from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.reporting.files import JsonLinesFile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -42,11 +43,14 @@ class TrajectoryLog(JsonLinesFile):
         path: The file.
         num_samples: Samples of one step, those of the lowest ids that the first rank trains on.
         every: Steps between two steps that are written; the first one is, too.
+        has_rewards: Something scores the responses.
     """
 
-    def __init__(self, path: Path, *, num_samples: int = 10, every: int = 1) -> None:
+    def __init__(
+        self, path: Path, *, num_samples: int = 10, every: int = 1, has_rewards: bool = True
+    ) -> None:
         super().__init__(path)
-        self._num_samples = num_samples
+        self._num_samples, self._has_rewards = num_samples, has_rewards
         self._every = max(1, every)
 
     def is_due(self, step: int) -> bool:
@@ -60,7 +64,10 @@ class TrajectoryLog(JsonLinesFile):
         ids = experience.batch.rollouts.sample_ids.tolist()
         order = sorted(range(len(ids)), key=lambda row: ids[row])
         for row in order[: self._num_samples]:
-            self.append(_as_line(step, experience, row, decoder))
+            line = _as_line(step, experience, row, decoder)
+            if not self._has_rewards:
+                del line["reward"]
+            self.append(line)
 
 
 def _as_line(
@@ -113,6 +120,49 @@ def spans(flags: Sequence[bool]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
+class ShownSamples:
+    """Shows a prompt of a step with its best and its worst response.
+
+    Args:
+        write: Takes a line.
+        every: Steps between two that are shown; 0 shows none.
+        has_rewards: Something scores the responses.
+    """
+
+    def __init__(self, write: Callable[[str], None], *, every: int, has_rewards: bool) -> None:
+        self._write, self._every, self._has_rewards = write, every, has_rewards
+
+    def log(self, step: int, experience: StepExperience, decoder: Decoder) -> None:
+        """Shows samples of a prompt that this rank trains on, if the step is due."""
+        if not self._every or step % self._every:
+            return
+        rollouts, table = experience.batch.rollouts, experience.table
+        rows = [
+            (int(np.searchsorted(table.sample_ids, sample_id)), row)
+            for row, sample_id in enumerate(rollouts.sample_ids.tolist())
+        ]
+        first = table.group_ids[min(rows)[0]]
+        group = [each for each in rows if table.group_ids[each[0]] == first]
+        group.sort(key=lambda each: (-table.rewards[each[0]], each))
+        for number, (where, row) in enumerate(dict.fromkeys((group[0], group[-1]))):
+            start, stop = int(table.prompt_lengths[where]), int(table.lengths[where])
+            tokens = rollouts.token_ids[row, :stop].tolist()
+            if number == 0:
+                prompt = decoder.decode(tokens[:start], skip_special_tokens=True)
+                self._write(f"sample of step {step}: {shortened(prompt, keep_end=True)}")
+            what = f"reward {table.rewards[where]:.3f}" if self._has_rewards else "response"
+            response = decoder.decode(tokens[start:], skip_special_tokens=True)
+            self._write(f"  {what}: {shortened(response)}")
+
+
+def shortened(text: str, *, keep_end: bool = False, limit: int = 160) -> str:
+    """The text on one line, printable, and cut in front or behind if it is long."""
+    words = " ".join(text.split())
+    if len(words) <= limit:
+        return printable(words)
+    return printable(f"... {words[-limit:]}" if keep_end else f"{words[:limit]} ...")
+
+
 class SampleLog(JsonLinesFile):
     """Appends the first samples of each step to a JSONL file.
 
@@ -124,11 +174,12 @@ class SampleLog(JsonLinesFile):
     Args:
         path: The file.
         num_samples: Samples of one step.
+        has_rewards: Something scores the responses.
     """
 
-    def __init__(self, path: Path, *, num_samples: int = 8) -> None:
+    def __init__(self, path: Path, *, num_samples: int = 8, has_rewards: bool = True) -> None:
         super().__init__(path)
-        self._num_samples = num_samples
+        self._num_samples, self._has_rewards = num_samples, has_rewards
 
     def log(self, step: int, scored: Sequence[ScoredRollout]) -> None:
         """Writes the samples of a step."""
@@ -147,7 +198,7 @@ class SampleLog(JsonLinesFile):
                     "prompt": rollout.prompt.text,
                     "response": rollout.response_text,
                     "label": rollout.prompt.label,
-                    "reward": item.reward,
+                    **({"reward": item.reward} if self._has_rewards else {}),
                     "components": dict(item.components),
                     "response_length": len(rollout.completion.sampled_token_ids),
                     "truncated": rollout.completion.finish_reason == "length",
@@ -183,10 +234,11 @@ def _turns(rollout: Rollout) -> dict[str, object]:
 
 def thumbnails(rollout: Rollout) -> list[str]:
     """Data addresses of a row's first images, and of the first frames of its prompt's videos."""
-    sources = [*rollout.images, *(video.frames[0] for video in rollout.prompt.media.videos)]
+    showing = [image.decode for image in rollout.images]
+    showing += [video.poster for video in rollout.prompt.media.videos]
     found = []
-    for source in sources[:MAX_THUMBNAILS]:
-        picture = source.decode()
+    for show in showing[:MAX_THUMBNAILS]:
+        picture = show()
         picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
         buffer = io.BytesIO()
         picture.save(buffer, "JPEG", quality=80)

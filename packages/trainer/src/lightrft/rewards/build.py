@@ -15,12 +15,14 @@ from lightrft.rewards.types import (
     CallStyle,
     ChecksLabels,
     Columns,
+    CountsCosts,
     Labels,
     RewardError,
     RewardFunction,
     RewardRecipes,
     RewardResult,
     TakesColumns,
+    Tallies,
     Texts,
 )
 from lightrft.strategy.config import ConfigError
@@ -132,6 +134,17 @@ class CombinedReward:
         for function in self._functions:
             if isinstance(function, TakesColumns):
                 function.check_columns(columns)
+
+    def try_out(self, prompts: Texts, labels: Labels, columns: Columns) -> None:
+        """Calls a user's functions once; a RewardError if one fails or returns no numbers."""
+        for function in self._functions:
+            if isinstance(function, TakesColumns):
+                function.try_out(prompts, labels, columns)
+
+    def take_tallies(self) -> Tallies:
+        """See `CountsCosts`."""
+        counting = [each for each in self._functions if isinstance(each, CountsCosts)]
+        return {name: tally for each in counting for name, tally in each.take_tallies().items()}
 
     def close(self) -> None:
         """Ends the worker processes; may be called twice."""

@@ -9,6 +9,14 @@ from typing import Protocol, runtime_checkable
 Texts = Sequence[str]
 Labels = Sequence[str | None]
 Columns = Mapping[str, Sequence[object]]
+# A total and what it is the total of, by the name of a metric: the mean over all ranks is reported,
+# or, where the second is None, the sum.
+Tallies = Mapping[str, tuple[float, float | None]]
+# Columns of media, beside those of the data: of each response a `Media` of its prompt.
+MEDIA_COLUMNS = ("images", "videos", "audios")
+# All that is offered beside the columns of the data: of each response also its conversation.
+CONVERSATIONS = "conversations"
+OFFERED_COLUMNS = (*MEDIA_COLUMNS, CONVERSATIONS)
 
 
 class RewardError(RuntimeError):
@@ -86,6 +94,15 @@ class CallStyle(Protocol):
 
 
 @runtime_checkable
+class CountsCosts(Protocol):
+    """A reward that knows what it costs."""
+
+    def take_tallies(self) -> Tallies:
+        """Sums since the last time; the same names on every rank."""
+        ...
+
+
+@runtime_checkable
 class ChecksLabels(Protocol):
     """A reward that knows which labels it can use."""
 
@@ -106,6 +123,10 @@ class TakesColumns(Protocol):
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises a RewardError if a column that it needs is missing."""
+        ...
+
+    def try_out(self, prompts: Texts, labels: Labels, columns: Columns) -> None:
+        """Raises a RewardError if it cannot score responses that are the labels."""
         ...
 
 

@@ -7,8 +7,17 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.config import TrainConfig
+from lightrft.rewards.other_signatures import WITHOUT_COUNTERPART, adapted
 from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError
-from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
+from lightrft.rewards.types import (
+    MEDIA_COLUMNS,
+    OFFERED_COLUMNS,
+    Columns,
+    Labels,
+    RewardError,
+    RewardResult,
+    Texts,
+)
 from lightrft.rewards.user_task import (
     AwaitLoop,
     CheckedResult,
@@ -18,6 +27,8 @@ from lightrft.rewards.user_task import (
     can_wait,
     checked_results,
     describe_function,
+    with_bytes,
+    with_pixels,
 )
 from lightrft.strategy.config import ConfigError
 
@@ -59,7 +70,9 @@ class FunctionReward:
     It returns one number or one dict of numbers per response. Of a dict, `reward` is the reward if
     present, else the sum; the other entries are components. Of `prompts`, `responses`
     (or `completions`), `labels` and the data's columns the function gets those it has a parameter
-    for.
+    for; under `images`, `videos` and `audios` it gets lists of Pillow images, of frames with their
+    facts and of samples with their rate, and under `conversations` the messages of prompt and
+    response, if it has parameters of these names.
 
     Args:
         spelling: The name, after what says where the function is and a colon, if there is that.
@@ -89,11 +102,15 @@ class FunctionReward:
         self.check_columns(columns)
         given = (prompts, labels, responses, responses)
         offered = {**columns, **dict(zip(ARGUMENTS, given, strict=True))}
-        takes_all = self._signature.takes_all
+        asked = self._signature.by_keyword
+        nothing: list[object] = [()] * len(responses)
+        offered = {**{name: nothing for name in MEDIA_COLUMNS if name in asked}, **offered}
+        # Pixels are large: who takes everything is not given them.
+        left_out = ("completions", *OFFERED_COLUMNS) if self._signature.takes_all else offered
         chosen = {
             name: list(values)
             for name, values in offered.items()
-            if name in self._signature.by_keyword or (takes_all and name != "completions")
+            if name in asked or name not in left_out
         }
         results = []
         for reward, components in self._call({**chosen, **self.options}, len(responses)):
@@ -104,13 +121,25 @@ class FunctionReward:
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise a RewardError if a required parameter is no column of the data."""
         required = {name for name, is_required in self._signature.by_keyword.items() if is_required}
-        missing = sorted(required - set(ARGUMENTS) - set(columns) - set(self.options))
+        known = {*ARGUMENTS, *OFFERED_COLUMNS, *columns, *self.options}
+        missing = sorted(required - known)
         if missing:
             listing = ", ".join(sorted(columns)) or "none"
+            remedy = WITHOUT_COUNTERPART.get(missing[0], "rename it or give it a default")
             raise RewardError(
                 f"reward function {self._spelling} needs the argument {missing[0]!r}, which is no "
-                f"column of the data: the columns are {listing}; rename it or give it a default"
+                f"column of the data: the columns are {listing}, beside prompts, responses and "
+                f"labels; {remedy}"
             )
+
+    def try_out(self, prompts: Texts, labels: Labels, columns: Columns) -> None:
+        """Scores the labels as if they were responses, so that a wrong result is found early.
+
+        Raises:
+            RewardError: The function fails, or returns something else than numbers.
+        """
+        if not set(MEDIA_COLUMNS) & set(self._signature.by_keyword):
+            self.score(prompts, [label or "" for label in labels], labels, columns)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -131,6 +160,7 @@ class PlainReward(FunctionReward):
     """
 
     def __init__(self, name: str, function: Callable[..., object], config: TrainConfig) -> None:
+        function = adapted(function)
         super().__init__(name, Signature(**describe_function(function)), config)
         self._function = function
         self._loop = AwaitLoop()
@@ -143,7 +173,7 @@ class PlainReward(FunctionReward):
 
     def _call(self, arguments: dict[str, object], num_responses: int) -> list[CheckedResult]:
         try:
-            returned = self._function(**arguments)
+            returned = self._function(**with_pixels(arguments))
             if can_wait(returned):
                 returned = self._thread.submit(self._loop.settle, returned).result()
             return checked_results(returned, num_responses)
@@ -199,7 +229,7 @@ class UserReward(FunctionReward):
 
     def _call(self, arguments: dict[str, object], num_responses: int) -> list[CheckedResult]:
         try:
-            answer = self._workers.call(arguments, seconds=self._seconds)
+            answer = self._workers.call(with_bytes(arguments), seconds=self._seconds)
         except WorkerTimeoutError as err:
             raise RewardError(
                 f"reward function {self._spelling} did not return within {self._seconds:g} s for "

@@ -11,10 +11,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Protocol, TypedDict, cast, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypedDict, cast, runtime_checkable
 
 from lightrft.kernels.names import nearest_names
+from lightrft.rewards.other_signatures import adapted
+from lightrft.rewards.types import MEDIA_COLUMNS
 from lightrft.rewards.worker import ReportedError
+
+if TYPE_CHECKING:
+    from lightrft.engines.media.media import Media
 
 MODULE_NAME = "lightrft_user_reward"
 
@@ -74,8 +79,45 @@ class UserFunction:
         arguments = cast("dict[str, object]", request)
         responses = arguments.get("responses", arguments.get("completions"))
         seed_generators(self._seed, responses)
-        returned = self._loop.settle(self._function(**arguments))
+        returned = self._loop.settle(self._function(**with_pixels(arguments)))
         return checked_results(returned, len(cast("list[object]", responses)))
+
+
+def with_bytes(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Arguments whose media hold their files' bytes: a worker may run in another folder."""
+    return _with_media(arguments, lambda media: media.loaded())
+
+
+def with_pixels(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Arguments in which media are lists of what they decode to, once for each prompt of a call."""
+    found: dict[tuple[str, ...], list[object]] = {}
+
+    def decoded(media: "Media") -> list[object]:
+        key = tuple(medium.digest for medium in media)
+        if key not in found:
+            found[key] = [medium.decode() for medium in media]
+        return found[key]
+
+    return _with_media(arguments, decoded)
+
+
+def _with_media(
+    arguments: Mapping[str, object], change: "Callable[[Media], object]"
+) -> dict[str, object]:
+    names = [name for name in MEDIA_COLUMNS if name in arguments]
+    if not names:
+        return dict(arguments)
+    # Imported here: workers without media stay small.
+    from lightrft.engines.media.media import Media
+
+    changed = {
+        name: [
+            change(value) if isinstance(value, Media) else value
+            for value in cast("Sequence[object]", arguments[name])
+        ]
+        for name in names
+    }
+    return {**arguments, **changed}
 
 
 class AwaitLoop:
@@ -159,7 +201,7 @@ def _load(path: Path, name: str) -> Callable[..., object]:
         raise MissingFunctionError(
             f"{path} has no function {name!r}: it has {listing}" + nearest_names(name, functions)
         )
-    return functions[name]
+    return adapted(functions[name])
 
 
 def checked_results(returned: object, num_responses: int) -> list[CheckedResult]:

@@ -19,6 +19,7 @@ from lightrft.rollout.source import (
     Samples,
     Selection,
     SourceParts,
+    StreamReport,
     own_positions,
 )
 
@@ -51,6 +52,7 @@ class DynamicSource:
                 positions=positions,
                 num_prompts=num_new,
                 batch=len(rounds),
+                stream=rounds[-1].stream,
             )
             rounds.append(self._source.sample(further))
             num_mixed += len(mixed_groups(rounds[-1].table))
@@ -59,9 +61,10 @@ class DynamicSource:
         selection = select_groups(samples.table, num_wanted)
         table = apply_selection(samples.table, selection)
         fillers = set(table.group_ids[selection.is_filler].tolist())
+        kept = set(table.group_ids.tolist())
         for entry in requests.ledger.entries.values():
             entry.is_filler = entry.group_id in fillers
-        kept = set(table.group_ids.tolist())
+            entry.is_dismissed = entry.group_id not in kept
         scored = [item for item in samples.scored if item.rollout.group_id in kept]
         return replace(samples, table=table, scored=scored, selection=selection)
 
@@ -76,6 +79,8 @@ def _joined(rounds: Sequence[Samples]) -> Samples:
         table=merge([each.table for each in rounds]),
         num_prompts=sum(each.num_prompts for each in rounds),
         num_rounds=len(rounds),
+        report=rounds[0].report and _total([each.report for each in rounds if each.report]),
+        stream=rounds[-1].stream,
         greedy=merge(greedy) if greedy else None,
         evidence=replace(
             evidence[0],
@@ -84,6 +89,15 @@ def _joined(rounds: Sequence[Samples]) -> Samples:
         )
         if evidence
         else None,
+    )
+
+
+def _total(reports: Sequence[StreamReport]) -> StreamReport:
+    """Of several rounds of a step."""
+    return replace(
+        reports[-1],
+        num_sampled_tokens=sum(each.num_sampled_tokens for each in reports),
+        num_waited=sum(each.num_waited for each in reports),
     )
 
 

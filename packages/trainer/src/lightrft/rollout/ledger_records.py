@@ -19,7 +19,8 @@ from lightrft.engines.ledger import Key, LedgerEntry
 from lightrft.records.columns import COLUMNS, Column, Values, vouched_columns
 from lightrft.records.rollout import Rollout, Segment
 from lightrft.records.sample_ledger import SampleEntry, SampleLedger
-from lightrft.strategy.distributed.context import DistributedContext
+from lightrft.records.table import BRANCH_STEP
+from lightrft.strategy.distributed.context import RowExchange
 
 if TYPE_CHECKING:
     from lightrft.strategy.engine.session import EngineSession
@@ -58,7 +59,6 @@ class Evidence:
         accounts: By sample id.
         entries: Of ledgers.
         special_ids: Ids that no text of an observation may have.
-        is_shared: Every rank has the entries of all ranks.
         version: Of the engine's weights in this step.
         ledger: Of the samples of this rank.
         total: `rows_hash` of what was written down of all ranks' samples and greedy samples.
@@ -68,19 +68,16 @@ class Evidence:
     accounts: Mapping[int, Account]
     entries: Mapping[Key, LedgerEntry]
     special_ids: frozenset[int] = frozenset()
-    is_shared: bool = False
     version: int = -1
     ledger: SampleLedger = field(default_factory=SampleLedger)
     total: int = 0
     problem: str = ""
 
-    def noted_rows(
-        self, sample_ids: Collection[int]
-    ) -> tuple[dict[int, RowFacts], dict[int, RowFacts]]:
-        """What this rank wrote down of its own among some samples, and of its greedy ones."""
+    def noted_rows(self) -> tuple[dict[int, RowFacts], dict[int, RowFacts]]:
+        """What this rank wrote down of its own samples to train on, and of its greedy ones."""
         own, greedy = self.ledger.entries, self.ledger.greedy.entries
         return (
-            {i: noted_facts(entry) for i, entry in own.items() if i in sample_ids},
+            {i: noted_facts(entry) for i, entry in own.items() if not entry.is_dismissed},
             {i: noted_facts(entry) for i, entry in greedy.items()},
         )
 
@@ -91,6 +88,7 @@ def take_evidence(
     *,
     ledger: SampleLedger | None = None,
     special_ids: Collection[int] = (),
+    carried: Iterable[LedgerEntry] = (),
 ) -> Evidence:
     """Journal and ledgers of this rank, whose engine's ledger is emptied; collective.
 
@@ -99,13 +97,15 @@ def take_evidence(
         session: Of the engine.
         ledger: Of the samples; None rebuilds rows, and proves nothing of their facts.
         special_ids: See `Evidence`.
+        carried: Entries that were taken before.
 
     Raises:
-        LedgerError: Ranks of one engine sampled different tokens for one request.
+        LedgerError: A request was sampled twice in one context, or ranks of one engine sampled
+            different tokens for one request.
     """
     engine, context = session.engine, session.context
     taken = [] if engine is None else engine.ledger.take()
-    entries: dict[Key, LedgerEntry] = {}
+    entries = {entry.key: entry for entry in carried}
     _add(entries, taken)
     # The ranks of a tensor-parallel group all write what the group samples.
     group = context.engine_mp_group
@@ -118,6 +118,7 @@ def take_evidence(
             if found != own:
                 raise _sampled_twice(entry, has_same_tokens=found[0] == own[0])
     ledger = ledger or SampleLedger()
+    _require_branches(ledger, rollouts)
     accounts = {}
     for item in rollouts:
         noted = ledger.entries.get(item.sample_id, SampleEntry())
@@ -127,27 +128,16 @@ def take_evidence(
     return Evidence(accounts, entries, frozenset(special_ids), version=version, ledger=ledger)
 
 
-def share_entries(
-    evidence: Evidence, carried: Sequence[LedgerEntry], context: DistributedContext
-) -> Evidence:
-    """The evidence with the entries of all ranks; collective.
-
-    Args:
-        evidence: Of this rank.
-        carried: Entries of earlier steps, the same on every rank.
-        context: Gathers.
-
-    Raises:
-        LedgerError: A request was sampled twice in one context.
-    """
-    entries = {entry.key: entry for entry in carried}
-    for theirs in context.gather_objects(list(evidence.entries.values())):
-        _add(entries, theirs)
-    return replace(evidence, entries=entries, is_shared=True)
+def _require_branches(ledger: SampleLedger, rollouts: Sequence[Rollout]) -> None:
+    """Raises a LedgerError if a branch that was sampled is no row."""
+    branches = {sample_id for sample_id in ledger.entries if sample_id >= BRANCH_STEP}
+    lost = sorted(branches - {item.sample_id for item in rollouts})
+    if lost:
+        raise LedgerError(f"branches of episodes are missing among the rows: samples {lost[:8]}")
 
 
 def deliver_evidence(
-    evidence: Evidence, wanted: Sequence[Collection[int]], context: DistributedContext
+    evidence: Evidence, wanted: Sequence[Collection[int]], context: RowExchange
 ) -> Evidence:
     """The evidence on the samples that this rank trains; collective.
 
@@ -159,10 +149,10 @@ def deliver_evidence(
     Returns:
         Also a hash of what was written down of all that any rank trains.
     """
-    noted, greedy = evidence.noted_rows({i for ids in wanted for i in ids})
+    noted, greedy = evidence.noted_rows()
     total = rows_hash(noted) + rows_hash(greedy)
     by_call: dict[Call, list[LedgerEntry]] = {}
-    for entry in () if evidence.is_shared else evidence.entries.values():
+    for entry in evidence.entries.values():
         by_call.setdefault(entry.key[:2], []).append(entry)
     parts = [
         _pack(
@@ -177,7 +167,7 @@ def deliver_evidence(
         for ids in wanted
     ]
     accounts: dict[int, Account] = {}
-    entries = dict(evidence.entries) if evidence.is_shared else {}
+    entries: dict[Key, LedgerEntry] = {}
     total = 0
     for data in context.exchange_bytes(parts):
         part, theirs, found = _unpack(data)

@@ -12,16 +12,16 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
-from lightrft.records.table import RowTable
+from lightrft.records.table import BRANCH_STEP, RowTable, episodes_of
 from lightrft.rollout.scoring import require_rewards
 from lightrft.rollout.single_turn import SingleTurnSource
 from lightrft.rollout.source import (
-    NOTHING_CARRIED,
-    PartialRolloutState,
+    NOTHING_OPEN,
     RolloutSource,
     SampleRequests,
     Samples,
     SourceParts,
+    StreamState,
     own_positions,
 )
 from lightrft.strategy.distributed.deadlines import StepTimer
@@ -122,11 +122,11 @@ def build_source(
         batches: Source of the responses to one batch of prompts.
         needs_greedy: Every step samples greedy completions, too.
     """
-    if parts.config.partial_rollout:
-        from lightrft.rollout.partial import PartialSource
-
-        return PartialSource(parts)
     source = GreedySource(batches, parts.config) if needs_greedy else batches
+    if parts.config.stream_chunk is not None:
+        from lightrft.rollout.streaming import StreamSource
+
+        source = StreamSource(parts)
     if parts.config.dynamic_sampling:
         from lightrft.rollout.dynamic import DynamicSource
 
@@ -162,7 +162,7 @@ class RolloutSampler:
         first_request_id: int,
         timer: StepTimer,
         next_prompts: Callable[[], Sequence[Prompt]] | None = None,
-        carry: PartialRolloutState = NOTHING_CARRIED,
+        stream: StreamState = NOTHING_OPEN,
         step: int | None = None,
     ) -> Samples:
         """All samples of one step; collective.
@@ -171,9 +171,9 @@ class RolloutSampler:
             prompts: This rank's prompts; every rank passes equally many.
             first_request_id: Request id of the first prompt of the step over all ranks.
             timer: Measures the step.
-            next_prompts: This rank's part of further prompts, for dynamic sampling and partial
+            next_prompts: This rank's part of further prompts, for dynamic sampling and streaming
                 rollouts; None if there are none.
-            carry: State that the step before left to the source.
+            stream: State that the round before left to the source.
             step: Of the run, for the journal of environments; None writes none.
         """
         engine, context = self._parts.session.engine, self._parts.context
@@ -188,13 +188,17 @@ class RolloutSampler:
                 training_params(self._parts.config),
                 first_request_id,
                 next_prompts=next_prompts,
-                carry=carry,
+                stream=stream,
                 step=step,
                 timer=timer,
             )
         )
         if samples.selection is None:  # else they were required before it
             require_rewards(samples.table, samples.greedy)
+        if self._parts.config.rollout_lag and self._parts.config.ledger_gate:
+            from lightrft.rollout.version_checks import check_fresh_row
+
+            check_fresh_row(samples, self._parts)
         return samples
 
     def sample_all(
@@ -211,7 +215,7 @@ class RolloutSampler:
 
         Returns:
             This rank's own, and the same table on every rank; group i holds the n rows of prompt
-            i.
+            i. Of an episode with branches it is the first row.
         """
         positions = own_positions(self._parts.context, len(prompts))
         own = [prompts[position] for position in positions]
@@ -225,4 +229,5 @@ class RolloutSampler:
                 is_recorded=False,
             )
         )
-        return samples.scored, samples.table
+        scored = [item for item in samples.scored if item.rollout.sample_id < BRANCH_STEP]
+        return scored, episodes_of(samples.table)

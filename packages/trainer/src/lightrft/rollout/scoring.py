@@ -2,25 +2,30 @@
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from itertools import groupby
 from typing import Self
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
+from lightrft.engines.media.media import MEDIA_KINDS, Media
 from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.records.sample_ledger import FUNCTION, MODELS, SampleLedger
 from lightrft.records.table import RowTable, exchange
 from lightrft.rewards.types import (
+    CONVERSATIONS,
+    MEDIA_COLUMNS,
     UNDECIDED,
     CallStyle,
     RewardError,
     RewardFunction,
     RewardResult,
 )
-from lightrft.rollout.ledger_records import share_entries, take_evidence
+from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
 from lightrft.strategy.distributed.deadlines import phase
 
@@ -45,6 +50,7 @@ class GroupScorer:
         masks_failures: Where a call fails, score its rollouts one by one, and give None for those
             that fail; after three failures in a row the rest of the call is not tried, and after
             three groups in a row, of which nothing was scored, no later group counts.
+        has_media: Every call gets the media of its prompts, as the columns `images` and `videos`.
     """
 
     def __init__(
@@ -54,11 +60,12 @@ class GroupScorer:
         columns: Iterable[str] = (),
         masks_failures: bool = False,
         ledger: SampleLedger | None = None,
+        has_media: bool = False,
     ) -> None:
         style = reward_function if isinstance(reward_function, CallStyle) else None
         self._function = reward_function
         self._columns = sorted(set(columns))
-        self._masks_failures = masks_failures
+        self._masks_failures, self._has_media = masks_failures, has_media
         self._ledger = ledger or SampleLedger()
         self._is_whole = style is not None and style.whole_batch
         self._num_threads = 0 if style is None or self._is_whole else style.parallel_calls
@@ -178,7 +185,12 @@ class GroupScorer:
             dict(zip(columns, found, strict=True)) for found in zip(*columns.values(), strict=True)
         ]
         given = list(zip(texts, labels, rest or [{}] * len(rows), strict=True))
-        results = self._function.score(texts, responses, labels, columns)
+        offered: dict[str, Sequence[object]] = {
+            **self._media_columns(rows),
+            CONVERSATIONS: [rollout.messages for rollout in rollouts],
+            **columns,
+        }
+        results = self._function.score(texts, responses, labels, offered)
         if len(results) != len(rollouts):
             raise RewardError(
                 f"the reward function must return one result per response: got {len(results)} for "
@@ -193,6 +205,16 @@ class GroupScorer:
             entry.given = values
             entry.reward_is(FUNCTION, result, rollout.token_ids)
         return found
+
+    def _media_columns(self, rows: Sequence[Prompt]) -> dict[str, list[Media]]:
+        """The media of each prompt by their columns; {} for prompts of text."""
+        if not self._has_media:
+            return {}
+        return {
+            kind.plural: [Media({name: row.media[name]}) for row in rows]
+            for name, kind in MEDIA_KINDS.items()
+            if kind.plural in MEDIA_COLUMNS
+        }
 
 
 def require_finite(rollout: Rollout, reward: float) -> None:
@@ -285,6 +307,7 @@ def open_scorer(parts: SourceParts, requests: SampleRequests) -> GroupScorer:
         columns={name for prompt in requests.prompts for name in prompt.columns},
         masks_failures=parts.config.reward_failure == "mask",
         ledger=requests.ledger,
+        has_media=any(prompt.media for prompt in requests.prompts),
     )
 
 
@@ -296,7 +319,8 @@ def finished_samples(
     scorer: GroupScorer,
     environment_results: Sequence[RewardResult | None] = (),
     special_ids: Collection[int] = (),
-    carried: Sequence[LedgerEntry] | None = None,
+    carried: Iterable[LedgerEntry] = (),
+    branches: Mapping[int, Sequence[Rollout]] | None = None,
 ) -> Samples:
     """The samples of one batch of prompts, scored, with their evidence; collective.
 
@@ -307,8 +331,9 @@ def finished_samples(
         scorer: Of these groups; it may have begun with some.
         environment_results: What environments add; () without them.
         special_ids: Ids that no text of an observation may have.
-        carried: Ledger entries of earlier steps. Responses that go on in the next step may do so
-            on any rank, so with it every rank gets the entries of all.
+        carried: Ledger entries of earlier steps, of these rollouts and of those that go on.
+        branches: Further rows of episodes by the sample id of their first ones, whose rewards they
+            get; None without.
     """
     config, timer, scored = parts.config, requests.timer, list[ScoredRollout]()
     problem: Exception | None = None
@@ -330,18 +355,43 @@ def finished_samples(
                 environment_results=environment_results,
                 ledger=requests.ledger,
             )
+            scored = with_branches(scored, branches or {}, requests.ledger)
         except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
             problem = error
     with timer.stage("exchange"):
         table = exchange(problem or scored, parts.context)
         evidence = None
         if config.ledger_gate and parts.session.engine is not None and requests.is_recorded:
+            rows = [item.rollout for item in scored]
             evidence = take_evidence(
-                rollouts, parts.session, ledger=requests.ledger, special_ids=special_ids
+                rows,
+                parts.session,
+                ledger=requests.ledger,
+                special_ids=special_ids,
+                carried=carried,
             )
-            if carried is not None:
-                evidence = share_entries(evidence, carried, parts.context)
     return Samples(scored, table, requests.num_prompts, evidence=evidence)
+
+
+def with_branches(
+    scored: Sequence[ScoredRollout],
+    branches: Mapping[int, Sequence[Rollout]],
+    ledger: SampleLedger,
+) -> list[ScoredRollout]:
+    """Scored rollouts, and behind them the further rows of their episodes, with their rewards.
+
+    Args:
+        scored: First rows.
+        branches: By sample id of the first row.
+        ledger: Receives that the rewards are those of the further rows, too.
+    """
+    further = []
+    for item in scored:
+        first = ledger.of(item.rollout.sample_id)
+        for row in branches.get(item.rollout.sample_id, ()):
+            ledger.of(row.sample_id).share(first, row.token_ids)
+            further.append(replace(item, rollout=row))
+    return [*scored, *further]
 
 
 def require_rewards(table: RowTable, greedy: RowTable | None = None) -> None:

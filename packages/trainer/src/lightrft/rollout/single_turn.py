@@ -34,7 +34,7 @@ class SingleTurnSource:
     def sample(self, requests: SampleRequests) -> Samples:
         """See `RolloutSource`."""
         parts, prompts, ids = self._parts, requests.prompts, requests.request_ids
-        requests.ledger.ask(prompts, requests.positions, requests.params.n)
+        requests.ledger.ask(prompts, requests.positions, requests.params.n, ids)
         with open_scorer(parts, requests) as scorer:
             groups = RolloutGroups(
                 prompts,

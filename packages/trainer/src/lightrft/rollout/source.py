@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, Self
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightrft.config import TrainConfig
-from lightrft.config.files import parse_json, typed
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
@@ -71,30 +69,32 @@ class OpenSample:
 
 
 @dataclass(frozen=True, slots=True)
-class InFlightGroup:
+class OpenGroup:
     """A prompt and its responses so far.
 
     Args:
         request_id: Number of the prompt in the run.
         prompt: The data row.
         samples: One a response.
+        logprobs_mode: As in `Completion`.
+        begun, complete: Rounds of its first token and of the last one of all responses; 0 is not
+            yet.
     """
 
     request_id: int
     prompt: Prompt
     samples: tuple[OpenSample, ...]
+    logprobs_mode: LogprobsMode
+    begun: int = 0
+    complete: int = 0
 
     @property
-    def is_finished(self) -> bool:
-        """Whether all responses are."""
-        return all(sample.finish_reason is not None for sample in self.samples)
+    def facts(self) -> tuple[int, int, int, int]:
+        """Of a `GroupFacts`."""
+        num_tokens = sum(len(sample.token_ids) for sample in self.samples)
+        return self.request_id, self.begun, self.complete, num_tokens
 
-    @property
-    def oldest_version(self) -> int | None:
-        """Of the weights that sampled any of its tokens; None before the first."""
-        return min((v for sample in self.samples for v in sample.versions), default=None)
-
-    def completions(self, logprobs_mode: LogprobsMode) -> list[Completion]:
+    def completions(self) -> list[Completion]:
         """The finished responses as completions of the prompt."""
         return [
             Completion(
@@ -103,7 +103,7 @@ class InFlightGroup:
                 prompt_token_ids=self.prompt.token_ids,
                 output_token_ids=sample.token_ids,
                 output_logprobs=sample.logprobs,
-                logprobs_mode=logprobs_mode,
+                logprobs_mode=self.logprobs_mode,
                 finish_reason=sample.finish_reason or "abort",
                 weights_version=max(sample.versions, default=-1),
                 facts=sample.facts,
@@ -113,22 +113,22 @@ class InFlightGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class PartialRolloutState:
-    """State that a step leaves to the next one; the same on every rank.
+class StreamState:
+    """State that streaming rollouts leave to the next round, on one rank.
 
     Args:
-        groups: Ordered by request id; those without tokens have not begun.
+        groups: Of this rank, ordered by request id; those without tokens have not begun.
         num_calls: Calls of the engine so far; each has random numbers of its own.
-        weights_version: Of the engine during the step.
-        entries: Of the engines' ledgers, on the groups that have begun.
+        num_rounds: So far.
+        entries: Of the engine's ledger, on these groups.
     """
 
-    groups: tuple[InFlightGroup, ...] = ()
+    groups: tuple[OpenGroup, ...] = ()
     num_calls: int = 0
-    weights_version: int = -1
+    num_rounds: int = 0
     entries: tuple[LedgerEntry, ...] = ()
 
-    def with_entries(self, entries: Iterable[LedgerEntry]) -> PartialRolloutState:
+    def with_entries(self, entries: Iterable[LedgerEntry]) -> StreamState:
         """The same with those entries that belong to its groups."""
         calls = {
             (segment.request_id, segment.sample_index)
@@ -139,52 +139,8 @@ class PartialRolloutState:
         kept = (entry for entry in entries if entry.key[:2] in calls)
         return replace(self, entries=tuple(kept))
 
-    def rebased(self, weights_version: int) -> PartialRolloutState:
-        """The same for an engine that counts anew.
 
-        Args:
-            weights_version: Its version of the weights that followed those of the step.
-        """
-        if not self.groups:
-            return self
-        shift = weights_version - (self.weights_version + 1)
-        groups = tuple(
-            replace(
-                group,
-                samples=tuple(
-                    replace(sample, versions=tuple(v + shift for v in sample.versions))
-                    for sample in group.samples
-                ),
-            )
-            for group in self.groups
-        )
-        entries = tuple(
-            replace(entry, weights_version=entry.weights_version + shift) for entry in self.entries
-        )
-        return replace(self, groups=groups, weights_version=weights_version - 1, entries=entries)
-
-    def to_json(self) -> str:
-        """Text for a checkpoint."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: object) -> Self:
-        """The state that `to_json` wrote.
-
-        Raises:
-            ValueError: The text is none of ours.
-        """
-        try:
-            # Prompts of earlier checkpoints list images and videos apart; carried ones have none.
-            return typed(cls, parse_json(str(text).encode(), "they"), "they", skips_unknown=True)
-        except ValueError as error:
-            raise ValueError(
-                f"the checkpoint's unfinished responses cannot be read: {error}; start anew, or "
-                "load it with load_module_only"
-            ) from error
-
-
-NOTHING_CARRIED = PartialRolloutState()
+NOTHING_OPEN = StreamState()
 
 
 class Decoder(Protocol):
@@ -237,7 +193,7 @@ class SampleRequests:
         shapes_rewards: Length changes the reward.
         is_recorded: The engine writes the samples into its ledger: they are trained on.
         next_prompts: This rank's part of a further batch of prompts; None if there are none.
-        carry: State of the source: responses that the step before left unfinished.
+        stream: State of the source: responses that the round before left unfinished.
         step, batch: Of the run and within the step, for the journal; step None writes none.
         timer: Measures the step.
         ledger: Receives what is asked, answered and scored.
@@ -251,7 +207,7 @@ class SampleRequests:
     shapes_rewards: bool = True
     is_recorded: bool = True
     next_prompts: Callable[[], Sequence[Prompt]] | None = None
-    carry: PartialRolloutState = NOTHING_CARRIED
+    stream: StreamState = NOTHING_OPEN
     step: int | None = None
     batch: int = 0
     timer: StepTimer = field(default_factory=StepTimer)
@@ -302,24 +258,20 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class PartialReport:
-    """Tokens that a step sampled, finished and left.
+class StreamReport:
+    """Tokens and groups of streaming rollouts in a round, over all ranks.
 
     Args:
-        carry: State for the next step.
-        version: Of the weights of this step.
-        num_chunks: Calls of the engine.
-        num_sampled_tokens: Sampled in this step, over all ranks.
-        num_carried: Groups that have begun and go on.
-        num_carried_tokens: Tokens that they have.
+        num_sampled_tokens: In this round.
+        num_open: Groups that have begun and are not trained on.
+        num_open_tokens: Tokens that they have.
+        num_waited: Groups that were sampled to their end, beyond their budget.
     """
 
-    carry: PartialRolloutState
-    version: int
-    num_chunks: int
     num_sampled_tokens: int
-    num_carried: int
-    num_carried_tokens: int
+    num_open: int
+    num_open_tokens: int
+    num_waited: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,9 +285,12 @@ class Samples:
         num_rounds: Batches of prompts among them.
         greedy: The greedy completions of all ranks, or None where the estimator needs none.
         selection: Report of dynamic sampling, or None.
-        partial: Report of partial rollouts, or None.
+        report: Of streaming rollouts, or None.
+        stream: State that they leave to the next round.
         evidence: Journal and ledger of this rank for the ledger gate, or None without it.
         tool_names: Of the tools that could be called, or None without environments and tools.
+        agent_counts: Of each of this rank's episodes of agents, its calls and branches, by name;
+            None without agents.
     """
 
     scored: Sequence[ScoredRollout]
@@ -344,9 +299,19 @@ class Samples:
     num_rounds: int = 1
     greedy: RowTable | None = None
     selection: Selection | None = None
-    partial: PartialReport | None = None
+    report: StreamReport | None = None
     evidence: Evidence | None = None
     tool_names: tuple[str, ...] | None = None
+    agent_counts: Sequence[Mapping[str, int]] | None = None
+    stream: StreamState = NOTHING_OPEN
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that were sampled for them over all ranks, those of groups that are left out."""
+        for each in (self.report, self.selection):
+            if each is not None:
+                return each.num_sampled_tokens
+        return int(self.table.sampled_lengths.sum())
 
     @property
     def is_undecided(self) -> bool:
@@ -368,12 +333,39 @@ class Samples:
         return None
 
 
+# Of a balance, where a ledger is missing.
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Rows that a step leaves to the next ones, on one rank.
+
+    Args:
+        num_requests: Prompts asked for so far, over all ranks; the id of the next request.
+        held: Samples of the steps to come (`rollout_lag`), the next one first.
+        stream: Of streaming rollouts.
+        balance: Sum over the samples that were asked for and are neither trained nor left out,
+            over all ranks; or `UNKNOWN`.
+    """
+
+    num_requests: int = 0
+    held: tuple[Samples, ...] = ()
+    stream: StreamState = NOTHING_OPEN
+    balance: int = 0
+
+    def summary(self) -> str:
+        """One line on the rows of this rank."""
+        num_open = sum(group.begun > 0 for group in self.stream.groups)
+        return f"of {len(self.held)} steps, and {num_open} open groups"
+
+
 class RolloutSource(Protocol):
-    """A source of samples: single turns, environments, partial rollouts, an endpoint.
+    """A source of samples: single turns, environments, streaming rollouts, an endpoint.
 
     A source is chosen once, in `lightrft.rollout.sampler.build_source`, and may wrap another one.
-    Rows that go on in a later step are its state, a value with `to_json` and `from_json`: it comes
-    with the requests and the next one goes out with the samples, so that a step which is given up
+    Rows that go on in a later step are its state, a value: it comes with the requests and the next
+    one goes out with the samples, so that a step which is given up
     leaves nothing behind and is sampled again with the same numbers.
     """
 

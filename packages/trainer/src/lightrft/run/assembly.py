@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 from lightrft.config import TrainConfig
-from lightrft.config.registry import STAGES, START_HOOKS
+from lightrft.config.registry import STAGES, START_HOOKS, keyword_options
 from lightrft.config.strategy_config import default_learning_rate
 from lightrft.config.toml import write_whole
 from lightrft.reporting.alarms import run_verdict
@@ -20,15 +22,19 @@ from lightrft.reporting.console import RunConsole
 from lightrft.reporting.files import (
     CONFIG_FILE,
     METRICS_FILE,
+    START_FILE,
     SUMMARY_FILE,
     JsonLines,
     JsonLinesLogger,
     rank_log,
+    read_json,
     set_aside,
 )
-from lightrft.reporting.loggers import MetricsLogger, own_loggers
+from lightrft.reporting.loggers import MetricsLogger, notebook_loggers, own_loggers
 from lightrft.reporting.trackers import build_trackers
+from lightrft.run.callbacks import Callback
 from lightrft.run.loop import Loop, LoopResult
+from lightrft.run.provenance import write_model_run
 from lightrft.run.resume import RunPlan, plan_run
 from lightrft.run.start import end_run, sole_writer, start_run
 from lightrft.run.threads import choose_threads
@@ -37,7 +43,11 @@ from lightrft.stages.stage import StageInputs
 from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.console_sink import console_sink
 from lightrft.strategy.distributed.context import print_on_first_rank
+from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_end import RunStoppedError
+from lightrft.strategy.engine.generation import check_engine_type
+from lightrft.strategy.split.bridge import Bridge
+from lightrft.strategy.split.remote_engine import RemoteEngine
 from lightrft.strategy.strategy_base import StrategyBase
 
 EMA_FOLDER = "model_ema"
@@ -56,7 +66,7 @@ class RunSummary:
         seconds: Duration of this process's part, evaluations included.
         first_eval, last_eval: Metrics of the first and the last evaluation; {} without eval_data.
         last_metrics: Metrics of the last step.
-        verdict: "learned: ..." or "no update: ...", see `run_verdict`; then, what ended the run
+        verdict: "trained: ..." or "no update: ...", see `run_verdict`; then, what ended the run
             before its last step.
         alarms: The alarms that ended it (`stop_on_alarm`).
     """
@@ -81,6 +91,7 @@ def run_training(
     *,
     stage: str = "policy",
     loggers: Sequence[MetricsLogger] = (),
+    callbacks: Sequence[Callback] = (),
     stop_request: Callable[[], bool] | None = None,
 ) -> RunSummary:
     """Trains as one process of a run, whose rank is in the environment.
@@ -92,17 +103,47 @@ def run_training(
         config: What to do.
         stage: Name or import string of what is trained, see `config.registry.STAGES`.
         loggers: Further receivers of metrics on the first rank.
-        stop_request: Says whether this process was asked to stop; all ranks then stop together.
+        callbacks: Called around the steps on every rank.
+        stop_request: Says that this process was asked to stop; then all ranks do.
 
     Raises:
         RunStoppedError: The run was asked to stop; it can be continued.
         RunAlarmError: An alarm ended the run; all its files are written.
         ConfigError: Options that cannot be run, or a used folder that they would spoil.
-        DataError: Prompts that cannot be read.
+        DataError, ModelLoadError: Prompts, or a model or tokenizer, that cannot be read.
         RewardError: A reward function that cannot be loaded, or that fails.
-        ModelLoadError: A model or tokenizer that cannot be read.
     """
-    started = time.perf_counter()
+    begin = _Begin(stage, loggers, callbacks, stop_request or (lambda: False))
+    if not config.rollout_ranks:
+        return _train(config, begin)
+    from lightrft.run.split_run import both_end, generate_for, open_bridge, training_side
+
+    with open_bridge(config) as bridge:
+        if bridge.side.generates:
+            return cast("RunSummary", generate_for(config, bridge, begin.stop_request))
+        with both_end(bridge) as summary:
+            summary.append(_train(training_side(config), begin, bridge))
+        return cast("RunSummary", summary[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """The arguments of `run_training` beside the configuration."""
+
+    stage: str
+    loggers: Sequence[MetricsLogger]
+    callbacks: Sequence[Callback]
+    stop_request: Callable[[], bool]
+
+
+def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> RunSummary:
+    """Trains as one process; see `run_training`.
+
+    Args:
+        config, begin: What to do.
+        bridge: To the ranks that only generate, if there are any.
+    """
+    started, stage, loggers = time.perf_counter(), begin.stage, begin.loggers
     with ExitStack() as stack:
         plan = plan_run(config, stage)
         if plan.summary:
@@ -120,10 +161,15 @@ def run_training(
         stack.enter_context(rank_log(folder, rank))
         if console is not None:
             trackers = (*build_trackers(config), *own_loggers(config))
-            loggers = (console, JsonLinesLogger(folder / METRICS_FILE), *trackers, *loggers)
+            lines = JsonLinesLogger(folder / METRICS_FILE)
+            loggers = (console, lines, *notebook_loggers(), *trackers, *loggers)
         strategy = stack.enter_context(get_strategy(config))
+        stop_request = begin.stop_request
+        if bridge is not None:
+            strategy.inference_engine = RemoteEngine(bridge, check_engine_type(config.engine_type))
+            stop_request = partial(bridge.asked_to_stop, stop_request)
         config = _ready(config, inputs, strategy, stage)
-        loop = Loop(inputs.build(config, strategy), loggers)
+        loop = Loop(inputs.build(config, strategy), loggers, begin.callbacks)
         stack.callback(loop.close)
         num_planned, num_resumed = loop.stage.planned_steps(), start_run(config, loop, plan, stage)
         if console is not None:
@@ -152,10 +198,10 @@ def _ready(
     """The configuration with all that is decided on the machine; collective."""
     config = choose_threads(inputs.decided(config, strategy), strategy)
     for name in START_HOOKS:
-        if name == "memory_budget" and stage != "policy":
-            continue  # it plans for rollouts, too
-        hook = cast("Callable[[TrainConfig, StrategyBase], TrainConfig]", START_HOOKS.load(name))
-        config = hook(config, strategy)
+        hook = cast("Callable[..., TrainConfig]", START_HOOKS.load(name))
+        known = {"stage": stage, "inputs": inputs}
+        asked = {n: known[n] for n in known if n in keyword_options(hook)}
+        config = hook(config, strategy, **asked)
     return config.replaced({"ckpt_path": str(config.checkpoint_dir)})
 
 
@@ -217,10 +263,15 @@ def _finish(
     loop.save_model(config.model_dir)
     loop.save_model(Path(config.output_dir) / EMA_FOLDER, is_average=True)
     strategy.finish_saving()
+    with phase("prove the saved model", timedelta(minutes=config.timeout_minutes)):
+        loop.stage.prove_saved(config.model_dir)
     summary = _summarise(config, strategy, result, num_resumed, started)
     if strategy.is_rank_0():
-        text = json.dumps(asdict(summary), indent=2) + "\n"
-        write_whole(Path(config.output_dir) / SUMMARY_FILE, text)
+        folder = Path(config.output_dir)
+        start = read_json(folder / START_FILE)
+        named = {name: str(start.get(name, "")) for name in ("run_sha256", "stage")}
+        write_model_run(config.model_dir, folder, **named)
+        write_whole(folder / SUMMARY_FILE, json.dumps(asdict(summary), indent=2) + "\n")
     end_run(config, strategy, "finished", result.num_steps)
     strategy.print(summary.verdict)
     if result.alarms:

@@ -20,6 +20,7 @@ from lightrft.config import ConfigError, StrategyConfig, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.datasets.batch_stream import Batches, BatchStream
 from lightrft.reporting.loggers import LoggerGroup, MetricsLogger
+from lightrft.run.callbacks import Callback, Callbacks
 from lightrft.run.throughput import TrainingFlops, peak_tflops, training_flops, utilisation
 from lightrft.stages.stage import (
     Stage,
@@ -251,22 +252,29 @@ class Loop(Generic[Batch]):
     Args:
         stage: Draws and trains.
         loggers: Receive metrics on the first rank.
+        callbacks: Called around the steps, on every rank.
     """
 
-    def __init__(self, stage: Stage[Batch], loggers: Sequence[MetricsLogger]) -> None:
+    def __init__(
+        self,
+        stage: Stage[Batch],
+        loggers: Sequence[MetricsLogger],
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
         self.stage, self.strategy = stage, stage.strategy
         self.state = LoopState()
         self._num_resumed = self._num_planned = 0
         self._data: BatchStream[object] | None = None
         self._costs: dict[str, TrainingFlops | None] = {}
         self._loggers = LoggerGroup(loggers if stage.strategy.is_rank_0() else ())
+        self._callbacks = Callbacks(callbacks)
 
     def take_data(self, loader: Batches[object]) -> None:
         """Draws from another loader, from the position of the run on."""
         self.stage.loader, self._data = loader, None
 
     def run(self, num_steps: int, *, stop_request: Callable[[], bool] | None = None) -> LoopResult:
-        """Trains until `num_steps` steps are complete, an alarm stops, or a request to stop.
+        """Trains until `num_steps` steps are complete, or an alarm, a callback or a request stops.
 
         A request is answered before each step and between its drawing and its update; what was
         drawn is then dropped, and a resumed run draws it again.
@@ -286,11 +294,13 @@ class Loop(Generic[Batch]):
                 self._loggers.log(0, first_eval)
         num_saved, was_stopped = -1, False
         ended_by: tuple[str, ...] = ()
+        is_last = False
         self._num_planned = num_steps
-        while self.state.num_steps < num_steps and not ended_by:
+        while self.state.num_steps < num_steps and not is_last:
             if was_stopped := self._is_asked_to_stop(stop_request):
                 break
             step = self.next_step()
+            self._callbacks.begin_step(step.number)
             batch = self.draw(step)
             if was_stopped := self._is_asked_to_stop(stop_request):
                 break
@@ -299,12 +309,8 @@ class Loop(Generic[Batch]):
             found = self._find_alarms(metrics)
             ended_by = found if self.stage.config.stop_on_alarm else ()
             is_last = bool(ended_by) or step.number == num_steps
-            shown = metrics
-            if is_last or is_due(step.number, self.stage.config.eval_steps):
-                last_eval = self.evaluate()
-                self._keep_best(step.number, last_eval)
-                shown = {**metrics, **last_eval}
-            self._loggers.log(step.number, shown)
+            is_last, evaluated = self._end_step(step.number, metrics, is_last=is_last)
+            last_eval = evaluated or last_eval
             if is_last or is_due(step.number, self.stage.config.save_steps):
                 with self._nothing_kept(step.number):
                     self.save_checkpoint()
@@ -439,6 +445,30 @@ class Loop(Generic[Batch]):
             metrics["eval/seconds"] = time.perf_counter() - begin
         return metrics
 
+    def _end_step(
+        self, step: int, metrics: Mapping[str, float], *, is_last: bool
+    ) -> tuple[bool, dict[str, float]]:
+        """Evaluates if that is due, calls the callbacks and logs.
+
+        Returns:
+            Whether it is the last step, which a callback may decide; and the evaluation, if any.
+        """
+        evaluated: dict[str, float] = {}
+        if is_last or is_due(step, self.stage.config.eval_steps):
+            evaluated = self._evaluated_after(step)
+        shown = self._callbacks.end_step(step, {**metrics, **evaluated})
+        if not is_last and self._callback_stops():
+            is_last, evaluated = True, evaluated or self._evaluated_after(step)
+            shown |= evaluated
+        self._loggers.log(step, shown)
+        return is_last, evaluated
+
+    def _evaluated_after(self, step: int) -> dict[str, float]:
+        """Metrics of held-out data after a step, whose model is kept if it is the best."""
+        metrics = self.evaluate()
+        self._keep_best(step, metrics)
+        return metrics
+
     def _find_alarms(self, metrics: Mapping[str, float]) -> tuple[str, ...]:
         """Warns about numbers out of bounds, a line each, and returns the sentences."""
         found = self.stage.alarms(metrics)
@@ -451,6 +481,12 @@ class Loop(Generic[Batch]):
         if stop_request is None:
             return False
         return self.strategy.all_reduce(int(stop_request()), op="max") > 0
+
+    def _callback_stops(self) -> bool:
+        """Whether a callback of any rank ends the run; the same answer on all of them."""
+        if not self._callbacks:
+            return False
+        return self.strategy.all_reduce(int(self._callbacks.wants_stop()), op="max") > 0
 
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
         """Saves the main model in `ckpt_path`/best if `best_metric` was never better; collective.
@@ -503,7 +539,7 @@ class Loop(Generic[Batch]):
                 # Dropped weights are sent once more before the next step is drawn.
                 version = engine.weights_version + int(engine.weights_were_dropped)
                 self.state = replace(self.state, weights_version=version)
-            client_state = {**self.state.to_client_state(), **stage.memory.to_client_state()}
+            client_state = {**self.state.to_client_state(), **stage.client_state()}
             save_run(self.strategy, config, client_state, stage.models)
 
     def load_checkpoint(self) -> bool:

@@ -1,38 +1,16 @@
 """Whether a run starts anew, continues, or must not start: decided from the files of its folder."""
 
-import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.files import CHECKSUM, FileError, file_sha256, unsealed
 from lightrft.config.options import options_of
-from lightrft.config.registry import REGISTRIES, split_kind, split_reference
 from lightrft.config.toml import without_secrets
-from lightrft.datasets.row_origin import origin_of
 from lightrft.reporting.files import CONFIG_FILE, START_FILE, STEP_FILES, SUMMARY_FILE, read_json
+from lightrft.run.run_inputs import Change, changed_inputs, changed_models
 from lightrft.strategy.checkpoints.manifest import checkpoint_folders
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A difference between the run on disk and the command that continues it.
-
-    Args:
-        name: Of the option, or the path of an input file.
-        before, after: As shown to the user.
-        is_free: The continued run is as exact as an uninterrupted one.
-    """
-
-    name: str
-    before: str
-    after: str
-    is_free: bool
-
-    def __str__(self) -> str:
-        """One line: what changed, from what, to what."""
-        return f"{self.name}: {self.before} -> {self.after}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +184,7 @@ def decided_before(folder: Path, config: TrainConfig) -> dict[str, object]:
 
 
 def find_changes(folder: Path, config: TrainConfig) -> tuple[Change, ...]:
-    """Options and input files that differ from those of the run in `folder`."""
+    """Options, input files and models that differ from those of the run in `folder`."""
     old = _options_before(folder)
     new = without_secrets(config)
     before = without_secrets(old)
@@ -216,84 +194,5 @@ def find_changes(folder: Path, config: TrainConfig) -> tuple[Change, ...]:
         for name, (_, info) in options_of(TrainConfig).items()
         if name in new and before[name] != new[name]
     ]
-    return (*found, *_changed_inputs(folder, config))
-
-
-def _changed_inputs(folder: Path, config: TrainConfig) -> list[Change]:
-    recorded = _read_start(folder).get("inputs")
-    if not isinstance(recorded, dict):
-        return []
-    changes = []
-    for path in input_files(config):
-        old = recorded.get(str(path))
-        if not isinstance(old, dict) or old.get("modified_ns") == path.stat().st_mtime_ns:
-            continue
-        digest = file_sha256(path)
-        if digest != old.get("sha256"):
-            before = f"contents {str(old.get('sha256'))[:12]}"
-            changes.append(Change(str(path), before, f"contents {digest[:12]}", is_free=False))
-    return changes
-
-
-def describe_inputs(config: TrainConfig) -> dict[str, Mapping[str, int | str]]:
-    """Hash and time of the files that decide the numbers of a run, by path.
-
-    Of rows that were made of another run's samples, `origin` names that run.
-    """
-    found: dict[str, Mapping[str, int | str]] = {}
-    for path in input_files(config):
-        digest = file_sha256(path)
-        origin = origin_of(path, digest)
-        found[str(path)] = {
-            "sha256": digest,
-            "modified_ns": path.stat().st_mtime_ns,
-            **({"origin": origin} if origin else {}),
-        }
-    return found
-
-
-def input_files(config: TrainConfig) -> list[Path]:
-    """Local files of prompts, and of the user's own losses, rewards and what those import."""
-    data = [] if config.prompt_data is None else [config.prompt_data]
-    names = [name for entry in data for name in (entry, *entry.split(","))]
-    chosen = [config.environment, *config.tools]
-    for name in REGISTRIES:
-        value = config.__dict__[name] or ()
-        chosen += (value,) if isinstance(value, str) else value
-    own = [Path((split_reference(split_kind(item or "")[1]) or ("", ""))[0]) for item in chosen]
-    names += [str(file) for path in own if path.is_file() for file in (path, *files_beside(path))]
-    names += [path for path in (config.chat_template, config.judge_template) if path is not None]
-    return [path for path in dict.fromkeys(map(Path, filter(None, names))) if path.is_file()]
-
-
-def files_beside(plugin: Path) -> list[Path]:
-    """Files of its folder that a plug-in imports, and what those import from there in turn."""
-    found: list[Path] = []
-    remaining = [plugin]
-    while remaining:
-        path = remaining.pop()
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (OSError, SyntaxError, ValueError, RecursionError):
-            continue  # refused where it is loaded
-        for module in _imported(tree, path, plugin.parent):
-            for file in (module.with_suffix(".py"), module / "__init__.py"):
-                if file.is_file() and file not in (plugin, *found):
-                    found.append(file)
-                    remaining.append(file)
-    return found
-
-
-def _imported(tree: ast.Module, path: Path, folder: Path) -> Iterator[Path]:
-    """Paths that imports lead to, if below `folder`; relative ones are of `path`."""
-    for node in ast.walk(tree):
-        names = [alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]
-        start = folder
-        if isinstance(node, ast.ImportFrom):
-            above = path.absolute().parents
-            start = above[min(node.level, len(above)) - 1] if node.level else folder
-            names = [node.module or "", *(f"{node.module or ''}.{name}" for name in names)]
-        for name in names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            parts = [part for part in name.split(".") if part.isidentifier()]
-            # `import a.b` runs a, too.
-            yield from (start.joinpath(*parts[:count]) for count in range(1, len(parts) + 1))
+    start = _read_start(folder)
+    return (*found, *changed_inputs(start, config), *changed_models(start, config))

@@ -22,7 +22,9 @@ from lightrft.reporting.files import (
     write_start,
 )
 from lightrft.run.loop import Loop
-from lightrft.run.resume import Change, RunPlan, describe_inputs
+from lightrft.run.provenance import describe_models, run_hash
+from lightrft.run.resume import RunPlan
+from lightrft.run.run_inputs import Change, describe_inputs
 from lightrft.strategy.config import ConfigError
 from lightrft.strategy.optimizers import PlannedLR
 from lightrft.strategy.strategy_base import StrategyBase
@@ -48,12 +50,16 @@ def start_run(config: TrainConfig, loop: Loop[Batch], plan: RunPlan, stage: str)
     if strategy.is_rank_0():
         folder = Path(config.output_dir)
         config.save(folder / CONFIG_FILE)
+        inputs, models = describe_inputs(config), describe_models(config)
+        digest = file_sha256(folder / CONFIG_FILE)
         write_start(
             folder / START_FILE,
             world_size=strategy.world_size,
-            inputs=describe_inputs(config),
-            config_sha256=file_sha256(folder / CONFIG_FILE),
+            inputs=inputs,
+            config_sha256=digest,
             stage=stage,
+            models=models,
+            run_sha256=run_hash(digest, inputs, models),
         )
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         for name in STEP_FILES:

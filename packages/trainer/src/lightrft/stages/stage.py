@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from lightrft.strategy.distributed.deadlines import StepTimer, phase
 from lightrft.strategy.optimizers import OptimizerStepResult
 
 if TYPE_CHECKING:
+    from lightrft.datasets.supervised_rows import SupervisedRow
     from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -188,6 +190,10 @@ class Stage(Protocol, Generic[Batch]):
         """
         return metrics
 
+    def client_state(self) -> dict[str, object]:
+        """What a checkpoint holds of the memory, complete on the first rank; collective."""
+        return self.memory.to_client_state()
+
     def evaluate(self) -> dict[str, float]:
         """Metrics `eval/...` of held-out data, equal on all ranks; {} without; collective."""
         return {}
@@ -198,6 +204,17 @@ class Stage(Protocol, Generic[Batch]):
 
     def resumed(self) -> None:
         """Adapts to a loaded checkpoint, once the engine has the weights."""
+        return
+
+    def prove_saved(self, folder: Path) -> None:
+        """Proves that the written model is the trained one, where that can be told; collective.
+
+        Args:
+            folder: Holds the result of the run.
+
+        Raises:
+            ModelLoadError: It is not.
+        """
         return
 
     def close(self) -> None:
@@ -216,9 +233,19 @@ class StageInputs(Protocol):
         """Models, engine and data of the stage."""
         ...
 
+    def items(self) -> Sequence[Sequence[SupervisedRow]]:
+        """Rows to train on, those that are compared together; none where they are sampled."""
+        ...
+
     def close(self) -> None:
         """Ends processes that were started."""
         ...
+
+
+def last_sampled_step(step: Step, config: TrainConfig) -> int:
+    """The last step that is sampled before a step is trained on."""
+    last = step.number + config.rollout_lag
+    return min(last, step.num_planned) if step.num_planned >= step.number else last
 
 
 def stored_number(client_state: Mapping[str, object], name: str) -> float:

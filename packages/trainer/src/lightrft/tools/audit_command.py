@@ -42,7 +42,8 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--reference",
         metavar="FOLDER",
-        help="The reference model, if the run's --pretrain is not there any more.",
+        help="The reference model, if the run's --pretrain is not there any more; of distillation "
+        "on rows the teacher.",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     return parser

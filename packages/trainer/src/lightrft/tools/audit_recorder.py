@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightrft.models import LoraActor, SequenceModel
+from lightrft.models import SequenceModel
+from lightrft.models.lora import LoraModel
 from lightrft.records.columns import COLUMNS
 from lightrft.records.table import RowTable, SampleTable, join_tables, tabulate
 from lightrft.strategy.backend import PreparedModel
@@ -23,6 +24,7 @@ from lightrft.tools.audit.record import (
     COMPONENT,
     CONFIG,
     TOKEN_VALUES,
+    VERSIONS,
     Facts,
     OptimizerFacts,
     RawSamples,
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from lightrft.algorithms.moments import Moments
     from lightrft.records.batch import ExperienceBatch
     from lightrft.stages.policy.updates import ObservedStep
-    from lightrft.stages.supervised.supervised_stage import ObservedRows
+    from lightrft.stages.supervised.row_observer import ObservedRows
     from lightrft.strategy.optimizers import OptimizerStepResult
 
 Kind = TypeVar("Kind", bound=np.generic)
@@ -60,10 +62,10 @@ class Update:
     learning_rate: float = 0.0
     is_skipped: bool = False
 
-    def add(self, logprobs: dict[int, Flat], terms: Mapping[str, Tensor]) -> None:
-        """Adds a micro batch: the scores of its rows, its share of each term of the loss."""
-        self.micro_batches.append(list(logprobs))
-        self.new |= logprobs
+    def add(self, ids: Sequence[int], values: dict[int, Flat], terms: Mapping[str, Tensor]) -> None:
+        """Adds a micro batch: ids and values of its rows, its share of each term of the loss."""
+        self.micro_batches.append(list(ids))
+        self.new |= values
         for name, share in terms.items():
             self.losses[name] = self.losses.get(name, 0.0) + float(share.detach())
 
@@ -178,7 +180,9 @@ class Recorder(ABC, Generic[Raw]):
             for i in range(len(self._updates))
         ]
         strategy, moments = self._strategy, self.moments
+        engine = strategy.inference_engine
         facts = Facts(
+            weights_version=-1 if engine is None else engine.weights_version,
             stage=self._stage,
             step=self._number,
             num_planned=self._num_planned,
@@ -207,7 +211,7 @@ class Recorder(ABC, Generic[Raw]):
 
     def _lora_scale(self) -> float:
         actor = self._strategy.unwrap_model(self._models["actor"])
-        return actor.scale if isinstance(actor, LoraActor) else 0.0
+        return actor.scale if isinstance(actor, LoraModel) else 0.0
 
 
 class StepRecorder(Recorder[SampleTable]):
@@ -231,7 +235,7 @@ class StepRecorder(Recorder[SampleTable]):
         update, by_row = self._updates[-1], _by_sample(batch, values)
         if weights is not None:
             update.weights |= _by_sample(batch, weights)
-        update.add(by_row, terms)
+        update.add(list(by_row), by_row, terms)
         if old_logprobs is not None and batch.outputs.old_logprobs is None:
             self._old |= _by_sample(batch, old_logprobs)
 
@@ -280,7 +284,7 @@ def _raw_samples(table: SampleTable, greedy: RowTable | None) -> RawSamples:
     own = {item.name for item in fields(RawSamples)}
     return RawSamples(
         **{name: values for name, values in found.items() if name in own},  # type: ignore[arg-type]
-        facts={name: found[name] for name in table.facts if name in found}
+        facts={name: found[name] for name in (*table.facts, VERSIONS) if name in found}
         | {
             f"{COMPONENT}{name}": table.components[:, column].copy()
             for column, name in enumerate(table.component_names)
@@ -323,7 +327,7 @@ def _update_values(updates: Sequence[Sequence[Update]]) -> dict[str, NDArray[np.
             rows = [
                 (part.new if what == "new" else part.weights)[i]
                 for part in parts
-                if what == "new" or part.weights
+                if (part.new if what == "new" else part.weights)
                 for micro in part.micro_batches
                 for i in micro
             ]

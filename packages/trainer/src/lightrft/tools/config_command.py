@@ -1,4 +1,4 @@
-"""`lightrft config`: the options of a run as they come out, as a schema, or compared."""
+"""`lightrft config`: options as they come out, as a schema, compared, or from another library."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import Parser, add_options, at_least, available_options, parse_options
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import did_you_mean
-from lightrft.config.rules import batch_problems
+from lightrft.config.rules import launch_problems
 from lightrft.config.toml import format_toml, without_secrets
 from lightrft.reporting.files import CONFIG_FILE
 
@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def build_parsers() -> list[Parser]:
-    """The parsers of the three actions."""
+    """The parsers of the actions."""
     show_parser = Parser(
         "config show",
         "Print the options that lightrft train would run with, as TOML, the changed "
@@ -58,14 +58,28 @@ def build_parsers() -> list[Parser]:
         diff_parser.add_argument(
             name, metavar=name.upper(), help="A TOML file, or the --output_dir of a run."
         )
-    return [show_parser, schema_parser, diff_parser]
+    translate_parser = Parser(
+        "config translate",
+        "Write the folder of a run from a script of TRL's GRPOTrainer: options, reward functions "
+        "and rows that are written down in it. The script is read, not run.",
+    )
+    translate_parser.add_argument("script", metavar="SCRIPT.py", help="With a call of GRPOTrainer.")
+    translate_parser.add_argument("folder", metavar="DIR", help="For the files.")
+    translate_parser.add_argument(
+        "--nproc_per_node",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="Processes of the run, by each of which TRL counts its batch size. Default: 1.",
+    )
+    return [show_parser, schema_parser, diff_parser, translate_parser]
 
 
 def show(argv: Sequence[str]) -> str:
     """The options as TOML."""
     config, parsed, problems = parse_options(build_parsers()[0], argv)
     if parsed.nproc_per_node is not None and not problems:
-        problems = batch_problems(config, parsed.nproc_per_node)
+        problems = launch_problems(config, parsed.nproc_per_node)
     refuse(problems, ConfigError)
     values = without_secrets(config)
     lines: list[str] = []
@@ -126,6 +140,14 @@ def diff(argv: Sequence[str]) -> str:
     return "\n".join(lines) or "no option differs"
 
 
+def translate(argv: Sequence[str]) -> str:
+    """Files of a run from a script of TRL; what was written."""
+    given = build_parsers()[3].parse_args(argv)
+    from lightrft.tools.translate.options import translate_script
+
+    return translate_script(Path(given.script), Path(given.folder), given.nproc_per_node)
+
+
 def _load(name: str) -> TrainConfig:
     path = Path(name)
     path = path / CONFIG_FILE if path.is_dir() else path
@@ -134,4 +156,4 @@ def _load(name: str) -> TrainConfig:
     return TrainConfig.load(path)
 
 
-ACTIONS = {"show": show, "schema": schema, "diff": diff}
+ACTIONS = {"show": show, "schema": schema, "diff": diff, "translate": translate}

@@ -10,7 +10,8 @@ from lightrft.config.options import did_you_mean
 
 TEXT_PRESETS = ("tiny-qwen3", "tiny-llama")
 VISION_PRESETS = ("tiny-qwen2.5-vl",)
-PRESETS = (*TEXT_PRESETS, *VISION_PRESETS)
+AUDIO_PRESETS = ("tiny-qwen2-audio",)
+PRESETS = (*TEXT_PRESETS, *VISION_PRESETS, *AUDIO_PRESETS)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -31,6 +32,10 @@ def run(argv: Sequence[str]) -> int:
         from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
         write_tiny_vision_model(directory, options.seed)
+    elif preset in AUDIO_PRESETS:
+        from lightrft.tools.tiny_audio_models import write_tiny_audio_model
+
+        write_tiny_audio_model(directory, options.seed)
     else:
         from lightrft.tools.model_presets import write_tiny_model
 

@@ -18,7 +18,7 @@ from typing import Any
 from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import Parser, add_number, parse_options
 from lightrft.cli.train import build_parser as build_train_parser
-from lightrft.config.rules import batch_problems
+from lightrft.config.rules import launch_problems
 from lightrft.strategy.config import ConfigError
 
 
@@ -111,7 +111,7 @@ def check_run(options: dict[str, Any], arguments: Sequence[str]) -> None:
     if parsed.nproc_per_node != 1:
         problems.append("nproc_per_node: leave it out, one process per GPU is started")
     if not problems:
-        problems += batch_problems(config, options["nodes"] * options["gpus_per_node"])
+        problems += launch_problems(config, options["nodes"] * options["gpus_per_node"])
     refuse(problems, ConfigError)
 
 

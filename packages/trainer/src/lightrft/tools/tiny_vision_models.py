@@ -1,5 +1,6 @@
 """A tiny random Qwen2.5-VL with its processor."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ def build_tiny(
         initializer_range: Standard deviation of the weights.
         tokenizer: With the `MARKS`; None for one token per byte.
     """
-    tokenizer = tokenizer or _tokenizer()
+    tokenizer = tokenizer or marked_tokenizer(MARKS)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     ids = dict(zip(MARKS, tokenizer.convert_tokens_to_ids(list(MARKS)), strict=True))
     config = hf.Qwen2_5_VLConfig(
@@ -91,9 +92,10 @@ def build_tiny(
     return model, processor
 
 
-def _tokenizer() -> "PreTrainedTokenizerBase":
+def marked_tokenizer(marks: Sequence[str]) -> "PreTrainedTokenizerBase":
+    """One token per byte, and marks of media after them."""
     core = byte_level_core()
-    core.add_special_tokens(list(MARKS))
+    core.add_special_tokens(list(marks))
     return hf.PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,

@@ -138,7 +138,7 @@ class PPOTrainer:
             config,
             strategy,
             TrainedModels(tuple(trained), ema_model),
-            FrozenModels(initial_model, teacher_model),
+            FrozenModels(initial_model, {} if teacher_model is None else {"": teacher_model}),
             parts=RolloutParts(reward, tokenizer, models, episodes, processor),
             data=PolicyData(prompts_dataloader, eval_prompts, pretrain),
             logs=SampleLogs(sample_log, trajectory_log),
@@ -207,7 +207,8 @@ class PPOTrainer:
             self.loop.take_data(prompts_dataloader)
         if consumed_samples:
             self.loop.state = replace(self.loop.state, num_consumed=consumed_samples)
-            stage.memory = replace(stage.memory, num_requests=consumed_samples)
+            flight = replace(stage.memory.in_flight, num_requests=consumed_samples)
+            stage.memory = replace(stage.memory, in_flight=flight)
         num_steps = planned_steps(
             stage.loader,
             stage.config,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -98,6 +99,20 @@ class EndedRow(NamedTuple):
     is_stopped: bool
 
 
+class _Ends(NamedTuple):
+    """Rows that end with one token.
+
+    Args:
+        rows: [ended] int64, their numbers.
+        numbers: The same on the host.
+        is_stopped: Whether each stopped.
+    """
+
+    rows: torch.Tensor
+    numbers: list[int]
+    is_stopped: list[bool]
+
+
 class _Progress:
     """Bookkeeping of the rows that are still decoded."""
 
@@ -109,7 +124,13 @@ class _Progress:
         self.limit_set = frozenset(limits)
         self.row_ids = torch.arange(num_rows, device=device)
         self.is_alive = torch.ones(num_rows, dtype=torch.bool, device=device)
-        self.num_alive = num_rows
+        # The same of the host, which waits for the device once a step.
+        self._numbers = list(range(num_rows))
+        self._alive = [True] * num_rows
+
+    @property
+    def num_alive(self) -> int:
+        return sum(self._alive)
 
     @property
     def num_rows(self) -> int:
@@ -120,31 +141,32 @@ class _Progress:
         """Finished rows among those still in the batch."""
         return 1 - self.num_alive / self.num_rows
 
-    def record(
-        self, stops: torch.Tensor | None, num_tokens: int
-    ) -> tuple[torch.Tensor, list[bool]] | None:
-        """Marks rows that stop or reach their limit; which, [ended] int64, and whether by a stop.
-
-        None if there are none.
-        """
+    def record(self, stops: torch.Tensor | None, num_tokens: int) -> _Ends | None:
+        """Marks rows that stop or reach their limit; None if there are none."""
         ends = stops
         if num_tokens in self.limit_set:
             at_limit = self.limits == num_tokens
             ends = at_limit if ends is None else ends | at_limit
         if ends is None:
             return None
-        if self.num_alive < self.num_rows:
-            ends = ends & self.is_alive
-        if not bool(ends.any()):
+        ends = ends & self.is_alive
+        has_ended, is_stopped = torch.stack([ends, ends if stops is None else stops]).tolist()
+        if not any(has_ended):
             return None
-        rows = self.row_ids[ends]
         self.is_alive &= ~ends
-        self.num_alive = int(self.is_alive.sum())
-        return rows, [False] * rows.numel() if stops is None else stops[ends].tolist()
+        self._alive = [alive and not end for alive, end in zip(self._alive, has_ended, strict=True)]
+        places = torch.nonzero_static(ends, size=sum(has_ended)).squeeze(-1)
+        return _Ends(
+            self.row_ids[places],
+            list(compress(self._numbers, has_ended)),
+            [stops is not None and stopped for stopped in compress(is_stopped, has_ended)],
+        )
 
     def drop_finished(self) -> torch.Tensor:
         """Forgets finished rows; returns the indices of the others, [alive] int64."""
-        alive = self.is_alive.nonzero().squeeze(-1)
+        alive = torch.nonzero_static(self.is_alive, size=self.num_alive).squeeze(-1)
+        self._numbers = list(compress(self._numbers, self._alive))
+        self._alive = [True] * len(self._numbers)
         self.row_ids = self.row_ids[alive]
         self.keys = self.keys[alive]
         self.limits = self.limits[alive]
@@ -191,12 +213,14 @@ def decode(
         stops = rule.is_stop(tokens, progress.row_ids, step + 1)
         ended = progress.record(stops, step + 1)
         if ended is not None:
-            rows, is_stopped = ended
+            # Both in one copy: float64 holds token ids and float32 exactly.
+            both = [_columns(b, ended.rows, step + 1) for b in (token_blocks, logprob_blocks)]
+            tokens_on_host, logprobs_on_host = torch.stack([x.double() for x in both]).cpu()
             columns = (
-                rows.tolist(),
-                _columns(token_blocks, rows, step + 1).tolist(),
-                _columns(logprob_blocks, rows, step + 1).tolist(),
-                is_stopped,
+                ended.numbers,
+                tokens_on_host.long().tolist(),
+                logprobs_on_host.tolist(),
+                ended.is_stopped,
             )
             yield [EndedRow(*values) for values in zip(*columns, strict=True)]
             if progress.num_alive == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
@@ -34,6 +34,7 @@ from lightrft.engines.sampling import row_keys
 from lightrft.engines.text import StopStringMatcher
 from lightrft.engines.types import EngineConfig, SamplingParams
 
+HF_OPTIONS = ("attn_implementation", "device", "rows_at_once")
 _logger = logging.getLogger(__name__)
 # Where the product with the weight on the left was the faster one; with fewer rows reading the
 # weight decides, with more the arithmetic.
@@ -48,7 +49,7 @@ class HFEngine(RolloutEngine):
     `memory_utilization` has no effect because the cache is allocated per call.
 
     Args:
-        config: What to load; options: "device", "attn_implementation".
+        config: What to load; options: "device", "attn_implementation", "rows_at_once".
         module: A transformers model whose architecture (and, where it holds them in full, weights)
             to take instead of reading `config.model_path`.
     """
@@ -71,6 +72,7 @@ class HFEngine(RolloutEngine):
                 config.tensor_parallel_size,
             )
         self._traits = ModelTraits(self._model)
+        self._rows_at_once = rows_at_once(config.options)
         self._read_limits(self._model.config, self._model.generation_config)
 
     @property
@@ -84,7 +86,10 @@ class HFEngine(RolloutEngine):
             return 0 if self._traits.can_drop_rows else len(row.prompt)
 
         for _, chunk in groupby(sorted(rows, key=group), key=group):
-            yield from self._decode(list(chunk), params)
+            alike = list(chunk)
+            size = self._rows_at_once or len(alike)
+            for start in range(0, len(alike), size):
+                yield from self._decode(alike[start : start + size], params)
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -157,6 +162,24 @@ class HFEngine(RolloutEngine):
         return StopRule(table, matcher, params.min_tokens)
 
 
+def rows_at_once(options: Mapping[str, object]) -> int | None:
+    """Rows that are decoded together, at most; None is all.
+
+    Rounding depends on the rows of a batch. Rows that are decoded alone, or by whole groups, have
+    the same bits whatever else is asked for, on any number of ranks.
+
+    Raises:
+        ValueError: It is no positive integer.
+    """
+    found = options.get("rows_at_once")
+    if found is None:
+        return None
+    text = str(found)
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"rows_at_once of the hf engine: got {found!r}, expected 1 or more")
+    return int(text)
+
+
 def build_model(config: EngineConfig, module: nn.Module | None) -> tuple[PreTrainedModel, set[str]]:
     """Loads the checkpoint at `config.model_path`, or rebuilds `module` with storage of its own.
 
@@ -175,7 +198,7 @@ def build_model(config: EngineConfig, module: nn.Module | None) -> tuple[PreTrai
         TypeError: `module` is not a transformers model.
         FileNotFoundError: `config.model_path` is not a directory.
     """
-    check_options(config.options, ("attn_implementation", "device"), engine_name="hf")
+    check_options(config.options, HF_OPTIONS, engine_name="hf")
     dtype: torch.dtype = config.torch_dtype
     attention = config.options.get("attn_implementation")
     device = _device(config, module)
@@ -223,7 +246,7 @@ def _load(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
             "pass the path of a Hugging Face checkpoint, or a module"
         )
     config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-    auto_class = AutoModelForImageTextToText if family_of(config) else AutoModelForCausalLM
+    auto_class = AutoModelForMultimodalLM if family_of(config) else AutoModelForCausalLM
     model, report = auto_class.from_pretrained(
         model_path,
         dtype=dtype,

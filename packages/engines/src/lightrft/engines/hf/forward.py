@@ -15,9 +15,11 @@ from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.inputs import (
     Prompts,
     axes_of_rows,
+    foreign_places,
     language_model,
     media_inputs,
     pad_right,
+    read_as_text,
     token_types,
 )
 
@@ -157,6 +159,12 @@ class _CachedForward:
         tensors = media_inputs(self._traits.family, rows, self._media, width=width)
         return {name: tensor.to(self._device) for name, tensor in tensors.items()}
 
+    def _run_media(self, input_ids: torch.Tensor, **inputs: torch.Tensor | None) -> torch.Tensor:
+        """A pass over whole prompts, in which placeholders of texts are text."""
+        marks = foreign_places(self._model.config, list(input_ids), self._media)
+        with read_as_text(self._model, input_ids, torch.stack(marks)) as ids:
+            return self._run(ids, **inputs)
+
     def _run(self, input_ids: torch.Tensor, **inputs: torch.Tensor | None) -> torch.Tensor:
         output = self._model(
             input_ids=input_ids,
@@ -262,10 +270,11 @@ class PlainForward(_CachedForward):
         given: dict[str, torch.Tensor] = {}
         if self._media:
             given = self._media_inputs([torch.tensor(prompt) for prompt in self._prompts], width)
+        run = self._run_media if self._media else self._run
         positions = torch.arange(width, device=self._device)[None]
         if self._axes is not None:
             positions = self._axes[..., :width]
-        return self._run(input_ids, position_ids=positions, attention_mask=None, **given)
+        return run(input_ids, position_ids=positions, attention_mask=None, **given)
 
     def _visible(self, mask: torch.Tensor) -> torch.Tensor:
         """The mask over the cached tokens, [rows, 1, 1, cached]; new tokens are visible to all."""
@@ -322,7 +331,7 @@ class WholeBatchForward(_CachedForward):
                 counts = [prompt.num_images if prompt else 0 for prompt in self._media]
                 part = language_model(self._model.base_model)
                 hooks.enter_context(only_own_images(part, counts))
-            return self._run(self._input_ids, **given)
+            return self._run_media(self._input_ids, **given)
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
         """Appends one token to every row."""

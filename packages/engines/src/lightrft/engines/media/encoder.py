@@ -2,18 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
 from lightrft.engines.media.families import VisionFamily, family_of
+from lightrft.engines.media.films import FrameRules
 from lightrft.engines.media.media import MEDIA_KINDS, EncodedPrompt, LaterImages, Media, MediumKind
+from lightrft.engines.media.sounds import SoundRules
+from lightrft.engines.media.sources import MediaError
+from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
-    from lightrft.engines.types import GenerationRequest
+    from lightrft.engines.types import GenerationRequest, MediaBounds
 
 # Inputs of text that every processor gives.
 _TEXT_INPUTS = ("input_ids", "attention_mask")
@@ -23,6 +30,11 @@ class TextEncoder:
     """The encoder of a model that reads text only: all its results are empty."""
 
     reads_media = False
+    marks: Mapping[MediumKind, str] = MappingProxyType({})
+    placeholders = frozenset[str]()
+
+    def check_places(self, text: str, media: Media) -> None:
+        """Nothing: see `PromptEncoder`."""
 
     def kept(self, text: str, media: Media) -> EncodedPrompt:
         """Raises a ValueError: no prompt may have media."""
@@ -42,6 +54,11 @@ class TextEncoder:
         """None: see `PromptEncoder`."""
         del text
         return 0
+
+    def fitted(self, media: Media, bounds: "MediaBounds") -> Media:
+        """The media as they are: see `PromptEncoder`."""
+        del bounds
+        return media
 
     def forget(self) -> None:
         """Does nothing: see `PromptEncoder`."""
@@ -74,17 +91,24 @@ class PromptEncoder:
 
         Raises:
             MediaError: A medium cannot be read.
-            ValueError: The family reads no such media, or text and media do not agree.
+            ValueError: The family reads no such media, or text, media and what the processor made
+                of them do not agree.
         """
+        self.check_places(text, media)
         arguments: dict[str, object] = {}
         for kind in media.kinds:
-            row = MEDIA_KINDS[kind]
-            arguments |= row.arguments([medium.decode() for medium in media[kind]])
-            if kind not in self.family.reads:
-                raise ValueError(f"models of type {self.family.model_type} read no {row.plural}")
-        found: Mapping[str, Tensor] = self.processor(
-            text=[text], return_tensors="pt", add_special_tokens=False, **arguments
-        )
+            arguments |= MEDIA_KINDS[kind].arguments([medium.decode() for medium in media[kind]])
+        try:
+            found: Mapping[str, Tensor] = self.processor(
+                text=[text], return_tensors="pt", add_special_tokens=False, **arguments
+            )
+        except MediaError:
+            raise
+        except Exception as err:  # a processor raises anything, a bare StopIteration too
+            reason = first_line(err)
+            raise ValueError(
+                f"{reason} (the processor of {self.family.model_type}, of {media.counts})"
+            ) from err
         types = self.family.token_types
         if types is not None and types not in found:
             raise ValueError(
@@ -98,7 +122,7 @@ class PromptEncoder:
         kinds: set[MediumKind] = {
             kind for kind, pixels in self.family.kinds.items() if pixels in tensors
         }
-        return EncodedPrompt(
+        encoded = EncodedPrompt(
             token_ids=tuple(found["input_ids"][0].tolist()),
             request_token_ids=tuple(ids),
             token_types=None if types is None else tuple(found[types][0].tolist()),
@@ -107,12 +131,117 @@ class PromptEncoder:
             media=media,
             sizes=self._sizes(),
         )
+        self._check_features(encoded)
+        return encoded
+
+    def measured(self, text: str, media: Media) -> tuple[int, ...] | None:
+        """The token ids of `encode`, from the headers of images; None where it takes pixels.
+
+        Args:
+            text, media: See `encode`.
+
+        Raises:
+            MediaError: A medium cannot be read, or its file is cut off.
+            ValueError: As `encode`.
+        """
+        self.check_places(text, media)
+        if media.kinds != ("image",) or self.family.size_facts is None:
+            return None
+        sizes = [image.whole_size() for image in media.images]
+        facts = self.family.size_facts(self.processor, sizes)
+        if facts is None:
+            return None
+        places = text.split(self.marks["image"])
+        shown = [self.processor.replace_image_token(facts, i) for i in range(len(sizes))]
+        whole = "".join(chain(*zip(places, shown, strict=False), places[-1:]))
+        return tuple(self.processor.tokenizer(whole, add_special_tokens=False)["input_ids"])
+
+    @cached_property
+    def marks(self) -> dict[MediumKind, str]:
+        """Of each kind, what stands in texts for a medium."""
+        own = vars(self.processor)
+        return {kind: str(own[name]) for kind, name in self.family.marks.items() if name in own}
+
+    @cached_property
+    def placeholders(self) -> frozenset[str]:
+        """Tokens that texts of data must not hold: a model would search a medium for each."""
+        named = self.family.soft_marks
+        soft = (str(self.processor.tokenizer.special_tokens_map[name]) for name in named)
+        return frozenset((*self.marks.values(), *soft))
+
+    def check_places(self, text: str, media: Media) -> None:
+        """Raises a ValueError unless a text has one place for each medium, all of known kinds."""
+        for kind in media.kinds:
+            if kind not in self.family.reads:
+                plural = MEDIA_KINDS[kind].plural
+                raise ValueError(f"models of type {self.family.model_type} read no {plural}")
+        for kind, mark in self.marks.items():
+            places, count = text.count(mark), len(media[kind])
+            if places != count:
+                raise ValueError(
+                    f"the text has {places} places {mark} and the prompt {count} "
+                    f"{MEDIA_KINDS[kind].plural}: expected one place for each"
+                )
+
+    def _check_features(self, encoded: EncodedPrompt) -> None:
+        """Raises a ValueError unless each placeholder among the tokens has its feature."""
+        if self.family.num_features is None:
+            return
+        features = self.family.num_features(self.processor, encoded.tensors)
+        places = sum(self._are_places(encoded))
+        if places != features:
+            raise ValueError(
+                f"the processor of {self.family.model_type} gave {features} features and {places} "
+                f"places for {encoded.media.counts}: expected one place for each feature; load the "
+                "processor that was saved with the model"
+            )
+
+    def _are_places(self, encoded: EncodedPrompt) -> list[bool]:
+        """Of each token, whether it stands for a feature."""
+        if encoded.token_types is not None:
+            return [kind > 0 for kind in encoded.token_types]
+        own = vars(self.processor)
+        names = ("image_token_id", "video_token_id", "audio_token_id")
+        ids = {own[name] for name in names if name in own}
+        return [token in ids for token in encoded.token_ids]
+
+    def ends_with_text(self, text: str) -> bool:
+        """Whether text stands behind the last medium, as engines need it."""
+        return not text.endswith(tuple(self.marks.values()))
 
     def _sizes(self) -> dict[str, dict[str, object]]:
         """Of the families whose images keep their sizes, within bounds that options move."""
         if not self.family.has_axes:
             return {}
-        return {"images_kwargs": {"size": dict(self.processor.image_processor.size)}}
+        own = self.processor
+        return {
+            "images_kwargs": {"size": dict(own.image_processor.size)},
+            "videos_kwargs": {"size": dict(own.video_processor.size)},
+        }
+
+    def fitted(self, media: Media, bounds: "MediaBounds") -> Media:
+        """Media as this model takes them: frames by the bounds, sounds at its rate."""
+        sounds = None
+        if "audio" in self.family.reads:
+            own = self.processor.feature_extractor
+            sounds = SoundRules(int(own.sampling_rate), own.n_samples / own.sampling_rate)
+        return media.by_rules(self.frame_rules(bounds), sounds)
+
+    def frame_rules(self, bounds: "MediaBounds") -> FrameRules:
+        """Which frames of videos are taken, and their sizes, so that a processor keeps them."""
+        multiple = fewest = 1
+        if self.family.has_axes:
+            frames = self.processor.video_processor
+            multiple = int(frames.patch_size) * int(frames.merge_size)
+            fewest = int(frames.temporal_patch_size)
+        return FrameRules(
+            bounds.video_fps,
+            bounds.video_max_frames,
+            bounds.max_pixels,
+            bounds.min_pixels,
+            multiple,
+            fewest,
+        )
 
     def kept(self, text: str, media: Media) -> EncodedPrompt:
         """Like `encode`, and the same object for the same prompt until `forget`."""
@@ -169,7 +298,7 @@ class PromptEncoder:
 
     def num_places(self, text: str) -> int:
         """Number of images that a rendered text has places for."""
-        return text.count(str(vars(self.processor)[self.family.image_mark]))
+        return text.count(self.marks["image"]) if "image" in self.marks else 0
 
     def forget(self) -> None:
         """Frees the tensors of all prompts."""
@@ -185,10 +314,12 @@ class MediaReader:
     Args:
         model_path: Directory of a Hugging Face checkpoint.
         engine_name: For messages.
+        bounds: Of the media.
     """
 
-    def __init__(self, model_path: str, engine_name: str) -> None:
+    def __init__(self, model_path: str, engine_name: str, bounds: "MediaBounds") -> None:
         self._model_path = model_path
+        self._bounds = bounds
         self._engine_name = engine_name
         self._encoder: PromptEncoder | None = None
 
@@ -208,11 +339,21 @@ class MediaReader:
         media = {
             kind: [
                 MEDIA_KINDS[kind].read(value, name=f"{kind} {i} of {name}", folder=Path())
-                for i, value in enumerate(given, start=1)
+                for i, value in enumerate(own, start=1)
             ]
-            for kind, given in request.multi_modal.by_kind.items()
+            for kind, own in request.multi_modal.by_kind.items()
         }
-        return self._loaded().encode(request.prompt_text, Media(media))
+        encoder = self._loaded()
+        try:
+            given = encoder.fitted(Media(media), self._bounds)
+            encoded = encoder.encode(request.prompt_text, given)
+        except MediaError:
+            raise
+        except ValueError as err:
+            raise ValueError(f"{name}: {err}") from err
+        if not encoder.ends_with_text(request.prompt_text):
+            raise ValueError(f"{name} ends with a medium: put text behind it")
+        return encoded
 
     def _loaded(self) -> PromptEncoder:
         if self._encoder is None:

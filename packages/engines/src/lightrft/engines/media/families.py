@@ -1,5 +1,6 @@
-"""Families of vision-language models as one table: their inputs, towers and dummies."""
+"""Families of models that read media as one table: their inputs, towers and dummies."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -11,7 +12,7 @@ from torch import Tensor
 from lightrft.engines.media.media import MediumKind
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
 
 
 _PICTURES = frozenset[MediumKind]({"image", "video"})
@@ -21,6 +22,10 @@ def _images_alone() -> Mapping[MediumKind, str]:
     return {"image": "pixel_values"}
 
 
+def _usual_marks() -> Mapping[MediumKind, str]:
+    return {"image": "image_token", "video": "video_token"}
+
+
 # How tensors of several prompts become one:
 #   "items"  joined along axis 0: patches, grids, images, tiles, one entry for each medium
 #   "tiled"  [media, tiles, ...] padded to the most tiles, then joined along axis 0
@@ -28,6 +33,13 @@ def _images_alone() -> Mapping[MediumKind, str]:
 #   "rows"   [1, media, ...] padded to the largest of each axis; rows without media are zeros
 Join = Literal["items", "tiled", "stream", "rows"]
 TensorsByName = dict[str, Tensor]
+# What a processor knows of images by their widths and heights alone, as its `replace_image_token`
+# asks for it; None where its settings make it look at pixels.
+SizeFacts = Callable[
+    ["ProcessorMixin", Sequence[tuple[int, int]]], Mapping[str, Sequence[object]] | None
+]
+# Number of features that the tensors of a prompt become, and so of its placeholders.
+CountFeatures = Callable[["ProcessorMixin", Mapping[str, Tensor]], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +54,19 @@ class VisionFamily:
         takes_types: Whether the forward pass reads it; else only the positions do.
         has_axes: Whether positions have the three axes time, height and width.
         kinds: Media it reads, and the input that holds the pixels of each.
-        towers: Modules that see pixels.
+        towers: Modules that see pixels, or hear.
         reads: Media that prompts may have.
         attends_to_images: Whether layers attend from text to images, instead of images lying
             between the tokens; sequences of one stream cannot be kept apart then.
         token_axis: Inputs with one entry for each token of the prompt, after the row; responses
             repeat the last one.
-        image_mark: Attribute of the processor with what a chat template writes for an image.
+        marks: Of each kind, the attribute of the processor with what a chat template writes for
+            a medium.
+        soft_marks: Further placeholders, by their names among the tokenizer's special tokens.
+        num_features: None where nothing can be said.
+        size_facts: By which the tokens of a prompt follow from the sizes of its images.
+        features: Of the model up to its last hidden states and inputs of a kind; None takes its
+            own method for the kind.
     """
 
     model_type: str
@@ -62,7 +80,11 @@ class VisionFamily:
     reads: frozenset[MediumKind] = frozenset({"image"})
     attends_to_images: bool = False
     token_axis: tuple[str, ...] = ()
-    image_mark: str = "image_token"
+    marks: Mapping[MediumKind, str] = field(default_factory=_usual_marks)
+    soft_marks: tuple[str, ...] = ()
+    num_features: CountFeatures | None = None
+    size_facts: SizeFacts | None = None
+    features: "Callable[[PreTrainedModel, Mapping[str, Tensor]], Tensor] | None" = None
 
     def join(self, name: str, tensors: Sequence[Tensor | None]) -> Tensor:
         """One input of a batch from those of its rows, in order; None for rows without media.
@@ -155,6 +177,152 @@ def _cross_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
     }
 
 
+def _patch_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
+    grids = [tensors[name] for name in ("image_grid_thw", "video_grid_thw") if name in tensors]
+    patches = sum(int(grid.prod(-1).sum()) for grid in grids)
+    return patches // int(processor.image_processor.merge_size) ** 2
+
+
+def _patch_facts(
+    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
+) -> dict[str, Sequence[object]]:
+    count = processor.image_processor.get_number_of_image_patches
+    return {"image_grid_thw": [torch.tensor([count(h, w, {})]) for w, h in sizes]}
+
+
+def _tile_facts(
+    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
+) -> dict[str, Sequence[object]]:
+    count = processor.image_processor.get_number_of_image_patches
+    return {"num_patches": [count(h, w, {}) for w, h in sizes]}
+
+
+def _split_facts(
+    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
+) -> dict[str, Sequence[object]]:
+    count = processor.image_processor.get_number_of_image_patches
+    found = [count(h, w, {}) for w, h in sizes]
+    return {"rows": [[rows for _, rows, _ in found]], "cols": [[cols for _, _, cols in found]]}
+
+
+def _gemma_facts(
+    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
+) -> dict[str, Sequence[object]] | None:
+    is_cut = processor.image_processor.do_pan_and_scan
+    return None if is_cut else {"num_crops": [0] * len(sizes)}
+
+
+def _llava_facts(
+    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
+) -> dict[str, Sequence[object]] | None:
+    own = processor.image_processor
+    if not own.do_center_crop:
+        return None
+    picture = torch.zeros(()).expand(3, own.crop_size["height"], own.crop_size["width"])
+    return {"pixel_values": [picture] * len(sizes)}
+
+
+def _onevision_facts(
+    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
+) -> dict[str, Sequence[object]]:
+    size = processor.image_processor.size
+    tile = torch.zeros(()).expand(3, size["height"], size["width"])
+    return {
+        "batch_num_images": [len(sizes)],
+        "image_sizes": [[height, width] for width, height in sizes],
+        "pixel_values": [[tile]],
+    }
+
+
+def _tile_features(axis: int, length: str) -> CountFeatures:
+    """Of tiles that lie along an axis of the pixels and become so many features each."""
+    return lambda processor, tensors: (
+        tensors["pixel_values"].shape[axis] * int(vars(processor)[length])
+        if "pixel_values" in tensors
+        else 0
+    )
+
+
+def _llava_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
+    if "pixel_values" not in tensors:
+        return 0
+    own = vars(processor)
+    count, _, height, width = tensors["pixel_values"].shape
+    side = int(own["patch_size"])
+    is_cut = own["vision_feature_select_strategy"] == "default"
+    added = int(own["num_additional_image_tokens"]) - int(is_cut)
+    return count * ((height // side) * (width // side) + added)
+
+
+def _onevision_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
+    num_tokens, count = int(vars(processor)["num_image_tokens"]), 0
+    if "pixel_values" in tensors:
+        side = tensors["pixel_values"].shape[-1]
+        sizes = tensors["image_sizes"].tolist()
+        count = len(sizes) * (num_tokens + 1)
+        if len(sizes) == 1:
+            (height, width) = sizes[0]
+            count = int(processor._get_number_of_features(height, width, side, side))
+        if vars(processor)["vision_feature_select_strategy"] == "default":
+            count -= len(sizes)
+    if "pixel_values_videos" in tensors:
+        videos, frames = tensors["pixel_values_videos"].shape[:2]
+        count += videos * (frames * math.ceil(math.isqrt(num_tokens) / 2) ** 2 + 1)
+    return count
+
+
+def _mel_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
+    own = config.audio_config
+    # Two convolutions, of which one halves the length.
+    length = 2 * int(own.max_source_positions)
+    return {
+        "input_features": torch.zeros(1, int(own.num_mel_bins), length),
+        "feature_attention_mask": torch.ones(1, length, dtype=torch.int64),
+    }
+
+
+def _heard(trunk: "PreTrainedModel", inputs: Mapping[str, Tensor]) -> Tensor:
+    states = trunk.audio_tower(inputs["input_features"]).last_hidden_state
+    found: Tensor = trunk.multi_modal_projector(states)
+    return found
+
+
+def _mel_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
+    if "feature_attention_mask" not in tensors:
+        return 0
+    # Of each sound a convolution and then a pooling halve the length.
+    lengths = (tensors["feature_attention_mask"].sum(-1) - 1) // 2 + 1
+    return int(((lengths - 2) // 2 + 1).sum())
+
+
+def _next_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
+    found = _tiled_dummy(config, kind)
+    return {name: found[name] for name in ("pixel_values", "image_sizes")}
+
+
+def _next_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
+    if "pixel_values" not in tensors:
+        return 0
+    height, width = tensors["pixel_values"].shape[-2:]
+    is_cut = vars(processor)["vision_feature_select_strategy"] == "default"
+    return sum(
+        int(processor._get_number_of_features(*size, height, width)) - int(is_cut)
+        for size in tensors["image_sizes"].tolist()
+    )
+
+
+def _next_facts(
+    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
+) -> dict[str, Sequence[object]]:
+    size = processor.image_processor.crop_size
+    tile = torch.zeros(()).expand(3, size["height"], size["width"])
+    return {"image_sizes": [[height, width] for width, height in sizes], "pixel_values": [[tile]]}
+
+
+def _num_images(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
+    return tensors["pixel_values"].shape[1] if "pixel_values" in tensors else 0
+
+
 def _qwen(model_type: str, *times: str) -> VisionFamily:
     names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
     return VisionFamily(
@@ -166,6 +334,19 @@ def _qwen(model_type: str, *times: str) -> VisionFamily:
         kinds={"image": "pixel_values", "video": "pixel_values_videos"},
         reads=_PICTURES,
         towers=("visual",),
+        num_features=_patch_features,
+        size_facts=_patch_facts,
+    )
+
+
+def _split(model_type: str) -> VisionFamily:
+    return VisionFamily(
+        model_type,
+        {"pixel_values": "stream", "pixel_attention_mask": "stream"},
+        _stream_dummy,
+        towers=("vision_model",),
+        num_features=_tile_features(1, "image_seq_len"),
+        size_facts=_split_facts,
     )
 
 
@@ -173,17 +354,34 @@ _FAMILIES = (
     _qwen("qwen2_vl"),
     _qwen("qwen2_5_vl", "second_per_grid_ts"),
     _qwen("qwen3_vl"),
+    _qwen("qwen3_vl_moe"),
     VisionFamily(
         "gemma3",
         {"pixel_values": "items"},
         _image_dummy,
         token_types="token_type_ids",
         takes_types=True,
-        image_mark="boi_token",
+        marks={"image": "boi_token"},
+        soft_marks=("image_token",),
+        num_features=_tile_features(0, "image_seq_length"),
+        size_facts=_gemma_facts,
     ),
     # Frames of a video are images to it.
-    VisionFamily("internvl", {"pixel_values": "items"}, _image_dummy, reads=_PICTURES),
-    VisionFamily("llava", {"pixel_values": "items"}, _image_dummy),
+    VisionFamily(
+        "internvl",
+        {"pixel_values": "items"},
+        _image_dummy,
+        reads=_PICTURES,
+        num_features=_tile_features(0, "image_seq_length"),
+        size_facts=_tile_facts,
+    ),
+    VisionFamily(
+        "llava",
+        {"pixel_values": "items"},
+        _image_dummy,
+        num_features=_llava_features,
+        size_facts=_llava_facts,
+    ),
     VisionFamily(
         "llava_onevision",
         {
@@ -196,13 +394,18 @@ _FAMILIES = (
         _tiled_dummy,
         kinds={"image": "pixel_values", "video": "pixel_values_videos"},
         reads=_PICTURES,
+        num_features=_onevision_features,
+        size_facts=_onevision_facts,
     ),
     VisionFamily(
-        "smolvlm",
-        {"pixel_values": "stream", "pixel_attention_mask": "stream"},
-        _stream_dummy,
-        towers=("vision_model",),
+        "llava_next",
+        {"pixel_values": "tiled", "image_sizes": "items"},
+        _next_dummy,
+        num_features=_next_features,
+        size_facts=_next_facts,
     ),
+    _split("smolvlm"),
+    _split("idefics3"),
     VisionFamily(
         "mllama",
         {
@@ -215,6 +418,18 @@ _FAMILIES = (
         towers=("vision_model",),
         attends_to_images=True,
         token_axis=("cross_attention_mask",),
+        num_features=_num_images,
+    ),
+    VisionFamily(
+        "qwen2_audio",
+        {"input_features": "items", "feature_attention_mask": "items"},
+        _mel_dummy,
+        kinds={"audio": "input_features"},
+        towers=("audio_tower",),
+        reads=frozenset({"audio"}),
+        marks={"audio": "audio_token"},
+        num_features=_mel_features,
+        features=_heard,
     ),
 )
 FAMILIES: Mapping[str, VisionFamily] = {family.model_type: family for family in _FAMILIES}
@@ -227,7 +442,8 @@ def family_of(config: "PretrainedConfig") -> VisionFamily | None:
         ValueError: The model reads media and its family is not known.
     """
     family = FAMILIES.get(config.model_type)
-    if family is None and getattr(config, "vision_config", None) is not None:
+    towers = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
+    if family is None and any(tower is not None for tower in towers):
         raise ValueError(
             f"vision-language models of type {config.model_type!r} are not supported: expected "
             f"one of {', '.join(FAMILIES)}"

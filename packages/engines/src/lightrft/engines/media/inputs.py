@@ -1,16 +1,17 @@
 """Inputs of a vision-language model beside the tokens of a batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightrft.engines.media.families import VisionFamily
+from lightrft.engines.media.families import VisionFamily, placeholder_ids
 from lightrft.engines.media.media import EncodedPrompt
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 Prompts = Sequence[EncodedPrompt | None]
 # From values of each row's tokens, [..., tokens of the row], to values as the inputs lie.
@@ -84,6 +85,49 @@ def axes_of_rows(
         after = start.max() + 1 + torch.arange(len(row) - start.shape[1])
         found.append(torch.cat([start, after.expand(3, -1)], dim=1))
     return found
+
+
+def foreign_places(
+    config: "PretrainedConfig", rows: Sequence[Tensor], prompts: Prompts
+) -> list[Tensor]:
+    """Placeholders that stand for no medium, which models would search one for.
+
+    Args:
+        config: Of the model.
+        rows: Tokens of each row.
+        prompts: Of each row; (), or None of a row, if there are no media.
+
+    Returns:
+        Of each row, [tokens] bool on a CPU.
+    """
+    ids = torch.tensor(placeholder_ids(config))
+    found: list[Tensor] = []
+    for row, prompt in zip(rows, prompts or [None] * len(rows), strict=True):
+        is_mark = torch.isin(row.cpu(), ids)
+        if prompt is not None:
+            is_mark[: len(prompt.token_ids)] = False
+        found.append(is_mark)
+    return found
+
+
+@contextmanager
+def read_as_text(model: "PreTrainedModel", input_ids: Tensor, foreign: Tensor) -> Iterator[Tensor]:
+    """Token ids for calls of a model that search no medium at some places, nor change them.
+
+    Args:
+        model: Embeds the true token there.
+        input_ids: [rows, tokens].
+        foreign: [rows, tokens] bool, see `foreign_places`.
+    """
+    if not foreign.any():
+        yield input_ids
+        return
+    layer = model.get_input_embeddings()
+    handle = layer.register_forward_pre_hook(lambda module, args: (input_ids,))
+    try:
+        yield torch.where(foreign.to(input_ids.device), 0, input_ids)
+    finally:
+        handle.remove()
 
 
 def _axes_of_prompt(trunk: "PreTrainedModel", prompt: EncodedPrompt) -> Tensor:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, cast
 
+from lightrft.engines.media.films import FrameRules
+from lightrft.engines.media.sounds import SoundRules, SoundSource, as_audio
 from lightrft.engines.media.sources import FileSource, ImageSource, VideoSource, as_image, as_video
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ class MediaKind:
 
 
 Clip: TypeAlias = tuple[object, Mapping[str, object]]
+# Samples and how many are a second.
+Sound: TypeAlias = tuple[object, int]
 
 
 def _image(name: str, files: Sequence[FileSource], facts: object) -> ImageSource:
@@ -57,7 +61,18 @@ def _image(name: str, files: Sequence[FileSource], facts: object) -> ImageSource
 
 def _video(name: str, files: Sequence[FileSource], facts: object) -> VideoSource:
     frames = tuple(_image(file.name, [file], None) for file in files)
-    return VideoSource(name, frames, cast("float | None", facts))
+    fps, rules = cast("tuple[float | None, FrameRules]", facts)
+    return VideoSource(name, frames, fps, rules)
+
+
+def _audio(name: str, files: Sequence[FileSource], facts: object) -> SoundSource:
+    return SoundSource(name, content=files[0].read(), rules=cast("SoundRules", facts))
+
+
+def _audio_arguments(decoded: Sequence[object]) -> dict[str, object]:
+    """Named with their rate: a processor of another one refuses them."""
+    sounds = cast("Sequence[Sound]", decoded)
+    return {"audio": [sound for sound, _ in sounds], "sampling_rate": sounds[0][1]}
 
 
 def _video_arguments(decoded: Sequence[object]) -> dict[str, object]:
@@ -79,7 +94,8 @@ MEDIA_KINDS: dict[MediumKind, MediaKind] = {
     "image": MediaKind(
         "images", as_image, _image, lambda decoded: {"images": [decoded]}, is_scaled=True
     ),
-    "video": MediaKind("videos", as_video, _video, _video_arguments, _native_video),
+    "video": MediaKind("videos", as_video, _video, _video_arguments, _native_video, is_scaled=True),
+    "audio": MediaKind("audios", as_audio, _audio, _audio_arguments),
 }
 
 
@@ -113,8 +129,46 @@ class Media:
 
     @property
     def counts(self) -> str:
-        """Numbers for messages: "2 images and 0 videos"."""
-        return " and ".join(f"{len(self[k])} {row.plural}" for k, row in MEDIA_KINDS.items())
+        """Numbers for messages: "2 images and 0 videos", further kinds where there are some."""
+        return " and ".join(
+            f"{len(self[kind])} {row.plural}"
+            for kind, row in MEDIA_KINDS.items()
+            if self[kind] or kind != "audio"
+        )
+
+    def loaded(self) -> Media:
+        """The same with the bytes of its files, for a process that may not reach them."""
+        return Media(
+            {
+                kind: [
+                    MEDIA_KINDS[kind].rebuild(
+                        medium.name,
+                        [FileSource(f.name, content=f.read()) for f in medium.files],
+                        medium.facts,
+                    )
+                    for medium in self[kind]
+                ]
+                for kind in self.kinds
+            }
+        )
+
+    def by_rules(self, frames: FrameRules, sounds: SoundRules | None = None) -> Media:
+        """The same media: of its videos the frames that rules take, its sounds as they are heard.
+
+        Args:
+            frames: Of videos.
+            sounds: Of sounds; None leaves them as they are.
+        """
+        found = dict(self.by_kind)
+        if self["video"]:
+            found["video"] = [replace(video, rules=frames) for video in self.videos]
+        if self["audio"] and sounds is not None:
+            found["audio"] = [sound.by_rules(sounds) for sound in self.audios]
+        return Media(found)
+
+    def data_addresses(self) -> list[str]:
+        """The bytes of each file as a data address, of a film its frames: for services, judges."""
+        return [file.data_address() for medium in self for file in medium.shown()]
 
     @property
     def images(self) -> tuple[ImageSource, ...]:
@@ -125,6 +179,11 @@ class Media:
     def videos(self) -> tuple[VideoSource, ...]:
         """Its videos."""
         return cast("tuple[VideoSource, ...]", self["video"])
+
+    @property
+    def audios(self) -> tuple[SoundSource, ...]:
+        """Its sounds."""
+        return cast("tuple[SoundSource, ...]", self["audio"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

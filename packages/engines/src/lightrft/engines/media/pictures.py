@@ -2,6 +2,7 @@
 
 import io
 import warnings
+import zlib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from PIL.Image import Image
 
 # A photograph of 100 megapixels takes 300 MB once it is decoded.
@@ -30,6 +32,7 @@ FORMATS = (
     "ICO",
 )
 _ORIENTATION = 0x0112
+_CHANNELS = (1, 3, 4)
 
 
 class MediaError(ValueError):
@@ -87,6 +90,33 @@ def upright_size(image: "Image", name: str) -> tuple[int, int]:
     return (height, width) if is_turned else (width, height)
 
 
+def is_whole(content: bytes, kind: str) -> bool:
+    """Whether encoded bytes have their end, and a PNG its checksums; False where nothing tells.
+
+    Args:
+        content: A file with a good header.
+        kind: Its format, as Pillow names it.
+    """
+    if kind == "JPEG":
+        return content.endswith(b"\xff\xd9")
+    if kind == "WEBP":
+        return len(content) >= 8 + int.from_bytes(content[4:8], "little")
+    return kind == "PNG" and _has_good_chunks(content)
+
+
+def _has_good_chunks(content: bytes) -> bool:
+    place = 8
+    while place + 12 <= len(content):
+        stop = place + 8 + int.from_bytes(content[place : place + 4], "big")
+        found = zlib.crc32(memoryview(content)[place + 4 : stop])
+        if found != int.from_bytes(content[stop : stop + 4], "big"):
+            return False
+        if content[place + 4 : place + 8] == b"IEND":
+            return True
+        place = stop + 4
+    return False
+
+
 def damaged(name: str, err: Exception) -> MediaError:
     """The error of what a decoder raises: OSError, SyntaxError, struct.error, EOFError, ..."""
     return MediaError(f"{name} is a damaged image: {first_line(err)}; replace or leave it out")
@@ -116,9 +146,16 @@ def _of_8_bits(image: "Image", name: str) -> "Image":
     if not image.mode.startswith(("I", "F")):
         return image
     values = np.asarray(image, dtype=np.float64)
-    low, high = float(values.min()), float(values.max())
     has_16_bits = image.mode.startswith("I;16")
-    if image.mode == "F":
+    scaled = _scaled(values, name, is_float=image.mode == "F", has_16_bits=has_16_bits)
+    return Image.fromarray(scaled)
+
+
+def _scaled(
+    values: "NDArray[np.float64]", name: str, *, is_float: bool, has_16_bits: bool = False
+) -> "NDArray[np.uint8]":
+    low, high = float(values.min()), float(values.max())
+    if is_float:
         limit = 1.0 if high <= 1 else 255.0
     else:
         limit = 65535.0 if has_16_bits or high > 255 else 255.0
@@ -127,7 +164,38 @@ def _of_8_bits(image: "Image", name: str) -> "Image":
             f"{name} has numbers from {low:g} to {high:g}: expected 0 to 255, 0 to 65535 for "
             "integers or 0 to 1 for floats; scale them"
         )
-    return Image.fromarray(np.rint(values * (255 / limit)).astype(np.uint8))
+    found: NDArray[np.uint8] = np.rint(values * (255 / limit)).astype(np.uint8)
+    return found
+
+
+def of_array(values: "NDArray[np.generic]", name: str) -> "Image":
+    """The picture of an array.
+
+    Args:
+        values: [height, width] or [height, width, channels], 1, 3 or 4 of them; channels may come
+            first where the last axis cannot be them. Integers of 8 or 16 bits, or floats: see
+            `as_rgb`.
+        name: For messages.
+
+    Raises:
+        MediaError: It has another shape, or numbers that no picture has.
+    """
+    from PIL import Image
+
+    shape = values.shape
+    if values.ndim == 3 and shape[-1] not in _CHANNELS and shape[0] in _CHANNELS:
+        values = np.moveaxis(values, 0, -1)
+    if values.ndim == 3 and values.shape[-1] == 1:
+        values = values[..., 0]
+    is_known = values.ndim == 2 or (values.ndim == 3 and values.shape[-1] in _CHANNELS)
+    if not is_known or not values.size or values.dtype.kind not in "uif":
+        raise MediaError(
+            f"{name} is an array of shape {list(shape)} and type {values.dtype}: expected numbers "
+            "[height, width] or [height, width, channels], 1, 3 or 4 of them"
+        )
+    if values.dtype != np.uint8:
+        values = _scaled(values.astype(np.float64), name, is_float=values.dtype.kind == "f")
+    return Image.fromarray(np.ascontiguousarray(values))
 
 
 def _on_white(image: "Image") -> "Image":

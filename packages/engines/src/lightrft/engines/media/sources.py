@@ -5,18 +5,29 @@ import binascii
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from lightrft.engines.media.films import (
+    ALL_FRAMES,
+    MAX_VIDEO_PIXELS,
+    FrameRules,
+    film_size,
+    film_type,
+    is_film,
+    read_film,
+)
 from lightrft.engines.media.pictures import (
     MAX_FRAMES,
     MediaError as MediaError,
     animation,
     as_rgb,
+    is_whole,
+    of_array,
     opened,
     upright_size,
 )
@@ -26,10 +37,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-# All frames of a video together: 1.5 GB once they are decoded.
-MAX_VIDEO_PIXELS = 500_000_000
 MAX_BYTES = 256 * 1024 * 1024
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+_VIDEO_KEYS = ("frames", "bytes", "video", "path", "video_url", "url")
+_MIME = (
+    (b"\x89PNG", "image/png"),
+    (b"\xff\xd8\xff", "image/jpeg"),
+    (b"GIF8", "image/gif"),
+    (b"RIFF", "image/webp"),
+    (b"BM", "image/bmp"),
+    (b"II*\0", "image/tiff"),
+    (b"MM\0*", "image/tiff"),
+)
+_BYTES = bytes | bytearray | memoryview
 # Frames a second that a video may have.
 _FPS_RANGE = (1e-3, 1e4)
 
@@ -74,6 +94,14 @@ class FileSource:
         """SHA-256 of its bytes: two images with one digest are one image."""
         return hashlib.sha256(self.read()).hexdigest()
 
+    def data_address(self) -> str:
+        """Its bytes as `data:image/...;base64,...`; of no particular kind if nothing tells it."""
+        content = self.read()
+        known = (kind for magic, kind in _MIME if content.startswith(magic))
+        other = film_type(content) if is_film("", content) else "application/octet-stream"
+        kind = next(known, other)
+        return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
     @property
     def files(self) -> "tuple[FileSource, ...]":
         """Itself: it is one file."""
@@ -83,6 +111,10 @@ class FileSource:
     def facts(self) -> object:
         """None: its bytes are all of it."""
         return None
+
+    def shown(self) -> "tuple[FileSource, ...]":
+        """Files for those who read no films: itself."""
+        return (self,)
 
     def decode(self) -> object:
         """Values for a processor."""
@@ -97,6 +129,15 @@ class ImageSource(FileSource):
         with opened(self.read(), self.name) as image:
             return upright_size(image, self.name)
 
+    def whole_size(self) -> tuple[int, int]:
+        """The same of a file that is not cut off; decodes what does not tell that itself."""
+        content = self.read()
+        with opened(content, self.name) as image:
+            size = upright_size(image, self.name)
+            if not is_whole(content, str(image.format)):
+                as_rgb(image, self.name)
+        return size
+
     def decode(self) -> "Image":
         """The image in RGB, upright, what is transparent in white.
 
@@ -109,22 +150,24 @@ class ImageSource(FileSource):
 
 @dataclass(frozen=True)
 class VideoSource:
-    """One video: an animated image, or its frames.
+    """One video: a film, an animated image, or its frames.
 
     Args:
         name: For messages.
-        frames: One image each, or one animated image.
-        fps: Frames a second; None reads it from the animated image.
+        frames: One image each, or one file, a film or an animated image.
+        fps: Frames a second, of a film those that are taken; None leaves it to file and rules.
+        rules: Which frames are taken, and their size.
     """
 
     name: str
     frames: tuple[ImageSource, ...] = field(repr=False)
     fps: float | None = None
+    rules: FrameRules = ALL_FRAMES
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of what it is made of."""
-        parts = [*(frame.digest for frame in self.frames), str(self.fps)]
+        """SHA-256 of what it is made of, and of what is taken of it."""
+        parts = [*(frame.digest for frame in self.frames), str(self.fps), str(self.rules)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     @property
@@ -133,13 +176,37 @@ class VideoSource:
         return self.frames
 
     @property
-    def facts(self) -> float | None:
-        """Its frame rate."""
-        return self.fps
+    def facts(self) -> tuple[float | None, FrameRules]:
+        """Its frame rate, and which frames are taken."""
+        return self.fps, self.rules
 
     def size(self) -> tuple[int, int]:
         """Width and height of the first frame, from its header."""
-        return self.frames[0].size()
+        first = self.frames[0]
+        return film_size(first.read(), first.name) if self._is_film() else first.size()
+
+    def poster(self) -> "Image":
+        """The first frame that is taken."""
+        from PIL import Image
+
+        return Image.fromarray(self.decode()[0][0])
+
+    def shown(self) -> tuple[ImageSource, ...]:
+        """Its frames as files; of a film, those that are taken."""
+        if not self._is_film():
+            return self.frames
+        from PIL import Image
+
+        found = []
+        for number, frame in enumerate(self.decode()[0], start=1):
+            buffer = io.BytesIO()
+            Image.fromarray(frame).save(buffer, "JPEG", quality=90)
+            found.append(ImageSource(f"{self.name}, frame {number}", content=buffer.getvalue()))
+        return tuple(found)
+
+    def _is_film(self) -> bool:
+        first = self.frames[0]
+        return len(self.frames) == 1 and is_film(first.name, first.read())
 
     def decode(self) -> "tuple[NDArray[np.uint8], dict[str, object]]":
         """Frames [frames, height, width, 3] and what processors ask about them.
@@ -147,6 +214,10 @@ class VideoSource:
         Raises:
             MediaError: A frame cannot be read, sizes differ, or the frame rate is not known.
         """
+        if self._is_film():
+            rules = replace(self.rules, fps=self.fps or self.rules.fps)
+            pixels, rate = read_film(self.frames[0].read(), self.frames[0].name, rules)
+            return pixels, _video_facts(pixels, rate, "pyav")
         total = sum(width * height for width, height in (frame.size() for frame in self.frames))
         if total > MAX_VIDEO_PIXELS:
             raise MediaError(
@@ -165,25 +236,32 @@ class VideoSource:
         sizes = {image.size for image in images}
         if len(sizes) > 1:
             raise MediaError(f"{self.name} has frames of {len(sizes)} sizes: {sorted(sizes)[:3]}")
-        count = len(images)
-        facts: dict[str, object] = {
-            "fps": fps,
-            "total_num_frames": count,
-            "duration": count / fps,
-            "frames_indices": list(range(count)),
-            "video_backend": "pillow",
-            "width": images[0].width,
-            "height": images[0].height,
-        }
-        return np.stack([np.asarray(image) for image in images]), facts
+        images, fps = self.rules.of_frames(images, fps)
+        pixels = np.stack([np.asarray(image) for image in images])
+        return pixels, _video_facts(pixels, fps, "pillow")
+
+
+def _video_facts(frames: "NDArray[np.uint8]", fps: float, backend: str) -> dict[str, object]:
+    """What processors ask about frames [frames, height, width, 3] that lie evenly in time."""
+    count, height, width, _ = frames.shape
+    return {
+        "fps": fps,
+        "total_num_frames": count,
+        "duration": count / fps,
+        "frames_indices": list(range(count)),
+        "video_backend": backend,
+        "width": width,
+        "height": height,
+    }
 
 
 def as_image(value: object, *, name: str, folder: Path) -> ImageSource:
     """An image from what data sets hold.
 
     Args:
-        value: A path or `file://` address, encoded bytes, base64 text or a data address, an
-            object with `bytes`, `path`, `image` or `url`, or an image of Pillow.
+        value: A path or `file://` address, encoded bytes (a list of their numbers, too), base64
+            text or a data address, an object with `bytes`, `path`, `image`, `base64` or `url`, an
+            image of Pillow, or an array [height, width] or [height, width, channels].
         name: Its place in the data, for messages.
         folder: To which paths are relative.
 
@@ -192,15 +270,16 @@ def as_image(value: object, *, name: str, folder: Path) -> ImageSource:
     """
     if isinstance(value, ImageSource):
         return value
-    if isinstance(value, bytes):
-        return ImageSource(name, content=value)
-    if isinstance(value, str):
-        return _image_of_text(value, name, folder)
+    if isinstance(value, str | Path | _BYTES) or is_list_of_bytes(value):
+        found = as_file(value, name=name, folder=folder, what="an image")
+        return ImageSource(found.name, found.path, found.content)
     if isinstance(value, Mapping):
-        for key in ("bytes", "image", "path", "image_url", "url"):
+        for key in ("bytes", "image", "path", "image_url", "url", "base64"):
             if value.get(key) is not None:
                 return as_image(value[key], name=name, folder=folder)
         raise MediaError(f"{name}: an image object needs bytes or path, found {sorted(value)}")
+    if hasattr(value, "__array__") and not hasattr(value, "save"):
+        value = of_array(np.asarray(value), name)
     if hasattr(value, "save") and hasattr(value, "size"):
         buffer = io.BytesIO()
         # Lossless, and fast to write.
@@ -212,23 +291,55 @@ def as_image(value: object, *, name: str, folder: Path) -> ImageSource:
     )
 
 
-def _image_of_text(text: str, name: str, folder: Path) -> ImageSource:
+def as_file(value: object, *, name: str, folder: Path, what: str) -> FileSource:
+    """A file from a path, a `file://` or data address, encoded bytes or base64 text.
+
+    Args:
+        value: One of these.
+        name, folder: See `as_image`.
+        what: "an image", for messages.
+
+    Raises:
+        MediaError: It is none of these, or an address that would have to be fetched.
+    """
+    if isinstance(value, _BYTES) or is_list_of_bytes(value):
+        return FileSource(name, content=bytes(cast("bytes", value)))
+    if isinstance(value, str | Path):
+        return _file_of_text(str(value), name, folder)
+    raise MediaError(
+        f"{name}: expected {what} as path, bytes or base64, got {type(value).__name__}"
+    )
+
+
+def is_list_of_bytes(value: object) -> bool:
+    """Whether a list is the encoded bytes of a file, as JSON holds them."""
+    return (
+        isinstance(value, list)
+        and len(value) > len(_MAGIC[0])
+        and all(isinstance(item, int) and 0 <= item < 256 for item in value)
+    )
+
+
+def _file_of_text(text: str, name: str, folder: Path) -> FileSource:
     if text.startswith(("http://", "https://")):
         raise MediaError(f"{name}: {text[:80]!r} would have to be fetched; store it as a file")
     if text.startswith("data:"):
-        return ImageSource(name, content=_unbase64(text.partition(",")[2], name))
+        return FileSource(name, content=_unbase64(text.partition(",")[2], name))
+    if not text.strip():
+        raise MediaError(f"{name} is an empty text: give a path, or leave it out")
     path = folder / text.removeprefix("file://")
     try:
-        is_file = path.is_file()
+        is_file, is_folder = path.is_file(), path.is_dir()
     except OSError:
         # A name longer than the file system allows.
-        is_file = False
+        is_file = is_folder = False
     if is_file:
-        return ImageSource(str(path), path=path)
+        return FileSource(str(path), path=path)
     # The 12 first bytes tell formats; base64 of an image is longer than any path.
     if len(text) > 1024 or _begins_as_image(text):
-        return ImageSource(name, content=_unbase64(text, name))
-    raise MediaError(f"{name}: no file {path}; paths are relative to the data file")
+        return FileSource(name, content=_unbase64(text, name))
+    what = "is a folder, not a file" if is_folder else "paths are relative to the data file"
+    raise MediaError(f"{name}: no file {path}; {what}")
 
 
 def _begins_as_image(text: str) -> bool:
@@ -241,7 +352,8 @@ def _begins_as_image(text: str) -> bool:
 
 def _unbase64(text: str, name: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        # MIME breaks its lines.
+        return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as err:
         raise MediaError(f"{name}: not valid base64 ({first_line(err)})") from err
 
@@ -250,27 +362,22 @@ def as_video(value: object, *, name: str, folder: Path) -> VideoSource:
     """A video from what data sets hold.
 
     Args:
-        value: An animated GIF, WebP or PNG as for `as_image`, an object with `frames` and `fps`,
-            or a list of frames, each as for `as_image`.
+        value: A film, or an animated GIF, WebP or PNG, as for `as_image`, an object with `frames`
+            and `fps`, or a list of frames, each as for `as_image`.
         name, folder: See `as_image`.
 
     Raises:
-        MediaError: It is none of these, or needs a video decoder.
+        MediaError: It is none of these.
     """
     if isinstance(value, VideoSource):
         return value
     fps: float | None = None
-    if isinstance(value, Mapping) and "frames" in value:
-        rate, value = value.get("fps"), value["frames"]
-        low, high = _FPS_RANGE
-        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if not is_number or not low <= cast("float", rate) <= high:
-            raise MediaError(
-                f"{name}: fps must be a number above 0, from {low:g} to {high:g}, "
-                f"got {str(rate)[:40]}"
-            )
-        fps = float(cast("float", rate))
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    if isinstance(value, Mapping):
+        value, fps = _clip(value, name)
+    if isinstance(value, Mapping):
+        return as_video(value, name=name, folder=folder)
+    value = _frames(value)
+    if isinstance(value, list):
         if not 0 < len(value) <= MAX_FRAMES:
             raise MediaError(f"{name} has {len(value)} frames: expected 1 to {MAX_FRAMES}")
         frames = tuple(
@@ -278,9 +385,34 @@ def as_video(value: object, *, name: str, folder: Path) -> VideoSource:
             for number, frame in enumerate(value, start=1)
         )
         return VideoSource(name, frames, fps)
-    if isinstance(value, str) and Path(value).suffix.lower() in (".mp4", ".mkv", ".avi", ".webm"):
-        raise MediaError(
-            f"{name}: {value!r} needs a video decoder, which lightrft has none of; store its "
-            'frames: {"frames": [...], "fps": 2}'
-        )
     return VideoSource(name, (as_image(value, name=name, folder=folder),), fps)
+
+
+def _checked_rate(rate: object, name: str) -> float:
+    low, high = _FPS_RANGE
+    is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+    if not is_number or not low <= cast("float", rate) <= high:
+        raise MediaError(
+            f"{name}: fps must be a number above 0, from {low:g} to {high:g}, got {str(rate)[:40]}"
+        )
+    return float(cast("float", rate))
+
+
+def _clip(value: Mapping[str, object], name: str) -> tuple[object, float | None]:
+    """What an object holds of a video, and its frame rate if it gives one."""
+    inner = next((value[key] for key in _VIDEO_KEYS if value.get(key) is not None), None)
+    if inner is None:
+        raise MediaError(f"{name}: a video object needs frames or path, found {sorted(value)}")
+    if isinstance(inner, Mapping) or ("frames" not in value and value.get("fps") is None):
+        return inner, None
+    return inner, _checked_rate(value.get("fps"), name)
+
+
+def _frames(value: object) -> object:
+    """A list of frames, of a sequence or an array; anything else as it is."""
+    if hasattr(value, "__array__") and np.asarray(value).ndim > 3:
+        return list(np.asarray(value))
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | _BYTES)
+    return (
+        list(cast("Sequence[object]", value)) if is_list and not is_list_of_bytes(value) else value
+    )

@@ -157,10 +157,10 @@ def start_backend(
             model_path=model_path,
             # One more: scoring a sequence of full length samples one token after it.
             max_model_len=(limits.max_model_len or 0) + 1,
-            load_format="auto" if config.model_path else "dummy",
             has_tokenizer=has_tokenizer(model_path),
             is_on_cpu=is_on_cpu,
             executor=executor,
+            reads_media=limits.reads_media,
         )
         name_tower(model_type)
         try:

@@ -25,8 +25,9 @@ from lightrft.engines.vllm.backend import (
     start_backend,
     stop_backend,
 )
-from lightrft.engines.vllm.layout import LayoutReader
+from lightrft.engines.vllm.layout import LayoutReader, check_buffers
 from lightrft.engines.vllm.media import check_prompt, forbid_tokens, may_lack, native_prompt
+from lightrft.engines.vllm.options import load_format
 from lightrft.engines.vllm.sampling import (
     native_params,
     raw_completions_of,
@@ -88,7 +89,8 @@ class VLLMEngine(RolloutEngine):
             may_lack=lacking,
         ).read()
         weights = VLLMWeights(self._started, layout, self.name)
-        if not self._config.model_path or self._config.options.get("load_format") == "dummy":
+        if load_format(self._config) == "dummy":
+            check_buffers(self._started.model)
             weights.unwritten.update(weights.owners)
         return weights
 

@@ -42,14 +42,32 @@ class Layout:
 
     Args:
         manifest: All parameters.
-        places: By checkpoint name.
+        places: By checkpoint name; of several where a rank has separate rows of one parameter.
         modules: vLLM's module that each is loaded into, by checkpoint name; without tied ones and
             those that it does not compute with.
     """
 
     manifest: tuple[EngineParameter, ...]
-    places: Mapping[str, Place]
+    places: Mapping[str, tuple[Place, ...]]
     modules: Mapping[str, str]
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Refuses a model that was started without its checkpoint and holds more than weights.
+
+    Raises:
+        ValueError: It has a saved buffer of numbers, which no update writes.
+    """
+    for name, module in model.named_modules():
+        for buffer_name, buffer in module.named_buffers(recurse=False):
+            is_saved = buffer_name not in module._non_persistent_buffers_set
+            # Scales of the cache are set to 1 once weights are there.
+            if is_saved and buffer.is_floating_point() and not buffer_name.endswith("_scale"):
+                raise ValueError(
+                    f"vLLM's model has a buffer {name}.{buffer_name}, which is in its checkpoint "
+                    "and in no weight update: expected weights alone; let vLLM read the "
+                    "checkpoint, --engine_args load_format=auto"
+                )
 
 
 class LayoutReader:
@@ -106,7 +124,7 @@ class LayoutReader:
         for name, (module_name, _) in found.items():
             groups.setdefault(module_name, []).append(name)
         placed = {n: self._place(n, target, groups[target[0]]) for n, target in found.items()}
-        places = {name: place for name, place in placed.items() if place is not None}
+        places = {name: found_places for name, found_places in placed.items() if found_places}
         modules = {name: target[0] for name, target in found.items()}
         manifest = []
         for name, full_shape in self._shape.shapes.items():
@@ -169,56 +187,74 @@ class LayoutReader:
         tensor: torch.Tensor = self._modules[target[0]].get_parameter(target[1])
         return tensor
 
-    def _place(self, name: str, target: tuple[str, str], members: Sequence[str]) -> Place | None:
-        """The rows of a parameter, or None if what vLLM computes with cannot be read there."""
+    def _place(
+        self, name: str, target: tuple[str, str], members: Sequence[str]
+    ) -> tuple[Place, ...]:
+        """The rows of a parameter; () if what vLLM computes with cannot be read there."""
         module, tensor = self._modules[target[0]], self._tensor(target)
         shape = self._shape.shapes[name]
         slot = expert_slot(self._map_name(name) or name)
         if slot is not None and target == (slot.module_name, slot.attribute):
             return self._expert_place(slot, module, tensor, shape)
         if tensor.dtype not in _FLOATS or tensor.dim() != len(shape) or not shape:
-            return None
+            return ()
         if tuple(tensor.shape[1:]) != shape[1:] or self._is_repacked(module, name):
-            return None
+            return ()
         rows = _vocabulary_rows(module)
         if rows is not None:
             start, stop = min(rows[0], shape[0]), min(rows[1], shape[0])
             if stop - start > tensor.shape[0]:
-                return None
-            return Place(*target, 0, stop - start, start, is_replicated=self._tp_size == 1)
-        return self._linear_place(name, target, members)
+                return ()
+            return (Place(*target, 0, stop - start, start, is_replicated=self._tp_size == 1),)
+        return self._linear_places(name, target, members)
 
-    def _linear_place(
+    def _linear_places(
         self, name: str, target: tuple[str, str], members: Sequence[str]
-    ) -> Place | None:
+    ) -> tuple[Place, ...]:
         """The rows of a parameter in a tensor that may be fused, and split over the ranks."""
-        num_local, full_rows = self._tensor(target).shape[0], self._shape.shapes[name][0]
+        tensor, full_rows = self._tensor(target), self._shape.shapes[name][0]
+        num_local = tensor.shape[0]
         parts = self._parts(name, target, members)
         sizes = [self._shape.shapes[part][0] for part in parts]
-        before = sum(sizes[: parts.index(name)])
-        is_replicated = sum(sizes) == num_local
-        num_parts = 1 if is_replicated else self._tp_size
-        is_split = all(size % num_parts == 0 for size in sizes)
-        if not is_split or sum(sizes) != num_local * num_parts:
-            return None
-        num_rows = full_rows // num_parts
-        first = 0 if is_replicated else self._tp_rank * num_rows
-        return Place(*target, before // num_parts, num_rows, first, is_replicated)
+        own = parts.index(name)
+        if sum(sizes) == num_local:
+            return (Place(*target, sum(sizes[:own]), full_rows, 0, is_replicated=True),)
+        module = self._modules[target[0]]
+        if not _is_loaded_by(module, tensor):
+            return ()
+        wanted = range(own, own + 1)
+        if len(parts) == 1 and "output_sizes" in vars(module):
+            # One tensor of the checkpoint holds all that the module fuses: each part is split.
+            sizes = [int(size) for size in vars(module)["output_sizes"]]
+            if sum(sizes) != full_rows:  # heads that several ranks hold
+                return ()
+            wanted = range(len(sizes))
+        is_split = all(size % self._tp_size == 0 for size in sizes)
+        if not is_split or sum(sizes) != num_local * self._tp_size:
+            return ()
+        first = sum(sizes[:own]) if len(parts) > 1 else 0
+        found = []
+        for part in wanted:
+            before, num_rows = sum(sizes[:part]), sizes[part] // self._tp_size
+            start = before - first + self._tp_rank * num_rows
+            found.append(
+                Place(*target, before // self._tp_size, num_rows, start, is_replicated=False)
+            )
+        return tuple(found)
 
     def _expert_place(
         self, slot: ExpertSlot, module: nn.Module, tensor: torch.Tensor, shape: tuple[int, ...]
-    ) -> Place | None:
+    ) -> tuple[Place, ...]:
         """The rows of an expert or of a stack; shards of stacks are not read back."""
         if backend_name(module) not in PLAIN_BACKENDS or tensor.dtype not in _FLOATS:
-            return None
+            return ()
         num_experts, rows = tensor.shape[:2]
         num_rows = slot.num_rows(num_experts, rows)
         if num_rows * tensor.shape[2] != math.prod(shape) or tensor.shape[2] != shape[-1]:
-            return None
+            return ()
         first = slot.first_row(rows)
-        return Place(
-            slot.module_name, slot.attribute, first, num_rows, 0, is_replicated=True, num_row_dims=2
-        )
+        target = slot.module_name, slot.attribute
+        return (Place(*target, first, num_rows, 0, is_replicated=True, num_row_dims=2),)
 
     def _parts(self, name: str, target: tuple[str, str], members: Sequence[str]) -> list[str]:
         """The parameters in the same tensor, in the order in which they lie there."""
@@ -238,6 +274,12 @@ class LayoutReader:
         # An embedding is looked up in storage; only a head that is tied to it uses the copy.
         is_embedding_only = _vocabulary_rows(module) is not None and not _is_head(module)
         return not (is_embedding_only and name not in self._shape.tied.values())
+
+
+def _is_loaded_by(module: nn.Module, tensor: torch.Tensor) -> bool:
+    """Whether a module cuts its tensor itself; another loader may deal rows out otherwise."""
+    loader = getattr(tensor, "weight_loader", None)
+    return loader is None or getattr(loader, "__self__", None) is module
 
 
 def _vocabulary_rows(module: nn.Module) -> tuple[int, int] | None:

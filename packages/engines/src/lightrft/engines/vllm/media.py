@@ -67,13 +67,24 @@ _TOWERS = {
     "llava": ("llava", "LlavaForConditionalGeneration"),
     "llava_onevision": ("llava_onevision", "LlavaOnevisionForConditionalGeneration"),
 }
+_UNNAMED = ("qwen2_audio",)
 # These take features of an earlier layer; vLLM leaves the rest of the tower out.
 _CUT_TOWERS = ("llava", "llava_onevision")
 _OWN_LEVEL = re.compile(r"\bvision_tower\.(?!vision_model\.)")
 
 
 def name_tower(model_type: str) -> None:
-    """Tells vLLM's model where the weights of its tower lie, on disk and in updates."""
+    """Tells vLLM's model where the weights of its tower lie, on disk and in updates.
+
+    Raises:
+        ValueError: vLLM's model has other names than the trainer's.
+    """
+    if model_type in _UNNAMED:
+        raise ValueError(
+            f"the vllm engine cannot take weights of {model_type!r}: vLLM 0.32 reads them by the "
+            "names of released checkpoints alone, which transformers 5.19 does not write; train "
+            "this model with engine_type hf"
+        )
     if model_type not in _TOWERS:
         return
     from vllm.model_executor.models.utils import WeightsMapper
@@ -94,13 +105,17 @@ def may_lack(model_type: str) -> str:
 
 def forbid_tokens(model: nn.Module, token_ids: Sequence[int]) -> None:
     """Gives tokens the logit -inf wherever vLLM samples or scores with a model."""
-    forbidden = torch.tensor(token_ids, dtype=torch.int64)
+    # Moved once: a copy at each step would wait for the GPU and undo asynchronous scheduling.
+    forbidden: dict[torch.device, torch.Tensor] = {}
     compute = model.compute_logits
 
     def compute_logits(*args: object, **options: object) -> torch.Tensor | None:
         logits: torch.Tensor | None = compute(*args, **options)  # type: ignore[operator]
         if logits is None:  # of a rank that samples nothing
             return None
-        return logits.index_fill_(-1, forbidden.to(logits.device), float("-inf"))
+        device = logits.device
+        if device not in forbidden:
+            forbidden[device] = torch.tensor(token_ids, dtype=torch.int64, device=device)
+        return logits.index_fill_(-1, forbidden[device], float("-inf"))
 
     model.compute_logits = compute_logits  # type: ignore[assignment]

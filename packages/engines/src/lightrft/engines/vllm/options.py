@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from lightrft.engines.backend_options import check_options, parse_options
-from lightrft.engines.types import EngineConfig
+from lightrft.engines.types import EngineConfig, MediaBounds
 
 # vLLM's name -> where it is set instead.
 RESERVED: Mapping[str, str] = {
@@ -24,6 +24,7 @@ RESERVED: Mapping[str, str] = {
     "logprobs_mode": "the trainer, which needs the distribution that tokens are drawn from",
     "generation_config": "the sampling parameters of each call",
     "override_generation_config": "the sampling parameters of each call",
+    "enable_batch_sharded_sampling": "nowhere: it samples past the logits that are checked",
 }
 
 # Of collectives between the ranks of an engine, over the host: gloo's own is half an hour. Ranks
@@ -31,15 +32,32 @@ RESERVED: Mapping[str, str] = {
 GROUP_SECONDS = 600
 
 
+# Options with which vLLM needs more of a checkpoint than the trainer writes.
+_READ_MORE = ("hf_overrides", "model_loader_extra_config", "quantization", "speculative_config")
+
+
+def load_format(config: EngineConfig) -> str:
+    """Whether vLLM reads its weights, "auto", or starts with any and waits for them, "dummy".
+
+    Where a trainer writes all of them, every rank would read the whole checkpoint for nothing.
+    """
+    if not config.model_path:
+        return "dummy"
+    if "load_format" in config.options:
+        return str(config.options["load_format"])
+    reads_more = any(name in config.options for name in _READ_MORE)
+    return "dummy" if config.awaits_weights and not reads_more else "auto"
+
+
 def engine_arguments(
     config: EngineConfig,
     *,
     model_path: str,
     max_model_len: int,
-    load_format: str,
     has_tokenizer: bool,
     is_on_cpu: bool,
     executor: str,
+    reads_media: bool = False,
 ) -> dict[str, object]:
     """Keyword arguments of `vllm.LLM`.
 
@@ -47,10 +65,10 @@ def engine_arguments(
         config: Size, seed and the user's options, which win over defaults.
         model_path: Directory that vLLM reads.
         max_model_len: Longest sequence, with room for the token that scoring must sample.
-        load_format: "dummy" if the directory has no weights, else "auto".
         has_tokenizer: Whether the directory has a tokenizer.
         is_on_cpu: Whether vLLM runs on the CPU.
         executor: vLLM's executor backend.
+        reads_media: Whether the model does: vLLM then keeps room for what prompts may have.
 
     Raises:
         ValueError: An option is unknown, reserved or malformed.
@@ -61,7 +79,7 @@ def engine_arguments(
     check_options(config.options, hints, reserved=RESERVED, engine_name="vllm")
     arguments: dict[str, object] = {
         "model": model_path,
-        "load_format": load_format,
+        "load_format": load_format(config),
         "runner": "generate",
         "skip_tokenizer_init": not has_tokenizer,
         "dtype": config.dtype,
@@ -79,4 +97,16 @@ def engine_arguments(
     }
     if "cpu_distributed_timeout_seconds" in hints:  # not in older versions
         arguments["cpu_distributed_timeout_seconds"] = GROUP_SECONDS
+    if reads_media:
+        arguments |= _media_arguments(config.media)
     return {**arguments, **parse_options(config.options, hints)}
+
+
+def _media_arguments(bounds: MediaBounds) -> dict[str, object]:
+    """VLLM's arguments for the bounds of a run; of images alone, as the trainer's processor."""
+    given = {"max_pixels": bounds.max_pixels, "min_pixels": bounds.min_pixels}
+    sizes = {name: value for name, value in given.items() if value is not None}
+    found: dict[str, object] = {"mm_processor_kwargs": {"images_kwargs": sizes}} if sizes else {}
+    if bounds.per_prompt:
+        found["limit_mm_per_prompt"] = dict(bounds.per_prompt)
+    return found

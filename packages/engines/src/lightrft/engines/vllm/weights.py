@@ -92,28 +92,36 @@ class VLLMWeights(AssembledWeights):
                 f"a weight update of the {self._engine_name} engine is open; call "
                 "finish_weight_update() before hash_parameters()"
             )
-        return self._sum_over_group(
-            self._local_hashes([self._layout.places[name] for name in names])
-        )
+        places = self._layout.places
+        return self._sum_over_group(self._local_hashes([places[name] for name in names]))
 
-    def _local_hashes(self, places: Sequence[Place]) -> list[int]:
-        """This rank's part of each hash; 0 where another rank of the group adds it."""
+    def _local_hashes(self, places: Sequence[Sequence[Place]]) -> list[int]:
+        """This rank's part of the hash of each parameter; other ranks of the group add theirs."""
         from vllm.distributed.parallel_state import get_tp_group
 
         from lightrft.kernels import hash_tensors
 
         is_first = get_tp_group().rank_in_group == 0
-        own = [place for place in places if is_first or not place.is_replicated]
-        parts, starts = [], []
-        for place in own:
+        parts, starts, owners = [], [], []
+        for owner, place in ((i, place) for i, own in enumerate(places) for place in own):
+            if place.is_replicated and not is_first:
+                continue
             parameter = self._modules[place.module_name].get_parameter(place.attribute)
             tensor = parameter.detach().flatten(0, place.num_row_dims - 1)
             rows = tensor[place.local_start : place.local_start + place.num_rows].contiguous()
             row_size = rows[0].numel() if place.num_rows else 0
             parts.append(rows)
             starts.append(place.global_start * row_size)
-        hashes = iter(hash_tensors(parts, starts=starts))
-        return [next(hashes) if is_first or not place.is_replicated else 0 for place in places]
+            owners.append(owner)
+        total = torch.zeros(len(places), dtype=torch.int64)
+        # int64 addition wraps, which is the sum modulo 2^64.
+        total.index_add_(
+            0,
+            torch.tensor(owners, dtype=torch.int64),
+            torch.tensor(hash_tensors(parts, starts=starts), dtype=torch.int64),
+        )
+        summed: list[int] = total.tolist()
+        return summed
 
     def _sum_over_group(self, hashes: list[int]) -> list[int]:
         from vllm.distributed.parallel_state import get_tp_group

@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
 from lightrft.kernels.logprob.passes import chunks
 from lightrft.kernels.logprob.product_engine import ProductEngine, target_products
-from lightrft.kernels.logprob.products import add_product_
+from lightrft.kernels.logprob.products import add_product_, write_product
 from lightrft.kernels.logprob.rows import (
     GradRows,
     RowStatistics,
     finish_target_logits,
     scale_into_range,
+    select_rows,
 )
 from lightrft.kernels.logprob.selection import choose_loss_engine
 from lightrft.kernels.logprob.stored_logits import LayerGradients, StoredLogits
@@ -31,8 +33,8 @@ from lightrft.kernels.logprob.types import (
     LogitsTransform,
     OutputLayer,
     accumulation_dtype,
+    validate_bounds,
     validate_options,
-    validate_targets,
     validate_tensors,
 )
 
@@ -77,16 +79,18 @@ class LossWorkspace:
         budget_bytes: Logits stored at a time, unless `min_tokens` need more.
         min_tokens: Tokens of a chunk below which products are slow.
         max_tokens: Beyond them a longer chunk gains nothing.
+        row_multiple: Tokens of a chunk are a multiple of it, wherever there are several chunks.
     """
 
     budget_bytes: int
     min_tokens: int
     max_tokens: int
+    row_multiple: int = 1
 
 
 WORKSPACES = {
-    # Little beside the weights' gradient in float32.
-    "cuda": LossWorkspace(2**31, 1024, 8192),
+    # Little beside the weights' gradient in float32. Whole tiles of the products.
+    "cuda": LossWorkspace(2**31, 1024, 8192, row_multiple=128),
     # More is no faster, fewer than 256 tokens multiply slowly.
     "cpu": LossWorkspace(2**26, 256, 1024),
 }
@@ -101,7 +105,7 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     bias: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     entropy: EntropyMode = "grad",
     chunk_tokens: int | None = None,
     logits_budget_bytes: int | None = None,
@@ -115,7 +119,9 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         hidden, weight, targets: [tokens, hidden], [vocab, hidden] and [tokens] int64.
         token_loss: Called once for every chunk of tokens, in order; the losses are added. Its
             normaliser must not depend on the chunk.
-        bias, temperature, softcap, ignore_index: As in `linear_logprob`.
+        bias, temperature, softcap: As in `linear_logprob`.
+        ignore_index: As there; None if every target counts. The host then waits for no device, on
+            which a target beyond the vocabulary ends the program.
         entropy: "none" computes none; with "value" `token_loss` must give no gradient for it.
         chunk_tokens: Most tokens of a chunk; None is as many as the budget holds.
         logits_budget_bytes: Logits stored at a time; those that do not fit are computed twice.
@@ -127,8 +133,7 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     validate_tensors(hidden, weight, targets, bias)
     validate_options(temperature, softcap, entropy, "auto")
     _validate_sizes(chunk_tokens, logits_budget_bytes)
-    active = (targets != ignore_index).nonzero().squeeze(1)
-    validate_targets(targets[active], len(weight), ignore_index)
+    active = _active_tokens(targets, len(weight), ignore_index, is_device=targets.is_cuda)
     chunk_tokens, budget = plan_loss(
         len(active), hidden, weight, chunk_tokens=chunk_tokens, budget_bytes=logits_budget_bytes
     )
@@ -145,6 +150,19 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
             hidden, weight, bias, targets, transform, options
         )
     return PolicyLossOutput(loss, logprobs, None if entropy == "none" else entropies)
+
+
+def _active_tokens(
+    targets: Tensor, vocab_size: int, ignore_index: int | None, *, is_device: bool
+) -> Tensor:
+    """Which targets count, [rows] int64; the host looks at a device once, or never."""
+    mask = torch.ones_like(targets, dtype=torch.bool)
+    if ignore_index is not None:
+        mask = targets != ignore_index
+    is_static = is_device and ignore_index is None
+    chosen = select_rows(mask, targets, vocab_size, is_static=is_static)
+    validate_bounds(chosen.smallest, chosen.largest, vocab_size, ignore_index)
+    return torch.arange(len(mask), device=mask.device) if chosen.index is None else chosen.index
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +228,16 @@ class LinearPolicyLoss(torch.autograd.Function):
         layer = OutputLayer(weight, bias, transform)
         wide = accumulation_dtype(hidden, weight, bias)
         inputs = (hidden, weight, bias)
+        dtypes = (wide, _dtype_of_sum(weight, options, wide), wide)
         totals = _Totals(
             loss=hidden.new_zeros((), dtype=wide),
             logprobs=hidden.new_zeros(len(hidden), dtype=wide),
             entropy=hidden.new_zeros(len(hidden), dtype=wide),
             gradients=LayerGradients._make(
-                torch.zeros_like(like, dtype=wide) if is_needed and like is not None else None
-                for like, is_needed in zip(inputs, ctx.needs_input_grad, strict=False)
+                torch.zeros_like(like, dtype=dtype) if is_needed and like is not None else None
+                for like, dtype, is_needed in zip(
+                    inputs, dtypes, ctx.needs_input_grad, strict=False
+                )
             ),
         )
         _add_chunks(totals, hidden, layer, targets, options)
@@ -266,6 +287,15 @@ class LinearPolicyLoss(torch.autograd.Function):
         return (*scaled, None, None, None)
 
 
+def _dtype_of_sum(weight: Tensor, options: PolicyLossOptions, wide: torch.dtype) -> torch.dtype:
+    """Of dL/dweight while it is formed: the weight's own where one chunk of tokens writes it.
+
+    Then each of its numbers is rounded once either way. Float16 waits for the upstream gradient.
+    """
+    is_written_once = isinstance(options.engine, ProductEngine) and len(options.row_chunks) == 1
+    return torch.bfloat16 if is_written_once and weight.dtype == torch.bfloat16 else wide
+
+
 class _Undifferentiable(torch.autograd.Function):
     """A gradient that says, instead of dropping a term, that it has no gradient itself."""
 
@@ -280,6 +310,11 @@ class _Undifferentiable(torch.autograd.Function):
             "linear_policy_loss has no second derivative: expected a single backward pass through "
             "it, got a gradient of its gradient; use a loss of linear_logprob(impl='reference')"
         )
+
+
+def up_to_multiple(number: int, multiple: int) -> int:
+    """The number, rounded up."""
+    return -(-number // multiple) * multiple
 
 
 def plan_loss(
@@ -305,8 +340,9 @@ def plan_loss(
     budget = space.budget_bytes if budget_bytes is None else budget_bytes
     if chunk_tokens is None:
         most = min(max(budget // row_bytes, space.min_tokens), space.max_tokens)
+        most = max(1, most // space.row_multiple) * space.row_multiple
         num_chunks = max(1, -(-num_tokens // most))
-        chunk_tokens = max(1, -(-num_tokens // num_chunks))
+        chunk_tokens = max(1, up_to_multiple(-(-num_tokens // num_chunks), space.row_multiple))
     if budget_bytes is None and not hidden.is_cuda:
         budget = chunk_tokens * row_bytes
     return chunk_tokens, budget
@@ -349,10 +385,10 @@ def _rows_with_loss(
     options: PolicyLossOptions,
 ) -> GradRows:
     """Asks for the loss of a chunk and adds it; what its gradients are computed from."""
-    statistics = kept.statistics
-    logprobs = statistics.logprobs
+    statistics, num_rows = kept.statistics, len(rows)
     has_entropy = options.entropy != "none"
-    entropy = statistics.entropy if has_entropy else torch.zeros_like(logprobs)
+    logprobs = statistics.logprobs[:num_rows]
+    entropy = statistics.entropy[:num_rows] if has_entropy else torch.zeros_like(logprobs)
     totals.logprobs[rows] = logprobs
     totals.entropy[rows] = entropy
     with torch.enable_grad():
@@ -364,23 +400,35 @@ def _rows_with_loss(
             f"{options.entropy!r}"
         )
     totals.loss += loss.detach()
+    missing = len(kept.hidden) - num_rows
+
+    def padded(values: Tensor) -> Tensor:
+        return F.pad(values, (0, missing)) if missing else values
+
     return GradRows(
         hidden=kept.hidden,
-        targets=targets[rows],
+        targets=kept.targets,
         maximum=statistics.maximum,
         log_sum=statistics.log_sum,
-        logprobs=logprobs,
-        entropy=entropy,
-        grad_logprobs=grad_logprobs.detach().to(logprobs.dtype),
-        grad_entropy=None if grad_entropy is None else grad_entropy.detach().to(entropy.dtype),
+        logprobs=padded(logprobs),
+        entropy=padded(entropy),
+        grad_logprobs=padded(grad_logprobs.detach().to(logprobs.dtype)),
+        grad_entropy=(
+            None if grad_entropy is None else padded(grad_entropy.detach().to(entropy.dtype))
+        ),
     )
 
 
 @dataclass(slots=True)
 class _Forward:
-    """Statistics of some tokens, and the products that were kept."""
+    """Statistics of some tokens, and the products that were kept.
+
+    Rows of zeros follow the tokens up to a multiple that products are fast with; their targets are
+    outside of the vocabulary and their upstream gradients 0.
+    """
 
     hidden: Tensor
+    targets: Tensor
     statistics: RowStatistics
     kept: list[Tensor]
     layer: OutputLayer
@@ -397,7 +445,11 @@ class _Forward:
     ) -> _Forward:
         needs_entropy = options.entropy != "none"
         dtype = engine.product_dtype(hidden, layer.weight)
+        missing = -len(hidden) % engine.row_multiple
         hidden = hidden.to(dtype)
+        if missing:
+            hidden = F.pad(hidden, (0, 0, 0, missing))
+            targets = F.pad(targets, (0, missing), value=-1)
         wanted = target_products(hidden, layer.weight, targets)
         statistics = RowStatistics.empty(len(hidden), hidden, wanted.dtype)
         kept: list[Tensor] = []
@@ -411,7 +463,7 @@ class _Forward:
                 kept.append(products)
         exact = finish_target_logits(wanted, layer, targets)
         statistics = statistics._replace(target_logits=exact)
-        return cls(hidden, statistics, kept, layer, engine)
+        return cls(hidden, targets, statistics, kept, layer, engine)
 
     def add_gradients(self, totals: LayerGradients, rows: GradRows, places: Tensor) -> None:
         """See `StoredLogits.add_gradients`."""
@@ -423,12 +475,16 @@ class _Forward:
             grad = self.engine.grad_of_products(products, rows, chunk, start)
             if grad_chunk is not None:
                 add_product_(grad_chunk, grad, chunk.weight)
-            if totals.weight is not None:
+            if totals.weight is not None and totals.weight.dtype == torch.bfloat16:
+                # No other chunk of tokens adds to it.
+                write_product(totals.weight[start:stop], grad.T, self.hidden, scale=scale)
+            elif totals.weight is not None:
                 add_product_(totals.weight[start:stop], grad.T, self.hidden, scale=scale)
             if totals.bias is not None:
                 part = grad.sum(0, dtype=totals.bias.dtype)
                 totals.bias[start:stop] += part if scale is None else part / scale
         if totals.hidden is not None and grad_chunk is not None:
+            grad_chunk = grad_chunk[: len(places)]
             totals.hidden[places] = grad_chunk if scale is None else grad_chunk / scale
 
     def _stored(self) -> Iterator[tuple[int, int, OutputLayer, Tensor]]:

@@ -119,18 +119,9 @@ def validate_options(temperature: float, softcap: float | None, entropy: str, im
             raise ValueError(f"unknown {name} {value!r}: expected one of {', '.join(known)}")
 
 
-def validate_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Every target that counts is a token of the vocabulary."""
-    if targets.numel() > 0:
-        smallest, largest = (int(bound) for bound in torch.aminmax(targets))
-        validate_bounds(smallest, largest, vocab_size, ignore_index)
-
-
-def validate_bounds(smallest: int, largest: int, vocab_size: int, ignore_index: int) -> None:
+def validate_bounds(smallest: int, largest: int, vocab_size: int, ignore_index: int | None) -> None:
     """The smallest and the largest target that count are tokens of the vocabulary."""
     if smallest < 0 or largest >= vocab_size:
         wrong = smallest if smallest < 0 else largest
-        raise ValueError(
-            f"targets must lie in [0, {vocab_size}) or equal ignore_index={ignore_index}: "
-            f"got {wrong}"
-        )
+        others = "" if ignore_index is None else f" or equal ignore_index={ignore_index}"
+        raise ValueError(f"targets must lie in [0, {vocab_size}){others}: got {wrong}")

@@ -8,6 +8,7 @@ STEPS_PER_PRINT = 2**62
 # of every device for every model that is trained, whatever its size.
 MAX_BUCKET_ELEMENTS = 50_000_000
 FP32_BYTES = 4
+BF16_BYTES = 2
 
 
 def check_stage(config: StrategyConfig, *, uses_bf16: bool) -> None:
@@ -25,26 +26,30 @@ def check_stage(config: StrategyConfig, *, uses_bf16: bool) -> None:
         raise ValueError("adam_offload needs zero_stage 1, 2 or 3: got zero_stage 0")
 
 
-def check_whole_model(config: StrategyConfig, num_elements: int, device_bytes: int) -> None:
+def check_whole_model(
+    config: StrategyConfig, num_elements: int, device_bytes: int, *, uses_bf16: bool
+) -> None:
     """Refuses a model that DeepSpeed would place on one device as a whole before dividing it.
 
-    `DeepSpeedEngine._configure_distributed_model` moves the module to the device, and only then
-    does stage 3 divide it; the weights come there in float32, as they were loaded.
+    `DeepSpeedEngine._configure_distributed_model` casts the module to the dtype it computes in,
+    then moves it to the device, and only then does stage 3 divide it (DeepSpeed 0.19.8).
 
     Args:
         config: Of the strategy.
         num_elements: Of all parameters of the model.
         device_bytes: Memory of one device.
+        uses_bf16: Whether it computes in bfloat16.
 
     Raises:
         ValueError: They do not fit.
     """
-    needed = num_elements * FP32_BYTES
+    needed = num_elements * (BF16_BYTES if uses_bf16 else FP32_BYTES)
     if needed > device_bytes:
         divides = " and divides it only then" if config.zero_stage == 3 else ""
+        dtype = "bfloat16" if uses_bf16 else "float32"
         raise ValueError(
             f"DeepSpeed places a whole model on one device{divides}: {num_elements:,} parameters "
-            f"take {needed / 1e9:.1f} GB in float32, the device has {device_bytes / 1e9:.1f} GB; "
+            f"take {needed / 1e9:.1f} GB in {dtype}, the device has {device_bytes / 1e9:.1f} GB; "
             "use --fsdp --meta_init, by which no rank ever holds a whole model"
         )
 

@@ -67,7 +67,7 @@ class ZeroBackend(Backend):
         """A model must fit one device, whatever the stage."""
         if self.context.has_gpu:
             _, total = torch.cuda.mem_get_info()
-            check_whole_model(self.config, num_elements, total)
+            check_whole_model(self.config, num_elements, total, uses_bf16=self._uses_bf16)
 
     def stop(self) -> None:
         """DeepSpeed's process groups end with ours."""
@@ -88,6 +88,7 @@ class ZeroBackend(Backend):
         share_sequences(model, self.context.sp_group, is_trained=is_training)
         self.check_model_size(sum(parameter.numel() for parameter in model.parameters()))
         if is_training:
+            # In the dtype it has until `prepare` casts it.
             return model.to(self.context.device)
         model.eval().requires_grad_(False)
         if self.config.zero_stage == 3 and size > 1:

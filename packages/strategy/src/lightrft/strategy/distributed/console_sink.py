@@ -1,5 +1,6 @@
 """Sink of a process' lines: standard output, or what a run puts in its place; progress of work."""
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from datetime import datetime
 from typing import TypeVar
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 # Takes a line, and whether it is a detail: memory, sleep, weight sync.
 ConsoleSink = Callable[[str, bool], None]
 _sinks: list[ConsoleSink] = []
@@ -24,9 +26,15 @@ def console_sink(sink: ConsoleSink) -> Iterator[None]:
 
 
 def write_line(text: str, *, is_detail: bool = False, is_stamped: bool = True) -> None:
-    """Writes a line; on standard output it begins with the time if `is_stamped`."""
+    """Writes a line; on standard output it begins with the time if `is_stamped`.
+
+    Where nothing takes the lines, a detail goes to the log alone.
+    """
     if _sinks:
         _sinks[-1](text, is_detail)
+        return
+    if is_detail:
+        logger.info("%s", text)
         return
     stamp = f"[StrategyINFO {datetime.now():%m-%d %H:%M:%S}]  " if is_stamped else ""
     sys.stdout.write(f"{stamp}{text}\n")

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self, TypeVar, cast, overload
+from typing import Protocol, Self, TypeVar, cast, overload
 
 import numpy as np
 import psutil
@@ -47,6 +47,19 @@ class MemoryReport:
         )
 
 
+class RowExchange(Protocol):
+    """Ranks that give each other bytes."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        ...
+
+    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Gives every rank its part, and returns what each rank gave this one; both by rank."""
+        ...
+
+
 def measure_memory() -> MemoryReport:
     """Measures the current CUDA device, or the process where there is none."""
     if torch.cuda.is_available():
@@ -64,11 +77,12 @@ def print_on_first_rank(group: Group, *msg: object, is_detail: bool = False) -> 
         write_line(" ".join(str(part) for part in msg), is_detail=is_detail)
 
 
-def report_memory(group: Group, prefix: str) -> MemoryReport:
+def report_memory(group: Group, prefix: str, *, is_detail: bool = False) -> MemoryReport:
     """Prints (on the first rank) and returns the memory in use; on a CPU that of the process."""
     report = measure_memory()
     if collectives.group_rank(group) == 0:
-        write_line(f"MEMORY STATUS: {prefix}, {report}", is_detail=True, is_stamped=False)
+        line = f"MEMORY STATUS: {prefix}, {report}"
+        write_line(line, is_detail=is_detail, is_stamped=False)
     return report
 
 
@@ -248,9 +262,9 @@ class DistributedContext:
         """As `print`, for details (memory, sleep, weight sync), which a run keeps in its log."""
         print_on_first_rank(self.world_group, *msg, is_detail=True)
 
-    def report_memory(self, prefix: str) -> MemoryReport:
-        """See `StrategyBase.report_memory`."""
-        return report_memory(self.world_group, prefix)
+    def note_memory(self, prefix: str) -> MemoryReport:
+        """As `StrategyBase.report_memory`, as a detail."""
+        return report_memory(self.world_group, prefix, is_detail=True)
 
     def barrier(self) -> None:
         """Waits until every rank arrived."""

@@ -29,21 +29,80 @@ HANG_EXIT_CODE = 7
 _LAST_RESORT_SECONDS = 10.0
 _ANSWER_SECONDS = 1.0
 _NOTE = "in phase "
+# Phases that follow each other faster share a record in the store.
+_RECORD_SECONDS = 1.0
 # Of all threads: rollouts may run beside training.
 _stack: list[_Deadline] = []
 _stack_lock = threading.RLock()
+_changed = threading.Condition(_stack_lock)
 
 
-class _Deadline(threading.Timer):
-    """One running phase, and the thread that ends the process when it takes too long."""
+@dataclass(frozen=True, slots=True)
+class _Deadline:
+    """One running phase; times are of the monotonic clock."""
 
-    def __init__(self, phase_name: str, seconds: float) -> None:
-        super().__init__(seconds, _expire, (phase_name, seconds))
-        self.daemon = True
-        self.phase_name = phase_name
-        self.begin = time.monotonic()
-        self.expires = self.begin + seconds
-        self.start()
+    phase_name: str
+    seconds: float
+    begin: float
+    expires: float
+
+
+class _Watcher(threading.Thread):
+    """Ends the process when a phase takes too long.
+
+    One thread for all phases: every micro-batch is one.
+    """
+
+    running: _Watcher | None = None
+
+    @classmethod
+    def wake(cls) -> None:
+        """Tells it of a new phase; a process that was forked starts one of its own."""
+        if cls.running is None or not cls.running.is_alive():
+            cls.running = cls(name="deadlines", daemon=True)
+            cls.running.start()
+        _changed.notify_all()
+
+    def run(self) -> None:
+        with _stack_lock:
+            while True:
+                nearest = min(_stack, key=lambda deadline: deadline.expires, default=None)
+                if nearest is not None and nearest.expires <= time.monotonic():
+                    break
+                _changed.wait(None if nearest is None else nearest.expires - time.monotonic())
+        _expire(nearest.phase_name, nearest.seconds)
+
+
+@dataclass
+class _Record:
+    """The phase of this process that the other ranks see in the store.
+
+    Args:
+        outermost: The phase around it when it was written; "" for none.
+        written: When, of the monotonic clock.
+        store: Where; another process group has another one.
+    """
+
+    outermost: str = ""
+    written: float = -math.inf
+    store: dist.Store | None = None
+
+    def write(self, name: str) -> None:
+        """Writes to the store where the outermost phase is another one, or a second later.
+
+        All ranks write to the process of rank 0, and micro-batches are phases.
+        """
+        store, now = _store(), time.monotonic()
+        outermost = _stack[0].phase_name if _stack else self.outermost
+        is_known = store is self.store and outermost == self.outermost
+        if store is None or (is_known and now - self.written < _RECORD_SECONDS):
+            return
+        self.outermost, self.written, self.store = outermost, now, store
+        rank, _ = _rank()
+        store.set(f"lightrft/phase/{rank}", f"{name} (since {time.strftime('%H:%M:%S')})")
+
+
+_last_record = _Record()
 
 
 def _rank() -> tuple[int, int]:
@@ -61,10 +120,7 @@ def _store() -> dist.Store | None:
 
 def _record(name: str, seconds: float = math.inf) -> None:
     record_phase(LastPhase(name, time.time() + seconds))
-    store = _store()
-    if store is not None:
-        rank, _ = _rank()
-        store.set(f"lightrft/phase/{rank}", f"{name} (since {time.strftime('%H:%M:%S')})")
+    _last_record.write(name)
 
 
 def peer_phases() -> list[str]:
@@ -143,7 +199,8 @@ def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
     On expiry a watchdog thread prints this rank, the phase and the last phase of every rank (from
     the process group's store), then all stacks. If the interpreter itself is stuck, a timer in C
     prints the stacks and exits (code 1) 10 s later. Phases may nest, and run in several threads:
-    the one that began last is recorded.
+    the one that began last is recorded. The store has it when the outermost one changes, or
+    after a second; the launcher's file always.
 
     Args:
         name: Says what is being waited for, e.g. "generate".
@@ -153,9 +210,11 @@ def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
     if limit <= 0:
         raise ValueError(f"phase {name!r} needs a positive deadline, got {limit}")
     with _stack_lock:
-        _record(name, limit)
-        deadline = _Deadline(name, limit)
+        begin = time.monotonic()
+        deadline = _Deadline(name, limit, begin, begin + limit)
         _stack.append(deadline)
+        _record(name, limit)
+        _Watcher.wake()
         _arm_last_resort()
     try:
         yield
@@ -164,7 +223,6 @@ def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
         raise
     finally:
         logger.debug("phase %r took %.3f s", name, time.monotonic() - deadline.begin)
-        deadline.cancel()
         with _stack_lock:
             _stack.remove(deadline)
             _arm_last_resort()

@@ -4,6 +4,8 @@ torch's elastic agent names a file in TORCHELASTIC_ERROR_FILE for each process, 
 a folder in LIGHTRFT_PHASE_FOLDER for all. Standard library only.
 """
 
+from __future__ import annotations
+
 import contextlib
 import faulthandler
 import json
@@ -134,8 +136,11 @@ class RunStoppedError(Exception):
     """
 
     def __init__(self, num_steps: int, output_dir: str) -> None:
-        self.num_steps = num_steps
+        self.num_steps, self.output_dir = num_steps, output_dir
         super().__init__(
             f"stopped as asked after step {num_steps}, with a complete checkpoint in {output_dir}: "
             "the same command continues"
         )
+
+    def __reduce__(self) -> tuple[type[RunStoppedError], tuple[int, str]]:
+        return type(self), (self.num_steps, self.output_dir)

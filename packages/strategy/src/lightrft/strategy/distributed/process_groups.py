@@ -17,11 +17,50 @@ from lightrft.strategy.distributed.network import VARIABLE, choose_gloo_interfac
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 # By address: the connection, and how many groups were started through it.
 _STORES: dict[str, tuple[dist.Store, Iterator[int]]] = {}
+# The side of this process; empty where all ranks of the launch train.
+_SIDES: list[Side] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two parts of a launch: the first ranks train, the last ones only generate.
+
+    Each part is a world of its own: its ranks count from 0, and its default process group is of
+    them alone.
+
+    Args:
+        launch_rank: Of this process in the launch.
+        num_training, num_generating: Ranks of both parts.
+    """
+
+    launch_rank: int
+    num_training: int
+    num_generating: int
+
+    @property
+    def generates(self) -> bool:
+        """Whether this process only generates."""
+        return self.launch_rank >= self.num_training
+
+    @property
+    def rank(self) -> int:
+        """Of this process within its part."""
+        return self.launch_rank - self.num_training if self.generates else self.launch_rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of this part."""
+        return self.num_generating if self.generates else self.num_training
+
+    def describe(self, launch_rank: int) -> str:
+        """A rank of the launch, with what it does."""
+        role = "generates" if launch_rank >= self.num_training else "trains"
+        return f"rank {launch_rank}, which {role}"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
-    """The launcher's variables about this process.
+    """The launcher's variables about this process, within its side.
 
     Raises (`read`):
         RuntimeError: A variable is missing or not a number; the message names all of them.
@@ -53,7 +92,42 @@ class LaunchEnvironment:
             raise RuntimeError(
                 f"RANK must be in [0, WORLD_SIZE): got RANK={rank!r}, WORLD_SIZE={world_size!r}"
             )
+        for side in _SIDES:
+            return cls(side.rank, side.world_size, f"tcp://{host}:{port}")
         return cls(int(rank), int(world_size), f"tcp://{host}:{port}")
+
+
+def take_side(num_generating: int, timeout: timedelta) -> tuple[Side, dist.Store]:
+    """Makes the last ranks of the launch a world of their own; before any process group exists.
+
+    Returns:
+        The side of this process, and a store that both sides share.
+
+    Raises:
+        ValueError: No rank would be left to train.
+    """
+    launch = LaunchEnvironment.read()
+    num_training = launch.world_size - num_generating
+    if launch.init_method is None or num_training < 1:
+        raise ValueError(
+            f"rollout_ranks {num_generating} leaves no rank to train: got {launch.world_size} "
+            f"processes, expected {num_generating + 1} or more"
+        )
+    interface = choose_gloo_interface()
+    if interface is not None:
+        os.environ[VARIABLE] = interface
+    side = Side(launch.rank, num_training, num_generating)
+    store = _fresh_store(launch, timeout)
+    own = dist.PrefixStore("generate" if side.generates else "train", store)
+    _STORES[launch.init_method] = own, itertools.count()
+    _SIDES[:] = [side]
+    return side, dist.PrefixStore("bridge", store)
+
+
+def leave_side() -> None:
+    """Makes this process one of the whole launch again, with a store of its own."""
+    _SIDES.clear()
+    _STORES.clear()
 
 
 def backend_for_machine() -> str:
@@ -139,7 +213,10 @@ def start_process_group(timeout: timedelta | None) -> bool:
 def _check_running_group() -> None:
     """Raises a RuntimeError if the launcher's variables are there and say something else."""
     found = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    launch = LaunchEnvironment.read() if _SIDES else None
     wanted = {name: os.environ.get(name, str(value)) for name, value in found.items()}
+    if launch is not None:
+        wanted = {"RANK": str(launch.rank), "WORLD_SIZE": str(launch.world_size)}
     if any(wanted[name] != str(value) for name, value in found.items()):
         raise RuntimeError(
             f"torch.distributed runs with rank {found['RANK']} of {found['WORLD_SIZE']} already, "

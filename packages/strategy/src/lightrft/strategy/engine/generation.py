@@ -15,9 +15,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightrft.config import TrainConfig
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.factory import ENGINES, build_engine, resolve_engine_type
-from lightrft.engines.types import EngineConfig, GenerationRequest, MultiModalInputs, SamplingParams
+from lightrft.engines.types import (
+    EngineConfig,
+    GenerationRequest,
+    MediaBounds,
+    MultiModalInputs,
+    SamplingParams,
+)
 from lightrft.kernels.names import nearest_names
 from lightrft.strategy.backend import Arguments
 from lightrft.strategy.config import ENGINE_TYPES, StrategyConfig
@@ -70,6 +77,39 @@ def engine_config(
         seed=config.seed,
         enable_sleep=config.enable_engine_sleep,
         options=dict(config.engine_args or {}),
+        media=media_bounds(config),
+        awaits_weights=module is not None and not holds_saved_buffers(module),
+    )
+
+
+def holds_saved_buffers(module: nn.Module) -> bool:
+    """Whether a model's files have numbers that are no parameters, which no weight sync sends."""
+    return any(
+        buffer.is_floating_point() and name not in each._non_persistent_buffers_set
+        for each in module.modules()
+        for name, buffer in each.named_buffers(recurse=False)
+    )
+
+
+def media_bounds(config: StrategyConfig) -> MediaBounds:
+    """Bounds of the media of a run; none for a strategy alone.
+
+    Environments show images that no row has: their prompts are not counted.
+    """
+    if not isinstance(config, TrainConfig):
+        return MediaBounds()
+    limits = {
+        "image": config.limit_mm_image_per_prompt,
+        "video": config.limit_mm_video_per_prompt,
+        "audio": config.limit_mm_audio_per_prompt,
+    }
+    counted = {} if config.has_episodes else limits
+    return MediaBounds(
+        config.max_pixels,
+        config.min_pixels,
+        {kind: limit for kind, limit in counted.items() if limit is not None},
+        config.video_fps,
+        config.video_max_frames,
     )
 
 
@@ -452,3 +492,40 @@ def histogram_png(lengths: Sequence[int], *, step: int) -> bytes:
     stream = io.BytesIO()
     figure.savefig(stream, format="png")
     return stream.getvalue()
+
+
+@dataclass(slots=True)
+class GenerationWork:
+    """Seconds of this rank's engine since somebody last asked.
+
+    Args:
+        busy_seconds: In calls.
+        thin_seconds: Of these, lost because few responses were left; see `thin_seconds`.
+    """
+
+    busy_seconds: float = 0.0
+    thin_seconds: float = 0.0
+
+    def add(self, finishes: Sequence[tuple[float, int]], seconds: float) -> None:
+        """Counts a call of the engine; see `thin_seconds`."""
+        self.busy_seconds += seconds
+        self.thin_seconds += thin_seconds(finishes, seconds)
+
+
+def thin_seconds(finishes: Sequence[tuple[float, int]], seconds: float) -> float:
+    """Seconds that a call would save if it were as fast to its end as while all its rows ran.
+
+    seconds - (all tokens) / (tokens a second until a quarter of the rows has ended); at least 0.
+    All rows are taken to run from the begin on: with more rows than an engine runs at once it is
+    too large. 0 where an engine gives all its rows at the end.
+
+    Args:
+        finishes: Of each row, the second in which it was given, and its tokens.
+        seconds: Of the call.
+    """
+    ordered = sorted(finishes)
+    if not ordered or ordered[0][0] >= seconds or not ordered[-1][1]:
+        return 0.0
+    first, length = ordered[(len(ordered) - 1) // 4]
+    at_full = sum(min(tokens, max(1, length)) for _, tokens in ordered) / max(first, 1e-9)
+    return max(0.0, seconds - sum(tokens for _, tokens in ordered) / at_full)

@@ -27,6 +27,7 @@ from lightrft.strategy.distributed.one_sided import run_apart
 from lightrft.strategy.distributed.process_groups import engine_group_ranks
 from lightrft.strategy.engine.generation import (
     SHARED_BY_GROUP,
+    GenerationWork,
     GenLenAnalyser,
     PromptBatch,
     as_sampling_params,
@@ -128,6 +129,7 @@ class EngineSession:
             plot_every=config.plot_every, log_dir=config.log_dir, group=self.context.world_group
         )
         self.num_calls = 0
+        self._work = GenerationWork()
         self._engine: RolloutEngine | None = None
         self._next_request_id = 0
         self.weight_sync: WeightSync | None = None
@@ -241,7 +243,7 @@ class EngineSession:
             self.context.free_memory()
             self._engine.wake_up(tags)
         if self.status is EngineStatus.WAKEUP:
-            self.context.report_memory("after wakeup inference engine")
+            self.context.note_memory("after wakeup inference engine")
             took = time.monotonic() - begin
             self.context.print_detail(f"Finished {self._engine.name} wakeup, TIMECOST {took:.3f}")
 
@@ -287,7 +289,22 @@ class EngineSession:
         """Generates on this rank's engine, without any communication of our own."""
         if not requests:
             return []
-        return self.running.generate(requests, sampling_params, on_finished=on_finished)
+        begin, finishes = time.perf_counter(), list[tuple[float, int]]()
+
+        def report(finished: list[Completion]) -> None:
+            now = time.perf_counter() - begin
+            finishes.extend((now, len(item.output_token_ids)) for item in finished)
+            if on_finished is not None:
+                on_finished(finished)
+
+        found = self.running.generate(requests, sampling_params, on_finished=report)
+        self._work.add(finishes, time.perf_counter() - begin)
+        return found
+
+    def take_work(self) -> GenerationWork:
+        """What this rank's engine has done since the last time."""
+        work, self._work = self._work, GenerationWork()
+        return work
 
     def gather_and_generate(
         self,

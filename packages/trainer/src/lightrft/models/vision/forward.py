@@ -1,6 +1,6 @@
 """The forward pass of a trunk over rows of which some have images or videos."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, cast
 
@@ -8,8 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.engines.media.cross_attention import only_own_images
-from lightrft.engines.media.families import VisionFamily, placeholder_ids
-from lightrft.engines.media.inputs import axes_of_rows, language_model, media_inputs, token_types
+from lightrft.engines.media.families import VisionFamily
+from lightrft.engines.media.inputs import (
+    axes_of_rows,
+    foreign_places,
+    language_model,
+    media_inputs,
+    read_as_text,
+    token_types,
+)
 from lightrft.engines.media.media import EncodedPrompt, MediumKind, RowMedia
 
 if TYPE_CHECKING:
@@ -95,12 +102,10 @@ def run_trunk(
     """
     input_ids = layout.input_ids
     with ExitStack() as hooks:
-        foreign = _foreign_placeholders(trunk, layout, media)
-        if foreign.any():
-            true_ids = (input_ids,)
-            layer = trunk.get_input_embeddings()
-            hooks.enter_context(layer.register_forward_pre_hook(lambda module, args: true_ids))
-            input_ids = torch.where(foreign, 0, input_ids)
+        rows = layout.rows_of_tokens
+        marks = foreign_places(trunk.config, rows, media.of_rows(len(rows)))
+        foreign = layout.place([mark.long() for mark in marks]).bool()
+        input_ids = hooks.enter_context(read_as_text(trunk, input_ids, foreign))
         absent = sorted(media.present - media.kinds)
         if family.attends_to_images:
             if "pixel_values" in arguments:
@@ -116,21 +121,6 @@ def run_trunk(
     return output
 
 
-def _foreign_placeholders(
-    trunk: "PreTrainedModel", layout: "TokenLayout", media: RowMedia
-) -> Tensor:
-    """Placeholders behind the prompts: they stand for no medium, and models would search one."""
-    ids = torch.tensor(placeholder_ids(trunk.config))
-    prompts = media.of_rows(len(layout.rows_of_tokens))
-    marks: list[Tensor] = []
-    for row, prompt in zip(layout.rows_of_tokens, prompts, strict=True):
-        is_mark = torch.isin(row.cpu(), ids)
-        if prompt is not None:
-            is_mark[: len(prompt.token_ids)] = False
-        marks.append(is_mark.long())
-    return layout.place(marks).bool()
-
-
 def _with_dummies(
     trunk: "PreTrainedModel", family: VisionFamily, kinds: Sequence[MediumKind]
 ) -> Callable[..., object]:
@@ -140,7 +130,7 @@ def _with_dummies(
         for kind in kinds:
             inputs = family.dummy(trunk.config, kind)
             inputs = {name: value.to(output.device) for name, value in inputs.items()}
-            features = _features(trunk, kind, inputs, family.kinds.values())
+            features = _features(trunk, kind, inputs, family)
             for leaf in _floats(_used(features)):
                 output = output + 0.0 * leaf.sum().to(output.dtype)
         return output
@@ -152,11 +142,13 @@ def _features(
     trunk: "PreTrainedModel",
     kind: MediumKind,
     inputs: Mapping[str, Tensor],
-    pixels: Collection[str],
+    family: VisionFamily,
 ) -> object:
-    """Features of one kind by the model's own method; `pixels` names inputs of its dtype."""
-    dtype = next(trunk.parameters()).dtype
+    """Features of one kind by the model's own method, or by that of the family."""
+    dtype, pixels = next(trunk.parameters()).dtype, family.kinds.values()
     typed = {k: v.to(dtype) if k in pixels else v for k, v in inputs.items()}
+    if family.features is not None:
+        return family.features(trunk, typed)
     return getattr(trunk, f"get_{kind}_features")(**typed, return_dict=True)
 
 

@@ -76,7 +76,7 @@ class Environments:
         modality.check_turns()
         self.encoder = modality.encoder
         self.folder = None if folder is None else folder / JOURNAL_FOLDER
-        self.pool = pool or EnvironmentPool(config, reads_images=self.encoder.reads_media)
+        self.pool = pool or EnvironmentPool(config, reads_images="image" in self.encoder.marks)
         self.special_ids = forging_ids(tokenizer)
         try:
             self.specs = EnvironmentSpecs(
@@ -213,7 +213,7 @@ class EpisodeSource:
     def _episodes(self, requests: SampleRequests) -> list[Episode]:
         episodes: list[Episode] = []
         params = requests.params
-        requests.ledger.ask(requests.prompts, requests.positions, params.n)
+        requests.ledger.ask(requests.prompts, requests.positions, params.n, requests.request_ids)
         rows = zip(requests.prompts, requests.request_ids, requests.positions, strict=True)
         for prompt, request_id, group_id in rows:
             environment = self._environments.specs.of(prompt.row)

@@ -142,6 +142,16 @@ def _read(path: Path, vocab_size: int | None = None) -> tuple[Recorded, JournalE
     return found, None if lines else JournalError(path, 1, "it is empty")
 
 
+def _add_parent(found: Recorded, event: Event) -> None:
+    """Puts before the prompt of an agent's call the ids of the call that it goes on from."""
+    parent = event.get("parent")
+    if parent is not None:
+        before = cast("list[int]", found.resets[cast("int", parent)]["prompt_token_ids"])
+        turn = next(own[parent] for own in found.rounds if parent in own)
+        own = cast("list[int]", event["prompt_token_ids"])
+        event["prompt_token_ids"] = [*before, *turn.sampled.output_token_ids, *own]
+
+
 def _take(
     found: Recorded,
     open_turns: dict[int, RecordedTurn],
@@ -159,6 +169,8 @@ def _take(
         return
     sample = cast("int", event["sample_id"])
     turn = cast("int", event.get("turn", 0))
+    if kind == "reset":
+        _add_parent(found, event)
     if kind == "turn":
         facts = cast("dict[str, list[float]]", event.get("facts", {}))
         largest = max(cast("list[int]", event["token_ids"]))

@@ -142,7 +142,7 @@ class EnvironmentPool:
     """The workers of one rank; a context manager that ends them.
 
     Args:
-        config: Its options `environment`, `tools`, `environment_workers`.
+        config: Its options `environment`, `tools`, `environment_*` and whether there are rewards.
         reads_images: The model does, so that answers may have some.
 
     Attributes:
@@ -153,22 +153,10 @@ class EnvironmentPool:
     """
 
     def __init__(self, config: TrainConfig, *, reads_images: bool = False) -> None:
-        environment = None if config.environment is None else _absolute(config.environment)
-        task = WorkerTask(
-            "lightrft.rollout.environments.worker",
-            "HostedEnvironments",
-            (
-                environment,
-                tuple(_absolute(text) for text in config.tools),
-                CHARACTERS_PER_TOKEN * config.max_observation_tokens,
-                False,
-                reads_images,
-            ),
-            shown_file=(split_reference(split_kind(environment or "")[1]) or ("", ""))[0] or None,
-        )
+        task = _task(config, reads_images=reads_images)
         count = config.environment_workers or os.cpu_count() or 1
         # Schemas take a library that is slow to import and that no episode needs.
-        describing = replace(task, arguments=(*task.arguments[:-2], True, reads_images))
+        describing = replace(task, arguments=(*task.arguments[:3], True, *task.arguments[4:]))
         self._hosts = [Host(describing), *(Host(task) for _ in range(count - 1))]
         try:
             described = cast("dict[str, dict[str, object]]", self._hosts[0].start())
@@ -203,6 +191,28 @@ class EnvironmentPool:
             threads.shutdown(wait=False, cancel_futures=True)
         for host in self._hosts:
             host.close()
+
+
+def _task(config: TrainConfig, *, reads_images: bool) -> WorkerTask:
+    """What every worker runs; the fourth argument is whether it describes its classes."""
+    environment = None if config.environment is None else _absolute(config.environment)
+    place, _ = split_reference(split_kind(environment or "")[1]) or ("", "")
+    return WorkerTask(
+        "lightrft.rollout.environments.worker",
+        "HostedEnvironments",
+        (
+            environment,
+            tuple(_absolute(text) for text in config.tools),
+            CHARACTERS_PER_TOKEN * config.max_observation_tokens,
+            False,
+            reads_images,
+            config.environment_args or {},
+            not (config.reward_fn or config.remote_rm_url or config.reward_pretrain),
+        ),
+        resident_bytes=int(1e9 * (config.environment_memory_gb or 0)) or None,
+        passed_variables=config.environment_env,
+        shown_file=place or None,
+    )
 
 
 def _absolute(text: str) -> str:

@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.types import DataError
-from lightrft.rollout.environments.calls import (
-    ENVIRONMENT_COLUMN,
-    Parser,
-    choose_parser,
-    whole_turn,
-)
+from lightrft.rollout.environments.call_formats import Parser
+from lightrft.rollout.environments.calls import ENVIRONMENT_COLUMN, choose_parser, whole_turn
 from lightrft.rollout.environments.pool import EnvironmentSpec
 
 if TYPE_CHECKING:

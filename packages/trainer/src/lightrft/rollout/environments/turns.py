@@ -18,12 +18,9 @@ from lightrft.records.media import encode_prompt, encode_row
 from lightrft.records.rollout import AnsweredCall, Rollout, Segment
 from lightrft.records.sample_ledger import SampleEntry
 from lightrft.rewards.types import RewardResult
-from lightrft.rollout.environments.calls import (
-    MalformedCallError,
-    ToolCall,
-    as_error,
-    check_call,
-)
+from lightrft.rollout.environments.call_formats import MalformedCallError, ToolCall
+from lightrft.rollout.environments.call_schema import check_call
+from lightrft.rollout.environments.calls import as_error
 from lightrft.rollout.environments.content import from_json
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.episode_batch import (
@@ -245,12 +242,13 @@ class Turns:
             "str",
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
         )
-        if not prompt.media:
-            ids = tuple(tokenizer([text], add_special_tokens=False)["input_ids"][0])
-            return replace(prompt, text=text, token_ids=ids)
         try:
+            self.encoder.check_places(text, prompt.media)
+            if not prompt.media:
+                ids = tuple(tokenizer([text], add_special_tokens=False)["input_ids"][0])
+                return replace(prompt, text=text, token_ids=ids)
             encoded = encode_prompt(replace(prompt, text=text), self.encoder)
-        except (ValueError, IndexError, StopIteration) as error:
+        except ValueError as error:
             raise EpisodeError(f"the images of reset do not fit the prompt: {error}") from error
         return replace(prompt, text=text, token_ids=encoded.token_ids)
 

@@ -17,7 +17,9 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, cast
 
 from lightrft.config import ConfigError
@@ -50,12 +52,14 @@ class Adapted(ABC):
 
     Attributes:
         takes: What `reset` is given beside the row; see `EnvironmentSpec`.
+        takes_options: The constructor takes a mapping of options.
         answers_turns: `step(action)` takes all that is said in a turn, and answers as a user does;
             otherwise `step` is a tool that the model calls.
         is_done: The episode has ended; the answer that came with it is not shown.
     """
 
     takes: ClassVar[tuple[str, ...]] = ("seed",)
+    takes_options: ClassVar[bool] = False
     answers_turns: ClassVar[bool] = False
     is_done = False
 
@@ -87,6 +91,9 @@ class HostedEnvironments:
         max_characters: Longest answer that is sent; the rest is cut, and said to be.
         describes: Say what there is; one worker of several does.
         reads_images: The model does, so that answers may have some.
+        options: Of the environment's class.
+        takes_attribute: A class without `get_reward` pays by its attribute `reward`; not where a
+            reward function may read what it kept.
     """
 
     def __init__(
@@ -96,6 +103,8 @@ class HostedEnvironments:
         max_characters: int,
         describes: bool,
         reads_images: bool = False,
+        options: Mapping[str, object] = MappingProxyType({}),
+        takes_attribute: bool = False,
     ) -> None:
         import numpy.random  # noqa: F401 - only what is imported before an operation is seeded
 
@@ -103,7 +112,8 @@ class HostedEnvironments:
         self._reads_images = reads_images
         self._describes = describes
         self._max_characters = max_characters
-        self._factories = {} if environment is None else _factories(environment)
+        self._factories = {} if environment is None else _factories(environment, options)
+        self._takes_attribute = takes_attribute
         self._tools: dict[str, Tool] = {}
         for text in tools:
             tool = _load(text, "tool")
@@ -137,7 +147,8 @@ class HostedEnvironments:
         return {
             "name": None if make is None else cls.__name__,
             "schemas": [*schemas, *(_schema(n, tool) for n, tool in shown.items())],
-            "has_reward": hasattr(cls, "get_reward"),
+            "has_reward": hasattr(cls, "get_reward")
+            or (self._takes_attribute and _keeps_reward(cls)),
             "takes": _takes(reset) if own is None else own.takes,
             "answers_turns": own is not None and own.answers_turns,
             "stateless": sorted(self._tools),
@@ -202,9 +213,12 @@ class HostedEnvironments:
 
     def _reward(self, episode: str) -> list[object] | None:
         environment = self._episodes.get(episode)
-        if environment is None or not hasattr(environment, "get_reward"):
+        if environment is None:
             return None
-        reward = _settled(environment.get_reward())
+        if hasattr(environment, "get_reward"):
+            reward = _settled(environment.get_reward())
+        else:
+            reward = getattr(environment, "reward", None)
         if reward is None:
             return None
         if isinstance(reward, Mapping):
@@ -257,6 +271,13 @@ def as_text(result: object) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")  # halves of surrogate pairs
 
 
+def _keeps_reward(cls: type[object]) -> bool:
+    """Whether methods of a class name an attribute `reward`, which is none of them."""
+    methods = inspect.getmembers(cls, inspect.isfunction)
+    is_named = any("reward" in method.__code__.co_names for _, method in methods)
+    return is_named and not callable(getattr(cls, "reward", None))
+
+
 def _takes(reset: Callable[..., object] | None) -> list[str]:
     known = () if reset is None else inspect.signature(reset).parameters
     return [name for name in ("seed", "sample_seed") if name in known]
@@ -291,19 +312,24 @@ def _load(text: str, kind: str) -> object:
         raise ReportedError(str(error)) from error
 
 
-def _factories(text: str) -> dict[str, Factory]:
+def _factories(text: str, options: Mapping[str, object]) -> dict[str, Factory]:
     """Makers of environments, by the names that rows have for them; "" where there is one."""
     kind, rest = split_kind(text)
     if kind is not None:
-        adapt = cast("Callable[[str], Factory]", ENVIRONMENT_KINDS.load(kind))
-        return {"": adapt(rest)}
+        adapt = cast("Callable[[str], type[Adapted]]", ENVIRONMENT_KINDS.load(kind))
+        adapted = adapt(rest)
+        if options and not adapted.takes_options:
+            raise ReportedError(f"environment {text} takes no environment_args: leave them out")
+        build = cast("Callable[..., object]", adapted)
+        return {"": partial(build, options) if options else build}
     found = _load(text, "environment")
     named = found if isinstance(found, Mapping) and found else {"": found}
     for name, make in named.items():
         is_named = isinstance(name, str) and bool(name) == (named is found)
         if not callable(make) or not is_named:
             raise ReportedError(_not_a_class(f"environment {text} {name}".rstrip()))
-    return dict(named)
+    makers = cast("Mapping[str, Callable[..., object]]", named)
+    return {name: partial(make, **options) if options else make for name, make in makers.items()}
 
 
 def _not_a_class(what: str) -> str:

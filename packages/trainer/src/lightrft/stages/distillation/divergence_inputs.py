@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.rules import SAMPLED
-from lightrft.models import Actor
+from lightrft.config.rules import SAMPLED, is_served
+from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.engines.media.families import family_of
+from lightrft.models import load_config
 from lightrft.stages.distillation.divergence_stage import DivergenceStage
-from lightrft.stages.policy.models import configure_model
-from lightrft.stages.policy.teacher import require_same_tokens
+from lightrft.stages.distillation.own_samples import check_prompts
+from lightrft.stages.distillation.served_rows import open_servers
+from lightrft.stages.policy.models import load_teachers
+from lightrft.stages.policy.teacher import prove_teachers
 from lightrft.stages.supervised.supervised_inputs import (
     SupervisedInputs,
     build_model,
@@ -39,19 +44,24 @@ class DivergenceInputs:
         strategy.print(f"{num_steps} steps of {config.train_batch_size} rows")
         with phase("load the models", timedelta(minutes=config.timeout_minutes)):
             models = build_model(config, strategy, num_steps)
-            with strategy.init_model_context(config.meta_init):
-                teacher = Actor.from_pretrained(str(config.teacher))
-            configure_model(teacher, config)
+            teachers = load_teachers(config, strategy)
+        if config.offpolicy_fraction < 1:
+            strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
         stage = DivergenceStage(
             config,
             strategy,
             models,
             data,
             self.rows.held_out,
-            teacher=strategy.prepare_model(teacher),
+            teachers=teachers,
+            servers=open_servers(config),
         )
-        stage.text_part = self.rows.tokenizer
+        stage.text_part = self.rows.reading.text_part
         return stage
+
+    def items(self) -> Sequence[Sequence[SupervisedRow]]:
+        """See `StageInputs`."""
+        return self.rows.items()
 
     def close(self) -> None:
         """See `StageInputs`."""
@@ -65,14 +75,25 @@ def read_inputs(config: TrainConfig) -> DivergenceInputs:
         DataError: Rows that cannot be used.
         ModelLoadError: A tokenizer that cannot be read.
     """
-    if config.teacher is None or config.teacher_form == SAMPLED:
+    if not config.teacher_places or config.teacher_form == SAMPLED:
         raise ConfigError("distillation on rows needs a teacher and teacher_form: give both")
-    others = {"sft_loss": TrainConfig.sft_loss, "audit_every": TrainConfig.audit_every}
-    given = [name for name, value in others.items() if config.__dict__[name] != value]
+    given = ["sft_loss"] * (config.sft_loss != TrainConfig.sft_loss)
     # The output projection is always computed in chunks.
     given += ["fused_linear_logprob"] * (config.fused_linear_logprob is False)
     if given:
         raise ConfigError(f"{' and '.join(given)}: not of distillation on rows: leave it out")
+    if config.pretrain is not None and family_of(load_config(config.pretrain)) is not None:
+        raise ConfigError(f"pretrain: {config.pretrain} reads images, and a teacher sees texts")
+    is_plain = [*config.teacher_places] == [""] and not is_served(config.teacher_places[""])
+    if config.audit_every and (not is_plain or config.offpolicy_fraction < 1):
+        raise ConfigError(
+            "audit_every recomputes the divergence from one teacher of a folder on given rows: "
+            "leave it out"
+        )
     rows = read_rows(config, "distill")
-    require_same_tokens(config, rows.tokenizer)
+    if config.offpolicy_fraction < 1:
+        check_prompts(rows.data.rows, config)
+    prove_teachers(
+        config, rows.reading.tokenizer, [row.token_ids.tolist() for row in rows.data.rows[:64]]
+    )
     return DivergenceInputs(rows)

@@ -21,7 +21,7 @@ from lightrft.algorithms.interface import (
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import CRITIC, options_of
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, bind, keyword_options
-from lightrft.config.rules import UNKNOWN_ORDER
+from lightrft.config.rules import UNKNOWN_ORDER, is_served
 from lightrft.engines.types import has_known_order
 
 # Options that reach every loss which has an argument of that name; the first one given wins.
@@ -123,7 +123,7 @@ def build_corrections(config: TrainConfig) -> tuple[CorrectionTerm, ...]:
     Raises:
         ConfigError: A term cannot be read.
     """
-    if not config.off_policy_correction:
+    if not config.correction:
         return ()
     bounds = {"low": config.correction_low, "high": config.correction_high}
     given = {name: bound for name, bound in bounds.items() if bound is not None}
@@ -131,7 +131,7 @@ def build_corrections(config: TrainConfig) -> tuple[CorrectionTerm, ...]:
         parse_correction, {**given, **(config.correction_args or {})}, owner="correction_args"
     )
     try:
-        return parse(config.off_policy_correction)
+        return parse(config.correction)
     except ValueError as error:
         raise ConfigError(f"off_policy_correction: {error}") from error
 
@@ -170,8 +170,8 @@ def requirement_problems(config: TrainConfig, algorithm: Algorithm) -> list[str]
             f"critic, such as gae, got {name}",
         ),
         (
-            config.partial_rollout and traits.needs_greedy_rewards,
-            f"partial_rollout and advantage_estimator {name} exclude each other: leave one of "
+            config.stream_chunk is not None and traits.needs_greedy_rewards,
+            f"stream_chunk and advantage_estimator {name} exclude each other: leave one of "
             "them out",
         ),
         (
@@ -244,9 +244,9 @@ def check_algorithm(
             "use_kl_loss needs a reference model: pass initial_model and init_kl_coef > 0, or "
             "leave use_kl_loss out"
         )
-    if has_teacher != (config.teacher is not None):
+    if has_teacher == all(map(is_served, config.teacher_places.values())):
         found.append(
-            f"teacher_model goes with the option teacher, its folder: got teacher "
+            "teacher_model goes with the option teacher, its folder: got teacher "
             f"{config.teacher!r} and {'a' if has_teacher else 'no'} teacher_model"
         )
     is_known = has_known_order(engine_type, top_k=config.top_k, top_p=config.top_p)

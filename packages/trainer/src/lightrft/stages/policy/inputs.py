@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transformers import AutoModelForCausalLM
+
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import NOT_OF_TRAIN, options_of
-from lightrft.config.rules import SAMPLED
+from lightrft.config.rules import SAMPLED, keeps_rows
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
 from lightrft.datasets.media import Modality, TextModality, VisionPrompts
-from lightrft.datasets.prompts import load_texts
 from lightrft.datasets.render import PromptTokenizer
+from lightrft.datasets.types import DataError
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
+from lightrft.experience.teachers import TeacherRows
 from lightrft.models import load_tokenizer
 from lightrft.models.loading import chosen_template, load_config, load_processor
 from lightrft.reporting.files import ROLLOUTS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE
 from lightrft.reporting.rollouts import RolloutLog
-from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
+from lightrft.reporting.trajectories import SampleLog, ShownSamples, TrajectoryLog
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.types import RewardRecipes
 from lightrft.rollout.sampler import SingleTurns
+from lightrft.stages.opening import check_parts, opening_line
 from lightrft.stages.policy.algorithm import algorithm_problems
 from lightrft.stages.policy.maker import SampleLogs
 from lightrft.stages.policy.models import build_models, decide_by_machine, read_model_facts
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
-from lightrft.stages.policy.pretrain_mix import PretrainMix
+from lightrft.stages.policy.pretrain_mix import PretrainMix, load_mixed_rows
 from lightrft.stages.policy.rewards import (
     build_model_rewards,
     build_run_reward,
@@ -39,13 +44,16 @@ from lightrft.stages.policy.rewards import (
     prepare_reward_models,
     reward_recipes,
 )
-from lightrft.stages.policy.teacher import require_same_tokens
+from lightrft.stages.policy.teacher import prove_teachers
+from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.process_groups import LaunchEnvironment
 from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+    from lightrft.rollout.agents.agents import Agents
     from lightrft.rollout.environments.environments import Environments
 
 
@@ -58,9 +66,10 @@ class PolicyInputs:
     eval_prompts: tuple[Prompt, ...]
     reward: CombinedReward
     modality: Modality
-    environments: Environments | SingleTurns
+    environments: Agents | Environments | SingleTurns
     pretrain: PretrainMix | None = None
     recipes: RewardRecipes | None = None
+    teacher_rows: TeacherRows | None = None
 
     def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
         """See `StageInputs`.
@@ -70,6 +79,8 @@ class PolicyInputs:
         """
         facts = read_model_facts(config, strategy)
         strategy.check_model_size(facts.num_weights)
+        way = f"{config.advantage_estimator}, {config.policy_loss} loss"
+        strategy.print(opening_line(config, strategy, facts.num_weights, way=way))
         return decide_by_machine(config, strategy, facts=facts)
 
     def build(self, config: TrainConfig, strategy: StrategyBase) -> PolicyStage:
@@ -88,7 +99,10 @@ class PolicyInputs:
         with phase("load the models", timedelta(minutes=config.timeout_minutes)):
             models, frozen = build_models(config, strategy, num_steps * config.steps_per_rollout)
             reward_models = prepare_reward_models(config, strategy)
-        strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
+        if strategy.inference_engine is None:
+            strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
+        else:  # that of other ranks
+            strategy.update_engine_weights(models.main.model)
         model_rewards = build_model_rewards(
             config, strategy, reward_models, tokenizer=self.tokenizer, recipes=self.recipes
         )
@@ -99,23 +113,45 @@ class PolicyInputs:
             strategy,
             models,
             frozen,
-            parts=RolloutParts(reward, self.tokenizer, model_rewards, self.environments, processor),
-            data=PolicyData(loader, self.eval_prompts, self.pretrain),
-            logs=SampleLogs(
-                SampleLog(Path(config.output_dir) / SAMPLES_FILE),
-                trajectory_log(config),
-                self.rollout_log(config),
+            parts=RolloutParts(
+                reward,
+                self.tokenizer,
+                model_rewards,
+                self.environments,
+                processor,
+                has_rewards=config.has_rewards,
             ),
+            data=PolicyData(loader, self.eval_prompts, self.pretrain, self.teacher_rows),
+            logs=self.sample_logs(config),
         )
         stage.text_part = self.tokenizer if processor is None else processor
         return stage
+
+    def sample_logs(self, config: TrainConfig) -> SampleLogs:
+        """The files of the ranks that train; ranks that only generate write those of samples."""
+        trajectories = trajectory_log(config)
+        shown = ShownSamples(
+            partial(print_on_first_rank, None),
+            every=config.sample_steps,
+            has_rewards=config.has_rewards,
+        )
+        if config.rollout_ranks:
+            return SampleLogs(trajectories=trajectories, shown=shown)
+        path = Path(config.output_dir) / SAMPLES_FILE
+        samples = SampleLog(path, has_rewards=config.has_rewards)
+        return SampleLogs(samples, trajectories, self.rollout_log(config), shown)
 
     def rollout_log(self, config: TrainConfig) -> RolloutLog | None:
         """The log of all samples, or None."""
         if not config.save_rollouts:
             return None
         held_out = (prompt.token_ids for prompt in self.eval_prompts)
-        return RolloutLog(Path(config.output_dir) / ROLLOUTS_FILE, held_out=held_out)
+        path = Path(config.output_dir) / ROLLOUTS_FILE
+        return RolloutLog(path, held_out=held_out, has_rewards=config.has_rewards)
+
+    def items(self) -> tuple[()]:
+        """See `StageInputs`."""
+        return ()
 
     def close(self) -> None:
         """See `StageInputs`."""
@@ -135,9 +171,8 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
         ConfigError: Options that cannot be run.
     """
     _check_options(config)
+    check_parts(config, AutoModelForCausalLM)
     tokenizer = load_tokenizer(str(config.pretrain), config)
-    if config.teacher is not None:
-        require_same_tokens(config, tokenizer)
     modality = load_modality(config, tokenizer)
     environments = build_environments(config, tokenizer, modality)
     shown = environments.prompt_tokenizer
@@ -147,6 +182,10 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
             f"{config.prompt_data} has {len(prompts)} usable prompts, less than one step takes: "
             f"lower rollout_batch_size (got {config.rollout_batch_size}) or give more prompts"
         )
+    if keeps_rows(config):
+        _require_json(prompts.prompts)
+    teacher_rows = TeacherRows.of_run(prompts.prompts, config)
+    prove_teachers(config, tokenizer, [prompt.token_ids for prompt in prompts.prompts[:64]])
     eval_prompts: tuple[Prompt, ...] = ()
     if config.eval_data is not None:
         eval_prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
@@ -161,7 +200,20 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
         environments,
         pretrain_mix(config, tokenizer),
         recipes,
+        teacher_rows,
     )
+
+
+def _require_json(prompts: Iterable[Prompt]) -> None:
+    """Raises a DataError if a prompt cannot be kept in a checkpoint."""
+    for prompt in prompts:
+        try:
+            json.dumps([prompt.columns, prompt.row])
+        except TypeError as error:
+            raise DataError(
+                f"row {prompt.id + 1} of the prompts: rollout_lag and stream_chunk keep rows in "
+                f"checkpoints as JSON: {error}; convert that column to text"
+            ) from error
 
 
 def build_environments(
@@ -170,32 +222,31 @@ def build_environments(
     modality: Modality,
     *,
     has_journal: bool = True,
-) -> Environments | SingleTurns:
+) -> Agents | Environments | SingleTurns:
     """Environments that answer the calls of the model; without any, single turns."""
     if not config.has_episodes:
         return SingleTurns(modality)
+    folder = Path(config.output_dir) if has_journal else None
+    if config.agent is not None:
+        from lightrft.rollout.agents.agents import Agents
+
+        return Agents(config, tokenizer, folder=folder, modality=modality)
     from lightrft.rollout.environments.environments import Environments
 
     return Environments(
         config,
         tokenizer,
         has_system=config.system_prompt is not None,
-        folder=Path(config.output_dir) if has_journal else None,
+        folder=folder,
         modality=modality,
     )
 
 
 def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainMix | None:
-    """The texts of `pretrain_data`, or None without."""
+    """The rows of `pretrain_data`, or None without."""
     if config.pretrain_data is None or config.ptx_coef == 0:
         return None
-    texts = load_texts(
-        config.pretrain_data,
-        tokenizer,
-        text_key=config.pretrain_column,
-        max_tokens=config.prompt_max_len + config.generate_max_len,
-        end_token_id=tokenizer.eos_token_id,
-    )
+    texts = load_mixed_rows(config.pretrain_data, tokenizer, config)
     batch_size = config.ptx_batch_size or config.train_batch_size
     return PretrainMix(texts, config.ptx_coef, batch_size, config.seed)
 
@@ -220,6 +271,7 @@ def trajectory_log(config: TrainConfig) -> TrajectoryLog | None:
         Path(config.output_dir) / TRAJECTORIES_FILE,
         num_samples=config.num_trajectories_to_save,
         every=config.trajectory_steps or max(1, config.save_steps),
+        has_rewards=config.has_rewards,
     )
 
 
@@ -236,6 +288,8 @@ def load_run_prompts(
         if for_evaluation
         else (config.prompt_data, config.max_samples, config.prompt_split, config.prompt_data_probs)
     )
+    if for_evaluation:  # no teacher reads them
+        config = config.replaced({"teacher_prompt_column": None})
     return load_prompts(
         str(path), tokenizer, config, max_samples=max_samples, split=split, probabilities=shares
     )
@@ -250,7 +304,7 @@ def _check_options(config: TrainConfig) -> None:
     ]
     if missing:
         raise ConfigError("\n".join(missing))
-    config.check_world_size(int(os.environ.get("WORLD_SIZE", "1")))
+    config.check_world_size(LaunchEnvironment.read().world_size)
     problems = algorithm_problems(config)
     problems += [
         f"{name} is an option of lightrft {info.commands[0]}: leave it out"
@@ -295,3 +349,8 @@ def limit_pixels(processor: ProcessorMixin, config: TrainConfig) -> None:
             "scales images to sizes of its own; leave them out"
         )
     processor.image_processor.size = {**size, **wanted}
+    if config.max_pixels is not None:
+        # Frames are scaled before, to whole patches: the processor must not enlarge them again.
+        frames = processor.video_processor
+        lowest = min(int(frames.size["shortest_edge"]), config.max_pixels // 4)
+        frames.size = {**dict(frames.size), "shortest_edge": lowest}

@@ -10,56 +10,74 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from lightrft.algorithms.kl import KlController
 from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
+from lightrft.config.rules import keeps_rows
 from lightrft.datasets.batch_stream import BatchStream, check_lengths
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import Encoder
 from lightrft.experience.maker import (
     AdvantageSettings,
+    Delivery,
     ForwardModels,
     StepExperience,
     make_experience,
     score_actor,
 )
+from lightrft.records.batch import RolloutBatch
+from lightrft.records.rollout import ScoredRollout
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.sampler import RolloutSampler
 from lightrft.rollout.scoring import MAX_FAILURES_IN_A_ROW
-from lightrft.rollout.source import PartialRolloutState
+from lightrft.rollout.source import NOTHING_OPEN, UNKNOWN, InFlight, Samples
 from lightrft.stages.policy.algorithm import Algorithm
 from lightrft.stages.policy.models import is_deterministic
-from lightrft.stages.policy.teacher import check_first_step
-from lightrft.stages.stage import Step, stored_number
-from lightrft.strategy.distributed.deadlines import StepTimer
+from lightrft.stages.stage import Step, last_sampled_step, stored_number
+from lightrft.strategy.distributed.deadlines import StepTimer, phase
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
+    from lightrft.experience.teachers import TeacherRows
     from lightrft.reporting.rollouts import RolloutLog
-    from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
+    from lightrft.reporting.trajectories import SampleLog, ShownSamples, TrajectoryLog
+    from lightrft.rollout.version_checks import SampledVersions
     from lightrft.stages.policy.parity import ParityReport
+    from lightrft.stages.policy.split.training_side import RemoteRollouts
     from lightrft.strategy.distributed.context import DistributedContext
     from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyBatch:
-    """Experience of a step, and the comparison of engine and trainer if it was due."""
+    """Experience of a step, and what else became of it.
+
+    Args:
+        experience: What is trained on.
+        in_flight: What the step leaves to later ones.
+        num_sampled_tokens: Sampled in this step over all ranks.
+        parity: Comparison of engine and trainer, if it was due.
+    """
 
     experience: StepExperience
+    in_flight: InFlight
+    num_sampled_tokens: int
     parity: ParityReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleLogs:
-    """Files that samples of each step are written to, on the first rank; None is absent."""
+    """Files and the console, to which samples go on the first rank; None is absent."""
 
     samples: SampleLog | None = None
     trajectories: TrajectoryLog | None = None
     rollouts: RolloutLog | None = None
+    shown: ShownSamples | None = None
 
     def write(
         self,
@@ -69,15 +87,20 @@ class SampleLogs:
         context: DistributedContext,
     ) -> None:
         """Appends the samples of a step; collective."""
-        scored = experience.samples.scored
+        self.write_samples(step, experience.samples.scored, context)
+        if context.rank == 0 and self.trajectories is not None:
+            self.trajectories.log(step, experience, tokenizer)
+        if context.rank == 0 and self.shown is not None:
+            self.shown.log(step, experience, tokenizer)
+
+    def write_samples(
+        self, step: int, scored: Sequence[ScoredRollout], context: DistributedContext
+    ) -> None:
+        """Appends what the ranks that sampled know; collective among them."""
         if self.rollouts is not None:
             self.rollouts.log(step, scored, context)
-        if context.rank != 0:
-            return
-        if self.samples is not None:
+        if context.rank == 0 and self.samples is not None:
             self.samples.log(step, scored)
-        if self.trajectories is not None:
-            self.trajectories.log(step, experience, tokenizer)
 
     def close(self) -> None:
         """Closes the files."""
@@ -93,51 +116,60 @@ class PolicyMemory:
     Args:
         kl: Weight of the KL term.
         moments: Of all rewards so far, or None without running normalisation.
-        num_requests: Prompts rolled out so far, over all ranks; the id of the next request.
         num_undecided: Steps in a row of which the reward decided no sample.
-        carry: Responses that are not finished yet.
+        in_flight: Rows that later steps train on.
+        rank, world_size: Whose rows these are.
     """
 
     kl: KlController
     moments: Moments | None = None
-    num_requests: int = 0
     num_undecided: int = 0
-    carry: PartialRolloutState = field(default_factory=PartialRolloutState)
+    in_flight: InFlight = field(default_factory=InFlight)
+    rank: int = 0
+    world_size: int = 1
 
     @classmethod
-    def initial(cls, config: TrainConfig) -> PolicyMemory:
-        """The memory before the first step."""
+    def initial(cls, config: TrainConfig, rank: int = 0, world_size: int = 1) -> PolicyMemory:
+        """The memory of a rank before the first step."""
         kl = KlController(config.init_kl_coef, config.kl_target, config.kl_horizon)
-        return cls(kl, Moments() if config.reward_running_norm else None)
+        moments = Moments() if config.reward_running_norm else None
+        return cls(kl, moments, rank=rank, world_size=world_size)
 
-    def after_step(self, step: StepExperience, *, kl: float | None) -> PolicyMemory:
+    @property
+    def num_requests(self) -> int:
+        """Prompts asked for so far, over all ranks."""
+        return self.in_flight.num_requests
+
+    def after_step(self, batch: PolicyBatch, *, kl: float | None) -> PolicyMemory:
         """The memory after one more step.
 
         Args:
-            step: What was trained on.
+            batch: What was trained on.
             kl: Mean KL to the reference model of a response, or None without one; the weight
                 stays as it is where that is not finite.
         """
-        partial = step.samples.partial
-        controller = self.kl
+        step, controller = batch.experience, self.kl
         if kl is not None and math.isfinite(kl):
             controller = controller.update(kl, num_samples=len(step.table))
-        return PolicyMemory(
+        return replace(
+            self,
             kl=controller,
             moments=step.rewards.moments,
-            num_requests=self.num_requests + step.samples.num_prompts,
             num_undecided=self.num_undecided + 1 if step.samples.is_undecided else 0,
-            carry=self.carry if partial is None else partial.carry,
+            in_flight=batch.in_flight,
         )
 
     def to_client_state(self) -> dict[str, object]:
-        """See `StageMemory`."""
+        """See `StageMemory`; of the rows in flight, those of this rank."""
+        from lightrft.rollout.in_flight import to_bytes
+
         found = self.moments
+        rows = np.frombuffer(bytearray(to_bytes(self.in_flight, self.rank)), np.uint8)
         return {
-            "num_requests": self.num_requests,
+            "num_requests": self.in_flight.num_requests,
+            "carry": [rows],
             "num_undecided": self.num_undecided,
             "kl_coef": self.kl.coef,
-            "carry": self.carry.to_json(),
             "reward_moments": None
             if found is None
             else [found.count, found.mean, found.sum_of_squares],
@@ -145,16 +177,25 @@ class PolicyMemory:
 
     def restored(self, client_state: Mapping[str, object]) -> PolicyMemory:
         """See `StageMemory`; how to adapt and shape stays as it is."""
+        from lightrft.rollout.in_flight import from_parts
+
         moments, saved = self.moments, client_state["reward_moments"]
         if moments is not None and isinstance(saved, list):
             count, mean, squares = saved
             moments = Moments(int(count), mean, squares)
-        return PolicyMemory(
+        parts = cast("str | list[NDArray[np.uint8]]", client_state["carry"])
+        return replace(
+            self,
             kl=replace(self.kl, coef=stored_number(client_state, "kl_coef")),
             moments=moments,
-            num_requests=int(stored_number(client_state, "num_requests")),
+            in_flight=from_parts(
+                # A text is of before rows had parts.
+                [parts.encode()] if isinstance(parts, str) else [each.tobytes() for each in parts],
+                int(stored_number(client_state, "num_requests")),
+                rank=self.rank,
+                world_size=self.world_size,
+            ),
             num_undecided=int(stored_number({"num_undecided": 0, **client_state}, "num_undecided")),
-            carry=PartialRolloutState.from_json(client_state["carry"]),
         )
 
     def rows(self) -> list[tuple[str, str]]:
@@ -163,7 +204,81 @@ class PolicyMemory:
         return [
             ("kl_coef", f"{self.kl.coef:g}"),
             ("reward moments", "not used" if moments is None else f"of {moments.count} rewards"),
+            ("rows in flight", self.in_flight.summary()),
         ]
+
+
+def sample_ahead(
+    sampler: RolloutSampler,
+    flight: InFlight,
+    steps: range,
+    *,
+    draw: Callable[[], Sequence[Prompt]],
+    next_prompts: Callable[[], Sequence[Prompt]] | None,
+    timer: StepTimer,
+    config: TrainConfig,
+) -> tuple[InFlight, list[Samples]]:
+    """The rows in flight with those of some further steps, and the new ones; collective.
+
+    Args:
+        sampler: Generates and scores.
+        flight: Before.
+        steps: Their numbers.
+        draw: Gives this rank's prompts of a step.
+        next_prompts: Gives further ones, for dynamic sampling and streaming rollouts, or None.
+        timer: Measures it.
+        config: Of the run.
+    """
+    drawn = list[Samples]()
+    for number in steps:
+        prompts = draw()
+        check_lengths(prompts, config.prompt_max_len)
+        samples = sampler.collect(
+            prompts,
+            first_request_id=flight.num_requests,
+            timer=timer,
+            next_prompts=next_prompts,
+            stream=flight.stream,
+            step=number,
+        )
+        drawn.append(replace(samples, stream=NOTHING_OPEN))
+        flight = InFlight(
+            flight.num_requests + samples.num_prompts,
+            (*flight.held, drawn[-1]),
+            samples.stream,
+            UNKNOWN,
+        )
+    return flight, drawn
+
+
+def take_step(
+    before: InFlight,
+    flight: InFlight,
+    drawn: Sequence[Samples],
+    config: TrainConfig,
+    context: DistributedContext,
+) -> tuple[Samples, InFlight]:
+    """The samples that a step trains on, and what stays in flight; collective.
+
+    Args:
+        before: In flight before the step.
+        flight: The same with what the step sampled.
+        drawn: What it sampled.
+        config: Of the run.
+        context: Of the ranks that have the rows.
+
+    Raises:
+        LedgerError: Samples would be trained twice, or are lost.
+    """
+    trained, left = flight.held[0], replace(flight, held=flight.held[1:], balance=UNKNOWN)
+    if not keeps_rows(config):
+        return trained, left
+    from lightrft.rollout.in_flight import check_balance
+
+    balance = check_balance(
+        before, left, drawn, trained, group_size=config.n_samples_per_prompt, context=context
+    )
+    return trained, replace(left, balance=balance)
 
 
 @dataclass(slots=True)
@@ -179,6 +294,8 @@ class ExperienceMaker:
         tokenizer: Of the actor.
         encoder: Of prompts with media.
         logs: Receive samples.
+        teacher_rows: What the prompts say to teachers, or None.
+        remote: Rollouts of ranks that only generate; None where the ranks that train sample.
     """
 
     config: TrainConfig
@@ -190,31 +307,39 @@ class ExperienceMaker:
     tokenizer: PreTrainedTokenizerBase
     encoder: Encoder
     logs: SampleLogs
+    teacher_rows: TeacherRows | None = None
+    remote: RemoteRollouts | None = None
+    _versions: SampledVersions | None = None
 
-    def make(self, prompts: Sequence[Prompt], step: Step, memory: PolicyMemory) -> PolicyBatch:
+    def make(
+        self, prompts: Sequence[Prompt] | None, step: Step, memory: PolicyMemory
+    ) -> PolicyBatch:
         """Rolls out prompts, as many on every rank, and scores the responses; collective.
 
         Args:
-            prompts: This rank's part of the step's prompts.
+            prompts: This rank's part of the step's prompts; None draws them.
             step: Its number, timer, and data for further prompts.
             memory: Of the steps before.
 
         Raises:
-            ValueError: A prompt is too long, or the number of samples is not a multiple of
-                train_batch_size.
+            ValueError: There are no prompts, one is too long, or the number of samples is not a
+                multiple of train_batch_size.
             ParityError: Engine and trainer disagree, or a student and a teacher of the same
                 weights.
             RewardError: The reward decided no sample of several steps in a row.
         """
-        check_lengths(prompts, self.config.prompt_max_len)
-        samples = self.sampler.collect(
-            prompts,
-            first_request_id=memory.num_requests,
-            timer=step.timer,
-            next_prompts=self._next_prompts(step),
-            carry=memory.carry,
-            step=step.number,
-        )
+        versions = self._note_versions(step, memory)
+        if self.remote is None:
+            samples, in_flight, num_sampled_tokens = self._sample(prompts, step, memory)
+        else:
+            # What is in flight, and how much was sampled, is known when the step is trained.
+            samples, in_flight, num_sampled_tokens = (
+                self.remote.draw(step, memory.in_flight),
+                InFlight(),
+                0,
+            )
+        if versions is not None:
+            versions.check(step.number, samples.table)
         if samples.is_undecided and memory.num_undecided + 1 == MAX_FAILURES_IN_A_ROW:
             raise RewardError(
                 f"the reward decided no sample of {MAX_FAILURES_IN_A_ROW} steps in a row: look at "
@@ -235,17 +360,89 @@ class ExperienceMaker:
                 self.algorithm.estimator,
                 kl_coef=0.0 if self.config.use_kl_loss else self.kl_coef(memory),
                 moments=memory.moments,
+                teacher_factors=self._teacher_factors(),
             ),
             step=step.number - 1,
             timer=step.timer,
             reuses_policy_logprobs=self.reuses_policy_logprobs(step),
-            encoder=self.encoder,
+            delivery=Delivery(self.encoder, None if self.remote is None else self.remote.bridge),
         )
-        if step.number == 1 and self.config.teacher is not None:
-            check_first_step(experience.batch, self.config, self.strategy)
+        if step.number == 1 and self.models.teacher is not None:
+            self._check_teacher(experience)
         parity = self.check_parity(experience, step.timer) if is_compared else None
         self.logs.write(step.number, experience, self.tokenizer, self.strategy.context)
-        return PolicyBatch(experience, parity)
+        return PolicyBatch(experience, in_flight, num_sampled_tokens, parity)
+
+    def _note_versions(self, step: Step, memory: PolicyMemory) -> SampledVersions | None:
+        """Remembers which weights the engine has while this step samples ahead."""
+        engine = self.strategy.inference_engine
+        if not (keeps_rows(self.config) and self.config.ledger_gate) or engine is None:
+            return None
+        from lightrft.rollout.version_checks import SampledVersions
+
+        if self._versions is None:
+            self._versions = SampledVersions(self.config.stream_chunk is not None)
+        steps = range(step.number, last_sampled_step(step, self.config) + 1)
+        held = len(memory.in_flight.held) if step.is_first else 0
+        self._versions.note(steps, engine.weights_version, num_held=held)
+        return self._versions
+
+    def _sample(
+        self, prompts: Sequence[Prompt] | None, step: Step, memory: PolicyMemory
+    ) -> tuple[Samples, InFlight, int]:
+        """The samples that a step trains on, and what is in flight after it; collective.
+
+        With `rollout_lag` K step t + K is sampled before step t is trained on, and the first K + 1
+        steps are sampled before the first. The third result is the number of sampled tokens.
+        """
+        session, before = self.strategy.session, memory.in_flight
+        session.take_work()  # of an evaluation
+        first = step.number + len(before.held)
+        given = [] if prompts is None else [prompts]
+        flight, drawn = sample_ahead(
+            self.sampler,
+            before,
+            range(first, last_sampled_step(step, self.config) + 1),
+            draw=lambda: given.pop() if given else self._drawn(step),
+            next_prompts=self._next_prompts(step),
+            timer=step.timer,
+            config=self.config,
+        )
+        work = session.take_work()
+        idle = step.timer.seconds.get("rollout", 0.0) - work.busy_seconds
+        step.metrics.add_mean("idle_seconds", max(0.0, idle), 1.0)
+        step.metrics.add_mean("thin_seconds", work.thin_seconds, 1.0)
+        trained, left = take_step(before, flight, drawn, self.config, session.context)
+        return trained, left, sum(each.num_sampled_tokens for each in drawn)
+
+    def _drawn(self, step: Step) -> Sequence[Prompt]:
+        """This rank's part of the next prompts.
+
+        Raises:
+            ValueError: There is no data.
+        """
+        if step.data is None:
+            raise ValueError(
+                "make_experience needs prompts: pass them, give prompts_dataloader= at "
+                "construction, or call fit(prompts_dataloader=...)"
+            )
+        return cast("BatchStream[Prompt]", step.data).next_batch()
+
+    def _teacher_factors(self) -> Callable[[RolloutBatch], Tensor] | None:
+        rows = self.teacher_rows
+        return rows.factors_of if rows is not None and rows.factors else None
+
+    def _check_teacher(self, experience: StepExperience) -> None:
+        """See `check_first_step`."""
+        from lightrft.stages.policy.teacher import check_first_step
+
+        slices, teacher = self._forward_slices(experience), self.models.teacher
+        check_first_step(experience.batch, teacher, slices, self.config, self.strategy)
+
+    def _forward_slices(self, experience: StepExperience) -> Sequence[slice]:
+        return experience.plan.forward_slices(
+            experience.table.lengths, rank=self.strategy.data_rank, config=self.config
+        )
 
     def kl_coef(self, memory: PolicyMemory) -> float:
         """Weight of the KL term; 0 without a reference model."""
@@ -253,7 +450,7 @@ class ExperienceMaker:
 
     def _next_prompts(self, step: Step) -> Callable[[], Sequence[Prompt]] | None:
         data = cast("BatchStream[Prompt] | None", step.data)
-        if data is None or not (self.config.dynamic_sampling or self.config.partial_rollout):
+        if data is None or not (self.config.dynamic_sampling or self.config.stream_chunk):
             return None
 
         def draw() -> Sequence[Prompt]:
@@ -265,6 +462,8 @@ class ExperienceMaker:
 
     def _compares(self, step: Step) -> bool:
         every = self.config.parity_check_steps
+        if every == 0 and self.config.stream_chunk is not None:
+            every = 1  # responses go on over updates, and so would what an engine caches of them
         return every >= 0 and (step.is_first or (every > 0 and step.number % every == 0))
 
     def reuses_policy_logprobs(self, step: Step) -> bool:
@@ -304,11 +503,9 @@ class ExperienceMaker:
 
         logprobs = batch.outputs.sampling_logprobs
         if logprobs is None or self.config.use_rollout_logprobs:
-            rows = experience.plan.forward_slices(
-                experience.table.lengths, rank=self.strategy.data_rank, config=self.config
-            )
-            with timer.stage("forward"):
-                logprobs = score_actor(batch.rollouts, self.actor, slices=rows)
+            with timer.stage("forward"), phase("score", self.strategy.context.timeout):
+                slices = self._forward_slices(experience)
+                logprobs = score_actor(batch.rollouts, self.actor, slices=slices)
         report = check_parity(
             batch.rollouts,
             logprobs,

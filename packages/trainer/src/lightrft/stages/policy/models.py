@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightrft.algorithms.interface import advantage_traits
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import options_of
+from lightrft.config.rules import is_served
 from lightrft.engines.media.families import family_of
 from lightrft.models import Actor, Critic, LoraActor, SequenceModel, load_causal_lm
 from lightrft.models.attention import packs_in_one_kernel
@@ -21,7 +23,7 @@ from lightrft.models.sequence_model import freeze
 from lightrft.models.weight_files import count_model
 from lightrft.stages.policy.algorithm import build_estimator
 from lightrft.stages.stage import TrainedModel, TrainedModels
-from lightrft.strategy.backend import PreparedModel, inner_module
+from lightrft.strategy.backend import AnyModel, PreparedModel, inner_module
 from lightrft.strategy.weight_sync.parameter_source import engine_source
 from lightrft.strategy.weight_sync.verification import common_hashes, model_hash
 
@@ -31,10 +33,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FrozenModels:
-    """Models that score the samples of a policy stage; None where there is none."""
+    """Models that score the samples of a policy stage.
+
+    Args:
+        reference: None where there is none.
+        teachers: Those of the run's processes by name, the only one as "".
+    """
 
     reference: nn.Module | None = None
-    teacher: nn.Module | None = None
+    teachers: Mapping[str, nn.Module] = field(default_factory=dict)
+
+    @property
+    def all(self) -> tuple[nn.Module | None, ...]:
+        """Reference and teachers."""
+        return self.reference, *self.teachers.values()
 
 
 def build_models(
@@ -49,8 +61,6 @@ def build_models(
     """
     path = str(config.pretrain)
     critic: Critic | None = None
-    reference: Actor | None = None
-    teacher: Actor | None = None
     with strategy.init_model_context(config.meta_init):
         actor = load_policy(path, config)
         if advantage_traits(build_estimator(config)).needs_critic:
@@ -59,34 +69,52 @@ def build_models(
                 critic_path if isinstance(critic_path, str) else path,
                 allow_new_weights=config.allow_new_weights,
             )
-        if config.init_kl_coef > 0:
-            reference = Actor.from_pretrained(path, allow_new_weights=config.allow_new_weights)
-        if config.teacher is not None:
-            teacher = Actor.from_pretrained(config.teacher)
-        average = load_policy(path, config) if config.enable_ema else None
     # Before the strategy wraps and compiles them.
-    for model in (actor, critic, reference, teacher):
-        if model is not None:
-            configure_model(model, config)
     for trained in (actor, critic):
         if trained is not None:
+            configure_model(trained, config)
             freeze(trained, config.freeze_prefix)
-    ready_actor, ready_critic, _, ready_reference = strategy.prepare_models_and_optimizers(
-        actor, critic, None, reference, config, max_steps, frozen_steps=config.num_frozen_updates
+    ready_actor, ready_critic, _, _ = strategy.prepare_models_and_optimizers(
+        actor, critic, None, None, config, max_steps, frozen_steps=config.num_frozen_updates
     )
-    if ready_reference is not None:
-        require_equal_start(strategy, ready_actor, ready_reference)
     ready = [trained_model("actor", ready_actor)]
     if critic is not None:
         ready.append(trained_model("critic", ready_critic))
-    prepared_average, prepared_teacher = (
-        None if model is None else strategy.prepare_model(model) for model in (average, teacher)
-    )
-    frozen = FrozenModels(ready_reference, prepared_teacher)
-    return TrainedModels(tuple(ready), prepared_average), frozen
+    del actor, critic
+    reference = None
+    if config.init_kl_coef > 0:
+        read = partial(Actor.from_pretrained, allow_new_weights=config.allow_new_weights)
+        reference = place_frozen(partial(read, path), config, strategy)
+        require_equal_start(strategy, ready_actor, reference)
+    teachers = load_teachers(config, strategy)
+    average = None
+    if config.enable_ema:
+        with strategy.init_model_context(config.meta_init):
+            copied = load_policy(path, config)
+        average = strategy.prepare_model(copied)
+    return TrainedModels(tuple(ready), average), FrozenModels(reference, teachers)
 
 
-def require_equal_start(strategy: StrategyBase, actor: PreparedModel, reference: nn.Module) -> None:
+def place_frozen(
+    read: Callable[[], Actor], config: TrainConfig, strategy: StrategyBase
+) -> nn.Module:
+    """A model that scores, off the host before the next one is read."""
+    with strategy.init_model_context(config.meta_init):
+        model = read()
+    configure_model(model, config)
+    return strategy.prepare_model(model)
+
+
+def load_teachers(config: TrainConfig, strategy: StrategyBase) -> dict[str, nn.Module]:
+    """The teachers that are models of the run, prepared one by one; servers are none."""
+    return {
+        name: place_frozen(partial(Actor.from_pretrained, at), config, strategy)
+        for name, at in config.teacher_places.items()
+        if not is_served(at)
+    }
+
+
+def require_equal_start(strategy: StrategyBase, actor: AnyModel, reference: nn.Module) -> None:
     """Proves that actor and reference, read from one path, start from the same weights; collective.
 
     Adapters are left out: they add nothing at first.
@@ -185,6 +213,25 @@ def is_deterministic(model: nn.Module) -> bool:
     return not has_layers and not _has_dropout(model.config.to_dict())
 
 
+def turn_off_dropout(model: nn.Module) -> None:
+    """Sets all dropout of a model to 0 but that of adapters, which is asked for by an option.
+
+    A reference, or a score that is compared with another one, is of the model as it is: with
+    dropout the ratio of the two would be that of two random parts of it.
+    """
+    for name, module in model.named_modules():
+        if "lora_dropout" in name:
+            continue
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for attribute, value in vars(module).items():
+            # Layers keep the share of attention weights that they drop under names like these.
+            if isinstance(value, float) and attribute.endswith(
+                ("dropout", "pdrop", "dropout_prob")
+            ):
+                setattr(module, attribute, 0.0)
+
+
 def _has_dropout(settings: Mapping[object, object]) -> bool:
     for name, value in settings.items():
         if isinstance(value, dict) and _has_dropout(value):
@@ -216,7 +263,8 @@ class ModelFacts:
 def read_model_facts(config: TrainConfig, strategy: StrategyBase) -> ModelFacts:
     """From the files of the models; see `ModelFacts`."""
     paths = {str(config.pretrain)}
-    paths |= {each for each in (config.critic_pretrain, config.teacher) if isinstance(each, str)}
+    others = (config.critic_pretrain, *config.teacher_places.values())
+    paths |= {each for each in others if isinstance(each, str) and not is_served(each)}
     uses_bf16 = config.computes_in_bf16(has_gpu=strategy.device.type == "cuda")
     packs = strategy.device.type == "cuda" and uses_bf16
     return ModelFacts(
@@ -251,9 +299,12 @@ def decide_by_machine(
     agreed = strategy.all_reduce(own, op="max")
     has_gpu, size = agreed["on_cpu"] == 0, BF16_BYTES * agreed["weights"]
     where = "every rank has a GPU" if has_gpu else "not every rank has a GPU"
-    # Adapters are in no file that a rank could read its rows from.
-    on_meta = config.builds_on_meta(has_gpu=has_gpu, weight_bytes=size) and config.lora_rank == 0
-    on_meta = on_meta and not (facts is not None and facts.has_vision)
+    has_vision = facts is not None and facts.has_vision
+    on_meta = config.builds_on_meta(
+        has_gpu=has_gpu,
+        weight_bytes=size,
+        is_in_files=config.lora_rank == 0 and not has_vision,
+    )
     packs, why = packing_by_machine(config, can_pack=has_gpu and agreed["pads"] == 0)
     decisions = {
         "fused_linear_logprob": (config.fuses_logprob(has_gpu=has_gpu), where),

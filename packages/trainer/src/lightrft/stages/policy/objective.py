@@ -44,7 +44,9 @@ class LossTokens:
         mask = micro.rollouts.response_mask
         return cls(
             mask=mask,
-            shares=loss_weights(mask, mode, dtype=torch.float64),
+            shares=loss_weights(
+                mask, mode, dtype=torch.float64, row_shares=micro.rollouts.row_shares
+            ),
             advantages=micro.advantages,
             old_logprobs=micro.outputs.old_logprobs,
             ref_logprobs=micro.outputs.ref_logprobs,

@@ -11,12 +11,15 @@ import numpy as np
 from torch import nn
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.rules import keeps_rows
 from lightrft.datasets.batch_stream import Batches, planned_steps
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
 from lightrft.engines.media.families import family_of
-from lightrft.experience.maker import ForwardModels
+from lightrft.experience.maker import ForwardModels, TeacherFunction
 from lightrft.models import SequenceModel
+from lightrft.records.swapped import position_metrics
+from lightrft.records.table import RowTable
 from lightrft.reporting.alarms import alarms
 from lightrft.rewards.types import RewardError, RewardFunction
 from lightrft.rollout.model_rewards import ModelRewards
@@ -30,7 +33,11 @@ from lightrft.stages.policy.algorithm import (
 from lightrft.stages.policy.maker import ExperienceMaker, PolicyBatch, PolicyMemory, SampleLogs
 from lightrft.stages.policy.models import FrozenModels, configure_models
 from lightrft.stages.policy.objective import why_loss_outside
-from lightrft.stages.policy.step_metrics import experience_metrics, record_experience
+from lightrft.stages.policy.step_metrics import (
+    experience_metrics,
+    record_experience,
+    record_tallies,
+)
 from lightrft.stages.policy.updates import (
     NoObserver,
     ObservedStep,
@@ -41,12 +48,21 @@ from lightrft.stages.policy.updates import (
 from lightrft.stages.stage import Stage, Step, TrainedModels, Work
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+    from lightrft.experience.teachers import TeacherRows
+    from lightrft.rollout.agents.agents import Agents
     from lightrft.rollout.environments.environments import Environments
     from lightrft.rollout.sampler import SingleTurns
     from lightrft.stages.policy.pretrain_mix import PretrainMix
+    from lightrft.stages.policy.split.training_side import RemoteRollouts
     from lightrft.strategy.strategy_base import StrategyBase
+
+
+# Of a step without full work of the engines: above it streaming rollouts are proposed.
+MAX_WAITING_SHARE = 1 / 3
+CHUNK_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +75,15 @@ class RolloutParts:
         model_rewards: Reward models whose scores are added to the reward, or None.
         environments: Answer the calls of responses of several turns; or single turns.
         processor: Of images; None for models of text.
+        has_rewards: Something scores responses; else their reward is 0 and says nothing.
     """
 
     reward: RewardFunction
     tokenizer: PreTrainedTokenizerBase
     model_rewards: ModelRewards | None
-    environments: Environments | SingleTurns
+    environments: Agents | Environments | SingleTurns
     processor: object | None = None
+    has_rewards: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +94,13 @@ class PolicyData:
         prompts: This rank's batches of prompts; None where callers pass them.
         eval_prompts: Held-out prompts, all of them on every rank.
         pretrain: Texts whose language-modelling loss is mixed in, or None.
+        teacher_rows: What the prompts say to teachers, or None.
     """
 
     prompts: Batches[Prompt] | None = None
     eval_prompts: Sequence[Prompt] = ()
     pretrain: PretrainMix | None = None
+    teacher_rows: TeacherRows | None = None
 
 
 class PolicyStage(Stage[PolicyBatch]):
@@ -101,6 +121,7 @@ class PolicyStage(Stage[PolicyBatch]):
 
     syncs_engine = True
     item_name = "prompts"
+    _is_advised = False
 
     def __init__(
         self,
@@ -116,23 +137,29 @@ class PolicyStage(Stage[PolicyBatch]):
         self.config, algorithm = decide(config)
         self.strategy, self.models, self.algorithm = strategy, models, algorithm
         self.data, self.loader = data, data.prompts
+        self.has_rewards, self.reward = parts.has_rewards, parts.reward
         self.text_part = parts.tokenizer
-        self._check_options(frozen)
-        if self.config.has_episodes and not parts.environments.answers_calls:
-            raise ConfigError(
-                "environment and tools need workers: pass environments= "
-                "(lightrft.rollout.environments.environments.Environments) to the trainer"
-            )
+        self._check_options(frozen, parts)
         actor, critic = models.main.model, models.named("critic")
         encoder = prompt_encoder(parts, strategy.unwrap_model(actor))
-        self.memory: PolicyMemory = PolicyMemory.initial(self.config)
+        if encoder.reads_media and keeps_rows(self.config):
+            raise ConfigError(
+                "rollout_lag and stream_chunk keep rows, which is for models of text: leave "
+                "them out, or the images with text_only"
+            )
+        self.memory: PolicyMemory = PolicyMemory.initial(
+            self.config, strategy.context.rank, strategy.world_size
+        )
         self.maker = ExperienceMaker(
             self.config,
             algorithm,
             strategy,
             actor,
             ForwardModels(
-                actor, frozen.reference, None if critic is None else critic.model, frozen.teacher
+                actor,
+                frozen.reference,
+                None if critic is None else critic.model,
+                self._teacher(frozen),
             ),
             RolloutSampler(
                 SourceParts(
@@ -149,11 +176,39 @@ class PolicyStage(Stage[PolicyBatch]):
             parts.tokenizer,
             encoder,
             logs,
+            data.teacher_rows,
+            self._remote_rollouts(),
         )
 
-    def _check_options(self, frozen: FrozenModels) -> None:
+    def _remote_rollouts(self) -> RemoteRollouts | None:
+        """The rollouts of the ranks that only generate, if there are any."""
+        if not self.config.rollout_ranks:
+            return None
+        from lightrft.stages.policy.split.training_side import RemoteRollouts
+        from lightrft.strategy.split.remote_engine import RemoteEngine
+
+        engine = self.strategy.inference_engine
+        if not isinstance(engine, RemoteEngine):
+            raise ConfigError("rollout_ranks is of lightrft train and lightrft.trainer.train")
+        return RemoteRollouts(engine.bridge, self.config, self.strategy.context)
+
+    def _teacher(self, frozen: FrozenModels) -> TeacherFunction | None:
+        """What scores samples for the teachers; None without any."""
+        if not self.config.teacher_places:
+            return None
+        from lightrft.stages.policy.teacher import build_teacher
+
+        rows, context = self.data.teacher_rows, self.strategy.context
+        return build_teacher(self.config, frozen.teachers, rows, context)
+
+    def _check_options(self, frozen: FrozenModels, parts: RolloutParts) -> None:
         """Checks and configures the models, and warns about options without effect."""
         config, algorithm, strategy = self.config, self.algorithm, self.strategy
+        if self.config.has_episodes and not parts.environments.answers_calls:
+            raise ConfigError(
+                "environment and tools need workers: pass environments= "
+                "(lightrft.rollout.environments.environments.Environments) to the trainer"
+            )
         critic = self.models.named("critic")
         config.check_world_size(strategy.world_size)
         check_algorithm(
@@ -162,13 +217,13 @@ class PolicyStage(Stage[PolicyBatch]):
             has_critic=critic is not None,
             has_reference=frozen.reference is not None,
             engine_type=strategy.inference_engine_type,
-            has_teacher=frozen.teacher is not None,
+            has_teacher=bool(frozen.teachers),
         )
         actor = self.models.main.model
         configure_models(
             config,
             strategy,
-            (actor, None if critic is None else critic.model, frozen.reference, frozen.teacher),
+            (actor, None if critic is None else critic.model, *frozen.all),
         )
         reason = why_loss_outside(
             config, algorithm.loss_traits, strategy.unwrap_model(actor), algorithm.corrections
@@ -177,6 +232,11 @@ class PolicyStage(Stage[PolicyBatch]):
         if config.fused_linear_logprob:
             place = "inside the output projection" if reason is None else f"after it: {reason}"
             strategy.print(f"the policy loss is computed {place}")
+        if keeps_rows(config):
+            how = config.correction or (
+                "engine logprobs" if config.use_rollout_logprobs else "none"
+            )
+            strategy.print(f"off_policy_correction of rows of older weights: {how}")
         for text in unused_algorithm_options(
             config, algorithm, has_reference=frozen.reference is not None
         ):
@@ -193,22 +253,30 @@ class PolicyStage(Stage[PolicyBatch]):
 
     def draw(self, step: Step) -> PolicyBatch:
         """See `Stage`."""
-        if step.data is None:
-            raise ValueError(
-                "make_experience needs prompts: pass them, give prompts_dataloader= at "
-                "construction, or call fit(prompts_dataloader=...)"
-            )
-        return self.roll_out(cast("Sequence[Prompt]", step.data.next_batch()), step)
+        return self.maker.make(None, step, self.memory)
 
     def roll_out(self, prompts: Sequence[Prompt], step: Step) -> PolicyBatch:
         """The experience of given prompts; collective."""
         return self.maker.make(prompts, step, self.memory)
 
+    def client_state(self) -> dict[str, object]:
+        """See `Stage`; the rows in flight of all ranks, on the first."""
+        found = self.memory.to_client_state()
+        remote = self.maker.remote
+        parts = None if remote is None else remote.saved_rows()
+        if parts is not None:
+            return {**found, "carry": [np.frombuffer(bytearray(each), np.uint8) for each in parts]}
+        (rows,) = cast("list[NDArray[np.uint8]]", found["carry"])
+        context = self.strategy.context
+        parts = context.exchange_bytes([rows.tobytes(), *[b""] * (context.world_size - 1)])
+        return {**found, "carry": [np.frombuffer(bytearray(each), np.uint8) for each in parts]}
+
     def update(self, batch: PolicyBatch, step: Step) -> Work:
         """See `Stage`; no optimizer step where there is nothing to learn from."""
         experience, maker = batch.experience, self.maker
         kl_coef = maker.kl_coef(self.memory)
-        record_experience(experience, step.metrics, self.config)
+        record_experience(experience, step.metrics, self.config, has_rewards=self.has_rewards)
+        record_tallies(self.reward, step.metrics)
         if maker.models.reference is not None:
             step.metrics.add_max("kl_coef", kl_coef)
         names = [each.name for each in self.models.trained]
@@ -233,6 +301,8 @@ class PolicyStage(Stage[PolicyBatch]):
             lengths, scored = experience.table.lengths, experience.table.sampled_lengths
             work = Work(work.models, lengths, scored, self.config.max_epochs)
         observer.finish()
+        if maker.remote is not None:
+            maker.remote.complete(step)
         return work
 
     def _observer(self, batch: PolicyBatch, step: Step) -> StepObserver:
@@ -257,26 +327,48 @@ class PolicyStage(Stage[PolicyBatch]):
     def finish(self, batch: PolicyBatch, metrics: dict[str, float]) -> dict[str, float]:
         """See `Stage`."""
         self.maker.encoder.forget()
-        self.memory = self.memory.after_step(batch.experience, kl=metrics.get("kl_per_response"))
+        if self.maker.remote is not None:
+            in_flight, num_tokens = self.maker.remote.completed(int(metrics["global_step"]))
+            batch = replace(batch, in_flight=in_flight, num_sampled_tokens=num_tokens)
+        self._advise(metrics, batch.experience.table)
+        self.memory = self.memory.after_step(batch, kl=metrics.get("kl_per_response"))
         return metrics | experience_metrics(
-            batch.experience, metrics, num_epochs=self.config.max_epochs
+            batch.experience,
+            metrics,
+            num_epochs=self.config.max_epochs,
+            has_rewards=self.has_rewards,
+            num_sampled_tokens=batch.num_sampled_tokens,
         )
+
+    def _advise(self, metrics: Mapping[str, float], table: RowTable) -> None:
+        """Says once, from the third step on, that ranks wait for long responses."""
+        idle, thin = (
+            metrics[f"{each}_seconds"] / metrics["step_seconds"] for each in ("idle", "thin")
+        )
+        if self._is_advised or metrics["global_step"] < 3 or idle + thin <= MAX_WAITING_SHARE:
+            return
+        self._is_advised = True
+        chunk = -(-int(table.sampled_lengths.mean()) // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+        try:
+            self.config.replaced({"stream_chunk": self.config.stream_chunk or chunk})
+        except ConfigError:
+            return  # other options exclude it
+        if self.config.stream_chunk is None and not self.maker.encoder.reads_media:
+            self.strategy.print(
+                f"advice: engines were idle for {idle:.0%} of the step and sampled few responses "
+                f"for {thin:.0%}: --stream_chunk {chunk} waits for no long ones (docs/scaling.md)"
+            )
 
     def evaluate(self) -> dict[str, float]:
         """See `evaluate_prompts`."""
-        return evaluate_prompts(self.data.eval_prompts, self.maker.sampler, self.config)
+        sampler = self.maker.remote or self.maker.sampler
+        found = evaluate_prompts(self.data.eval_prompts, sampler, self.config)
+        return found if self.has_rewards else {n: v for n, v in found.items() if n != "eval/reward"}
 
     def alarms(self, metrics: Mapping[str, float]) -> list[str]:
         """See `Stage`."""
         compares_groups = self.algorithm.estimator_traits.needs_groups
         return alarms(self.config, metrics, compares_groups=compares_groups)
-
-    def resumed(self) -> None:
-        """Counts the weights of unfinished responses as this process's engine does."""
-        engine = self.strategy.inference_engine
-        if engine is not None:
-            carry = self.memory.carry.rebased(engine.weights_version)
-            self.memory = replace(self.memory, carry=carry)
 
     def close(self) -> None:
         """Closes the logs of samples."""
@@ -300,7 +392,7 @@ def prompt_encoder(parts: RolloutParts, actor: nn.Module) -> Encoder:
 
 
 def evaluate_prompts(
-    prompts: Sequence[Prompt], sampler: RolloutSampler, config: TrainConfig
+    prompts: Sequence[Prompt], sampler: RolloutSampler | RemoteRollouts, config: TrainConfig
 ) -> dict[str, float]:
     """Mean reward and components of one completion per prompt; collective.
 
@@ -315,7 +407,8 @@ def evaluate_prompts(
 
     Returns:
         `eval/reward`, `eval/<component>`, `eval/response_length`, `eval/truncated_share`,
-        `eval/num_prompts`; the same on every rank. Empty without prompts.
+        `eval/num_prompts`, of questions in both orders `position_metrics`; the same on every rank.
+        Empty without prompts.
     """
     if not prompts:
         return {}
@@ -336,4 +429,5 @@ def evaluate_prompts(
             metrics[f"eval/{name}"] = float(np.nanmean(values))
     if config.reward_failure == "mask" or table.is_masked.any():
         metrics["eval/masked_share"] = float(table.is_masked.mean())
-    return metrics
+    found = position_metrics(table, prompts)
+    return metrics | {f"eval/{name}": value for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""A language-modelling loss on other texts, mixed into every optimizer step of the actor.
+"""The loss of supervised training on other rows, mixed into every optimizer step of the actor.
 
 Source: Ouyang et al. 2022 (InstructGPT, PPO-ptx), arXiv:2203.02155, eq. 2.
 """
@@ -6,7 +6,7 @@ Source: Ouyang et al. 2022 (InstructGPT, PPO-ptx), arXiv:2203.02155, eq. 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,27 +14,36 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightrft.algorithms.aggregation import loss_weights
 from lightrft.config import TrainConfig
-from lightrft.models.types import ActorOutput
-from lightrft.records.batch import pad_rows
+from lightrft.datasets.files import Row, read_rows
+from lightrft.datasets.supervised_rows import TRAINABLE, RowEncoder, SupervisedRow, kind_of
+from lightrft.datasets.types import DataError
 from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.supervised.padded_rows import pad
+from lightrft.stages.supervised.supervised_stage import LOSSES, score_padded
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from lightrft.strategy.strategy_base import StrategyBase
+
+_LOSS = LOSSES["token-mean"]
+_TEXT_COLUMN = "text"
 
 
 @dataclass(frozen=True, slots=True)
 class PretrainMix:
-    """ptx_coef * mean over the tokens of a batch of texts of -log p(token).
+    """ptx_coef * mean over the trained tokens of a batch of rows of -log p(token).
 
     Args:
-        texts: Token ids of each text, two or more; the same on every rank.
+        texts: Rows of supervised training; the same on every rank.
         coef: Weight of the loss.
-        batch_size: Texts of one optimizer step, over all ranks.
-        seed: Fixes the order of the texts in each pass over them.
+        batch_size: Rows of one optimizer step, over all ranks.
+        seed: Fixes the order of the rows in each pass over them.
     """
 
-    texts: Sequence[Sequence[int]]
+    texts: Sequence[SupervisedRow]
     coef: float
     batch_size: int
     seed: int = 0
@@ -74,7 +83,8 @@ class PretrainMix:
             metrics: Receives `ptx_loss`.
         """
         rows, num_ranks = self.rows(position), strategy.num_data_ranks
-        num_tokens = sum(len(self.texts[row]) - 1 for row in rows)
+        # Of the same masks as the loss, on every rank.
+        num_tokens = sum(self.texts[row].num_trained for row in rows)
         own = rows[strategy.data_rank :: num_ranks]
         num_rows, size = -(-len(rows) // num_ranks), config.micro_train_batch_size
         metrics.add_mean("ptx_loss", 0.0, 1.0 / num_ranks)
@@ -93,10 +103,60 @@ class PretrainMix:
         device: torch.device,
         metrics: StepMetrics,
     ) -> Tensor:
-        # A rank without rows looks at any text and multiplies by 0: backward is a collective.
-        texts = [self.texts[row] for row in rows] or [self.texts[0]]
-        token_ids, attention_mask = pad_rows(texts, device)
-        output: ActorOutput = actor(token_ids, attention_mask, scored_mask=None)
-        share = -output.logprobs.sum() * (1.0 if rows else 0.0) / num_tokens
+        # A rank without rows looks at any one and multiplies by 0: backward is a collective.
+        padded = pad([self.texts[row] for row in rows] or [self.texts[0]], device)
+        weights = loss_weights(padded.is_trained, _LOSS.aggregation, dtype=torch.float64)
+        logprobs = score_padded(actor, padded).logprobs
+        share = _LOSS.share(logprobs, weights, weights.new_tensor(float(num_tokens)))
+        share = share * (1.0 if rows else 0.0)
         metrics.add_mean("ptx_loss", share, 0.0)
         return self.coef * share
+
+
+def load_mixed_rows(
+    path: str, tokenizer: PreTrainedTokenizerBase, config: TrainConfig
+) -> list[SupervisedRow]:
+    """Rows to mix in, rendered and marked as those of `lightrft sft`.
+
+    Texts, of which all is trained, are cut at the longest sequence of the run; other rows that are
+    longer are left out.
+
+    Args:
+        path: Any source of rows, of which the split train is used.
+        tokenizer: Of the actor.
+        config: Its options `pretrain_column`, `apply_chat_template`, `chat_template`,
+            `prompt_max_len` and `generate_max_len` count.
+
+    Raises:
+        DataError: A row cannot be used, or all are too long.
+    """
+    rows = [_with_text(row, config.pretrain_column) for row in read_rows(path)]
+    kind, most = kind_of(rows[0]), config.prompt_max_len + config.generate_max_len
+    if len(TRAINABLE[kind]) < 2 or kind == "token ids":  # no turns: prompts alone are rendered
+        config = config.replaced({"apply_chat_template": False, "chat_template": None})
+    encoder = RowEncoder(tokenizer, config, kind)
+    found = [each for row in rows for each in encoder.rows(row)]
+    if kind == _TEXT_COLUMN:
+        return [
+            replace(e, token_ids=e.token_ids[:most], is_trained=e.is_trained[:most]) for e in found
+        ]
+    kept = [each for each in found if len(each.token_ids) <= most]
+    if not kept:
+        raise DataError(
+            f"{path}: all {len(found)} rows of pretrain_data are longer than prompt_max_len + "
+            f"generate_max_len = {most} tokens: raise one of them"
+        )
+    return kept
+
+
+def _with_text(row: Row, column: str) -> Row:
+    """The row with the text of the column that `pretrain_column` names."""
+    if column == _TEXT_COLUMN:
+        return row
+    text = row.columns.get(column)
+    if not isinstance(text, str):
+        raise DataError(
+            f"{row.location}: expected a text in column {column!r}, found "
+            f"{', '.join(map(repr, row.columns))}; set --pretrain_column"
+        )
+    return replace(row, columns={_TEXT_COLUMN: text})

@@ -34,6 +34,7 @@ def build_run_reward(
         recipes=recipes,
         has_models=bool(config.reward_pretrain)
         or config.environment is not None
+        or config.agent is not None
         or config.advantage_estimator == NO_REWARDS,
         config=config,
     )
@@ -132,7 +133,9 @@ def build_trainer_rewards(
     modules: list[nn.Module] = []
     functions: list[RewardFunction] = []
     for item in given:
-        if callable(getattr(item, "score", None)):
+        # The head of a reward model has this name, too.
+        score = getattr(item, "score", None)
+        if callable(score) and not isinstance(score, nn.Module):
             functions.append(cast("RewardFunction", item))
         elif isinstance(item, nn.Module):
             modules.append(item)

@@ -15,19 +15,25 @@ from lightrft.algorithms.masking import log_ratio, masked_difference
 from lightrft.algorithms.moments import PairedMoments
 from lightrft.algorithms.value import explained_variance
 from lightrft.config import TrainConfig
+from lightrft.config.rules import keeps_rows
 from lightrft.experience.maker import StepExperience
 from lightrft.records.batch import PolicyOutputs, RolloutBatch
 from lightrft.records.rollout import ScoredRollout
-from lightrft.records.table import RowTable
+from lightrft.records.table import RowTable, episodes_of
+from lightrft.rewards.types import CountsCosts, RewardFunction
 from lightrft.rollout.source import Samples
 from lightrft.stages.metrics import StepMetrics
 
 
-def table_metrics(table: RowTable) -> dict[str, float]:
+def table_metrics(table: RowTable, *, has_rewards: bool = True) -> dict[str, float]:
     """Rewards and lengths of all samples; exact and equal on every rank without communication.
 
     Rows that are excluded from the loss are counted in `masked_share` only, and of these the ones
     that the reward could not decide in `undecided_share`.
+
+    Args:
+        table: Of the samples.
+        has_rewards: Something scored them; without it there is nothing to say of rewards.
     """
     kept = table.take(np.flatnonzero(~table.is_masked).astype(np.int64))
     metrics = {
@@ -37,17 +43,20 @@ def table_metrics(table: RowTable) -> dict[str, float]:
     }
     if len(kept):
         rewards, lengths = kept.rewards, kept.sampled_lengths
+        if has_rewards:
+            metrics |= {
+                "reward": rewards.mean(),
+                "reward_std": rewards.std(),
+                "reward_min": rewards.min(),
+                "reward_max": rewards.max(),
+                **group_metrics(kept),
+            }
         metrics |= {
-            "reward": rewards.mean(),
-            "reward_std": rewards.std(),
-            "reward_min": rewards.min(),
-            "reward_max": rewards.max(),
             "response_length": lengths.mean(),
             "response_length_std": lengths.std(),
             "response_length_max": lengths.max(),
             "prompt_length": kept.prompt_lengths.mean(),
             "truncated_share": kept.is_truncated.mean(),
-            **group_metrics(kept),
         }
     for name, values in zip(kept.component_names, kept.components.T, strict=True):
         if not np.isnan(values).all():
@@ -56,7 +65,12 @@ def table_metrics(table: RowTable) -> dict[str, float]:
 
 
 def experience_metrics(
-    step: StepExperience, reduced: Mapping[str, float], *, num_epochs: int
+    step: StepExperience,
+    reduced: Mapping[str, float],
+    *,
+    num_epochs: int,
+    has_rewards: bool = True,
+    num_sampled_tokens: int,
 ) -> dict[str, float]:
     """Metrics of a step that every rank knows without communication.
 
@@ -64,29 +78,29 @@ def experience_metrics(
         step: What was trained on.
         reduced: The step's metrics over all ranks; its durations are there.
         num_epochs: Passes of the update over the samples.
+        has_rewards: See `table_metrics`.
+        num_sampled_tokens: Sampled in this step over all ranks, for whichever steps.
     """
-    metrics = table_metrics(step.table)
-    metrics |= selection_metrics(step.samples) | partial_metrics(step.samples)
+    metrics = table_metrics(episodes_of(step.table), has_rewards=has_rewards)
+    metrics |= selection_metrics(step.samples) | stream_metrics(step.samples)
     if step.samples.is_undecided:
         metrics["undecided_steps"] = 1.0
     num_tokens = float(step.table.lengths.sum())
     metrics["tokens_per_second"] = num_tokens / reduced["step_seconds"]
+    for name in ("idle_seconds", "thin_seconds"):
+        metrics[f"{name}_share"] = reduced[name] / reduced["step_seconds"]
+    if num_sampled_tokens:
+        speed = num_sampled_tokens / reduced["rollout_seconds"]
+        metrics["rollout_tokens_per_second"] = speed
     return metrics | _stage_speeds(step, reduced, num_epochs)
 
 
 def _stage_speeds(
     step: StepExperience, metrics: Mapping[str, float], num_epochs: int
 ) -> dict[str, float]:
-    """Tokens per second of rollout (sampled tokens), forward and update (all tokens)."""
+    """Tokens per second of forward passes and update."""
     outputs, num_tokens = step.batch.outputs, float(step.table.lengths.sum())
-    sampled = float(step.table.sampled_lengths.sum())
-    for report in (step.samples.selection, step.samples.partial):
-        if report is not None:
-            sampled = float(report.num_sampled_tokens)
-    speeds = {
-        "train_tokens_per_second": num_epochs * num_tokens / metrics["train_seconds"],
-        "rollout_tokens_per_second": sampled / metrics["rollout_seconds"],
-    }
+    speeds = {"train_tokens_per_second": num_epochs * num_tokens / metrics["train_seconds"]}
     known = (outputs.old_logprobs, outputs.ref_logprobs, outputs.teacher_logprobs, outputs.values)
     looked = [each for each in known if each is not None]
     if looked:
@@ -111,28 +125,25 @@ def selection_metrics(samples: Samples) -> dict[str, float]:
     }
 
 
-def partial_metrics(samples: Samples) -> dict[str, float]:
-    """Tokens that partial rollouts sampled, and groups that go on in the next step."""
-    report = samples.partial
+def stream_metrics(samples: Samples) -> dict[str, float]:
+    """Tokens that streaming rollouts sampled, and groups that go on in the next step."""
+    report = samples.report
     if report is None:
         return {}
     return {
-        "partial/num_chunks": float(report.num_chunks),
-        "partial/sampled_tokens": float(report.num_sampled_tokens),
-        "partial/carried_groups": float(report.num_carried),
-        "partial/carried_tokens": float(report.num_carried_tokens),
+        "stream/sampled_tokens": float(report.num_sampled_tokens),
+        "stream/open_groups": float(report.num_open),
+        "stream/open_tokens": float(report.num_open_tokens),
+        "stream/waited_groups": float(report.num_waited),
     }
 
 
 def record_staleness(step: StepExperience, metrics: StepMetrics) -> None:
     """Adds how many updates old this rank's tokens are."""
-    report, versions = step.samples.partial, step.rows.token_versions
-    if report is None or versions is None:
-        return
-    staleness = report.version - versions[step.rows.is_sampled]
-    metrics.add_mean("partial/stale_token_share", float((staleness > 0).sum()), len(staleness))
-    metrics.add_mean("partial/staleness_mean", float(staleness.sum()), len(staleness))
-    metrics.add_max("partial/staleness_max", float(staleness.max(initial=0)))
+    staleness = step.version - step.rows.token_versions[step.rows.is_sampled]
+    metrics.add_mean("staleness/token_share", float((staleness > 0).sum()), len(staleness))
+    metrics.add_mean("staleness/mean", float(staleness.sum()), len(staleness))
+    metrics.add_max("staleness/max", float(staleness.max(initial=0)))
 
 
 def group_metrics(table: RowTable) -> dict[str, np.floating]:
@@ -146,7 +157,9 @@ def group_metrics(table: RowTable) -> dict[str, np.floating]:
     }
 
 
-def record_experience(step: StepExperience, metrics: StepMetrics, config: TrainConfig) -> None:
+def record_experience(
+    step: StepExperience, metrics: StepMetrics, config: TrainConfig, *, has_rewards: bool = True
+) -> None:
     """Adds what this rank's rows say: advantages, values and, where the actor was asked, policy."""
     batch, rollouts = step.batch, step.batch.rollouts
     mask = rollouts.response_mask
@@ -156,22 +169,38 @@ def record_experience(step: StepExperience, metrics: StepMetrics, config: TrainC
     if batch.outputs.old_logprobs is not None:
         record_policy(rollouts, batch.outputs, metrics, kl_estimator=config.kl_estimator_name)
     means = {"advantage_mean": batch.advantages, "advantage_abs": batch.advantages.abs()}
-    scored = step.rewards.rewards[torch.from_numpy(~step.table.is_masked)]
-    # Every rank has the rewards of all.
-    metrics.add_max("nonfinite/rewards", float((~scored.isfinite()).sum()))
-    metrics.add_mean("reward_clipped_share", float(step.rewards.is_clipped.sum()), len(step.table))
+    if has_rewards:
+        scored = step.rewards.rewards[torch.from_numpy(~step.table.is_masked)]
+        # Every rank has the rewards of all.
+        metrics.add_max("nonfinite/rewards", float((~scored.isfinite()).sum()))
+        num_clipped = float(step.rewards.is_clipped.sum())
+        metrics.add_mean("reward_clipped_share", num_clipped, len(step.table))
     if batch.outputs.values is not None:
         means |= {"value_mean": batch.outputs.values, "return_mean": batch.returns}
         values, goals = batch.outputs.values.double(), batch.returns.double()
         metrics.add_pairs("explained_variance", goals, goals - values, mask, explained_variance)
     metrics.add_masked_means(means, mask)
-    record_staleness(step, metrics)
+    if keeps_rows(config):
+        record_staleness(step, metrics)
     for item in step.samples.scored:
         shares = repeated_share(item.rollout.completion.sampled_token_ids)
         metrics.add_mean("repeated_share", shares, 1.0)
     metrics.add_mean("repeated_share", 0.0, 0.0)
     if step.samples.tool_names is not None:
         record_conversations(step.samples.scored, step.samples.tool_names, metrics)
+    for counts in step.samples.agent_counts or ():
+        for name, count in counts.items():
+            metrics.add_mean(f"agent/{name}", count, 1.0)
+
+
+def record_tallies(reward: RewardFunction, metrics: StepMetrics) -> None:
+    """Adds what a reward counted since the last step: tokens, seconds and cost of a judge."""
+    tallies = reward.take_tallies() if isinstance(reward, CountsCosts) else {}
+    for name, (total, count) in tallies.items():
+        if count is None:
+            metrics.add_count(name, total)
+        else:
+            metrics.add_mean(name, total, count)
 
 
 def record_conversations(

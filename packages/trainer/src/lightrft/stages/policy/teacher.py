@@ -1,40 +1,193 @@
-"""Proofs about the teacher of a run: the student's tokens, and a difference of 0 from itself."""
+"""Teachers of a run, and proofs about them: equal tokens, equal answers, 0 to oneself."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
+from torch import nn
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import mask_address
+from lightrft.config.registry import TEACHER_SERVERS
+from lightrft.config.rules import is_served
 from lightrft.engines.media.families import family_of
+from lightrft.experience.maker import TeacherFunction
+from lightrft.experience.teachers import (
+    LogprobServer,
+    ModelTeacher,
+    PromptedTeacher,
+    ServedTeacher,
+    TeacherRows,
+    TeachersByRow,
+)
 from lightrft.models import load_tokenizer
 from lightrft.models.loading import load_config
+from lightrft.models.reward_model import is_classifier
 from lightrft.records.batch import ExperienceBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightrft.strategy.distributed.context import DistributedContext
     from lightrft.strategy.strategy_base import StrategyBase
 
+# What decoders write for bytes that are no character alone.
+PART_OF_CHARACTER = "\ufffd"
+MAX_PROOF_TEXTS, MAX_PROOF_TOKENS = 4, 512
 
-def require_same_tokens(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+
+def open_server(place: str, config: TrainConfig) -> LogprobServer:
+    """The server of a teacher.
+
+    Raises:
+        ConfigError: The address is none.
+    """
+    make = cast("Callable[[str, TrainConfig], LogprobServer]", TEACHER_SERVERS.load("http"))
+    return make(place, config)
+
+
+def build_teacher(
+    config: TrainConfig,
+    models: Mapping[str, nn.Module],
+    rows: TeacherRows | None,
+    context: DistributedContext,
+) -> TeacherFunction | None:
+    """What scores sampled tokens for their teachers; None without any.
+
+    Args:
+        config: Names the teachers.
+        models: Prepared, those of folders.
+        rows: What the prompts say to teachers, where the options need it.
+        context: Of the ranks.
+
+    Raises:
+        ConfigError: The options need columns of prompts that are not known here.
+    """
+    places = config.teacher_places
+    if rows is None and (config.teachers or config.teacher_prompt_column is not None):
+        raise ConfigError(
+            "teachers and teacher_prompt_column read columns of prompt_data: use "
+            "lightrft.trainer.DistillationTrainer, or one teacher without them"
+        )
+    found: dict[str, TeacherFunction] = {}
+    for name, place in places.items():
+        made: TeacherFunction
+        if is_served(place):
+            made = ServedTeacher(open_server(place, config), context)
+        else:
+            made = ModelTeacher(models[name])
+        is_prompted = rows is not None and config.teacher_prompt_column is not None
+        found[name] = PromptedTeacher(made, rows) if rows is not None and is_prompted else made
+    if rows is not None and rows.factors:
+        return TeachersByRow(found, rows, context)
+    return next(iter(found.values()), None)
+
+
+def prove_teachers(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Sequence[int]],
+) -> None:
+    """Proves what can be known of the teachers before a model is built.
+
+    Of servers the first process asks; the others begin with it or not at all.
+
+    Args:
+        config: Names them.
+        tokenizer: Of the student.
+        texts: Token ids of some rows, which servers score twice.
+
+    Raises:
+        ConfigError: A teacher reads other tokens than the student, or does not answer alike.
+        TeacherError: A server gives no usable answer.
+    """
+    for place in config.teacher_places.values():
+        if not is_served(place):
+            require_same_tokens(config, place, tokenizer)
+        elif os.environ.get("RANK", "0") == "0":
+            server = open_server(place, config)
+            try:
+                require_same_texts(server, place, tokenizer)
+                require_equal_answers(server, place, texts, config)
+            finally:
+                server.close()
+
+
+def require_same_texts(
+    server: LogprobServer, place: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Proves that a server reads every id as the student does.
+
+    Parts of characters have no text of their own: their ids are only known to exist there.
+
+    Raises:
+        ConfigError: An id is another text; the message shows the first.
+        TeacherError: The server gives no usable answer.
+    """
+    own = [text for _, text in token_texts(tokenizer)]
+    shown = shown_place(place)
+    for token_id, text in enumerate(server.token_texts(range(len(own)))):
+        if PART_OF_CHARACTER not in own[token_id] and text != own[token_id]:
+            raise ConfigError(
+                f"teacher: token {token_id} is {own[token_id]!r} to the student and {text!r} to "
+                f"{shown}: its log-probabilities are of other texts; serve a model with the same "
+                "tokenizer"
+            )
+
+
+def require_equal_answers(
+    server: LogprobServer, place: str, texts: Sequence[Sequence[int]], config: TrainConfig
+) -> None:
+    """Proves that a server scores the same tokens alike twice.
+
+    Raises:
+        ConfigError: The answers differ by more than `teacher_tolerance`.
+        TeacherError: The server gives no usable answer.
+    """
+    asked = [text[:MAX_PROOF_TOKENS] for text in texts if len(text) > 1][:MAX_PROOF_TEXTS]
+    first, second = (server.score(asked) for _ in range(2)) if asked else ([], [])
+    distances = [
+        np.abs(a.logprobs[1:] - b.logprobs[1:]) for a, b in zip(first, second, strict=True)
+    ]
+    worst = max((float(each.mean()) for each in distances), default=0.0)
+    if not worst <= config.teacher_tolerance:
+        raise ConfigError(
+            f"teacher: {shown_place(place)} scores the same tokens otherwise the second time, by "
+            f"{worst:.2g} nats a token in the mean (teacher_tolerance {config.teacher_tolerance:g}"
+            "): that noise would be a signal; serve it in float32 or from one replica, or raise "
+            "teacher_tolerance"
+        )
+
+
+def shown_place(place: str) -> str:
+    """An address without credentials."""
+    return mask_address(place)
+
+
+def require_same_tokens(config: TrainConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Proves that every id stands for the same bytes in teacher and student.
 
     Args:
-        config: Names both models.
+        config: Names the student.
+        path: Of the teacher.
         tokenizer: Of the student.
 
     Raises:
         ConfigError: An id differs; the message shows the first. Or a model reads images, or the
             teacher has no logprob for ids that the student can sample.
     """
-    path = str(config.teacher)
     models = load_config(str(config.pretrain)), load_config(path)
     if any(family_of(model) is not None for model in models):
         raise ConfigError("teacher: student and teacher of images are not supported so far")
+    if is_classifier(models[1]):
+        raise ConfigError(f"teacher: {path} is a reward model: give a language model")
     sizes = [int(model.get_text_config().vocab_size) for model in models]
     if sizes[1] < sizes[0]:
         raise ConfigError(
@@ -66,8 +219,16 @@ def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     return [(str(entry), text) for entry, text in zip(entries, texts, strict=True)]
 
 
-def check_first_step(batch: ExperienceBatch, config: TrainConfig, strategy: StrategyBase) -> None:
+def check_first_step(
+    batch: ExperienceBatch,
+    teacher: TeacherFunction | None,
+    slices: Sequence[slice],
+    config: TrainConfig,
+    strategy: StrategyBase,
+) -> None:
     """Compares student and teacher before the first update where both are one model; collective.
+
+    A teacher with a prompt of its own is given the student's, on the same way.
 
     Raises:
         ParityError: Their logprobs differ.
@@ -75,16 +236,22 @@ def check_first_step(batch: ExperienceBatch, config: TrainConfig, strategy: Stra
     if not is_own_teacher(config):
         return
     outputs, mask = batch.outputs, batch.rollouts.response_mask
-    if outputs.old_logprobs is None or outputs.teacher_logprobs is None:
+    logprobs = outputs.teacher_logprobs
+    if isinstance(teacher, PromptedTeacher):
+        with torch.no_grad():
+            logprobs = teacher.unprompted()(replace(batch.rollouts, support=None), slices)
+    if outputs.old_logprobs is None or logprobs is None:
         raise RuntimeError("a teacher is compared with the logprobs before the update")
-    distance = (outputs.old_logprobs - outputs.teacher_logprobs).abs().masked_fill(~mask, 0.0)
+    distance = (outputs.old_logprobs - logprobs).abs().masked_fill(~mask, 0.0)
     sums = torch.stack([distance.double().sum(), mask.sum().double()])
     total, count = strategy.context.reduce_over_data(sums, "sum").tolist()
     require_zero(total / max(count, 1.0), config, strategy)
 
 
 def is_own_teacher(config: TrainConfig) -> bool:
-    """Whether student and teacher are read from one place."""
+    """Whether the student and its one teacher are read from one place."""
+    if config.teacher is None or is_served(config.teacher):
+        return False
     return Path(str(config.teacher)).resolve() == Path(str(config.pretrain)).resolve()
 
 

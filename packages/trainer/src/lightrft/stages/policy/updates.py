@@ -162,7 +162,7 @@ class Update:
             for index in epoch_order(
                 plan.num_minibatches, seed=config.seed, step=step_number, epoch=epoch
             ):
-                batch = select_experience(step.batch, plan.places(index))
+                batch = select_experience(step.batch, plan.places(index, strategy.data_rank))
                 slices = plan.micro_slices(
                     step.table.lengths,
                     index=index,
@@ -250,6 +250,7 @@ class Update:
             batch.rollouts.response_mask,
             str(self.config.loss_agg_mode),
             max_response_tokens=self.config.max_response_tokens,
+            row_shares=batch.rollouts.row_shares,
         )
         return self.strategy.reduce_over_data(local, "sum")
 
@@ -425,7 +426,8 @@ class Update:
             raise RuntimeError("the critic's values are missing from the experience")
         clip = self.config.value_clip or None
         loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=clip)
-        share = aggregate(loss, mask, str(self.config.loss_agg_mode), normalizer)
+        mode, shares = str(self.config.loss_agg_mode), rollouts.row_shares
+        share = aggregate(loss, mask, mode, normalizer, row_shares=shares)
         self.observer.micro_batch(micro, values, {"value": share})
         self.metrics.add_mean("critic_loss", share, 0.0)
         return share

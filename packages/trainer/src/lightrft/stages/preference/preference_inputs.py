@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.preference_rows import Preference, PreferenceRows, load_preferences
+from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models import Actor
-from lightrft.models.sequence_model import freeze
-from lightrft.stages.policy.models import (
-    configure_model,
-    load_policy,
-    require_equal_start,
-    trained_model,
-)
+from lightrft.stages.policy.models import place_frozen, require_equal_start
 from lightrft.stages.preference.preference_objective import build_objective
-from lightrft.stages.preference.preference_stage import PreferenceStage, prompt_ids
+from lightrft.stages.preference.preference_stage import PreferenceStage, prompt_key
+from lightrft.stages.preference.stored_reference import (
+    StoredReference,
+    hash_of_start,
+    origin_of_data,
+    read_stored,
+    require_origin,
+    stored_path,
+)
 from lightrft.stages.stage import TrainedModels
 from lightrft.stages.supervised.supervised_inputs import (
+    RowReading,
+    build_model,
+    check_auditable,
     decided_for_rows,
     option_problems,
     read_rows,
@@ -34,16 +43,17 @@ from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from lightrft.strategy.backend import PreparedModel
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceInputs:
     """Preferences of a run; see `StageInputs`."""
 
-    tokenizer: PreTrainedTokenizerBase
+    reading: RowReading
     data: PreferenceRows
     held_out: tuple[Preference, ...] = ()
+    stored: StoredReference | None = None
 
     def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
         """See `StageInputs`."""
@@ -56,26 +66,58 @@ class PreferenceInputs:
         first = self.data.rows[0]
         for row, is_good in zip(first.rows, first.labels, strict=True):
             name = "chosen" if is_good else "rejected"
-            strategy.print(f"{name} in {shown_mask(row, self.tokenizer)}")
+            strategy.print(f"{name} in {shown_mask(row, self.reading.tokenizer)}")
         kind = "pairs" if self.data.is_paired else "answers"
         strategy.print(f"{num_steps} steps of {config.train_batch_size} {kind}")
-        trained = {prompt_ids(item.rows[0]).tobytes() for item in self.data.rows}
-        known = sum(prompt_ids(item.rows[0]).tobytes() in trained for item in self.held_out)
+        trained = {prompt_key(item.rows[0]) for item in self.data.rows}
+        known = sum(prompt_key(item.rows[0]) in trained for item in self.held_out)
         if known:
             strategy.print(
                 f"warning: the prompts of {known} of {len(self.held_out)} held-out {kind} are "
                 "trained on, too: the evaluation says less about others"
             )
         with phase("load the model", timedelta(minutes=config.timeout_minutes)):
-            models, reference = build_models(config, strategy, num_steps)
+            needs_reference = self.stored is None
+            models, reference = build_models(
+                config, strategy, num_steps, loads_reference=needs_reference
+            )
         stage = PreferenceStage(config, strategy, models, reference, self.data, self.held_out)
-        stage.text_part = self.tokenizer
+        stage.text_part = self.reading.text_part
         module = strategy.unwrap_model(models.main.model)
         if isinstance(module, Actor):
-            warn_of_end(first.rows[0], self.tokenizer, module, strategy.print)
+            warn_of_end(first.rows[0], self.reading.tokenizer, module, strategy.print)
         with phase("score the first rows", timedelta(minutes=config.timeout_minutes)):
+            if (path := stored_path(config)) is not None:
+                self._store(path, stage)
             stage.prove_equal_start()
         return stage
+
+    def items(self) -> Sequence[Sequence[SupervisedRow]]:
+        """See `StageInputs`."""
+        return [item.rows for item in self.data.rows]
+
+    def _store(self, path: Path, stage: PreferenceStage) -> None:
+        """Reads the reference's numbers, or computes and writes them; collective.
+
+        Raises:
+            ConfigError: Those of the file are of another model.
+        """
+        strategy, held_out = stage.strategy, self.held_out
+        origin = origin_of_data(self.data.rows, held_out, self.reading.tokenizer)
+        origin = replace(
+            origin, model=hash_of_start(cast("PreparedModel", stage.models.main.model), strategy)
+        )
+        stored = self.stored
+        if stored is None:
+            stored = StoredReference(
+                origin, stage.reference_sums(self.data.rows), stage.reference_sums(held_out)
+            )
+            if strategy.is_rank_0():
+                stored.save(path)
+        require_origin(stored, origin, path)
+        said = "written to" if self.stored is None else "read from"
+        strategy.print(f"the reference's log-probabilities were {said} {path}")
+        stage.use_stored(stored)
 
     def close(self) -> None:
         """See `StageInputs`."""
@@ -92,12 +134,21 @@ def read_inputs(config: TrainConfig) -> PreferenceInputs:
     problems = preference_problems(config, int(os.environ.get("WORLD_SIZE", "1")))
     if problems:
         raise ConfigError("\n".join(problems))
-    tokenizer, data, found = read_rows(config, load_preferences)
+    reading, data, found = read_rows(config, load_preferences)
     held_out = () if found is None else found.rows
     problems = data_problems(config, data, held_out)
     if problems:
         raise ConfigError("\n".join(problems))
-    return PreferenceInputs(tokenizer, data, held_out)
+    check_auditable(config, (row for each in data.rows for row in each.rows))
+    stored, path = None, stored_path(config)
+    if path is not None:
+        if any(row.shown for each in (*data.rows, *held_out) for row in each.rows):
+            raise ConfigError("ref_logprobs: rows with images have no stored ones: leave it out")
+        if path.exists():
+            sizes = len(data), len(held_out)
+            origin = origin_of_data(data.rows, held_out, reading.tokenizer)
+            stored = read_stored(path, origin, sizes)
+    return PreferenceInputs(reading, data, held_out, stored)
 
 
 def preference_problems(config: TrainConfig, num_processes: int) -> list[str]:
@@ -130,11 +181,16 @@ def data_problems(
             f"preference_loss kto compares with the other prompts of a step: it needs "
             f"train_batch_size >= 2, got {size}"
         )
+    if config.ref_logprobs is not None and (objective.uses_kl or not objective.uses_reference):
+        why = "scores answers to other prompts" if objective.uses_kl else "has no reference"
+        found.append(
+            f"ref_logprobs: preference_loss {config.preference_loss[0]} {why}: leave it out"
+        )
     return found
 
 
 def build_models(
-    config: TrainConfig, strategy: StrategyBase, max_steps: int
+    config: TrainConfig, strategy: StrategyBase, max_steps: int, *, loads_reference: bool = True
 ) -> tuple[TrainedModels, nn.Module | None]:
     """Loads and prepares the model that is trained, and its frozen copy where one is needed.
 
@@ -144,19 +200,12 @@ def build_models(
         config: Its path and options.
         strategy: Prepares them.
         max_steps: Optimizer steps of the run, for the learning rate schedule.
+        loads_reference: Not where its numbers are read from a file.
     """
-    path, reference = str(config.pretrain), None
-    with strategy.init_model_context(config.meta_init):
-        actor = load_policy(path, config)
-        if build_objective(config).uses_reference and config.lora_rank == 0:
-            reference = Actor.from_pretrained(path, allow_new_weights=config.allow_new_weights)
-    configure_model(actor, config)
-    freeze(actor, config.freeze_prefix)
-    if reference is not None:
-        configure_model(reference, config)
-    ready, _, _, ready_reference = strategy.prepare_models_and_optimizers(
-        actor, None, None, reference, config, max_steps
-    )
-    if ready_reference is not None:
-        require_equal_start(strategy, ready, ready_reference)
-    return TrainedModels((trained_model("actor", ready),)), ready_reference
+    models, reference = build_model(config, strategy, max_steps), None
+    if loads_reference and build_objective(config).uses_reference and config.lora_rank == 0:
+        path, new = str(config.pretrain), config.allow_new_weights
+        read = partial(Actor.from_pretrained, path, allow_new_weights=new)
+        reference = place_frozen(read, config, strategy)
+        require_equal_start(strategy, models.main.model, reference)
+    return models, reference

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,17 +18,19 @@ from torch import Tensor, nn
 from lightrft.algorithms.preference_losses import AnswerSums, PreferenceSums
 from lightrft.config import TrainConfig
 from lightrft.datasets.preference_rows import Preference, PreferenceRows
+from lightrft.datasets.row_media import RowPixels, ShownMedia
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.experience.minibatches import micro_slices, plan_minibatches
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.lora import LoraActor
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.models import configure_models
+from lightrft.stages.policy.models import configure_models, turn_off_dropout
 from lightrft.stages.preference.preference_objective import (
     PreferenceObjective,
     StepCounts,
     build_objective,
 )
+from lightrft.stages.preference.stored_reference import StoredReference, Sums
 from lightrft.stages.stage import (
     Stage,
     Step,
@@ -37,10 +39,13 @@ from lightrft.stages.stage import (
     optimizer_step,
     record_total,
 )
+from lightrft.stages.supervised.padded_rows import pad
+from lightrft.stages.supervised.row_observer import RowObserver, open_row_observer
 from lightrft.stages.supervised.supervised_stage import (
     bounded_by_tokens,
     drawn_places,
     planned_updates,
+    score_padded,
     score_rows,
 )
 from lightrft.strategy.distributed.deadlines import phase
@@ -50,6 +55,8 @@ if TYPE_CHECKING:
 
 # Nats per token between two forward passes of equal weights, by rounding: in float32, in bfloat16.
 ROUNDING, BF16_ROUNDING = 1e-5, 1e-2
+# What observers are told of each row.
+GOOD = "is_good"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,11 @@ class PreferencePart:
     def own(self) -> list[Preference]:
         """This rank's items."""
         return [self.items[place] for place in self.places]
+
+    def row_places(self, part: slice) -> list[int]:
+        """Places of the rows of some own items among those of all items."""
+        size = len(self.items[0].rows)
+        return [size * int(place) + n for place in self.places[part] for n in range(size)]
 
     @property
     def counts(self) -> StepCounts:
@@ -146,13 +158,30 @@ class PreferenceStage(Stage[PreferenceBatch]):
         self.data, self.held_out = data, held_out
         self.objective: PreferenceObjective = build_objective(config)
         self._reference = reference
+        rows = (row for item in (*data.rows, *held_out) for row in item.rows)
+        self._pixels = RowPixels.of(data.encoder, rows)
+        self._stored: Mapping[int, tuple[float, ...]] = {}
         self._trained_accuracy = math.nan
         configure_models(config, strategy, [models.main.model, reference])
+        turn_off_dropout(strategy.unwrap_model(models.main.model))
         if reference is not None:
             reference.eval()
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
         self._cut = bounded_by_tokens(config, rows_per_item=len(data.rows[0].rows))
+
+    def use_stored(self, stored: StoredReference) -> None:
+        """Takes the reference's numbers from a file from now on."""
+        self._stored = stored.by_item(self.data.rows, self.held_out)
+        self._reference = None
+
+    def reference_sums(self, items: Sequence[Preference]) -> Sums:
+        """The reference's sums of each item's answers, on every rank; collective."""
+        if not items:
+            return ()
+        part = self._shared_part(tuple(items))
+        (found,) = self._of_all_ranks(part, [self._reference_of(part)])
+        return tuple(map(tuple, found.tolist()))
 
     def planned_steps(self) -> int:
         """See `Stage`."""
@@ -192,31 +221,56 @@ class PreferenceStage(Stage[PreferenceBatch]):
 
     def update(self, batch: PreferenceBatch, step: Step) -> Work:
         """See `Stage`."""
-        optimizer_step(
+        items = batch.part.items
+        rows = [row for item in items for row in item.rows]
+        labels = [is_good for item in items for is_good in item.labels]
+        observer = open_row_observer(
+            "prefer", self, step, [item.rows for item in items], lambda: {GOOD: np.array(labels)}
+        )
+        observer.begin_update(self.models.main.name, torch.tensor(float(len(items))))
+        result = optimizer_step(
             self.models.main,
-            [partial(self._share, batch, part, step.metrics) for part in batch.part.slices],
+            [
+                partial(self._share, batch, part, step.metrics, observer)
+                for part in batch.part.slices
+            ],
             strategy=self.strategy,
             metrics=step.metrics,
             timeout_minutes=self.config.timeout_minutes,
         )
+        observer.end_update(result)
+        observer.finish()
         record_total("loss", self.strategy, step.metrics)
-        rows = [row for item in batch.part.items for row in item.rows]
         return Work(
             (self.models.main.name,),
             np.array([len(row.token_ids) for row in rows], dtype=np.int64),
             np.array([row.num_trained for row in rows], dtype=np.int64),
         )
 
-    def _share(self, batch: PreferenceBatch, part: slice, metrics: StepMetrics) -> Tensor:
+    def _share(
+        self, batch: PreferenceBatch, part: slice, metrics: StepMetrics, observer: RowObserver
+    ) -> Tensor:
         """The share of a micro-batch in the loss of the step."""
         items = batch.part.own[part]
-        logprobs = self._sums(self.models.main.model, items)
+        padded = pad(
+            [row for item in items for row in item.rows],
+            self.strategy.device,
+            batch.part.row_places(part),
+            pixels=self._pixels,
+        )
+        of_tokens = score_padded(self.models.main.model, padded).logprobs
+        logprobs = answer_sums(of_tokens, len(items))
         sums = batch.sums(items, logprobs, batch.ref_logprobs[part])
         if batch.slopes is None:
             share = shown = self.objective.share(sums, batch.part.counts)
         else:
             share = (batch.slopes[part] * logprobs).sum()
             shown = share.new_tensor((batch.loss or 0.0) * len(items) / len(batch.part.items))
+        terms = {"policy": shown}
+        if self.objective.uses_kl:
+            terms["kl"] = share.new_tensor(batch.kl * len(items) / len(batch.part.items))
+        reference = batch.ref_logprobs[part].flatten() if self.objective.uses_reference else None
+        observer.micro_batch(padded, of_tokens, terms, reference)
         metrics.add_mean("loss", shown, 0.0)
         for name, values in self._shown(sums).items():
             metrics.add_mean(name, values.sum(), len(values))
@@ -239,25 +293,21 @@ class PreferenceStage(Stage[PreferenceBatch]):
     def finish(self, batch: PreferenceBatch, metrics: dict[str, float]) -> dict[str, float]:
         """See `Stage`."""
         self._trained_accuracy = metrics.get("accuracy", math.nan)
-        return (
-            with_margin(metrics) | {"kl": batch.kl}
-            if self.objective.uses_kl
-            else (with_margin(metrics))
-        )
+        return self._completed(metrics, batch)
+
+    def _completed(self, metrics: dict[str, float], batch: PreferenceBatch) -> dict[str, float]:
+        """The metrics with the difference of both mean rewards, and the KL term of a loss."""
+        more = {"answer_kl": batch.kl} if self.objective.uses_kl else {}
+        if {"chosen_reward", "rejected_reward"} <= metrics.keys():
+            more["margin"] = metrics["chosen_reward"] - metrics["rejected_reward"]
+        return metrics | more
 
     def evaluate(self) -> dict[str, float]:
         """Loss, rewards, accuracy and margin over the held-out preferences."""
-        items, strategy = tuple(self.held_out), self.strategy
+        items = tuple(self.held_out)
         if not items:
             return {}
-        num_ranks = strategy.num_data_ranks
-        places = np.arange(strategy.data_rank, len(items), num_ranks)
-        # Every rank makes equally many passes, or sharded layers would wait for each other.
-        missing = -(-len(items) // num_ranks) - len(places)
-        counted = np.arange(len(places) + missing) < len(places)
-        places = np.append(places, np.zeros(missing, dtype=np.int64))
-        slices = micro_slices(0, len(places), self.config.micro_train_batch_size)
-        part = PreferencePart(items, places, counted, tuple(slices))
+        part = self._shared_part(items)
         batch = self._scored(part)
         logprobs, reference = self._of_all_ranks(
             part, [self._score(self.models.main.model, part), batch.ref_logprobs]
@@ -265,9 +315,27 @@ class PreferenceStage(Stage[PreferenceBatch]):
         sums = batch.sums(items, logprobs, reference)
         found = {"loss": float(self.objective.share(sums, part.counts))}
         found |= {n: float(v.mean()) for n, v in self._shown(sums).items() if len(v)}
-        found = with_margin(found) | {"num_rows": float(len(items))}
+        found = self._completed(found, batch) | {"num_rows": float(len(items))}
         self._warn_of_swap(found)
         return {f"eval/{name}": value for name, value in found.items()}
+
+    def _shared_part(self, items: tuple[Preference, ...]) -> PreferencePart:
+        """This rank's part of all items, in turn."""
+        num_ranks = self.strategy.num_data_ranks
+        places = np.arange(self.strategy.data_rank, len(items), num_ranks)
+        # Every rank makes equally many passes, or sharded layers would wait for each other.
+        missing = -(-len(items) // num_ranks) - len(places)
+        counted = np.arange(len(places) + missing) < len(places)
+        places = np.append(places, np.zeros(missing, dtype=np.int64))
+        slices = micro_slices(0, len(places), self.config.micro_train_batch_size)
+        return PreferencePart(items, places, counted, tuple(slices))
+
+    def _reference_of(self, part: PreferencePart) -> Tensor:
+        """Sums [own, answers] of the reference, computed or read."""
+        if not self._stored:
+            return self._score(None, part)
+        sums = [self._stored[id(item)] for item in part.own]
+        return torch.tensor(sums, dtype=torch.float64, device=self.strategy.device)
 
     def _warn_of_swap(self, found: dict[str, float]) -> None:
         """Writes a line if held-out pairs come out the other way round than trained ones."""
@@ -295,7 +363,7 @@ class PreferenceStage(Stage[PreferenceBatch]):
         self.models.main.model.eval()
         own = self._score(self.models.main.model, part)
         tokens = own.new_tensor([[row.num_trained for row in item.rows] for item in part.items])
-        difference = float(((own - self._score(None, part)).abs() / tokens).max())
+        difference = float(((own - self._reference_of(part)).abs() / tokens).max())
         worst = self.strategy.all_reduce(difference, op="max")
         has_gpu = self.strategy.device.type == "cuda"
         floor = BF16_ROUNDING if self.config.computes_in_bf16(has_gpu=has_gpu) else ROUNDING
@@ -312,7 +380,7 @@ class PreferenceStage(Stage[PreferenceBatch]):
         size = (len(part.places), len(part.items[0].rows))
         reference = torch.zeros(size, dtype=torch.float64, device=self.strategy.device)
         if objective.uses_reference:
-            reference = self._score(None, part)
+            reference = self._reference_of(part)
         batch = PreferenceBatch(part, reference, tokens_per_chosen(part.items))
         if objective.uses_kl:
             batch = replace(batch, kl=self._kl(part))
@@ -378,8 +446,13 @@ class PreferenceStage(Stage[PreferenceBatch]):
         """Sums [items, answers] of the logprobs of the answers' tokens, in float64."""
         groups = [item if isinstance(item, tuple) else item.rows for item in items]
         rows = [row for group in groups for row in group]
-        output = score_rows(model, rows, self.strategy.device)
-        return output.logprobs.double().sum(dim=1).view(len(groups), -1)
+        output = score_rows(model, rows, self.strategy.device, pixels=self._pixels)
+        return answer_sums(output.logprobs, len(groups))
+
+
+def answer_sums(logprobs: Tensor, num_items: int) -> Tensor:
+    """[items, answers] sums of logprobs [items * answers, seq] over the tokens, in float64."""
+    return logprobs.double().sum(dim=1).view(num_items, -1)
 
 
 def tokens_per_chosen(items: Sequence[Preference]) -> float:
@@ -395,11 +468,11 @@ def tokens_per_chosen(items: Sequence[Preference]) -> float:
 
 def other_answers(items: Sequence[Preference], place: int) -> tuple[SupervisedRow, ...] | None:
     """The answers of the next item with another prompt, behind the prompt of the one at `place`."""
-    prompt = prompt_ids(items[place].rows[0])
+    own = items[place].rows[0]
     for step in range(1, len(items)):
         rows = items[(place + step) % len(items)].rows
-        if not np.array_equal(prompt_ids(rows[0]), prompt):
-            return tuple(behind(prompt, row) for row in rows)
+        if prompt_key(rows[0]) != prompt_key(own):
+            return tuple(behind(prompt_ids(own), row, own.shown) for row in rows)
     return None
 
 
@@ -408,17 +481,18 @@ def prompt_ids(row: SupervisedRow) -> NDArray[np.int32]:
     return row.token_ids[: int(row.is_trained.argmax())]
 
 
-def behind(prompt: NDArray[np.int32], row: SupervisedRow) -> SupervisedRow:
-    """The answer of a row behind another prompt."""
+def prompt_key(row: SupervisedRow) -> tuple[bytes, ...]:
+    """What tells the prompt of a row from others: its tokens, and its images and videos."""
+    return prompt_ids(row).tobytes(), *row.media_digests
+
+
+def behind(
+    prompt: NDArray[np.int32], row: SupervisedRow, shown: ShownMedia | None = None
+) -> SupervisedRow:
+    """The answer of a row behind another prompt, and the media of that."""
     start = int(row.is_trained.argmax())
     return SupervisedRow(
         np.concatenate([prompt, row.token_ids[start:]]),
         np.concatenate([np.zeros(len(prompt), dtype=np.bool_), row.is_trained[start:]]),
+        shown,
     )
-
-
-def with_margin(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics with the difference of both mean rewards."""
-    if {"chosen_reward", "rejected_reward"} <= metrics.keys():
-        metrics["margin"] = metrics["chosen_reward"] - metrics["rejected_reward"]
-    return metrics

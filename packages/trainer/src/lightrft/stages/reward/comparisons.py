@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrft.algorithms.moments import PairedMoments
@@ -19,6 +21,8 @@ from lightrft.datasets.step_rows import LabelledSteps
 from lightrft.stages.metrics import StepMetrics
 
 NUM_BINS = 10
+# Beginnings of the names of a bin's share of all comparisons, mean confidence and accuracy.
+BINS = ("bin_share/", "bin_confidence/", "bin_accuracy/")
 # Lengths that differ by less, relative to the better answer, count as equal.
 EVEN_LENGTHS = 0.1
 Judgement = PreferencePair | RankedAnswers | LabelledAnswer | LabelledSteps | ScoredAnswer
@@ -48,18 +52,26 @@ class Comparisons:
     weights: Tensor
 
     @classmethod
-    def of(cls, judgements: Sequence[Judgement], device: torch.device) -> Comparisons:
-        """The comparisons of these judgements: all pairs of a ranking, none of a label."""
+    def of(
+        cls, judgements: Sequence[Judgement], device: torch.device, name: str = ""
+    ) -> Comparisons:
+        """The comparisons of these judgements: all pairs of a ranking, none of a label.
+
+        Args:
+            judgements: Of one kind.
+            device: For the results.
+            name: Of the score whose rankings count; "" is the only one.
+        """
         found: list[tuple[int, int, float, bool, float]] = []
         start = 0
         for each in judgements:
             if isinstance(each, PreferencePair):
                 found.append((start, start + 1, each.margin or 0.0, False, 1.0))
             elif isinstance(each, RankedAnswers):
-                order = sorted(range(len(each.ranks)), key=each.ranks.__getitem__)
-                pairs = list(combinations(order, 2))
+                ranks = each.ranks_of(name)
+                pairs = list(combinations(sorted(range(len(ranks)), key=ranks.__getitem__), 2))
                 found += [
-                    (start + a, start + b, 0.0, each.ranks[a] == each.ranks[b], 1 / len(pairs))
+                    (start + a, start + b, 0.0, ranks[a] == ranks[b], 1 / len(pairs))
                     for a, b in pairs
                 ]
             start += len(each.rows)
@@ -72,28 +84,65 @@ class Comparisons:
         return scores[self.better] - scores[self.worse]
 
 
+def judgement_facts(judgements: Sequence[Judgement]) -> dict[str, NDArray[np.float64]]:
+    """What the data say of the rows of some judgements, for observers.
+
+    Returns:
+        Of pairs and rankings `rank` [rows], the better one smaller, and of pairs `margin` [rows];
+        of answers `target` [rows], of steps [tokens] at their ends.
+    """
+    found: dict[str, list[float]] = {"rank": [], "margin": [], "target": []}
+    for each in judgements:
+        if isinstance(each, PreferencePair):
+            found["rank"] += [1.0, 2.0]
+            found["margin"] += [each.margin or 0.0] * 2
+        elif isinstance(each, RankedAnswers):
+            found["rank"] += each.ranks
+        elif isinstance(each, LabelledSteps):
+            ends = np.zeros(len(each.answer.token_ids))
+            ends[each.answer.is_trained] = each.labels
+            found["target"] += ends.tolist()
+        else:
+            found["target"].append(each.score if isinstance(each, ScoredAnswer) else each.is_good)
+    return {name: np.array(values, np.float64) for name, values in found.items() if values}
+
+
 @torch.no_grad()
-def record_scores(
-    metrics: StepMetrics, scores: Tensor, lengths: Tensor, comparisons: Comparisons
-) -> None:
+def record_scores(metrics: StepMetrics, scores: Tensor, lengths: Tensor) -> None:
     """Adds metrics of some rows' scores; of no rows, too, which adds nothing.
 
     Args:
         metrics: Receives them.
         scores: [rows] float64.
         lengths: [rows] tokens.
-        comparisons: Of these rows.
     """
     everything = torch.ones_like(scores, dtype=torch.bool)
     metrics.add_mean("score", scores.sum(), len(scores))
     metrics.add_pairs("score_std", scores, lengths, everything, _first_deviation)
     metrics.add_pairs("length_correlation", scores, lengths, everything, _correlation)
+
+
+@torch.no_grad()
+def record_comparisons(
+    metrics: StepMetrics, scores: Tensor, lengths: Tensor, comparisons: Comparisons, name: str = ""
+) -> None:
+    """Adds metrics of how scores keep to comparisons; those of several scores go together.
+
+    Args:
+        metrics: Receives them.
+        scores, lengths: See `record_scores`.
+        comparisons: Of these rows.
+        name: Of the score, whose accuracy is also shown apart; "" is the only one.
+    """
     weights = comparisons.weights * ~comparisons.is_tie
     differences, longer = map(comparisons.differences, (scores, lengths.double()))
     metrics.add_mean("longer_accuracy", (weights * _wins(longer)).sum(), weights.sum())
     even = weights * (longer.abs() <= EVEN_LENGTHS * lengths[comparisons.better])
     metrics.add_mean("even_accuracy", (even * _wins(differences)).sum(), even.sum())
     record_agreement(metrics, differences, weights)
+    if name:
+        wins = (weights * _wins(differences)).sum()
+        metrics.add_mean(f"head_accuracy/{name}", wins, weights.sum())
 
 
 @torch.no_grad()
@@ -113,6 +162,12 @@ def record_agreement(metrics: StepMetrics, differences: Tensor, weights: Tensor)
     bins = torch.zeros(3, NUM_BINS, dtype=torch.float64, device=differences.device)
     bins.index_add_(1, places, columns)
     metrics.add_sums("calibration_error", bins.flatten().unbind(), calibration_error)
+    for place in range(NUM_BINS):
+        # By the least confidence of the bin in percent.
+        name = 50 + place * 50 // NUM_BINS
+        metrics.add_mean(f"{BINS[0]}{name}", bins[0, place], weights.sum())
+        metrics.add_mean(f"{BINS[1]}{name}", bins[1, place], bins[0, place])
+        metrics.add_mean(f"{BINS[2]}{name}", bins[2, place], bins[0, place])
 
 
 def _wins(differences: Tensor) -> Tensor:

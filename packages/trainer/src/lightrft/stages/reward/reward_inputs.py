@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
+from transformers import AutoModelForSequenceClassification
+
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.datasets.files import read_sources
-from lightrft.datasets.preference_rows import load_preferences
-from lightrft.datasets.ranked_rows import ANSWERS, load_ranked
-from lightrft.datasets.scored_rows import RESPONSE, load_scored
-from lightrft.datasets.step_rows import STEPS, load_steps
+from lightrft.datasets.files import Row, read_sources
+from lightrft.datasets.preference_rows import PreferenceReader, load_preferences
+from lightrft.datasets.ranked_rows import ANSWERS, RankedAnswers, load_ranked, ranking_reader
+from lightrft.datasets.row_media import RowMediaReader
+from lightrft.datasets.scored_rows import RESPONSE, load_scored, score_reader
+from lightrft.datasets.step_rows import STEPS, LabelledSteps, load_steps, step_reader
+from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models import RewardModel
 from lightrft.models.loading import load_config
 from lightrft.models.lora import LoraRewardModel
-from lightrft.models.reward_model import is_classifier
+from lightrft.models.reward_model import ONE_SCORE, is_reward_model
+from lightrft.models.score_heads import LAST_TOKEN, pooling_of, score_weights
 from lightrft.models.sequence_model import freeze
+from lightrft.stages.opening import opening_line
 from lightrft.stages.policy.models import (
     configure_model,
     decide_by_machine,
@@ -27,9 +33,15 @@ from lightrft.stages.policy.models import (
     trained_model,
 )
 from lightrft.stages.reward.comparisons import JudgedData, Judgement
-from lightrft.stages.reward.reward_stage import RewardStage, build_loss, prove_pooling
+from lightrft.stages.reward.reward_stage import RewardStage, build_losses
+from lightrft.stages.reward.score_proofs import prove_pooling
 from lightrft.stages.stage import TrainedModels
-from lightrft.stages.supervised.supervised_inputs import option_problems, read_rows
+from lightrft.stages.supervised.supervised_inputs import (
+    RowReading,
+    check_auditable,
+    option_problems,
+    read_rows,
+)
 from lightrft.stages.supervised.supervised_stage import planned_updates
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
@@ -37,6 +49,12 @@ from lightrft.strategy.strategy_base import StrategyBase
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# By a column of the first row; all others are preferences.
+_KINDS: dict[str, tuple[Callable[..., JudgedData], Callable[..., Callable[[Row], Judgement]]]] = {
+    RESPONSE: (load_scored, score_reader),
+    STEPS: (load_steps, step_reader),
+    ANSWERS: (load_ranked, ranking_reader),
+}
 # Of options whose choice a reward model leaves open: it has no logits, and its head is in no file.
 _UNUSED = {"fused_linear_logprob": False, "meta_init": False}
 
@@ -45,7 +63,7 @@ _UNUSED = {"fused_linear_logprob": False, "meta_init": False}
 class RewardInputs:
     """Preferences of a run; see `StageInputs`."""
 
-    tokenizer: PreTrainedTokenizerBase
+    reading: RowReading
     data: JudgedData
     held_out: tuple[Judgement, ...] = ()
 
@@ -53,6 +71,7 @@ class RewardInputs:
         """See `StageInputs`."""
         facts = read_model_facts(config, strategy)
         strategy.check_model_size(facts.num_weights)
+        strategy.print(opening_line(config, strategy, facts.num_weights))
         config = decide_by_machine(config.replaced(_UNUSED), strategy, facts=facts)
         return config.replaced(dict.fromkeys(_UNUSED))
 
@@ -65,19 +84,26 @@ class RewardInputs:
         strategy.print(f"{num_steps} steps of {config.train_batch_size} judgements")
         with phase("load the model", timedelta(minutes=config.timeout_minutes)):
             model = load_reward_model(config)
-            model.model.config.pad_token_id = padding_id(self.tokenizer, self.data.rows)
+            if not model.is_beside:
+                found = padding_id(self.reading.tokenizer, self.data.rows)
+                model.model.config.pad_token_id = found
             configure_model(model, config)
             freeze(model, config.freeze_prefix)
             ready = strategy.prepare_reward_model(model, config, num_steps)
         models = TrainedModels((trained_model("actor", ready),))
         stage = RewardStage(config, strategy, models, self.data, self.held_out)
-        stage.text_part = self.tokenizer
-        change = prove_pooling(stage)
+        stage.text_part = self.reading.text_part
+        change = prove_pooling(stage.models.main.model, stage.data.rows, strategy)
+        is_last = pooling_of(stage.model_config) == LAST_TOKEN
         strategy.print(
-            "scores are read at the last token of a row: another token changes them by at least "
-            f"{change:.2g}, and padding does not"
+            f"scores are {'read at the last token' if is_last else 'pooled over all tokens'} of a "
+            f"row: another last token changes them by at least {change:.2g}, and padding does not"
         )
         return stage
+
+    def items(self) -> Sequence[Sequence[SupervisedRow]]:
+        """See `StageInputs`."""
+        return [each.rows for each in self.data.rows]
 
     def close(self) -> None:
         """See `StageInputs`."""
@@ -94,16 +120,102 @@ def read_inputs(config: TrainConfig) -> RewardInputs:
     problems = option_problems(config, int(os.environ.get("WORLD_SIZE", "1")), "reward")
     if problems:
         raise ConfigError("\n".join(problems))
-    tokenizer, data, held_out = read_rows(config, load_rows)
-    build_loss(config, is_paired=data.is_paired)
+    plan = plan_scores(config)
+    names = plan.names
+    reading, data, held_out = read_rows(config, load_rows, AutoModelForSequenceClassification)
+    build_losses(config, plan.weights, is_paired=data.is_paired)
+    firsts = (data.rows[0], *(() if held_out is None else held_out.rows[:1]))
+    has_steps = any(isinstance(each, LabelledSteps) for each in firsts)
+    if has_steps and plan.pooling != LAST_TOKEN:
+        raise ConfigError(
+            f"reward_pooling {plan.pooling} scores whole rows, and the data hold labelled "
+            f"steps: use {LAST_TOKEN}"
+        )
+    if names and not all(isinstance(each, RankedAnswers) for each in firsts):
+        raise ConfigError(
+            f"reward_heads {' '.join(names)} need rankings (prompt, answers, and ranks by name): "
+            "give other rows, or leave it out"
+        )
+    check_auditable(config, (row for each in data.rows for row in each.rows))
     if held_out is None:
-        return RewardInputs(tokenizer, data)
+        return RewardInputs(reading, data)
     if held_out.is_paired != data.is_paired:
         raise ConfigError(
             "prompt_data and eval_data must be of one kind: got labelled answers in one of "
             "them alone"
         )
-    return RewardInputs(tokenizer, data, held_out.rows)
+    return RewardInputs(reading, data, held_out.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePlan:
+    """Scores of a reward model.
+
+    Args:
+        pooling: Name in the registry of poolings.
+        weights: Of each score by name; one of no name where there is one.
+    """
+
+    pooling: str
+    weights: Mapping[str, float]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of several scores; () of one."""
+        return tuple(filter(None, self.weights))
+
+
+def plan_scores(config: TrainConfig) -> ScorePlan:
+    """Scores as the options say, or those of a reward model that is trained on.
+
+    Raises:
+        ConfigError: Options contradict each other or the model, or cannot be run.
+        ModelLoadError: The model's configuration cannot be read.
+    """
+    _check_heads(config)
+    heads, path = config.reward_heads, str(config.pretrain)
+    weights = config.reward_head_weights or (1.0,) * len(heads)
+    plan = ScorePlan(
+        config.reward_pooling or LAST_TOKEN,
+        dict(zip(heads, weights, strict=True)) if heads else ONE_SCORE,
+    )
+    if is_reward_model(path):
+        stored = load_config(path)
+        own = ScorePlan(pooling_of(stored), score_weights(stored))
+        is_other = bool(heads) and (plan != own or plan.names != own.names)
+        if is_other or config.reward_pooling not in (None, own.pooling):
+            raise ConfigError(
+                f"pretrain: {path} is a reward model with pooling {own.pooling} and scores "
+                f"{dict(own.weights)}: leave reward_pooling and reward_heads out, or give a "
+                "language model"
+            )
+        plan = own
+    if config.audit_every and (plan.pooling != LAST_TOKEN or plan.names):
+        raise ConfigError(
+            "audit_every recomputes one score at the last token: leave it out with reward_heads "
+            f"and reward_pooling {plan.pooling}"
+        )
+    if plan.pooling != LAST_TOKEN and config.sp_size > 1:
+        raise ConfigError(
+            f"reward_pooling {plan.pooling} reads whole rows, which sp_size {config.sp_size} cuts: "
+            f"use {LAST_TOKEN}, or sp_size 1"
+        )
+    return plan
+
+
+def _check_heads(config: TrainConfig) -> None:
+    heads = config.reward_heads
+    if len(heads) == 1 or len(set(heads)) < len(heads) or not all(h.isidentifier() for h in heads):
+        raise ConfigError(
+            "reward_heads must be two different names or more, of letters, digits and _: got "
+            f"{' '.join(heads)}; leave it out for one score"
+        )
+    for name in ("reward_head_weights", "reward_head_losses"):
+        given = vars(config)[name]
+        if given and len(given) != len(heads):
+            raise ConfigError(
+                f"{name} must be one for each of reward_heads: got {len(given)} for {len(heads)}"
+            )
 
 
 def load_rows(
@@ -115,17 +227,13 @@ def load_rows(
     split: str,
     probabilities: Sequence[float] = (),
     vocab_size: int,
+    reader: RowMediaReader | None = None,
 ) -> JudgedData:
     """Rankings, steps, scores, or what `load_preferences` reads, by columns of the first row."""
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
-    load: Callable[..., JudgedData] = partial(load_preferences, vocab_size=vocab_size)
-    others: dict[str, Callable[..., JudgedData]] = {
-        ANSWERS: load_ranked,
-        STEPS: load_steps,
-        RESPONSE: partial(load_scored, vocab_size=vocab_size),
-    }
-    for name, other in others.items():
-        load = load if read[0].columns.get(name) is None else other
+    load, _ = _loader_and_reader(read[0])
+    names = plan_scores(config).names
+    own = {"names": names} if load is load_ranked else {"vocab_size": vocab_size}
     return load(
         path,
         tokenizer,
@@ -133,21 +241,54 @@ def load_rows(
         max_samples=max_samples,
         split=split,
         probabilities=probabilities,
+        reader=reader,
+        **own,
     )
 
 
+def judgement_reader(
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    first: Row,
+    vocab_size: int | None,
+    reader: RowMediaReader | None = None,
+) -> Callable[[Row], Judgement]:
+    """The way from rows like the first to judgements; see `PreferenceReader`."""
+    _, build = _loader_and_reader(first)
+    if build is ranking_reader:
+        build = partial(ranking_reader, names=plan_scores(config).names)
+    return build(tokenizer, config, first, vocab_size, reader)
+
+
+def _loader_and_reader(
+    first: Row,
+) -> tuple[Callable[..., JudgedData], Callable[..., Callable[[Row], Judgement]]]:
+    for name, found in _KINDS.items():
+        if first.columns.get(name) is not None:
+            return found
+    return load_preferences, PreferenceReader
+
+
 def load_reward_model(config: TrainConfig) -> RewardModel:
-    """The model to train: a reward model as it is, any other text model with a new head.
+    """The model to train: a reward model as it is, any other model with a new head.
 
     Raises:
-        ModelLoadError: It cannot be read, or its head has several outputs.
+        ModelLoadError: It cannot be read.
     """
-    path, new = str(config.pretrain), config.allow_new_weights
-    if is_classifier(load_config(path)):
+    path, new, plan = str(config.pretrain), config.allow_new_weights, plan_scores(config)
+    if is_reward_model(path):
         model = RewardModel.from_pretrained(path, allow_new_weights=new)
     else:
-        model = RewardModel.with_new_head(path, seed=config.seed, allow_new_weights=new)
-    return LoraRewardModel(model.model, config) if config.lora_rank else model
+        model = RewardModel.with_new_head(
+            path,
+            seed=config.seed,
+            allow_new_weights=new,
+            pooling=plan.pooling,
+            weights=plan.weights,
+        )
+    if not config.lora_rank:
+        return model
+    return LoraRewardModel(model.model, config, model.head if model.is_beside else None)
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase, judgements: Sequence[Judgement]) -> int | None:
@@ -165,8 +306,8 @@ def padding_id(tokenizer: PreTrainedTokenizerBase, judgements: Sequence[Judgemen
 def doubts(judgements: Sequence[Judgement], held_out: Sequence[Judgement]) -> list[str]:
     """One sentence for each thing that is odd about the data."""
 
-    def keys(of: Sequence[Judgement]) -> list[tuple[bytes, ...]]:
-        return [tuple(row.token_ids.tobytes() for row in each.rows) for each in of]
+    def keys(of: Sequence[Judgement]) -> list[tuple[tuple[bytes, ...], ...]]:
+        return [tuple(row.key for row in each.rows) for each in of]
 
     found, seen, texts = keys(judgements), set(keys(judgements)), []
     num_reversed = sum(len(key) == 2 and key[::-1] in seen for key in found)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -16,19 +17,25 @@ from torch import Tensor
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import LABEL_LOSSES, REWARD_LOSSES, bind
 from lightrft.datasets.preference_rows import LabelledAnswer
+from lightrft.datasets.ranked_rows import RankedAnswers
+from lightrft.datasets.row_media import RowPixels
 from lightrft.datasets.scored_rows import ScoredAnswer
 from lightrft.datasets.step_rows import LabelledSteps
 from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
-from lightrft.records.batch import pad_rows
+from lightrft.models.score_heads import score_weights
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.models import configure_models
+from lightrft.stages.policy.models import configure_models, turn_off_dropout
 from lightrft.stages.reward.comparisons import (
+    BINS,
     Comparisons,
     JudgedData,
     Judgement,
+    judgement_facts,
     record_agreement,
+    record_comparisons,
     record_scores,
 )
+from lightrft.stages.reward.score_proofs import prove_published
 from lightrft.stages.stage import (
     Stage,
     Step,
@@ -37,6 +44,8 @@ from lightrft.stages.stage import (
     optimizer_step,
     record_total,
 )
+from lightrft.stages.supervised.padded_rows import PaddedRows, pad
+from lightrft.stages.supervised.row_observer import RowObserver, open_row_observer
 from lightrft.stages.supervised.supervised_stage import (
     bounded_by_tokens,
     drawn_places,
@@ -73,13 +82,19 @@ class JudgementBatch:
             [len(row.token_ids) for each in self.judgements for row in each.rows], dtype=np.int64
         )
 
+    def row_places(self, places: NDArray[np.int64]) -> list[int]:
+        """Places of the rows of some judgements among those of all of them."""
+        starts = np.cumsum([0, *(len(each.rows) for each in self.judgements)]).tolist()
+        return [row for place in places for row in range(starts[place], starts[place + 1])]
+
 
 class RewardStage(Stage[JudgementBatch]):
     """One optimizer step on `train_batch_size` judgements, drawn anew in each pass over the data.
 
     loss = sum of the losses of the judgements / their number, both over all ranks and
-    micro-batches; of labelled steps, of all of them. The score of an answer is read at its last
-    token, that of a step at the end of the step.
+    micro-batches; of labelled steps, of all of them; of several scores, the weighted sum of these
+    means over the judgements that each has. The score of an answer is read at its last token or
+    pooled over all, that of a step at the end of the step.
 
     Args:
         config: Options of the run; what they leave to the machine is decided.
@@ -100,9 +115,13 @@ class RewardStage(Stage[JudgementBatch]):
         self.config, self.strategy, self.models = config, strategy, models
         self.data, self.held_out = data, held_out
         self.item_name = "judgements"
-        self._loss = build_loss(config, is_paired=data.is_paired)
+        answers = (row for each in (*data.rows, *held_out) for row in each.rows)
+        self._pixels = RowPixels.of(data.encoder, answers)
+        self._weights = score_weights(self.model_config)
+        self._losses = build_losses(config, self._weights, is_paired=data.is_paired)
         self._has_trained = False
         configure_models(config, strategy, [models.main.model])
+        turn_off_dropout(strategy.unwrap_model(models.main.model))
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
         num_rows = max(len(each.rows) for each in data.rows)
@@ -138,7 +157,7 @@ class RewardStage(Stage[JudgementBatch]):
     def update(self, batch: JudgementBatch, step: Step) -> Work:
         """See `Stage`."""
         strategy, rank = self.strategy, self.strategy.data_rank
-        own = [batch.judgements[place] for place in batch.plan.row_index(rank)]
+        places = batch.plan.row_index(rank)
         slices = batch.plan.micro_slices(
             self._sizes(batch.judgements),
             index=0,
@@ -146,14 +165,22 @@ class RewardStage(Stage[JudgementBatch]):
             micro_batch_size=self.config.micro_train_batch_size,
             config=self._cut,
         )
-        num_all = count_losses(batch.judgements)
-        optimizer_step(
+        rows = [each.rows for each in batch.judgements]
+        observer = open_row_observer(
+            "reward", self, step, rows, partial(judgement_facts, batch.judgements)
+        )
+        counts = self._counts(batch.judgements)
+        observer.begin_update(self.models.main.name, torch.tensor(float(sum(counts.values()))))
+        share = partial(self._share, batch, counts, step.metrics, observer)
+        result = optimizer_step(
             self.models.main,
-            [partial(self._share, own[part], num_all, step.metrics) for part in slices],
+            [partial(share, places[part]) for part in slices],
             strategy=strategy,
             metrics=step.metrics,
             timeout_minutes=self.config.timeout_minutes,
         )
+        observer.end_update(result)
+        observer.finish()
         record_total("loss", strategy, step.metrics)
         self._has_trained = True
         if step.number == step.num_planned:
@@ -161,33 +188,86 @@ class RewardStage(Stage[JudgementBatch]):
             self._note_scores()
         return Work((self.models.main.name,), batch.row_lengths, np.zeros_like(batch.row_lengths))
 
-    def _share(self, judgements: Sequence[Judgement], num_all: int, metrics: StepMetrics) -> Tensor:
+    def _counts(self, judgements: Sequence[Judgement]) -> dict[str, int]:
+        """Losses of each score over these judgements of all ranks, at least 1."""
+        return {name: max(1, count_losses(judgements, name)) for name in self._weights}
+
+    def _share(
+        self,
+        batch: JudgementBatch,
+        counts: Mapping[str, int],
+        metrics: StepMetrics,
+        observer: RowObserver,
+        places: NDArray[np.int64],
+    ) -> Tensor:
         """The share of a micro-batch in the loss of the step."""
-        scores = self.score(judgements)
-        share = self._sum_of_losses(judgements, scores) / num_all
+        judgements = [batch.judgements[place] for place in places]
+        rows = self._laid_out(judgements, batch.row_places(places))
+        scores = self._read(rows, judgements)
+        share = self._recorded_share(judgements, scores, counts, metrics)
+        values = torch.zeros(rows.is_trained.shape, device=scores.device)
+        values[rows.is_trained] = self._joined(scores.detach()).float()
+        observer.micro_batch(rows, values, {"policy": share})
+        return share
+
+    def _recorded_share(
+        self,
+        judgements: Sequence[Judgement],
+        scores: Tensor,
+        counts: Mapping[str, int],
+        metrics: StepMetrics,
+    ) -> Tensor:
+        """The share of scores [answers, names] in a loss, whose metrics are added."""
+        share = scores.new_zeros(())
+        for own, (name, weight) in zip(scores.unbind(1), self._weights.items(), strict=True):
+            share = share + weight * self._sum_of_losses(judgements, own, name) / counts[name]
         metrics.add_mean("loss", share, 0.0)
-        self._record(judgements, scores, metrics)
+        self._record(judgements, scores.detach(), metrics)
         return share
 
     def score(self, judgements: Sequence[Judgement]) -> Tensor:
-        """[scores] float64 of the answers, or of their steps, judgement by judgement."""
-        rows = [row for each in judgements for row in each.rows]
-        device, model = self.strategy.device, self.models.main.model
-        token_ids, attention_mask = pad_rows([row.token_ids.tolist() for row in rows], device)
-        if not isinstance(judgements[0], LabelledSteps):
-            scores: Tensor = model(token_ids, attention_mask)
-            return scores.double()
-        is_read = torch.zeros_like(attention_mask)
-        flat = np.concatenate([row.is_trained for row in rows])
-        is_read[attention_mask] = torch.from_numpy(flat).to(device)
-        found: Tensor = model(token_ids, attention_mask, is_read=is_read)
-        return found[is_read].double()
+        """[answers] float64 of the answers, or of their steps, judgement by judgement."""
+        return self._joined(self._scores(judgements))
 
-    def _sum_of_losses(self, judgements: Sequence[Judgement], scores: Tensor) -> Tensor:
+    def _joined(self, scores: Tensor) -> Tensor:
+        """The weighted sum of scores [answers, names]."""
+        return (scores * scores.new_tensor(list(self._weights.values()))).sum(1)
+
+    def _scores(self, judgements: Sequence[Judgement]) -> Tensor:
+        """[answers, names] float64; see `score`."""
+        return self._read(self._laid_out(judgements), judgements)
+
+    def _laid_out(self, judgements: Sequence[Judgement], places: Sequence[int] = ()) -> PaddedRows:
+        """Rows as tensors; trained are the tokens at which a score is read, if it is not pooled."""
+        rows = pad(
+            [row for each in judgements for row in each.rows],
+            self.strategy.device,
+            places,
+            pixels=self._pixels,
+        )
+        if isinstance(judgements[0], LabelledSteps):
+            return rows
+        counts = rows.attention_mask.cumsum(dim=1)
+        is_last = rows.attention_mask & (counts == counts[:, -1:])
+        return replace(rows, is_trained=is_last)
+
+    def _read(self, rows: PaddedRows, judgements: Sequence[Judgement]) -> Tensor:
+        model, where = self.models.main.model, rows.is_trained
+        if not isinstance(judgements[0], LabelledSteps):
+            seen = (rows.token_ids, rows.attention_mask)
+            scores: Tensor = model(*seen, media=rows.media, by_name=True)
+            return scores.double()
+        found: Tensor = model(rows.token_ids, rows.attention_mask, is_read=where, by_name=True)
+        return found[where].double()
+
+    def _sum_of_losses(
+        self, judgements: Sequence[Judgement], scores: Tensor, name: str = ""
+    ) -> Tensor:
+        loss = self._losses[name]
         if not self.data.is_paired:
-            return self._loss(scores, _labels(judgements, scores)).sum()
-        pairs = Comparisons.of(judgements, scores.device)
-        losses = self._loss(pairs.differences(scores) - pairs.margins, pairs.is_tie)
+            return loss(scores, _labels(judgements, scores)).sum()
+        pairs = Comparisons.of(judgements, scores.device, name)
+        losses = loss(pairs.differences(scores) - pairs.margins, pairs.is_tie)
         if self.config.centering_coef:
             # Eisenstein et al. 2023, arXiv:2312.09244, sec. 2.
             sums = scores[pairs.better] + scores[pairs.worse]
@@ -197,15 +277,20 @@ class RewardStage(Stage[JudgementBatch]):
     def _record(
         self, judgements: Sequence[Judgement], scores: Tensor, metrics: StepMetrics
     ) -> None:
-        scores = scores.detach()
         lengths = torch.tensor(_read_lengths(judgements), device=scores.device)
-        record_scores(metrics, scores, lengths, Comparisons.of(judgements, scores.device))
+        record_scores(metrics, self._joined(scores), lengths)
+        for own, name in zip(scores.unbind(1), self._weights, strict=True):
+            pairs = Comparisons.of(judgements, scores.device, name)
+            record_comparisons(metrics, own, lengths, pairs, name)
+        scores = scores[:, 0]
         if loss_name(self.config, is_paired=self.data.is_paired) == "bce":
             signs = 2 * _labels(judgements, scores) - 1
             record_agreement(metrics, signs * scores, torch.ones_like(scores))
 
     def finish(self, batch: JudgementBatch, metrics: dict[str, float]) -> dict[str, float]:
         """See `Stage`."""
+        # The comparisons of a step are too few for bins.
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(BINS)}
         return metrics | {"num_tokens": float(batch.row_lengths.sum())}
 
     def evaluate(self) -> dict[str, float]:
@@ -229,15 +314,16 @@ class RewardStage(Stage[JudgementBatch]):
     def _scored(self, judgements: Sequence[Judgement]) -> dict[str, float]:
         """Loss and metrics of judgements that every rank knows; collective."""
         num_ranks, metrics = self.strategy.num_data_ranks, StepMetrics()
+        counts = self._counts(judgements)
         num_own = -(-len(judgements) // num_ranks)
         # Every rank makes equally many passes, or sharded layers would wait for each other.
         for part in micro_slices(0, num_own, self.config.micro_train_batch_size):
             chosen = judgements[self.strategy.data_rank :: num_ranks][part]
-            scores = self.score(chosen or judgements[:1])
+            scores = self._scores(chosen or judgements[:1])
             if not chosen:
                 scores = scores[:0]
-            metrics.add_mean("loss", self._sum_of_losses(chosen, scores), count_losses(chosen))
-            self._record(chosen, scores, metrics)
+            self._recorded_share(chosen, scores, counts, metrics)
+        record_total("loss", self.strategy, metrics)
         return metrics.reduce(self.strategy)
 
     def _note_scores(self) -> None:
@@ -247,18 +333,28 @@ class RewardStage(Stage[JudgementBatch]):
         config = self.model_config
         config.score_mean, config.score_std = found["score"], found["score_std"]
 
+    def prove_saved(self, folder: Path) -> None:
+        """See `Stage` and `prove_published`."""
+        model = self.models.main.model
+        model.eval()
+        prove_published(model, folder, self.data.rows, config=self.config, strategy=self.strategy)
+
     @property
     def model_config(self) -> PretrainedConfig:
         """The configuration of the model."""
         return cast("RewardModel", self.strategy.unwrap_model(self.models.main.model)).config
 
     def resumed(self) -> None:
-        """See `Stage`."""
+        """See `Stage`; the checkpoint of the last step may be all that the run had come to."""
         self._has_trained = True
+        self.models.main.model.eval()
+        self._note_scores()
 
 
-def count_losses(judgements: Sequence[Judgement]) -> int:
-    """Judgements, or where they are of steps, the steps: what a loss is the mean of."""
+def count_losses(judgements: Sequence[Judgement], name: str = "") -> int:
+    """Judgements of a score, or where they are of steps, the steps: what a loss is the mean of."""
+    if name:
+        return sum(isinstance(e, RankedAnswers) and bool(e.ranks_of(name)) for e in judgements)
     return sum(len(each.labels) if isinstance(each, LabelledSteps) else 1 for each in judgements)
 
 
@@ -291,17 +387,29 @@ def loss_name(config: TrainConfig, *, is_paired: bool) -> str:
     return config.reward_loss or ("bradley_terry" if is_paired else "bce")
 
 
-def build_loss(config: TrainConfig, *, is_paired: bool) -> RewardLoss:
+def build_losses(
+    config: TrainConfig, scores: Collection[str], *, is_paired: bool
+) -> dict[str, RewardLoss]:
+    """The loss of each score; see `build_loss`."""
+    own = config.reward_head_losses or (None,) * len(scores)
+    return {
+        name: build_loss(config, is_paired=is_paired, name=loss)
+        for name, loss in zip(scores, own, strict=True)
+    }
+
+
+def build_loss(config: TrainConfig, *, is_paired: bool, name: str | None = None) -> RewardLoss:
     """The loss of a run with its hyper-parameters, tried on an example.
 
     Args:
         config: Its options `reward_loss`, `reward_loss_args` and `centering_coef` count.
         is_paired: The data hold pairs, not labelled answers.
+        name: Of the loss; None is that of the run.
 
     Raises:
         ConfigError: It is of other data, or cannot be called as it will be.
     """
-    name = loss_name(config, is_paired=is_paired)
+    name = name or loss_name(config, is_paired=is_paired)
     kinds = ("labelled answers", "pairs or rankings")
     if (name in LABEL_LOSSES) == is_paired:
         raise ConfigError(
@@ -323,35 +431,3 @@ def build_loss(config: TrainConfig, *, is_paired: bool) -> RewardLoss:
             f"gives no differentiable one: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
     return loss
-
-
-def prove_pooling(stage: RewardStage) -> float:
-    """Proves that the score of a row depends on its last token and on no padding; collective.
-
-    Returns:
-        By how much a score at least changes with the last token.
-
-    Raises:
-        ConfigError: It does not.
-    """
-    device, model = stage.strategy.device, stage.models.main.model
-    texts = [row.token_ids.tolist() for each in stage.data.rows[:8] for row in each.rows]
-    # Without its last token the shortest row is padded, also where all are of one length.
-    texts = [min(texts, key=len)[:-1], max(texts, key=len)]
-    token_ids, attention_mask = pad_rows(texts, device)
-    size = stage.model_config.get_text_config().vocab_size
-    is_last = attention_mask & (attention_mask.cumsum(1) == attention_mask.sum(1, keepdim=True))
-    padded = torch.where(attention_mask, token_ids, 1)
-    changed = torch.where(is_last, (token_ids + 1) % size, token_ids)
-    model.eval()
-    with torch.no_grad():
-        found = [model(ids, attention_mask) for ids in (token_ids, padded, changed)]
-    by_padding = float((found[0] - found[1]).abs().max())
-    by_token = float((found[0] - found[2]).abs().min())
-    if by_padding > 1e-3 * by_token or by_token == 0:
-        raise ConfigError(
-            "pretrain: the score of a row must come from its last token and not from padding: "
-            f"another last token changes it by {by_token:.3g}, other padding by {by_padding:.3g}; "
-            "give a causal model"
-        )
-    return by_token

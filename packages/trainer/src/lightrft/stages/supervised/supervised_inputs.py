@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+from transformers import AutoModelForCausalLM
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import DISTILL, options_of
 from lightrft.config.rules import batch_problems
+from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.row_origin import check_tokens
 from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows, load_supervised
-from lightrft.engines.media.families import family_of
+from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.text import end_of_sequence_ids
 from lightrft.models import Actor, load_tokenizer
 from lightrft.models.loading import load_config
 from lightrft.models.sequence_model import freeze
+from lightrft.stages.opening import check_parts, opening_line
+from lightrft.stages.policy.inputs import load_modality
 from lightrft.stages.policy.models import (
     configure_model,
     decide_by_machine,
@@ -35,16 +39,39 @@ from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 _SHOWN_CHARACTERS = 300
+# Options of what the student samples among given rows, beside those of the engine.
+SAMPLING = ("generate_max_len", "prompt_max_len", "temperature", "stop")
 Data = TypeVar("Data", bound=Sized)
+
+
+@dataclass(frozen=True, slots=True)
+class RowReading:
+    """The parts of a model that read rows.
+
+    Args:
+        tokenizer: Of the model.
+        vocab_size: Ids that it knows.
+        reader: Of their images and videos.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    reader: RowMediaReader
+
+    @property
+    def text_part(self) -> object:
+        """What is saved beside the model."""
+        return self.reader.modality.processor or self.tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedInputs:
     """Rows of a run; see `StageInputs`."""
 
-    tokenizer: PreTrainedTokenizerBase
+    reading: RowReading
     data: SupervisedRows
     held_out: tuple[SupervisedRow, ...] = ()
 
@@ -56,16 +83,20 @@ class SupervisedInputs:
         """See `StageInputs`."""
         num_steps = planned_updates(self.data, config, strategy)
         strategy.print(self.data.summary)
-        strategy.print(shown_mask(self.data.rows[0], self.tokenizer))
+        strategy.print(shown_mask(self.data.rows[0], self.reading.tokenizer))
         strategy.print(f"{num_steps} steps of {config.train_batch_size} rows")
         with phase("load the model", timedelta(minutes=config.timeout_minutes)):
             models = build_model(config, strategy, num_steps)
         stage = SupervisedStage(config, strategy, models, self.data, self.held_out)
-        stage.text_part = self.tokenizer
+        stage.text_part = self.reading.text_part
         module = strategy.unwrap_model(models.main.model)
         if isinstance(module, Actor):
-            warn_of_end(self.data.rows[0], self.tokenizer, module, strategy.print)
+            warn_of_end(self.data.rows[0], self.reading.tokenizer, module, strategy.print)
         return stage
+
+    def items(self) -> Sequence[Sequence[SupervisedRow]]:
+        """See `StageInputs`."""
+        return [(row,) for row in self.data.rows]
 
     def close(self) -> None:
         """See `StageInputs`."""
@@ -75,6 +106,7 @@ def decided_for_rows(config: TrainConfig, strategy: StrategyBase) -> TrainConfig
     """See `StageInputs.decided`; no logits of all tokens are held unless asked for."""
     facts = read_model_facts(config, strategy)
     strategy.check_model_size(facts.num_weights)
+    strategy.print(opening_line(config, strategy, facts.num_weights))
     if config.fused_linear_logprob is None:
         config = config.replaced({"fused_linear_logprob": True})
     return decide_by_machine(config, strategy, facts=facts)
@@ -95,33 +127,50 @@ def read_inputs(config: TrainConfig, command: str = "sft") -> SupervisedInputs:
     problems = option_problems(config, int(os.environ.get("WORLD_SIZE", "1")), command)
     if problems:
         raise ConfigError("\n".join(problems))
-    tokenizer, data, held_out = read_rows(config, load_supervised)
-    return SupervisedInputs(tokenizer, data, () if held_out is None else held_out.rows)
+    reading, data, held_out = read_rows(config, load_supervised)
+    check_auditable(config, data.rows)
+    return SupervisedInputs(reading, data, () if held_out is None else held_out.rows)
+
+
+def check_auditable(config: TrainConfig, rows: Iterable[SupervisedRow]) -> None:
+    """Raises a ConfigError if steps on these rows are to be recorded and cannot be recomputed."""
+    if config.audit_every and any(row.shown for row in rows):
+        raise ConfigError("audit_every recomputes rows of text, and some have images: leave it out")
+    if config.audit_every and family_of(load_config(str(config.pretrain))) is not None:
+        raise ConfigError(
+            "audit_every recomputes models of text, and pretrain reads images: leave it out"
+        )
 
 
 def read_rows(
-    config: TrainConfig, load: Callable[..., Data]
-) -> tuple[PreTrainedTokenizerBase, Data, Data | None]:
-    """The tokenizer, the rows to train on, and those held out if there are any.
+    config: TrainConfig,
+    load: Callable[..., Data],
+    kind: type[_BaseAutoModelClass] = AutoModelForCausalLM,
+) -> tuple[RowReading, Data, Data | None]:
+    """What read the rows, the rows to train on, and those held out if there are any.
 
     Args:
         config: Options of the run.
         load: Reads rows; its arguments are those of `load_supervised`.
+        kind: Of the trained model.
 
     Raises:
-        ConfigError: The model reads images, or there are fewer rows than a step takes.
+        ConfigError: The model is none of the kind or has no layers of the names that options give,
+            or there are fewer rows than a step takes.
         DataError: Rows that cannot be used.
-        ModelLoadError: A tokenizer that cannot be read.
+        ModelLoadError: A tokenizer or processor that cannot be read.
     """
-    tokenizer, vocab_size = read_vocabulary(config)
+    reading = read_vocabulary(config)
+    given = {"vocab_size": reading.vocab_size, "reader": reading.reader}
+    check_parts(config, kind)
     data = load(
         str(config.prompt_data),
-        tokenizer,
+        reading.tokenizer,
         config,
         max_samples=config.max_samples,
         split=config.prompt_split,
         probabilities=config.prompt_data_probs,
-        vocab_size=vocab_size,
+        **given,
     )
     if len(data) < config.train_batch_size:
         raise ConfigError(
@@ -129,34 +178,35 @@ def read_rows(
             f"train_batch_size (got {config.train_batch_size}) or give more rows"
         )
     if config.eval_data is None:
-        return tokenizer, data, None
+        return reading, data, None
     held_out = load(
         config.eval_data,
-        tokenizer,
+        reading.tokenizer,
         config,
         max_samples=config.max_eval_samples,
         split=config.eval_split,
-        vocab_size=vocab_size,
+        **given,
     )
-    return tokenizer, data, held_out
+    return reading, data, held_out
 
 
-def read_vocabulary(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, int]:
-    """The tokenizer of `pretrain`, and the number of ids that the model knows.
+def read_vocabulary(config: TrainConfig) -> RowReading:
+    """What reads the rows of `pretrain`.
 
     Raises:
-        ConfigError: The model reads images.
+        ConfigError: An option does not fit the model.
         DataError: Ids in `prompt_data` or `eval_data` are of another tokenizer.
-        ModelLoadError: There is no tokenizer, or none that can be read.
+        ModelLoadError: There is no tokenizer or processor, or none that can be read.
     """
     path = str(config.pretrain)
     model_config = load_config(path)
-    if family_of(model_config) is not None:
-        raise ConfigError(f"pretrain: {path} reads images, and given rows are text so far")
     tokenizer = load_tokenizer(path, config)
     for sources in filter(None, (config.prompt_data, config.eval_data)):
         check_tokens(sources, tokenizer)
-    return tokenizer, int(model_config.vocab_size)
+    modality = load_modality(config, tokenizer)
+    marks = () if family_of(model_config) is None else placeholder_ids(model_config)
+    vocab_size = int(model_config.get_text_config().vocab_size)
+    return RowReading(tokenizer, vocab_size, RowMediaReader(modality, marks))
 
 
 def option_problems(config: TrainConfig, num_processes: int, command: str = "sft") -> list[str]:
@@ -167,8 +217,9 @@ def option_problems(config: TrainConfig, num_processes: int, command: str = "sft
         num_processes: Of the run.
         command: That trains.
     """
-    # Distillation on rows has those of supervised training, too.
+    # Distillation on rows has those of supervised training, too, and those of what it samples.
     taken = {"sft", command} if command in DISTILL else {command}
+    samples = command in DISTILL and config.offpolicy_fraction < 1
     found = [
         f"--{name} is missing"
         for name in ("pretrain", "prompt_data")
@@ -177,7 +228,9 @@ def option_problems(config: TrainConfig, num_processes: int, command: str = "sft
     found += [
         f"{name} is no option of lightrft {command}: leave it out"
         for name, (entry, info) in options_of(TrainConfig).items()
-        if not taken.intersection(info.commands) and config.__dict__[name] != entry.default
+        if not taken.intersection(info.commands)
+        and not (samples and (info.group == "engine" or name in SAMPLING))
+        and config.__dict__[name] != entry.default
     ]
     alike = {"rollout_batch_size": config.train_batch_size, "n_samples_per_prompt": 1}
     lines = batch_problems(TrainConfig(**{**config.__dict__, **alike}), num_processes)

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from lightrft.algorithms.aggregation import local_normalizer, loss_weights, weighted_share
 from lightrft.config import TrainConfig
-from lightrft.config.registry import STEP_OBSERVERS
+from lightrft.datasets.row_media import TEXT_ALONE, RowPixels
 from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows
 from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
 from lightrft.models.types import ActorOutput, TokenLossFunction
-from lightrft.records.batch import pad_rows
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.models import configure_models
 from lightrft.stages.stage import (
@@ -31,35 +30,11 @@ from lightrft.stages.stage import (
     optimizer_step,
     record_total,
 )
-from lightrft.strategy.optimizers import OptimizerStepResult
+from lightrft.stages.supervised.padded_rows import PaddedRows, pad
+from lightrft.stages.supervised.row_observer import RowObserver, open_row_observer
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
-
-
-@dataclass(frozen=True, slots=True)
-class PaddedRows:
-    """Rows of a micro-batch as a model is given them.
-
-    Args:
-        ids: Their places among the rows of the step.
-        token_ids: [batch, seq] int64.
-        attention_mask, is_trained: [batch, seq] bool.
-    """
-
-    ids: tuple[int, ...]
-    token_ids: Tensor
-    attention_mask: Tensor
-    is_trained: Tensor
-
-
-def pad(rows: Sequence[SupervisedRow], device: torch.device, ids: Sequence[int] = ()) -> PaddedRows:
-    """Rows as tensors on a device; `ids` are their places among the rows of the step."""
-    token_ids, attention_mask = pad_rows([row.token_ids.tolist() for row in rows], device)
-    is_trained = torch.zeros_like(attention_mask)
-    flat = np.concatenate([row.is_trained for row in rows])
-    is_trained[attention_mask] = torch.from_numpy(flat).to(device)
-    return PaddedRows(tuple(map(int, ids)), token_ids, attention_mask, is_trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,71 +103,6 @@ LOSSES: Mapping[str, SupervisedLoss] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ObservedRows:
-    """A step before its update, as observers are told.
-
-    Args:
-        number: Of the step, counted from 1.
-        config: Of the run.
-        strategy: Gathers states and the parts of all ranks.
-        models: What is trained.
-        rows: Of the step, on all ranks.
-        num_planned: Steps of the whole run; 0 is unknown.
-    """
-
-    number: int
-    config: TrainConfig
-    strategy: StrategyBase
-    models: TrainedModels
-    rows: tuple[SupervisedRow, ...]
-    num_planned: int
-
-
-class RowObserver(Protocol):
-    """A receiver of what the update of one step computes."""
-
-    def begin_update(self, model: str, normalizer: Tensor) -> None:
-        """Before the micro-batches of an optimizer step, with Z over all ranks."""
-        return
-
-    def micro_batch(self, rows: PaddedRows, logprobs: Tensor, terms: Mapping[str, Tensor]) -> None:
-        """After the forward pass of a micro-batch.
-
-        Args:
-            rows: As the model saw them.
-            logprobs: [batch, seq], 0 where nothing is trained.
-            terms: Its share of each term of the loss.
-        """
-        return
-
-    def end_update(self, result: OptimizerStepResult) -> None:
-        """After an optimizer step."""
-        return
-
-    def finish(self) -> None:
-        """After the last optimizer step; collective."""
-        return
-
-
-class NoRowObserver(RowObserver):
-    """Nobody looks."""
-
-
-def open_row_observer(
-    config: TrainConfig,
-    strategy: StrategyBase,
-    models: TrainedModels,
-    rows: Sequence[SupervisedRow],
-    step: Step,
-) -> RowObserver:
-    """The recorder of a step that is to be audited; collective."""
-    if config.audit_every <= 0 or step.number % config.audit_every:
-        return NoRowObserver()
-    build = cast("Callable[[ObservedRows], RowObserver]", STEP_OBSERVERS.load("supervised_audit"))
-    return build(ObservedRows(step.number, config, strategy, models, tuple(rows), step.num_planned))
-
-
 class SupervisedStage(Stage[RowBatch]):
     """One optimizer step on `train_batch_size` rows, drawn anew in each pass over the data.
 
@@ -207,6 +117,8 @@ class SupervisedStage(Stage[RowBatch]):
         held_out: To evaluate on.
     """
 
+    name = "sft"
+
     def __init__(
         self,
         config: TrainConfig,
@@ -218,6 +130,7 @@ class SupervisedStage(Stage[RowBatch]):
         self.config, self.strategy, self.models = config, strategy, models
         self.data, self.held_out = data, held_out
         self._loss = LOSSES[config.sft_loss]
+        self._pixels = RowPixels.of(data.encoder, (*data.rows, *held_out))
         configure_models(config, strategy, [models.main.model])
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
@@ -262,11 +175,11 @@ class SupervisedStage(Stage[RowBatch]):
             micro_batch_size=self.config.micro_train_batch_size,
             config=self._cut,
         )
-        observer = open_row_observer(self.config, strategy, self.models, batch.rows, step)
+        observer = open_row_observer(self.name, self, step, [(row,) for row in batch.rows])
         observer.begin_update(self.models.main.name, normalizer)
 
         def shares(part: slice) -> Callable[[], Tensor]:
-            padded = partial(pad, own[part], strategy.device, places[part])
+            padded = partial(pad, own[part], strategy.device, places[part], pixels=self._pixels)
             return lambda: self._share(padded(), normalizer, step.metrics, observer)
 
         result = optimizer_step(
@@ -333,7 +246,7 @@ class SupervisedStage(Stage[RowBatch]):
                 0, -(-len(rows) // num_ranks), self.config.micro_train_batch_size
             ):
                 chosen = rows[strategy.data_rank :: num_ranks][part]
-                padded = pad(chosen or rows[:1], strategy.device)
+                padded = pad(chosen or rows[:1], strategy.device, pixels=self._pixels)
                 logprobs = self._score(padded).logprobs.double().sum()
                 if chosen:
                     sums += torch.stack([logprobs, logprobs.new_tensor(_num_trained(chosen))])
@@ -397,10 +310,14 @@ def bounded_by_tokens(config: TrainConfig, *, rows_per_item: int = 1) -> TrainCo
 
 
 def score_rows(
-    model: nn.Module, rows: Sequence[SupervisedRow], device: torch.device
+    model: nn.Module,
+    rows: Sequence[SupervisedRow],
+    device: torch.device,
+    *,
+    pixels: RowPixels = TEXT_ALONE,
 ) -> ActorOutput:
-    """See `score_padded`."""
-    return score_padded(model, pad(rows, device))
+    """See `pad` and `score_padded`."""
+    return score_padded(model, pad(rows, device, pixels=pixels))
 
 
 def score_padded(
@@ -412,6 +329,7 @@ def score_padded(
         padded.attention_mask,
         scored_mask=padded.is_trained,
         token_loss=token_loss,
+        media=padded.media,
     )
     return output
 

@@ -9,6 +9,9 @@
     models         plain transformers forward and backward passes
     optimizers     learning rates, clipping, SGD and Adam
     replay         the chain of all of these, compared with the run's values
+    updates        optimizer steps; policy_updates, preference_updates, reward_updates and
+                   divergence_updates know their losses, given_rows what rows of data are
+    report         one audit from end to end, for each stage
     tolerances     how far a value may be off, by dtype; fixed beforehand
 
 Nothing of `lightrft.algorithms`, `lightrft.experience` or `lightrft.trainer` is imported: a mistake

@@ -118,11 +118,8 @@ class Term:
 
 def parse(config: TrainConfig) -> tuple[Term, ...]:
     """The terms of `off_policy_correction`; () without."""
-    text = config.off_policy_correction
-    if not text:
-        return ()
     words: list[str] = []
-    for word in (text if isinstance(text, str) else " ".join(text)).split():
+    for word in _text(config).split():
         name, *options = word.split(":")
         terms = PRESETS[name].split() if name in PRESETS else [word]
         for option in options if name in PRESETS else ():
@@ -135,6 +132,16 @@ def parse(config: TrainConfig) -> tuple[Term, ...]:
             words = _added(words, f"{key}={value}")
     parts = [word.split(":") for word in words]
     return tuple(Term(p[0], p[1], p[2], tuple(p[3:])) for p in parts)
+
+
+def _text(config: TrainConfig) -> str:
+    """As given; of rows that older weights sampled it is tis, unless none is."""
+    text = config.off_policy_correction
+    if text is None and (config.rollout_lag or config.stream_chunk):
+        text = None if config.use_rollout_logprobs else "tis"
+    if text is None or text in ("none", ("none",)):
+        return ""
+    return text if isinstance(text, str) else " ".join(text)
 
 
 def _added(terms: list[str], option: str) -> list[str]:

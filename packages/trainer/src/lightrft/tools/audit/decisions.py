@@ -61,8 +61,7 @@ def options_of_step(run: Path, record: StepRecord) -> tuple[TrainConfig, bool]:
     return found.replaced(free), True
 
 
-# The stage of supervised fine-tuning, and the mean that each of its losses is taken in.
-SUPERVISED = "sft"
+# The mean that each supervised loss is taken in.
 SUPERVISED_AGGREGATIONS = {
     "token-mean": "token-mean",
     "seq-mean-token-mean": "seq-mean-token-mean",
@@ -127,6 +126,7 @@ def decide(
     config: TrainConfig,
     *,
     is_configured: bool,
+    planned: tuple[int, int] | None,
 ) -> Decisions:
     """The decisions of a step.
 
@@ -136,7 +136,10 @@ def decide(
         before: Of the step before; None without.
         config: What it had to follow.
         is_configured: All models are made from the options.
+        planned: Fewest and most steps of the run; where they differ, the run's own count serves.
     """
+    least, most = planned or (0, record.facts.num_planned)
+    num_planned = most if least == most else record.facts.num_planned
     has_reference = is_configured or record.values.ref_logprobs.size > 0
     facts = record.facts
     return Decisions(
@@ -144,7 +147,7 @@ def decide(
         _reward_moments(record, before, config),
         config.lora_alpha / config.lora_rank if config.lora_rank else 0.0,
         {
-            name: _taken_steps(name, facts.num_planned, config) * _updates_of_step(config)
+            name: _taken_steps(name, num_planned, config) * _updates_of_step(config)
             if is_configured
             else 0
             for name in facts.optimizers
@@ -247,7 +250,7 @@ def check_decisions(
         is_kept: [rows] bool, the row is trained on.
     """
     facts = record.facts
-    _check_dtype(found, facts.compute_dtype, config)
+    check_dtype(found, facts.compute_dtype, config)
     _check_groups(found, record.samples, config)
     if decided.kl_coef is None:
         found.skip("KL weight", "it follows the KL of the step before, which is not recorded")
@@ -265,7 +268,8 @@ def check_decisions(
         _check_micro_batches(found, own, record.samples, config)
 
 
-def _check_dtype(found: Findings, dtype: str, config: TrainConfig) -> None:
+def check_dtype(found: Findings, dtype: str, config: TrainConfig) -> None:
+    """Compares the type of the run's numbers with what its options ask for, where they do."""
     if config.bf16 is not None:
         is_bf16 = np.array([dtype == "bfloat16"])
         found.exact("computes in bfloat16", is_bf16, np.array([config.bf16]))

@@ -15,18 +15,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from lightrft.config.files import read_object
 from lightrft.config.printable import one_line
 from lightrft.tools.audit.record import Array, Flags, Integers, RecordError
 
 BASE, FIRST, SECOND = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
+AutoKind = type[AutoModel | AutoModelForCausalLM | AutoModelForSequenceClassification]
 # Of one forward pass, in float64.
 MAX_LOGITS = 2**26
 MAX_LAYERS = 10_000
 # The names of recorded parameters begin with these.
 POLICY, TRUNK, HEAD = "model", "trunk", "value_head"
+# Of a classifier.
+SCORE = "score"
 
 
 class Scorer(ABC):
@@ -47,7 +56,13 @@ class Scorer(ABC):
         self._model = nn.ModuleDict(parts)
         self._width, self._scale, self._rounds = width, lora_scale, rounds
         model = cast("PreTrainedModel", parts.get(POLICY, parts.get(TRUNK)))
+        self._head: nn.Module | None = None
         self._num_ids = int(model.get_input_embeddings().weight.shape[0])
+
+    def linear_layers(self) -> list[str]:
+        """Recorded names of the linear layers that adapters may be put on."""
+        modules = self._model.named_modules()
+        return [n for n, each in modules if isinstance(each, nn.Linear) and each is not self._head]
 
     def in_bfloat16(self) -> Self:
         """The same model, computing in bfloat16 but for a value head: what rounding does to it."""
@@ -62,7 +77,7 @@ class Scorer(ABC):
         """Takes recorded weights, in float64."""
         if self._rounds:
             state = {n: v if n.startswith(HEAD) else v.bfloat16() for n, v in state.items()}
-        weights = self._merged({name: value.double() for name, value in state.items()})
+        weights = self.merged({name: value.double() for name, value in state.items()})
         own = dict(self._model.named_parameters())
         # A second name of a tied parameter may be recorded, or not.
         known = dict(self._model.named_parameters(remove_duplicate=False))
@@ -117,7 +132,7 @@ class Scorer(ABC):
     def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """[rows, seq - 1] of all tokens but the first."""
 
-    def _merged(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def merged(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights by the plain model's names; W + scale B A where there are adapters."""
         merged: dict[str, Tensor] = {}
         for name, value in state.items():
@@ -130,7 +145,7 @@ class Scorer(ABC):
         return merged
 
     def _split(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients of the recorded parameters from those of the plain model."""
+        """Gradients of the recorded parameters from those of the plain model, frozen ones, too."""
         slopes = {
             name: value.grad.detach().to(torch.float64, copy=True)
             for name, value in self._model.named_parameters(remove_duplicate=False)
@@ -144,7 +159,7 @@ class Scorer(ABC):
                 found[name] = self._scale * state[layer + SECOND].T @ own
             elif name.endswith(SECOND) and own is not None:
                 found[name] = self._scale * own @ state[layer + FIRST].T
-            elif name in slopes and not self._scale:
+            elif name in slopes:
                 found[name] = slopes[name]
         return found
 
@@ -169,16 +184,34 @@ class Policy(Scorer):
         self.temperature = temperature
         self._head = cast("PreTrainedModel", model).get_output_embeddings()
 
-    def linear_layers(self) -> list[str]:
-        """Recorded names of the linear layers below the output projection."""
-        modules = self._model.named_modules()
-        return [n for n, each in modules if isinstance(each, nn.Linear) and each is not self._head]
-
     def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        logits = self._model[POLICY](input_ids=tokens, use_cache=False).logits[:, :-1].double()
-        logprobs = torch.log_softmax(logits / self.temperature, dim=-1)
+        logprobs = self.logprobs(tokens)
         chosen = logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
         return chosen, -(logprobs.exp() * logprobs).sum(dim=-1)
+
+    def logprobs(self, tokens: Tensor, vocab: int | None = None) -> Tensor:
+        """[rows, seq - 1, vocab] of what follows all tokens but the last, among the first ids."""
+        logits = self._model[POLICY](input_ids=tokens, use_cache=False).logits[:, :-1, :vocab]
+        return torch.log_softmax(logits.double() / self.temperature, dim=-1)
+
+
+class Classifier(Scorer):
+    """A sequence classifier with one label, which gives a score at each token.
+
+    Args:
+        folder: Has the trunk's config.json.
+        lora_scale, rounds: See `Scorer`.
+    """
+
+    def __init__(self, folder: Path, *, lora_scale: float = 0.0, rounds: bool = False) -> None:
+        model = _build(folder, AutoModelForSequenceClassification)
+        super().__init__({POLICY: model}, width=1, lora_scale=lora_scale, rounds=rounds)
+        self._head = model.get_submodule(SCORE)
+
+    def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        model = cast("PreTrainedModel", self._model[POLICY])
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        return (model.get_submodule(SCORE)(hidden[:, 1:]).double().squeeze(-1),)
 
 
 class Values(Scorer):
@@ -202,11 +235,15 @@ class Values(Scorer):
 
 def sees_media(folder: Path) -> bool:
     """Whether the model of a config.json reads images or videos, which no record holds."""
-    return "vision_config" in read_object(folder / "config.json")
+    return not {"vision_config", "audio_config"}.isdisjoint(read_object(folder / "config.json"))
 
 
-def frozen_state(folder: Path) -> dict[str, Tensor]:
-    """Weights of a checkpoint of a reference model or teacher, by their names in a `Policy`.
+def frozen_state(folder: Path, begin: str = POLICY) -> dict[str, Tensor]:
+    """Weights of a checkpoint of a reference model or teacher, by their recorded names.
+
+    Args:
+        folder: Of a causal language model.
+        begin: `POLICY` takes all, `TRUNK` what is below the output layer.
 
     Raises:
         RecordError: There is no checkpoint.
@@ -218,10 +255,11 @@ def frozen_state(folder: Path) -> dict[str, Tensor]:
             f"no model in {folder}: {one_line(str(error))}; give the folder of the reference model "
             "with --reference"
         ) from error
-    return {f"{POLICY}.{n}": value.detach() for n, value in model.named_parameters()}
+    part = model if begin == POLICY else model.base_model
+    return {f"{begin}.{n}": value.detach() for n, value in part.named_parameters()}
 
 
-def _build(folder: Path, kind: type[AutoModel] | type[AutoModelForCausalLM]) -> PreTrainedModel:
+def _build(folder: Path, kind: AutoKind) -> PreTrainedModel:
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
     options = {"dtype": torch.float64, "attn_implementation": "sdpa", "trust_remote_code": False}
     try:

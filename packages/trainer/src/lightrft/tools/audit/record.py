@@ -127,6 +127,7 @@ class RunValues:
     returns: NDArray[np.float32]
 
 
+VERSIONS = "token_versions"  # among the further columns of samples: -1 where nobody sampled
 RAW_TOKENS = ("token_ids", "is_sampled", "rollout_logprobs")
 TOKEN_VALUES = tuple(item.name for item in fields(RunValues) if item.name != "rewards")
 
@@ -192,6 +193,7 @@ class Facts:
         optimizers: By model.
         updates: In their order.
         stage: Of the run.
+        weights_version: Of the engine's weights before the step; -1 without an engine.
         format: Of the record.
     """
 
@@ -208,6 +210,7 @@ class Facts:
     optimizers: dict[str, OptimizerFacts]
     updates: list[UpdateFacts]
     stage: str = "policy"
+    weights_version: int = -1
     format: int = FORMAT
 
 

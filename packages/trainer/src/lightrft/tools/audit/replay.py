@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from lightrft.tools.audit.findings import Findings
 from lightrft.tools.audit.losses import POLICY_LOSSES, Term, kl_term
 from lightrft.tools.audit.models import (
     FIRST,
+    SCORE,
     SECOND,
     Policy,
     Scorer,
@@ -47,7 +49,16 @@ from lightrft.tools.audit.models import (
     frozen_state,
     sees_media,
 )
-from lightrft.tools.audit.record import COMPONENT, Array, Flags, StepRecord, named
+from lightrft.tools.audit.record import (
+    COMPONENT,
+    VERSIONS,
+    Array,
+    Flags,
+    StepRecord,
+    named,
+    read_record,
+    recorded_steps,
+)
 from lightrft.tools.audit.samples import Rows, build_rows, sampled_lengths, shaped_rewards
 from lightrft.tools.audit.tolerances import MEAN_SHARES, NOISE_SAFETY, tolerances_of
 
@@ -82,7 +93,7 @@ class Step:
         record, config: What is audited.
         found: Receives the comparisons.
         rows: From the raw samples.
-        policy: The actor's plain model; None where its passes need what is not recorded.
+        policy: Plain model of the actor; None where its passes need what is not recorded.
         critic: Likewise, or None.
         states: Recorded weights and optimizer states before the step, by model.
         decided: What the step has to begin with.
@@ -94,7 +105,7 @@ class Step:
     config: TrainConfig
     found: Findings
     rows: Rows
-    policy: Policy | None
+    policy: Scorer | None
     critic: Values | None
     states: dict[str, dict[str, Tensor]]
     decided: Decisions
@@ -155,33 +166,48 @@ class Step:
             return list(named(self.states[model], "weight"))
         if self.policy is None:
             return [n for n in named(self.states[model], "weight") if n.endswith((FIRST, SECOND))]
-        targets, layers = config.target_modules, self.policy.linear_layers()
+        targets = config.target_modules
+        head = [n for n in named(self.states[model], "weight") if n.endswith(f".{SCORE}.weight")]
         chosen = [
             layer
-            for layer in layers
-            if ALL_LINEAR in targets
-            or any(f".{layer.partition('.')[2]}".endswith(f".{target}") for target in targets)
+            for layer in self.policy.linear_layers()
+            if ALL_LINEAR in targets or _is_meant(layer.partition(".")[2], targets)
         ]
-        return [layer + factor for layer in chosen for factor in (FIRST, SECOND)]
+        return head + [layer + factor for layer in chosen for factor in (FIRST, SECOND)]
 
 
-def open_step(record: StepRecord, config: TrainConfig, decided: Decisions) -> Step:
-    """Loads the states before the step into plain models."""
+# Plain model of a folder with config.json, a scale of adapters, and whether weights are rounded.
+Builder = Callable[[Path, float, bool], Scorer]
+
+
+def _is_meant(name: str, targets: Sequence[str]) -> bool:
+    whole = name.removeprefix("model.")
+    return any(f".{name}".endswith(f".{t}") or re.fullmatch(t, whole) for t in targets)
+
+
+def open_step(record: StepRecord, config: TrainConfig, decided: Decisions, build: Builder) -> Step:
+    """Loads the states before the step into plain models.
+
+    Args:
+        record, config, decided: See `Step`.
+        build: Makes the model that is trained.
+    """
     facts, before = record.facts, record.folder / "before"
     rounds = facts.compute_dtype == "bfloat16"
     policy, critic = None, None
     states = {name: record.state("before", name) for name in facts.optimizers}
     if not sees_media(before / "actor"):
-        policy = Policy(
-            before / "actor",
-            temperature=config.temperature if config.temperature > 0 else 1.0,
-            lora_scale=decided.lora_scale,
-            rounds=rounds,
-        )
+        policy = build(before / "actor", decided.lora_scale, rounds)
         critic = Values(before / "critic", rounds=rounds) if "critic" in states else None
     rows = build_rows(record.samples, config)
     found = Findings(tolerances_of(facts.compute_dtype))
     return Step(record, config, found, rows, policy, critic, states, decided)
+
+
+def build_policy(config: TrainConfig, folder: Path, lora_scale: float, rounds: bool) -> Policy:
+    """The plain model of an actor."""
+    temperature = config.temperature if config.temperature > 0 else 1.0
+    return Policy(folder, temperature=temperature, lora_scale=lora_scale, rounds=rounds)
 
 
 def check_samples(step: Step) -> None:
@@ -258,7 +284,7 @@ def score_models(step: Step, reference: Path | None) -> Numbers:
     has_teacher = np.array([run.teacher_logprobs.size > 0])
     step.found.exact("has a teacher", has_teacher, np.array([config.teacher is not None]))
     if run.teacher_logprobs.size and (folder := Path(str(config.teacher))).is_dir():
-        model = Policy(folder, temperature=policy.temperature, rounds=step.is_rounded)
+        model = build_policy(config, folder, 0.0, step.is_rounded)
         scored = score(model, frozen_state(folder))[0]
         teacher = paired("teacher logprobs", run.teacher_logprobs, *scored)
     elif run.teacher_logprobs.size:
@@ -305,17 +331,57 @@ def _sampling(step: Step, old: Pair) -> Pair:
 
 
 def _check_engine(step: Step, own: Array) -> None:
-    """The engine sampled from the weights before the step, and not from older ones."""
-    config, name = step.config, "engine logprobs"
+    """The engine sampled each token from the weights of its version.
+
+    Those before the step are at hand; of older ones those that a record of this run holds.
+    """
+    name, rows = "engine logprobs", step.rows
     if step.record.facts.engine not in ENGINES_OF_THE_MODEL:
         step.found.skip(name, f"the engine {step.record.facts.engine!r} computes no model")
-    elif config.partial_rollout or config.use_fire:
-        step.found.skip(name, "tokens of several weights or temperatures")
+    elif step.config.use_fire:
+        step.found.skip(name, "tokens of several temperatures")
     elif not step.record.samples.is_untruncated.all():
         step.found.skip(name, "drawn with top_k or top_p")
     else:
-        rows = step.rows
-        step.found.tokens(name, rows.rollout_logprobs, own, rows.mask, "engine")
+        expected, is_known = _sampling_weights(step, own)
+        step.found.tokens(name, rows.rollout_logprobs, expected, rows.mask & is_known, "engine")
+
+
+def _sampling_weights(step: Step, own: Array) -> tuple[Array, Flags]:
+    """Logprobs of tokens under the weights that sampled them, and where these are known."""
+    rows, current, policy = step.rows, step.record.facts.weights_version, step.policy
+    versions = rows.padded(step.record.samples.facts.get(VERSIONS, np.zeros(0)))
+    if current < 0 or not versions.size or policy is None:
+        return own, rows.mask
+    expected, is_known = own.copy(), versions == current
+    older = {int(v) for v in versions[rows.mask]} - {current}
+    for version, record in _records_of(step.record, older):
+        policy.load(named(record.state("before", "actor"), "weight"))
+        where = versions == version
+        expected[where] = policy.score(rows.ids, rows.mask)[0][where]
+        is_known |= where
+        older.remove(version)
+    policy.load(named(step.states["actor"], "weight"))
+    for version in sorted(older):
+        num_tokens = int((rows.mask & (versions == version)).sum())
+        step.found.skip(
+            f"engine logprobs of version {version}", f"no record has the weights of {num_tokens}"
+        )
+    return expected, is_known
+
+
+def _records_of(record: StepRecord, versions: Collection[int]) -> Iterator[tuple[int, StepRecord]]:
+    """The steps before this one that began with weights of these versions, the newest first."""
+    run, oldest = record.folder.parent.parent, min(versions, default=0)
+    wanted = set(versions)
+    for number in reversed([n for n in recorded_steps(run) if n < record.facts.step]):
+        found = read_record(run, number)
+        version = found.facts.weights_version
+        if version in wanted:
+            wanted.remove(version)
+            yield version, found
+        if version <= oldest:
+            return
 
 
 def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array, float]:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lightrft.config import TrainConfig
 from lightrft.tools.audit.decisions import (
-    SUPERVISED,
-    as_reinforcement,
     check_link,
     check_optimizers,
     decide,
     options_of_step,
     step_before,
 )
+from lightrft.tools.audit.divergence_updates import divergence_audit
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED, Finding
-from lightrft.tools.audit.record import read_record
-from lightrft.tools.audit.replay import (
-    check_ends,
-    check_samples,
-    estimate,
-    open_step,
-    score_models,
-    supervised_advantages,
-)
-from lightrft.tools.audit.updates import Inputs, Updates
+from lightrft.tools.audit.policy_updates import policy_audit, supervised_audit
+from lightrft.tools.audit.preference_updates import preference_audit
+from lightrft.tools.audit.record import RecordError, read_record
+from lightrft.tools.audit.replay import open_step
+from lightrft.tools.audit.reward_updates import reward_audit
+from lightrft.tools.audit.sources import check_sources, planned_steps
+from lightrft.tools.audit.updates import StageAudit
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,38 +64,55 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
     Args:
         run: Folder of the run.
         step: A recorded rollout step; None takes the newest.
-        reference: Folder of the reference model; None takes `pretrain` of the options.
+        reference: Folder of the reference model; None takes `pretrain` of the options;
+            of distillation on rows the teacher's.
 
     Raises:
         RecordError: There is no such record, or it is damaged.
     """
     record = read_record(run, step)
     config, is_configured = options_of_step(run, record)
-    is_supervised = record.facts.stage == SUPERVISED
-    if is_supervised:
-        config = as_reinforcement(config)
+    stage = stage_named(record.facts.stage, config, reference)
+    config = stage.config
     before = step_before(run, record, config)
-    decided = decide(run, record, before, config, is_configured=is_configured)
-    audited = open_step(record, config, decided)
-    check_samples(audited)
+    planned = planned_steps(run, record, config) if is_configured else None
+    decided = decide(run, record, before, config, is_configured=is_configured, planned=planned)
+    audited = open_step(record, config, decided, stage.build)
+    stage.check_rows(audited)
     if is_configured:
         wanted = {name: audited.trained_names(name) for name in audited.states}
         check_optimizers(audited.found, decided, record, config, audited.states, wanted)
+        check_sources(audited, before, planned)
     if before is not None:
         check_link(audited.found, before, audited.states)
-    numbers = score_models(audited, reference)
-    if is_supervised:
-        check_ends(audited)
-        advantages, error = supervised_advantages(audited, numbers)
-        returns = advantages.own
-    else:
-        advantages, returns, error = estimate(audited, numbers)
-    inputs = Inputs(numbers, advantages, returns, error, is_configured)
-    Updates(audited, inputs).replay()
+    stage.updates(audited, is_configured).replay()
     if config.enable_ema:
         audited.found.skip("moving average", "it is not recorded")
     rows = tuple(audited.found.rows)
     return AuditReport(str(run), record.facts.step, rows, audited.borders.num_taken)
+
+
+def stage_named(name: str, config: TrainConfig, reference: Path | None) -> StageAudit:
+    """The audit of a stage.
+
+    Args:
+        name: As recorded.
+        config: Options of the run.
+        reference: Folder of the reference model, or of the teacher; None takes that of the options.
+
+    Raises:
+        RecordError: No stage has this name.
+    """
+    known: dict[str, Callable[[TrainConfig, Path | None], StageAudit]] = {
+        "policy": policy_audit,
+        "sft": supervised_audit,
+        "prefer": preference_audit,
+        "reward": reward_audit,
+        "divergence": divergence_audit,
+    }
+    if name not in known:
+        raise RecordError(f"steps of the stage {name!r} cannot be audited: {', '.join(known)} can")
+    return known[name](config, reference)
 
 
 def as_table(report: AuditReport) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,16 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.tools.audit.corrections import Borders, Pair, follows_policy
-from lightrft.tools.audit.losses import (
-    POLICY_LOSSES,
-    Batch,
-    Term,
-    kl_term,
-    normalizer,
-    token_shares,
-    value_term,
-)
+from lightrft.config import TrainConfig
+from lightrft.tools.audit.corrections import Pair
+from lightrft.tools.audit.losses import Term
 from lightrft.tools.audit.models import Scorer
 from lightrft.tools.audit.optimizers import (
     ADAM,
@@ -33,21 +27,12 @@ from lightrft.tools.audit.optimizers import (
     learning_rate,
     norm_of,
 )
-from lightrft.tools.audit.record import Array, Flags, UpdateFacts, named, rows_of
-from lightrft.tools.audit.replay import (
-    NO_PASS,
-    Numbers,
-    Step,
-    policy_options,
-    token_weights,
-    with_rounding,
-)
+from lightrft.tools.audit.record import Array, Flags, RecordError, UpdateFacts, named, rows_of
+from lightrft.tools.audit.replay import NO_PASS, Builder, Step
 from lightrft.tools.audit.tolerances import NOISE_OF_GRADIENTS, NOISE_SAFETY
 
 # Of a float32 weight that is stored: half a unit in the last place.
 ROUNDING = 2.0**-24
-# Rounding of a recorded score.
-FLOAT32 = 2.0**-23
 # Adam divides gradients by their own size: below this share of the largest they are rounding.
 MIN_MOMENT = 1e-5
 # Rounding of an entry of a gradient, relative to the largest one.
@@ -60,26 +45,7 @@ Slopes = tuple[dict[str, Tensor], Callable[[], dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
-    """Numbers that updates are computed from.
-
-    Args:
-        numbers: Before the first update.
-        advantages: Of run and own.
-        returns: [rows, seq] that a critic learns.
-        error: Rounding of advantages and returns.
-        is_configured: The optimizers are those of the options.
-    """
-
-    numbers: Numbers
-    advantages: Pair
-    returns: Array
-    error: float
-    is_configured: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Update:
+class Update:
     """One optimizer step of a model.
 
     Args:
@@ -87,7 +53,6 @@ class _Update:
         name: For the findings.
         micros: Rows of each micro batch.
         mask: [rows, seq] bool, the tokens of the batch.
-        share: [rows, seq], each token's part of a mean.
         new, weights: [rows, seq] recorded scores and factors of the tokens; None without.
     """
 
@@ -95,20 +60,20 @@ class _Update:
     name: str
     micros: list[list[int]]
     mask: Flags
-    share: Array
     new: Array | None
     weights: Array | None
 
 
-class Updates:
-    """Replays the optimizer steps of all models.
+class Updates(ABC):
+    """Replays the optimizer steps of all models; subclasses know their losses.
 
     Args:
-        step, inputs: What is audited.
+        step: What is audited.
+        is_configured: The optimizers are those of the options.
     """
 
-    def __init__(self, step: Step, inputs: Inputs) -> None:
-        self.step, self.inputs = step, inputs
+    def __init__(self, step: Step, *, is_configured: bool) -> None:
+        self.step, self._is_configured = step, is_configured
         self._unit = step.unit
         self._optimizers = {name: self._open(name) for name in step.record.facts.optimizers}
         self._counts = dict.fromkeys(self._optimizers, 0)
@@ -128,25 +93,20 @@ class Updates:
         facts, config = self.step.record.facts.optimizers[model], self.step.config
         state = as_double(self.step.states[model])
         weights = named(state, "weight", "master")
-        if self.inputs.is_configured:
+        if self._is_configured:
             names = [name for name in self.step.trained_names(model) if name in weights]
             groups = configured_groups(names, weights, config)
         else:
             groups = given_groups(facts)
         moments = {n: v for n, v in state.items() if not n.startswith("weight/")}
-        kind = DECOUPLED[0] if self.inputs.is_configured else facts.kind
+        kind = DECOUPLED[0] if self._is_configured else facts.kind
         return Optimizer(kind, weights, groups, moments)
 
     def replay(self) -> None:
         """All updates in their order, then the states after them."""
         for number, facts in enumerate(self.step.record.facts.updates):
             if facts.model not in self._ended:
-                slopes = self._value_slopes if facts.model == "critic" else self._policy_slopes
-                update = self._open_update(number, facts)
-                if self.step.policy is None:
-                    self._follow(update)
-                else:
-                    self._act(update, slopes(update))
+                self._carry_out(self._open_update(number, facts))
             self._counts[facts.model] += 1
         for model in self._optimizers:
             reason = self._ended.get(model, NO_PASS if self.step.policy is None else "")
@@ -157,7 +117,19 @@ class Updates:
             if model not in self._ended:
                 self._check_frozen(model)
 
-    def _open_update(self, number: int, facts: UpdateFacts) -> _Update:
+    def _carry_out(self, update: Update) -> None:
+        """Compares an update, and takes its step."""
+        self._act(update, self._slopes(update))
+
+    @abstractmethod
+    def _denominator(self, mask: Flags) -> float:
+        """Z of an update on the tokens of the mask."""
+
+    @abstractmethod
+    def _slopes(self, update: Update) -> Slopes:
+        """Compares scores and losses of an update, and gives its gradient."""
+
+    def _open_update(self, number: int, facts: UpdateFacts) -> Update:
         """The rows of an update and what is recorded of it; checks its denominator."""
         step, rows = self.step, self.step.rows
         name = f"{facts.model} update {self._counts[facts.model] + 1}"
@@ -175,99 +147,10 @@ class Updates:
 
         mask = np.zeros(rows.mask.shape, dtype=np.bool_)
         mask[batch] = rows.mask[batch]
-        mode = step.config.loss_agg_mode or POLICY_LOSSES[step.config.policy_loss_name].aggregation
-        turns = step.config.max_turns if step.config.has_episodes else 1
-        z = normalizer(mask, mode, step.config.generate_max_len * turns)
-        step.found.number(f"denominator, {name}", facts.normalizer, z)
-        share = token_shares(mask, mode) / max(z, 1e-300)
-        return _Update(facts, name, micros, mask, share, recorded("new"), recorded("weights"))
+        step.found.number(f"denominator, {name}", facts.normalizer, self._denominator(mask))
+        return Update(facts, name, micros, mask, recorded("new"), recorded("weights"))
 
-    def _follow(self, update: _Update) -> None:
-        """Compares what needs no pass of the model: losses of the run's scores, and the rate."""
-        found, facts, mask = self.step.found, update.facts, update.mask
-        if update.new is None:
-            found.skip(f"losses, {update.name}", "its scores are not recorded")
-        else:
-            seen = np.where(mask, update.new, 0.0)
-            scores, error = Pair(seen, seen), np.where(mask, FLOAT32 * np.maximum(1, -seen), 0.0)
-            if facts.model == "critic":
-                self._value_term(update, scores, error)
-            else:
-                self._policy_terms(update, scores, error)
-        found.skip(f"gradient norm, {update.name}", NO_PASS)
-        if not facts.is_skipped:
-            self._rate(update)
-
-    def _policy_slopes(self, update: _Update) -> Slopes:
-        step, mask, by_entropy = self.step, update.mask, np.zeros(update.mask.shape)
-        assert step.policy is not None  # else the run is followed
-        step.policy.load(self._optimizers["actor"].weights)
-        own, entropy = step.policy.score(step.rows.ids, mask)
-        new = Pair(own, own if update.new is None else update.new)
-        error = self._check_scores("logprobs", update, new, step.policy)
-        terms = self._policy_terms(update, new, error)
-        if step.config.entropy_coef > 0:
-            by_entropy = -step.config.entropy_coef * update.share
-            own_term, moved = Term(entropy, by_entropy), Term(error, by_entropy)
-            self._check_loss(
-                "entropy", update, own_term.times(update.share), moved.times(update.share)
-            )
-        return self._gradients(update, step.policy, terms, by_entropy)
-
-    def _policy_terms(self, update: _Update, new: Pair, error: Array) -> list[tuple[Term, Term]]:
-        """The policy loss and the KL term of scores, each with how far it moves by rounding."""
-        step, numbers, mask, share = self.step, self.inputs.numbers, update.mask, update.share
-        config = step.config
-        weights = token_weights(step, numbers, self.inputs.advantages, mask, new)
-        if weights is not None and update.weights is not None:
-            self._check_weights(update, update.weights, weights, error)
-        factors = share if weights is None else share * weights
-        terms = [self._policy_term(update.micros, new, factors, error)]
-        self._check_loss("policy", update, *terms[0])
-        coef, reference = step.kl_coef, numbers.reference
-        if config.use_kl_loss and coef > 0 and reference is not None:
-
-            def kl_of(scores: Pair, borders: Borders) -> Term:
-                kind, old = step.kl_estimator, numbers.old
-                return kl_term(kind, scores, reference, old, mask, borders).times(share)
-
-            # Scores and those of the reference are rounded alike.
-            pair = with_rounding(kl_of, new, 2 * error, step.borders)
-            self._check_loss("kl", update, *pair)
-            terms.append((pair[0].times(coef), pair[1].times(coef)))
-        return terms
-
-    def _check_weights(self, update: _Update, seen: Array, weights: Array, error: Array) -> None:
-        """Weights by the new policy are rounded as its scores are, of a row as their sum."""
-        name, scale = f"token weights, {update.name}", max(1.0, float(np.abs(weights).max()))
-        floor = np.zeros(weights.shape)
-        if follows_policy(self.step.config):
-            floor = weights * error.sum(axis=1, keepdims=True)
-        self.step.found.tokens(
-            name, seen, weights, update.mask, "weights", scale=scale, floor=lambda: floor
-        )
-
-    def _policy_term(
-        self, micros: list[list[int]], new: Pair, weights: Array, error: Array
-    ) -> tuple[Term, Term]:
-        """The policy loss, and how far it moves by the rounding of scores and advantages."""
-        step, old, advantages = self.step, self.inputs.numbers.old, self.inputs.advantages.own
-        loss, options = POLICY_LOSSES[step.config.policy_loss_name], policy_options(step.config)
-
-        def of(scores: Pair, borders: Borders, shift: float = 0.0) -> Term:
-            term = Term(np.zeros(weights.shape), np.zeros(weights.shape))
-            for micro in micros:
-                p, q, mask = scores.at(micro), old.at(micro), step.rows.mask[micro]
-                batch = Batch(p, q, advantages[micro] + shift, mask, weights[micro], borders)
-                part = loss.term(batch, options)
-                term.value[micro], term.slope[micro] = part.value, part.slope
-            return term
-
-        term, moved = with_rounding(of, new, error, step.borders)
-        shifted = of(new, Borders(step.borders.tolerance), self.inputs.error)
-        return term, moved.plus(shifted.distance(term))
-
-    def _check_scores(self, what: str, update: _Update, scores: Pair, scorer: Scorer) -> Array:
+    def _check_scores(self, what: str, update: Update, scores: Pair, scorer: Scorer) -> Array:
         """Compares scores of an update's weights, and says how far each may be rounded."""
         model, mask = update.facts.model, update.mask
         drift, before = np.zeros(mask.shape), self._counts[model]
@@ -292,51 +175,21 @@ class Updates:
             self.step.found.hint(f"look at the gradient and the optimizer in update {before}")
         return np.where(mask, self.step.rounding(scores.own, kind) + SAFETY * drift, 0.0)
 
-    def _value_slopes(self, update: _Update) -> Slopes:
-        step, critic, mask = self.step, self.step.critic, update.mask
-        if critic is None:
-            raise ValueError("the record has updates of a critic, but no critic")
-        critic.load(self._optimizers["critic"].weights)
-        (own,) = critic.score(step.rows.ids, mask)
-        # Outside of responses a critic's values mean nothing.
-        values = Pair(own, own if update.new is None else np.where(mask, update.new, 0.0))
-        error = self._check_scores("values", update, values, critic)
-        return self._gradients(update, critic, [self._value_term(update, values, error)])
-
-    def _value_term(self, update: _Update, values: Pair, error: Array) -> tuple[Term, Term]:
-        """The value loss, and how far it moves by rounding."""
-        step, old, clip = self.step, self.inputs.numbers.values, self.step.config.value_clip
-        mask, share = update.mask, update.share
-        if old is None:
-            raise ValueError("the record has updates of a critic, but no values")
-
-        def value_of(scores: Pair, borders: Borders) -> Term:
-            returns = self.inputs.returns
-            return value_term(scores, old, returns, mask, clip=clip, borders=borders).times(share)
-
-        # What is learned is rounded as the values are.
-        pair = with_rounding(value_of, values, 2 * error + self.inputs.error, step.borders)
-        self._check_loss("value", update, *pair)
-        return pair
-
     def _gradients(
-        self, update: _Update, scorer: Scorer, terms: Sequence[tuple[Term, Term]], *more: Array
+        self,
+        update: Update,
+        scorer: Scorer,
+        slopes: Sequence[Array],
+        noises: Sequence[Array],
     ) -> Slopes:
-        """The gradient of terms by scores, and of what there is `more` by a scorer's other numbers.
+        """The gradient of a loss from its derivatives by the numbers of a scorer.
 
         Args:
             update: Whose tokens count.
             scorer: Of its model.
-            terms: Each with how far it moves by rounding.
-            more: Derivatives by the scorer's other numbers.
+            slopes: [rows, seq] for each number that the scorer gives of a token.
+            noises: How far each of them moves by rounding.
         """
-        slopes = np.sum([term.slope for term, _ in terms], axis=0)
-        noise = np.sum([moved.slope for _, moved in terms], axis=0)
-        if self.step.is_rounded:
-            # What the backward pass makes is measured below; scores are off by their mean distance.
-            noise = noise / NOISE_SAFETY
-        else:
-            noise = noise + self._unit * np.abs(slopes)
         model = update.facts.model
         optimizer = self._optimizers[model]
 
@@ -345,15 +198,21 @@ class Updates:
             found = of.slopes(self.step.rows.ids, update.mask, weights, optimizer.weights)
             return {n: value for n, value in found.items() if n in optimizer.groups}
 
-        roundings = (noise, *(self._unit * each for each in more))
-        own = gradient((slopes, *more))
+        own = gradient(slopes)
         if self.step.is_rounded and not self._counts[model]:
-            rounded = gradient((slopes, *more), scorer.in_bfloat16())
+            rounded = gradient(slopes, scorer.in_bfloat16())
             difference = norm_of({n: rounded[n] - value for n, value in own.items()})
             self._rounded[model] = difference / max(norm_of(own), 1e-300)
-        return own, lambda: gradient([signed(each) for each in roundings])
+        return own, lambda: gradient([signed(each) for each in noises])
 
-    def _check_loss(self, what: str, update: _Update, term: Term, moved: Term) -> None:
+    def _noise_of(self, slopes: Array, moved: Array) -> Array:
+        """Rounding of derivatives, of which scores alone move them by `moved`."""
+        if self.step.is_rounded:
+            # What the backward pass makes is measured; scores are off by their mean distance.
+            return moved / NOISE_SAFETY
+        return moved + self._unit * np.abs(slopes)
+
+    def _check_loss(self, what: str, update: Update, term: Term, moved: Term) -> None:
         self.step.found.number(
             f"{what} loss, {update.name}",
             update.facts.losses.get(what, math.nan),
@@ -363,7 +222,7 @@ class Updates:
             floor=float(moved.value.sum()),
         )
 
-    def _act(self, update: _Update, slopes: Slopes) -> None:
+    def _act(self, update: Update, slopes: Slopes) -> None:
         """Clips, and takes the optimizer's step."""
         found, facts, model = self.step.found, update.facts, update.facts.model
         optimizer, (own, rounding), noise = self._optimizers[model], slopes, 0.0
@@ -394,10 +253,10 @@ class Updates:
         self._noise[model] += noise * factor
         self._moved[model] += rate * self._noise[model]
 
-    def _rate(self, update: _Update) -> float:
+    def _rate(self, update: Update) -> float:
         config, model, seen = self.step.config, update.facts.model, update.facts.learning_rate
         facts, name = self.step.record.facts.optimizers[model], f"learning rate, {update.name}"
-        if not self.inputs.is_configured or facts.schedule_steps <= 0:
+        if not self._is_configured or facts.schedule_steps <= 0:
             self.step.found.skip(name, "of an optimizer or schedule of the caller's own")
             return seen
         peak = config.peak_learning_rate if model == "actor" else config.critic_learning_rate
@@ -421,7 +280,7 @@ class Updates:
         def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
             return norm_of({n: (one[n] - other[n]) * counted.get(n, 1) for n in optimizer.groups})
 
-        if is_adam and self.inputs.is_configured and self._rates[model] > 0:
+        if is_adam and self._is_configured and self._rates[model] > 0:
             self._check_decay(model, weights, start)
         change = distance(optimizer.weights, start)
         limit = found.tolerances["adam" if is_adam else "sgd"] * change
@@ -489,6 +348,10 @@ class Updates:
             noise = count / math.sqrt(size) * found.tolerances["adam"]
             noise += 3 * ROUNDING * self._counts[model] / self._rates[model]
             limit = found.tolerances["decay"] * (wanted + noise)
+            # Entries that are alike, as those of new norms, are all rounded to the same side.
+            rounded = {n: optimizer.weights[n].float() - optimizer.weights[n] for n in names}
+            alike = sum(float((rounded[n] * start[n]).sum()) for n in names)
+            limit += 2 * self._counts[model] * abs(alike) / (size * self._rates[model])
             name = f"{model} weight decay of {what}"
             # Another fault of the update moves weights mostly in other directions.
             is_other = overlap**2 < 0.5 * size * norm_of(beyond) ** 2
@@ -514,6 +377,35 @@ class Updates:
         return {n: (v > bound).double() for n, v in second.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class StageAudit:
+    """The parts of an audit that depend on the stage.
+
+    Args:
+        config: What the step had to follow.
+        build: Makes the plain model.
+        check_rows: Compares what the step was given.
+        updates: Compares scores before the update, and gives its replay; of a step and of whether
+            the optimizers are those of the options.
+    """
+
+    config: TrainConfig
+    build: Builder
+    check_rows: Callable[[Step], None]
+    updates: Callable[[Step, bool], Updates]
+
+
+def trained_model(step: Step) -> Scorer:
+    """The plain model of what is trained.
+
+    Raises:
+        RecordError: It reads images.
+    """
+    if step.policy is None:
+        raise RecordError(f"{step.record.folder}: a model of images is not trained on given rows")
+    return step.policy
+
+
 def signed(sizes: Array) -> Array:
     """The sizes with signs that are drawn once and for all."""
     return np.asarray(sizes * np.random.default_rng(0).choice((-1.0, 1.0), sizes.shape))
@@ -522,13 +414,7 @@ def signed(sizes: Array) -> Array:
 def unrecomputable(step: Step) -> dict[str, str]:
     """Models whose gradients depend on what is not recorded, and why."""
     config, found = step.config, {}
-    if config.policy_loss_name not in POLICY_LOSSES:
-        found["actor"] = f"policy loss {config.policy_loss_name} is the caller's own"
-    elif config.pretrain_data is not None and config.ptx_coef > 0:
-        found["actor"] = "texts of pretrain_data are not recorded"
-    elif step.record.values.log_kept_mass.size and follows_policy(config):
-        found["actor"] = "what top_k and top_p exclude from the new policy is not recorded"
-    elif config.aux_loss_coef > 0:
+    if config.aux_loss_coef > 0:
         found["actor"] = "the balance of experts is not recomputed"
     elif config.lora_rank > 0 and config.lora_dropout > 0:
         found["actor"] = "dropout is random"

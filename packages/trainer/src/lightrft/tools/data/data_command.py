@@ -24,6 +24,7 @@ from lightrft.datasets.files import Row, scan_rows
 from lightrft.datasets.render import PromptTokenizer, check_tokenizer, render
 from lightrft.datasets.types import DataError
 from lightrft.tools.data.certificate import Certificate, certify
+from lightrft.tools.data.probes import FORMS
 from lightrft.tools.data.row_checks import (
     CheckedRow,
     DataCheck,
@@ -152,9 +153,12 @@ def show_certificate(found: Certificate | None) -> None:
         say(f"  {name}: {mean:.3f}")
     if found.num_responses:
         say(
-            f"{found.num_responses} answers in one call: {found.seconds:.1f} s, "
+            f"{found.num_responses} answers in two calls: {found.seconds:.1f} s, "
             f"{1000 * found.seconds / found.num_responses:.2f} ms each"
         )
+    if found.best_wrong is not None:
+        wrong, gold = found.means[found.best_wrong], max(found.means[form] for form in FORMS)
+        say(f"best of what is no reference answer: {found.best_wrong}, {wrong:.3f} of {gold:.3f}")
     for doubt in found.doubts:
         say(f"warning: {doubt}")
     say(f"reference answers that cannot be right: {len(found.problems)}")
@@ -197,6 +201,9 @@ STAGE_CHECKS = Registry(
     {
         "policy": "lightrft.tools.data.data_command:check_prompts",
         "sft": "lightrft.tools.data.supervised_check:run",
+        "distill": "lightrft.tools.data.supervised_check:run",
+        "prefer": "lightrft.tools.data.judged_check:run",
+        "reward": "lightrft.tools.data.judged_check:run",
     },
     takes_own=False,
 )
@@ -248,8 +255,9 @@ def add_stage(parser: argparse.ArgumentParser) -> None:
         "--stage",
         choices=tuple(STAGE_CHECKS),
         default="policy",
-        help="What the rows are for: prompts of lightrft train, or rows of lightrft sft, of which "
-        "--stage sft --help lists the options. Default: policy.",
+        help="What the rows are for: prompts of lightrft train (and of distill on samples), or "
+        "given rows of the command of this name, whose options --stage NAME --help lists. "
+        "Default: policy.",
     )
 
 
@@ -265,11 +273,7 @@ def check(request: Request) -> int:
     show_layout(request.source, rows, num_items=len(items))
     config = propose_keys_of(request, rows)
     tokenizer = load_tokenizer(config)
-    reader: PromptTokenizer = PlainTokenizer()
-    if tokenizer is not None:
-        from lightrft.stages.policy.inputs import load_modality
-
-        reader = load_modality(config, tokenizer).renderer
+    reader = _reader(tokenizer, config)
     if rows and config.apply_chat_template:
         require_bounded(rows[0], lambda: render(rows[0], reader, config))
     shown = with_progress(items, "rows checked")
@@ -280,11 +284,29 @@ def check(request: Request) -> int:
     scores = bool(config.reward_fn or config.remote_rm_url)
     certificate = certify(usable, config) if scores and usable else None
     show_certificate(certificate)
+    if config.environment is not None and usable:
+        _show_environment(usable, config)
     num_bad = len(found.problems) + (0 if certificate is None else len(certificate.problems))
     left_out = len(found.rows) - len(usable)
     note = f", {left_out} are left out as too long" if left_out else ""
     say(f"{num_bad} bad rows" if num_bad else f"{len(usable)} prompts can be trained on{note}")
     return ExitCode.DATA if num_bad or not usable else ExitCode.OK
+
+
+def _reader(tokenizer: PreTrainedTokenizerBase | None, config: TrainConfig) -> PromptTokenizer:
+    if tokenizer is None:
+        return PlainTokenizer()
+    from lightrft.stages.policy.inputs import load_modality
+
+    return load_modality(config, tokenizer).renderer
+
+
+def _show_environment(usable: Sequence[CheckedRow], config: TrainConfig) -> None:
+    """What the environment pays for episodes that no model played."""
+    from lightrft.tools.data.environment_probes import play_probes, report
+
+    for line in report(play_probes(usable, config)):
+        say(line)
 
 
 def require_bounded(row: Row, rendering: Callable[[], object]) -> None:

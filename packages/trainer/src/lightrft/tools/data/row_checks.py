@@ -44,6 +44,7 @@ class CheckedRow:
         label: The reference answer, if there is one.
         columns: All columns of the row.
         media_sizes: Width and height of each image, then of each video.
+        media: Digests of all media.
     """
 
     location: str
@@ -52,6 +53,7 @@ class CheckedRow:
     label: str | None
     columns: Mapping[str, object]
     media_sizes: tuple[tuple[int, int], ...] = ()
+    media: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +124,22 @@ def check_rows(
             sizes = tuple(x.size() for own in (media.images, media.videos) for x in own)
             rows.append(
                 CheckedRow(
-                    item.location, prompt.text, prompt.token_ids, prompt.label, item.columns, sizes
+                    item.location,
+                    prompt.text,
+                    prompt.token_ids,
+                    prompt.label,
+                    item.columns,
+                    sizes,
+                    tuple(medium.digest for medium in media),
                 )
             )
         except (DataError, MediaError) as error:
             problems.append(str(error))
             num_empty += isinstance(item, Row) and _is_empty(item, config)
-    first_places: dict[str, str] = {}
+    first_places: dict[tuple[str, ...], str] = {}
     duplicates = []
     for row in rows:
-        first = first_places.setdefault(row.text, row.location)
+        first = first_places.setdefault((row.text, *row.media), row.location)
         if first != row.location:
             duplicates.append((row.location, first))
     too_long = tuple(row.location for row in rows if len(row.token_ids) > config.prompt_max_len)

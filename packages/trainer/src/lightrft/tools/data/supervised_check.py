@@ -1,10 +1,10 @@
-"""`lightrft data check --stage sft`: what supervised training would find in its rows."""
+"""`lightrft data check --stage sft|distill`: what training on given tokens would find in rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import Parser, available_options, parse_options
 from lightrft.cli.preflight import model_problems
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.options import SUPERVISED
+from lightrft.config.options import NOT_OF_TRAIN
+from lightrft.config.rules import is_served
 from lightrft.datasets.files import Row
 from lightrft.datasets.row_origin import check_tokens
 from lightrft.datasets.supervised_rows import (
@@ -31,16 +32,19 @@ from lightrft.tools.data.data_command import (
     say,
     show_layout,
     show_places,
+    stage_of,
     with_progress,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Made = TypeVar("Made")
 DESCRIPTION = """\
-Read every row as lightrft sft would, and say what is in them: the first rows with their trained
-tokens marked, lengths, over-long and duplicate rows, tokens of a step and of the run, and each row
-that cannot be used. Exit code 4 if a row is bad.
+Read every row as lightrft sft, distill, prefer or reward would, and say what is in them: the first
+rows with their trained tokens marked, lengths, over-long and duplicate rows, of judged answers also
+contradictions and what their lengths explain, and each row that cannot be used. Exit code 4 if a
+row is bad.
 """
 # Options that decide the size of a run, beside those of its rows.
 SIZES = ("train_batch_size", "max_epochs")
@@ -66,10 +70,10 @@ class SupervisedCheck:
     @property
     def duplicates(self) -> list[tuple[str, str]]:
         """Places of rows that an earlier row equals, and of those."""
-        first: dict[tuple[bytes, bytes], str] = {}
+        first: dict[tuple[bytes, ...], str] = {}
         found = []
         for place, row in self.rows:
-            key = (row.token_ids.tobytes(), row.is_trained.tobytes())
+            key = (row.token_ids.tobytes(), row.is_trained.tobytes(), *row.media_digests)
             if first.setdefault(key, place) != place:
                 found.append((place, first[key]))
         return found
@@ -84,22 +88,22 @@ def run(argv: Sequence[str]) -> int:
         DataError: A source that cannot be read at all, or options that do not fit its rows.
         ModelLoadError: A tokenizer that cannot be read.
     """
-    source, config = parse(argv)
+    source, config = parse(argv, stage_of(argv))
+    from lightrft.stages.policy.teacher import require_same_tokens
     from lightrft.stages.supervised.supervised_inputs import read_vocabulary
 
-    tokenizer, vocab_size = read_vocabulary(config)
-    items = read_items(source, config)
-    rows = [item for item in items if not isinstance(item, DataError)]
-    check_tokens(source, tokenizer)
-    show_layout(source, rows, num_items=len(items))
-    if not rows:
-        raise DataError(f"{source}: no row of {len(items)} can be read: {items[0]}")
-    kind = kind_of(rows[0])
+    reading = read_vocabulary(config)
+    tokenizer = reading.tokenizer
+    for place in config.teacher_places.values():
+        if not is_served(place):
+            require_same_tokens(config, place, tokenizer)
+    items, first = read_source(source, config, tokenizer)
+    kind = kind_of(first)
 
     def encoder_of_rows() -> RowEncoder:
-        return RowEncoder(tokenizer, config, kind, vocab_size)
+        return RowEncoder(tokenizer, config, kind, reading.vocab_size, reading.reader)
 
-    require_bounded(rows[0], lambda: list(encoder_of_rows().rows(rows[0])))
+    require_bounded(first, lambda: list(encoder_of_rows().rows(first)))
     encoder = encoder_of_rows()
     say(f"rows with {encoder.kind}, trained: {encoder.train_on}")
     found = check_rows(items, encoder, config.max_row_tokens)
@@ -122,45 +126,67 @@ def check_rows(
         encoder: That of the stage.
         max_row_tokens: Of the longest row that a run takes.
     """
-    rows: list[tuple[str, SupervisedRow]] = []
-    too_long: list[str] = []
+    read, problems = read_each(items, lambda item: list(encoder.rows(item)))
+    every = [(item.location, row) for item, made in read for row in made]
+    rows = tuple(each for each in every if len(each[1].token_ids) <= max_row_tokens)
+    too_long = tuple(place for place, row in every if len(row.token_ids) > max_row_tokens)
+    return SupervisedCheck(rows, too_long, problems, sum(len(made) > 1 for _, made in read))
+
+
+def read_each(
+    items: Sequence[Row | DataError], read: Callable[[Row], Made]
+) -> tuple[list[tuple[Row, Made]], tuple[str, ...]]:
+    """What is made of each row, and a line for each of which nothing can be made."""
+    found: list[tuple[Row, Made]] = []
     problems: list[str] = []
-    num_split = 0
     for item in with_progress(items, "rows checked"):
         try:
             if isinstance(item, DataError):
                 raise item
-            made = list(encoder.rows(item))
+            found.append((item, read(item)))
         except DataError as error:
             problems.append(str(error))
-            continue
-        num_split += len(made) > 1
-        rows += [(item.location, row) for row in made if len(row.token_ids) <= max_row_tokens]
-        too_long += [item.location for row in made if len(row.token_ids) > max_row_tokens]
-    return SupervisedCheck(tuple(rows), tuple(too_long), tuple(problems), num_split)
+    return found, tuple(problems)
+
+
+def read_source(
+    source: str, config: TrainConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Sequence[Row | DataError], Row]:
+    """All rows of a source, of which the layout is shown, and the first that can be read.
+
+    Raises:
+        DataError: None can be read, or their token ids are of another tokenizer.
+    """
+    items = read_items(source, config)
+    rows = [item for item in items if not isinstance(item, DataError)]
+    check_tokens(source, tokenizer)
+    show_layout(source, rows, num_items=len(items))
+    if not rows:
+        raise DataError(f"{source}: no row of {len(items)} can be read: {items[0]}")
+    return items, rows[0]
 
 
 def show_rows(found: SupervisedCheck, tokenizer: PreTrainedTokenizerBase) -> None:
     """The first rows as text, what is trained between >> and <<."""
+    for place, row in found.rows[:NUM_SAMPLES]:
+        show_text(place, row, tokenizer)
+    say()
+
+
+def show_text(place: str, row: SupervisedRow, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A row as text, what is trained between >> and <<."""
     from lightrft.stages.supervised.supervised_inputs import marked_text
 
-    for place, row in found.rows[:NUM_SAMPLES]:
-        say(f"\n{place}: {len(row.token_ids)} tokens, {row.num_trained} trained (>>...<<)")
-        text = marked_text(row, tokenizer)
-        say("\n".join(f"    {line}" for line in text[:MAX_CHARACTERS].split("\n")))
-        if len(text) > MAX_CHARACTERS:
-            say(f"    and {len(text) - MAX_CHARACTERS} more characters")
-    say()
+    say(f"\n{place}: {len(row.token_ids)} tokens, {row.num_trained} trained (>>...<<)")
+    text = marked_text(row, tokenizer)
+    say("\n".join(f"    {line}" for line in text[:MAX_CHARACTERS].split("\n")))
+    if len(text) > MAX_CHARACTERS:
+        say(f"    and {len(text) - MAX_CHARACTERS} more characters")
 
 
 def show_numbers(found: SupervisedCheck, config: TrainConfig) -> None:
     """Lengths, counts, the size of a run, and every row that cannot be used."""
-    lengths = np.array([len(row.token_ids) for _, row in found.rows])
-    trained = np.array([row.num_trained for _, row in found.rows])
-    for what, counts in (("tokens of a row", lengths), ("trained tokens of a row", trained)):
-        if len(counts):
-            shown = (f"{name} {np.quantile(counts, q):g}" for name, q in QUANTILES.items())
-            say(f"{what}: {', '.join(shown)}")
+    lengths, trained = show_lengths([row for _, row in found.rows])
     show_places(
         f"over {config.max_row_tokens} tokens (a run leaves them out; --max_row_tokens)",
         found.too_long,
@@ -173,8 +199,24 @@ def show_numbers(found: SupervisedCheck, config: TrainConfig) -> None:
     num_empty = sum(NOTHING_TRAINED in problem for problem in found.problems)
     say(f"rows without a trained token: {num_empty}")
     show_run(lengths, trained, config)
-    say(f"rows that cannot be used: {len(found.problems)}")
-    for problem in found.problems:
+    show_problems(found.problems)
+
+
+def show_lengths(rows: Sequence[SupervisedRow]) -> tuple[np.ndarray, np.ndarray]:
+    """[rows] tokens of each row, and how many of them are trained."""
+    lengths = np.array([len(row.token_ids) for row in rows])
+    trained = np.array([row.num_trained for row in rows])
+    for what, counts in (("tokens of a row", lengths), ("trained tokens of a row", trained)):
+        if len(counts):
+            shown = (f"{name} {np.quantile(counts, q):g}" for name, q in QUANTILES.items())
+            say(f"{what}: {', '.join(shown)}")
+    return lengths, trained
+
+
+def show_problems(problems: Sequence[str]) -> None:
+    """Every row that cannot be used."""
+    say(f"rows that cannot be used: {len(problems)}")
+    for problem in problems:
         say(f"  {problem}")
 
 
@@ -194,18 +236,20 @@ def show_run(lengths: np.ndarray, trained: np.ndarray, config: TrainConfig) -> N
     )
 
 
-def parse(argv: Sequence[str]) -> tuple[str, TrainConfig]:
+def parse(argv: Sequence[str], stage: str) -> tuple[str, TrainConfig]:
     """The source and the options.
 
     Raises:
         ConfigError: Unknown names or wrong values, all at once.
         UsageError: No source.
     """
-    config, parsed, problems = parse_options(build_parser(), argv)
+    config, parsed, problems = parse_options(build_parser(stage), argv)
     if config.pretrain is None:
         problems.append("--pretrain is missing: its tokenizer decides what is trained")
     else:
         problems += model_problems("--pretrain", config.pretrain)
+    if config.teacher is not None and not is_served(config.teacher):
+        problems += model_problems("--teacher", config.teacher)
     refuse(problems, ConfigError)
     source: str | None = parsed.source or config.prompt_data
     if source is None:
@@ -213,11 +257,17 @@ def parse(argv: Sequence[str]) -> tuple[str, TrainConfig]:
     return source, config
 
 
-def build_parser() -> Parser:
-    """The parser of `lightrft data check --stage sft`."""
+def build_parser(stage: str) -> Parser:
+    """The parser of `lightrft data check` of a stage that trains on given rows."""
     of_rows = [
         name
-        for name, info in available_options("sft").items()
-        if "data" in info.commands or info.group == SUPERVISED
+        for name, info in available_options("sft" if stage == "distill" else stage).items()
+        if "data" in info.commands or info.group in NOT_OF_TRAIN
     ]
-    return check_parser(DESCRIPTION, (*of_rows, *SIZES))
+    of_rules = [
+        name
+        for name, info in available_options().items()
+        if "data" in info.commands and (info.group == "reward" or name == "label_key")
+    ]
+    more = {"sft": SIZES, "distill": (*SIZES, "teacher"), "prefer": of_rules, "reward": of_rules}
+    return check_parser(DESCRIPTION, (*of_rows, *more[stage]))

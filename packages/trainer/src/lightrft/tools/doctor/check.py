@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -10,6 +12,9 @@ from enum import Enum
 from lightrft.kernels.names import first_line
 
 DEADLINE_SECONDS = 20.0
+# Set while the packages that most checks need are being imported.
+importing = threading.Event()
+LARGE_PACKAGES = ("torch", "transformers")
 
 
 class Verdict(Enum):
@@ -72,6 +77,18 @@ def without_gpu() -> Finding | None:
     return None if torch.cuda.is_available() else unchecked("torch sees no GPU")
 
 
+def check_imports() -> Finding:
+    """Seconds that the large packages take, which no other check is to be charged with."""
+    begin = time.monotonic()
+    importing.set()
+    try:
+        for name in LARGE_PACKAGES:
+            importlib.import_module(name)
+    finally:
+        importing.clear()
+    return found(True, f"{', '.join(LARGE_PACKAGES)} in {time.monotonic() - begin:.1f} s")
+
+
 def run_check(check: Check) -> Finding:
     """The finding, at the latest after the check's deadline."""
     answers: list[Finding] = []
@@ -86,6 +103,8 @@ def run_check(check: Check) -> Finding:
     thread = threading.Thread(target=examine, name=f"check:{check.name}", daemon=True)
     thread.start()
     thread.join(check.deadline_seconds)
+    if not answers and importing.is_set() and check.examine is not check_imports:
+        return unchecked("the imports have not ended")
     return answers[0] if answers else found(False, f"no answer in {check.deadline_seconds:g} s")
 
 

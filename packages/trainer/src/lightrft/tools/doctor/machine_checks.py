@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightrft.cli.preflight import device_files, environment_problems
-from lightrft.tools.doctor.check import Check, Finding, found, unchecked
+from lightrft.tools.doctor.check import Check, Finding, check_imports, found, unchecked
 
 GIGABYTE = 1e9
 # Package -> (from, below, what it is needed for).
@@ -32,6 +32,7 @@ MIN_DISK = 20.0 * GIGABYTE
 MIN_MEMORY = 4.0 * GIGABYTE
 MIN_NCCL = (2, 18)
 IMPORT_SECONDS = 90.0
+LIBRARY_SECONDS = 120.0
 
 
 def machine_checks() -> list[Check]:
@@ -39,6 +40,13 @@ def machine_checks() -> list[Check]:
     return [
         Check("Python", ">= 3.11, < 3.14", "uv python install 3.11", check_python),
         *map(version_check, VERSIONS),
+        Check(
+            "imports",
+            f"{LIBRARY_SECONDS:g} s",
+            "install Python's packages on a disk of this machine, not on a network file system",
+            check_imports,
+            deadline_seconds=LIBRARY_SECONDS,
+        ),
         *map(import_check, ("vllm", "sglang")),
         Check(
             "GPU",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import ClassVar, Protocol, cast
 
 from lightrft.config import ConfigError
@@ -30,23 +31,37 @@ class TextEnvironment(Protocol):
         ...
 
 
+class Settings(dict[str, object]):
+    """Options that are read as items or as attributes, both of which authors do."""
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"env_config has no {name!r}: give --environment_args {name}=..."
+            ) from None
+
+
 class Conversation(Adapted):
     """An episode of an environment that answers whole turns; the rewards of its turns add up.
 
     Args:
         make: Makes the author's environment of `env_config` and `extras`, the row.
+        options: The `env_config`.
     """
 
     takes: ClassVar[tuple[str, ...]] = ("seed", "sample_seed", "max_turns")
+    takes_options: ClassVar[bool] = True
     answers_turns: ClassVar[bool] = True
 
-    def __init__(self, make: Callable[..., TextEnvironment]) -> None:
-        self._make, self._reward = make, 0.0
+    def __init__(self, make: Callable[..., TextEnvironment], options: Mapping[str, object]) -> None:
+        self._make, self._reward, self._options = make, 0.0, Settings(options)
         self._open = ExitStack()
 
     def reset(self, **row: object) -> object:
         """Begins with the prompt; what `init` puts at the end of its last message is added."""
-        self._environment = self._make(env_config={}, extras=dict(row))
+        self._environment = self._make(env_config=self._options, extras=dict(row))
         self._open.callback(self._environment.close)
         prompt = list(cast("Sequence[Message]", row["prompt"]))
         asked, _ = self._environment.init(list(prompt))
@@ -120,8 +135,8 @@ def converse(text: str) -> type[Adapted]:
     make = cast("Callable[..., TextEnvironment]", author)
 
     class Episode(Conversation):
-        def __init__(self) -> None:
-            super().__init__(make)
+        def __init__(self, options: Mapping[str, object] = MappingProxyType({})) -> None:
+            super().__init__(make, options)
 
     Episode.__name__ = author.__name__
     return Episode

@@ -27,6 +27,7 @@ from lightrft.cli.options import (
 from lightrft.cli.preflight import check_data, device_problems, engine_problems, model_problems
 from lightrft.config import TrainConfig
 from lightrft.reporting.files import CONFIG_FILE
+from lightrft.reporting.start_bar import start_text
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.evaluation.evaluation_run import EvalResult, EvalSettings
 from lightrft.tools.init_model_command import require_empty
@@ -66,6 +67,7 @@ def run(argv: Sequence[str]) -> int:
     from lightrft.tools.evaluation.evaluation_run import run_evaluation
 
     hide_progress_bars()
+    start_text("lightrft eval: models and engine")
     result = run_evaluation(config, settings)
     if os.environ["RANK"] == "0":
         print(format_table(result))
@@ -81,11 +83,15 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
         UsageError: Arguments that cannot be read.
     """
     config, parsed, problems = parse_options(build_parser(), argv, first_files=_run_options)
-    settings = EvalSettings(parsed.num_samples, tuple(parsed.pass_k), parsed.threshold)
+    settings = EvalSettings(
+        parsed.num_samples, tuple(parsed.pass_k), parsed.threshold, parsed.held_out
+    )
     is_run = bool(_run_options(parsed))
     model = Path(parsed.model, "model") if is_run else Path(parsed.model)
     config.pretrain, config.fsdp = str(model), True
     problems += settings.problems()
+    if settings.held_out is not None and not config.save_rollouts:
+        problems.append("--held_out is of the rows of --save_rollouts: add that, or leave it out")
     problems += model_problems("MODEL", str(model))
     if config.eval_data is None:
         problems.append("--eval_data is missing: give a JSONL, JSON or Parquet file")
@@ -142,6 +148,14 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         metavar="K",
         help="The k of pass@k. Default: 1, 2, 4 ... up to num_samples.",
+    )
+    group.add_argument(
+        "--held_out",
+        default=None,
+        metavar="DATA",
+        help="Prompts, in the form of --eval_data, of which lightrft rows makes none of the "
+        "samples of --save_rollouts. Default: the eval_data of the lightrft train run that MODEL "
+        "is of.",
     )
 
 

@@ -1,6 +1,7 @@
 """Evaluation of a model without training: greedy answers, and several samples of each prompt."""
 
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -11,18 +12,22 @@ from numpy.typing import NDArray
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets import Prompt
+from lightrft.datasets.files import read_sources
+from lightrft.datasets.render import PromptTokenizer
 from lightrft.engines.types import SamplingParams
 from lightrft.models import Actor, load_tokenizer
-from lightrft.models.loading import load_config
-from lightrft.models.reward_model import is_classifier
+from lightrft.models.reward_model import is_reward_model
+from lightrft.records.swapped import position_metrics
 from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
-from lightrft.reporting.files import JsonLinesFile
+from lightrft.reporting.files import CONFIG_FILE, EVAL_FILE, ROLLOUTS_FILE, JsonLinesFile
+from lightrft.reporting.rollouts import RolloutLog
 from lightrft.rollout.sampler import (
     RolloutSampler,
     greedy_params,
     training_params,
 )
 from lightrft.rollout.source import Decoder, SourceParts
+from lightrft.run.provenance import run_of_model
 from lightrft.stages.policy.inputs import build_environments, load_modality, load_run_prompts
 from lightrft.stages.policy.rewards import (
     build_model_rewards,
@@ -33,7 +38,6 @@ from lightrft.stages.policy.rewards import (
 from lightrft.strategy import get_strategy
 from lightrft.strategy.strategy_base import StrategyBase
 
-RESULT_FILE = "eval.json"
 RESPONSES_FILE = "responses.jsonl"
 
 
@@ -46,11 +50,14 @@ class EvalSettings:
         pass_k: The k of pass@k; empty takes 1, 2, 4 ... num_samples.
         threshold: A response is right if its accuracy (the reward, where the reward function
             reports none) is at least this.
+        held_out: Data of prompts of which no rows are made; None takes the `eval_data` of the run
+            that the model is of.
     """
 
     num_samples: int = 0
     pass_k: tuple[int, ...] = ()
     threshold: float = 1.0
+    held_out: str | None = None
 
     def problems(self) -> list[str]:
         """Problems of the values, one line each."""
@@ -91,7 +98,7 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         ModelLoadError: A model or tokenizer that cannot be read.
     """
     path = str(config.pretrain)
-    if is_classifier(load_config(path)):
+    if is_reward_model(path):
         raise ConfigError(
             f"{path} is a reward model: it scores answers and gives none; give the run of a policy"
         )
@@ -102,6 +109,9 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         stack.callback(environments.close)
         shown = environments.prompt_tokenizer
         prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
+        held_out = held_out_prompts(config, settings.held_out, shown)
+        log = RolloutLog(Path(config.output_dir) / ROLLOUTS_FILE, held_out=held_out)
+        stack.callback(log.close)
         recipes = reward_recipes(config, prompts)
         reward = stack.enter_context(build_run_reward(config, recipes=recipes))
         strategy = stack.enter_context(get_strategy(config))
@@ -118,20 +128,13 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         strategy.setup_inference_engine(config, config.engine_type, actor=model)
         strategy.update_engine_weights(model)
         sampler = RolloutSampler(
-            SourceParts(
-                strategy.session,
-                config,
-                tokenizer,
-                reward,
-                models,
-                modality.encoder,
-            ),
+            SourceParts(strategy.session, config, tokenizer, reward, models, modality.encoder),
             environments.source,
         )
-        result, tables = _sample_passes(config, settings, sampler, prompts, strategy)
+        result, tables = _sample_passes(config, settings, sampler, prompts, strategy, log)
         if strategy.is_rank_0():
-            write_result(config, settings, result)
-            write_responses(Path(config.output_dir) / RESPONSES_FILE, prompts, tables, tokenizer)
+            write_result(config, settings, result, num_held_out=len(held_out))
+            write_responses(config, prompts, tables, tokenizer)
         strategy.barrier()
         return result
 
@@ -142,13 +145,21 @@ def _sample_passes(
     sampler: RolloutSampler,
     prompts: Sequence[Prompt],
     strategy: StrategyBase,
+    log: RolloutLog,
 ) -> tuple[EvalResult, dict[str, SampleTable]]:
-    """The result of all passes, and on the first rank all responses of each."""
+    """The result of all passes, and on the first rank all responses of each.
+
+    With `save_rollouts` the log gets them, the greedy pass as step 0 and the samples as step 1.
+    """
     metrics: dict[str, float] = {}
     tables = {}
-    for name, params in sampling(config, settings).items():
+    for number, (name, params) in enumerate(sampling(config, settings).items()):
         own, table = sampler.sample_all(prompts, params)
+        if config.save_rollouts:
+            log.log(number, own, strategy.context)
         metrics |= summarise(name, table, settings, params.n)
+        found = position_metrics(table, prompts)
+        metrics |= {f"{name}/{metric}": value for metric, value in found.items()}
         wanted = [np.arange(len(table) if rank == 0 else 0) for rank in range(strategy.world_size)]
         tables[name] = deliver_rows(table, tabulate(own), wanted, strategy.context)
     return EvalResult(len(prompts), metrics), tables
@@ -206,10 +217,43 @@ def summarise(
     return metrics
 
 
-def write_result(config: TrainConfig, settings: EvalSettings, result: EvalResult) -> None:
-    """Writes eval.json."""
+def held_out_prompts(
+    config: TrainConfig, source: str | None, tokenizer: PromptTokenizer
+) -> frozenset[tuple[int, ...]]:
+    """Token ids of the prompts that are kept out of rows; none unless samples are saved.
+
+    Args:
+        config: Of the evaluation.
+        source: Data in the form of its `eval_data`; None takes that of the run that the model is
+            of, as that run read it.
+        tokenizer: Renders prompts.
+
+    Raises:
+        DataError: They cannot be read.
+        ConfigError: The options of the run cannot be read.
+    """
+    if not config.save_rollouts:
+        return frozenset()
+    run = run_of_model(Path(str(config.pretrain)))
+    file = Path(str(run.get("path"))) / CONFIG_FILE
+    if source is None and run.get("stage") == "policy" and file.is_file():
+        config = TrainConfig.load(file)
+        source = config.eval_data
+    if source is None:
+        return frozenset()
+    config = config.replaced({"eval_data": source, "max_eval_samples": sys.maxsize})
+    prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
+    return frozenset(prompt.token_ids for prompt in prompts)
+
+
+def write_result(
+    config: TrainConfig, settings: EvalSettings, result: EvalResult, *, num_held_out: int
+) -> None:
+    """Writes eval.json, and with samples for rows the options that these need."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    if config.save_rollouts:
+        config.save(folder / CONFIG_FILE)
     content = {
         "model": config.pretrain,
         "data": config.eval_data,
@@ -222,27 +266,51 @@ def write_result(config: TrainConfig, settings: EvalSettings, result: EvalResult
             "top_p": config.top_p,
             "top_k": config.top_k,
         },
+        "num_held_out": num_held_out,
         **asdict(result),
     }
-    (folder / RESULT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / EVAL_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def own_prompts(config: TrainConfig, prompts: Sequence[Prompt]) -> list[object]:
+    """Each prompt as its row has it, a text or messages, so that the options apply to it again.
+
+    Where a row has none, or one that JSON cannot hold, it is the rendered text.
+    """
+    rows = read_sources(str(config.eval_data), split=config.eval_split, seed=config.seed)
+    found: list[object] = []
+    for prompt in prompts:
+        own = rows[prompt.id].columns.get(config.input_key)
+        try:
+            json.dumps(own)
+        except (TypeError, ValueError):
+            own = None
+        found.append(prompt.text if own is None else own)
+    return found
 
 
 def write_responses(
-    path: Path, prompts: Sequence[Prompt], tables: dict[str, SampleTable], decoder: Decoder
+    config: TrainConfig,
+    prompts: Sequence[Prompt],
+    tables: dict[str, SampleTable],
+    decoder: Decoder,
 ) -> None:
     """Writes one line for each response, in the order of the prompts."""
-    lines = JsonLinesFile(path)
+    own = own_prompts(config, prompts)
+    lines = JsonLinesFile(Path(config.output_dir) / RESPONSES_FILE)
     for name, table in tables.items():
         starts = np.cumsum(table.lengths) - table.lengths
         for row, start in enumerate(starts.tolist()):
             stop = start + int(table.lengths[row])
             token_ids = table.token_ids[start + int(table.prompt_lengths[row]) : stop].tolist()
-            prompt = prompts[int(table.group_ids[row])]
+            place = int(table.group_ids[row])
+            prompt = prompts[place]
             lines.append(
                 {
                     "pass": name,
                     "prompt_id": prompt.id,
-                    "prompt": prompt.text,
+                    "prompt": own[place],
+                    "rendered": prompt.text,
                     "label": prompt.label,
                     "response": decoder.decode(token_ids, skip_special_tokens=True),
                     "reward": float(table.rewards[row]),

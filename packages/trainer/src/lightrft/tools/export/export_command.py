@@ -8,6 +8,9 @@ from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser
 from lightrft.tools.init_model_command import require_empty
 
+# Of scores: divided by their deviation; also less their mean.
+WAYS = ("deviation", "standard")
+
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft export --help`.
@@ -25,7 +28,7 @@ def run(argv: Sequence[str]) -> int:
     from lightrft.tools.export.exported_model import export_model
 
     hide_progress_bars()
-    report = export_model(folder, directory)
+    report = export_model(folder, directory, normalize_score=options.normalize_score)
     print(
         f"wrote {report.num_parameters} {report.dtype} parameters to {report.directory}; read "
         f"back: weights equal, logits of one prompt within {report.max_logit_difference:.2g}"
@@ -42,4 +45,10 @@ def build_parser() -> Parser:
     )
     parser.add_argument("run", metavar="RUN", help="The --output_dir of a run that has ended.")
     parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")
+    parser.add_argument(
+        "--normalize_score",
+        choices=WAYS,
+        help="Of a reward model: divide its scores by their deviation on training rows, and with "
+        "standard also subtract their mean, where the model has a bias; unset changes nothing.",
+    )
     return parser

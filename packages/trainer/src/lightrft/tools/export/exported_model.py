@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
 
 from lightrft.cli.errors import CommandError, ExitCode
 from lightrft.cli.preflight import HUB_ID
@@ -22,14 +21,15 @@ from lightrft.engines.media.families import family_of
 from lightrft.models.loading import (
     load_causal_lm,
     load_config,
-    load_model,
     load_processor,
     load_tokenizer,
+    parse_dtype,
     save_pretrained,
 )
-from lightrft.models.reward_model import is_classifier
+from lightrft.models.reward_model import RewardModel, is_classifier, is_reward_model
 from lightrft.reporting.files import CONFIG_FILE, SAMPLES_FILE, JsonLines
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
+from lightrft.tools.export.normalised_scores import NormalisingError, normalise_scores
 from lightrft.tools.report.run_data import NotARunError, RunData, read_run
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 PROMPT = "The quick brown fox"
 MAX_PROMPT_TOKENS = 256
+LANGUAGE_MODEL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 SHOWN_GROUPS = ("algorithm", "rollout", "training")  # of options, in the README
 
 
@@ -63,7 +64,7 @@ class ExportReport:
     max_logit_difference: float
 
 
-def export_model(run: Path, directory: Path) -> ExportReport:
+def export_model(run: Path, directory: Path, *, normalize_score: str | None = None) -> ExportReport:
     """Writes the run's final model, reads it back, and compares weights and logits.
 
     The directory appears only after the comparison.
@@ -71,8 +72,10 @@ def export_model(run: Path, directory: Path) -> ExportReport:
     Args:
         run: Folder of the run.
         directory: Where to; must not exist, or be empty.
+        normalize_score: Of a reward model; see `normalise_scores`. None changes no score.
 
     Raises:
+        NormalisingError: Scores cannot be normalised.
         NotARunError: The folder holds no run, or no final model.
         ModelLoadError: The final model cannot be read.
         ExportError: What was read back differs, or equals the model before training.
@@ -91,11 +94,10 @@ def export_model(run: Path, directory: Path) -> ExportReport:
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        report = _write_and_compare(source_path, partial, _prompt(run))
+        report = _write_and_compare(source_path, partial, _prompt(run), normalize_score)
         if base_model is not None and Path(base_model).is_dir():
             _require_trained(partial, base_model)
-        scores = is_classifier(load_config(str(partial)))
-        card = model_card(data, base_model=base_model, is_local=is_local, scores=scores)
+        card = model_card(data, base_model=base_model, is_local=is_local, loader=_loader(partial))
         (partial / "README.md").write_text(card, encoding="utf-8")
         if directory.is_dir():
             directory.rmdir()
@@ -105,31 +107,53 @@ def export_model(run: Path, directory: Path) -> ExportReport:
     return replace(report, directory=directory)
 
 
-def _write_and_compare(source_path: Path, target: Path, prompt: str) -> ExportReport:
+def _write_and_compare(
+    source_path: Path, target: Path, prompt: str, normalize_score: str | None
+) -> ExportReport:
     dtype = _dtype_name(source_path)
     tokenizer = load_tokenizer(str(source_path))
     has_vision = family_of(load_config(str(source_path))) is not None
     source = load_exported(source_path, dtype).eval()
     require_finite(nonfinite_names(source.named_parameters()), what="weights are", group=ALONE)
+    if normalize_score is not None:
+        if not isinstance(source, RewardModel):
+            raise NormalisingError(
+                "normalize_score is of reward models, and this model gives texts: leave it out"
+            )
+        normalise_scores(source.float(), normalize_score)
+        source.to(parse_dtype(dtype))
     target.parent.mkdir(parents=True, exist_ok=True)
-    save_pretrained(source, tokenizer, target)
+    if isinstance(source, RewardModel):
+        source.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    else:
+        save_pretrained(source, tokenizer, target)
     if has_vision:
         load_processor(str(source_path)).save_pretrained(target)
     exported = load_exported(target, _dtype_name(target)).eval()
     difference = compare_models(source, exported, load_tokenizer(str(target)), prompt)
-    return ExportReport(target, source.num_parameters(), dtype, difference)
+    # Tied parameters are one.
+    num_parameters = sum(value.numel() for value in source.parameters())
+    return ExportReport(target, num_parameters, dtype, difference)
 
 
-def load_exported(path: str | Path, dtype: str) -> PreTrainedModel:
-    """A checkpoint as what it was saved as: a classifier or a language model."""
-    if is_classifier(load_config(str(path))):
-        return load_model(AutoModelForSequenceClassification, str(path), dtype, None)
+def load_exported(path: str | Path, dtype: str) -> PreTrainedModel | RewardModel:
+    """A checkpoint as what it was saved as: a reward model or a language model."""
+    if is_reward_model(str(path)):
+        return RewardModel.from_pretrained(str(path), dtype=dtype)
     return load_causal_lm(str(path), dtype=dtype)
 
 
+def _loader(path: Path) -> str:
+    """The class that reads an exported model."""
+    if not is_reward_model(str(path)):
+        return LANGUAGE_MODEL
+    return CLASSIFIER if is_classifier(load_config(str(path))) else "RewardModel"
+
+
 def compare_models(
-    source: PreTrainedModel,
-    exported: PreTrainedModel,
+    source: PreTrainedModel | RewardModel,
+    exported: PreTrainedModel | RewardModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
 ) -> float:
@@ -144,11 +168,16 @@ def compare_models(
             f"{len(differing)} tensors of the exported model differ from the trained one, first "
             f"{differing[0]}: nothing was exported"
         )
-    expected = _logits(source, tokenizer, prompt)
-    found = _logits(exported, tokenizer, prompt)
+    token_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"][:MAX_PROMPT_TOKENS]
+    expected, found = (_logits(each, torch.tensor([token_ids])) for each in (source, exported))
+    if isinstance(exported, RewardModel) and not exported.is_beside:
+        # As transformers reads it.
+        with torch.no_grad():
+            found = exported.model(input_ids=torch.tensor([token_ids])).logits[0].float()
     difference = float((expected - found).abs().max())
     # Equal weights at another address may be summed in another order.
-    allowed = 32 * torch.finfo(source.dtype).eps * max(1.0, float(expected.abs().max()))
+    dtype = next(source.parameters()).dtype
+    allowed = 32 * torch.finfo(dtype).eps * max(1.0, float(expected.abs().max()))
     if not difference <= allowed:
         raise ExportError(
             f"logits of the exported model differ from the trained one by {difference:.3g}, "
@@ -171,7 +200,7 @@ def differing_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor])
 def _require_trained(target: Path, base_model: str) -> None:
     """Raises an ExportError if training has changed nothing."""
     dtype = _dtype_name(target)
-    if is_classifier(load_config(str(target))) and not is_classifier(load_config(base_model)):
+    if is_reward_model(str(target)) and not is_reward_model(base_model):
         return
     exported = load_exported(target, dtype).state_dict()
     if not differing_tensors(exported, load_exported(base_model, dtype).state_dict()):
@@ -207,15 +236,18 @@ def _prompt(run: Path) -> str:
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tensor:
-    """[seq, vocab] float32, or [1] of a classifier."""
-    token_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"][:MAX_PROMPT_TOKENS]
-    logits: Tensor = model(input_ids=torch.tensor([token_ids])).logits[0].float()
+def _logits(model: PreTrainedModel | RewardModel, token_ids: Tensor) -> Tensor:
+    """[seq, vocab] float32, or [scores] of a reward model."""
+    if isinstance(model, RewardModel):
+        mask = torch.ones_like(token_ids, dtype=torch.bool)
+        scores: Tensor = model(token_ids, mask, by_name=True)[0]
+        return scores
+    logits: Tensor = model(input_ids=token_ids).logits[0].float()
     return logits
 
 
 def model_card(
-    run: RunData, *, base_model: str | None, is_local: bool, scores: bool = False
+    run: RunData, *, base_model: str | None, is_local: bool, loader: str = LANGUAGE_MODEL
 ) -> str:
     """Markdown with the metadata that model hubs read; it holds no path of this machine.
 
@@ -223,13 +255,13 @@ def model_card(
         run: What is known about the run.
         base_model: Path or hub id of the model that the run started from.
         is_local: It is a path.
-        scores: The model is a reward model.
+        loader: Class that reads the model.
     """
     title, task = "Model fine-tuned by reinforcement learning", "text-generation"
-    auto_class, tag = "AutoModelForCausalLM", "reinforcement-learning"
-    if scores:
+    tag, package = "reinforcement-learning", "transformers"
+    if loader != LANGUAGE_MODEL:
         title, task, tag = "Reward model", "text-classification", "reward-model"
-        auto_class = "AutoModelForSequenceClassification"
+        package = package if loader == CLASSIFIER else "lightrft.models"
     head = ["library_name: transformers", f"pipeline_tag: {task}"]
     if base_model is not None and not is_local and HUB_ID.match(base_model):
         head.append(f"base_model: {json.dumps(base_model)}")
@@ -255,9 +287,13 @@ def model_card(
             *(_sentences(run)),
             "",
             "```python",
-            f"from transformers import {auto_class}, AutoTokenizer",
+            *(
+                ["from transformers import AutoTokenizer", f"from {package} import {loader}"]
+                if package != "transformers"
+                else [f"from transformers import {loader}, AutoTokenizer"]
+            ),
             "",
-            f'model = {auto_class}.from_pretrained("this directory")',
+            f'model = {loader}.from_pretrained("this directory")',
             'tokenizer = AutoTokenizer.from_pretrained("this directory")',
             "```",
             *_table(("option", "value"), options),

@@ -1,27 +1,26 @@
 """Settings with which a run fits into its machine."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from lightrft.config import TrainConfig
-from lightrft.tools.plan.memory import (
-    MemoryPlan,
-    largest_engine_share,
-    least_engine_bytes,
-    plan_memory,
-)
+from lightrft.run.gpus import GPUS, Gpu
+from lightrft.tools.plan.duration import step_seconds
+from lightrft.tools.plan.memory import MemoryPlan, fitting_share, plan_memory
 from lightrft.tools.plan.setup import Setup
 
-# From the cheapest on; each is added to those before it.
-STEPS: tuple[Mapping[str, object], ...] = (
-    {"gradient_checkpointing": True},
-    {"micro_train_batch_size": 1, "micro_rollout_batch_size": 1},
-    {"fsdp": True},
-    {"adam_offload": True},
-    {"fsdp_cpu_offload": True, "adam_offload": False},
+# One of each may be chosen beside leaving all as it is.
+CHOICES: tuple[tuple[Mapping[str, object], ...], ...] = (
+    ({"gradient_checkpointing": True},),
+    ({"micro_train_batch_size": 1, "micro_rollout_batch_size": 1},),
+    ({"zero_stage": 3}, {"fsdp": True}),
+    ({"adam_offload": True}, {"fsdp_cpu_offload": True, "adam_offload": False}),
 )
-LEAST_SHARE = 0.1
 NUM_REMEDIES = 3
+# A setting more is proposed for a step that is shorter by this share at least.
+WORTH = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,71 +47,114 @@ class Advice:
         return " ".join(texts)
 
 
-def advise(setup: Setup) -> Advice:
-    """The fewest changes, cheapest first, with which every phase fits."""
-    changes: dict[str, object] = {}
-    found = Advice(changes, plan_memory(setup))
-    for step in ({}, *STEPS):
-        changes.update(_acting(step, setup.config, changes))
-        for engine in _engine_changes(setup, changes):
-            wanted = {**changes, **engine}
-            plan = plan_memory(_changed(setup, wanted))
-            found = Advice(_differing(wanted, setup.config), plan)
-            if plan.fits:
-                return found
-    return found
+def advise(setup: Setup, gpu: Gpu | None = None) -> Advice:
+    """The changes with which all fits and a step is predicted to be shortest.
+
+    Args:
+        setup: Of the run.
+        gpu: By which steps are timed; None takes one whose shares of compute, memory and links
+            are common.
+    """
+    now = Advice({}, plan_memory(setup))
+    if now.plan.fits:
+        return now
+    gpu = GPUS["h100-80g"] if gpu is None else gpu
+    found = now
+    fitting: list[Advice] = []
+    for advice in _candidates(setup):
+        if advice.plan.fits:
+            fitting.append(advice)
+        elif _excess(advice.plan) < _excess(found.plan):
+            found = advice
+    return min(fitting, key=lambda each: _cost(each, gpu)) if fitting else found
 
 
 def remedies(setup: Setup) -> list[str]:
     """Single changes that lower the worst phase most, with what they save."""
     worst = plan_memory(setup).worst
     savings = []
-    for step in STEPS:
-        changes = _acting(step, setup.config, {})
+    for step in (step for choice in _choices(setup) for step in choice):
+        changes = _acting(step, setup.config)
         if not changes:
             continue
         plan = plan_memory(_changed(setup, changes))
         now = next(p for p in plan.phases if p.name == worst.name).device_bytes
         if worst.device_bytes - now > 0.01 * worst.device_bytes:
-            advice = Advice(changes, plan)
-            savings.append(f"{advice.flags}: {(worst.device_bytes - now) / 1e9:.1f} GB less")
-    return savings[:NUM_REMEDIES]
+            savings.append((worst.device_bytes - now, Advice(changes, plan).flags))
+    savings.sort(key=lambda each: -each[0])
+    return [f"{flags}: {saved / 1e9:.1f} GB less" for saved, flags in savings[:NUM_REMEDIES]]
 
 
-def _acting(
-    step: Mapping[str, object], config: TrainConfig, before: Mapping[str, object]
-) -> dict[str, object]:
+def _cost(advice: Advice, gpu: Gpu) -> tuple[float, int]:
+    """Seconds of a step where a setting more must win some; without rollouts their number."""
+    setup = advice.plan.setup
+    if not setup.rolls_out:
+        # From the cheapest on, as they stand in `CHOICES`.
+        order = [name for choice in CHOICES for step in choice for name in step]
+        return float(sum(2 ** order.index(n) for n in advice.changes)), 0
+    seconds = step_seconds(setup, gpu).total
+    return seconds * (1 + WORTH) ** len(advice.changes), len(advice.changes)
+
+
+def _excess(plan: MemoryPlan) -> float:
+    """The largest need over what there is."""
+    needs = [plan.worst.device_bytes / max(1.0, plan.usable_bytes)]
+    if plan.setup.host_bytes:
+        needs.append(plan.host_bytes / plan.setup.host_bytes)
+    if plan.room is not None:
+        needs.append(plan.room.least_bytes / max(1.0, plan.room.share_bytes))
+    return max(needs)
+
+
+def _choices(setup: Setup) -> list[list[dict[str, object]]]:
+    """What may be changed; without rollouts nothing of them."""
+    left_out = () if setup.rolls_out else ("micro_rollout_batch_size",)
+    return [
+        [{n: value for n, value in step.items() if n not in left_out} for step in choice]
+        for choice in CHOICES
+    ]
+
+
+def _combinations(setup: Setup) -> Iterator[dict[str, object]]:
+    config = setup.config
+    for steps in product(*([{}, *choice] for choice in _choices(setup))):
+        merged = {name: value for step in steps for name, value in step.items()}
+        uses_fsdp = bool(merged.get("fsdp", config.fsdp))
+        # Each belongs to one way of sharding.
+        if (uses_fsdp and "zero_stage" in merged) or (
+            not uses_fsdp and "fsdp_cpu_offload" in merged
+        ):
+            continue
+        yield _acting(merged, config)
+
+
+def _acting(step: Mapping[str, object], config: TrainConfig) -> dict[str, object]:
     """The settings of a step that change something."""
-    uses_fsdp = bool(before.get("fsdp", config.fsdp))
-    if "fsdp_cpu_offload" in step and not uses_fsdp:
+    if "fsdp_cpu_offload" in step and not step.get("fsdp", config.fsdp):
         return {}
-    return {k: v for k, v in step.items() if before.get(k, config.__dict__[k]) != v}
+    return {k: v for k, v in step.items() if config.__dict__[k] != v}
 
 
-def _engine_changes(setup: Setup, changes: Mapping[str, object]) -> Iterator[dict[str, object]]:
-    """The engine as it is, then with a share that fits, then over more GPUs."""
-    yield {}
-    if not setup.has_server_engine or not setup.has_gpu:
-        return
-    tp = setup.config.engine_tp_size
-    while tp <= min(setup.ranks_per_node, setup.world_size):
-        trial = _changed(setup, {**changes, "engine_tp_size": tp})
-        share = int(20 * largest_engine_share(plan_memory(trial))) / 20
-        share = min(share, 0.9)
-        needed = least_engine_bytes(trial) / setup.capacity_bytes
-        if share >= max(LEAST_SHARE, needed):
-            yield {"engine_tp_size": tp, "engine_mem_util": min(share, _wanted(setup, share))}
-        tp *= 2
+def _candidates(setup: Setup) -> Iterator[Advice]:
+    """Every combination with the engine as it is; over more GPUs; and with the share that fits."""
+    given, sizes = setup.config.engine_tp_size, [setup.config.engine_tp_size]
+    if setup.has_server_engine and setup.has_gpu:
+        most = min(setup.ranks_per_node, setup.world_size)
+        sizes += [tp for tp in (2, 4, 8) if given < tp <= most and _divides(tp, setup)]
+    for changes, tp in product(_combinations(setup), sizes):
+        wanted = changes if tp == given else {**changes, "engine_tp_size": tp}
+        plan = plan_memory(_changed(setup, wanted))
+        yield Advice(wanted, plan)
+        share = fitting_share(plan)
+        if share is not None and not math.isclose(share, setup.config.engine_mem_util):
+            more = {"engine_mem_util": share}
+            yield Advice({**wanted, **more}, plan_memory(_changed(plan.setup, more)))
 
 
-def _wanted(setup: Setup, share: float) -> float:
-    """The user's share where that fits."""
-    return min(share, max(setup.config.engine_mem_util, LEAST_SHARE))
+def _divides(tp: int, setup: Setup) -> bool:
+    """Whether vLLM can cut the model and the world into so many parts."""
+    return setup.actor_size.num_heads % tp == 0 and setup.world_size % tp == 0
 
 
 def _changed(setup: Setup, changes: Mapping[str, object]) -> Setup:
     return replace(setup, config=setup.config.replaced(changes))
-
-
-def _differing(changes: Mapping[str, object], config: TrainConfig) -> dict[str, object]:
-    return {k: v for k, v in changes.items() if config.__dict__[k] != v}

@@ -1,7 +1,6 @@
 """Seconds of each phase of a step from operations, bytes and links, for any number of GPUs.
 
-Of three published runs (8B, 32B, a mixture of 30B) 0.68 to 1.04 times their seconds are predicted,
-which a test holds; sleeping, waking and saving are left out.
+Compared with three published runs (`published.PUBLISHED`); sleeping and saving are left out.
 """
 
 import math
@@ -9,59 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightrft.run.gpus import GB, Gpu
+from lightrft.tools.plan.constants import constant
+from lightrft.tools.plan.engine_room import engine_room
 from lightrft.tools.plan.memory import plan_memory
 from lightrft.tools.plan.setup import Setup
 
 TERA = 1e12
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A number of the model of time.
-
-    Args:
-        value: In its unit.
-        meaning: With the unit.
-        is_measured: From a run of this project; else an assumption.
-        compare: What others report of it.
-    """
-
-    value: float
-    meaning: str
-    is_measured: bool = False
-    compare: str = ""
-
-    @property
-    def source(self) -> str:
-        """The origin of the number."""
-        kind = "measured" if self.is_measured else "assumed"
-        return f"{kind}; {self.compare}" if self.compare else kind
-
-
-# Replace an assumption by what `doctor --gpu` or a run reports (`mfu`, seconds of phases).
-CONSTANTS = {
-    "train_efficiency": Constant(
-        0.40,
-        "share of the peak in forward and backward passes",
-        compare="0.38 to 0.43 for Llama 3 405B on H100 (arXiv:2407.21783, table 4)",
-    ),
-    "score_efficiency": Constant(0.50, "share of the peak in forward passes"),
-    "decode_bandwidth_share": Constant(0.60, "share of the memory's bandwidth while decoding"),
-    "decode_step_seconds": Constant(0.004, "s a decoding step takes beside reading memory"),
-    "mean_length_share": Constant(0.5, "mean response over generate_max_len"),
-    "link_share": Constant(
-        0.70,
-        "share of a link's bandwidth in collectives",
-        compare="about 200 of 300 GB/s on 8 A100 with NVLink (NVIDIA/nccl-tests issue 149)",
-    ),
-    "node_gb_per_second": Constant(
-        50.0,
-        "GB/s of a GPU to other nodes",
-        compare="400 Gb/s is a ConnectX-7 for each GPU, as in DGX H100; DGX A100 has half",
-    ),
-    "collective_seconds": Constant(30e-6, "s a collective waits for each doubling of ranks"),
-    "overlap": Constant(0.8, "share of FSDP2's transfers hidden behind computation"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +36,23 @@ class StepSeconds:
         return sum(self.phases.values())
 
 
-def constant(name: str) -> float:
-    """The value of a constant."""
-    return CONSTANTS[name].value
-
-
 def exchange_bytes_per_rank(setup: Setup) -> float:
     """Bytes that one rank receives when the rollouts of a step are exchanged."""
     config = setup.config
-    response = mean_row_tokens(setup) - config.prompt_max_len
+    response = setup.mean_row_tokens - config.prompt_max_len
     samples = StepSamples(
-        config.rollout_batch_size * config.n_samples_per_prompt, config.prompt_max_len, response
+        config.rollout_batch_size * config.n_samples_per_prompt,
+        config.prompt_max_len,
+        response,
+        num_turns=math.ceil(response / config.stream_chunk) if config.stream_chunk else 1.0,
     )
     return predict_exchange(
-        samples, world_size=setup.world_size, sp_size=config.sp_size, ledger_gate=config.ledger_gate
+        samples,
+        world_size=setup.world_size,
+        sp_size=config.sp_size,
+        ledger_gate=config.ledger_gate,
+        num_open_groups=config.num_prompts_in_flight if config.stream_chunk else 0.0,
     ).total
-
-
-def mean_row_tokens(setup: Setup) -> float:
-    """Prompt and response of an average sample."""
-    mean = constant("mean_length_share") * setup.config.max_response_tokens
-    return min(setup.row_tokens, setup.config.prompt_max_len + mean)
 
 
 def step_seconds(setup: Setup, gpu: Gpu) -> StepSeconds:
@@ -133,18 +81,29 @@ def scale(setup: Setup, gpu: Gpu, counts: Sequence[int]) -> list[StepSeconds]:
     ]
 
 
+def first_feasible(rows: Sequence[StepSeconds]) -> StepSeconds:
+    """The fewest GPUs on which the run fits; those of the first row where it fits on none."""
+    return next((row for row in rows if row.memory_bytes is not None), rows[0])
+
+
 def efficiency(rows: Sequence[StepSeconds]) -> list[float]:
-    """GPU-seconds of the first row over those of each row: 1 where more GPUs lose nothing."""
-    first = rows[0]
+    """GPU-seconds of the first row that fits over those of each: 1 where more GPUs lose nothing."""
+    first = first_feasible(rows)
     return [first.total * first.num_gpus / (row.total * row.num_gpus) for row in rows]
 
 
 def where_it_stops_paying(setup: Setup, rows: Sequence[StepSeconds]) -> str:
     """From which number of GPUs on less than half of their time is the step's work; and why."""
     shares = efficiency(rows)
-    beyond = [row for row, share in zip(rows, shares, strict=True) if share < 0.5]
+    least = first_feasible(rows).num_gpus
+    beyond = [
+        row for row, share in zip(rows, shares, strict=True) if share < 0.5 and row.num_gpus > least
+    ]
     if not beyond:
-        return f"each of {rows[-1].num_gpus} GPUs still does {shares[-1]:.0%} of the work of one"
+        return (
+            f"each of {rows[-1].num_gpus} GPUs still does {shares[-1]:.0%} of the work of one of "
+            f"{least}"
+        )
     first = beyond[0]
     slowest = max(first.phases, key=lambda name: first.phases[name])
     samples = setup.config.rollout_batch_size * setup.config.n_samples_per_prompt
@@ -166,18 +125,42 @@ def where_it_stops_paying(setup: Setup, rows: Sequence[StepSeconds]) -> str:
     return f"from {first.num_gpus} GPUs on less than half of their time is work: {hint}"
 
 
+def waiting_share(setup: Setup, gpu: Gpu) -> float:
+    """Share of a step in which the mean response has ended and the longest has not."""
+    config = setup.config
+    mean = setup.mean_tokens
+    waves = max(1.0, _rows_at_once(setup, gpu)[1])
+    tail = (config.max_response_tokens - mean) / ((waves - 1) * mean + config.max_response_tokens)
+    seconds = step_seconds(setup, gpu)
+    return seconds.phases["rollout"] * tail / seconds.total
+
+
+def stream_advice(setup: Setup, gpu: Gpu) -> str:
+    """What the longest responses cost, and the option against it."""
+    share, config = waiting_share(setup, gpu), setup.config
+    text = f"waiting for the longest responses: {share:.0%} of the step"
+    if share <= 1 / 3 or config.stream_chunk is not None or config.has_episodes:
+        return text
+    chunk = math.ceil(setup.mean_length_share * config.generate_max_len)
+    return f"{text}; --stream_chunk {chunk} does not wait"
+
+
+def _rows_at_once(setup: Setup, gpu: Gpu) -> tuple[float, float]:
+    """Responses that an engine samples at once, and how many times so many there are."""
+    rows = setup.samples_per_rank * setup.config.engine_tp_size
+    room = engine_room(replace(setup, capacity_bytes=gpu.memory_bytes))
+    at_once = max(1.0, min(rows, rows if room is None else room.rows))
+    return at_once, rows / at_once
+
+
 def _rollout(setup: Setup, gpu: Gpu) -> float:
     """Decoding until the longest response of the rank is done; weights are read at each step."""
-    config, size, c = setup.config, setup.actor_size, setup.compute_bytes
-    tp = config.engine_tp_size
-    rows = setup.samples_per_rank * tp
-    active = size.num_layers * size.active_layer_parameters + size.embedding_parameters
-    row, row_tokens = setup.cache_bytes, mean_row_tokens(setup)
-    weights = c * (size.parameters if rows >= size.num_experts else active)
-    cache = max(1.0, config.engine_mem_util * gpu.memory_bytes * tp - weights)
-    at_once = max(1.0, min(rows, cache / (row * row_tokens)))
-    waves = rows / at_once
-    mean = constant("mean_length_share") * config.max_response_tokens
+    config, tp = setup.config, setup.config.engine_tp_size
+    active = _active_parameters(setup)
+    row, row_tokens = setup.cache_bytes, setup.mean_row_tokens
+    weights = _read_weights(setup, setup.samples_per_rank * tp)
+    at_once, waves = _rows_at_once(setup, gpu)
+    mean = setup.mean_tokens
     bandwidth = gpu.memory_gb_per_second * GB * constant("decode_bandwidth_share") * tp
     read = (weights + at_once * row * row_tokens) / bandwidth
     compute = 2 * active * at_once / (gpu.tflops * TERA * constant("score_efficiency") * tp)
@@ -189,9 +172,21 @@ def _rollout(setup: Setup, gpu: Gpu) -> float:
     return steps * step + prefill / once / (gpu.tflops * TERA * constant("score_efficiency"))
 
 
+def _active_parameters(setup: Setup) -> float:
+    size = setup.actor_size
+    return size.num_layers * size.active_layer_parameters + size.embedding_parameters
+
+
+def _read_weights(setup: Setup, rows: float) -> float:
+    """Bytes of weights that a decoding step of so many responses reads."""
+    size = setup.actor_size
+    read = size.parameters if rows >= size.num_experts else _active_parameters(setup)
+    return setup.compute_bytes * read
+
+
 def _flops_per_pass(setup: Setup) -> float:
     """Operations of a forward pass over this rank's samples."""
-    size, tokens = setup.actor_size, mean_row_tokens(setup)
+    size, tokens = setup.actor_size, setup.mean_row_tokens
     per_token = 2.0 * size.num_layers * size.active_layer_parameters
     scored = 2.0 * size.embedding_parameters * (tokens - setup.config.prompt_max_len)
     attention = 2.0 * size.num_layers * size.q_width * tokens**2
@@ -211,7 +206,7 @@ def _train(setup: Setup, gpu: Gpu) -> float:
     passes = (4 if config.gradient_checkpointing else 3) * (1 + (setup.critic is not None))
     flops = config.max_epochs * passes * _flops_per_pass(setup)
     compute = flops / (gpu.tflops * TERA * constant("train_efficiency"))
-    tokens = setup.samples_per_rank * mean_row_tokens(setup)
+    tokens = setup.samples_per_rank * setup.mean_row_tokens
     micro = max(1.0, tokens / setup.micro_tokens(config.micro_train_batch_size))
     if config.fsdp or config.zero_stage == 3:
         # Weights twice and gradients once, for every micro batch.
@@ -224,7 +219,24 @@ def _train(setup: Setup, gpu: Gpu) -> float:
     transfer = _collective(setup, moved, gpu, num_messages * config.max_epochs)
     hidden = min(transfer * constant("overlap"), compute)
     states = 16 * size.parameters / setup.world_size * config.steps_per_rollout
-    return compute + transfer - hidden + states / (gpu.memory_gb_per_second * GB)
+    step = states / (gpu.memory_gb_per_second * GB)
+    return compute + transfer - hidden + step + _offload(setup, micro * config.max_epochs)
+
+
+def _offload(setup: Setup, num_micro: float) -> float:
+    """Of optimizer states, or of all that is sharded, on the host."""
+    config, world = setup.config, setup.world_size
+    trained, total = setup.actor.trained / world, setup.actor.total / world
+    link, host = (constant(n) * GB for n in ("host_gb_per_second", "host_adam_gb_per_second"))
+    steps = config.steps_per_rollout * config.max_epochs
+    # Gradients there and weights back; Adam reads and writes weights and both moments.
+    on_host = steps * ((4 + setup.compute_bytes) * trained / link + 28 * trained / host)
+    if config.fsdp and config.fsdp_cpu_offload:
+        # Shards for both passes of each micro batch, and its gradients.
+        return on_host + num_micro * 4 * (2 * total + trained) / link
+    if config.adam_offload and config.fsdp:
+        return 2 * 8 * trained / link  # both ways, around an update phase
+    return on_host if config.adam_offload else 0.0
 
 
 def _sync(setup: Setup, gpu: Gpu) -> float:
@@ -258,6 +270,8 @@ COMPONENT_BYTES = 8
 MESSAGE_BYTES = 40
 EVIDENCE_ROW_BYTES = 90
 EVIDENCE_CALL_BYTES = 70
+# What all ranks know of a group in flight.
+GROUP_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,19 +318,24 @@ class ExchangeBytes:
 
 
 def predict_exchange(
-    samples: StepSamples, *, world_size: int, sp_size: int = 1, ledger_gate: bool = True
+    samples: StepSamples,
+    *,
+    world_size: int,
+    sp_size: int = 1,
+    ledger_gate: bool = True,
+    num_open_groups: float = 0.0,
 ) -> ExchangeBytes:
     """The mean over ranks of what `exchange`, `deliver_rows` and `deliver_evidence` move.
 
     A sample is trained on a rank that has nothing to do with where it was sampled, so 1 of
-    `world_size` need not move. Rewards have one component. Partial rollouts also tell every rank
-    all tokens of each chunk, which is not in here.
+    `world_size` need not move. Rewards have one component.
 
     Args:
         samples: Of the step.
         world_size: Ranks.
         sp_size: Ranks that train the same samples.
         ledger_gate: Whether evidence moves.
+        num_open_groups: Of streaming rollouts, which tell all ranks of them three times.
     """
     moved = (world_size - 1) / world_size
     trained = samples.count * sp_size / world_size
@@ -325,8 +344,9 @@ def predict_exchange(
         tokens += samples.response_tokens / 8
     evidence = samples.token_bytes - 4 * samples.observed_tokens
     evidence += EVIDENCE_ROW_BYTES + EVIDENCE_CALL_BYTES * samples.num_turns
+    rows = samples.count * (ROW_BYTES + COMPONENT_BYTES) + world_size * MESSAGE_BYTES
     return ExchangeBytes(
-        rows=moved * (samples.count * (ROW_BYTES + COMPONENT_BYTES) + world_size * MESSAGE_BYTES),
+        rows=moved * (rows + 3 * GROUP_BYTES * num_open_groups),
         tokens=moved * trained * tokens,
         evidence=moved * trained * evidence if ledger_gate else 0.0,
     )

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightrft.run.gpus import GB
+from lightrft.tools.plan.constants import constant
+from lightrft.tools.plan.engine_room import EngineRoom, asleep_bytes, engine_room, working_share
 from lightrft.tools.plan.setup import Model, ModelSize, Setup
 
 MEGABYTE = 1_000_000
 # Buckets in flight at a time.
 NUM_BUCKETS = 2
-# The CUDA context with the libraries' kernels, and NCCL's channels: of a rank, about.
-CONTEXT_BYTES = 1.5 * GB
-RESERVE = 0.05
 # As in `strategy.deepspeed.engine_config`; and DeepSpeed's own limits.
 ZERO_BUCKET = 50_000_000
 ZERO1_BUCKET = 500_000_000
@@ -23,6 +22,14 @@ ZERO3_LIVE = 1_000_000_000
 # of a loss inside the output layer on a GPU.
 GPU_CHUNK_COLUMNS = 16_384
 CPU_CHUNK_COLUMNS = 4_096
+# As `kernels.logprob.policy_loss.WORKSPACES` on a GPU: bytes of stored products, and the least,
+# most and divisor of a chunk's tokens.
+LOSS_BUDGET = 2**31
+LOSS_TOKENS = (1024, 8192)
+LOSS_MULTIPLE = 128
+# As in `models.divergence`.
+DIVERGENCE_LOGITS = 2**24
+REWARD_SHARDS = 8
 FLOAT = 4
 
 
@@ -78,6 +85,9 @@ def _resting_zero(setup: Setup, model: Model) -> Iterator[Term]:
 
 def evaluated(setup: Setup, model: Model) -> float:
     """Bytes of a model without gradients."""
+    if setup.config.fsdp and not model.scores_tokens:
+        # `prepare_reward_models` asks for at most so many shards.
+        return setup.compute_bytes * model.total / min(REWARD_SHARDS, setup.world_size)
     is_sharded = setup.config.fsdp or setup.config.zero_stage == 3
     return setup.compute_bytes * model.total / (setup.world_size if is_sharded else 1)
 
@@ -99,6 +109,7 @@ def forward_peak(setup: Setup, model: Model, num_rows: int) -> Iterator[Term]:
     passing = block_bytes(one, tokens, setup.compute_bytes)
     head = head_bytes(setup, model, setup.scored_tokens(num_rows), is_training=False)
     yield Term("activations of a layer, or logits", max(passing, head))
+    yield Term("tower: activations of a layer", tower_bytes(setup, one, num_rows))
 
 
 def train_peak(setup: Setup, model: Model) -> list[Term]:
@@ -110,11 +121,11 @@ def moments(setup: Setup, model: Model) -> Iterator[list[Term]]:
     """The addition of an update to `resting` at each moment that may be its largest."""
     rows, c = setup.config.micro_train_batch_size, setup.compute_bytes
     tokens, scored = setup.micro_tokens(rows), setup.scored_tokens(rows)
-    kept = Term("activations", trunk_bytes(model, tokens, c))
+    kept = Term("activations", trunk_bytes(model, tokens, c) + tower_bytes(setup, model, rows))
     head = Term("output layer", head_bytes(setup, model, scored, is_training=True))
     passing = Term("backward pass of a layer", block_bytes(model, tokens, c))
     # A sharded gradient exists from the first micro batch on.
-    is_wide = model.scores_tokens and model.trained == model.total
+    is_wide = model.scores_tokens and model.trains_all
     output = Term(
         "gradient of the output layer", c * model.size.embedding_parameters if is_wide else 0
     )
@@ -127,7 +138,7 @@ def _fsdp_moments(
 ) -> Iterator[list[Term]]:
     world, c, unit = setup.world_size, setup.compute_bytes, model.layer
     on_host = setup.config.fsdp_cpu_offload and setup.has_gpu
-    is_whole = model.trained == model.total
+    is_whole = model.trains_all
     held = [Term("gradients, sharded", FLOAT * model.trained / world, on_host)]
     if setup.config.adam_offload and setup.has_gpu and not on_host:
         held.append(Term("Adam's states, back from the host", 8 * model.trained / world))
@@ -233,6 +244,18 @@ def trunk_bytes(model: Model, num_tokens: int, compute_bytes: int) -> float:
     return num_tokens * (size.num_layers * kept + ends)
 
 
+def tower_bytes(setup: Setup, model: Model, num_rows: int) -> float:
+    """Bytes that a vision tower keeps of prompts that are images from end to end."""
+    vision, c = model.size.vision, setup.compute_bytes
+    if vision is None:
+        return 0.0
+    layer, is_kept = vision.layer_patch_bytes(c), model.trained > 0 and not setup.freezes_tower
+    kept = vision.num_layers * (c * vision.hidden if model.checkpoints else layer)
+    kept += vision.end_patch_bytes(c)
+    transient = layer if model.checkpoints or not is_kept else 0.0
+    return setup.num_patches(num_rows) * ((kept if is_kept else 0.0) + transient)
+
+
 def block_bytes(model: Model, num_tokens: int, compute_bytes: int) -> float:
     """Bytes that one layer's backward pass adds: gradients of activations, recomputed ones."""
     size = model.size
@@ -245,6 +268,8 @@ def head_bytes(setup: Setup, model: Model, num_scored: int, *, is_training: bool
     """Work space of the output layer, the gradient of its weight left out."""
     size, c = model.size, setup.compute_bytes
     hidden = num_scored * size.hidden
+    if setup.stage == "divergence" and is_training:
+        return _divergence_bytes(setup, num_scored)
     if not model.scores_tokens:
         return FLOAT * hidden
     if not setup.is_fused:
@@ -252,6 +277,8 @@ def head_bytes(setup: Setup, model: Model, num_scored: int, *, is_training: bool
         copies = 3 if is_training else 2
         widened = 0 if c == FLOAT else FLOAT * (hidden + size.embedding_parameters)
         return copies * FLOAT * num_scored * size.vocab + c * hidden + widened
+    if is_training and setup.has_gpu:
+        return loss_bytes(model, num_scored, c)
     columns = setup.config.chunk_size
     if columns is None:
         columns = GPU_CHUNK_COLUMNS if setup.has_gpu else CPU_CHUNK_COLUMNS
@@ -261,6 +288,43 @@ def head_bytes(setup: Setup, model: Model, num_scored: int, *, is_training: bool
         # A chunk's logits and their gradient, and the gradient of the hidden states.
         found += num_scored * columns * (FLOAT + c) + (FLOAT + c) * hidden
     return found
+
+
+def loss_bytes(model: Model, num_scored: int, compute_bytes: int) -> float:
+    """Work space of a loss inside the output layer on a GPU, its weight's gradient left out."""
+    c, vocab, width = compute_bytes, model.size.vocab, model.size.hidden
+    least, most = LOSS_TOKENS
+    most = min(max(LOSS_BUDGET // (FLOAT * vocab), least), most) // LOSS_MULTIPLE * LOSS_MULTIPLE
+    num_chunks = max(1, -(-num_scored // most))
+    rows = min(num_scored, -(-num_scored // num_chunks // LOSS_MULTIPLE) * LOSS_MULTIPLE)
+    columns = min(GPU_CHUNK_COLUMNS, vocab)
+    stored = FLOAT * rows * vocab
+    if stored > LOSS_BUDGET:
+        stored = LOSS_BUDGET + FLOAT * rows * columns
+    # Hidden states of the chunk, gathered and padded, and both gradients of hidden states.
+    states = width * (2 * c * rows + FLOAT * rows + FLOAT * num_scored)
+    found = stored + states + c * rows * columns
+    if not model.trains_all or c == FLOAT:
+        return found
+    weight = FLOAT * vocab * width
+    if num_chunks == 1:
+        # The weight's gradient is written in its own dtype, from products of some columns.
+        return found + FLOAT * columns * width
+    # Summed in float32, then narrowed.
+    narrowed = weight + (FLOAT + c) * width * num_scored
+    return max(found + (FLOAT - c) * vocab * width, narrowed)
+
+
+def _divergence_bytes(setup: Setup, num_scored: int) -> float:
+    """Logits of student and teacher for some tokens at a time, within the teacher's pass."""
+    size, c = setup.actor_size, setup.compute_bytes
+    teachers = [model for name, model in setup.evaluated.items() if name.split()[0] == "teacher"]
+    whole = sum(gathered(setup, each) for each in teachers)
+    if setup.config.fsdp:
+        whole = sum(c * (each.root + 2 * each.layer) for each in teachers)
+    tokens = min(num_scored, max(1, DIVERGENCE_LOGITS // size.vocab))
+    # Logits and log-probabilities of both, the divergence's terms, and gradients.
+    return 7 * FLOAT * tokens * size.vocab + whole + 3 * c * num_scored * size.hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +365,7 @@ class MemoryPlan:
     @property
     def usable_bytes(self) -> float:
         """Of a rank's memory, without the reserve."""
-        return self.setup.capacity_bytes * (1 - RESERVE)
+        return self.setup.capacity_bytes * (1 - constant("reserve_share"))
 
     @property
     def worst(self) -> Phase:
@@ -314,26 +378,61 @@ class MemoryPlan:
         return max(phase.host_bytes for phase in self.phases)
 
     @property
-    def fits(self) -> bool:
-        """Whether every phase fits into the device and, where it is known, the host."""
+    def room(self) -> EngineRoom | None:
+        """Of the engine in its share; None of one that has none."""
+        return engine_room(self.setup)
+
+    @property
+    def problems(self) -> list[str]:
+        """What does not fit: a phase into the device or the host, the engine into its share."""
+        worst, found = self.worst, []
+        if worst.device_bytes > self.usable_bytes:
+            found.append(
+                f"{worst.name} needs {gigabytes(worst.device_bytes)} of "
+                f"{gigabytes(self.usable_bytes)}"
+            )
         host = self.setup.host_bytes
-        fits_host = host is None or self.host_bytes <= host
-        return self.worst.device_bytes <= self.usable_bytes and fits_host
+        if host is not None and self.host_bytes > host:
+            ranks = self.setup.ranks_per_node
+            found.append(
+                f"the host needs {gigabytes(ranks * self.host_bytes)} of {gigabytes(ranks * host)} "
+                f"for the {ranks} ranks of a node"
+            )
+        problem = "" if self.room is None else self.room.problem()
+        return [*found, problem] if problem else found
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is too large: the answer of plan, advice and a run's start."""
+        return not self.problems
 
 
 def plan_memory(setup: Setup) -> MemoryPlan:
     """Predicts every phase, from the second step on, when all states exist."""
+    if not setup.rolls_out:
+        return MemoryPlan(setup, tuple(_given_phases(setup)))
     always = [*_context(setup), *_models(setup)]
-    asleep = [] if _sleeps(setup) else list(_engine(setup))
+    asleep = [Term("engine: graphs", asleep_bytes(setup))]
+    asleep = asleep if _sleeps(setup) else list(_engine(setup))
     phases = (
         Phase("load", (*_context(setup), *_loading(setup))),
         Phase("rollout", (*always, *_engine(setup))),
-        Phase("score", (*always, *asleep, *_scoring(setup))),
+        Phase("score", (*always, *asleep, *_scoring(setup, setup.config.micro_rollout_batch_size))),
         Phase("train", (*always, *asleep, *_training(setup))),
-        Phase("sync", (*always, *_engine_weights(setup), *_buckets(setup))),
+        Phase("sync", (*always, *_waking(setup), *_buckets(setup))),
         Phase("save", (*always, *asleep, *_saving(setup))),
     )
     return MemoryPlan(setup, phases)
+
+
+def _given_phases(setup: Setup) -> Iterator[Phase]:
+    """Phases of a stage that reads its rows."""
+    always = [*_context(setup), *_models(setup)]
+    yield Phase("load", (*_context(setup), *_loading(setup)))
+    if setup.stage == "prefer":
+        yield Phase("score", (*always, *_scoring(setup, setup.config.micro_train_batch_size)))
+    yield Phase("train", (*always, *_training(setup)))
+    yield Phase("save", (*always, *_saving(setup)))
 
 
 def rank_bytes(terms: Sequence[Term]) -> float:
@@ -341,25 +440,19 @@ def rank_bytes(terms: Sequence[Term]) -> float:
     return sum(term.num_bytes for term in terms if not term.is_on_host)
 
 
-def largest_engine_share(plan: MemoryPlan) -> float:
-    """The largest `engine_mem_util` with which the rollout fits; may be 0 or less."""
+def fitting_share(plan: MemoryPlan) -> float | None:
+    """The share of its engine with which all of a run works; None where there is none."""
     setup = plan.setup
-    always = rank_bytes([*_context(setup), *_models(setup)])
-    others = max(p.device_bytes for p in plan.phases if p.name != "rollout")
+    trainer = rank_bytes([*_context(setup), *_models(setup)])
     if not _sleeps(setup):
-        always = max(always, others - rank_bytes(list(_engine(setup))))
-    return (plan.usable_bytes - always) / setup.capacity_bytes
-
-
-def least_engine_bytes(setup: Setup) -> float:
-    """Weights, and the keys and values of one response of full length."""
-    size, c, tp = setup.actor_size, setup.compute_bytes, setup.config.engine_tp_size
-    return (c * size.parameters + setup.cache_bytes * setup.row_tokens) / tp
+        others = max(p.device_bytes for p in plan.phases if p.name != "rollout")
+        trainer = max(trainer, others - rank_bytes(list(_engine(setup))))
+    return working_share(setup, trainer, plan.usable_bytes)
 
 
 def _context(setup: Setup) -> Iterator[Term]:
     if setup.has_gpu:
-        yield Term("CUDA context and NCCL", CONTEXT_BYTES)
+        yield Term("CUDA context and NCCL", constant("context_gb") * GB)
 
 
 def _models(setup: Setup) -> Iterator[Term]:
@@ -392,13 +485,23 @@ def _engine_weights(setup: Setup) -> Iterator[Term]:
 
 
 def _engine(setup: Setup) -> Iterator[Term]:
-    if setup.has_server_engine and setup.has_gpu:
-        share = setup.config.engine_mem_util * setup.capacity_bytes
-        yield Term("engine: weights, cache, graphs", share)
+    room = engine_room(setup)
+    if room is not None and setup.has_gpu:
+        yield Term("engine: weights", room.weight_bytes)
+        yield Term("engine: graphs", room.graph_bytes)
+        yield Term("engine: activations", room.activation_bytes)
+        rest = max(0.0, room.share_bytes - room.fixed_bytes)
+        yield Term(f"engine: keys and values of {room.rows:.0f} rows", rest)
         return
     yield from _engine_weights(setup)
     tokens = setup.samples_per_rank * setup.row_tokens
     yield Term("engine: keys and values", tokens * setup.cache_bytes)
+
+
+def _waking(setup: Setup) -> Iterator[Term]:
+    """Of an engine that takes weights before it has a cache again."""
+    yield from _engine_weights(setup)
+    yield Term("engine: graphs", asleep_bytes(setup))
 
 
 def _buckets(setup: Setup) -> Iterator[Term]:
@@ -409,15 +512,26 @@ def _buckets(setup: Setup) -> Iterator[Term]:
 
 
 def _loading(setup: Setup) -> Iterator[Term]:
-    """Sharding takes whole weights from the host, unless ranks read their own rows."""
+    """Sharding takes whole weights from the host, unless ranks read their own rows.
+
+    Actor and critic are read together, then each other model once those before it are placed,
+    reward models together; all of them in float32.
+    """
     yield from (term for term in _models(setup) if "Adam" not in term.name)
-    if not setup.builds_on_meta:
-        whole = 4 * setup.actor_size.parameters
-        yield Term("whole float32 weights, on the way", whole, is_on_host=setup.has_gpu)
+    models = setup.evaluated
+    rewards = sum(m.stored for name, m in models.items() if name.startswith("reward model"))
+    others = [m.stored for name, m in models.items() if not name.startswith("reward model")]
+    trained = setup.actor.total + (0 if setup.critic is None else setup.critic.total)
+    read = rewards if setup.builds_on_meta else max(trained, rewards, *others, 0)
+    name = "whole float32 weights, on the way"
+    yield Term(name, FLOAT * read, is_on_host=setup.has_gpu)
+    if not setup.config.fsdp and setup.config.zero_stage == 3:
+        # DeepSpeed places a model on the device as a whole.
+        whole = setup.compute_bytes * max(m.total for m in (setup.actor, *models.values()))
+        yield Term("a whole model, before it is divided", whole)
 
 
-def _scoring(setup: Setup) -> list[Term]:
-    rows = setup.config.micro_rollout_batch_size
+def _scoring(setup: Setup, rows: int) -> list[Term]:
     models = [setup.actor, *setup.evaluated.values()]
     models += [] if setup.critic is None else [setup.critic]
     return max((list(forward_peak(setup, model, rows)) for model in models), key=rank_bytes)
@@ -457,10 +571,11 @@ def summary(plan: MemoryPlan) -> str:
     text = (
         f"largest phase {worst.name}: {gigabytes(worst.device_bytes)} of "
         f"{gigabytes(plan.usable_bytes)} ({gigabytes(setup.capacity_bytes)} of each rank's {where} "
-        f"less {RESERVE:.0%})"
+        f"less {constant('reserve_share'):.0%})"
     )
     if plan.host_bytes:
-        text += f", and {gigabytes(plan.host_bytes)} of the host"
+        node = gigabytes(setup.ranks_per_node * plan.host_bytes)
+        text += f", and {gigabytes(plan.host_bytes)} of the host ({node} a node)"
     return text
 
 

@@ -1,25 +1,29 @@
 """`lightrft plan`: memory and seconds of a run on given GPUs, without any of them."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightrft.cli.errors import ExitCode, refuse
 from lightrft.cli.options import Parser, add_number, add_options, available_options, parse_options
-from lightrft.config import ConfigError
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import SFT, options_of
 from lightrft.run.gpus import GB, GPUS, Gpu, find_gpu
 from lightrft.tools.plan.advice import advise, remedies
+from lightrft.tools.plan.constants import CONSTANTS
 from lightrft.tools.plan.duration import (
-    CONSTANTS,
     StepSeconds,
     efficiency,
     scale,
+    stream_advice,
     where_it_stops_paying,
 )
 from lightrft.tools.plan.memory import gigabytes, memory_table, plan_memory, summary
-from lightrft.tools.plan.setup import SHAPES, Setup, read_model_size
+from lightrft.tools.plan.setup import PLANNED, SHAPES, Setup, read_model_size
 
 GPUS_PER_NODE = 8
+MEAN_LENGTH_SHARE = 0.5
 # What "auto" takes where there is a GPU.
 ON_A_GPU = {"auto": "vllm"}
 
@@ -36,14 +40,20 @@ def run(argv: Sequence[str]) -> int:
             *problems,
             f"--pretrain is missing: give a model directory or one of {', '.join(SHAPES)}",
         ]
+    stages = {parsed.stage} if parsed.stage else set()
     if parsed.config:
         from lightrft.run.resume import stage_of  # it needs NumPy
 
-        problems += [
-            f"{path} is of a run of the stage {stage}: only runs of lightrft train can be planned"
-            for path in parsed.config
-            if (stage := stage_of(Path(path).parent)) not in ("", "policy")
-        ]
+        stages |= {stage_of(Path(path).parent) for path in parsed.config} - {""}
+    problems += [
+        f"--config is of a run of the stage {name}: expected one of {', '.join(PLANNED)}"
+        for name in sorted(stages - PLANNED.keys())
+    ]
+    if len(stages) > 1:
+        problems.append(f"one plan is of one stage: got {' and '.join(sorted(stages))}")
+    stage = min(stages, default="policy")
+    if stage == "divergence" and not config.teacher_places:
+        problems.append("--teacher is missing: its weights are held, too")
     refuse(problems, ConfigError)
     gpu = find_gpu(parsed.gpu)
     setup = Setup(
@@ -54,6 +64,12 @@ def run(argv: Sequence[str]) -> int:
         has_gpu=True,
         capacity_bytes=gpu.memory_bytes,
         engine=ON_A_GPU.get(config.engine_type, config.engine_type),
+        host_bytes=parsed.host_memory * GB / min(parsed.gpus, parsed.gpus_per_node)
+        if parsed.host_memory
+        else None,
+        stage=stage,
+        rows_per_item=PLANNED[stage],
+        mean_length_share=parsed.mean_length_share,
     )
     text, fits = full_report(setup, gpu)
     print(text)
@@ -66,16 +82,54 @@ def build_parser() -> Parser:
         "plan",
         "Predict memory and seconds of a run from its options, a model's configuration and the "
         "data sheets of GPUs. Exit code 6 if no settings are found that fit. Takes the options of "
-        "lightrft train; --pretrain is a model directory or one of: " + ", ".join(SHAPES) + ".",
+        "lightrft train and of the stages on rows; --pretrain is a model directory or one of: "
+        + ", ".join(SHAPES)
+        + ".",
         argument_default=argparse.SUPPRESS,
     )
     add_number(parser, "--gpus", "GPUs, one rank each.", default=1)
     add_number(parser, "--gpus_per_node", "GPUs of a node.", default=GPUS_PER_NODE)
+    add_number(
+        parser,
+        "--host_memory",
+        "GB of a node's host memory, with which loading and offloads are compared; 0 compares "
+        "nothing.",
+        default=0,
+        lowest=0,
+    )
+    parser.add_argument(
+        "--mean_length_share",
+        type=_share,
+        default=MEAN_LENGTH_SHARE,
+        metavar="X",
+        help="Mean response over the longest that is allowed, as the model's logs say it. Default: "
+        f"{MEAN_LENGTH_SHARE} [assumed].",
+    )
     parser.add_argument(
         "--gpu", default="h100-80g", metavar="NAME", help="One of: " + ", ".join(GPUS) + "."
     )
-    add_options(parser, list(available_options()))
+    parser.add_argument(
+        "--stage",
+        choices=tuple(PLANNED),
+        default="",
+        help="What is trained: policy is lightrft train, divergence lightrft distill on rows of "
+        "--prompt_data. Others than policy count memory alone, of rows of --max_row_tokens tokens, "
+        "two of a pair. Unset is that of --config, else policy.",
+    )
+    names = {name for command in ("train", *SFT) for name in available_options(command)}
+    add_options(parser, [name for name in options_of(TrainConfig) if name in names])
     return parser
+
+
+def _share(text: str) -> float:
+    """A share above 0, at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, at most 1: got {text!r}")
+    return value
 
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -86,32 +140,37 @@ def full_report(setup: Setup, gpu: Gpu) -> tuple[str, bool]:
     plan = plan_memory(setup)
     lines = [
         f"{setup.actor_size.parameters / GB:.2f}e9 parameters, {setup.world_size} ranks, "
-        f"engine {setup.engine}",
+        + (f"engine {setup.engine}" if setup.rolls_out else f"stage {setup.stage}"),
         "",
         "Memory of a rank at the peak of each phase:",
         memory_table(plan),
         "",
         summary(plan),
     ]
-    advice = advise(setup)
+    lines += [f"does not fit: {problem}" for problem in plan.problems]
+    advice = advise(setup, gpu)
     if plan.fits:
         lines.append("fits: these settings are feasible")
     elif advice.plan.fits:
-        lines += [f"does not fit; feasible settings: {advice.flags}", summary(advice.plan)]
+        lines += [f"feasible settings: {advice.flags}", summary(advice.plan)]
         setup = advice.plan.setup
     else:
         lines.append(
-            "does not fit, nor does what the other options give "
-            f"({advice.flags}): more or larger GPUs, a shorter generate_max_len, or --lora_rank"
+            f"nor does what the other options give fit ({advice.flags}; "
+            f"{'; '.join(advice.plan.problems)}): more or larger GPUs, a shorter "
+            "generate_max_len, or --lora_rank"
         )
     single = remedies(plan.setup) if not plan.fits else []
     lines += [f"  {number}. {text}" for number, text in enumerate(single, start=1)]
+    if not setup.rolls_out:
+        return "\n".join(lines), advice.plan.fits
     rows = scale(setup, gpu, COUNTS)
     lines += [
         "",
         "Predicted seconds of a step:",
         time_table(rows),
         where_it_stops_paying(setup, rows),
+        stream_advice(setup, gpu),
         f"Constants: {sum(c.is_measured for c in CONSTANTS.values())} of {len(CONSTANTS)} are "
         "measured; the others are assumptions (docs/scaling.md).",
         f"GPU: NVIDIA {gpu.source}.",

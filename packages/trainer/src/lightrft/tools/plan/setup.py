@@ -1,5 +1,6 @@
 """The models, options and machine that a plan is made for, and what follows from them."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,6 +9,8 @@ from pathlib import Path
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.files import read_object
 from lightrft.config.options import LARGEST_INT, did_you_mean
+from lightrft.config.rules import is_served
+from lightrft.tools.plan.vision import TOWERS, VisionSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,7 @@ class ModelSize:
         has_qkv_bias: Of the projections to queries, keys and values.
         has_qk_norm: Queries and keys are normalised.
         num_experts, num_active_experts: Feed-forward blocks of a layer, and those a token sees.
+        vision: Of its tower; None reads text alone.
     """
 
     num_layers: int
@@ -35,6 +39,7 @@ class ModelSize:
     has_qk_norm: bool = False
     num_experts: int = 1
     num_active_experts: int = 1
+    vision: VisionSize | None = None
 
     @classmethod
     def of_config(cls, values: Mapping[str, object]) -> "ModelSize":
@@ -75,6 +80,7 @@ class ModelSize:
             has_qk_norm=kind.startswith("qwen3"),
             num_experts=experts,
             num_active_experts=number("num_experts_per_tok", default=1),
+            vision=VisionSize.of_config(values),
         )
 
     @property
@@ -119,14 +125,26 @@ class ModelSize:
         return self.embedding_parameters * (1 if self.is_tied else 2) + self.hidden
 
     @property
+    def tower_parameters(self) -> int:
+        """Of the vision tower and its projector."""
+        return 0 if self.vision is None else self.vision.parameters
+
+    @property
     def parameters(self) -> int:
         """Of the whole model."""
-        return self.root_parameters + self.num_layers * self.layer_parameters
+        text = self.root_parameters + self.num_layers * self.layer_parameters
+        return text + self.tower_parameters
 
-    def adapter_parameters(self, rank: int) -> int:
-        """Of adapters of this rank on all linear layers of the decoder."""
+    def adapter_parameters(self, rank: int, *, on_tower: bool = True) -> int:
+        """Of adapters of this rank on all linear layers, of the tower as well unless it is frozen.
+
+        Experts are one tensor with an axis of its own, which no adapter takes.
+        """
         ends = 2 * (self.hidden + self.q_width) + 2 * (self.hidden + self.kv_width)
-        return self.num_layers * rank * (ends + 3 * (self.hidden + self.intermediate))
+        if self.num_experts == 1:
+            ends += 3 * (self.hidden + self.intermediate)
+        tower = 0 if self.vision is None or not on_tower else self.vision.adapter_parameters(rank)
+        return self.num_layers * rank * ends + tower
 
     @property
     def small_parameters(self) -> int:
@@ -136,6 +154,12 @@ class ModelSize:
         found = sum(size for size in matrices if size <= 100_000)
         biases = self.q_width + 2 * self.kv_width if self.has_qkv_bias else 0
         return self.num_layers * (found + biases + 2 * self.hidden) + self.hidden
+
+
+# Stages whose memory is known, and the answers that they compare with each other.
+PLANNED = {"policy": 1, "sft": 1, "prefer": 2, "reward": 2, "divergence": 1}
+# Preference losses that read no reference.
+WITHOUT_REFERENCE = {"simpo", "cpo", "orpo", "sft"}
 
 
 def _qwen(
@@ -203,17 +227,32 @@ class Model:
     checkpoints: bool = False
 
     @property
+    def stored(self) -> int:
+        """Numbers in its files: without adapters; of a critic without the output projection."""
+        unused = 0 if self.scores_tokens or self.size.is_tied else self.size.embedding_parameters
+        return self.size.parameters - unused
+
+    @property
+    def adapters(self) -> int:
+        """Of them trained ones that are in no file."""
+        is_adapted = 0 < self.trained < self.stored - self.size.tower_parameters
+        return self.trained if is_adapted else 0
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether the text model itself gets gradients, not adapters."""
+        return self.trained > 0 and self.adapters == 0
+
+    @property
     def total(self) -> int:
-        """All numbers, adapters included; of a critic without the output projection."""
-        size = self.size
-        unused = 0 if self.scores_tokens or size.is_tied else size.embedding_parameters
-        adapters = self.trained if 0 < self.trained < size.parameters - unused else 0
-        return size.parameters - unused + adapters
+        """All numbers, adapters included."""
+        return self.stored + self.adapters
 
     @property
     def root(self) -> int:
-        """Numbers outside of the layers."""
-        return self.total - self.size.num_layers * self.layer
+        """Numbers outside of the layers, of text and of images."""
+        towers = self.size.tower_parameters
+        return self.total - self.size.num_layers * self.layer - towers
 
     @property
     def layer(self) -> int:
@@ -234,6 +273,10 @@ class Setup:
         capacity_bytes: Memory of a rank's device; of its share of the host without a GPU.
         host_bytes: Memory of the host that is this rank's share; None is not known.
         engine: "vllm", "sglang" or "hf".
+        stage: Of `config.registry.STAGES`.
+        rows_per_item: Answers that are compared with each other, at most; 1 where none are.
+        longest_row: Tokens of the longest row of given ones; None takes what the options allow.
+        mean_length_share: Mean response over the longest that the options allow.
     """
 
     config: TrainConfig
@@ -244,39 +287,63 @@ class Setup:
     capacity_bytes: float
     engine: str
     host_bytes: float | None = None
+    stage: str = "policy"
+    rows_per_item: int = 1
+    longest_row: int | None = None
+    mean_length_share: float = 0.5
+
+    @property
+    def rolls_out(self) -> bool:
+        """Whether an engine samples what is trained on."""
+        return self.stage == "policy"
 
     @cached_property
     def compute_bytes(self) -> int:
         """Of a number in forward and backward passes."""
         return 2 if self.config.computes_in_bf16(has_gpu=self.has_gpu) else 4
 
+    @property
+    def freezes_tower(self) -> bool:
+        """Whether `freeze_prefix` keeps the vision tower as it is."""
+        names = [start + tower for tower in TOWERS for start in ("", "model.")]
+        return any(re.match(p, f"{n}.") for p in self.config.freeze_prefix for n in names)
+
     @cached_property
     def actor(self) -> Model:
-        """The trained policy."""
-        rank = self.config.lora_rank
-        size = self.actor_size
-        trained = size.adapter_parameters(rank) if rank else size.parameters
-        return Model(size, trained, checkpoints=self.config.gradient_checkpointing)
+        """The trained policy, or reward model."""
+        rank, size, scores = self.config.lora_rank, self.actor_size, self.stage != "reward"
+        whole = Model(size, 0, scores).total - (size.tower_parameters if self.freezes_tower else 0)
+        adapters = size.adapter_parameters(rank, on_tower=not self.freezes_tower)
+        trained = adapters if rank else whole
+        return Model(size, trained, scores, self.config.gradient_checkpointing)
 
     @cached_property
     def critic(self) -> Model | None:
         """The trained critic, which `gae` needs."""
         path = self.config.critic_pretrain
+        if not self.rolls_out:
+            return None
         if self.config.advantage_estimator != "gae" and not isinstance(path, str):
             return None
         size = read_model_size(path) if isinstance(path, str) else self.actor_size
-        unused = 0 if size.is_tied else size.embedding_parameters
+        whole = Model(size, 0, scores_tokens=False).total
+        trained = whole - (size.tower_parameters if self.freezes_tower else 0)
         checkpoints = self.config.gradient_checkpointing
-        return Model(size, size.parameters - unused, scores_tokens=False, checkpoints=checkpoints)
+        return Model(size, trained, scores_tokens=False, checkpoints=checkpoints)
 
     @cached_property
     def evaluated(self) -> dict[str, Model]:
         """Models without gradients, by name."""
         found: dict[str, Model] = {}
-        if self.config.init_kl_coef > 0:
+        names = set(self.config.preference_loss)
+        stored = self.config.ref_logprobs
+        has_stored = stored is not None and Path(stored).exists()
+        compares = self.stage == "prefer" and self.config.lora_rank == 0 and not has_stored
+        if self.config.init_kl_coef > 0 or (compares and not names <= WITHOUT_REFERENCE):
             found["reference"] = Model(self.actor_size, 0)
-        if self.config.teacher is not None:
-            found["teacher"] = Model(read_model_size(self.config.teacher), 0)
+        for name, place in self.config.teacher_places.items():
+            if not is_served(place):
+                found[f"teacher {name}".strip()] = Model(read_model_size(place), 0)
         if self.config.enable_ema:
             found["moving average"] = Model(self.actor_size, 0)
         for index, path in enumerate(self.config.reward_pretrain):
@@ -286,39 +353,81 @@ class Setup:
     @property
     def has_server_engine(self) -> bool:
         """Whether the engine has weights and a cache of its own on the device."""
-        return self.engine in ("vllm", "sglang")
+        return self.rolls_out and self.engine in ("vllm", "sglang")
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values that the engine keeps of a token."""
-        size = self.actor_size
-        return 2 * self.compute_bytes * size.num_layers * size.kv_width
+        """Keys and values that an engine keeps of a token, on all of its ranks."""
+        size, tp = self.actor_size, self.config.engine_tp_size
+        # Ranks beyond the heads of keys hold copies.
+        heads = max(size.num_kv_heads, tp) if self.has_server_engine else size.num_kv_heads
+        return 2 * self.compute_bytes * size.num_layers * heads * size.head_dim
 
     @property
     def is_fused(self) -> bool:
         """Whether the logits never exist as a whole."""
+        if not self.rolls_out:
+            return self.config.fused_linear_logprob is not False
         return self.config.fuses_logprob(has_gpu=self.has_gpu)
 
     @property
     def builds_on_meta(self) -> bool:
         """Whether ranks read their own rows of the files instead of the whole model."""
-        weights = 2 * self.actor_size.parameters
-        wanted = self.config.builds_on_meta(has_gpu=self.has_gpu, weight_bytes=weights)
-        return self.config.fsdp and wanted
+        return self.config.fsdp and self.config.builds_on_meta(
+            has_gpu=self.has_gpu,
+            weight_bytes=2 * self.actor_size.parameters,
+            is_in_files=self.config.lora_rank == 0 and self.actor_size.vision is None,
+        )
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of an average response."""
+        return self.mean_length_share * self.config.max_response_tokens
+
+    @property
+    def mean_row_tokens(self) -> float:
+        """Prompt and response of an average sample."""
+        return min(self.row_tokens, self.config.prompt_max_len + self.mean_tokens)
+
+    def num_patches(self, num_rows: int) -> int:
+        """Patches of so many rows whose prompts are images from end to end."""
+        vision = self.actor_size.vision
+        if vision is None:
+            return 0
+        rows = max(num_rows, self.micro_tokens(num_rows) // max(1, self.row_tokens))
+        prompt = self.config.prompt_max_len if self.rolls_out else self.row_tokens
+        return rows * prompt * vision.merged
 
     @property
     def row_tokens(self) -> int:
         """Of the longest row."""
-        return self.config.max_episode_tokens
+        if self.rolls_out:
+            return self.config.max_episode_tokens
+        return self.config.max_row_tokens if self.longest_row is None else self.longest_row
 
     def micro_tokens(self, num_rows: int) -> int:
-        """Tokens of a micro batch on one rank, at most."""
+        """Tokens of a micro batch of so many rows, or given items, on one rank, at most."""
+        if not self.rolls_out:
+            return -(-self._given_tokens(num_rows) // self.config.sp_size)
         tokens = self.config.max_micro_tokens(num_rows) or num_rows * self.row_tokens
         # A bound below one row still admits that row.
         return -(-max(tokens, self.row_tokens) // self.config.sp_size)
 
+    def _given_tokens(self, num_items: int) -> int:
+        """Tokens of a micro batch of given items, at most."""
+        config, item = self.config, self.rows_per_item * self.row_tokens
+        bound = config.micro_batch_tokens
+        if bound is None and config.packing_samples:
+            bound = config.micro_train_batch_size * self.rows_per_item * config.max_row_tokens
+        if bound is None:
+            return num_items * item
+        share = -(-config.train_batch_size * config.sp_size // self.world_size)
+        return max(item, min(bound, share * item))
+
     def scored_tokens(self, num_rows: int) -> int:
         """Of them those the output projection sees."""
+        if not self.rolls_out:
+            return self.micro_tokens(num_rows)
         share = self.config.max_response_tokens / max(1, self.row_tokens)
         return round(self.micro_tokens(num_rows) * min(1.0, share))
 

@@ -8,25 +8,36 @@ from pathlib import Path
 import psutil
 import torch
 
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.factory import resolve_engine_type
+from lightrft.stages.stage import StageInputs
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.tools.plan.memory import (
     MemoryPlan,
-    largest_engine_share,
-    least_engine_bytes,
+    fitting_share,
     memory_table,
     plan_memory,
     summary,
 )
-from lightrft.tools.plan.setup import Setup, read_model_size
+from lightrft.tools.plan.setup import PLANNED, Setup, read_model_size
 
 # A prediction that is over by less than this is no reason to stop a run.
 TOLERANCE = 1.1
 
 
-def check_budget(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+def check_budget(
+    config: TrainConfig,
+    strategy: StrategyBase,
+    *,
+    stage: str = "policy",
+    inputs: StageInputs | None = None,
+) -> TrainConfig:
     """Compares what a run will need with what its ranks have; collective.
+
+    Args:
+        config, strategy: Of the run.
+        stage: Of `config.registry.STAGES`; the memory of others is not known.
+        inputs: Of the stage; None are those of rollouts.
 
     On GPUs the share of an engine that would leave too little is lowered, on all ranks alike.
 
@@ -39,17 +50,34 @@ def check_budget(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
     path = Path(str(config.pretrain))
     if not config.check_memory or not (path / "config.json").is_file():
         return config  # a name of the hub: its shape is known once it is loaded
-    return settle(machine_setup(config, strategy), strategy.print)
+    if stage not in PLANNED:
+        return config
+    items = () if inputs is None else inputs.items()
+    try:
+        setup = machine_setup(config, strategy)
+    except ConfigError as error:
+        if not items:
+            raise
+        strategy.print(f"memory is not planned: {error}")
+        return config
+    if items:
+        setup = replace(
+            setup,
+            stage=stage,
+            rows_per_item=max(map(len, items)),
+            longest_row=max(len(row.token_ids) for item in items for row in item),
+        )
+    return settle(setup, strategy.print)
 
 
 def settle(setup: Setup, write: Callable[[str], None]) -> TrainConfig:
     """The decision of `check_budget`, once the machine is known; the same on all ranks."""
-    config, plan = setup.config, plan_memory(setup)
+    plan = plan_memory(setup)
     if setup.has_gpu and not plan.fits and setup.has_server_engine:
-        config, plan = _with_smaller_engine(plan, write)
-    over = plan.worst.device_bytes / max(1.0, plan.usable_bytes)
+        plan = _with_another_share(plan, write)
+    config = plan.setup.config
     write(f"memory: {summary(plan)}")
-    if over <= 1:
+    if plan.fits:
         return config
     from lightrft.tools.plan.advice import advise, remedies
 
@@ -57,15 +85,25 @@ def settle(setup: Setup, write: Callable[[str], None]) -> TrainConfig:
     found = advise(plan.setup)
     if found.plan.fits:
         lines.append(f"  settings that fit: {found.flags}")
-    advice = "\n".join(lines)
-    if setup.has_gpu and over > TOLERANCE:
+    advice = "\n".join(("; ".join(plan.problems), *lines))
+    if setup.has_gpu and is_hopeless(plan):
         raise MemoryError(
             f"the run needs more memory than its GPUs have: {summary(plan)}\n"
             f"{memory_table(MemoryPlan(plan.setup, (plan.worst,)))}\n{advice}\n"
             "--no_check_memory starts it all the same"
         )
-    write(f"warning: this may run out of memory\n{advice}")
+    write(f"warning: this may run out of memory: {advice}")
     return config
+
+
+def is_hopeless(plan: MemoryPlan) -> bool:
+    """Whether more is missing than a prediction errs by, on the device or in the engine's share.
+
+    The host has swap, and other programs that end: it is warned about.
+    """
+    room = plan.room
+    lacks_share = room is not None and room.least_bytes > TOLERANCE * room.share_bytes
+    return lacks_share or plan.worst.device_bytes > TOLERANCE * plan.usable_bytes
 
 
 def machine_setup(config: TrainConfig, strategy: StrategyBase) -> Setup:
@@ -90,18 +128,12 @@ def machine_setup(config: TrainConfig, strategy: StrategyBase) -> Setup:
     )
 
 
-def _with_smaller_engine(
-    plan: MemoryPlan, write: Callable[[str], None]
-) -> tuple[TrainConfig, MemoryPlan]:
-    """The plan with the largest share of the engine that fits, if an engine can live on it."""
-    setup = plan.setup
-    share = int(100 * largest_engine_share(plan)) / 100
-    least = least_engine_bytes(setup) / setup.capacity_bytes
-    if not least < share < setup.config.engine_mem_util:
-        return setup.config, plan
-    config = setup.config.replaced({"engine_mem_util": share})
-    write(
-        f"engine_mem_util = {share:g} instead of {setup.config.engine_mem_util:g}: the trainer "
-        "needs the rest"
-    )
-    return config, plan_memory(replace(setup, config=config))
+def _with_another_share(plan: MemoryPlan, write: Callable[[str], None]) -> MemoryPlan:
+    """The plan with a share of the engine on which it works beside the trainer, if there is one."""
+    setup, share = plan.setup, fitting_share(plan)
+    given = setup.config.engine_mem_util
+    if share is None or share == given:
+        return plan
+    why = "the trainer needs the rest" if share < given else "its weights and rows need it"
+    write(f"engine_mem_util = {share:g} instead of {given:g}: {why}")
+    return plan_memory(replace(setup, config=setup.config.replaced({"engine_mem_util": share})))

@@ -118,8 +118,19 @@ CALCULATOR = Task(
     ),
     draw=draw_products,
     reward="boxed_sum.py",
-    chat_template=CHAT_TEMPLATE,
+    template=CHAT_TEMPLATE,
     environment="calculator_environment.py",
     adjust=with_calculator,
     numbers={"num_steps": 20, "num_warm_start_steps": 300, "num_eval_prompts": 256},
+)
+
+
+def with_agent(config: TrainConfig, directory: Path) -> TrainConfig:
+    """The same by an agent that calls the calculator itself."""
+    agent = f"{directory / 'agent.py'}:run"
+    return replace(with_calculator(config, directory), environment=None, agent=agent)
+
+
+CALCULATOR_AGENT = replace(
+    CALCULATOR, environment=None, agent="calculator_agent.py", adjust=with_agent
 )

@@ -9,17 +9,19 @@ that looking closely pays.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lightrft.config import TrainConfig
-from lightrft.tools.quickstart.task import Exercise, Message, Task, is_held_out
+from lightrft.tools.quickstart.task import Exercise, MediaModel, Message, Task, is_held_out
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 Colour = tuple[int, int, int]
 COLOURS: dict[str, Colour] = {
@@ -31,6 +33,7 @@ COLOURS: dict[str, Colour] = {
 BLIND = {"red": "green", "blue": "yellow"}
 P_BLIND = 0.6
 SIDE = 56
+INITIALIZER_RANGE = 0.06
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 # A picture of this size has four features.
 SEEN = "<|vision_start|>" + 4 * "<|image_pad|>" + "<|vision_end|>"
@@ -122,7 +125,24 @@ def save_picture(exercise: Exercise, stem: Path) -> dict[str, object]:
     return {"images": [f"{folder.name}/{file.name}"]}
 
 
-def with_pictures(config: TrainConfig, directory: Path) -> TrainConfig:
+def _build(
+    seed: int, tokenizer: "PreTrainedTokenizerBase"
+) -> "tuple[PreTrainedModel, ProcessorMixin]":
+    from lightrft.tools.tiny_vision_models import build_tiny
+
+    return build_tiny(seed=seed, initializer_range=INITIALIZER_RANGE, tokenizer=tokenizer)
+
+
+def _inputs(
+    processor: "ProcessorMixin", exercises: Sequence[Exercise], token_ids: "Tensor"
+) -> "dict[str, Tensor]":
+    pictures = [cast("Shapes", exercise).picture() for exercise in exercises]
+    found = processor.image_processor(images=pictures, return_tensors="pt")
+    is_image = token_ids == processor.image_token_id
+    return {**found, "mm_token_type_ids": is_image.long()}
+
+
+def in_short_answers(config: TrainConfig, directory: Path) -> TrainConfig:
     """A run of short responses, in two optimizer steps each: a larger model, a smaller rate."""
     batch_size = config.train_batch_size // 2
     return replace(
@@ -140,9 +160,9 @@ SHAPES = Task(
     whole_tokens=("<think>", "</think>", "\\boxed{", *COLOURS, "How many "),
     draw=draw_shapes,
     draw_media=save_picture,
-    reads_images=True,
+    media_model=MediaModel(_build, _inputs),
     reward="boxed_sum.py",
-    adjust=with_pictures,
+    adjust=in_short_answers,
     numbers={"num_steps": 60, "num_warm_start_steps": 900, "num_eval_prompts": 256},
     learning_rate=2e-3,
     flaw=(

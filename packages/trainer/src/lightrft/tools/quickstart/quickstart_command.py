@@ -24,7 +24,7 @@ from lightrft.config.options import did_you_mean
 from lightrft.reporting.files import SAMPLES_FILE, JsonLines, package_versions
 from lightrft.tools.init_model_command import make_folder, require_empty
 from lightrft.tools.quickstart.addition import ADDITION
-from lightrft.tools.quickstart.calculator import CALCULATOR
+from lightrft.tools.quickstart.calculator import CALCULATOR, CALCULATOR_AGENT
 from lightrft.tools.quickstart.colours import SHAPES
 from lightrft.tools.quickstart.recipe import (
     ESTIMATORS,
@@ -33,21 +33,26 @@ from lightrft.tools.quickstart.recipe import (
     training_config,
 )
 from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
+from lightrft.tools.quickstart.tones import TONES
 
 if TYPE_CHECKING:
     from lightrft.run.assembly import RunSummary
 
 
-PIPELINE_STEPS = 15
+PIPELINE_STEPS = 30
 DESCRIPTION = """\
 Make a tiny language model, teach it additions by a teacher who mostly forgets the carry, and let
 reinforcement learning find out that remembering it pays. With --environment, the teacher mostly
-guesses products, and it finds out that asking a calculator pays. With --vision, the teacher is
-mostly colour-blind, and it finds out that looking pays. Needs one CPU core for about a minute,
-some more with pictures.
+guesses products, and it finds out that asking a calculator pays; with --agent, too, where an
+agent answers that calls the model as a server. With --vision, the teacher is mostly colour-blind,
+and it finds out that looking pays; with --audio he is mostly tone-deaf, and listening pays. Needs
+one CPU core for about a minute, some more with pictures or sounds.
 """
+# By their flags.
+TASKS = {"environment": CALCULATOR, "agent": CALCULATOR_AGENT, "vision": SHAPES, "audio": TONES}
 DEFAULT_DIRECTORY = "lightrft_quickstart"
-BAR_WIDTH = 10
+# Of a terminal of 80 columns, below a heading.
+LINE_WIDTH = 78
 
 
 def run(argv: Sequence[str]) -> int:
@@ -111,11 +116,13 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
         raise UsageError("quickstart runs in one process: start it without torchrun")
     directory = Path(options.output_dir) if options.output_dir else unused_directory()
     require_empty(directory)
-    if options.environment and options.vision:
-        raise UsageError("--environment and --vision are two tasks: choose one")
     refuse_beside_pipeline(options)
-    task = CALCULATOR if options.environment else SHAPES if options.vision else ADDITION
-    del options.output_dir, options.environment, options.vision
+    chosen = [task for name, task in TASKS.items() if vars(options).pop(name)]
+    if len(chosen) > 1:
+        flags = ", ".join(f"--{name}" for name in TASKS)
+        raise UsageError(f"{flags} are tasks: choose one of them")
+    (task,) = chosen or [ADDITION]
+    del options.output_dir
     given = {name: value for name, value in vars(options).items() if value is not None}
     # With 30, the first reward model's scores rose and the accuracy fell.
     own = {"num_steps": PIPELINE_STEPS} if options.is_pipeline else task.numbers
@@ -126,9 +133,8 @@ def refuse_beside_pipeline(options: argparse.Namespace) -> None:
     """Raises a `UsageError` if other flags do not go with --pipeline."""
     others = {
         "--algorithm": options.algorithm != "grpo",
-        "--environment": options.environment,
         "--strategy": options.strategy != "fsdp",
-        "--vision": options.vision,
+        **{f"--{name}": vars(options)[name] for name in TASKS},
     }
     found = [flag for flag, is_given in others.items() if is_given]
     if options.is_pipeline and found:
@@ -154,16 +160,13 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"{names(STRATEGIES)}; the first start of deepspeed compiles for a minute or two. "
         f"Default: {default.strategy}.",
     )
-    parser.add_argument(
-        "--environment",
-        action="store_true",
-        help="Conversations of two turns with a calculator instead of additions in one.",
-    )
-    parser.add_argument(
-        "--vision",
-        action="store_true",
-        help="Count shapes of a colour in pictures, with a vision-language model.",
-    )
+    for flag, text in (
+        ("--environment", "Conversations of two turns with a calculator, not additions in one."),
+        ("--agent", "The same conversations, led by an agent that calls the model as a server."),
+        ("--vision", "Count shapes of a colour in pictures, with a vision-language model."),
+        ("--audio", "Count notes of a height in sounds, with a model that hears."),
+    ):
+        parser.add_argument(flag, action="store_true", help=text)
     parser.add_argument(
         "--pipeline",
         dest="is_pipeline",
@@ -189,7 +192,11 @@ def build_parser() -> argparse.ArgumentParser:
     ):
         usual: int = getattr(default, name)
         text += f" Default: {usual}"
-        for own_flag, task in (("--environment", CALCULATOR), ("--vision", SHAPES)):
+        for own_flag, task in (
+            ("--environment", CALCULATOR),
+            ("--vision", SHAPES),
+            ("--audio", TONES),
+        ):
             own = task.numbers.get(name, usual)
             text += f", with {own_flag} {own}" * (own != usual)
         text += f", with --pipeline {PIPELINE_STEPS}" * (name == "num_steps")
@@ -315,7 +322,7 @@ def closing_words(
 
 
 class LiveReward:
-    """A line a step: the mean reward of the samples as number and bar, and held-out accuracy.
+    """A line a step, as `lightrft train` shows it, and the calls of episodes.
 
     Args:
         stream: Where to write; what the run itself prints goes elsewhere.
@@ -329,24 +336,18 @@ class LiveReward:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the line of a step."""
-        from lightrft.reporting.console import duration
+        from lightrft.reporting.console import step_line
 
-        line = f"  step {step:>3}/{self._num_steps}"
-        reward, accuracy = (metrics.get(name, 0.0) for name in ("reward", "eval/reward"))
-        columns = {
-            "reward": f"  reward {reward:.3f} |{'#' * round(BAR_WIDTH * reward):<{BAR_WIDTH}}|",
-            "eval/reward": f"  held-out {accuracy:.3f}",
-        }
-        for name, text in columns.items():
-            line += text if name in metrics else " " * len(text)
-        if "episode/calls" in metrics:
-            line += f"  calls {metrics['episode/calls']:.2f}"
+        left: float | None = None
         if step == 0:
             self._started = time.monotonic()
         else:
-            seconds = (time.monotonic() - self._started) / step * (self._num_steps - step)
-            line += f"  {duration(seconds)} left"
-        self._stream.write(line.rstrip() + "\n")
+            left = (time.monotonic() - self._started) / step * (self._num_steps - step)
+        calls = metrics.get("episode/calls")
+        more = "" if calls is None else f"  calls {calls:.2f}"
+        width = LINE_WIDTH - len(more)
+        line = step_line(step, self._num_steps, metrics, seconds_left=left, width=width) + more
+        self._stream.write(f"  {line}\n")
         self._stream.flush()
 
     def close(self) -> None:

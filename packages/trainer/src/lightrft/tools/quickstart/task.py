@@ -2,13 +2,17 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lightrft.config import TrainConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 # Role and text.
 Message = tuple[str, str]
@@ -35,6 +39,19 @@ class Exercise(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class MediaModel:
+    """A tiny model that reads media.
+
+    Args:
+        build: A random model and its processor, from a seed and the task's tokenizer.
+        inputs: Of the model for some exercises, beside their token ids [batch, seq].
+    """
+
+    build: "Callable[[int, PreTrainedTokenizerBase], tuple[PreTrainedModel, ProcessorMixin]]"
+    inputs: "Callable[[ProcessorMixin, Sequence[Exercise], Tensor], dict[str, Tensor]]"
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One thing that can be taught.
 
@@ -42,14 +59,14 @@ class Task:
         lesson: What the imitation is of, for the console.
         roles: Marks of the tokenizer beside those of user and assistant.
         whole_tokens: Texts that are one token; all others are characters.
-        chat_template: In place of the tiny models' own.
+        template: In place of the tiny models' own.
         draw: Exercises without end, for training or held out.
-        reads_images: Whether the model does.
+        media_model: Of tasks with media; None is a model of text.
         learning_rate: Peak of the imitation's.
         draw_media: Writes the media of an exercise as files whose names begin with a path's, and
             gives the columns that name them.
-        reward, environment: Python files in this folder that are copied into the run's, where a
-            user edits them as `reward.py` and `environment.py`.
+        reward, environment, agent: Python files in this folder that are copied into the run's,
+            where a user edits them as `reward.py`, `environment.py` and `agent.py`.
         adjust: The configuration of a run in a folder, made of that of other tasks.
         numbers: Fields of `Recipe` that do.
         flaw: Lines about what the imitator does wrong.
@@ -61,11 +78,12 @@ class Task:
     whole_tokens: tuple[str, ...]
     draw: Callable[[random.Random, bool], Iterator[Exercise]]
     reward: str
-    reads_images: bool = False
+    media_model: MediaModel | None = None
     learning_rate: float = 7e-3
     draw_media: Callable[[Exercise, Path], dict[str, object]] = lambda exercise, stem: {}
-    chat_template: str | None = None
+    template: str | None = None
     environment: str | None = None
+    agent: str | None = None
     adjust: Callable[[TrainConfig, Path], TrainConfig] = lambda config, _: config
     numbers: Mapping[str, int] = field(default_factory=dict)
     flaw: tuple[str, ...] = ()
@@ -74,7 +92,11 @@ class Task:
     @property
     def files(self) -> dict[str, Path]:
         """Files of this folder by their name in the folder of the run."""
-        found = {"reward.py": self.reward, "environment.py": self.environment}
+        found = {
+            "reward.py": self.reward,
+            "environment.py": self.environment,
+            "agent.py": self.agent,
+        }
         return {name: Path(__file__).with_name(file) for name, file in found.items() if file}
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -24,18 +24,15 @@ from lightrft.tools.model_presets import (
     random_model,
     save_checked,
 )
-from lightrft.tools.quickstart.task import Exercise, Message, Task
-from lightrft.tools.tiny_vision_models import build_tiny
+from lightrft.tools.quickstart.task import Exercise, MediaModel, Message, Task
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from PIL.Image import Image
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 CHARACTERS = "\n !\"'()*+,-./0123456789:=>?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz{}"
 IGNORED = -100
-VISION_INITIALIZER_RANGE = 0.06
 NUM_WARMUP_STEPS = 20
 # With so few steps an average over fewer gradients learns faster than the usual 0.9 and 0.999.
 BETAS = (0.8, 0.95)
@@ -52,7 +49,7 @@ def build_tokenizer(task: Task) -> PreTrainedTokenizerBase:
     core.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{whole}|[\s\S]"), behavior="isolated")
     core.decoder = decoders.Fuse()  # without it, decoding puts spaces between tokens
     tokenizer = chat_tokenizer(core, roles, unk_token="?")
-    tokenizer.chat_template = task.chat_template or tokenizer.chat_template
+    tokenizer.chat_template = task.template or tokenizer.chat_template
     return tokenizer
 
 
@@ -63,33 +60,24 @@ class Student:
     Args:
         model: In fp32.
         tokenizer: Its tokenizer.
-        processor: Of a model that reads images.
+        processor: Of a model that reads media.
+        media_model: Makes its inputs.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     processor: ProcessorMixin | None = None
+    media_model: MediaModel | None = None
 
     def media(self, exercises: Sequence[Exercise], token_ids: Tensor) -> dict[str, Tensor]:
-        """Inputs of the model beside `token_ids`: none, or the pictures of `exercises`."""
-        if self.processor is None:
+        """Inputs of the model beside `token_ids`: none, or the media of `exercises`."""
+        if self.processor is None or self.media_model is None:
             return {}
-        pictures = [cast("Pictured", exercise).picture() for exercise in exercises]
-        found = self.processor.image_processor(images=pictures, return_tensors="pt")
-        is_image = token_ids == self.model.config.image_token_id
-        return {**found, "mm_token_type_ids": is_image.long()}
+        return self.media_model.inputs(self.processor, exercises, token_ids)
 
     def save(self, directory: Path, sample: str) -> None:
         """Writes a checkpoint; see `save_checked`."""
         save_checked(self.model, self.tokenizer, directory, sample=sample, processor=self.processor)
-
-
-class Pictured(Protocol):
-    """An exercise to look at."""
-
-    def picture(self) -> Image:
-        """The picture."""
-        ...
 
 
 def build_student(task: Task, *, seed: int, width: int = 64) -> Student:
@@ -100,11 +88,9 @@ def build_student(task: Task, *, seed: int, width: int = 64) -> Student:
     tokens, and copying a digit from its place is learnt late.
     """
     tokenizer = build_tokenizer(task)
-    if task.reads_images:
-        model, processor = build_tiny(
-            seed=seed, initializer_range=VISION_INITIALIZER_RANGE, tokenizer=tokenizer
-        )
-        return Student(model, tokenizer, processor)
+    if task.media_model is not None:
+        model, processor = task.media_model.build(seed, tokenizer)
+        return Student(model, tokenizer, processor, task.media_model)
     config = Qwen3Config(
         vocab_size=(len(tokenizer) + 31) // 32 * 32,
         hidden_size=width,

@@ -174,7 +174,8 @@ def _check_headers(headers: Sequence[_Header], paths: Sequence[Path], config: Tr
 
 
 def _prepared_actor(run: Path, step: int, config: TrainConfig, strategy: StrategyBase) -> nn.Module:
-    """The actor with the weights before a step: of the start, of an audit, of a checkpoint."""
+    """The actor with the weights that sampled a step: of the start, of an audit, a checkpoint."""
+    asked, step = step, max(1, step - config.rollout_lag)
     with strategy.init_model_context():
         actor = load_policy(str(config.pretrain), config)
     if step > 1 and step in recorded_steps(run):
@@ -186,7 +187,7 @@ def _prepared_actor(run: Path, step: int, config: TrainConfig, strategy: Strateg
         folder, tag = Path(config.checkpoint_dir) / "_actor", f"global_step{step - 1}"
         if not (folder / tag).is_dir():
             raise ConfigError(
-                f"step {step} was sampled with weights that are gone: train with --audit_every K, "
+                f"step {asked} was sampled with weights that are gone: train with --audit_every K, "
                 f"or keep checkpoint {tag}; step 1 can always be replayed"
             )
         strategy.load_ckpt(model, str(folder), tag, load_module_only=True)

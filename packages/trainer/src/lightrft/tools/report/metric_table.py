@@ -1,7 +1,7 @@
 """Meanings of the metrics of a run: `metrics.toml`, for the report and the documentation."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 # The stages of a step; each has a metric `<stage>_seconds`, the slowest rank's.
@@ -48,6 +48,12 @@ METRICS = _read_table()
 
 
 def metric_row(name: str) -> MetricRow | None:
-    """The row of a metric: its own, else that of its group; None if it is not known."""
+    """The row of a metric: its own, that of its group, or of a step's; None if it is not known."""
     group = f"{name.split('/')[0]}/*" if "/" in name else name
-    return METRICS.get(name, METRICS.get(group))
+    found = METRICS.get(name, METRICS.get(group))
+    held_out = name.removeprefix("eval/")
+    if found is None and held_out != name:
+        row = metric_row(held_out)
+        # Bounds are those of steps.
+        found = row and replace(row, name=name, low=None, high=None)
+    return found

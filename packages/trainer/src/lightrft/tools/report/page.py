@@ -23,6 +23,10 @@ SOLVED_SHARE = 0.95
 CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward", "eval/reward")),
     ("Loss", ("loss", "eval/loss")),
+    ("Accuracy", ("accuracy", "eval/accuracy", "eval/longer_accuracy")),
+    ("Score margin", ("score_margin", "eval/score_margin")),
+    ("Calibration error", ("calibration_error", "eval/calibration_error")),
+    ("Correlation of score and length", ("length_correlation", "eval/length_correlation")),
     ("Spread of the rewards", ("reward_std",)),
     ("Groups of equal rewards", ("constant_group_share",)),
     ("Response length", ("response_length", "eval/response_length")),
@@ -86,6 +90,7 @@ def render_report(folder: Path, *, version: str = "") -> str:
         alarms=find_alarms(run),
         solved=solved_sentence(run),
         curves=curves,
+        bins=calibration_bins(run),
         totals=totals,
         metric_names=sorted(names - {"engine_hash", "global_step"}),
         samples=choose_samples(folder),
@@ -228,6 +233,21 @@ def _sync_line(run: RunData) -> str:
         f"engine hash {engine_hash % 2**64:016x}; {len(run.hashes)} syncs, "
         f"{checked.get(options.get('verify_weight_sync', ''), 'comparison not recorded')}"
     )
+
+
+def calibration_bins(run: RunData) -> list[tuple[str, list[float]]]:
+    """Share, mean confidence and accuracy of each bin in the last evaluation of a reward model."""
+    found: list[tuple[str, list[float]]] = []
+    for row in reversed(list(run.metrics.values())):
+        places = sorted(int(n.rpartition("/")[2]) for n in row if n.startswith("eval/bin_share/"))
+        for place in places:
+            names = [f"eval/bin_{what}/{place}" for what in ("share", "confidence", "accuracy")]
+            values = [value for name in names if (value := row.get(name)) is not None]
+            if len(values) == len(names):
+                found.append((f"{place} to {place + 5} %", values))
+        if found:
+            break
+    return found
 
 
 def _curves(run: RunData) -> list[Chart]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser
+from lightrft.reporting.start_bar import end_start_bar
 from lightrft.tools.report.comparison import (
     FILE as COMPARISON_FILE,
     MAX_RUNS,
@@ -43,6 +44,7 @@ def _watch(folders: Sequence[Path], port: int) -> int:
         with serving(folders, port=port) as server:
             shown = ", ".join(map(str, folders))
             print(f"http://{ADDRESS}:{server.server_port} follows {shown}; Ctrl-C ends", flush=True)
+            end_start_bar()
             server.serve_forever()
     except KeyboardInterrupt:
         pass

@@ -23,6 +23,7 @@ from lightrft.reporting.files import (
     read_json,
 )
 from lightrft.strategy.config import ConfigError
+from lightrft.tools.report.chain import chain_of
 
 Status = Literal["finished", "running", "paused", "interrupted", "stopped"]
 # Values beyond are drawn as gaps: no axis can show them beside others.
@@ -80,6 +81,7 @@ class RunData:
         notes: What could not be read.
         events: Starts, stops and continuations, oldest first.
         origins: By file of rows, the run whose samples they are.
+        chain: Lines of the tree of runs that it came from, see `chain_of`.
     """
 
     name: str
@@ -94,6 +96,8 @@ class RunData:
     notes: Sequence[str]
     events: Sequence[Event]
     origins: Mapping[str, str]
+    chain: Sequence[str]
+    command: str
 
     def points(self, name: str) -> list[tuple[int, float | None]]:
         """Steps and values of one metric, where a step has it."""
@@ -107,6 +111,10 @@ class RunData:
     def last_step(self) -> int:
         """The last step with metrics; 0 without any."""
         return max(self.metrics, default=0)
+
+
+# Of stages that `lightrft train` does not train.
+_COMMANDS = {"divergence": "distill", **{name: name for name in ("sft", "prefer", "reward")}}
 
 
 class NotARunError(UsageError):
@@ -155,6 +163,8 @@ def read_run(folder: Path) -> RunData:
         notes=notes,
         events=events,
         origins=_origins(start.get("inputs")),
+        chain=chain_of(folder),
+        command=_COMMANDS.get(str(start.get("stage")), "train"),
     )
 
 

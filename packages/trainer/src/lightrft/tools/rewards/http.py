@@ -16,7 +16,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Never, TypeVar
@@ -141,14 +141,22 @@ class HttpClient:
         Raises:
             HttpError: There is none.
         """
-        return self._run(self._fetch(request))
+        return self._run(self._fetch(request, []))
 
-    def fetch_all(self, requests: Sequence[HttpRequest]) -> list[bytes | HttpError]:
-        """The body of each answer, or what went wrong with it; one deadline for all."""
+    def fetch_all(
+        self, requests: Sequence[HttpRequest], *, seconds: list[float] | None = None
+    ) -> list[bytes | HttpError]:
+        """The body of each answer, or what went wrong with it; one deadline for all.
+
+        Args:
+            requests: All sent.
+            seconds: Receives how long each answer took, without waiting for its turn.
+        """
+        taken = [] if seconds is None else seconds
 
         async def fetch_one(request: HttpRequest) -> bytes | HttpError:
             try:
-                return await self._fetch(request)
+                return await self._fetch(request, taken)
             except HttpError as error:
                 return error
 
@@ -184,14 +192,17 @@ class HttpClient:
             loop = self._loop
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
-    async def _fetch(self, request: HttpRequest) -> bytes:
-        """Repeats until there is an answer, the request is refused, or time is over."""
+    async def _fetch(self, request: HttpRequest, taken: list[float]) -> bytes:
+        """Repeats until there is an answer, the request is refused, or time is over.
+
+        How long it took, without waiting for its turn, is added to `taken`.
+        """
         seconds, shown = self.limits.total_seconds, shown_address(request.url)
         num_attempts, num_garbled, pause = 0, 0, FIRST_WAIT_SECONDS
         last: HttpError | None = None
         assert self._slots is not None
         try:
-            async with asyncio.timeout(seconds) as deadline, self._slots:
+            async with asyncio.timeout(seconds) as deadline, self._slots, _timed(taken):
                 while True:
                     num_attempts += 1
                     try:
@@ -258,6 +269,15 @@ class HttpClient:
                 headers={"accept-encoding": "identity", "user-agent": "lightrft"},
             )
         return self._clients[trusts, is_plain]
+
+
+@contextlib.asynccontextmanager
+async def _timed(taken: list[float]) -> AsyncIterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        taken.append(time.perf_counter() - started)
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -125,6 +125,11 @@ def _boxed_gold(label: str) -> str:
     gold = label.strip() if boxed is None else boxed
     if not gold:
         raise ValueError("the label is empty")
+    if gold.startswith('{"') and gold.endswith("}"):  # of JSON; sets of LaTeX have no such mark
+        raise ValueError(
+            f"expected a final answer, got an object {gold[:60]}: set --label_key to a column that "
+            "has the answer itself"
+        )
     if boxed is None and ("####" in gold or "\n" in gold):
         # A worked solution equals no answer: every reward would be 0.
         raise ValueError(

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from lightrft.config import TrainConfig
 from lightrft.config.options import MASK, mask_address
 from lightrft.config.printable import one_line
+from lightrft.engines.media.media import Media
 from lightrft.rewards.build import numbered, reward_urls
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.strategy.config import ConfigError
@@ -83,7 +84,7 @@ class RemoteReward:
         if not responses:
             return []
         request = {
-            **{name: list(values) for name, values in columns.items()},
+            **{name: [*map(_sendable, values)] for name, values in columns.items()},
             "queries": [p + r for p, r in zip(prompts, responses, strict=True)],
             "prompts": list(prompts),
             "responses": list(responses),
@@ -223,3 +224,8 @@ def _described(found: object) -> str:
     wrong = [x for x in found if isinstance(x, bool) or not isinstance(x, int | float)]
     first = f", the first {type(wrong[0]).__name__}" if wrong else ""
     return f"a list of {len(found)} with {len(wrong)} that are no numbers{first}"
+
+
+def _sendable(value: object) -> object:
+    """A value of a column; media as data addresses."""
+    return value.data_addresses() if isinstance(value, Media) else value

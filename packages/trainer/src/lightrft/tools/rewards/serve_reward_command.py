@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser, add_number
 from lightrft.config import TrainConfig
+from lightrft.reporting.start_bar import end_start_bar
 
 if TYPE_CHECKING:
     from lightrft.rewards.types import RewardFunction
@@ -44,6 +45,7 @@ def run(argv: Sequence[str]) -> int:
                 file=sys.stderr,
             )
         print(f"serving {reward.name} at http://{options.host}:{server.server_port}", flush=True)
+        end_start_bar()
         server.serve_forever()
     return ExitCode.OK
 

@@ -58,6 +58,7 @@ class Choice:
         makes_pairs: Each row has a chosen and a rejected sample.
         by_threshold: The chosen are right and the rejected wrong; else the best and the worst.
         takes_truncated: Also those may be chosen that have no end.
+        is_labelled: Each row says whether its sample is right; a right one needs an end.
         max_per_prompt: Rows of a prompt unless told otherwise; None is no bound.
     """
 
@@ -65,6 +66,12 @@ class Choice:
     by_threshold: bool = False
     takes_truncated: bool = False
     max_per_prompt: int | None = 1
+    is_labelled: bool = False
+
+    @property
+    def uses_threshold(self) -> bool:
+        """Whether it asks what is right."""
+        return self.by_threshold or self.is_labelled
 
 
 CHOICES: Mapping[str, Choice] = {
@@ -73,12 +80,13 @@ CHOICES: Mapping[str, Choice] = {
     "best_worst": Choice(makes_pairs=True),
     "right_wrong": Choice(makes_pairs=True, by_threshold=True),
     "all": Choice(takes_truncated=True, max_per_prompt=None),
+    "labelled": Choice(is_labelled=True, max_per_prompt=None),
 }
 # The choices for each use of the rows, the default first.
 USES: Mapping[str, tuple[str, ...]] = {
     "sft": ("right", "best"),
     "best_of_n": ("best",),
-    "prefer": ("best_worst", "right_wrong"),
+    "prefer": ("best_worst", "right_wrong", "labelled"),
     "reward": ("best_worst", "right_wrong", "all"),
 }
 
@@ -115,7 +123,11 @@ def _rows_of(samples: Sequence[Sample], choice: Choice, threshold: float) -> lis
     chosen = [
         each
         for each in best_first
-        if (choice.takes_truncated or not each.is_truncated)
+        if (
+            choice.takes_truncated
+            or not each.is_truncated
+            or (choice.is_labelled and not is_right(each))
+        )
         and (not choice.by_threshold or is_right(each))
     ]
     if not choice.makes_pairs:

@@ -12,12 +12,12 @@ from typing import cast
 import numpy as np
 
 from lightrft.config import TrainConfig
-from lightrft.config.files import MAX_BYTES, FileError, file_sha256, sealed
-from lightrft.config.toml import write_whole
-from lightrft.datasets.row_origin import origin_path, tokens_of
+from lightrft.config.files import MAX_BYTES, FileError, file_sha256
+from lightrft.datasets.row_origin import tokens_of, write_origin
 from lightrft.datasets.types import DataError
-from lightrft.reporting.files import CONFIG_FILE, ROLLOUTS_FILE
+from lightrft.reporting.files import CONFIG_FILE, EVAL_FILE, ROLLOUTS_FILE, START_FILE, read_json
 from lightrft.reporting.rollouts import RecordedRollout, read_rollout
+from lightrft.run.provenance import run_of_model
 from lightrft.tools.rows.row_choice import (
     CHOICES,
     Choice,
@@ -33,7 +33,7 @@ class RowRequest:
     """A file of rows to be written.
 
     Args:
-        run: Folder of a run of `lightrft train --save_rollouts`.
+        run: Folder of a run of `lightrft train --save_rollouts`, or of `lightrft eval` with it.
         use: What the rows are for, a name in `USES`.
         choice: A name in `CHOICES`.
         threshold: A sample is right from this accuracy on.
@@ -87,14 +87,10 @@ def write_rows(request: RowRequest, path: Path) -> RowReport:
     rows = choose(
         samples, choice, threshold=request.threshold, max_per_prompt=request.max_per_prompt
     )
-    fates = count_fates(samples, rows)
-    report = RowReport(
-        num_rows=len(rows),
-        num_prompts=len({row.chosen.prompt for row in rows}),
-        num_sampled=len(samples),
-        fates=fates,
-        has_held_out=config.eval_data is not None,
-    )
+    fates, prompts = count_fates(samples, rows), {row.chosen.prompt for row in rows}
+    evaluation = read_json(request.run / EVAL_FILE)
+    has_held_out = bool(evaluation.get("num_held_out") if evaluation else config.eval_data)
+    report = RowReport(len(rows), len(prompts), len(samples), fates, has_held_out=has_held_out)
     if not rows:
         raise DataError(_no_rows(request, choice, samples, fates))
     # A run that has ended holds its tokenizer, wherever it came from.
@@ -103,28 +99,39 @@ def write_rows(request: RowRequest, path: Path) -> RowReport:
     used = set[int]()
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="utf-8") as stream:
-        for columns in _columns(rollouts, rows, request.use):
+        for columns in _columns(rollouts, rows, request):
             stream.write(json.dumps(columns) + "\n")
             for name, ids in columns.items():
                 used.update(cast("Sequence[int]", ids) if name.endswith("_ids") else ())
+    start = _sampled_by(request.run, config)
     origin = {
         "run": request.run.resolve().name,
+        "run_path": start.get("path"),
+        "run_sha256": start.get("run_sha256"),
+        "stage": start.get("stage"),
         "model": config.pretrain,
         "config_sha256": file_sha256(request.run / CONFIG_FILE),
         "rollouts_sha256": digest,
         "rows_sha256": file_sha256(partial),
         "for": request.use,
         "choose": request.choice,
-        **({"threshold": request.threshold} if choice.by_threshold else {}),
+        **({"threshold": request.threshold} if choice.uses_threshold else {}),
         "max_per_prompt": request.max_per_prompt,
         "rows": len(rows),
         "sampled": len(samples),
         **fates,
         "tokens": tokens_of(tokenizer, used),
     }
-    write_whole(origin_path(path), sealed(origin) + "\n")
+    write_origin(path, origin)
     partial.replace(path)
     return report
+
+
+def _sampled_by(folder: Path, config: TrainConfig) -> Mapping[str, object]:
+    """Path, hash and stage of a run; of an evaluation, of the run that its model is of."""
+    if (folder / EVAL_FILE).is_file():
+        return run_of_model(Path(str(config.pretrain)))
+    return {"path": str(folder.resolve()), **read_json(folder / START_FILE)}
 
 
 def read_samples(path: Path, *, holds_answers: bool) -> tuple[list[Sample], str]:
@@ -137,7 +144,7 @@ def read_samples(path: Path, *, holds_answers: bool) -> tuple[list[Sample], str]
         holds_answers: Whether rows can mark tokens of a response that nobody sampled.
 
     Raises:
-        DataError: A line is damaged.
+        DataError: A line is damaged, or the run measured no rewards.
     """
     found: list[Sample] = []
     digest, seen = hashlib.sha256(), set[tuple[bytes, bytes]]()
@@ -150,6 +157,11 @@ def read_samples(path: Path, *, holds_answers: bool) -> tuple[list[Sample], str]
                 read = read_rollout(line, f"{path}:{number}")
             except FileError as error:
                 raise DataError(str(error)) from error
+            if read.reward is None or read.accuracy is None:
+                raise DataError(
+                    f"{path}: the run measured no rewards, and rows are chosen by rewards: give "
+                    "the run some, such as --reward_fn"
+                )
             prompt, response = _hash(read.prompt_ids), _hash(read.response_ids)
             excluded = _excluded(read, holds_answers=holds_answers)
             if not excluded and (prompt, response) in seen:
@@ -186,8 +198,9 @@ def _excluded(read: RecordedRollout, *, holds_answers: bool) -> str:
     return next((name for name, holds in reasons.items() if holds), "")
 
 
-def _columns(path: Path, rows: list[Row], use: str) -> Iterator[dict[str, object]]:
+def _columns(path: Path, rows: list[Row], request: RowRequest) -> Iterator[dict[str, object]]:
     """The columns of each row, its ids as they were sampled."""
+    is_labelled = CHOICES[request.choice].is_labelled
     with path.open("rb") as stream:
 
         def read(sample: Sample) -> RecordedRollout:
@@ -207,10 +220,12 @@ def _columns(path: Path, rows: list[Row], use: str) -> Iterator[dict[str, object
                     "score_rejected": rejected.reward,
                     **origin,
                 }
-            elif use == "reward":
+            elif request.use == "reward" or is_labelled:
+                label = {"label": row.chosen.accuracy >= request.threshold} if is_labelled else {}
                 yield {
                     "prompt_ids": chosen.prompt_ids,
                     "response_ids": chosen.response_ids,
+                    **label,
                     "score": chosen.reward,
                     **origin,
                 }

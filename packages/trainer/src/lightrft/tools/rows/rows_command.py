@@ -36,7 +36,7 @@ def report_lines(report: RowReport) -> list[str]:
             what = FATES.get(name, "by the run; the sum of all that follow")
             lines.append(f"  {count:>{width}}  {name:<10}  {what}")
     if not report.has_held_out:
-        lines.append("the run has no eval_data: no prompt is held out")
+        lines.append("the run has no eval_data (eval: --held_out): no prompt is held out")
     return lines
 
 
@@ -54,14 +54,17 @@ def parse(argv: Sequence[str]) -> tuple[RowRequest, Path]:
             f"--choose {name}: rows for {given.use} take {' or '.join(USES[given.use])}"
         )
     choice = CHOICES[name]
-    if given.threshold is not None and not choice.by_threshold:
+    if given.threshold is not None and not choice.uses_threshold:
         raise UsageError(f"--threshold has no effect on --choose {name}: leave it out")
     if not (folder / CONFIG_FILE).is_file():
-        raise UsageError(f"no run at {folder}: expected the --output_dir of lightrft train")
+        raise UsageError(
+            f"no run at {folder}: expected the --output_dir of lightrft train, or of lightrft eval "
+            "--save_rollouts"
+        )
     if not (folder / ROLLOUTS_FILE).is_file():
         raise UsageError(
-            f"{folder} has no {ROLLOUTS_FILE}: expected a run of lightrft train --save_rollouts; a "
-            "run may be continued with it"
+            f"{folder} has no {ROLLOUTS_FILE}: expected a run of lightrft train, or an evaluation, "
+            "with --save_rollouts; a run may be continued with it"
         )
     if path.suffix != ".jsonl" or not path.parent.is_dir():
         raise UsageError(f"--output: got {path}, expected a .jsonl file in a folder that exists")
@@ -81,7 +84,9 @@ def build_parser() -> Parser:
         "ended is fine.",
     )
     parser.add_argument(
-        "run", metavar="RUN", help="The --output_dir of a run with --save_rollouts."
+        "run",
+        metavar="RUN",
+        help="The --output_dir of a run or of an evaluation with --save_rollouts.",
     )
     parser.add_argument(
         "--for", dest="use", choices=tuple(USES), required=True, help="What the rows are for."
@@ -105,6 +110,7 @@ def build_parser() -> Parser:
         "--max_per_prompt",
         type=at_least(1),
         metavar="N",
-        help="Rows of a prompt, best first. Default: 4 for right, no bound for all, else 1.",
+        help="Rows of a prompt, best first. Default: 4 for right, no bound for all and labelled, "
+        "else 1.",
     )
     return parser

@@ -1,0 +1,217 @@
+"""Sounds as their original bytes, decoded to one channel at the rate of a model."""
+
+import base64
+import hashlib
+import io
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from lightrft.engines.media.pictures import MediaError
+from lightrft.engines.media.sources import FileSource, as_file
+from lightrft.kernels.names import first_line
+
+if TYPE_CHECKING:
+    from av import AudioFrame
+    from av.container import InputContainer
+    from numpy.typing import NDArray
+
+# A shorter sound becomes one feature or none.
+MIN_SECONDS = 0.1
+# Formats whose header knows how long they are; those of others guess.
+_EXACT = ("wav", "flac", "ogg", "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
+# A sound that ends that far before the end that its header names is cut off.
+_MISSING_SECONDS, _MISSING_SHARE = 0.1, 0.05
+_FLOATS, _PCM = 3, 1
+_KEYS = ("array", "bytes", "audio", "input_audio", "path", "audio_url", "url", "base64", "data")
+
+
+@dataclass(frozen=True, slots=True)
+class SoundRules:
+    """Form of sounds that a model takes.
+
+    Args:
+        rate: Samples a second.
+        max_seconds: Longest sound.
+    """
+
+    rate: int = 16_000
+    max_seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class SoundSource(FileSource):
+    """One sound.
+
+    Args:
+        rules: To which it is decoded.
+    """
+
+    rules: SoundRules = SoundRules()
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of its bytes and of the rules by which they are decoded."""
+        return hashlib.sha256(self.read() + str(self.rules).encode()).hexdigest()
+
+    @property
+    def facts(self) -> SoundRules:
+        """The rules by which it is decoded."""
+        return self.rules
+
+    def by_rules(self, rules: SoundRules) -> "SoundSource":
+        """The same sound for another model."""
+        return replace(self, rules=rules)
+
+    def data_address(self) -> str:
+        """What a model hears, as `data:audio/wav;base64,...`."""
+        waveform, rate = self.decode()
+        samples = np.rint(np.clip(waveform, -1, 1) * 32767).astype("<i2")
+        return f"data:audio/wav;base64,{base64.b64encode(as_wav(samples, rate)).decode()}"
+
+    def decode(self) -> "tuple[NDArray[np.float32], int]":
+        """The mean of its channels, [samples], 1 being the loudest, and how many are a second.
+
+        Raises:
+            MediaError: It is no sound, empty, damaged, cut off, shorter than `MIN_SECONDS` or
+                longer than the model hears, or PyAV is missing.
+        """
+        rate, longest = self.rules.rate, self.rules.max_seconds
+        found = _waveform(self.read(), self.name, self.rules)
+        seconds = len(found) / rate
+        if not MIN_SECONDS <= seconds <= longest + 0.5 / rate:
+            more = "more than " * (seconds > longest)
+            raise MediaError(
+                f"{self.name} lasts {more}{min(seconds, longest):.2f} s: expected {MIN_SECONDS:g} "
+                f"to {longest:g} s, which the model hears; cut it"
+            )
+        if not np.isfinite(found).all():
+            raise MediaError(f"{self.name} has samples that are not finite: replace it")
+        return found, rate
+
+
+def as_wav(samples: "NDArray[np.generic]", rate: int) -> bytes:
+    """Samples [samples] or [samples, channels], int16 or float32, as a WAV file."""
+    channels = 1 if samples.ndim == 1 else samples.shape[1]
+    code = _FLOATS if samples.dtype.kind == "f" else _PCM
+    size, data = samples.dtype.itemsize, np.ascontiguousarray(samples).tobytes()
+    form = struct.pack(
+        "<HHIIHH", code, channels, rate, rate * channels * size, channels * size, 8 * size
+    )
+    head = b"WAVEfmt " + struct.pack("<I", len(form)) + form + b"data"
+    body = head + struct.pack("<I", len(data)) + data
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def as_audio(value: object, *, name: str, folder: Path) -> SoundSource:
+    """A sound from what data sets hold.
+
+    Args:
+        value: A path, encoded bytes, base64 text or a data address as for `as_image`, an object
+            with one of these under `bytes`, `path`, `audio`, `url`, `base64`, `input_audio` or
+            `data`, or with `array` [samples] or [channels, samples] and `sampling_rate`.
+        name: Its place in the data, for messages.
+        folder: To which paths are relative.
+
+    Raises:
+        MediaError: It is none of these, or an address that would have to be fetched.
+    """
+    if isinstance(value, SoundSource):
+        return value
+    if not isinstance(value, Mapping):
+        found = as_file(value, name=name, folder=folder, what="a sound")
+        return SoundSource(found.name, found.path, found.content)
+    key = next((key for key in _KEYS if value.get(key) is not None), None)
+    if key is None:
+        raise MediaError(f"{name}: a sound object needs bytes or path, found {sorted(value)}")
+    if key == "array":
+        return SoundSource(name, content=_of_array(value, name))
+    if key in ("base64", "data") and isinstance(value[key], str):
+        prefix = "" if value[key].startswith("data:") else "data:audio/x;base64,"
+        return as_audio(prefix + value[key], name=name, folder=folder)
+    return as_audio(value[key], name=name, folder=folder)
+
+
+def _of_array(value: Mapping[str, object], name: str) -> bytes:
+    samples, rate = np.asarray(value["array"]), value.get("sampling_rate")
+    is_rate = isinstance(rate, int) and not isinstance(rate, bool) and rate > 0
+    if not is_rate or samples.dtype.kind not in "fiu" or samples.ndim not in (1, 2):
+        raise MediaError(
+            f"{name}: an array of a sound needs numbers [samples] or [channels, samples] and a "
+            f"sampling_rate: got shape {list(samples.shape)}, {samples.dtype} and {rate!r}"
+        )
+    if samples.dtype.kind != "f" and samples.dtype != np.int16:
+        raise MediaError(f"{name}: samples must be floats of -1 to 1 or int16: got {samples.dtype}")
+    kind = np.int16 if samples.dtype == np.int16 else np.float32
+    return as_wav(samples.T.astype(kind), cast("int", rate))
+
+
+def _waveform(content: bytes, name: str, rules: SoundRules) -> "NDArray[np.float32]":
+    """[samples], at most a little longer than the rules allow."""
+    try:
+        import av
+    except ImportError as err:
+        raise MediaError(
+            f"{name} is a sound, which needs PyAV: pip install 'lightrft[audio]'"
+        ) from err
+    if not content:
+        raise MediaError(f"{name} is an empty file: replace or leave it out")
+    declared = int.from_bytes(content[4:8], "little") + 8
+    # Recorders that do not know how long they will run write the largest number, or none.
+    if content.startswith(b"RIFF") and len(content) < declared < 2**32:
+        raise MediaError(
+            f"{name} is cut off: its header names {declared} bytes and it has {len(content)}; "
+            "replace or leave it out"
+        )
+    try:
+        with av.open(io.BytesIO(content), "r", metadata_errors="replace") as container:
+            if not container.streams.audio:
+                raise MediaError(f"{name} has no sound: replace or leave it out")
+            found = _resampled(container, name, rules)
+    except MediaError:
+        raise
+    except Exception as err:  # a demuxer or decoder raises anything
+        reason = err.strerror if isinstance(err, av.error.FFmpegError) else first_line(err)
+        raise MediaError(
+            f"{name} is a damaged sound, or none: {reason}; replace or leave it out"
+        ) from err
+    return found
+
+
+def _resampled(container: "InputContainer", name: str, rules: SoundRules) -> "NDArray[np.float32]":
+    from av import AudioResampler
+
+    stream = container.streams.audio[0]
+    resampler = AudioResampler(format="fltp", rate=rules.rate)
+    pieces: list[NDArray[np.float32]] = []
+    seconds = 0.0
+    for frame in (*_frames(container, rules), None):
+        if frame is not None:
+            seconds += frame.samples / frame.sample_rate
+        # Channels are mixed here: FFmpeg's mixture of floats is louder than they are.
+        pieces += [out.to_ndarray().mean(0) for out in resampler.resample(frame)]
+    if not pieces:
+        raise MediaError(f"{name} has no samples: replace or leave it out")
+    length = stream.duration * stream.time_base if stream.duration and stream.time_base else 0
+    is_exact = container.format.name in _EXACT and seconds <= rules.max_seconds
+    if is_exact and float(length) - seconds > max(_MISSING_SECONDS, _MISSING_SHARE * length):
+        raise MediaError(
+            f"{name} is cut off: it lasts {float(length):.2f} s by its header and has "
+            f"{seconds:.2f} s; replace or leave it out"
+        )
+    return np.concatenate(pieces).astype(np.float32)
+
+
+def _frames(container: "InputContainer", rules: SoundRules) -> "Iterator[AudioFrame]":
+    """Frames up to the first that ends behind what a model hears: a small file may last hours."""
+    seconds = 0.0
+    for frame in container.decode(container.streams.audio[0]):
+        yield frame
+        seconds += frame.samples / frame.sample_rate
+        if seconds > rules.max_seconds + 1:
+            return

@@ -1,0 +1,284 @@
+"""The connection between the ranks that train and those that only generate.
+
+The first rank that trains sends commands, which all ranks that generate carry out in one order;
+results come back to every rank that trains. Nothing here depends on a process group of either side,
+so each side's collectives stay its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import accumulate, pairwise
+from typing import Final, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightrft.strategy.distributed.deadlines import HANG_EXIT_CODE
+from lightrft.strategy.distributed.process_end import PeerFailedError, end_process
+from lightrft.strategy.distributed.process_groups import Side
+
+_FOREVER: Final = timedelta(days=30)
+_LONGEST_BEAT: Final = 10.0
+_POLL_SECONDS: Final = 0.002
+END: Final = "end"
+
+
+class Lifeline:
+    """Tells the other side that this process lives, and notices who has fallen silent.
+
+    A process that has died closes its connections; one that is stopped, or whose machine is gone,
+    does not.
+
+    Args:
+        side: Of this process.
+        store: Shared by all.
+        limit: Seconds of silence after which a rank counts as lost.
+    """
+
+    def __init__(self, side: Side, store: dist.Store, limit: float) -> None:
+        self._side, self._limit = side, limit
+        # The original may be in use.
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
+        self._period = min(_LONGEST_BEAT, limit / 4)
+        generating = range(side.num_training, side.num_training + side.num_generating)
+        others = range(side.num_training) if side.generates else generating
+        self._heard = dict.fromkeys(others, (b"", time.monotonic()))
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="lifeline", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        number = 0
+        # A store that is gone, or whose process is stopped, tells of nobody: then all are silent.
+        with suppress(RuntimeError):
+            while not self._done.wait(self._period if number else 0):
+                number += 1
+                self._store.set(f"beat/{self._side.launch_rank}", str(number))
+                for rank, (seen, _) in self._heard.items():
+                    key = f"beat/{rank}"
+                    found = self._store.get(key) if self._store.check([key]) else b""
+                    if found != seen:
+                        self._heard[rank] = found, time.monotonic()
+
+    def silence(self) -> str | None:
+        """Says which ranks of the other side are silent; None if all live."""
+        oldest = time.monotonic() - self._limit
+        silent = [rank for rank, (_, since) in self._heard.items() if since < oldest]
+        if not silent:
+            return None
+        names = ", ".join(map(self._side.describe, silent))
+        return f"no sign of life for {self._limit:g} s: {names}"
+
+    def close(self) -> None:
+        """Falls silent."""
+        self._done.set()
+        self._thread.join(self._period)
+
+
+class Bridge:
+    """Commands, results and rows between the two sides; ranks are those of the launch.
+
+    Args:
+        side: Of this process.
+        store: Shared by all.
+        timeout: Silence of a rank after which it counts as lost.
+
+    Attributes:
+        peer_wants_stop: A rank that generates was asked to stop.
+    """
+
+    def __init__(self, side: Side, store: dist.Store, timeout: timedelta) -> None:
+        self.side, self.peer_wants_stop, self._num_received = side, False, 0
+        self.rank = side.launch_rank
+        self.world_size = side.num_training + side.num_generating
+        self._problem: Exception | None = None
+        self._has_answered = True  # the command under way
+        self._timeout = timeout
+        self._everyone = self._group(store, "everyone", self.rank, self.world_size)
+        self._link: dist.ProcessGroup | None = None
+        if side.generates or side.rank == 0:
+            rank = side.rank + 1 if side.generates else 0
+            self._link = self._group(store, "link", rank, side.num_generating + 1)
+        self._lifeline = Lifeline(side, store, timeout.total_seconds())
+
+    def _group(self, store: dist.Store, name: str, rank: int, size: int) -> dist.ProcessGroup:
+        """A group outside of every world; torch's stubs know its methods by the general class."""
+        prefixed = dist.PrefixStore(name, store)
+        group = dist.ProcessGroupGloo(prefixed, rank, size, self._timeout)
+        return cast("dist.ProcessGroup", group)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of its side."""
+        return self.side.rank == 0
+
+    def asked_to_stop(self, own: Callable[[], bool]) -> bool:
+        """Whether this process, as `own` says, or a rank that generates was asked to stop."""
+        return own() or self.peer_wants_stop
+
+    def take_received(self) -> int:
+        """Bytes that this rank has received since the last time."""
+        found, self._num_received = self._num_received, 0
+        return found
+
+    # --- commands
+
+    def send(self, name: str, *arguments: object, values: Tensor | None = None) -> None:
+        """Has the ranks that generate carry something out; only the first that trains sends.
+
+        Args:
+            name: Of the command.
+            arguments: Plain objects.
+            values: [bytes] uint8 that follow, or None.
+        """
+        if self.side.rank:
+            return
+        size = -1 if values is None else values.numel()
+        data = pickle.dumps((name, arguments))
+        self._broadcast(torch.tensor([len(data), size]))
+        self._broadcast(_tensor(data))
+        if values is not None and size:
+            self._broadcast(values)
+
+    def receive(self) -> tuple[str, tuple[object, ...], Tensor | None]:
+        """The next command: its name, arguments and values."""
+        sizes = torch.zeros(2, dtype=torch.int64)
+        self._broadcast(sizes)
+        num_bytes, size = sizes.tolist()
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        self._broadcast(data)
+        name, arguments = pickle.loads(data.numpy().tobytes())
+        values = None if size < 0 else torch.empty(size, dtype=torch.uint8)
+        if values is not None and size:
+            self._broadcast(values)
+        self._num_received += num_bytes + max(size, 0)
+        return name, arguments, values
+
+    def serve(self, handlers: dict[str, Callable[..., None]]) -> object:
+        """Carries out commands until the end; returns what the end says.
+
+        A handler takes the arguments and, where they follow, the values. What it raises is told
+        with the next result, and raised there.
+        """
+        while True:
+            name, arguments, values = self.receive()
+            if name == END:
+                return arguments[0] if arguments else None
+            given = arguments if values is None else (*arguments, values)
+            if self._problem is not None and name not in ANSWERED:
+                continue
+            self._has_answered = name not in ANSWERED
+            try:
+                handlers[name](*given)
+            except PeerFailedError:
+                raise
+            except Exception as error:
+                if error is self._problem:  # it has been told
+                    raise
+                self._problem = self._problem or error
+                if not self._has_answered:
+                    self.answer(None)
+
+    def answer(self, result: object) -> None:
+        """Gives all ranks that train a result of the command under way.
+
+        Raises:
+            Exception: What a command raised before; it is told first.
+        """
+        self._has_answered, problem = True, self._problem
+        text = None if problem is None else f"{type(problem).__name__}: {problem}"
+        data = pickle.dumps((None if text else result, text))
+        training, own = self.side.num_training, self.side.num_generating
+        self.exchange_bytes([data] * training + [b""] * own)
+        if problem is not None:
+            raise problem
+
+    def results(self) -> list[object]:
+        """The results of the command that was sent, by rank that generates; collective over both.
+
+        Raises:
+            PeerFailedError: A rank that generates failed; the message names it.
+        """
+        found = self.exchange_bytes([b""] * self.world_size)
+        answers = [pickle.loads(data) for data in found[self.side.num_training :]]
+        for number, (_, text) in enumerate(answers):
+            if text is not None:
+                name = self.side.describe(self.side.num_training + number)
+                raise PeerFailedError(f"{name}: {text}")
+        return [result for result, _ in answers]
+
+    def ask(self, name: str, *arguments: object) -> list[object]:
+        """Sends a command and returns its results; every rank that trains calls it."""
+        self.send(name, *arguments)
+        return self.results()
+
+    # --- rows
+
+    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Gives every rank of the launch its part; returns what each gave this one, by rank."""
+        sizes = torch.tensor([len(part) for part in parts])
+        incoming = torch.empty_like(sizes)
+        self._exchange(incoming, sizes, [], [])
+        lengths = incoming.tolist()
+        received = torch.empty(sum(lengths), dtype=torch.uint8)
+        self._exchange(received, _tensor(b"".join(parts)), lengths, sizes.tolist())
+        self._num_received += sum(lengths) - lengths[self.rank]
+        found = received.numpy().tobytes()
+        return [found[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
+
+    def _exchange(
+        self, incoming: Tensor, outgoing: Tensor, lengths: list[int], sizes: list[int]
+    ) -> None:
+        options = dist.AllToAllOptions()
+        options.timeout = _FOREVER
+        group = self._everyone
+        self._wait(lambda: group.alltoall_base(incoming, outgoing, lengths, sizes, options))
+
+    def _broadcast(self, values: Tensor) -> None:
+        """From the first rank that trains to those that generate."""
+        link = self._link
+        if link is None:
+            raise RuntimeError("only the first rank that trains has the link")
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, _FOREVER
+        self._wait(lambda: link.broadcast([values], options))
+
+    def _wait(self, begin: Callable[[], dist.Work]) -> None:
+        """Waits for a collective as long as both sides live; else ends the process."""
+        try:
+            work = begin()
+            while not work.is_completed():
+                silence = self._lifeline.silence()
+                if silence is not None:
+                    # A collective that is under way can neither be given up nor be destroyed.
+                    line = f"deadline: {self.side.describe(self.rank)}: {silence}"
+                    print(line, file=sys.stderr, flush=True)  # noqa: T201
+                    end_process(line, HANG_EXIT_CODE)
+                time.sleep(_POLL_SECONDS)
+            work.wait()
+        except RuntimeError as error:
+            others = "train" if self.side.generates else "generate"
+            raise PeerFailedError(
+                f"{self.side.describe(self.rank)}, lost the ranks that {others}: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Ends the connection; whoever still waits learns of it."""
+        self._lifeline.close()
+        self._everyone = self._link = None  # type: ignore[assignment]
+
+
+# Commands that have results.
+ANSWERED = frozenset({"manifest", "hashes", "call", "draw", "drawn", "evaluate", "save"})
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()

@@ -1,0 +1,219 @@
+"""Images and videos of rows to train on: read, put between the tokens, encoded for a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, Self
+
+import numpy as np
+
+from lightrft.datasets.media import MediaRow, VisionPrompts, media_row
+from lightrft.datasets.types import DataError
+from lightrft.engines.media.encoder import TEXT_ENCODER
+from lightrft.engines.media.media import NO_MEDIA, EncodedPrompt, Media, MediumKind, RowMedia
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from lightrft.config import TrainConfig
+    from lightrft.datasets.files import Row
+    from lightrft.datasets.media import Content, Modality
+    from lightrft.engines.media.encoder import Encoder
+
+
+@dataclass(frozen=True, slots=True)
+class ShownMedia:
+    """Media of a row.
+
+    Args:
+        text: That the row begins with, with one placeholder for each medium.
+        media: In the order of their placeholders.
+        kinds: As the model tells them apart.
+    """
+
+    text: str
+    media: Media
+    kinds: frozenset[MediumKind] = frozenset()
+
+
+_CONTEXT = 8
+NOTHING_SHOWN = ShownMedia("", Media())
+
+
+class RowMediaReader:
+    """A reader of the media of rows, for a model that takes them or refuses them.
+
+    Args:
+        modality: Of the model.
+        marks: Tokens that stand for media, which are never trained.
+    """
+
+    def __init__(self, modality: Modality, marks: Iterable[int] = ()) -> None:
+        self.modality, self.marks = modality, frozenset(marks)
+        self._last: tuple[ShownMedia, EncodedPrompt] | None = None
+        self.prompts = modality if isinstance(modality, VisionPrompts) else None
+
+    @property
+    def encoder(self) -> Encoder:
+        """Of the model."""
+        return self.modality.encoder
+
+    def read(self, row: Row, content: Content, config: TrainConfig) -> MediaRow:
+        """A text or a conversation of a row with its media; see `media_row`."""
+        return media_row(row, content, config, self.encoder)
+
+    def refuse(self, row: Row, config: TrainConfig, what: str) -> None:
+        """Raises a DataError if a row of a kind that has no text before its answer has media."""
+        if self.read(row, "", config).media:
+            raise DataError(f"{row.location}: {what} have no images: give texts or messages")
+
+    def without_marks(
+        self, token_ids: Sequence[int], is_trained: NDArray[np.bool_], *, is_answer: bool
+    ) -> NDArray[np.bool_]:
+        """The trained tokens without those that stand for media.
+
+        Args:
+            token_ids, is_trained: [tokens].
+            is_answer: A trained mark is an error: no policy samples it.
+
+        Raises:
+            DataError: An answer has one.
+        """
+        is_mark = np.isin(np.asarray(token_ids), list(self.marks))
+        if is_answer and (is_mark & is_trained).any():
+            raise DataError(
+                "an answer has the mark of an image or video, which a model never samples: put "
+                "media into prompts"
+            )
+        return is_trained & ~is_mark
+
+    def expand(
+        self,
+        token_ids: Sequence[int],
+        is_trained: NDArray[np.bool_],
+        given: ShownMedia,
+        location: str,
+    ) -> tuple[tuple[int, ...], NDArray[np.bool_], ShownMedia]:
+        """A row with a token for each feature of its media, and its media.
+
+        Args:
+            token_ids: With one mark for each medium.
+            is_trained: [tokens].
+            given: Media of the row.
+            location: Of the row.
+
+        Raises:
+            DataError: Text and media do not agree, or the tokens of the processor are not those
+                of the tokenizer around them.
+        """
+        if self.prompts is None:
+            raise DataError("the model reads text only: leave the media out with --text_only")
+        # The answers of a pair stand behind one prompt.
+        if self._last is None or self._last[0] != given:
+            self._last = given, self.prompts.encoded(given.text, given.media, location)
+        encoded = self._last[1]
+        start = len(encoded.request_token_ids)
+        if tuple(token_ids[:start]) != encoded.request_token_ids:
+            raise DataError(
+                "the text in front of the answer has other tokens alone than with the answer "
+                "behind it: give messages, or end the prompt where a token ends"
+            )
+        before = spread(encoded, is_trained[:start], self.marks)
+        whole = np.concatenate([before, is_trained[start:]])
+        found = replace(given, kinds=encoded.kinds)
+        return (*encoded.token_ids, *token_ids[start:]), whole, found
+
+
+def spread(
+    encoded: EncodedPrompt, is_trained: NDArray[np.bool_], marks: frozenset[int]
+) -> NDArray[np.bool_]:
+    """The trained tokens of a text among those with a token for each feature of its media.
+
+    Each run of trained tokens, with some tokens before it, is looked for behind the run before it;
+    a medium stands between two runs in both texts or in neither. The text behind the last medium
+    is the end of both.
+
+    Args:
+        encoded: The text, with one mark for each medium and with all its features.
+        is_trained: [tokens] of the text with marks.
+        marks: Tokens that stand for media.
+
+    Raises:
+        DataError: A run is not there: the processor writes the text around media otherwise.
+    """
+    short, long = encoded.request_token_ids, encoded.token_ids
+    is_mark, is_feature = ([token in marks for token in ids] for ids in (short, long))
+    found = np.zeros(len(long), dtype=np.bool_)
+    tail = is_mark[::-1].index(True) if any(is_mark) else len(short)
+    if tail and long[-tail:] != short[-tail:]:
+        raise DataError("the processor changes the text behind the last image or video")
+    known, place, rest = 0, 0, len(long) - tail
+    for start, stop in _runs(is_trained[: len(short) - tail]):
+        # Tokens before the run, up to a medium, tell it from other runs.
+        first = start
+        while first > max(known, start - _CONTEXT) and not is_mark[first - 1]:
+            first -= 1
+        wanted, has_medium = short[first:stop], any(is_mark[known:start])
+        fits = (
+            at
+            for at in range(place, rest - len(wanted) + 1)
+            if long[at : at + len(wanted)] == wanted and any(is_feature[place:at]) == has_medium
+        )
+        at = next(fits, -1)
+        known, place = stop, at + len(wanted)
+        found[place - (stop - start) : place] = True
+        if at < 0 or any(is_mark[stop:]) != any(is_feature[place:rest]):
+            raise DataError(
+                "the processor writes the tokens around an image or video otherwise than the chat "
+                "template: train the last turn alone (--train_on last_assistant)"
+            )
+    found[rest:] |= is_trained[len(short) - tail :]
+    return found
+
+
+def _runs(is_trained: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Beginning and end of each run of trained tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_trained, [False]]).astype(np.int8)))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+class RowWithMedia(Protocol):
+    """The part of a row that this module reads."""
+
+    @property
+    def shown(self) -> ShownMedia | None:
+        """Its media."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowPixels:
+    """The encoder of the rows of a run, and the kinds of media that some of them have.
+
+    Every rank knows all rows, so ranks agree on the kinds without a word.
+    """
+
+    encoder: Encoder = TEXT_ENCODER
+    present: frozenset[MediumKind] = frozenset()
+
+    @classmethod
+    def of(cls, encoder: Encoder, rows: Iterable[RowWithMedia]) -> Self:
+        """Of all rows that are trained on or held out."""
+        shown = (row.shown for row in rows)
+        return cls(encoder, frozenset(kind for each in shown if each for kind in each.kinds))
+
+    def read(self, rows: Sequence[RowWithMedia]) -> RowMedia:
+        """The media of a forward pass; rows with one prompt share its tensors."""
+        if not self.present:
+            return NO_MEDIA
+        prompts = [
+            None if row.shown is None else self.encoder.kept(row.shown.text, row.shown.media)
+            for row in rows
+        ]
+        # The next pass has other rows, and pixels of all would not fit into memory.
+        self.encoder.forget()
+        return RowMedia(tuple(prompts), self.present)
+
+
+TEXT_ALONE = RowPixels()

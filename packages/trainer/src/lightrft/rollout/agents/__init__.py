@@ -1,0 +1,1 @@
+"""Agents that own their loop: an endpoint in this process, and what they call becomes rows."""

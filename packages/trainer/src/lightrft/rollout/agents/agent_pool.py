@@ -1,0 +1,214 @@
+"""Worker processes that run the agents of one rank, each many episodes at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, cast
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.registry import split_reference
+from lightrft.rewards.process import (
+    WorkerFailedError,
+    WorkerProcess,
+    WorkerTask,
+    WorkerTimeoutError,
+)
+from lightrft.rewards.types import RewardResult
+
+# A worker whose agents do not let go has so long beyond their deadline.
+GRACE_SECONDS = 5.0
+_WAIT_SECONDS = 0.5
+_MAX_CRASHES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTask:
+    """An episode as an agent gets it.
+
+    Args:
+        number: Of the episode.
+        base_url, key: Of the endpoint.
+        row: Columns of its row.
+    """
+
+    number: int
+    base_url: str
+    key: str
+    row: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEnd:
+    """An agent that has ended.
+
+    Args:
+        number: Of the episode.
+        reward: What it returned; None if that was None.
+        failure: Why there is no episode; "" if there is one.
+    """
+
+    number: int
+    reward: RewardResult | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRestart:
+    """An agent begins once more, since its worker had to be ended for another one."""
+
+    number: int
+
+
+Tell = Callable[[AgentEnd | AgentRestart], None]
+
+
+class AgentPool:
+    """The workers of one rank; a context manager that ends them.
+
+    Args:
+        config: Its options `agent`, `environment_workers` and `agent_timeout_seconds`.
+
+    Raises:
+        ConfigError: The agent cannot be loaded.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        agent = str(config.agent)
+        place, name = split_reference(agent) or ("", "")
+        if not place:
+            raise ConfigError(f"agent {agent}: expected FILE.py:NAME or package.module:NAME")
+        if place.endswith(".py"):
+            agent = f"{Path(place).resolve()}:{name}"
+        self.name, self._seconds = name, config.agent_timeout_seconds
+        task = WorkerTask(
+            "lightrft.rollout.agents.agent_worker",
+            "HostedAgents",
+            (agent,),
+            shown_file=place if place.endswith(".py") else None,
+        )
+        count = config.environment_workers or os.cpu_count() or 1
+        self._workers = [WorkerProcess(task, name=name) for _ in range(count)]
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="agents")
+        try:
+            self._workers[0].start()
+        except WorkerFailedError as error:
+            self.close()
+            text = str(error)
+            raise ConfigError(text if agent in text else f"agent {agent}: {text}") from error
+
+    def run(self, tasks: Sequence[AgentTask], tell: Tell) -> list[Future[None]]:
+        """Starts agents, all at once.
+
+        Args:
+            tasks: Theirs.
+            tell: Called from other threads: once with the end of each, before it with restarts.
+        """
+        count = len(self._workers)
+        shares = [tasks[number::count] for number in range(count)]
+        return [
+            self._threads.submit(_Share(worker, self._seconds, tell).run, share)
+            for worker, share in zip(self._workers, shares, strict=True)
+            if share
+        ]
+
+    def close(self) -> None:
+        """Ends the workers; may be called twice."""
+        for worker in self._workers:
+            worker.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+@dataclass(slots=True)
+class _Share:
+    """Episodes of one worker."""
+
+    worker: WorkerProcess
+    seconds: float
+    tell: Tell
+
+    def run(self, tasks: Sequence[AgentTask]) -> None:
+        """Until the last one has ended; never raises, or nobody would be told."""
+        waiting = {task.number: task for task in tasks}
+        try:
+            self._follow(waiting)
+        except Exception as error:  # noqa: BLE001 - every episode is told of
+            self._fail(waiting, f"{type(error).__name__}: {error}")
+
+    def _follow(self, waiting: dict[int, AgentTask]) -> None:
+        deadline, num_crashes = self._start(waiting, is_first=True), 0
+        while waiting:
+            try:
+                if deadline is None:
+                    deadline = self._start(waiting, is_first=False)
+                if deadline is None:
+                    continue
+                self._take(waiting, deadline)
+                if waiting and time.monotonic() > deadline + GRACE_SECONDS:
+                    raise WorkerTimeoutError
+            except WorkerTimeoutError:
+                self.worker.close()
+                self._fail(waiting, f"it did not end within {self.seconds:g} s")
+            except WorkerFailedError as error:
+                self.worker.close()
+                num_crashes, deadline = num_crashes + 1, None
+                if num_crashes == _MAX_CRASHES or error.kind:
+                    self._fail(waiting, str(error))
+
+    def _start(self, waiting: dict[int, AgentTask], *, is_first: bool) -> float | None:
+        """Begins all that are left; their deadline, or None where the worker cannot be started."""
+        episodes = [
+            {
+                "number": task.number,
+                "base_url": task.base_url,
+                "key": task.key,
+                "row": task.row,
+                "seconds": self.seconds,
+            }
+            for task in waiting.values()
+        ]
+        for number in () if is_first else waiting:
+            self.tell(AgentRestart(number))
+        try:
+            if not self.worker.is_running:
+                self.worker.start()
+            self.worker.call({"operation": "start", "episodes": episodes}, seconds=self.seconds)
+        except (WorkerFailedError, WorkerTimeoutError):
+            if not is_first:
+                raise
+            return None
+        return time.monotonic() + self.seconds
+
+    def _take(self, waiting: dict[int, AgentTask], deadline: float) -> None:
+        """Tells of the agents that have ended by now."""
+        left = max(0.0, deadline - time.monotonic()) + GRACE_SECONDS
+        request = {"operation": "wait", "seconds": _WAIT_SECONDS}
+        ended = cast("list[dict[str, object]]", self.worker.call(request, seconds=left))
+        for found in ended:
+            task = waiting.pop(int(cast("int", found["number"])), None)
+            if task is not None:
+                self.tell(_end_of(task.number, found))
+
+    def _fail(self, waiting: dict[int, AgentTask], reason: str) -> None:
+        for number in waiting:
+            self.tell(AgentEnd(number, failure=reason))
+        waiting.clear()
+
+
+def _end_of(number: int, found: dict[str, object]) -> AgentEnd:
+    if found["error"] is not None:
+        return AgentEnd(number, failure=str(found["error"]))
+    if found["reward"] is None:
+        return AgentEnd(number)
+    total, parts = cast("tuple[float, dict[str, float]]", found["reward"])
+    return AgentEnd(number, RewardResult(total, {"agent": total, **parts}))

@@ -1,0 +1,481 @@
+"""The agents of a run, and the source of the rows that their calls become."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.datasets.chat_ids import ChatIds
+from lightrft.datasets.media import Modality
+from lightrft.datasets.suffix import TemplateRefusedError, TurnSuffix
+from lightrft.engines.ledger import hash_context
+from lightrft.engines.rows import request_seed
+from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.records.rollout import Rollout
+from lightrft.records.sample_ledger import ENVIRONMENT, SampleLedger
+from lightrft.rewards.types import RewardError, RewardResult
+from lightrft.rollout.agents.agent_pool import AgentEnd, AgentPool, AgentRestart, AgentTask
+from lightrft.rollout.agents.conversations import CalledTurn, Conversations
+from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
+from lightrft.rollout.agents.episodes import AgentEpisode
+from lightrft.rollout.agents.replies import told
+from lightrft.rollout.agents.rounds import AnswerRules, answer_round
+from lightrft.rollout.agents.sampling import RunSampling
+from lightrft.rollout.agents.shown import fault_of
+from lightrft.rollout.environments.environments import forging_ids
+from lightrft.rollout.environments.journal import (
+    JOURNAL_FOLDER,
+    Journal,
+    RecordedTurn,
+    journal_path,
+    remove_further_ranks,
+)
+from lightrft.rollout.scoring import finished_samples, open_scorer
+from lightrft.rollout.single_turn import generate
+from lightrft.rollout.source import SampleRequests, Samples, SourceParts
+from lightrft.strategy.distributed.deadlines import phase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Calls that come at once are answered at once: so long nothing must have come before a round.
+_QUIET_SECONDS = 0.01
+_QUIET_SHARE = 0.05
+_MAX_QUIET_SECONDS = 1.0
+# Of an episode's deadline: so long calls wait at most for episodes that ask nothing.
+_STALL_SHARE = 0.25
+
+
+class Agents:
+    """Agents of a run, and the endpoint of this rank; a context manager that ends both.
+
+    Args:
+        config: Its option `agent` and those that say they act with it.
+        tokenizer: Of the model.
+        folder: Of the run, for the journal; None writes none.
+        modality: Renders and encodes prompts; media are refused.
+
+    Raises:
+        ConfigError: The agent or the chat template is not what it must be.
+    """
+
+    answers_calls = True
+    notes: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        folder: Path | None = None,
+        modality: Modality,
+    ) -> None:
+        if modality.encoder.reads_media:
+            raise ConfigError("agents work with models of text only: leave out --agent")
+        self.config, self.tokenizer = config, tokenizer
+        self.encoder, self.prompt_tokenizer = modality.encoder, modality.renderer
+        self.folder = None if folder is None else folder / JOURNAL_FOLDER
+        try:
+            verdict = TurnSuffix(tokenizer).verdict
+        except TemplateRefusedError as error:
+            raise ConfigError(str(error)) from error
+        self.end_of_turn = verdict.end_of_turn
+        self.chat = ChatIds(tokenizer, verdict.end_of_turn)
+        self.special_ids = forging_ids(tokenizer)
+        self.pool = AgentPool(config)
+        self.endpoint = Endpoint(tokenizer)
+
+    def source(self, parts: SourceParts) -> AgentSource:
+        """The source of the episodes of a run."""
+        return AgentSource(self, parts)
+
+    def close(self) -> None:
+        """Ends workers and endpoint; may be called twice."""
+        self.pool.close()
+        self.endpoint.close()
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class AgentSource:
+    """Source of the rows of agents.
+
+    Every rank answers the calls of its own episodes, in rounds: a round is the batch of all calls
+    that wait once each open episode waits for one, so that timing changes nothing; with
+    `late_join`, once half of them do. Nobody is waited for longer than a quarter of the deadline,
+    or an agent that asks with the key of another one would end both. Ranks that share an engine go
+    in lock step.
+
+    Args:
+        agents: Of the run.
+        parts: Of the run.
+    """
+
+    def __init__(self, agents: Agents, parts: SourceParts) -> None:
+        self._agents, self._parts = agents, parts
+        self._told: set[str] = set()
+
+    def sample(self, requests: SampleRequests) -> Samples:
+        """See `RolloutSource`.
+
+        Raises:
+            RewardError: An agent failed on some rank, and failures are not masked.
+        """
+        with open_scorer(self._parts, requests) as scorer:
+            with requests.timer.stage("rollout"), requests.recording(self._parts):
+                episodes = self.episodes(requests)
+            rows = [episode.rollouts() for episode in episodes]
+            results = [_result_of(episode) for episode in episodes]
+            for episode, own in zip(episodes, rows, strict=True):
+                note_episode(requests.ledger, episode, own, self._agents.tokenizer)
+            samples = finished_samples(
+                self._parts,
+                requests,
+                [first for first, *_ in rows],
+                scorer=scorer,
+                environment_results=results,
+                special_ids=self._agents.special_ids,
+                branches={own[0].sample_id: own[1:] for own in rows},
+            )
+        return replace(samples, agent_counts=[e.counts for e in episodes])
+
+    def episodes(self, requests: SampleRequests) -> list[AgentEpisode]:
+        """The episodes of this rank, ended; collective."""
+        session, problem = self._parts.session, None
+        episodes = self._begin(requests)
+        rules = self._rules(requests.params)
+        journal = self._open_journal(requests, episodes)
+        run = _AgentRun(self._agents, self._parts, episodes, rules, journal)
+        try:
+            session.wake_up()
+            run.go()
+        except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
+            problem = error
+        finally:
+            run.close()
+        failed = next((e for e in episodes if e.failure), None)
+        if problem is None and failed is not None and self._parts.config.reward_failure != "mask":
+            problem = RewardError(
+                f"the agent failed for prompt {failed.prompt.id}: {failed.failure}"
+            )
+        self._agree(problem, rules)
+        return episodes
+
+    def _begin(self, requests: SampleRequests) -> list[AgentEpisode]:
+        params, episodes = requests.params, list[AgentEpisode]()
+        requests.ledger.ask(requests.prompts, requests.positions, params.n, requests.request_ids)
+        rows = zip(requests.prompts, requests.request_ids, requests.positions, strict=True)
+        for prompt, request_id, group_id in rows:
+            # Samples are compared with each other, so that they must have one task.
+            seed = request_seed(params.seed, request_id, 0) % 2**31
+            for index in range(params.n):
+                own = request_id * params.n + index
+                seeds = {"seed": seed, "sample_seed": request_seed(params.seed, own, 1) % 2**31}
+                episodes.append(
+                    AgentEpisode(
+                        number=len(episodes),
+                        prompt=prompt,
+                        group_id=group_id,
+                        sample_id=group_id * params.n + index,
+                        row=seeds | dict(prompt.row),
+                        talk=Conversations(self._agents.chat, own),
+                    )
+                )
+        return episodes
+
+    def _rules(self, params: SamplingParams) -> AnswerRules:
+        agents, config = self._agents, self._parts.config
+        end = agents.end_of_turn
+        if end is not None:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
+        ends = {end, agents.tokenizer.eos_token_id} - {None}
+        return AnswerRules(
+            agents.tokenizer,
+            config.tool_parser,
+            frozenset(int(each) for each in ends if each is not None),
+            RunSampling(params, takes_stops=not self._parts.session.shares_engine),
+            config.max_episode_tokens,
+            config.max_agent_calls,
+        )
+
+    def _open_journal(
+        self, requests: SampleRequests, episodes: Sequence[AgentEpisode]
+    ) -> CallJournal:
+        """The journal of this rank; what a killed process wrote of the same step is known."""
+        folder, step, params = self._agents.folder, requests.step, requests.params
+        if folder is None or step is None:
+            return CallJournal(None, {})
+        context, sync = self._parts.context, self._parts.session.last_weight_sync
+        prompts = [i for e in episodes for i in (e.talk.episode_id, *e.prompt.token_ids)]
+        engine = self._parts.session.engine
+        journal = CallJournal(
+            journal_path(folder, step, requests.batch, context.rank),
+            {
+                "step": step,
+                "batch": requests.batch,
+                "rank": context.rank,
+                "world_size": context.world_size,
+                "weights": 0 if sync is None else sync.engine_hash,
+                "prompts": hash_context(prompts),
+                "sampling": [params.seed, *params.distribution[:3]],
+                "environment": {
+                    "name": self._agents.pool.name,
+                    "schemas": [],
+                    "answers_turns": True,
+                },
+            },
+            vocab_size=None if engine is None else engine.vocab_size,
+        )
+        if journal.damage is not None:
+            context.print(f"{journal.damage}: what follows is sampled again")
+        version = -1 if engine is None else engine.weights_version
+        known = journal.known
+        if engine is not None:
+            entries = [turn.entry(version, params.distribution) for turn in known.values()]
+            engine.ledger.restore(entries)
+        completions = {key: turn.completion((), version) for key, turn in known.items()}
+        for episode in episodes:
+            episode.known = dict(completions)
+        if context.rank == 0:
+            remove_further_ranks(folder, step, requests.batch, context.world_size)
+        return journal
+
+    def _agree(self, problem: Exception | None, rules: AnswerRules) -> None:
+        """Tells all ranks what went wrong on one, and people what clients did not get.
+
+        Collective.
+        """
+        sampling = rules.sampling
+        different = sampling.differences if isinstance(sampling, RunSampling) else {}
+        own = (None if problem is None else str(problem), dict(different))
+        everyone = self._parts.context.gather_objects(own)
+        if problem is not None:
+            raise problem
+        for rank, (text, _) in enumerate(everyone):
+            if text is not None:
+                raise RewardError(f"rank {rank}: {text}")
+        found = {name: text for _, each in everyone for name, text in each.items()}
+        new = sorted(text for name, text in found.items() if name not in self._told)
+        self._told |= set(found)
+        if new:
+            self._parts.context.print(
+                f"agents asked for other sampling options than the run's, which count: "
+                f"{', '.join(new)}"
+            )
+
+
+def note_episode(
+    ledger: SampleLedger,
+    episode: AgentEpisode,
+    rows: Sequence[Rollout],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Writes down what the rows of an episode are, what they were given, and faults in them."""
+    branches = [] if episode.failure else episode.talk.branches()
+    for row, turns in zip(rows, branches or [[]], strict=True):
+        entry = ledger.of(row.sample_id)
+        entry.group_id, entry.prompt = episode.group_id, row.prompt
+        entry.fault = fault_of(turns, episode.talk.chat, tokenizer)
+    first = ledger.of(episode.sample_id)
+    first.has_failed = bool(episode.failure)
+    times = Counter(segment.request_id for row in rows for segment in row.segments)
+    delivered = [turn.request_id for turn in episode.talk.turns if turn.is_delivered]
+    if not episode.failure and any(times[request_id] != 1 for request_id in delivered):
+        first.fault = "an answer that its client has is in no row, or in several"
+    result = _result_of(episode)
+    if result is not None:
+        first.reward_is(ENVIRONMENT, result, rows[0].token_ids)
+
+
+def _result_of(episode: AgentEpisode) -> RewardResult | None:
+    """What the agent says of its episode; None if it failed."""
+    if episode.failure:
+        return None
+    return episode.reward or RewardResult(0.0)
+
+
+class CallJournal(Journal):
+    """The journal of one rank and one step; nothing is written without a path.
+
+    Each call is written like an episode of one turn, so that what reads the journals of
+    environments reads these. A context is written as what was appended to an earlier call's, which
+    is named as its parent.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._numbers: dict[int, int] = {}
+        self._num_rounds = 0
+
+    @property
+    def known(self) -> dict[int, RecordedTurn]:
+        """Turns of complete rounds, by request id."""
+        return {
+            turn.sampled.request_id: turn for own in self.recorded.rounds for turn in own.values()
+        }
+
+    def calls(self, turns: Sequence[CalledTurn], episode_of: dict[int, AgentEpisode]) -> None:
+        """The calls of one round.
+
+        Args:
+            turns: Theirs, answered.
+            episode_of: The episode of each, by request id.
+        """
+        new = [turn for turn in turns if turn.request_id not in self._numbers]
+        for turn in new:
+            number = self._numbers[turn.request_id] = len(self._numbers)
+            parent = None if turn.parent is None else self._numbers[turn.parent.request_id]
+            self._append(
+                {
+                    "event": "reset",
+                    "sample_id": number,
+                    "episode": episode_of[turn.request_id].sample_id,
+                    "parent": parent,
+                    "told": None,
+                    "prompt_token_ids": turn.before.token_ids,
+                }
+            )
+            own = turn.sampled
+            self._append(
+                {
+                    "event": "turn",
+                    "sample_id": number,
+                    "turn": 0,
+                    "request_id": own.request_id,
+                    "text": told(turn).text,
+                    "context_hash": hash_context(turn.context),
+                    "token_ids": own.output_token_ids,
+                    "logprobs": own.output_logprobs,
+                    "logprobs_mode": own.logprobs_mode,
+                    "finish_reason": own.finish_reason,
+                    "weights_version": own.weights_version,
+                    **({"facts": own.facts} if own.facts else {}),
+                }
+            )
+        numbers = [self._numbers[turn.request_id] for turn in new]
+        self._append({"event": "round", "round": self._num_rounds, "sample_ids": numbers})
+        self._num_rounds += 1
+        self.leave(self._num_rounds)
+
+    def ended(self, episode: AgentEpisode) -> None:
+        """The reward of an episode, or why it failed."""
+        found = episode.reward
+        reward = None if found is None else [found.reward, dict(found.components)]
+        event = {"event": "end", "sample_id": episode.sample_id, "reward": reward}
+        self._append({**event, "failure": episode.failure or None})
+
+
+@dataclass(slots=True)
+class _AgentRun:
+    """The rounds of the episodes of one call of the source."""
+
+    agents: Agents
+    parts: SourceParts
+    all_episodes: Sequence[AgentEpisode]
+    rules: AnswerRules
+    journal: CallJournal
+    waiting: list[WaitingCall] = field(default_factory=list)
+    last_seconds: float = 0.0
+
+    def go(self) -> None:
+        """Until all episodes, on ranks with one engine those of all ranks, have ended."""
+        endpoint = self.agents.endpoint
+        for episode in self.all_episodes:
+            episode.key = endpoint.open(episode)
+        tasks = [AgentTask(e.number, endpoint.base_url, e.key, e.row) for e in self.all_episodes]
+        self.agents.pool.run(tasks, endpoint.events.put)
+        while self._goes_on():
+            self._gather()
+            calls, self.waiting = self.waiting, []
+            started = time.monotonic()
+            turns = answer_round(calls, self.rules, self._sample)
+            self.last_seconds = time.monotonic() - started
+            owners = {waiting.holder.episode.number: waiting.holder.episode for waiting in calls}
+            # What this round made comes last.
+            new = max(1, len(turns))
+            episode_of = {t.request_id: e for e in owners.values() for t in e.talk.turns[-new:]}
+            self.journal.calls(turns, episode_of)
+
+    def close(self) -> None:
+        """Ends all keys; nothing that comes later counts."""
+        for episode in self.all_episodes:
+            self.agents.endpoint.close_key(episode.key)
+        self.journal.close()
+
+    def _goes_on(self) -> bool:
+        is_open = bool(self._open())
+        if not self.parts.session.shares_engine:
+            return is_open
+        return any(self.parts.context.gather_objects(is_open))
+
+    def _open(self) -> list[AgentEpisode]:
+        return [episode for episode in self.all_episodes if episode.is_open]
+
+    def _gather(self) -> None:
+        """Waits until a round may begin."""
+        quiet = min(_MAX_QUIET_SECONDS, max(_QUIET_SECONDS, _QUIET_SHARE * self.last_seconds))
+        stall = _STALL_SHARE * self.parts.config.agent_timeout_seconds
+        while True:
+            seconds = quiet if self._is_ready() else stall if self.waiting else None
+            try:
+                event = self.agents.endpoint.events.get(timeout=seconds)
+            except queue.Empty:
+                return
+            self._take(event)
+            if not self._open():
+                return
+
+    def _is_ready(self) -> bool:
+        """Whether enough episodes wait for an answer."""
+        self.waiting = [call for call in self.waiting if not call.is_gone]
+        own = {call.holder.episode.number for call in self.waiting}
+        num_open, num_waiting = len(self._open()), len(own)
+        if self.parts.config.late_join:
+            return num_open <= 2 * num_waiting
+        return num_open == num_waiting
+
+    def _take(self, event: object) -> None:
+        if isinstance(event, WaitingCall):
+            if event.holder.is_open:  # else it is of an earlier step
+                self.waiting.append(event)
+            return
+        if isinstance(event, AgentRestart):
+            self.all_episodes[event.number].restart()
+        elif isinstance(event, AgentEnd):
+            self._end(self.all_episodes[event.number], event)
+
+    def _end(self, episode: AgentEpisode, end: AgentEnd) -> None:
+        if not episode.is_open:
+            return
+        self.agents.endpoint.close_key(episode.key)
+        # Errors of clients may quote the key.
+        failure = end.failure.replace(episode.key, "sk-...")
+        episode.is_open, episode.reward, episode.failure = False, end.reward, failure
+        if not episode.failure and not episode.talk.branches():
+            episode.failure = "it ended without a call that was answered: there is nothing to train"
+        if not episode.failure and end.reward is None and not self._has_other_rewards():
+            episode.failure = "it returned no reward, and there is no --reward_fn"
+        self.journal.ended(episode)
+
+    def _has_other_rewards(self) -> bool:
+        config = self.parts.config
+        return bool(config.reward_fn or config.remote_rm_url or config.reward_pretrain)
+
+    def _sample(
+        self, params: SamplingParams, requests: list[GenerationRequest]
+    ) -> list[Completion]:
+        session = self.parts.session
+        if session.shares_engine:
+            return generate(session, params, requests)
+        with phase("generate", session.context.timeout):
+            return session.generate_local(requests, params)

@@ -1,0 +1,243 @@
+"""The endpoint of a rank: episodes by their keys, and the calls that wait for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import queue
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lightrft.rollout.agents.conversations import CalledTurn
+from lightrft.rollout.agents.http_server import (
+    HttpError,
+    HttpLimits,
+    HttpRequest,
+    HttpResponse,
+    HttpServer,
+)
+from lightrft.rollout.agents.messages import ChatCall, read_call, read_json, refused
+from lightrft.rollout.agents.replies import TokenNames, reply
+
+if TYPE_CHECKING:
+    from lightrft.rollout.agents.episodes import AgentEpisode
+
+MODEL_NAME = "policy"
+_CALLS = {"/v1/chat/completions": True, "/v1/completions": False}
+_MODELS = "/v1/models"
+# Keys of episodes that are over, so that a late call is told so.
+_MAX_OVER = 100_000
+_MAX_WAITING = 4096
+
+
+@dataclass(slots=True)
+class KeyHolder:
+    """Episode of a key, and its calls that wait.
+
+    Args:
+        episode: Its episode.
+        is_open: Calls are taken.
+        waiting: Calls that are not answered yet.
+    """
+
+    episode: AgentEpisode
+    is_open: bool = True
+    waiting: set[WaitingCall] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class WaitingCall:
+    """A call that waits for its answer.
+
+    Args:
+        holder: Whose it is.
+        call: What is asked.
+        is_retry: The client says that it asks again.
+        request: As it came; tells whether the client is still there.
+        future: Of the server's loop; gets the turns.
+        loop: That one.
+    """
+
+    holder: KeyHolder
+    call: ChatCall
+    is_retry: bool
+    request: HttpRequest
+    future: asyncio.Future[Sequence[CalledTurn]]
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return self.request.is_gone.is_set() or self.future.done()
+
+    def resolve(self, found: Sequence[CalledTurn] | HttpError) -> None:
+        """Gives the answer, from any thread."""
+
+        def settle() -> None:
+            if self.future.done():
+                return
+            if isinstance(found, HttpError):
+                self.future.set_exception(found)
+            else:
+                self.future.set_result(found)
+
+        self.loop.call_soon_threadsafe(settle)
+
+
+class Endpoint:
+    """An OpenAI-compatible server whose calls another thread answers; a context manager.
+
+    Args:
+        tokenizer: Shows tokens.
+        limits: Of requests.
+        port: 0 takes a free one.
+        model_names: By which the model may be asked for; the first one is listed.
+
+    Attributes:
+        events: Calls that wait; whoever answers them takes them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenNames,
+        limits: HttpLimits | None = None,
+        *,
+        port: int = 0,
+        model_names: Sequence[str] = (MODEL_NAME,),
+    ) -> None:
+        self._tokenizer, self._names = tokenizer, tuple(model_names)
+        self._holders: dict[bytes, KeyHolder] = {}
+        self._over: dict[bytes, None] = {}
+        self._num_waiting = 0
+        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.server = HttpServer(self._handle, limits, port=port, admits=self._admits)
+
+    @property
+    def base_url(self) -> str:
+        """As clients take it."""
+        return f"{self.server.address}/v1"
+
+    def open(self, episode: AgentEpisode, key: str | None = None) -> str:
+        """A key for an episode; a random one unless it is given."""
+        key = key or f"sk-{secrets.token_urlsafe(32)}"
+        self._holders[_digest(key)] = KeyHolder(episode)
+        return key
+
+    def close_key(self, key: str) -> None:
+        """Ends an episode: its waiting calls are refused, and so are further ones."""
+        digest = _digest(key)
+        holder = self._holders.pop(digest, None)
+        self._over[digest] = None
+        while len(self._over) > _MAX_OVER:
+            self._over.pop(next(iter(self._over)))
+        if holder is not None:
+            holder.is_open = False
+            for waiting in list(holder.waiting):
+                waiting.resolve(_over())
+
+    def close(self) -> None:
+        """Ends the server; may be called twice."""
+        self.server.close()
+
+    async def _handle(self, request: HttpRequest) -> HttpResponse:
+        holder = self._holder(request.headers)
+        if request.path == _MODELS:
+            _require(request, "GET")
+            model = {"id": self._names[0], "object": "model", "created": 0, "owned_by": "lightrft"}
+            return HttpResponse(200, json.dumps({"object": "list", "data": [model]}).encode())
+        if request.path not in _CALLS:
+            known = ", ".join((*_CALLS, _MODELS))
+            raise HttpError(404, f"no such path: there are {known}", code="not_found")
+        _require(request, "POST")
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise HttpError(415, "the content-type must be application/json")
+        body = read_json(request.body)
+        if body.get("model") not in self._names:
+            raise HttpError(
+                404, f"the model must be {' or '.join(self._names)}", code="model_not_found"
+            )
+        call = read_call(body, is_chat=_CALLS[request.path])
+        return await self._answer(holder, call, request)
+
+    async def _answer(
+        self, holder: KeyHolder, call: ChatCall, request: HttpRequest
+    ) -> HttpResponse:
+        if self._num_waiting >= _MAX_WAITING:
+            raise HttpError(429, "too many calls wait: ask again later", code="rate_limit_exceeded")
+        loop = asyncio.get_running_loop()
+        retries = request.headers.get("x-stainless-retry-count", "0")
+        waiting = WaitingCall(holder, call, retries != "0", request, loop.create_future(), loop)
+        holder.waiting.add(waiting)
+        self._num_waiting += 1
+        self.events.put(waiting)
+        gone = asyncio.ensure_future(request.is_gone.wait())
+        try:
+            either: set[asyncio.Future[object]] = {waiting.future, gone}  # type: ignore[arg-type]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.future.done():
+                waiting.future.cancel()
+                raise HttpError(499, "the client has gone")
+            turns = waiting.future.result()
+        finally:
+            gone.cancel()
+            holder.waiting.discard(waiting)
+            self._num_waiting -= 1
+        found = reply(call, turns, self._names[0], self._tokenizer)
+
+        had = [turn.is_delivered for turn in turns]
+
+        def on_sent(is_sent: bool) -> None:
+            if not holder.is_open:
+                return  # the rows of the episode are read off
+            for turn, before in zip(turns, had, strict=True):
+                turn.is_delivered = is_sent or before
+
+        return HttpResponse(found.status, found.body, found.content_type, on_sent=on_sent)
+
+    def _admits(self, headers: Mapping[str, str]) -> bool:
+        try:
+            self._holder(headers)
+        except HttpError:
+            return False
+        return True
+
+    def _holder(self, headers: Mapping[str, str]) -> KeyHolder:
+        """The episode of the key that a request has."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        # Digests are looked up, so that the time that it takes tells nothing about a key.
+        digest = _digest(key.strip())
+        holder = self._holders.get(digest)
+        if scheme.lower() == "bearer" and holder is not None and holder.is_open:
+            return holder
+        if digest in self._over:
+            raise _over()
+        raise HttpError(401, "the API key is none of an episode", code="invalid_api_key")
+
+
+def _require(request: HttpRequest, method: str) -> None:
+    if request.method != method:
+        raise HttpError(405, f"{request.path} takes {method} only", code="method_not_allowed")
+
+
+def _over() -> HttpError:
+    return HttpError(409, "the episode of this key is over", code="episode_over")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()
+
+
+def too_long(num_tokens: int, limit: int) -> HttpError:
+    """The refusal of a history without room for an answer."""
+    return HttpError(
+        400,
+        f"the conversation has {num_tokens} tokens, and an episode at most {limit}: no answer fits",
+        code="context_length_exceeded",
+    )
+
+
+__all__ = ["MODEL_NAME", "Endpoint", "KeyHolder", "WaitingCall", "refused", "too_long"]

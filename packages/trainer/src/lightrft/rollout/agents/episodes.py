@@ -1,0 +1,136 @@
+"""One episode of an agent: its calls, its reward, and the rows that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import Completion
+from lightrft.records.columns import join_facts
+from lightrft.records.rollout import Conversation, Rollout, Segment
+from lightrft.records.table import branch_id
+from lightrft.rewards.types import RewardResult
+from lightrft.rollout.agents.conversations import CalledTurn, Conversations
+from lightrft.rollout.agents.replies import told
+
+
+@dataclass(slots=True)
+class AgentEpisode:
+    """An episode in progress.
+
+    Args:
+        number: Among those of the rank.
+        prompt: The data row.
+        group_id, sample_id: As in `Rollout`.
+        row: What the agent gets.
+        talk: Its calls.
+        known: Completions by request id that were sampled before, by a process that was killed or
+            for an agent that began once more.
+    """
+
+    number: int
+    prompt: Prompt
+    group_id: int
+    sample_id: int
+    row: dict[str, object]
+    talk: Conversations
+    key: str = ""
+    known: dict[int, Completion] = field(default_factory=dict)
+    is_open: bool = True
+    failure: str = ""
+    reward: RewardResult | None = None
+    num_calls: int = 0
+    num_restarts: int = 0
+
+    def restart(self) -> None:
+        """Forgets what was said; equal calls will get equal answers."""
+        self.known |= {turn.request_id: turn.sampled for turn in self.talk.turns}
+        self.talk = Conversations(self.talk.chat, self.talk.episode_id)
+        self.num_calls, self.num_restarts = 0, self.num_restarts + 1
+
+    def rollouts(self) -> list[Rollout]:
+        """Its rows, the first of which stands for the episode; at least one.
+
+        An episode that has failed is one row without tokens.
+        """
+        rows = [] if self.failure else self.talk.branches()
+        if not rows:
+            return [self._rollout(0, [])]
+        return [self._rollout(number, row) for number, row in enumerate(rows)]
+
+    def _rollout(self, number: int, turns: list[CalledTurn]) -> Rollout:
+        if not turns:
+            prompt = self.prompt
+            completion = Completion(
+                self.talk.episode_id, 0, prompt.token_ids, (), (), "temperature", "abort"
+            )
+        else:
+            prompt = replace(self.prompt, token_ids=turns[0].context, messages=())
+            completion = _joined(turns)
+        texts = tuple(told(turn).text for turn in turns)
+        return Rollout(
+            prompt=prompt,
+            completion=completion,
+            group_id=self.group_id,
+            sample_id=branch_id(self.sample_id, number),
+            response_text="\n".join(filter(None, texts)),
+            token_versions=_versions(turns),
+            segments=_segments(turns),
+            conversation=Conversation(texts, (), self.num_restarts),
+        )
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Of its calls, for metrics."""
+        kept = sum(len(row) for row in self.talk.branches())
+        return {
+            "calls": len(self.talk.turns),
+            "lost_calls": len(self.talk.turns) - kept,
+            "branches": len(self.talk.branches()),
+            "malformed_calls": sum(turn.is_malformed for turn in self.talk.turns),
+            "restarts": self.num_restarts,
+        }
+
+
+def _segments(turns: list[CalledTurn]) -> tuple[Segment, ...]:
+    found = []
+    for turn, following in zip_longest(turns, turns[1:]):
+        seen = ((), ()) if following is None else _shown(following)
+        found.append(Segment(turn.sampled.request_id, turn.sampled.sample_index, *seen))
+    return tuple(found)
+
+
+def _shown(turn: CalledTurn) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    return turn.before.token_ids, turn.before.text_spans
+
+
+def _joined(turns: list[CalledTurn]) -> Completion:
+    """The response of a row: what was sampled, and what was shown between it."""
+    ids, logprobs, sampled = list[int](), list[float](), list[bool]()
+    parts = []
+    for number, turn in enumerate(turns):
+        shown = turn.before.token_ids if number else ()
+        own = turn.sampled
+        ids += [*shown, *own.output_token_ids]
+        logprobs += [*([0.0] * len(shown)), *own.output_logprobs]
+        sampled += [*([False] * len(shown)), *([True] * len(own.output_token_ids))]
+        parts += [(len(shown), {}), (len(own.output_token_ids), own.facts)]
+    last = turns[-1].sampled
+    return replace(
+        last,
+        prompt_token_ids=turns[0].context,
+        output_token_ids=tuple(ids),
+        output_logprobs=tuple(logprobs),
+        sampled=tuple(sampled),
+        facts=join_facts(*parts),
+    )
+
+
+def _versions(turns: list[CalledTurn]) -> tuple[int, ...]:
+    found = []
+    for number, turn in enumerate(turns):
+        found += [-1] * (len(turn.before.token_ids) if number else 0)
+        found += [turn.sampled.weights_version] * len(turn.sampled.output_token_ids)
+    return tuple(found)

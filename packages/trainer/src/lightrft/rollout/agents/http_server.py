@@ -1,0 +1,381 @@
+"""A small HTTP/1.1 server on the loopback interface, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import h11
+
+LOOPBACK = "127.0.0.1"
+_CHUNK = 1 << 16
+_JSON = "application/json"
+# Headers of which a second one could be read otherwise by somebody else.
+_ONCE = ("host", "authorization", "content-type")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Bounds of what a client may send.
+
+    Args:
+        max_header_bytes: Of the request line and all headers.
+        max_body_bytes: Of a body.
+        max_held_bytes: Of the bodies of all requests that are not answered yet.
+        max_connections: At once; further ones are closed.
+        read_seconds: Until a request has arrived in full.
+        write_seconds: Until a client has taken what it was sent.
+        idle_seconds: Between two requests of a connection.
+    """
+
+    max_header_bytes: int = 1 << 14
+    max_body_bytes: int = 1 << 24
+    max_held_bytes: int = 1 << 28
+    max_connections: int = 4096
+    read_seconds: float = 20.0
+    write_seconds: float = 60.0
+    idle_seconds: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """A request that has arrived in full.
+
+    Args:
+        method: In capitals.
+        path: Without its query.
+        headers: By names in small letters.
+        body: Its bytes.
+        is_gone: Set once the client has closed its side.
+    """
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    is_gone: asyncio.Event
+
+
+@dataclass(frozen=True, slots=True)
+class HttpResponse:
+    """An answer.
+
+    Args:
+        status: Its code.
+        body: Its bytes, or parts that are sent as they come.
+        content_type: Of the body.
+        headers: Further ones.
+        on_sent: Called with True before it is sent, and with False if that failed.
+    """
+
+    status: int
+    body: bytes | AsyncIterator[bytes]
+    content_type: str = _JSON
+    headers: tuple[tuple[str, str], ...] = ()
+    on_sent: Callable[[bool], None] | None = None
+
+
+class HttpError(Exception):
+    """A request that is refused; the message is for the client.
+
+    Args:
+        status: Of the answer.
+        message: One line.
+        code: Short name of the fault.
+    """
+
+    def __init__(self, status: int, message: str, *, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+Handle = Callable[[HttpRequest], Awaitable[HttpResponse]]
+
+
+def error_response(error: HttpError) -> HttpResponse:
+    """The answer to a request that is refused, in OpenAI's form."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    told = {"message": str(error), "type": kind, "param": None, "code": error.code}
+    # OpenAI's clients ask again after a 409; here only a full queue becomes empty.
+    again = ("x-should-retry", "true" if error.status == 429 else "false")
+    return HttpResponse(error.status, json.dumps({"error": told}).encode(), headers=(again,))
+
+
+class HttpServer:
+    """Serves requests on a free port of the loopback interface; a context manager.
+
+    Nothing that a client sent is logged. A connection whose bytes are no HTTP/1.1 is answered by
+    an error, where that can be done, and closed.
+
+    Args:
+        handle: Answers a request; an `HttpError` is sent, any other exception is a bare 500.
+        limits: Of requests.
+        port: 0 takes a free one.
+        admits: Whether whoever sends such headers may send more than a small body.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        limits: HttpLimits | None = None,
+        *,
+        port: int = 0,
+        admits: Callable[[Mapping[str, str]], bool] = lambda headers: True,
+    ) -> None:
+        self._handle, self._limits, self._admits = handle, limits or HttpLimits(), admits
+        self._held = _Held()
+        self._connections: set[asyncio.Task[None]] = set()
+        self._started = threading.Event()
+        self._error: OSError | None = None
+        self.loop = asyncio.new_event_loop()
+        self.port = port
+        self._thread = threading.Thread(target=self._run, name="agent-endpoint", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def address(self) -> str:
+        """Where it listens, as clients name it."""
+        return f"http://{LOOPBACK}:{self.port}"
+
+    def close(self) -> None:
+        """Ends all connections and the thread; may be called twice."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_until_complete(self._serve())
+        finally:
+            self._started.set()
+            self.loop.close()
+
+    async def _serve(self) -> None:
+        self._stop = asyncio.Event()
+        try:
+            server = await asyncio.start_server(self._accept, LOOPBACK, self.port, backlog=1024)
+        except OSError as error:
+            self._error = error
+            return
+        self.port = server.sockets[0].getsockname()[1]
+        self._started.set()
+        await self._stop.wait()
+        server.close()
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is None or len(self._connections) >= self._limits.max_connections:
+            writer.close()
+            return
+        self._connections.add(task)
+        try:
+            parts = self._handle, self._limits, self._admits, self._held, self.port
+            await _Connection(*parts, reader, writer).serve()
+        except (OSError, TimeoutError, h11.ProtocolError, asyncio.CancelledError):
+            pass  # the client is gone, too slow, or the server ends
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+
+@dataclass(slots=True)
+class _Held:
+    """Bytes of the bodies that a server holds."""
+
+    num_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Connection:
+    """One connection; its requests are answered one after another."""
+
+    handle: Handle
+    limits: HttpLimits
+    admits: Callable[[Mapping[str, str]], bool]
+    held: _Held
+    port: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    wire: h11.Connection = field(init=False)
+    own_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        size = self.limits.max_header_bytes
+        self.wire = h11.Connection(h11.SERVER, max_incomplete_event_size=size)
+
+    async def serve(self) -> None:
+        """Until either side closes."""
+        try:
+            await self._serve()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self.held.num_bytes -= self.own_bytes
+        self.own_bytes = 0
+
+    async def _serve(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self.limits.idle_seconds):
+                    first = await self._first_bytes()
+                if not first:
+                    return
+                async with asyncio.timeout(self.limits.read_seconds):
+                    request = await self._request()
+            except h11.RemoteProtocolError as error:
+                # Of h11's own words, none are the client's.
+                text = "the request is no sound HTTP/1.1"
+                await self._refuse(HttpError(error.error_status_hint, text))
+                return
+            except HttpError as error:
+                await self._refuse(error)
+                return
+            if request is None:
+                return
+            is_whole = await self._answer(request)
+            self._let_go()
+            if not is_whole or self.wire.our_state is not h11.DONE:
+                return
+            self.wire.start_next_cycle()
+
+    async def _first_bytes(self) -> bool:
+        """Whether a further request begins."""
+        if self.wire.trailing_data[0]:
+            return True
+        data = await self.reader.read(_CHUNK)
+        self.wire.receive_data(data)
+        return bool(data)
+
+    async def _next(self) -> h11.Event | type[h11.PAUSED]:
+        while True:
+            event = self.wire.next_event()
+            if event is not h11.NEED_DATA:
+                return event  # type: ignore[return-value]
+            if self.wire.they_are_waiting_for_100_continue:
+                self._write(h11.InformationalResponse(status_code=100, headers=[]))
+            self.wire.receive_data(await self.reader.read(_CHUNK))
+
+    async def _request(self) -> HttpRequest | None:
+        head = await self._next()
+        if not isinstance(head, h11.Request):
+            return None
+        size = sum(len(name) + len(value) for name, value in head.headers)
+        if size + len(head.target) > self.limits.max_header_bytes:
+            raise HttpError(431, f"headers have at most {self.limits.max_header_bytes} bytes")
+        headers: dict[str, str] = {}
+        for name, value in head.headers:
+            text = name.decode("ascii")
+            if text in headers and text in _ONCE:
+                raise HttpError(400, f"the header {text} was sent twice")
+            headers[text] = value.decode("latin-1")
+        path, body = self._checked_path(head, headers), bytearray()
+        is_admitted = self.admits(headers)
+        while not isinstance(event := await self._next(), h11.EndOfMessage):
+            if not isinstance(event, h11.Data):
+                return None
+            body += event.data
+            self.own_bytes += len(event.data)
+            self.held.num_bytes += len(event.data)
+            if len(body) > _CHUNK and not is_admitted:
+                raise HttpError(401, "the API key is none of an episode", code="invalid_api_key")
+            if self.held.num_bytes > self.limits.max_held_bytes:
+                text = "too many large requests wait: ask again later"
+                raise HttpError(429, text, code="rate_limit_exceeded")
+            if len(body) > self.limits.max_body_bytes:
+                raise _too_large(self.limits)
+        method = head.method.decode("ascii").upper()
+        return HttpRequest(method, path, headers, bytes(body), asyncio.Event())
+
+    def _checked_path(self, head: h11.Request, headers: dict[str, str]) -> str:
+        """The path; refuses what no client of this server sends, before its body is read."""
+        # A page of another site that a browser shows cannot send this host: it names its own.
+        if headers.get("host") not in (f"{LOOPBACK}:{self.port}", f"localhost:{self.port}"):
+            raise HttpError(421, "the header host names another server", code="wrong_host")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            raise HttpError(400, "a body has either a length or chunks")
+        if headers.get("content-encoding", "identity") != "identity":
+            raise HttpError(415, "compressed bodies are refused")
+        if int(headers.get("content-length") or 0) > self.limits.max_body_bytes:
+            raise _too_large(self.limits)
+        target = head.target.decode("ascii", "replace")
+        if not target.startswith("/") or "%" in target or ".." in target or "\\" in target:
+            raise HttpError(404, "no such path", code="not_found")
+        return target.partition("?")[0]
+
+    async def _answer(self, request: HttpRequest) -> bool:
+        """Answers a request; whether the client took all of it."""
+        watch = asyncio.create_task(self._watch(request))
+        try:
+            response = await self.handle(request)
+        except HttpError as error:
+            response = error_response(error)
+        except Exception:  # noqa: BLE001 - its text may hold what the client sent
+            response = error_response(HttpError(500, "the server failed", code="internal"))
+        finally:
+            # Only then may the bytes of a further request be read.
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+        if request.is_gone.is_set():
+            return False
+        # Before it is sent: a client may act on an answer sooner than we know that it has it.
+        note = response.on_sent or (lambda is_sent: None)
+        note(True)
+        try:
+            await self._send(response)
+        except BaseException:
+            note(False)
+            raise
+        return True
+
+    async def _watch(self, request: HttpRequest) -> None:
+        """Notes that the client has closed its side while it waits."""
+        data = await self.reader.read(_CHUNK)
+        self.wire.receive_data(data)
+        if not data:
+            request.is_gone.set()
+
+    async def _send(self, response: HttpResponse) -> None:
+        headers = [("content-type", response.content_type), *response.headers]
+        if isinstance(response.body, bytes):
+            headers.append(("content-length", str(len(response.body))))
+        self._write(h11.Response(status_code=response.status, headers=headers))
+        if isinstance(response.body, bytes):
+            self._write(h11.Data(data=response.body))
+            await self._drain()
+        else:
+            async for part in response.body:
+                self._write(h11.Data(data=part))
+                await self._drain()
+        self._write(h11.EndOfMessage())
+        await self._drain()
+
+    def _write(self, event: h11.Event) -> None:
+        data = self.wire.send(event)
+        if data:
+            self.writer.write(data)
+
+    async def _drain(self) -> None:
+        async with asyncio.timeout(self.limits.write_seconds):
+            await self.writer.drain()
+
+    async def _refuse(self, error: HttpError) -> None:
+        """Sends the error, if an answer may still be sent; the connection is closed after it."""
+        if self.wire.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            await self._send(replace(error_response(error), headers=(("connection", "close"),)))
+
+
+def _too_large(limits: HttpLimits) -> HttpError:
+    return HttpError(413, f"a body has at most {limits.max_body_bytes} bytes", code="too_large")

@@ -1,0 +1,393 @@
+"""Requests of OpenAI's chat and text protocols: read strictly, refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from lightrft.rollout.agents.http_server import HttpError
+
+Json = dict[str, object]
+Role = Literal["system", "user", "assistant", "tool"]
+_ROLES: Mapping[object, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+# What a body may have without any effect: names and marks for whoever keeps logs.
+_REMARKS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
+# Options of a run win over these; where a client's differ, that is told once.
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+_PENALTIES = ("frequency_penalty", "presence_penalty")
+_OWN = frozenset(
+    {
+        "model",
+        "messages",
+        "prompt",
+        "max_tokens",
+        "max_completion_tokens",
+        "n",
+        "stop",
+        "stream",
+        "stream_options",
+        "tools",
+        "tool_choice",
+        "logprobs",
+        *SAMPLING,
+    }
+)
+# Values by which options that are not supported ask for nothing.
+_NOTHING: Mapping[str, tuple[object, ...]] = {
+    "response_format": (None, {"type": "text"}),
+    "parallel_tool_calls": (None, True),
+    "top_logprobs": (None, 0),
+    "logit_bias": (None, {}),
+    "service_tier": (None, "auto", "default"),
+    "modalities": (None, ["text"]),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "audio": (None,),
+    "prediction": (None,),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "web_search_options": (None,),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None,),
+    **dict.fromkeys(_PENALTIES, (None, 0)),
+}
+# Of an assistant's message, absent or empty.
+_EMPTY_PARTS = ("refusal", "annotations", "audio", "function_call", "reasoning_content")
+MAX_CHOICES = 32
+MAX_STOPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SpokenCall:
+    """A call of a tool as it stands in a message.
+
+    Args:
+        id: By which its result names it.
+        name: Of the tool.
+        arguments: JSON, as it was sent.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What makes it the same call: its name and its arguments, however they are written."""
+        try:
+            value = json.dumps(json.loads(self.arguments), sort_keys=True)
+        except (ValueError, RecursionError):
+            value = self.arguments
+        return self.name, value
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message of a conversation.
+
+    Args:
+        role: Who speaks.
+        text: "" where there is none.
+        calls: Of an assistant.
+        call_id: Of a result: the call that it answers.
+    """
+
+    role: Role
+    text: str
+    calls: tuple[SpokenCall, ...] = ()
+    call_id: str = ""
+
+    @property
+    def key(self) -> object:
+        """What makes it the same message; ids of an assistant's calls are the client's affair."""
+        return self.role, self.text, [call.key for call in self.calls], self.call_id
+
+    @property
+    def num_bytes(self) -> int:
+        """Roughly what it takes in memory."""
+        return 4 * len(self.text) + sum(4 * len(call.arguments) for call in self.calls) + 400
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """Options of a request.
+
+    Args:
+        num_choices: Answers that are asked for.
+        max_tokens: Of an answer; None leaves it to the server.
+        stop: Strings that end an answer, and are no part of its text.
+        is_streamed, tells_usage: How the answer is sent.
+        wants_logprobs: Of the sampled tokens.
+        sampling: The sampling options that the client gave, by name.
+    """
+
+    num_choices: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    is_streamed: bool = False
+    tells_usage: bool = False
+    wants_logprobs: bool = False
+    sampling: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def mark(self) -> str:
+        """What tells calls with one history apart, whichever comes first; "" where nothing does."""
+        own = (self.num_choices, self.max_tokens, self.stop, self.sampling.get("seed"))
+        return "" if own == (1, None, (), None) else repr(own)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A request for the next turn of a conversation, or of a text.
+
+    Args:
+        messages: The whole history; () for a text.
+        text: The text that is continued; None for a conversation.
+        tools: Schemas, as chat templates take them; () shows none.
+        options: How to answer.
+    """
+
+    messages: tuple[Message, ...]
+    text: str | None
+    tools: tuple[Json, ...]
+    options: CallOptions
+
+    @property
+    def tools_key(self) -> bytes:
+        """Beginning of the digests of its histories: other tools are another conversation."""
+        return _digest(b"", json.dumps(self.tools, sort_keys=True))
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Equal for requests that ask for the same."""
+        asked = repr((self.text, self.options.mark))
+        return _digest([self.tools_key, *chain_of(self.tools_key, self.messages)][-1], asked)
+
+
+def chain_of(start: bytes, messages: Sequence[Message]) -> list[bytes]:
+    """A digest of each beginning of a conversation, from its first message on."""
+    found = []
+    for message in messages:
+        start = _digest(start, json.dumps(message.key))
+        found.append(start)
+    return found
+
+
+def _digest(before: bytes, text: str) -> bytes:
+    return hashlib.blake2b(before + text.encode("utf-8", "replace"), digest_size=16).digest()
+
+
+def read_json(data: bytes) -> Json:
+    """The object of a body.
+
+    Raises:
+        HttpError: It is none.
+    """
+    try:
+        found = json.loads(data, parse_constant=_no_number)
+        # Halves of surrogate pairs cannot be encoded, and no tokenizer takes them.
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError, MemoryError):
+        raise HttpError(400, "the body must be a JSON object", code="invalid_json") from None
+    if not isinstance(found, dict):
+        raise HttpError(400, "the body must be a JSON object", code="invalid_json")
+    return found
+
+
+def _no_number(text: str) -> object:
+    raise ValueError(text)
+
+
+def read_call(body: Json, *, is_chat: bool) -> ChatCall:
+    """A request of `/v1/chat/completions`, or of `/v1/completions`.
+
+    Raises:
+        HttpError: It is malformed, or asks for what is not supported; the message names it.
+    """
+    for name, value in body.items():
+        if name in _OWN or name in _REMARKS:
+            continue
+        if name not in _NOTHING:
+            raise refused(f"{name} is not supported", name)
+        if value not in _NOTHING[name]:
+            raise refused(f"{name} is not supported with {_shown(value)}: leave it out", name)
+    if is_chat:
+        if "prompt" in body:
+            raise refused("a chat has messages, and no prompt", "prompt")
+        messages = _messages(body.get("messages"))
+        tools = _tools(body)
+        return ChatCall(messages, None, tools, _options(body, is_chat=True))
+    for name in ("messages", "tools", "tool_choice"):
+        if name in body:
+            raise refused(f"{name} is not supported: ask /v1/chat/completions", name)
+    text = body.get("prompt")
+    if not isinstance(text, str) or not text:
+        raise refused(f"prompt must be a text: got {_shown(text)}", "prompt")
+    return ChatCall((), text, (), _options(body, is_chat=False))
+
+
+def refused(text: str, name: str) -> HttpError:
+    """The refusal of a parameter."""
+    return HttpError(400, text, code=f"unsupported_parameter:{name[:60]}")
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:60]
+
+
+def _options(body: Json, *, is_chat: bool) -> CallOptions:
+    bounds = [_count(body, name, 1, 2**31) for name in ("max_tokens", "max_completion_tokens")]
+    given = [bound for bound in bounds if bound is not None]
+    stream = _flag(body, "stream")
+    choices = _count(body, "n", 1, MAX_CHOICES) or 1
+    told = body.get("stream_options") or {}
+    if not isinstance(told, dict) or set(told) - {"include_usage", "include_obfuscation"}:
+        raise refused("stream_options knows include_usage only", "stream_options")
+    return CallOptions(
+        choices,
+        min(given, default=None),
+        _stops(body),
+        stream,
+        bool(told.get("include_usage")),
+        _flag(body, "logprobs") if is_chat else _counts_logprobs(body),
+        {name: _number(body, name) for name in SAMPLING if body.get(name) is not None},
+    )
+
+
+def _stops(body: Json) -> tuple[str, ...]:
+    given = body.get("stop") or ()
+    texts = [given] if isinstance(given, str) else given
+    if (
+        not isinstance(texts, list | tuple)
+        or len(texts) > MAX_STOPS
+        or not all(isinstance(text, str) and text for text in texts)
+    ):
+        raise refused(f"stop must be a text or at most {MAX_STOPS} of them", "stop")
+    return tuple(texts)
+
+
+def _counts_logprobs(body: Json) -> bool:
+    """In the older protocol it is a number of alternatives, of which 0 asks for none beside."""
+    asked = body.get("logprobs")
+    if asked is not None and (type(asked) is not int or asked):
+        raise refused("logprobs gives no alternatives: 0 is all there is", "logprobs")
+    return asked == 0
+
+
+def _flag(body: Json, name: str) -> bool:
+    value = body.get(name)
+    if value not in (None, True, False):
+        raise refused(f"{name} must be true or false: got {_shown(value)}", name)
+    return bool(value)
+
+
+def _count(body: Json, name: str, low: int, high: int) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or not low <= value <= high:
+        raise refused(f"{name} must be a whole number from {low} to {high}", name)
+    return value
+
+
+def _number(body: Json, name: str) -> float:
+    value = body[name]
+    # Not beyond the floats, either.
+    is_number = type(value) in (int, float) and abs(cast("float", value)) <= sys.float_info.max
+    if not is_number:
+        raise refused(f"{name} must be a number: got {_shown(value)}", name)
+    return cast("float", value)
+
+
+def _tools(body: Json) -> tuple[Json, ...]:
+    tools, choice = body.get("tools") or [], body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise refused(
+            f"tool_choice {_shown(choice)} is not supported: nothing forces a model to call; give "
+            "auto or none",
+            "tool_choice",
+        )
+    if not isinstance(tools, list):
+        raise refused("tools must be a list of functions", "tools")
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if not named or cast("Json", tool).get("type") != "function":
+            raise refused("each of tools must be a function with a name", "tools")
+        if cast("Json", function).get("strict"):
+            raise refused("tools with strict are not supported: nothing forces a form", "tools")
+    return () if choice == "none" else tuple(tools)
+
+
+def _messages(found: object) -> tuple[Message, ...]:
+    if not isinstance(found, list) or not found:
+        raise refused("messages must be a list of at least one message", "messages")
+    messages = tuple(_message(number, item) for number, item in enumerate(found))
+    if messages[-1].role == "assistant":
+        raise refused("the last message must not be the assistant's", "messages")
+    return messages
+
+
+def _message(number: int, item: object) -> Message:
+    where = f"messages[{number}]"
+    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
+        raise refused(f"{where} must be an object with a role", "messages")
+    role = _ROLES.get(item["role"])
+    if role is None:
+        raise refused(f"{where}.role must be one of {', '.join(map(str, _ROLES))}", "messages")
+    parts = {"assistant": {"tool_calls", *_EMPTY_PARTS}, "tool": {"tool_call_id", "name"}}
+    own = {"role", "content", *parts.get(role, ())}
+    unknown = sorted(set(item) - own)
+    if unknown:
+        raise refused(f"{where} has {unknown[0][:60]!r}, which is not supported", "messages")
+    filled = [name for name in _EMPTY_PARTS if item.get(name)]
+    if filled:
+        raise refused(f"{where}.{filled[0]} is not supported", "messages")
+    calls = _calls(where, item.get("tool_calls") or [])
+    text = _text(where, item.get("content"))
+    if not text and not calls and item.get("content") is None:
+        raise refused(f"{where} has no content", "messages")
+    call_id = item.get("tool_call_id", "")
+    if role == "tool" and (not isinstance(call_id, str) or not call_id):
+        raise refused(f"{where} needs the tool_call_id of the call that it answers", "messages")
+    return Message(role, text, calls, str(call_id))
+
+
+def _text(where: str, content: object) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise refused(f"{where}.content must be a text or a list of parts", "messages")
+    texts = []
+    for part in content:
+        found: Json = part if isinstance(part, dict) else {}
+        kind, text = found.get("type"), found.get("text")
+        if kind != "text" or not isinstance(text, str):
+            raise refused(f"{where}: parts of type {_shown(kind)} are not supported", "messages")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _calls(where: str, found: object) -> tuple[SpokenCall, ...]:
+    calls = []
+    for given in found if isinstance(found, list) else [None]:
+        item: Json = given if isinstance(given, dict) else {}
+        function = item.get("function")
+        if not isinstance(function, dict):
+            raise refused(f"{where}.tool_calls must be calls of functions", "messages")
+        values = item.get("id"), function.get("name"), function.get("arguments")
+        if not all(isinstance(value, str) for value in values):
+            raise refused(f"{where}.tool_calls: a call has an id, a name, arguments", "messages")
+        calls.append(SpokenCall(*map(str, values)))
+    return tuple(calls)

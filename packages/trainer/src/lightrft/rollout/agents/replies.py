@@ -1,0 +1,133 @@
+"""Answers in OpenAI's protocols: whole, or as a stream of events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Protocol
+
+from lightrft.rollout.agents.conversations import CalledTurn, template_calls
+from lightrft.rollout.agents.http_server import HttpResponse
+from lightrft.rollout.agents.messages import ChatCall, Json, Message
+
+DONE = b"data: [DONE]\n\n"
+
+
+class TokenNames(Protocol):
+    """The part of a tokenizer that shows single tokens."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids."""
+        ...
+
+
+def reply(
+    call: ChatCall, turns: Sequence[CalledTurn], model: str, tokenizer: TokenNames
+) -> HttpResponse:
+    """The answer to a call.
+
+    Args:
+        call: What was asked.
+        turns: One a choice.
+        model: Its name.
+        tokenizer: Shows tokens to a client that asked for their logprobs.
+    """
+    is_chat = call.text is None
+    kind = "chat.completion" if is_chat else "text_completion"
+    head: Json = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{turns[0].request_id:016x}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }
+    logprobs = [_logprobs(call, turn, tokenizer) for turn in turns]
+    if call.options.is_streamed:
+        if is_chat:
+            head["object"] = "chat.completion.chunk"
+        events = list(_events(call, head, turns, logprobs))
+        return HttpResponse(200, _stream(events), "text/event-stream")
+    choices = [
+        {
+            "index": number,
+            **({"message": _message(told(turn))} if is_chat else {"text": told(turn).text}),
+            "logprobs": logprobs[number],
+            "finish_reason": finish_reason(turn),
+        }
+        for number, turn in enumerate(turns)
+    ]
+    body = {**head, "choices": choices, "usage": usage(turns)}
+    return HttpResponse(200, json.dumps(body).encode())
+
+
+def told(turn: CalledTurn) -> Message:
+    """What a client is told."""
+    return turn.message or Message("assistant", "")
+
+
+def finish_reason(turn: CalledTurn) -> str:
+    """Why an answer ended, in OpenAI's words."""
+    if told(turn).calls:
+        return "tool_calls"
+    return "length" if turn.sampled.finish_reason == "length" else "stop"
+
+
+def usage(turns: Sequence[CalledTurn]) -> Json:
+    """Tokens of a call."""
+    prompt = len(turns[0].context)
+    sampled = sum(len(turn.sampled.output_token_ids) for turn in turns)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+    }
+
+
+def _message(message: Message) -> Json:
+    calls = template_calls(message.calls)
+    found: Json = {"role": "assistant", "content": message.text or (None if calls else "")}
+    return {**found, "tool_calls": calls} if calls else found
+
+
+def _logprobs(call: ChatCall, turn: CalledTurn, tokenizer: TokenNames) -> Json | None:
+    if not call.options.wants_logprobs:
+        return None
+    ids, values = turn.sampled.output_token_ids, turn.sampled.output_logprobs
+    texts = [tokenizer.decode([token]) for token in ids]
+    if call.text is not None:
+        return {"tokens": texts, "token_logprobs": list(values)}
+    return {
+        "content": [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(texts, values, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _events(
+    call: ChatCall, head: Json, turns: Sequence[CalledTurn], logprobs: Sequence[Json | None]
+) -> Iterator[Json]:
+    extra: Json = {"usage": None} if call.options.tells_usage else {}
+    for number, turn in enumerate(turns):
+        message, end = told(turn), finish_reason(turn)
+        if call.text is not None:
+            part: Json = {"index": number, "text": message.text, "finish_reason": end}
+            yield {**head, "choices": [{**part, "logprobs": logprobs[number]}], **extra}
+            continue
+        parts: list[Json] = [{"role": "assistant", "content": message.text}]
+        for place, spoken in enumerate(template_calls(message.calls)):
+            parts.append({"tool_calls": [{"index": place, **spoken}]})
+        for place, delta in enumerate(parts):
+            own = logprobs[number] if place == 0 else None
+            choice = {"index": number, "delta": delta, "finish_reason": None, "logprobs": own}
+            yield {**head, "choices": [choice], **extra}
+        yield {**head, "choices": [{"index": number, "delta": {}, "finish_reason": end}], **extra}
+    if call.options.tells_usage:
+        yield {**head, "choices": [], "usage": usage(turns)}
+
+
+async def _stream(events: Sequence[Json]) -> AsyncIterator[bytes]:
+    for event in events:
+        yield b"data: " + json.dumps(event).encode() + b"\n\n"
+    yield DONE

@@ -1,0 +1,172 @@
+"""Rounds of an endpoint: calls that wait become requests, completions become answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lightrft.config import ConfigError
+from lightrft.datasets.chat_ids import RenderingError
+from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.rollout.agents.conversations import MAX_KEPT_BYTES, CalledTurn
+from lightrft.rollout.agents.endpoint import WaitingCall, too_long
+from lightrft.rollout.agents.http_server import HttpError
+from lightrft.rollout.agents.messages import CallOptions, Message, SpokenCall
+from lightrft.rollout.agents.sampling import SamplingRule
+from lightrft.rollout.environments.call_formats import MARKS, MalformedCallError
+from lightrft.rollout.environments.calls import choose_parser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Sample = Callable[[SamplingParams, list[GenerationRequest]], list[Completion]]
+# More than a chat template writes before a turn, where it may begin to think for the model.
+_HEADER_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRules:
+    """Bounds of answers, and their reading.
+
+    Args:
+        tokenizer: Of the model.
+        tool_parser: Name of the format of calls.
+        stop_ids: Ids that end a turn, and are no part of its text.
+        sampling: Of calls.
+        max_tokens: Of a history and its answer.
+        max_calls: Of an episode; None does not bound them.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    tool_parser: str
+    stop_ids: frozenset[int]
+    sampling: SamplingRule
+    max_tokens: int
+    max_calls: int | None = None
+
+    def asked(self, waiting: WaitingCall) -> list[CalledTurn]:
+        """The turns of a call, to be sampled.
+
+        Raises:
+            HttpError: It cannot be answered.
+        """
+        episode, options = waiting.holder.episode, waiting.call.options
+        after = episode.num_calls + options.num_choices
+        if self.max_calls is not None and after > self.max_calls:
+            text = f"no answers are left: an episode has {self.max_calls}"
+            raise HttpError(403, text, code="call_limit")
+        if episode.talk.kept_bytes > MAX_KEPT_BYTES:
+            text = f"the conversations of an episode take at most {MAX_KEPT_BYTES} bytes"
+            raise HttpError(413, text, code="episode_too_large")
+        self.sampling.params(options)
+        try:
+            if waiting.call.tools:
+                choose_parser(self.tool_parser, self.tokenizer, waiting.call.tools)
+        except ConfigError as error:
+            raise HttpError(400, str(error), code="no_tool_format") from error
+        try:
+            turns = episode.talk.ask(waiting.call)
+        except RenderingError as error:
+            raise HttpError(400, str(error), code="refused_by_template") from error
+        context = len(turns[0].context)
+        room = self.max_tokens - context
+        if room < 1 or not context:
+            raise too_long(context, self.max_tokens)
+        for turn in turns:
+            wanted = turn.max_tokens or self.sampling.max_tokens
+            turn.max_tokens = min(wanted, self.sampling.max_tokens, room)
+        episode.num_calls = after
+        return turns
+
+    def finish(self, turn: CalledTurn, completion: Completion) -> None:
+        """Notes what was sampled, and what the client is told of it."""
+        turn.completion = completion
+        ids = completion.output_token_ids
+        is_ended = completion.finish_reason == "stop"
+        if ids and ids[-1] in self.stop_ids:
+            ids = ids[:-1]
+        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        for mark in turn.call.options.stop:
+            text = text.partition(mark)[0]
+        calls: tuple[SpokenCall, ...] = ()
+        if turn.call.tools:
+            try:
+                calls = self._calls(turn, is_ended=is_ended)
+            except MalformedCallError:
+                turn.is_malformed = True
+        if calls:
+            places = [place for mark in MARKS if (place := text.find(mark)) >= 0]
+            text = text[: min(places)] if places else ""
+        turn.message = Message("assistant", text, calls)
+
+    def _calls(self, turn: CalledTurn, *, is_ended: bool) -> tuple[SpokenCall, ...]:
+        ids = turn.sampled.output_token_ids
+        ids = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+        text = str(self.tokenizer.decode(ids, skip_special_tokens=False))
+        header = turn.context[-_HEADER_TOKENS:]
+        before = str(self.tokenizer.decode(header, skip_special_tokens=False))
+        parse = choose_parser(self.tool_parser, self.tokenizer, turn.call.tools)
+        found = []
+        for number, call in enumerate(parse(text, is_ended, before)):
+            name = hashlib.blake2b(f"{turn.request_id}:{number}".encode(), digest_size=4)
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            # Nine letters and digits are what Mistral's templates take.
+            found.append(SpokenCall(f"c{name.hexdigest()}", call.name, arguments))
+        return tuple(found)
+
+
+def answer_round(
+    calls: Sequence[WaitingCall], rules: AnswerRules, sample: Sample
+) -> list[CalledTurn]:
+    """Answers calls: those that were asked before at once, the others with one batch.
+
+    Args:
+        calls: That wait; those whose clients have gone are dropped.
+        rules: Of answers.
+        sample: Generates; it is called once for each set of sampling options, at least once.
+
+    Returns:
+        The turns that were made, in the order of episodes and contexts.
+    """
+    asked: list[tuple[WaitingCall, list[CalledTurn]]] = []
+    for waiting in sorted(calls, key=lambda each: each.holder.episode.sample_id):
+        if waiting.is_gone or not waiting.holder.is_open:
+            continue
+        before = waiting.holder.episode.talk.again(waiting.call, is_retry=waiting.is_retry)
+        if before is not None:
+            waiting.resolve(before)
+            continue
+        try:
+            asked.append((waiting, rules.asked(waiting)))
+        except HttpError as error:
+            waiting.resolve(error)
+    _sample(asked, rules, sample)
+    made: list[CalledTurn] = []
+    for waiting, turns in asked:
+        waiting.holder.episode.talk.answered(turns)
+        waiting.resolve(turns)
+        made += turns
+    return made
+
+
+def _sample(
+    asked: Sequence[tuple[WaitingCall, list[CalledTurn]]], rules: AnswerRules, sample: Sample
+) -> None:
+    groups: dict[SamplingParams, list[CalledTurn]] = {}
+    for waiting, turns in asked:
+        known = waiting.holder.episode.known
+        for turn in turns:
+            if turn.request_id in known:
+                before = replace(known[turn.request_id], prompt_token_ids=turn.context)
+                rules.finish(turn, before)
+            else:
+                groups.setdefault(rules.sampling.params(turn.call.options), []).append(turn)
+    # Ranks that share an engine all make each of its calls.
+    for params, turns in (groups or {rules.sampling.params(CallOptions()): []}).items():
+        turns.sort(key=lambda turn: turn.order)
+        found = sample(params, [turn.request for turn in turns])
+        for turn, completion in zip(turns, found, strict=True):
+            rules.finish(turn, completion)

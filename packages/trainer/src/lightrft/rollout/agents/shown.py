@@ -1,0 +1,136 @@
+"""Whether what the model was shown is what the client sent, by another way than it was rendered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from lightrft.datasets.chat_ids import ChatIds, Message as TemplateMessage, with_arguments
+from lightrft.rollout.agents.conversations import CalledTurn, template_messages
+from lightrft.rollout.agents.messages import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def fault_of(row: Sequence[CalledTurn], chat: ChatIds, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The first fault in what was shown before the turns of a row; "" is none.
+
+    Args:
+        row: Its turns.
+        chat: Knows special tokens.
+        tokenizer: Renders the conversation as a whole.
+    """
+    for number, turn in enumerate(row):
+        fault = _fault_before(turn, chat, tokenizer)
+        is_broken = number > 0 and turn.parent is not row[number - 1]
+        if fault or is_broken:
+            return f"turn {number}: {fault or 'it does not follow the turn before it'}"
+    return ""
+
+
+def _fault_before(turn: CalledTurn, chat: ChatIds, tokenizer: PreTrainedTokenizerBase) -> str:
+    messages, parent = turn.call.messages, turn.parent
+    if not messages:
+        return "" if not _specials(turn.before.token_ids[1:], chat) else "a text has special tokens"
+    if parent is None:
+        return _fault_of_prompt(turn, chat, tokenizer)
+    own = parent.call.messages
+    new = messages[len(own) + 1 :]
+    if [m.key for m in messages[: len(own)]] != [m.key for m in own]:
+        return "its history is another conversation's"
+    if not _says(parent, messages[len(own)], tokenizer):
+        return "its history has another answer than the one that was sampled"
+    ids, spans = turn.before.token_ids, turn.before.text_spans
+    texts = [message.text for message in new if message.text]
+    if len(texts) != len(spans):
+        return "another number of messages was shown than was sent"
+    for text, (start, stop) in zip(texts, spans, strict=True):
+        forms = text, text.strip(), json.dumps(text), json.dumps(text, ensure_ascii=False)
+        if ids[start:stop] not in [_ids(form, tokenizer) for form in forms]:
+            return "another text was shown than was sent"
+    written = _written_after(turn, new, chat, tokenizer)
+    if written is not None and _specials(ids, chat) != written:
+        return "other special tokens were shown than the chat template writes"
+    return ""
+
+
+def _fault_of_prompt(turn: CalledTurn, chat: ChatIds, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A prompt has the ids that transformers gives the whole conversation."""
+    if any(chat.forges(message.text) for message in turn.call.messages):
+        return ""
+    messages = template_messages(turn.call.messages)
+    for as_text in (False, True):
+        text = _rendered(messages, turn.call.tools, tokenizer, as_text=as_text)
+        if text is None:
+            continue
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if tuple(cast("list[int]", ids)) == turn.before.token_ids:
+            return ""
+    return "the prompt has other tokens than the chat template gives it"
+
+
+def _rendered(
+    messages: Sequence[TemplateMessage],
+    tools: Sequence[TemplateMessage],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    as_text: bool,
+    asks: bool = True,
+) -> str | None:
+    given = [with_arguments(each, as_text=as_text) for each in messages]
+    try:
+        found = tokenizer.apply_chat_template(
+            given,
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=asks,
+        )
+    except Exception:  # noqa: BLE001 - a template is a program of its author
+        return None
+    return cast("str", found)
+
+
+def _written_after(
+    turn: CalledTurn,
+    new: Sequence[Message],
+    chat: ChatIds,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[int] | None:
+    """Special tokens that the template writes after a turn; None where that cannot be told.
+
+    Both conversations have the turn; what the longer one has more is what follows it.
+    """
+    if any(chat.forges(message.text) for message in turn.call.messages):
+        return None
+    messages = template_messages(turn.call.messages)
+    head = messages[: len(messages) - len(new)]
+    for as_text in (False, True):
+        whole = _rendered(messages, turn.call.tools, tokenizer, as_text=as_text)
+        before = _rendered(head, turn.call.tools, tokenizer, as_text=as_text, asks=False)
+        if whole is None or before is None:
+            continue
+        first, all_of = chat.specials_of(before), chat.specials_of(whole)
+        if all_of[: len(first)] != first:
+            return None
+        own = turn.parent.sampled.output_token_ids if turn.parent else ()
+        ends = first[-1:] if own and own[-1:] != tuple(first[-1:]) else []
+        return [*ends, *all_of[len(first) :]]
+    return None
+
+
+def _specials(ids: Sequence[int], chat: ChatIds) -> list[int]:
+    return [token for token in ids if token in chat.special_ids]
+
+
+def _says(turn: CalledTurn, message: Message, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a message is what was sampled in a turn."""
+    said = str(tokenizer.decode(turn.sampled.output_token_ids, skip_special_tokens=True))
+    return message.role == "assistant" and said.startswith(message.text)
+
+
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids of a text in which nothing is a special token."""
+    found = tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+    return tuple(cast("list[int]", found["input_ids"]))

@@ -1,0 +1,378 @@
+"""Formats in which models write calls of tools, a parser for each."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, cast
+
+Arguments = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call as the model wrote it.
+
+    Args:
+        name: Of the tool.
+        arguments: By name.
+    """
+
+    name: str
+    arguments: Arguments = field(default_factory=dict)
+
+
+class MalformedCallError(ValueError):
+    """The text opens a call and holds no valid one; the model gets the message."""
+
+
+class Parser(Protocol):
+    """A format of calls."""
+
+    def __call__(self, text: str, is_ended: bool, before: str = "", /) -> list[ToolCall]:
+        """The calls in a turn.
+
+        Args:
+            text: Without its stop token.
+            is_ended: It has one.
+            before: The text that it continues, which may have begun to think for it.
+
+        Raises:
+            MalformedCallError: It opens a call, and there is no valid one.
+        """
+        ...
+
+
+# Reads one call or several at a place of a text; they, and the place after them.
+Body = Callable[[str, int], tuple[list[ToolCall], int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """Calls between marks; thinking outside of them is passed over, and inside it is text.
+
+    Args:
+        opening, closing: Around one body.
+        body: Reads it.
+        thinking: Marks around thinking.
+    """
+
+    opening: str
+    closing: str
+    body: Body
+    thinking: tuple[str, str] = ("<think>", "</think>")
+
+    def __call__(self, text: str, is_ended: bool, before: str = "", /) -> list[ToolCall]:
+        """See `Parser`."""
+        thinks, known = self.thinking
+        place, calls = 0, list[ToolCall]()
+        if before.rstrip().endswith(thinks):  # some templates open it
+            place = _after(text, known, 0)
+        while 0 <= place < len(text):
+            start, thought = text.find(self.opening, place), text.find(thinks, place)
+            if start < 0:
+                break
+            if 0 <= thought < start:
+                place = _after(text, known, thought)
+                continue
+            found, place = self.body(text, start + len(self.opening))
+            calls += found
+            place = _past_spaces(text, place)
+            if text.startswith(self.closing, place):
+                place += len(self.closing)
+            elif place < len(text) or not is_ended:
+                raise MalformedCallError(f"a {self.opening} is not closed by {self.closing}")
+        return calls
+
+
+_SPACES = re.compile(r"\s*")
+
+
+def _past_spaces(text: str, place: int) -> int:
+    found = _SPACES.match(text, place)
+    return place if found is None else found.end()
+
+
+def _after(text: str, mark: str, start: int) -> int:
+    """The place after a mark; -1 if it does not come: thinking that never ends is all thinking."""
+    place = text.find(mark, start)
+    return -1 if place < 0 else place + len(mark)
+
+
+def spoken(text: str, before: str) -> str:
+    """Text outside of thinking."""
+    if before.rstrip().endswith("<think>"):
+        text = f"<think>{text}"
+    return re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL).partition("<think>")[0]
+
+
+def from_value(value: object, names: Sequence[str]) -> ToolCall:
+    """A call of an object with its name and, under one of some names, its arguments.
+
+    Raises:
+        MalformedCallError: It is none.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise MalformedCallError('a call needs "name" and "arguments"')
+    arguments: object = next((value[name] for name in names if name in value), {})
+    if not isinstance(arguments, dict):
+        raise MalformedCallError(f"the arguments of {value['name']} must be an object")
+    return ToolCall(value["name"], arguments)
+
+
+def _decoded(text: str, place: int) -> tuple[object, int]:
+    """A JSON value at a place, and the place after it."""
+    try:
+        return json.JSONDecoder().raw_decode(text, _past_spaces(text, place))
+    except json.JSONDecodeError as error:
+        said = f"{error.msg} after {text[place : error.pos][-40:].strip()!r}"
+        raise MalformedCallError(f"a call is no JSON object: {said}") from error
+    except (ValueError, RecursionError) as error:
+        raise MalformedCallError(f"a call is no JSON object: {error}") from error
+
+
+def _json_body(text: str, place: int) -> tuple[list[ToolCall], int]:
+    value, end = _decoded(text, place)
+    return [from_value(value, ("arguments", "parameters"))], end
+
+
+def _named_json(pattern: str, fence: str = "") -> Body:
+    """A name in front of its arguments as JSON."""
+    head, end_of_fence = re.compile(pattern, re.DOTALL), re.compile(rf"\s*{fence}")
+
+    def body(text: str, place: int) -> tuple[list[ToolCall], int]:
+        found = head.match(text, place)
+        if found is None:
+            raise MalformedCallError("a call needs a name and its arguments as JSON")
+        value, end = _decoded(text, found.end())
+        if not isinstance(value, dict):
+            raise MalformedCallError(f"the arguments of {found[1]} must be an object")
+        closed = end_of_fence.match(text, end)
+        return [ToolCall(found[1].strip(), value)], closed.end() if closed else end
+
+    return body
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
+_PARAMETER = re.compile(
+    r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL
+)
+
+
+def _xml_body(text: str, place: int) -> tuple[list[ToolCall], int]:
+    head = _FUNCTION.match(text, place)
+    if head is None:
+        raise MalformedCallError("a call needs <function=NAME> and </function>")
+    arguments: Arguments = {}
+    place = head.end()
+    while found := _PARAMETER.match(text, place):
+        arguments[found[1].strip()] = found[2]
+        place = found.end()
+    if not text.startswith("</function>", place):
+        raise MalformedCallError(
+            f"the call of {head[1]} needs <parameter=NAME>, a value and </parameter> for each "
+            "argument, and then </function>"
+        )
+    return [ToolCall(head[1].strip(), arguments)], place + len("</function>")
+
+
+_GLM_NAME = re.compile(r"\s*([\w.-]+)\s*")
+_GLM_ARGUMENT = re.compile(
+    r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|</tool_call>|$)",
+    re.DOTALL,
+)
+
+
+def _glm_body(text: str, place: int) -> tuple[list[ToolCall], int]:
+    head = _GLM_NAME.match(text, place)
+    if head is None:
+        raise MalformedCallError("a call begins with the name of a tool")
+    arguments: Arguments = {}
+    place = head.end()
+    while found := _GLM_ARGUMENT.match(text, place):
+        arguments[found[1].strip()] = found[2]
+        place = found.end()
+    return [ToolCall(head[1], arguments)], place
+
+
+def _python_body(text: str, place: int) -> tuple[list[ToolCall], int]:
+    end = text.find("<|tool_call_end|>", place)
+    end = len(text) if end < 0 else end
+    return _python_calls(text[place:end].strip()), end
+
+
+def _python_calls(expression: str) -> list[ToolCall]:
+    try:
+        items = cast("ast.List", ast.parse(expression, mode="eval").body).elts
+        return list(map(_python_call, items))
+    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
+        raise MalformedCallError(f"calls must be a list of f(name=literal): {error}") from error
+
+
+def _python_call(item: ast.expr) -> ToolCall:
+    match item:
+        case ast.Call(ast.Name(name), [], keywords) if all(k.arg for k in keywords):
+            return ToolCall(name, {str(k.arg): _literal(k.value) for k in keywords})
+    raise ValueError("positional arguments are not named")
+
+
+class _JsonWords(ast.NodeTransformer):
+    """JSON's words as Python's: some templates write them into Python."""
+
+    _words: ClassVar[dict[str, object]] = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self._words[node.id]) if node.id in self._words else node  # type: ignore[arg-type]
+
+
+def _literal(value: ast.expr) -> object:
+    return ast.literal_eval(cast("ast.expr", _JsonWords().visit(value)))
+
+
+_GEMMA_CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
+_GEMMA_KEY = re.compile(r"\s*([^\s:{}\[\],]+)\s*:")
+_GEMMA_PLAIN = re.compile(r"[^,\]}]*")
+_QUOTE = '<|"|>'
+
+
+def _gemma_body(text: str, place: int) -> tuple[list[ToolCall], int]:
+    head = _GEMMA_CALL.match(text, place)
+    if head is None:
+        raise MalformedCallError("a call needs call:NAME{...}")
+    try:
+        value, end = _gemma_value(text, head.end())
+    except (ValueError, IndexError, RecursionError) as error:
+        raise MalformedCallError(f"the arguments of {head[1]} cannot be read: {error}") from error
+    return [ToolCall(head[1], cast("Arguments", value))], end
+
+
+def _gemma_value(text: str, place: int) -> tuple[object, int]:
+    """A value of Gemma's own notation: keys without quotes, texts between its quotation mark."""
+    if text.startswith(_QUOTE, place):
+        start = place + len(_QUOTE)
+        end = text.index(_QUOTE, start)
+        return text[start:end], end + len(_QUOTE)
+    if text[place] in "{[":
+        return _gemma_items(text, place)
+    plain = _GEMMA_PLAIN.match(text, place)
+    assert plain is not None
+    return json.loads(plain[0]), plain.end()
+
+
+def _gemma_items(text: str, place: int) -> tuple[object, int]:
+    is_object, closing = text[place] == "{", {"{": "}", "[": "]"}[text[place]]
+    found: list[tuple[str, object]] = []
+    place += 1
+    while text[place] != closing:
+        key = ""
+        if is_object:
+            name = _GEMMA_KEY.match(text, place)
+            if name is None:
+                raise ValueError("an argument has no name")
+            key, place = name[1].replace(_QUOTE, ""), name.end()
+        value, place = _gemma_value(text, place)
+        found.append((key, value))
+        if text[place] == ",":
+            place += 1
+        elif text[place] != closing:
+            raise ValueError(f"expected , or {closing}")
+    return (dict(found) if is_object else [value for _, value in found]), place + 1
+
+
+def llama_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
+    """`{"name": ..., "parameters": {...}}`, several joined by `;` (Llama 3)."""
+    del is_ended
+    said = spoken(text, before).replace("<|python_tag|>", "").strip()
+    if not re.match(r'\{\s*"(name|type)"', said):
+        return []
+    calls = []
+    while said:
+        value, end = _decoded(said, 0)
+        calls.append(from_value(value, ("parameters", "arguments")))
+        said = said[end:].lstrip("; \n")
+    return calls
+
+
+def pythonic_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
+    """`[f(x=1), g(s='a')]`, literals only (Llama 4, Olmo)."""
+    del is_ended
+    said = spoken(text, before).strip()
+    return _python_calls(said) if re.match(r"\[\s*[A-Za-z_][\w.]*\(", said) else []
+
+
+def xml_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
+    """`<tool_call><function=f><parameter=x>1</parameter></function></tool_call>`, mark optional."""
+    calls = _XML(text, is_ended, before)
+    # Models of this family leave out the first mark.
+    return calls or Marked("<function=", "", lambda t, p: _xml_body(t, p - len("<function=")))(
+        text, is_ended, before
+    )
+
+
+def mistral_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]f{...}`, repeatable."""
+    del is_ended
+    _, mark, said = spoken(text, before).partition("[TOOL_CALLS]")
+    if not mark:
+        return []
+    if not said.lstrip().startswith("["):
+        pieces = said.split("[TOOL_CALLS]")
+        body = _named_json(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
+        return [call for piece in pieces for call in body(piece, 0)[0]]
+    value, _ = _decoded(said, 0)
+    return [from_value(each, ("arguments",)) for each in cast("list[object]", value)]
+
+
+def harmony_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
+    """`<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>` (gpt-oss).
+
+    What is said in other channels is no call.
+    """
+    del is_ended
+    calls = []
+    for header in _HARMONY.finditer(before[before.rfind("<|start|>") :] + text if before else text):
+        value, _ = _decoded(header.string, header.end())
+        if not isinstance(value, dict):
+            raise MalformedCallError(f"the arguments of {header[1]} must be an object")
+        calls.append(ToolCall(header[1], value))
+    return calls
+
+
+_HARMONY = re.compile(r"to=functions\.([\w.-]+)[^<]*(?:<\|(?!message)[a-z]+\|>[^<]*)*<\|message\|>")
+_DEEPSEEK = "\uff5ctool\u2581{}\uff5c"
+_CALLS_BEGIN = f"<{_DEEPSEEK.format(f'calls{chr(0x2581)}begin')}>"
+_CALL_BEGIN = f"<{_DEEPSEEK.format(f'call{chr(0x2581)}begin')}>"
+_CALL_END = f"<{_DEEPSEEK.format(f'call{chr(0x2581)}end')}>"
+_SEP = f"<{_DEEPSEEK.format('sep')}>"
+_XML = Marked("<tool_call>", "</tool_call>", _xml_body)
+hermes_calls = Marked("<tool_call>", "</tool_call>", _json_body)
+glm_calls = Marked("<tool_call>", "</tool_call>", _glm_body)
+deepseek_calls = Marked(
+    _CALL_BEGIN,
+    _CALL_END,
+    _named_json(rf"(?:function{_SEP})?([\w.-]+)(?:{_SEP}|\s*```json)\s*", "(?:```)?"),
+)
+lfm_calls = Marked("<|tool_call_start|>", "<|tool_call_end|>", _python_body)
+gemma_calls = Marked("<|tool_call>", "<tool_call|>", _gemma_body)
+
+# In the order in which they are tried on a chat template.
+PARSERS: Mapping[str, Parser] = {
+    "hermes": hermes_calls,
+    "xml": xml_calls,
+    "glm": glm_calls,
+    "deepseek": deepseek_calls,
+    "lfm": lfm_calls,
+    "gemma": gemma_calls,
+    "harmony": harmony_calls,
+    "mistral": mistral_calls,
+    "llama": llama_calls,
+    "pythonic": pythonic_calls,
+}
+# Where calls begin in a text.
+MARKS = (
+    *("<tool_call>", "<|python_tag|>", "<function=", _CALLS_BEGIN, _CALL_BEGIN),
+    *("<|tool_call_start|>", "<|tool_call>", "[TOOL_CALLS]"),
+)

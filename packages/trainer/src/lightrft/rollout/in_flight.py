@@ -1,0 +1,316 @@
+"""Rows between their sampling and the step that trains on them, and their form in checkpoints.
+
+A checkpoint holds them as one JSON text for each rank that had them; a run that is continued with
+another number of ranks gives the rows of rank r to rank r modulo that number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightrft.config.files import parse_json, typed
+from lightrft.datasets.types import Prompt
+from lightrft.engines.ledger import LedgerEntry
+from lightrft.records.columns import COLUMNS
+from lightrft.records.rollout import ScoredRollout
+from lightrft.records.sample_ledger import SampleEntry, SampleLedger
+from lightrft.records.table import RowTable, build_table, row_table
+from lightrft.rewards.types import UNDECIDED, RewardResult
+from lightrft.rollout.ledger_records import Account, Evidence, LedgerError
+from lightrft.rollout.source import (
+    NOTHING_OPEN,
+    UNKNOWN,
+    InFlight,
+    Samples,
+    Selection,
+    StreamReport,
+    StreamState,
+)
+from lightrft.strategy.distributed.context import DistributedContext
+
+_MODULUS = 2**61 - 1
+_SELECTED = ("rows", "is_filler")
+_FLAGS = ("has_failed", "is_abandoned", "is_filler", "is_dismissed", "lacks_baseline")
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A `RowTable`: all values as numbers, row after row."""
+
+    component_names: tuple[str, ...]
+    columns: Mapping[str, tuple[float, ...]]
+
+    @classmethod
+    def of(cls, table: RowTable) -> Self:
+        values = table.columns.items()
+        return cls(
+            table.component_names,
+            {name: tuple(each.astype(np.float64).ravel().tolist()) for name, each in values},
+        )
+
+    def table(self, world_size: int) -> RowTable:
+        """The rows, held by so many ranks."""
+        like = row_table(())
+        found = {
+            name: np.array(values, COLUMNS[name].dtype if name in COLUMNS else like[name].dtype)
+            for name, values in self.columns.items()
+        }
+        shape = (len(found["sample_ids"]), len(self.component_names))
+        found["components"] = found["components"].reshape(shape)
+        found["holders"] = found["holders"] % world_size
+        return build_table(RowTable, self.component_names, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """Notes on a sample; see `SampleEntry`."""
+
+    group_id: int
+    request_id: int
+    prompt: Prompt | None
+    rewards: Mapping[str, RewardResult]
+    scored: tuple[str, ...]
+    penalty: float | None
+    flags: Mapping[str, bool]
+    fault: str
+
+    @classmethod
+    def of(cls, entry: SampleEntry) -> Self:
+        flags = {name: getattr(entry, name) for name in _FLAGS}
+        # Texts and columns are told by identity, which files do not keep: they are compared here.
+        return cls(
+            entry.group_id,
+            entry.request_id,
+            entry.prompt,
+            dict(entry.rewards),
+            tuple(sorted(entry.scored)),
+            entry.penalty,
+            flags,
+            entry.problem,
+        )
+
+    def entry(self) -> SampleEntry:
+        """Of the continued run."""
+        found = SampleEntry(self.group_id, self.prompt, penalty=self.penalty, fault=self.fault)
+        found.request_id = self.request_id
+        found.scored |= set(self.scored)
+        for name in _FLAGS:
+            setattr(found, name, self.flags[name])
+        for source, given in self.rewards.items():
+            found.rewards[source] = UNDECIDED if math.isnan(given.reward) else given
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """One rank's part of `Samples`; what all ranks know is on the first alone."""
+
+    scored: tuple[ScoredRollout, ...]
+    num_prompts: int
+    num_rounds: int
+    table: _Table | None
+    greedy: _Table | None
+    selection: Mapping[str, tuple[float, ...]] | None
+    report: StreamReport | None
+    tool_names: tuple[str, ...] | None
+    is_proved: bool
+    special_ids: tuple[int, ...] = ()
+    notes: Mapping[str, _Note] = field(default_factory=dict)
+    greedy_notes: Mapping[str, _Note] = field(default_factory=dict)
+    entries: tuple[LedgerEntry, ...] = ()
+
+    @classmethod
+    def of(cls, samples: Samples, rank: int) -> Self:
+        """The part of a rank.
+
+        Its prompts and responses are of text: options that keep rows exclude other models.
+        """
+        evidence, is_first = samples.evidence, rank == 0
+        selection, greedy = samples.selection, samples.greedy
+        found = cls(
+            tuple(samples.scored),
+            samples.num_prompts,
+            samples.num_rounds,
+            _Table.of(samples.table) if is_first else None,
+            _Table.of(greedy) if is_first and greedy is not None else None,
+            None if selection is None or not is_first else _selected(selection),
+            samples.report,
+            samples.tool_names,
+            evidence is not None,
+        )
+        if evidence is None:
+            return found
+        own = {item.rollout.sample_id for item in samples.scored}
+        ledger = evidence.ledger
+        calls = {
+            (segment.request_id, segment.sample_index)
+            for i in own
+            for segment in evidence.accounts[i].segments
+        }
+        return replace(
+            found,
+            special_ids=tuple(sorted(evidence.special_ids)),
+            notes={str(i): _Note.of(each) for i, each in ledger.entries.items() if i in own},
+            greedy_notes={str(i): _Note.of(e) for i, e in ledger.greedy.entries.items()},
+            entries=tuple(e for e in evidence.entries.values() if e.key[:2] in calls),
+        )
+
+
+def _selected(selection: Selection) -> dict[str, tuple[float, ...]]:
+    values = {name: getattr(selection, name) for name in Selection.__slots__}
+    return {
+        name: tuple(np.atleast_1d(each).astype(float).tolist()) for name, each in values.items()
+    }
+
+
+def _selection(values: Mapping[str, Sequence[float]]) -> Selection:
+    counts = {name: int(each[0]) for name, each in values.items() if name not in _SELECTED}
+    rows: NDArray[np.int64] = np.array(values["rows"], np.int64)
+    return Selection(rows=rows, is_filler=np.array(values["is_filler"], np.bool_), **counts)
+
+
+def _joined(parts: Sequence[_Samples], own: Sequence[_Samples], world_size: int) -> Samples:
+    """The samples of a step on one rank, of which it has some of the parts."""
+    first = parts[0]
+    if first.table is None:
+        raise ValueError("the first rank's rows have no table")
+    scored = [item for part in own for item in part.scored]
+    ledger = SampleLedger()
+    for part in own:
+        ledger.entries.update({int(i): note.entry() for i, note in part.notes.items()})
+        greedy = {int(i): note.entry() for i, note in part.greedy_notes.items()}
+        ledger.greedy.entries.update(greedy)
+    accounts = {}
+    for item in scored if first.is_proved else ():
+        noted = ledger.entries[item.rollout.sample_id]
+        prompt = noted.prompt or item.rollout.prompt
+        accounts[item.rollout.sample_id] = Account(
+            prompt.token_ids, item.rollout.segments, tuple(noted.scored)
+        )
+    evidence = Evidence(
+        accounts,
+        {entry.key: entry for part in own for entry in part.entries},
+        frozenset(first.special_ids),
+        ledger=ledger,
+    )
+    return Samples(
+        scored,
+        first.table.table(world_size),
+        first.num_prompts,
+        first.num_rounds,
+        None if first.greedy is None else first.greedy.table(world_size),
+        None if first.selection is None else _selection(first.selection),
+        first.report,
+        evidence if first.is_proved else None,
+        first.tool_names,
+    )
+
+
+def check_balance(
+    before: InFlight,
+    after: InFlight,
+    drawn: Sequence[Samples],
+    trained: Samples,
+    *,
+    group_size: int,
+    context: DistributedContext,
+) -> int:
+    """The balance after a step; collective.
+
+    Args:
+        before, after: The rows in flight.
+        drawn: What the step sampled.
+        trained: What it trains on.
+        group_size: Samples of a prompt.
+        context: Adds up over ranks.
+
+    Raises:
+        LedgerError: Samples that were asked for are trained twice, or lost; on every rank.
+    """
+    ledgers = [each.evidence.ledger for each in (trained, *drawn, *after.held) if each.evidence]
+    if before.balance == UNKNOWN or len(ledgers) < 1 + len(drawn) + len(after.held):
+        return UNKNOWN
+    left_out = sum(
+        _sum(each, group_size, is_dismissed=True) for each in ledgers[1 : 1 + len(drawn)]
+    )
+    done = left_out + _sum(ledgers[0], group_size)
+    kept = sum(_sum(each, group_size) for each in ledgers[1 + len(drawn) :])
+    for group in after.stream.groups:
+        kept += sum(_mixed(group.request_id, index) for index in range(len(group.samples)))
+    told: list[tuple[int, int]] = context.gather_objects((done, kept))
+    asked = range(before.num_requests, after.num_requests)
+    balance = before.balance + sum(_mixed(i, index) for i in asked for index in range(group_size))
+    balance = (balance - sum(each for each, _ in told)) % _MODULUS
+    if balance != sum(each for _, each in told) % _MODULUS:
+        raise LedgerError(
+            "ledger gate: of the samples that were asked for some are trained twice or are lost "
+            "between steps; nothing was trained. Report this: it is a fault of the program; "
+            "--no_ledger_gate trains all the same"
+        )
+    return balance
+
+
+def _sum(ledger: SampleLedger, group_size: int, *, is_dismissed: bool = False) -> int:
+    """Over the samples of this rank that are left out, or over those that are not."""
+    return sum(
+        _mixed(entry.request_id, sample_id % group_size)
+        for sample_id, entry in ledger.entries.items()
+        if entry.is_dismissed == is_dismissed
+    )
+
+
+def _mixed(request_id: int, index: int) -> int:
+    return hash((request_id, index)) % _MODULUS
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The rows of one rank."""
+
+    held: tuple[_Samples, ...] = ()
+    stream: StreamState = NOTHING_OPEN
+    balance: int = UNKNOWN
+    # Of partial rollouts, which had other rounds: only what is empty goes on.
+    groups: tuple[None, ...] = ()
+
+
+def to_bytes(flight: InFlight, rank: int) -> bytes:
+    """The rows of one rank for a checkpoint."""
+    held = tuple(_Samples.of(samples, rank) for samples in flight.held)
+    return json.dumps(asdict(_Part(held, flight.stream, flight.balance))).encode()
+
+
+def from_parts(
+    parts: Sequence[bytes], num_requests: int, *, rank: int, world_size: int
+) -> InFlight:
+    """The rows of one of so many ranks, of what each rank wrote.
+
+    Raises:
+        ValueError: A text is none of ours.
+    """
+    try:
+        found = [typed(_Part, parse_json(p, "they"), "they", skips_unknown=True) for p in parts]
+        held = [
+            _joined(batch, batch[rank::world_size], world_size)
+            for batch in zip(*(part.held for part in found), strict=True)
+        ]
+        own = [part.stream for part in found[rank::world_size]]
+        groups = sorted((g for each in own for g in each.groups), key=lambda g: g.request_id)
+        stream = replace(
+            found[0].stream,
+            groups=tuple(groups),
+            entries=tuple(entry for each in own for entry in each.entries),
+        )
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(
+            f"the checkpoint's rows in flight cannot be read: {error}; start anew, or load it "
+            "with load_module_only"
+        ) from error
+    return InFlight(num_requests, tuple(held), stream, found[0].balance)

@@ -1,0 +1,270 @@
+"""Streaming rollouts: no step waits for its longest response.
+
+More prompts are in flight than a step trains on. In each round, one of every step, every open
+response samples up to `stream_chunk` further tokens under the present weights; whole groups are
+trained, the others stay on their rank. What is sampled depends on tokens and rounds, never on time:
+an open response has min(its length, stream_chunk x the rounds since its first) tokens. Groups are
+trained in the order of (round in which they were complete, request id); none is dropped. A group
+that would become older than `max_staleness` rounds is waited for, and so are the oldest ones where
+too few are whole.
+
+Source: Kimi Team 2025 (k1.5), arXiv:2501.12599, sec. 2.6.2; rounds and bounds are our own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightrft.engines.types import GenerationRequest, SamplingParams
+from lightrft.records.rollout import Rollout
+from lightrft.rollout.scoring import finished_samples, open_scorer
+from lightrft.rollout.single_turn import RolloutGroups, generate
+from lightrft.rollout.source import (
+    OpenGroup,
+    OpenSample,
+    SampleRequests,
+    Samples,
+    SourceParts,
+    StreamReport,
+    StreamState,
+)
+
+# Every call of the engine draws under a seed of its own.
+_SEED_STEP = 2_000_003
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupFacts:
+    """Facts of a group in flight that all ranks know.
+
+    Args:
+        request_id: Number of its prompt in the run.
+        begun, complete: Rounds of its first and of its last token; 0 is not yet.
+        num_tokens: Sampled so far.
+    """
+
+    request_id: int
+    begun: int
+    complete: int
+    num_tokens: int
+
+
+def groups_to_train(
+    groups: Sequence[GroupFacts], num_wanted: int, *, round_number: int, max_staleness: int
+) -> list[GroupFacts]:
+    """The groups that a round trains on, in the order of (complete, request id), open ones last.
+
+    Those that are not complete have to be waited for. Every group is trained within
+    `max_staleness` rounds after it has begun, as long as at most (max_staleness + 1) num_wanted
+    groups are in flight: of the n that are due within j rounds, n - j num_wanted are taken now.
+
+    Args:
+        groups: That have begun.
+        num_wanted: Groups that a step trains on.
+        round_number, max_staleness: This round, and how many may pass.
+    """
+    by_age = sorted(groups, key=lambda each: (each.begun, each.request_id))
+    num_due = [
+        sum(each.begun + max_staleness <= round_number + later for each in by_age)
+        - later * num_wanted
+        for later in range(max_staleness + 1)
+    ]
+    required = by_age[: max(0, *num_due)]
+    taken = {each.request_id for each in required}
+    rest = [each for each in by_age if each.request_id not in taken]
+    whole = sorted((each for each in rest if each.complete), key=_in_order)
+    still_open = [each for each in rest if not each.complete]
+    return sorted([*required, *whole, *still_open][:num_wanted], key=_in_order)
+
+
+def _in_order(group: GroupFacts) -> tuple[bool, int, int]:
+    return not group.complete, group.complete, group.request_id
+
+
+class StreamSource:
+    """Source of the groups that are complete first; the others are its state.
+
+    Args:
+        parts: Of the run.
+    """
+
+    def __init__(self, parts: SourceParts) -> None:
+        self._parts = parts
+
+    def sample(self, requests: SampleRequests) -> Samples:
+        """See `RolloutSource`."""
+        parts = self._parts
+        with requests.timer.stage("rollout"), requests.recording(parts):
+            flight = _Flight(parts, requests)
+            num_prompts, before = flight.admit(), flight.num_tokens
+            flight.sample_round()
+            order, num_waited = flight.finish_chosen()
+        first = requests.positions.start - parts.context.rank
+        places = {request_id: first + i for i, request_id in enumerate(order)}
+        asked = [group for group in flight.own if group.request_id in places]
+        samples = self._scored(asked, [places[group.request_id] for group in asked], requests)
+        left = tuple(group for group in flight.own if group.request_id not in places)
+        state = StreamState(left, flight.num_calls, flight.round_number)
+        if samples.evidence is not None:
+            state = state.with_entries(samples.evidence.entries.values())
+        still_open = [each for each in flight.begun() if each.request_id not in places]
+        report = StreamReport(
+            num_sampled_tokens=flight.num_tokens - before,
+            num_open=len(still_open),
+            num_open_tokens=sum(each.num_tokens for each in still_open),
+            num_waited=num_waited,
+        )
+        return replace(samples, num_prompts=num_prompts, stream=state, report=report)
+
+    def _scored(
+        self, groups: Sequence[OpenGroup], group_ids: Sequence[int], requests: SampleRequests
+    ) -> Samples:
+        prompts, ids = [group.prompt for group in groups], [group.request_id for group in groups]
+        requests.ledger.ask(prompts, group_ids, requests.params.n, ids)
+        pairs = zip(groups, group_ids, strict=True)
+        return finished_samples(
+            self._parts,
+            requests,
+            [item for group, i in pairs for item in self._rollouts(group, i)],
+            scorer=open_scorer(self._parts, replace(requests, prompts=prompts)),
+            carried=requests.stream.entries,
+        )
+
+    def _rollouts(self, group: OpenGroup, group_id: int) -> list[Rollout]:
+        rollouts = RolloutGroups(
+            [group.prompt],
+            [group.request_id],
+            group_ids=[group_id],
+            group_size=len(group.samples),
+            decoder=self._parts.decoder,
+        ).in_order(group.completions())
+        return [
+            replace(item, token_versions=sample.versions, segments=sample.segments)
+            for item, sample in zip(rollouts, group.samples, strict=True)
+        ]
+
+
+class _Flight:
+    """The groups in flight in one round: those of this rank, and facts of all."""
+
+    def __init__(self, parts: SourceParts, requests: SampleRequests) -> None:
+        state = requests.stream
+        self._parts, self._requests = parts, requests
+        self.own, self.num_calls = list(state.groups), state.num_calls
+        self.round_number = state.num_rounds + 1
+        self.facts: list[GroupFacts] = []
+
+    def admit(self) -> int:
+        """Opens groups of as many prompts as may be in flight; returns how many; collective.
+
+        Raises:
+            ValueError: They are fewer than a step trains on.
+        """
+        requests, params = self._requests, self._requests.params
+        wanted, prompts = self._parts.config.num_prompts_in_flight, requests.prompts
+        num_new = 0
+        while True:
+            for prompt, i in zip(prompts, requests.request_ids, strict=True):
+                empty = (OpenSample(),) * params.n
+                self.own.append(OpenGroup(i + num_new, prompt, empty, params.logprobs_mode))
+            num_new += requests.num_prompts
+            self._tell()
+            if requests.next_prompts is None or len(self.facts) >= wanted:
+                break
+            prompts = requests.next_prompts()
+        if len(self.facts) < requests.num_prompts:
+            raise ValueError(
+                f"streaming rollouts need {requests.num_prompts} prompts or more: got "
+                f"{len(self.facts)}"
+            )
+        return num_new
+
+    def sample_round(self) -> None:
+        """A chunk for each response of the groups that may be in flight; collective."""
+        config, params = self._parts.config, self._requests.params
+        active = {each.request_id for each in sorted(self.facts)[: config.num_prompts_in_flight]}
+        chunk = config.stream_chunk or params.max_tokens
+        if config.use_fire:
+            hot = replace(params, temperature=config.first_token_temperature)
+            self._call(active, hot, lambda _: 1)
+        self._call(active, params, lambda begun: chunk * (self.round_number - begun + 1))
+        self._tell()
+
+    def finish_chosen(self) -> tuple[list[int], int]:
+        """Request ids of the groups to train on, in order, and how many were waited for.
+
+        Collective: these are sampled to their ends.
+        """
+        requests, config = self._requests, self._parts.config
+        chosen = groups_to_train(
+            self.begun(),
+            requests.num_prompts,
+            round_number=self.round_number,
+            max_staleness=config.max_staleness,
+        )
+        waited = {each.request_id for each in chosen if not each.complete}
+        self._call(waited, requests.params, lambda _: requests.params.max_tokens)
+        self._tell()
+        ids = {each.request_id for each in chosen}
+        order = sorted((each for each in self.facts if each.request_id in ids), key=_in_order)
+        return [each.request_id for each in order], len(waited)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all groups in flight."""
+        return sum(each.num_tokens for each in self.facts)
+
+    def begun(self) -> list[GroupFacts]:
+        """Facts of the groups that have begun."""
+        return [each for each in self.facts if each.begun]
+
+    def _call(
+        self, request_ids: set[int], params: SamplingParams, length: Callable[[int], int]
+    ) -> None:
+        """One call of the engine.
+
+        Args:
+            request_ids: Groups that take part.
+            params: Of whole responses.
+            length: Up to which a response of a group that began in some round may grow.
+        """
+        self.num_calls += 1
+        places, asked = [], []
+        for index, group in enumerate(self.own):
+            most = min(length(group.begun or self.round_number), params.max_tokens)
+            for number, sample in enumerate(group.samples):
+                left = most - len(sample.token_ids)
+                is_open = group.request_id in request_ids and sample.finish_reason is None
+                if is_open and left > 0:
+                    places.append((index, number))
+                    asked.append(_request(group, number, left))
+        call = replace(params, n=1, seed=params.seed + _SEED_STEP * self.num_calls)
+        found = generate(self._parts.session, call, asked)
+        for (index, number), part in zip(places, found, strict=True):
+            group = self.own[index]
+            samples = list(group.samples)
+            samples[number] = samples[number].extended(part, max_tokens=params.max_tokens)
+            is_complete = all(sample.finish_reason is not None for sample in samples)
+            self.own[index] = replace(
+                group,
+                samples=tuple(samples),
+                begun=group.begun or self.round_number,
+                complete=self.round_number if is_complete else 0,
+            )
+
+    def _tell(self) -> None:
+        """Tells all ranks of the groups of this one, in 16 bytes each; collective."""
+        own = np.array([each.facts for each in self.own], np.int32).reshape(-1, 4)
+        told = self._parts.context.gather_bytes(own.tobytes())
+        rows = (np.frombuffer(data, np.int32).reshape(-1, 4).tolist() for data in told)
+        self.facts = [GroupFacts(*row) for part in rows for row in part]
+
+
+def _request(group: OpenGroup, number: int, max_tokens: int) -> GenerationRequest:
+    """Continues a response of a group."""
+    return GenerationRequest(
+        prompt_token_ids=(*group.prompt.token_ids, *group.samples[number].token_ids),
+        request_id=group.request_id * len(group.samples) + number,
+        max_tokens=max_tokens,
+    )

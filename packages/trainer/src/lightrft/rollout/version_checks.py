@@ -1,0 +1,136 @@
+"""Whether rows that are kept for later steps are of the weights that they name.
+
+When they are trained on, the trainer's weights are newer, and its logprobs say nothing about them.
+So the engine scores a row right after it was sampled, without its caches, and the version of every
+row is compared with what the trainer knows of the engine at that time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lightrft.engines.base import RolloutEngine
+from lightrft.records.rollout import ScoredRollout
+from lightrft.records.table import RowTable, tabulate
+from lightrft.rollout.ledger_records import LedgerError
+from lightrft.rollout.source import Samples, SourceParts
+from lightrft.strategy.distributed.collectives import gather_objects, group_rank, run_together
+from lightrft.strategy.weight_sync.canary import CANARY_LIMITS, QUANTISED_LIMITS
+
+# A row's logits are in memory at once, whatever the engine.
+MAX_TOKENS = 256
+
+
+@dataclass(slots=True)
+class SampledVersions:
+    """Versions of the weights under which steps were sampled, by step.
+
+    Args:
+        is_stream: Responses go on over updates, so that some of their tokens are older.
+    """
+
+    is_stream: bool
+    _known: dict[int, int | None] = field(default_factory=dict)
+
+    def note(self, steps: range, version: int, *, num_held: int) -> None:
+        """Remembers what the engine has while it samples.
+
+        Args:
+            steps: From the one that is trained next to the last that is sampled now.
+            version: Of the engine's weights.
+            num_held: The first of them that a checkpoint held; their versions are not known.
+        """
+        for step in steps:
+            self._known.setdefault(step, None if step < steps.start + num_held else version)
+
+    def check(self, step: int, table: RowTable) -> None:
+        """Compares the rows that a step is about to train on; of all ranks, so all end alike.
+
+        Raises:
+            LedgerError: A row is said to be of other weights than those that sampled its step.
+        """
+        expected = self._known.get(step)
+        self._known = {number: of for number, of in self._known.items() if number >= step}
+        if expected is None:
+            return
+        found = table.weights_versions
+        is_wrong = found > expected if self.is_stream else found != expected
+        wrong = np.flatnonzero(is_wrong & (table.sampled_lengths > 0))
+        if len(wrong):
+            raise LedgerError(
+                f"ledger gate: sample {table.sample_ids[wrong[0]]} of step {step} is said to be "
+                f"of version {found[wrong[0]]} of the weights: the engine had version {expected}; "
+                "nothing was trained. Report this: it is a fault of the program; "
+                "--no_ledger_gate trains all the same"
+            )
+
+
+def check_fresh_row(samples: Samples, parts: SourceParts) -> None:
+    """Lets each engine score a row that it has just sampled; collective.
+
+    Does nothing where tokens are drawn from another distribution than that of temperature 1.
+
+    Args:
+        samples: Of the step that was sampled now.
+        parts: With the engine, which is awake.
+
+    Raises:
+        LedgerError: It samples otherwise than it scores: from keys and values of other weights, or
+            from weights that changed meanwhile.
+    """
+    config, engine = parts.config, parts.session.engine
+    is_cut = config.top_p < 1 or config.top_k != -1
+    if engine is None or not engine.computes_model or is_cut or config.temperature != 1.0:
+        return
+    own = _short_row(samples, engine.weights_version)
+    chosen = own
+    if parts.session.shares_engine:
+        group = parts.context.engine_group
+        chosen = gather_objects(own, group)[0]
+        if not engine.runs_on_every_rank and group_rank(group) > 0:
+            chosen = None
+    run_together(
+        lambda: None if chosen is None else _compare(chosen, engine, num_hot=int(config.use_fire)),
+        parts.context.world_group,
+        what="scoring a row that was just sampled failed",
+    )
+
+
+def _short_row(samples: Samples, version: int) -> ScoredRollout | None:
+    """The row with most tokens of these weights among those that are short enough."""
+    rows = [
+        item
+        for item in samples.scored
+        if item.rollout.completion.weights_version == version
+        and len(item.rollout.token_ids) <= MAX_TOKENS
+    ]
+    if not rows:  # the beginnings of long ones do as well
+        rows = [i for i in samples.scored if i.rollout.completion.weights_version == version]
+    return max(rows, key=lambda i: len(i.rollout.completion.sampled_token_ids), default=None)
+
+
+def _compare(item: ScoredRollout, engine: RolloutEngine, *, num_hot: int) -> None:
+    table = tabulate([item])
+    ids = table.token_ids[:MAX_TOKENS].tolist()
+    scored = np.array(engine.score(ids), np.float64)[int(table.prompt_lengths[0]) :]
+    count = len(scored)
+    sampled = table.rollout_logprobs[:count].astype(np.float64)
+    is_new = table.is_sampled[:count] & (table.token_versions[:count] == engine.weights_version)
+    is_new[:num_hot] = False
+    if not is_new.any():
+        return
+    difference = np.abs(scored - sampled)[is_new]
+    dtypes = {parameter.dtype for parameter in engine.parameter_manifest()}
+    limits = [CANARY_LIMITS.get(dtype, QUANTISED_LIMITS) for dtype in dtypes]
+    allowed = max(limits, key=lambda each: each.mean)
+    # Written so that NaN fails.
+    if not (difference.mean() <= allowed.mean and difference.max() <= allowed.largest):
+        raise LedgerError(
+            f"ledger gate: the engine scores sample {table.sample_ids[0]} otherwise than it "
+            f"sampled it: logprobs differ by {difference.mean():.2e} in the mean and "
+            f"{difference.max():.2e} at most (limits {allowed.mean:g} and {allowed.largest:g}): "
+            "it sampled from cached keys and values of other weights, or its weights were changed "
+            "meanwhile; nothing was trained"
+        )

@@ -1,0 +1,167 @@
+"""Files, functions and models that decide the numbers of a run, and which of them changed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lightrft.config import TrainConfig
+from lightrft.config.files import file_sha256
+from lightrft.config.registry import REGISTRIES, split_kind, split_reference
+from lightrft.config.sources import split_sources
+from lightrft.datasets.files import local_files
+from lightrft.datasets.row_origin import origin_of
+from lightrft.run.provenance import describe_models, own_functions
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A difference between the run on disk and the command that continues it.
+
+    Args:
+        name: Of the option, or the path of an input file.
+        before, after: As shown to the user.
+        is_free: The continued run is as exact as an uninterrupted one.
+    """
+
+    name: str
+    before: str
+    after: str
+    is_free: bool
+
+    def __str__(self) -> str:
+        """One line: what changed, from what, to what."""
+        return f"{self.name}: {self.before} -> {self.after}"
+
+
+def describe_inputs(config: TrainConfig) -> dict[str, Mapping[str, object]]:
+    """Hash and time of the files that decide the numbers of a run, by path; hashes of functions.
+
+    Of rows that were made of another run's samples, `origin` and `run` name that run.
+    """
+    found: dict[str, Mapping[str, object]] = {}
+    for path in input_files(config):
+        digest = file_sha256(path)
+        modified_ns = path.stat().st_mtime_ns
+        found[str(path)] = {
+            "sha256": digest,
+            "modified_ns": modified_ns,
+            **origin_of(path, digest),
+        }
+    return found | {name: {"sha256": digest} for name, digest in own_functions(config).items()}
+
+
+def changed_inputs(start: Mapping[str, object], config: TrainConfig) -> list[Change]:
+    """Files and functions with other contents than those that a run started with.
+
+    Args:
+        start: What was recorded then.
+        config: Of the command that continues it.
+    """
+    recorded = start.get("inputs")
+    if not isinstance(recorded, Mapping):
+        return []
+    changes = []
+    deciding = input_files(config, held_out=False)
+    for path in input_files(config):
+        old = recorded.get(str(path))
+        if not isinstance(old, Mapping) or old.get("modified_ns") == path.stat().st_mtime_ns:
+            continue
+        # Held-out rows may change as the option that names them may.
+        found = _difference(str(path), "contents", old.get("sha256"), file_sha256(path))
+        changes += [replace(each, is_free=path not in deciding) for each in found]
+    for name, digest in own_functions(config).items():
+        old = recorded.get(name)
+        if isinstance(old, Mapping):
+            changes += _difference(name, "code", old.get("sha256"), digest)
+    return changes
+
+
+def changed_models(start: Mapping[str, object], config: TrainConfig) -> list[Change]:
+    """Models with other weights than those that a run started with; see `changed_inputs`.
+
+    Also the one that is trained: it is the reference, and whoever reads the record of the run looks
+    for its weights there.
+    """
+    recorded = start.get("models")
+    known = recorded if isinstance(recorded, Mapping) else {}
+    changes = []
+    for role, entry in describe_models(config, known).items():
+        old = known.get(role)
+        # Another place is an option that changed.
+        if isinstance(old, Mapping) and old.get("path") == entry["path"]:
+            name = f"{role} {entry['path']}"
+            weights = str(entry.get("weights_sha256") or "")
+            changes += _difference(name, "weights", old.get("weights_sha256") or "", weights)
+    return changes
+
+
+def _difference(name: str, what: str, before: object, after: str) -> list[Change]:
+    if before == after:
+        return []
+    old, new = (f"{what} {str(digest)[:12] or 'none'}" for digest in (before, after))
+    return [Change(name, old, new, is_free=False)]
+
+
+def input_files(config: TrainConfig, *, held_out: bool = True) -> list[Path]:
+    """Local files of data, templates and stored numbers, the user's own code, what that imports.
+
+    Args:
+        config: Names them.
+        held_out: With the rows of evaluations.
+    """
+    names: list[str | Path] = []
+    sources = (
+        (config.prompt_data, config.prompt_split),
+        (config.eval_data if held_out else None, config.eval_split),
+        (config.pretrain_data, "train"),
+    )
+    for text, split in sources:
+        for source in split_sources(text) if text is not None else ():
+            names += local_files(source, split)
+    chosen = [config.environment, config.agent, *config.tools]
+    for name in REGISTRIES:
+        value = config.__dict__[name] or ()
+        chosen += (value,) if isinstance(value, str) else value
+    own = [Path((split_reference(split_kind(item or "")[1]) or ("", ""))[0]) for item in chosen]
+    names += [file for path in own if path.is_file() for file in (path, *files_beside(path))]
+    names += filter(
+        None,
+        (config.ref_logprobs, config.chat_template, config.judge_template, config.judge_rubric),
+    )
+    return [path for path in dict.fromkeys(map(Path, names)) if path.is_file()]
+
+
+def files_beside(plugin: Path) -> list[Path]:
+    """Files of its folder that a plug-in imports, and what those import from there in turn."""
+    found: list[Path] = []
+    remaining = [plugin]
+    while remaining:
+        path = remaining.pop()
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            continue  # refused where it is loaded
+        for module in _imported(tree, path, plugin.parent):
+            for file in (module.with_suffix(".py"), module / "__init__.py"):
+                if file.is_file() and file not in (plugin, *found):
+                    found.append(file)
+                    remaining.append(file)
+    return found
+
+
+def _imported(tree: ast.Module, path: Path, folder: Path) -> Iterator[Path]:
+    """Paths that imports lead to, if below `folder`; relative ones are of `path`."""
+    for node in ast.walk(tree):
+        names = [alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]
+        start = folder
+        if isinstance(node, ast.ImportFrom):
+            above = path.absolute().parents
+            start = above[min(node.level, len(above)) - 1] if node.level else folder
+            names = [node.module or "", *(f"{node.module or ''}.{name}" for name in names)]
+        for name in names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            parts = [part for part in name.split(".") if part.isidentifier()]
+            # `import a.b` runs a, too.
+            yield from (start.joinpath(*parts[:count]) for count in range(1, len(parts) + 1))

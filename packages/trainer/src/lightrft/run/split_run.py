@@ -1,0 +1,91 @@
+"""A run whose last ranks only generate: each process takes its side, and both end alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+from lightrft.config import TrainConfig
+from lightrft.config.registry import STAGES
+from lightrft.reporting.files import rank_log
+from lightrft.run.threads import choose_threads
+from lightrft.stages.metrics import RunAlarmError
+from lightrft.strategy.distributed.console_sink import console_sink
+from lightrft.strategy.distributed.process_end import RunStoppedError
+from lightrft.strategy.distributed.process_groups import leave_side, take_side
+from lightrft.strategy.split.bridge import END, Bridge
+
+
+@contextmanager
+def open_bridge(config: TrainConfig) -> Iterator[Bridge]:
+    """The connection of the two sides; this process belongs to one of them from now on."""
+    timeout = timedelta(minutes=config.timeout_minutes)
+    side, store = take_side(config.rollout_ranks, timeout)
+    try:
+        bridge = Bridge(side, store, timeout)
+        try:
+            yield bridge
+        finally:
+            bridge.close()
+    finally:
+        leave_side()
+
+
+def training_side(config: TrainConfig) -> TrainConfig:
+    """The options of the ranks that train: they have no engine."""
+    return config.replaced({"enable_engine_sleep": False, "engine_tp_size": 1})
+
+
+@contextmanager
+def both_end(bridge: Bridge) -> Iterator[list[object]]:
+    """Tells the ranks that generate how the run ended, where all that train know it.
+
+    Yields:
+        Receives the summary of the run.
+    """
+    summary: list[object] = []
+    try:
+        yield summary
+    except RunStoppedError as error:
+        bridge.send(END, error)
+        raise
+    except RunAlarmError as error:
+        bridge.send(END, error)
+        raise
+    bridge.send(END, summary[0])
+
+
+def generate_for(config: TrainConfig, bridge: Bridge, wants_stop: Callable[[], bool]) -> object:
+    """Runs this process as one that only generates, until the other side ends.
+
+    Returns:
+        The summary of the run.
+
+    Raises:
+        RunStoppedError, RunAlarmError: What ended the run there.
+    """
+    from lightrft.stages.policy.inputs import PolicyInputs
+    from lightrft.stages.policy.split.generating_side import (
+        build_generator,
+        generating_config,
+        open_strategy,
+    )
+
+    config = config.replaced({"enable_engine_sleep": False})
+    with ExitStack() as stack:
+        stack.enter_context(rank_log(Path(config.output_dir), bridge.rank))
+        stack.enter_context(console_sink(lambda *_: None))
+        read = cast("Callable[[TrainConfig], PolicyInputs]", STAGES.load("policy"))
+        inputs = read(generating_config(config))
+        stack.callback(inputs.close)
+        strategy = stack.enter_context(open_strategy(config))
+        choose_threads(config, strategy)
+        generator = build_generator(config, inputs, strategy, bridge, wants_stop)
+        stack.callback(generator.logs.close)
+        end = bridge.serve(generator.handlers())
+        if isinstance(end, Exception):
+            raise end
+        return end

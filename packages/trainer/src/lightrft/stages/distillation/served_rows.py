@@ -1,0 +1,103 @@
+"""Rows of a step under served teachers: the likeliest tokens of each place, and a tail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.kl import top_and_tail, with_tail
+from lightrft.config import TrainConfig
+from lightrft.config.rules import is_served
+from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.experience.teachers import LogprobServer, TeacherError, TextScores, ask_together
+from lightrft.models.divergence import Projected
+from lightrft.stages.policy.teacher import open_server
+from lightrft.strategy.distributed.context import DistributedContext
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The likeliest tokens of a teacher; all others are one outcome. See `Targets`.
+
+    Args:
+        token_ids: [tokens, k] int64.
+        logprobs: [tokens, k].
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+
+    def compared(self, own: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """See `Targets`."""
+        other = with_tail(self.logprobs[rows].to(own.dtype))
+        return top_and_tail(own, self.token_ids[rows]), other
+
+    def at(self, index: Tensor) -> TopTokens:
+        """See `Targets`."""
+        return TopTokens(self.token_ids[index], self.logprobs[index])
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRows:
+    """Answers of a server about this rank's rows of a step.
+
+    Args:
+        scores: By the place of a row among those of the step.
+    """
+
+    scores: Mapping[int, TextScores]
+
+    def targets(self, places: Sequence[int], student: Projected) -> TopTokens:
+        """The teacher's side of the student's tokens.
+
+        Args:
+            places: Of the rows of the batch among those of the step.
+            student: Of a micro-batch.
+
+        Raises:
+            RuntimeError: The places of the tokens are not known.
+            TeacherError: The server's model has likely tokens that the student lacks.
+        """
+        if student.rows is None or student.columns is None:
+            raise RuntimeError("a served teacher is read at the places of the student's tokens")
+        rows, columns = student.rows.tolist(), student.columns.tolist()
+        found = [self.scores[places[row]] for row in rows]
+        ids = [each.top_ids[t] for each, t in zip(found, columns, strict=True)]
+        logprobs = [each.top_logprobs[t] for each, t in zip(found, columns, strict=True)]
+        if not found:
+            return TopTokens(student.rows.new_zeros(0, 1), student.hidden.new_zeros(0, 1))
+        token_ids, device = torch.from_numpy(np.stack(ids)).long(), student.hidden.device
+        vocab_size = student.layer.weight.shape[0]
+        if int(token_ids.max()) >= vocab_size:
+            raise TeacherError(
+                f"teacher: token {int(token_ids.max())} is among the likeliest of the server, and "
+                f"the student has {vocab_size}: serve a model with the same tokens"
+            )
+        return TopTokens(token_ids.to(device), torch.from_numpy(np.stack(logprobs)).to(device))
+
+
+def open_servers(config: TrainConfig) -> dict[str, LogprobServer]:
+    """The servers among the teachers, by name."""
+    places = config.teacher_places.items()
+    return {name: open_server(at, config) for name, at in places if is_served(at)}
+
+
+def ask_for_rows(
+    server: LogprobServer,
+    rows: Mapping[int, SupervisedRow],
+    context: DistributedContext,
+    *,
+    top_k: int,
+) -> ServedRows:
+    """Answers of a server about this rank's rows, by their places in the step; collective.
+
+    Raises:
+        TeacherError: On every rank, if the server failed one of them.
+    """
+    texts = [row.token_ids.tolist() for row in rows.values()]
+    scores = ask_together(server, texts, context, top_k=top_k)
+    return ServedRows(dict(zip(rows, scores, strict=True)))

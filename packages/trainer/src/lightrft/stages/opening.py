@@ -1,0 +1,66 @@
+"""Before the models: whether options fit theirs, and the first line, which says what is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.engines.media.families import family_of
+from lightrft.models.loading import load_config
+from lightrft.models.lora import target_layers
+from lightrft.models.reward_model import is_reward_model
+from lightrft.models.sequence_model import freeze_tensors
+from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+
+def opening_line(
+    config: TrainConfig, strategy: StrategyBase, num_weights: int, *, way: str = ""
+) -> str:
+    """Model and size, algorithm, processes, strategy and arithmetic.
+
+    Args:
+        config: Of the run.
+        strategy: Started.
+        num_weights: Of the model.
+        way: The algorithm, where options choose among several.
+    """
+    has_gpu = strategy.device.type == "cuda"
+    device, world = "GPU" if has_gpu else "CPU process", strategy.world_size
+    plural = "es" if device.endswith("s") else "s"
+    parts = [
+        f"{Path(str(config.pretrain)).name}: {num_weights / 1e6:,.3g} million weights",
+        f"adapters of rank {config.lora_rank}" if config.lora_rank else "",
+        way,
+        f"{world} {device}{plural if world > 1 else ''}",
+        type(strategy).__name__.removesuffix("Strategy"),
+        "bfloat16" if config.computes_in_bf16(has_gpu=has_gpu) else "float32",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def check_parts(config: TrainConfig, kind: type[_BaseAutoModelClass]) -> None:
+    """Looks for what options name in the model, built without weights.
+
+    Raises:
+        ConfigError: It is a reward model where a language model is trained, or lacks layers or
+            tensors of these names.
+    """
+    path = str(config.pretrain)
+    model_config = load_config(path)
+    if kind.__name__ == "AutoModelForCausalLM" and is_reward_model(path):
+        raise ConfigError(f"pretrain: {path} is a reward model: give a language model")
+    has_names = config.lora_rank or config.freeze_prefix
+    if not has_names or family_of(model_config) is not None:  # `kind` builds no model of images
+        return
+    with torch.device("meta"):
+        skeleton: PreTrainedModel = kind.from_config(model_config)
+    if config.lora_rank:
+        target_layers(skeleton, config.target_modules, frozen=config.freeze_prefix)
+    freeze_tensors(skeleton, config.freeze_prefix)

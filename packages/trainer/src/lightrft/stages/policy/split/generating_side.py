@@ -1,0 +1,196 @@
+"""The program of a rank that only generates: it follows what the ranks that train ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lightrft.config import TrainConfig
+from lightrft.datasets import collate_prompts
+from lightrft.datasets.batch_stream import BatchStream
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import SamplingParams
+from lightrft.experience.maker import give_rows
+from lightrft.reporting.files import SAMPLES_FILE
+from lightrft.reporting.trajectories import SampleLog
+from lightrft.rollout.in_flight import from_parts, to_bytes
+from lightrft.rollout.sampler import RolloutSampler
+from lightrft.rollout.source import InFlight, Samples, SourceParts
+from lightrft.stages.policy.algorithm import decide
+from lightrft.stages.policy.inputs import PolicyInputs
+from lightrft.stages.policy.maker import SampleLogs, sample_ahead, take_step
+from lightrft.stages.policy.rewards import build_trainer_rewards
+from lightrft.stages.policy.split.messages import DrawnReport, SampledStep, Start
+from lightrft.stages.policy.step_metrics import repeated_share
+from lightrft.strategy.distributed.deadlines import StepTimer
+from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
+from lightrft.strategy.split.bridge import Bridge
+from lightrft.strategy.split.remote_engine import engine_handlers
+from lightrft.strategy.strategy_base import StrategyBase
+
+
+def generating_config(config: TrainConfig) -> TrainConfig:
+    """The options of a rank that trains nothing: sizes of updates that fit any number of ranks."""
+    changes: dict[str, object] = {
+        "fsdp": True,
+        "zero_stage": TrainConfig.zero_stage,
+        "sp_size": 1,
+        "micro_train_batch_size": 1,
+        "train_batch_size": config.rollout_batch_size * config.n_samples_per_prompt,
+        "strict": False,
+    }
+    return config.replaced(changes)
+
+
+def open_strategy(config: TrainConfig) -> StrategyBase:
+    """Ranks, engine and loader of the side that generates; it prepares no model."""
+    config = generating_config(config)
+    sizes = (config.seed, config.max_norm, 1, config.train_batch_size)
+    return FSDPV2Strategy(*sizes, args=config)
+
+
+@dataclass(slots=True)
+class Generator:
+    """Samples, scores and keeps rows until they are trained.
+
+    Args:
+        config: Of the run, as the ranks that train have it.
+        bridge: To them.
+        strategy: Of this side, with its engine.
+        sampler: Generates and scores.
+        inputs: Prompts of training and evaluation.
+        logs: Receive samples.
+        wants_stop: Whether this process was asked to stop.
+    """
+
+    config: TrainConfig
+    bridge: Bridge
+    strategy: StrategyBase
+    sampler: RolloutSampler
+    inputs: PolicyInputs
+    logs: SampleLogs
+    wants_stop: Callable[[], bool]
+    # By number of completed steps: a step that is given up leaves the rows of the one before.
+    _flights: dict[int, InFlight] = field(default_factory=dict)
+    _data: BatchStream[Prompt] | None = None
+    _report: DrawnReport | None = None
+
+    def handlers(self) -> dict[str, Callable[..., None]]:
+        """What is done at each command."""
+        own: dict[str, Callable[..., None]] = {
+            "draw": self.draw,
+            "drawn": lambda: self.bridge.answer(self._report),
+            "save": self.save,
+            "evaluate": self.evaluate,
+        }
+        return own | engine_handlers(self.strategy.session.running, self.bridge)
+
+    def draw(self, number: int, last: int, start: Start | None) -> None:
+        """Gives a step's rows to the ranks that train them, and samples the steps to come.
+
+        Args:
+            number, last: Of the step, and the last one to sample before it is trained on.
+            start: The state to begin with, in the first step of a process.
+        """
+        if start is not None:
+            self._begin(number - 1, start)
+        before, timer, session = self._flights[number - 1], StepTimer(), self.strategy.session
+        session.take_work()  # of an evaluation
+        # The step itself first, where nothing is in flight: the others wait for it.
+        missing = range(number, number + (not before.held))
+        flight, drawn = self._sample(before, missing, timer)
+        self._give(number, flight.held[0])
+        further = range(number + len(flight.held), last + 1)
+        flight, more = self._sample(flight, further, timer)
+        drawn += more
+        _, left = take_step(before, flight, drawn, self.config, session.context)
+        self._flights = {number - 1: before, number: left}
+        work = session.take_work()
+        self._report = DrawnReport(
+            left.num_requests,
+            left.num_requests - before.num_requests,
+            sum(each.num_sampled_tokens for each in drawn),
+            timer.seconds,
+            work.busy_seconds,
+            work.thin_seconds,
+            self.bridge.take_received(),
+            self.wants_stop(),
+        )
+
+    def _begin(self, num_steps: int, start: Start) -> None:
+        context = self.strategy.context
+        self._flights[num_steps] = from_parts(
+            start.parts, start.num_requests, rank=context.rank, world_size=context.world_size
+        )
+        loader = self.strategy.setup_dataloader(
+            self.inputs.prompts,
+            self.config.rollout_batch_size // context.world_size,
+            collate_fn=collate_prompts,
+        )
+        self._data = BatchStream(
+            loader,
+            world_size=context.world_size,
+            episode=start.episode,
+            num_consumed=start.num_consumed,
+        )
+
+    def _sample(
+        self, flight: InFlight, steps: range, timer: StepTimer
+    ) -> tuple[InFlight, list[Samples]]:
+        if self._data is None:
+            raise RuntimeError("the first step comes without the state to begin with")
+        draw = self._data.next_batch
+        return sample_ahead(
+            self.sampler,
+            flight,
+            steps,
+            draw=draw,
+            next_prompts=draw,
+            timer=timer,
+            config=self.config,
+        )
+
+    def _give(self, number: int, samples: Samples) -> None:
+        """Answers with what all ranks know of a step, and gives the rows to those that train."""
+        side, evidence = self.bridge.side, samples.evidence
+        samples = SampledStep.held_by(samples, side.num_training)
+        shares = [repeated_share(i.rollout.completion.sampled_token_ids) for i in samples.scored]
+        known = replace(samples, scored=(), evidence=None)
+        special = None if evidence is None else evidence.special_ids
+        self.bridge.answer(SampledStep(known, special, shares))
+        give_rows(samples, self.config, number - 1, self.bridge, side.num_training)
+        self.logs.write_samples(number, samples.scored, self.strategy.context)
+
+    def save(self, num_steps: int) -> None:
+        """Gives the rows in flight after so many steps, for a checkpoint."""
+        self.bridge.answer(to_bytes(self._flights[num_steps], self.strategy.context.rank))
+
+    def evaluate(self, params: SamplingParams) -> None:
+        """Samples the held-out prompts."""
+        _, table = self.sampler.sample_all(self.inputs.eval_prompts, params)
+        self.bridge.answer(table if self.bridge.is_first else None)
+
+
+def build_generator(
+    config: TrainConfig,
+    inputs: PolicyInputs,
+    strategy: StrategyBase,
+    bridge: Bridge,
+    wants_stop: Callable[[], bool],
+) -> Generator:
+    """Starts the engine and makes the parts of a rank that generates."""
+    config, algorithm = decide(config)
+    strategy.setup_inference_engine(strategy.config, config.engine_type)
+    reward, _ = build_trainer_rewards(inputs.reward, None, strategy, config)
+    parts = SourceParts(strategy.session, config, inputs.tokenizer, reward)
+    sampler = RolloutSampler(
+        parts,
+        inputs.environments.source,
+        needs_greedy=algorithm.estimator_traits.needs_greedy_rewards,
+    )
+    path = Path(config.output_dir) / SAMPLES_FILE
+    logs = SampleLogs(
+        SampleLog(path, has_rewards=config.has_rewards), rollouts=inputs.rollout_log(config)
+    )
+    return Generator(config, bridge, strategy, sampler, inputs, logs, wants_stop)

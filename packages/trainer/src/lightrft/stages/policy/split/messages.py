@@ -1,0 +1,77 @@
+"""Messages about rows between the two sides of a split run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightrft.rollout.ledger_records import Evidence
+from lightrft.rollout.source import NOTHING_OPEN, Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The state of a run as the ranks that train have it, for the first step of a process.
+
+    Args:
+        parts: The rows in flight, see `rollout.in_flight.to_bytes`.
+        num_requests: Prompts asked for so far.
+        episode, num_consumed: Position in the prompts, see `BatchStream`.
+    """
+
+    parts: Sequence[bytes]
+    num_requests: int
+    episode: int
+    num_consumed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """The samples of a step as all ranks know them; tokens go to the ranks that train them.
+
+    Args:
+        samples: Without rows and evidence; their holders are ranks of the launch.
+        special_ids: Of the evidence; None without one.
+        repeated_shares: Of each sample, see `step_metrics.repeated_share`.
+    """
+
+    samples: Samples
+    special_ids: frozenset[int] | None
+    repeated_shares: Sequence[float] = ()
+
+    @property
+    def for_training(self) -> Samples:
+        """The samples of a rank that has sampled none of them."""
+        if self.special_ids is None:
+            return self.samples
+        return replace(self.samples, evidence=Evidence({}, {}, self.special_ids))
+
+    @staticmethod
+    def held_by(samples: Samples, num_training: int) -> Samples:
+        """The samples with the ranks of the launch as holders."""
+        table = replace(samples.table, holders=samples.table.holders + num_training)
+        return replace(samples, table=table, stream=NOTHING_OPEN)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnReport:
+    """The end of the sampling of a step.
+
+    Args:
+        num_requests: Prompts asked for so far.
+        num_prompts: In this step.
+        num_tokens: Sampled in this step over all ranks.
+        seconds: Durations on this rank by stage.
+        busy_seconds, thin_seconds: See `GenerationWork`.
+        num_received_bytes: Over the bridge since the last report; weights for the most part.
+        is_asked_to_stop: A signal has come to this rank.
+    """
+
+    num_requests: int
+    num_prompts: int
+    num_tokens: int
+    seconds: Mapping[str, float]
+    busy_seconds: float
+    thin_seconds: float
+    num_received_bytes: int
+    is_asked_to_stop: bool

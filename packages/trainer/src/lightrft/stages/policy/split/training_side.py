@@ -1,0 +1,104 @@
+"""Rollouts as the ranks that train see them, where other ranks sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.batch_stream import BatchStream
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import SamplingParams
+from lightrft.records.rollout import ScoredRollout
+from lightrft.records.table import RowTable
+from lightrft.rollout.in_flight import to_bytes
+from lightrft.rollout.source import InFlight, Samples
+from lightrft.stages.policy.split.messages import DrawnReport, SampledStep, Start
+from lightrft.stages.stage import Step, last_sampled_step
+from lightrft.strategy.distributed.context import DistributedContext
+from lightrft.strategy.split.bridge import Bridge
+
+MEGABYTE = 2**20
+
+
+class RemoteRollouts:
+    """Has the ranks that generate sample the steps; the rows stay there until they are trained.
+
+    Args:
+        bridge: To them.
+        config: Of the run.
+        context: Of the ranks that train.
+    """
+
+    def __init__(self, bridge: Bridge, config: TrainConfig, context: DistributedContext) -> None:
+        self.bridge, self._config, self._context = bridge, config, context
+        self._num_steps: int | None = None
+        self._report: DrawnReport | None = None
+
+    def draw(self, step: Step, in_flight: InFlight) -> Samples:
+        """The samples of a step, without its rows; the steps to come are sampled meanwhile."""
+        start = None
+        if self._num_steps is None:
+            start, self._num_steps = self._start(step, in_flight), step.number - 1
+        last = last_sampled_step(step, self._config)
+        with step.timer.stage("wait"):
+            found = self.bridge.ask("draw", step.number, last, start)
+        told = cast("list[SampledStep]", found)
+        if self._context.rank == 0:
+            for each in told:
+                for share in each.repeated_shares:
+                    step.metrics.add_mean("repeated_share", share, 1.0)
+        return told[0].for_training
+
+    def _start(self, step: Step, in_flight: InFlight) -> Start:
+        """The state for the first step of this process; complete on the first rank."""
+        own = to_bytes(in_flight, self._context.rank)
+        parts = self._context.exchange_bytes([own, *[b""] * (self._context.world_size - 1)])
+        data = _stream(step)
+        return Start(parts, in_flight.num_requests, data.episode, data.num_consumed)
+
+    def complete(self, step: Step) -> None:
+        """Waits until what the step has the others sample is there, and notes how it was."""
+        with step.timer.stage("wait"):
+            reports = cast("list[DrawnReport]", self.bridge.ask("drawn"))
+        self._report = first = reports[0]
+        for _ in range(first.num_prompts // self._config.rollout_batch_size):
+            _stream(step).next_batch()  # so that checkpoints have the position
+        self.bridge.peer_wants_stop |= any(each.is_asked_to_stop for each in reports)
+        rollout = max(each.seconds.get("rollout", 0.0) for each in reports)
+        step.metrics.add_max("rollout_seconds", rollout)
+        rewards = [each.seconds.get("reward", 0.0) for each in reports]
+        step.metrics.add_max("reward_seconds", max(rewards))
+        received = max(each.num_received_bytes for each in reports)
+        step.metrics.add_max("bridge/generating_mb", received / MEGABYTE)
+        step.metrics.add_max("bridge/training_mb", self.bridge.take_received() / MEGABYTE)
+        for each in reports:
+            idle = each.seconds.get("rollout", 0.0) - each.busy_seconds
+            step.metrics.add_mean("idle_seconds", max(0.0, idle), 1.0)
+            step.metrics.add_mean("thin_seconds", each.thin_seconds, 1.0)
+
+    def completed(self, number: int) -> tuple[InFlight, int]:
+        """What is in flight after a completed step, and the tokens sampled in it."""
+        self._num_steps = number
+        if self._report is None:
+            raise RuntimeError("a step ends before its sampling has")
+        return InFlight(self._report.num_requests), self._report.num_tokens
+
+    def saved_rows(self) -> list[bytes] | None:
+        """The rows in flight after the completed steps; None where no step has begun yet."""
+        if self._num_steps is None:
+            return None
+        return cast("list[bytes]", self.bridge.ask("save", self._num_steps))
+
+    def sample_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> tuple[Sequence[ScoredRollout], RowTable]:
+        """See `RolloutSampler`; the other ranks have the same prompts."""
+        del prompts
+        return (), cast("list[RowTable]", self.bridge.ask("evaluate", params))[0]
+
+
+def _stream(step: Step) -> BatchStream[Prompt]:
+    if step.data is None:
+        raise ValueError("rollout_ranks needs a loader of prompts")
+    return cast("BatchStream[Prompt]", step.data)

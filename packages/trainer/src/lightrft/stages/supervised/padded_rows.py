@@ -1,0 +1,56 @@
+"""Rows of a micro-batch as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrft.datasets.row_media import TEXT_ALONE, RowPixels
+from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.engines.media.media import NO_MEDIA, RowMedia
+from lightrft.records.batch import pad_rows
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """Rows of a micro-batch as a model is given them.
+
+    Args:
+        ids: Their places among the rows of the step.
+        token_ids: [batch, seq] int64.
+        attention_mask, is_trained: [batch, seq] bool.
+        media: Images and videos of the rows.
+    """
+
+    ids: tuple[int, ...]
+    token_ids: Tensor
+    attention_mask: Tensor
+    is_trained: Tensor
+    media: RowMedia = NO_MEDIA
+
+
+def pad(
+    rows: Sequence[SupervisedRow],
+    device: torch.device,
+    ids: Sequence[int] = (),
+    *,
+    pixels: RowPixels = TEXT_ALONE,
+) -> PaddedRows:
+    """Rows as tensors on a device.
+
+    Args:
+        rows: One or more.
+        device: For the tokens.
+        ids: Their places among the rows of the step.
+        pixels: Reads their media.
+    """
+    token_ids, attention_mask = pad_rows([row.token_ids.tolist() for row in rows], device)
+    is_trained = torch.zeros_like(attention_mask)
+    flat = np.concatenate([row.is_trained for row in rows])
+    is_trained[attention_mask] = torch.from_numpy(flat).to(device)
+    media = pixels.read(rows)
+    return PaddedRows(tuple(map(int, ids)), token_ids, attention_mask, is_trained, media)

@@ -1,0 +1,128 @@
+"""Steps on rows of the data: which rows they train, in which items and micro batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+
+from lightrft.config import TrainConfig
+from lightrft.tools.audit.decisions import check_dtype
+from lightrft.tools.audit.record import Array, Flags
+from lightrft.tools.audit.replay import Step
+
+# Of differentiation by an imaginary step, whose square is nothing beside 1.
+IMAGINARY = 1e-30
+
+
+def in_items(config: TrainConfig) -> TrainConfig:
+    """A run on given rows in the words of reinforcement: a step is one optimizer step on items."""
+    size = config.train_batch_size
+    return config.replaced({"rollout_batch_size": size, "n_samples_per_prompt": 1, "max_epochs": 1})
+
+
+def check_given(step: Step, mask: Flags) -> None:
+    """Compares tokens, places with a value, and what an optimizer step is made of.
+
+    Args:
+        step: What is audited; its rows get the mask.
+        mask: [rows, seq], the tokens whose logprob or score counts.
+    """
+    step.rows = replace(step.rows, mask=mask)
+    found, rows, values, facts = step.found, step.rows, step.record.values, step.record.facts
+    found.exact("token ids", rows.padded(values.token_ids).astype(np.int64), rows.ids)
+    found.exact("response mask", rows.padded(values.response_mask), mask)
+    check_dtype(found, facts.compute_dtype, step.config)
+    found.number("scale of adapters", facts.lora_scale, step.decided.lora_scale)
+    found.number("items of the step", len(set(items_of(step))), step.config.train_batch_size)
+    found.number("updates of the actor", len(facts.updates), 1)
+    trained = [i for update in facts.updates for micro in update.micro_batches for i in micro]
+    wanted = np.sort(step.record.samples.sample_ids)
+    found.exact("rows that train the actor", np.sort(np.array(trained, dtype=np.int64)), wanted)
+    _check_micro_batches(step)
+
+
+def items_of(step: Step) -> list[int]:
+    """[rows] the pair, ranking or answer that each row belongs to."""
+    found: list[int] = step.record.samples.group_ids.tolist()
+    return found
+
+
+def _check_micro_batches(step: Step) -> None:
+    """Each holds whole items: their number, or no more than their tokens."""
+    found, config, items = step.found, step.config, items_of(step)
+    index = {int(i): row for row, i in enumerate(step.record.samples.sample_ids)}
+    micros = [
+        [index[i] for i in micro]
+        for update in step.record.facts.updates
+        for micro in update.micro_batches
+    ]
+    sizes = {item: items.count(item) for item in set(items)}
+    held = [{items[row] for row in micro} for micro in micros]
+    whole = [sum(sizes[item] for item in own) for own in held]
+    found.exact("items in one micro batch", np.array(list(map(len, micros))), np.array(whole))
+    if config.micro_batch_tokens is None and not config.packing_samples:
+        counts = np.array(list(map(len, held)), dtype=np.int64)
+        wanted = np.full(len(micros), config.micro_train_batch_size)
+        found.exact("items of micro batches", counts, wanted)
+        return
+    several = [micro for micro, own in zip(micros, held, strict=True) if len(own) > 1]
+    _check_tokens(step, several, max(sizes.values()), is_even=len(set(sizes.values())) == 1)
+
+
+def _check_tokens(step: Step, micros: list[list[int]], size: int, *, is_even: bool) -> None:
+    """Several items together have no more tokens than the options allow."""
+    found, config, lengths, name = (
+        step.found,
+        step.config,
+        step.rows.lengths,
+        "tokens of micro batches",
+    )
+    bound = config.micro_batch_tokens
+    if bound is None and not is_even:
+        found.skip(name, "the longest ranking of the data bounds them")
+        return
+    if bound is None:
+        bound = config.micro_train_batch_size * config.max_row_tokens * size
+    packs = config.packing_samples
+    tokens = [sum(lengths[m]) if packs else len(m) * max(lengths[m]) for m in micros]
+    most = float(max(tokens, default=0))
+    found.add(name, most, float(bound), max(0.0, most - bound), 0.0)
+
+
+def differentiated(total: Callable[[Array], Array], at: Array) -> tuple[float, Array]:
+    """A real function of numbers [n] and its derivatives [n], exact to rounding.
+
+    f(x + i h) = f(x) + i h f'(x) + O(h^2): no difference of close numbers is taken.
+
+    Source: Squire and Trapp 1998, SIAM Review 40, p. 110.
+    """
+    slopes = np.zeros(len(at))
+    for place in range(len(at)):
+        moved = at.astype(np.complex128)
+        moved[place] += 1j * IMAGINARY
+        slopes[place] = np.imag(total(cast("Array", moved))) / IMAGINARY
+    return float(np.real(total(at))), slopes
+
+
+def softplus(x: Array) -> Array:
+    """log(1 + e^x), of real or complex numbers of any size."""
+    falling = np.where(np.real(x) > 0, -x, x)
+    return np.asarray(np.where(np.real(x) > 0, x, 0) + np.log1p(np.exp(falling)))
+
+
+def log_sigmoid(x: Array) -> Array:
+    """Log s(x)."""
+    return -softplus(-x)
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + e^-x)."""
+    return np.exp(log_sigmoid(x))
+
+
+def sizes_of(x: Array) -> Array:
+    """|x| of real numbers, with the derivative of its own side."""
+    return np.where(np.real(x) > 0, x, -x)

@@ -1,0 +1,272 @@
+"""Preference losses from their definitions: functions of sums over the tokens of answers.
+
+c and r are sums of log-probabilities of the chosen and the rejected answer, cr and rr those under
+the reference, n_c and n_r numbers of tokens; u = c - cr, v = r - rr. Numbers may be complex, see
+`given_rows.differentiated`.
+
+Sources: the papers that the functions name, with the conventions of docs/prefer.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightrft.tools.audit.given_rows import log_sigmoid, sigmoid
+from lightrft.tools.audit.record import Array
+
+Given = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Sums of answers of one kind.
+
+    Args:
+        own, reference: [answers].
+        tokens: [answers].
+        seen: [answers] the run's own sums, and `seen_reference` its reference's: they decide the
+            order of what is equal to rounding.
+    """
+
+    own: Array
+    reference: Array
+    tokens: Array
+    seen: Array
+    seen_reference: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Answers of both kinds, those of a pair at one place, and what a step agrees on.
+
+    Args:
+        chosen, rejected: See `Answers`.
+        mean_tokens: Of a chosen answer.
+        z: Mean log-ratio of answers behind other prompts.
+        doubt: Rounding of a sum.
+    """
+
+    chosen: Answers
+    rejected: Answers
+    mean_tokens: float
+    z: float
+    doubt: float
+
+    @property
+    def u(self) -> Array:
+        """Log-ratios of chosen answers."""
+        return self.chosen.own - self.chosen.reference
+
+    @property
+    def v(self) -> Array:
+        """Log-ratios of rejected answers."""
+        return self.rejected.own - self.rejected.reference
+
+    @property
+    def mean_ratios(self) -> Array:
+        """U / n_c - v / n_r."""
+        return self.u / self.chosen.tokens - self.v / self.rejected.tokens
+
+    @property
+    def mean_logprobs(self) -> tuple[Array, Array]:
+        """C / n_c and r / n_r."""
+        return self.chosen.own / self.chosen.tokens, self.rejected.own / self.rejected.tokens
+
+    def in_order(self, values: Array, seen: Array) -> Array:
+        """From the smallest on; values that are equal to rounding in the run's order."""
+        found = values[np.argsort(seen, kind="stable")]
+        if (np.diff(np.real(found)) < -4 * self.doubt).any():
+            found = values[np.argsort(np.real(values), kind="stable")]
+        return found
+
+
+def dpo(p: Pairs, given: Given) -> Array:
+    """Rafailov et al. 2023, arXiv:2305.18290, eq. 7."""
+    return -log_sigmoid(given["beta"] * (p.u - p.v))
+
+
+def cdpo(p: Pairs, given: Given) -> Array:
+    """Mitchell 2023: labels are wrong with probability e."""
+    return _noisy(given["beta"] * (p.u - p.v), given["label_smoothing"])
+
+
+def robust(p: Pairs, given: Given) -> Array:
+    """Chowdhury et al. 2024, arXiv:2403.00409, eq. 9."""
+    x, e = given["beta"] * (p.u - p.v), given["label_smoothing"]
+    return (-(1 - e) * log_sigmoid(x) + e * log_sigmoid(-x)) / (1 - 2 * e)
+
+
+def hinge(p: Pairs, given: Given) -> Array:
+    """Zhao et al. 2023, arXiv:2305.10425, on log-ratios."""
+    short = 1 - given["beta"] * (p.u - p.v)
+    return np.where(np.real(short) > 0, short, 0)
+
+
+def ipo(p: Pairs, given: Given) -> Array:
+    """Azar et al. 2023, arXiv:2310.12036, eq. 17, means over tokens."""
+    return np.asarray((p.mean_ratios - 0.5 / given["beta"]) ** 2)
+
+
+def dpo_norm(p: Pairs, given: Given) -> Array:
+    """Lambert et al. 2024, arXiv:2411.15124, eq. 6."""
+    return -log_sigmoid(given["beta"] * p.mean_ratios)
+
+
+def exo(p: Pairs, given: Given) -> Array:
+    """Ji et al. 2024, arXiv:2402.00856, eq. 17: KL of (s(x), s(-x)) from (1 - e, e)."""
+    x, e = given["beta"] * (p.u - p.v), given["label_smoothing"]
+    right = sigmoid(x) * (log_sigmoid(x) - np.log(1 - e))
+    return np.asarray(right + sigmoid(-x) * (log_sigmoid(-x) - np.log(e)))
+
+
+def nca(p: Pairs, given: Given) -> Array:
+    """Chen et al. 2024, arXiv:2402.05369."""
+    b = given["beta"]
+    return -log_sigmoid(b * p.u) - (log_sigmoid(-b * p.u) + log_sigmoid(-b * p.v)) / 2
+
+
+def sppo(p: Pairs, given: Given) -> Array:
+    """Wu et al. 2024, arXiv:2405.00675, chances of winning 1 and 0."""
+    half = 0.5 / given["beta"]
+    return (p.u - half) ** 2 + (p.v + half) ** 2
+
+
+def apo_zero(p: Pairs, given: Given) -> Array:
+    """D'Oosterlinck et al. 2024, arXiv:2408.06266."""
+    return 1 - sigmoid(given["beta"] * p.u) + sigmoid(given["beta"] * p.v)
+
+
+def apo_zero_unpaired(p: Pairs, given: Given) -> Array:
+    """The same, answer by answer."""
+    good, other = sigmoid(given["beta"] * p.u), sigmoid(given["beta"] * p.v)
+    return np.concatenate([1 - good, other])
+
+
+def apo_down(p: Pairs, given: Given) -> Array:
+    """D'Oosterlinck et al. 2024, arXiv:2408.06266."""
+    return sigmoid(given["beta"] * p.u) + 1 - sigmoid(given["beta"] * (p.u - p.v))
+
+
+def bco(p: Pairs, given: Given) -> Array:
+    """Jung et al. 2024, arXiv:2404.04656, delta constant."""
+    b, delta = given["beta"], given["delta"]
+    return -log_sigmoid(b * p.u - delta) - log_sigmoid(delta - b * p.v)
+
+
+def discopop(p: Pairs, given: Given) -> Array:
+    """Lu et al. 2024, arXiv:2406.08414, the log-ratio modulated loss."""
+    x = given["beta"] * (p.u - p.v)
+    log_share = log_sigmoid(x / given["tau"])
+    return np.exp(log_share - x) - (1 - np.exp(log_share)) * log_sigmoid(x)
+
+
+def aot(p: Pairs, given: Given) -> Array:
+    """Melnyk et al. 2024, arXiv:2406.05882, paired: quantiles of margins."""
+    c, r = p.chosen, p.rejected
+    policy = p.in_order(c.own - r.own, c.seen - r.seen)
+    reference = p.in_order(c.reference - r.reference, c.seen_reference - r.seen_reference)
+    return _noisy(given["beta"] * (policy - reference), given["label_smoothing"])
+
+
+def aot_unpaired(p: Pairs, given: Given) -> Array:
+    """The same, unpaired: quantiles of log-ratios."""
+    c, r = p.chosen, p.rejected
+    gaps = p.in_order(p.u, c.seen - c.seen_reference) - p.in_order(p.v, r.seen - r.seen_reference)
+    return _noisy(given["beta"] * gaps, given["label_smoothing"])
+
+
+def kto(p: Pairs, given: Given) -> Array:
+    """Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7 and 8."""
+    b = given["beta"]
+    good = given["desirable_weight"] * (1 - sigmoid(b * (p.u - p.z)))
+    other = given["undesirable_weight"] * (1 - sigmoid(b * (p.z - p.v)))
+    return np.concatenate([good, other])
+
+
+def simpo(p: Pairs, given: Given) -> Array:
+    """Meng et al. 2024, arXiv:2405.14734, eq. 6."""
+    chosen, rejected = p.mean_logprobs
+    return -log_sigmoid(given["beta"] * (chosen - rejected) - given["gamma"])
+
+
+def cpo(p: Pairs, given: Given) -> Array:
+    """Xu et al. 2024, arXiv:2401.08417, eq. 3, its second term per token of chosen answers."""
+    x = given["beta"] * (p.chosen.own - p.rejected.own)
+    return given["alpha"] * sft(p, {}) - log_sigmoid(x)
+
+
+def orpo(p: Pairs, given: Given) -> Array:
+    """Hong et al. 2024, arXiv:2403.07691, eqs. 5 to 7."""
+    chosen, rejected = (each - np.log(-np.expm1(each)) for each in p.mean_logprobs)
+    return sft(p, {}) - given["beta"] * log_sigmoid(chosen - rejected)
+
+
+def sft(p: Pairs, _: Given) -> Array:
+    """The mean over the tokens of chosen answers, as one over pairs."""
+    return -p.chosen.own / p.mean_tokens
+
+
+def _noisy(x: Array, share: float) -> Array:
+    return -(1 - share) * log_sigmoid(x) - share * log_sigmoid(-x)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceLoss:
+    """A built-in preference loss.
+
+    Args:
+        function: Gives its values.
+        defaults: Hyper-parameters by name.
+        has_reference: It reads log-probabilities of the reference.
+        of_answers: It has a value for each answer, not for each pair.
+    """
+
+    function: Callable[[Pairs, Given], Array]
+    defaults: Given
+    has_reference: bool = True
+    of_answers: bool = False
+
+
+_BETA = {"beta": 0.1}
+_EVEN, _SMOOTH = {**_BETA, "label_smoothing": 0.0}, {**_BETA, "label_smoothing": 0.1}
+_KTO = {**_BETA, "desirable_weight": 1.0, "undesirable_weight": 1.0}
+PREFERENCE_LOSSES: Mapping[str, PreferenceLoss] = {
+    "dpo": PreferenceLoss(dpo, _BETA),
+    "cdpo": PreferenceLoss(cdpo, _SMOOTH),
+    "robust": PreferenceLoss(robust, _SMOOTH),
+    "hinge": PreferenceLoss(hinge, _BETA),
+    "ipo": PreferenceLoss(ipo, _BETA),
+    "dpo_norm": PreferenceLoss(dpo_norm, _BETA),
+    "exo": PreferenceLoss(exo, {**_BETA, "label_smoothing": 1e-3}),
+    "nca": PreferenceLoss(nca, _BETA),
+    "sppo": PreferenceLoss(sppo, _BETA),
+    "apo_zero": PreferenceLoss(apo_zero, _BETA),
+    "apo_zero_unpaired": PreferenceLoss(apo_zero_unpaired, _BETA, of_answers=True),
+    "apo_down": PreferenceLoss(apo_down, _BETA),
+    "bco": PreferenceLoss(bco, {**_BETA, "delta": 0.0}),
+    "discopop": PreferenceLoss(discopop, {**_BETA, "tau": 0.05}),
+    "aot": PreferenceLoss(aot, _EVEN),
+    "aot_unpaired": PreferenceLoss(aot_unpaired, _EVEN),
+    "kto": PreferenceLoss(kto, _KTO, of_answers=True),
+    "simpo": PreferenceLoss(simpo, {"beta": 2.0, "gamma": 1.0}, has_reference=False),
+    "cpo": PreferenceLoss(cpo, {**_BETA, "alpha": 1.0}, has_reference=False),
+    "orpo": PreferenceLoss(orpo, _BETA, has_reference=False),
+    "sft": PreferenceLoss(sft, {}, has_reference=False),
+}
+# With the names of TRL.
+OTHER_NAMES = {
+    "sigmoid": "dpo",
+    "sigmoid_norm": "dpo_norm",
+    "exo_pair": "exo",
+    "nca_pair": "nca",
+    "sppo_hard": "sppo",
+    "bco_pair": "bco",
+}
+
+
+def preference_loss_named(name: str) -> PreferenceLoss | None:
+    """The loss of that name; None is the caller's own."""
+    return PREFERENCE_LOSSES.get(OTHER_NAMES.get(name, name))

@@ -1,0 +1,246 @@
+"""What a step rests on beside its options: rows of the data, first weights, parts of rewards."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from lightrft.config import TrainConfig
+from lightrft.config.files import FileError, file_sha256, read_object
+from lightrft.tools.audit.findings import Findings
+from lightrft.tools.audit.models import POLICY, TRUNK, frozen_state, sees_media
+from lightrft.tools.audit.optimizers import learning_rate
+from lightrft.tools.audit.record import (
+    COMPONENT,
+    CONFIG,
+    OptimizerFacts,
+    RawSamples,
+    RecordError,
+    StepRecord,
+    named,
+)
+from lightrft.tools.audit.replay import Step
+
+RUN_FILE = "run.json"
+LINES = (".jsonl", ".ndjson")
+# A tokenizer adds no more special tokens to a plain prompt.
+SPECIAL_TOKENS = 8
+# A weight that is read and cast, or merged with its adapter; relative to the tensor's largest.
+CAST: Mapping[str, float] = {"float32": 2.0**-20, "bfloat16": 2.0**-7}
+
+
+def planned_steps(run: Path, record: StepRecord, config: TrainConfig) -> tuple[int, int] | None:
+    """Fewest and most rollout steps of a whole run, by its options and the rows of its data.
+
+    A pass takes whole batches of the prompts; those of more than `prompt_max_len` tokens are left
+    out, and a prompt has at most as many tokens as bytes.
+
+    Args:
+        run: Says by hash whether the data is what it was.
+        record: Of a step.
+        config: What it had to follow.
+
+    Returns:
+        None where neither is known.
+    """
+    top = config.max_steps
+    counted = None if record.facts.stage != "policy" else _count_rows(run, config)
+    if counted is None:
+        return None if top is None else (1, top)
+    world, batch = max(record.facts.world_size, 1), config.rollout_batch_size
+    steps = [rows // world * world // batch * config.num_episodes for rows in counted]
+    least, most = (each if top is None else min(each, top) for each in steps)
+    return max(least, 1), most
+
+
+def _count_rows(run: Path, config: TrainConfig) -> tuple[int, int] | None:
+    """Rows that are surely short enough, and all; None where a file of lines is not the data."""
+    paths = [Path(name) for name in (config.prompt_data or "").split(",")]
+    if config.prompt_data_probs or any(
+        path.suffix not in LINES or not path.is_file() for path in paths
+    ):
+        return None
+    try:
+        inputs = read_object(run / RUN_FILE).get("inputs")
+    except FileError:
+        inputs = {}
+    for path in paths:
+        seen = inputs.get(str(path)) if isinstance(inputs, dict) else None
+        if isinstance(seen, dict) and seen.get("sha256") != file_sha256(path):
+            return None
+    lines = [
+        line
+        for path in paths
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n")
+        if line.strip()
+    ]
+    changed = (config.apply_chat_template, config.input_template, config.system_prompt)
+    is_plain = not any(changed) and not config.has_episodes
+    num_short = sum(_is_short(line, config) for line in lines) if is_plain else 0
+    return min(num_short, config.max_samples), min(len(lines), config.max_samples)
+
+
+def _is_short(line: str, config: TrainConfig) -> bool:
+    try:
+        text = json.loads(line)[config.input_key]
+    except (ValueError, KeyError, TypeError):
+        return False
+    size = len(text.encode()) if isinstance(text, str) else math.inf
+    return size + SPECIAL_TOKENS <= config.prompt_max_len
+
+
+def check_sources(step: Step, before: StepRecord | None, planned: tuple[int, int] | None) -> None:
+    """Compares what a step of a configured run rests on; see the functions below.
+
+    Args:
+        step: What is audited.
+        before: Record of the step before; None without.
+        planned: See `planned_steps`.
+    """
+    _check_length(step.found, step.record, planned)
+    _check_schedules(step.found, step.record, before, step.decided.counts)
+    _check_components(step.found, step.record.samples, step.config)
+    _check_first_weights(step)
+
+
+def _check_length(found: Findings, record: StepRecord, planned: tuple[int, int] | None) -> None:
+    """Compares the length that the run planned for with that of options and data."""
+    name, seen = "steps of the run", record.facts.num_planned
+    if planned is None or seen == 0:
+        found.skip(name, "its data is no file of lines that is still there, and has no max_steps")
+        return
+    least, most = planned
+    found.add(name, float(seen), float(most), float(max(least - seen, seen - most, 0)), 0.0)
+
+
+def _check_schedules(
+    found: Findings,
+    record: StepRecord,
+    before: StepRecord | None,
+    counts: Mapping[str, int | None],
+) -> None:
+    """A schedule goes on as in the step before, unless the run was made longer or shorter since.
+
+    Args:
+        found: Receives the comparisons.
+        record: Of the step.
+        before: Of the step before; None without.
+        counts: Optimizer steps before this one, by model; None is unknown.
+    """
+    for model, facts in record.facts.optimizers.items():
+        name = f"change of the schedule, {model}"
+        if record.facts.step == 1:
+            found.number(name, facts.schedule_changed_at, -1)
+        elif before is not None:
+            changed_at, gap = _expected_change(record, before, model, counts[model])
+            found.number(name, facts.schedule_changed_at, changed_at)
+            found.number(f"size of it, {model}", facts.schedule_gap, gap, floor=1e-9)
+        elif facts.schedule_changed_at >= 0:
+            found.skip(name, "the step before is not recorded; the run's is taken")
+
+
+def _expected_change(
+    record: StepRecord, before: StepRecord, model: str, count: int | None
+) -> tuple[int, float]:
+    """When the plan of the learning rate changed last, and by how much of the peak."""
+    own, old = record.facts.optimizers[model], before.facts.optimizers[model]
+    new_config, old_config = (TrainConfig.load(each.folder / CONFIG) for each in (record, before))
+    if _plan(own, new_config) == _plan(old, old_config) or count is None:
+        return old.schedule_changed_at, old.schedule_gap
+    unchanged = replace(own, schedule_changed_at=-1)
+    former = learning_rate(1.0, count, old.schedule_steps, old, old_config)
+    return count, former - learning_rate(1.0, count, own.schedule_steps, unchanged, new_config)
+
+
+def _plan(facts: OptimizerFacts, config: TrainConfig) -> tuple[object, ...]:
+    schedule = (config.lr_scheduler, config.lr_warmup_ratio, config.min_lr_ratio)
+    return facts.schedule_steps, *schedule
+
+
+def _check_first_weights(step: Step) -> None:
+    """The weights that nothing trained are those of the model that the options name.
+
+    Before the first update these are all weights, adapters included: they begin without effect.
+    """
+    config, facts = step.config, step.record.facts
+    for model, state in step.states.items():
+        name = f"first weights of the {model}"
+        path = Path(str(config.pretrain))
+        if model == "critic" and isinstance(config.critic_pretrain, str):
+            path = Path(config.critic_pretrain)
+        is_frozen = model == "actor" and facts.step <= config.freezing_actor_steps + 1
+        trained = set() if facts.step == 1 or is_frozen else set(step.trained_names(model))
+        weights = {n: v for n, v in named(state, "weight", "master").items() if n not in trained}
+        if not weights or sees_media(step.record.folder / "before" / model):
+            continue
+        if trained:  # of adapters, which move what is frozen only in effect
+            merged = {n.replace(".base_layer", ""): v for n, v in weights.items()}
+        elif step.policy is None or model != "actor":
+            merged = dict(weights)
+        else:
+            merged = step.policy.merged(weights)
+        try:
+            first = frozen_state(path, POLICY if model == "actor" else TRUNK)
+        except RecordError:
+            step.found.skip(name, f"no model in {path}")
+            continue
+        _compare(step.found, name, merged, first, CAST[facts.compute_dtype])
+
+
+def _compare(
+    found: Findings,
+    name: str,
+    weights: Mapping[str, Tensor],
+    first: Mapping[str, Tensor],
+    limit: float,
+) -> None:
+    """Compares the weights that both have: heads of values and scores begin at random."""
+    worst, where = 0.0, ""
+    for each in weights.keys() & first.keys():
+        one, other = weights[each].double(), first[each].double()
+        share = math.inf
+        if one.shape == other.shape:
+            share = float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
+        if not share <= worst:
+            worst, where = share, f"such as {each}"
+    found.add(name, None, None, worst, limit, where if worst > limit else "")
+
+
+def _check_components(found: Findings, samples: RawSamples, config: TrainConfig) -> None:
+    """A reward is the sum of its functions' own values by the weights of the options."""
+    if not config.reward_fn:
+        return
+    name = "rewards from their components"
+    others = (config.remote_rm_url, config.reward_pretrain, config.reward_recipe)
+    if any(others) or config.has_episodes:
+        found.skip(name, "parts of them have no weight among the options")
+        return
+    parts: list[np.ndarray] = []
+    for own in _component_names(config.reward_fn):
+        values = samples.facts.get(f"{COMPONENT}{own}")
+        if values is None:
+            found.skip(name, f"no component is called {own}")
+            return
+        parts.append(values.astype(np.float64))
+    weights = np.array(config.reward_weights or np.ones(len(parts)))
+    terms, is_scored = weights[:, None] * np.stack(parts), ~samples.is_failed
+    own_sum, scale = terms.sum(axis=0)[is_scored], np.abs(terms).sum(axis=0)[is_scored]
+    distance = np.abs(samples.rewards[is_scored] - own_sum) / np.maximum(scale, 1.0)
+    totals = float(samples.rewards[is_scored].sum()), float(own_sum.sum())
+    worst = float(np.where(np.isnan(distance), np.inf, distance).max(initial=0.0))
+    found.add(name, *totals, worst, found.tolerances["number"])
+
+
+def _component_names(functions: Sequence[str]) -> list[str]:
+    """The component of each function's own value; a second function of a name has it twice."""
+    found: list[str] = []
+    for spelling in functions:
+        name = spelling.rpartition(":")[2]
+        found.append(f"{name}/{name}" if name in found else name)
+    return found

@@ -1,0 +1,316 @@
+"""`lightrft data check --stage prefer|reward`: what these would find in their judged answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lightrft.cli.errors import ExitCode, refuse
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.datasets.files import Row
+from lightrft.datasets.preference_rows import (
+    SAME_ANSWERS,
+    LabelledAnswer,
+    PreferencePair,
+    PreferenceReader,
+    PreferenceRows,
+)
+from lightrft.datasets.ranked_rows import RankedAnswers
+from lightrft.datasets.scored_rows import ScoredAnswer
+from lightrft.datasets.supervised_rows import NOTHING_TRAINED, SupervisedRow
+from lightrft.datasets.types import DataError
+from lightrft.stages.preference.preference_inputs import data_problems
+from lightrft.stages.reward.comparisons import Comparisons, Judgement
+from lightrft.stages.reward.reward_inputs import judgement_reader, plan_scores
+from lightrft.stages.reward.reward_stage import build_losses
+from lightrft.stages.supervised.supervised_inputs import read_vocabulary
+from lightrft.tools.data.certificate import MAX_ROWS, score_answers
+from lightrft.tools.data.data_command import (
+    NUM_SAMPLES,
+    require_bounded,
+    say,
+    show_places,
+    stage_of,
+)
+from lightrft.tools.data.row_checks import CheckedRow
+from lightrft.tools.data.supervised_check import (
+    parse,
+    read_each,
+    read_source,
+    show_lengths,
+    show_problems,
+    show_text,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Reader = Callable[[Row], Judgement]
+# A ruler that is right this often decides the pairs without reading them.
+SUSPICIOUS_SHARE = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedCheck:
+    """Findings, row by row.
+
+    Args:
+        rows: Places, columns and judgements of the rows that a run trains on.
+        too_long: Places of rows with an answer of more tokens than allowed, left out by a run.
+        problems: One line for each row that cannot be used.
+    """
+
+    rows: tuple[tuple[Row, Judgement], ...]
+    too_long: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def judgements(self) -> list[Judgement]:
+        """Without their places."""
+        return [judgement for _, judgement in self.rows]
+
+    @property
+    def pairs(self) -> list[tuple[Row, PreferencePair]]:
+        """The judgements that are pairs."""
+        return [(row, each) for row, each in self.rows if isinstance(each, PreferencePair)]
+
+    @property
+    def duplicates(self) -> list[str]:
+        """Rows with the same answers in the same order as an earlier one, and that one."""
+        first: dict[tuple[bytes, ...], str] = {}
+        found = []
+        for row, each in self.rows:
+            key = tuple(part for answer in each.rows for part in answer.key)
+            if first.setdefault(key, row.location) != row.location:
+                found.append(f"{row.location} = {first[key]}")
+        return found
+
+    @property
+    def contradictions(self) -> list[str]:
+        """Pairs whose rejected answer another pair of the same prompt has chosen, and that one."""
+        chosen = {each.chosen.key: row.location for row, each in self.pairs}
+        keys = ((row, each.rejected.key) for row, each in self.pairs)
+        return [f"{row.location} against {chosen[key]}" for row, key in keys if key in chosen]
+
+    @property
+    def beginnings(self) -> list[str]:
+        """Places of pairs of which one answer is the beginning of the other, its end apart."""
+        found = []
+        for row, each in self.pairs:
+            short, long = sorted((part.token_ids for part in each.rows), key=len)
+            # The token that ends the shorter one stands elsewhere in the longer one.
+            if np.array_equal(short[:-1], long[: len(short) - 1]) and len(short) < len(long):
+                found.append(row.location)
+        return found
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print what is in the rows; 4 if a row is bad.
+
+    Raises:
+        UsageError: No source.
+        ConfigError: Options with wrong values, or that do not fit the rows.
+        DataError: A source that cannot be read at all, or options that do not fit its rows.
+        ModelLoadError: A tokenizer that cannot be read.
+        RewardError: A reward function that cannot be loaded, or that fails.
+    """
+    stage = stage_of(argv)
+    source, config = parse(argv, stage)
+    reading = read_vocabulary(config)
+    tokenizer = reading.tokenizer
+    items, first = read_source(source, config, tokenizer)
+    build = PreferenceReader if stage == "prefer" else judgement_reader
+    reader: Reader = build(tokenizer, config, first, reading.vocab_size, reading.reader)
+    require_bounded(first, lambda: reader(first))
+    found = check_judgements(items, reader, config.max_row_tokens)
+    refuse(option_problems(found, config, stage), ConfigError)
+    show_judgements(found, tokenizer)
+    show_numbers(found, config)
+    if config.reward_fn:
+        show_rule(found, tokenizer, config)
+    num_bad = len(found.problems)
+    say(f"{num_bad} bad rows" if num_bad else f"{len(found.rows)} rows can be trained on")
+    return ExitCode.DATA if num_bad or not found.rows else ExitCode.OK
+
+
+def check_judgements(
+    items: Sequence[Row | DataError], reader: Reader, max_row_tokens: int
+) -> JudgedCheck:
+    """Reads every row as a run would, and goes on after what is wrong.
+
+    Args:
+        items: Rows, and errors in the place of malformed ones (`scan_rows`).
+        reader: That of the stage.
+        max_row_tokens: Of the longest answer, with its prompt, that a run takes.
+    """
+    read, problems = read_each(items, reader)
+    rows, too_long = [], []
+    for item, made in read:
+        if max(len(answer.token_ids) for answer in made.rows) > max_row_tokens:
+            too_long.append(item.location)
+        else:
+            rows.append((item, made))
+    return JudgedCheck(tuple(rows), tuple(too_long), problems)
+
+
+def option_problems(found: JudgedCheck, config: TrainConfig, stage: str) -> list[str]:
+    """Reasons why the chosen loss or rule is none of these rows, one line each."""
+    if not found.rows:
+        return []
+    problems = []
+    if config.reward_fn and not found.pairs:
+        problems.append("reward_fn compares the answers of pairs, and here are none: leave it out")
+    if stage == "prefer":
+        preferences = [each for each in found.judgements if isinstance(each, _PREFERENCES)]
+        return problems + data_problems(config, PreferenceRows(preferences, ""), ())
+    is_paired = isinstance(found.judgements[0], PreferencePair | RankedAnswers)
+    build_losses(config, plan_scores(config).weights, is_paired=is_paired)
+    return problems
+
+
+_PREFERENCES = (PreferencePair, LabelledAnswer)
+
+
+def show_judgements(found: JudgedCheck, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The answers of the first rows as text, what counts of them between >> and <<."""
+    for row, each in found.rows[:NUM_SAMPLES]:
+        for name, answer in zip(_names(each), each.rows, strict=True):
+            show_text(f"{row.location}, {name}", answer, tokenizer)
+    say()
+
+
+def _names(judgement: Judgement) -> list[str]:
+    """The words for each answer of a judgement."""
+    if isinstance(judgement, PreferencePair):
+        margin = "" if judgement.margin is None else f", margin {judgement.margin:g}"
+        return [f"chosen{margin}", "rejected"]
+    if isinstance(judgement, RankedAnswers):
+        named = judgement.by_name or {"": judgement.ranks}
+        return [
+            ", ".join(f"{name} rank {ranks[place]:g}".strip() for name, ranks in named.items())
+            for place in range(len(judgement.rows))
+        ]
+    if isinstance(judgement, ScoredAnswer):
+        return [f"score {judgement.score:g}"]
+    if isinstance(judgement, LabelledAnswer):
+        return ["good" if judgement.is_good else "bad"]
+    return [f"steps {' '.join('right' if label else 'wrong' for label in judgement.labels)}"]
+
+
+def show_numbers(found: JudgedCheck, config: TrainConfig) -> None:
+    """Lengths, counts, what the labels say, and every row that cannot be used."""
+    answers = [answer for each in found.judgements for answer in each.rows]
+    show_lengths(answers)
+    limit = f"over {config.max_row_tokens} tokens (a run leaves them out; --max_row_tokens)"
+    show_places(limit, found.too_long)
+    show_places("duplicate rows (a run uses them all)", found.duplicates)
+    faults = {"whose answers are the same": SAME_ANSWERS, "without an answer": NOTHING_TRAINED}
+    for what, text in faults.items():
+        say(f"rows {what}: {sum(text in each for each in found.problems)}")
+    if found.pairs:
+        show_places("pairs whose rejected answer is chosen elsewhere", found.contradictions)
+        show_places("pairs of which one answer begins the other", found.beginnings)
+    show_labels(found.judgements)
+    show_bias(found.judgements)
+    show_problems(found.problems)
+
+
+def show_labels(judgements: Sequence[Judgement]) -> None:
+    """Ties of rankings, and how labels and scores are spread."""
+    rankings = [each for each in judgements if isinstance(each, RankedAnswers)]
+    if rankings:
+        lists = [list(each.by_name.values()) or [each.ranks] for each in rankings]
+        ties = sum(any(len(set(each)) < len(each) for each in every) for every in lists)
+        alone = sum(all(len(set(each)) == 1 for each in every) for every in lists)
+        say(f"rankings with ties: {ties} of {len(rankings)}, of ties alone: {alone}")
+    labels = labels_of(judgements)
+    if len(labels):
+        say(
+            f"labels: {len(labels)}, from {labels.min():g} to {labels.max():g}, mean "
+            f"{labels.mean():.4g}"
+        )
+        if labels.min() == labels.max():
+            say("warning: all labels are equal: nothing can be learned from them")
+
+
+def labels_of(judgements: Sequence[Judgement]) -> np.ndarray:
+    """[labels] float64 of answers that are not compared: 1 is good or right, 0 bad or wrong."""
+    found: list[float] = []
+    for each in judgements:
+        if isinstance(each, ScoredAnswer):
+            found.append(each.score)
+        elif not isinstance(each, PreferencePair | RankedAnswers):
+            found += map(float, each.labels)
+    return np.array(found, dtype=np.float64)
+
+
+def length_bias(judgements: Sequence[Judgement]) -> float | None:
+    """Share of compared answers whose better one has more tokens; equal lengths count half.
+
+    The pairs of one ranking together weigh as much as one pair, of one of several scores, too;
+    ties are left out.
+    """
+    rankings = [each for each in judgements if isinstance(each, RankedAnswers)]
+    lengths = torch.tensor([float(len(row.token_ids)) for each in judgements for row in each.rows])
+    longer = total = 0.0
+    for name in {name for each in rankings for name in each.by_name} or {""}:
+        comparisons = Comparisons.of(judgements, torch.device("cpu"), name)
+        weights = comparisons.weights * ~comparisons.is_tie
+        wins = (comparisons.differences(lengths.double()).sign() + 1) / 2
+        longer += float((weights * wins).sum())
+        total += float(weights.sum())
+    return longer / total if total else None
+
+
+def show_bias(judgements: Sequence[Judgement]) -> None:
+    """The part of the judgements that the lengths of the answers explain."""
+    share = length_bias(judgements)
+    if share is not None:
+        say(f"the better answer is the longer one in {share:.1%} of the pairs, ties half")
+        best = max(share, 1 - share)
+        if best >= SUSPICIOUS_SHARE:
+            say(
+                f"warning: '{'longer' if share > 0.5 else 'shorter'} wins' is right in {best:.1%} "
+                "of the pairs: what is learned from them may be length"
+            )
+        return
+    labels = labels_of(judgements)
+    lengths = np.array([len(row.token_ids) for each in judgements for row in each.rows])
+    if len(labels) == len(lengths) > 1 and labels.std() and lengths.std():
+        say(f"correlation of labels with lengths: {np.corrcoef(labels, lengths)[0, 1]:.3f}")
+
+
+def show_rule(found: JudgedCheck, tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> None:
+    """The pairs of which the reward function prefers the rejected answer."""
+    pairs = found.pairs[:MAX_ROWS]
+    rows = [
+        _scored_row(row, answer, tokenizer, config) for row, each in pairs for answer in each.rows
+    ]
+    responses = [
+        tokenizer.decode(answer.token_ids[answer.is_trained], skip_special_tokens=True)
+        for _, each in pairs
+        for answer in each.rows
+    ]
+    scores = score_answers(rows, responses, config)
+    both = list(zip(pairs, scores[::2], scores[1::2], strict=True))
+    decided = [(row, a, b) for (row, _), a, b in both if a is not None and b is not None]
+    swapped = [row.location for row, better, worse in decided if better < worse]
+    show_places(f"pairs of the first {len(pairs)} that the rule would swap", swapped)
+    say(f"pairs that are equal to the rule: {sum(a == b for _, a, b in decided)}")
+    say(f"pairs that it cannot decide: {len(both) - len(decided)}")
+
+
+def _scored_row(
+    row: Row, answer: SupervisedRow, tokenizer: PreTrainedTokenizerBase, config: TrainConfig
+) -> CheckedRow:
+    """The prompt of an answer, and the label of its row."""
+    start = int(np.argmax(answer.is_trained))
+    prompt = tokenizer.decode(answer.token_ids[:start], skip_special_tokens=True)
+    label = None if config.label_key is None else row.columns.get(config.label_key)
+    text = label if isinstance(label, str) or label is None else json.dumps(label)
+    return CheckedRow(row.location, prompt, (), text, row.columns)

@@ -1,0 +1,38 @@
+"""An agent as a user writes one: it asks the model, and works out the products that it asks for."""
+
+import json
+import re
+from typing import Any
+
+import httpx
+
+CALCULATE = {
+    "name": "calculate",
+    "description": "Work out an expression of two whole numbers.",
+    "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+}
+OPTIONS = {"model": "policy", "tools": [{"type": "function", "function": CALCULATE}]}
+
+
+async def run(base_url: str, api_key: str, row: dict[str, Any]) -> None:
+    """One episode; the reward is what reward.py says of the answer."""
+    talk = list(row["prompt"])
+    headers = {"authorization": f"Bearer {api_key}"}
+    async with httpx.AsyncClient(headers=headers, timeout=None, trust_env=False) as client:
+        for _ in range(2):
+            body = {**OPTIONS, "messages": talk}
+            found = await client.post(f"{base_url}/chat/completions", json=body)
+            talk.append(found.raise_for_status().json()["choices"][0]["message"])
+            calls = talk[-1].get("tool_calls", [])
+            for call in calls:
+                result = calculate(call["function"]["arguments"])
+                talk.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+            if not calls:
+                return
+
+
+def calculate(arguments: str) -> str:
+    """The result, or what is wrong with the expression."""
+    expression = json.loads(arguments).get("expression")
+    found = re.fullmatch(r"(\d{1,9})\*(\d{1,9})", str(expression))
+    return str(int(found[1]) * int(found[2])) if found else "expected a product of two numbers"

@@ -1,0 +1,108 @@
+"""Answers of a judge as numbers: grades, verdicts on two responses, rankings."""
+
+from __future__ import annotations
+
+import re
+
+from lightrft.config.printable import one_line
+from lightrft.tools.rewards.http import parse_json
+
+MAX_SCORE = 10.0
+_THINKING = re.compile(r"<(/?)(?:think|thinking|reasoning|thought)>", re.IGNORECASE)
+# What models put around a word: emphasis, quotes, brackets, marks of headings and lists.
+_DRESS = r"[\s*_`\"'\[\]()>#:=-]*"
+_SCORE = re.compile(
+    r"[\s*_`\"'\[\]()>#-]*(?:(?:(?:final|overall|total)\s+)?(?:score|rating|grade)\b"
+    r"[\s*_`\"'\[(]*(?:[:=]|is\b)[\s*_`\"'\[(]*|(?=[0-9.]+[\s*_`]*(?:/|out of)))"
+    r"([0-9]{1,2}(?:\.[0-9]{1,6})?)(?:[\s*_`]*(?:/|out of)\s*10(?:\.0+)?)?[\s*_`\"'\]).!]*",
+    re.ASCII | re.IGNORECASE,
+)
+_ANY_SCORE = re.compile(r"[\W_]*(?:(?:final|overall|total)\s+)?score[\W_]*:", re.IGNORECASE)
+_VERDICT = re.compile(
+    rf"{_DRESS}(?:(?:better|best|winner|verdict)\b)?{_DRESS}(a|b|tie){_DRESS}\.?{_DRESS}",
+    re.ASCII | re.IGNORECASE,
+)
+_RANKING = re.compile(
+    rf"{_DRESS}(?:ranking\b)?{_DRESS}([0-9]+(?:[\s*_`]*[>,][\s*_`]*[0-9]+)*){_DRESS}\.?{_DRESS}",
+    re.ASCII | re.IGNORECASE,
+)
+
+
+def read_score(content: str) -> float:
+    """The number of the last line, `Score: N`, also dressed up, `N/10`, or of a JSON object.
+
+    Raises:
+        ValueError: There is none, more than one, or it is out of range; one line.
+    """
+    lines = _lines(content)
+    found = _SCORE.fullmatch(lines[-1]) if lines else None
+    text = found[1] if found else _json_score("\n".join(lines))
+    shown = one_line(content[-200:])
+    if text is None:
+        raise ValueError(f"the last line must be 'Score: N', the answer ends with {shown!r}")
+    if sum(bool(_ANY_SCORE.match(line) or _SCORE.fullmatch(line)) for line in lines) > 1:
+        raise ValueError(f"there must be one line 'Score: N', the answer has more: {shown!r}")
+    score = float(text)
+    if not 0 <= score <= MAX_SCORE:
+        raise ValueError(f"the score must be from 0 to {MAX_SCORE:g}: got {text}")
+    return score
+
+
+def read_verdict(content: str) -> float:
+    """1 if the last line says that the first response is better, `Better: A`; 0 for B, 0.5 a tie.
+
+    Raises:
+        ValueError: It says nothing of this; one line.
+    """
+    lines = _lines(content)
+    found = _VERDICT.fullmatch(lines[-1]) if lines else None
+    if found is None:
+        raise ValueError(
+            "the last line must be 'Better: A', 'Better: B' or 'Better: tie', the answer ends with "
+            f"{one_line(content[-200:])!r}"
+        )
+    return {"a": 1.0, "b": 0.0, "tie": 0.5}[found[1].lower()]
+
+
+def read_ranking(content: str, *, count: int) -> list[int]:
+    """The numbers of the last line, `Ranking: 2 > 1 > 3`, the best first, counted from 0.
+
+    Raises:
+        ValueError: It has none, or not each of 1 to `count` once; one line.
+    """
+    lines = _lines(content)
+    found = _RANKING.fullmatch(lines[-1]) if lines else None
+    order = [int(number) - 1 for number in re.findall("[0-9]+", found[1])] if found else []
+    if sorted(order) != list(range(count)):
+        raise ValueError(
+            f"the last line must be 'Ranking: 2 > 1 > ...' with each number from 1 to {count} "
+            f"once, the answer ends with {one_line(content[-200:])!r}"
+        )
+    return order
+
+
+def _lines(content: str) -> list[str]:
+    """The lines after the thinking, without spaces around them and without empty ones.
+
+    Raises:
+        ValueError: The thinking does not end.
+    """
+    marks = list(_THINKING.finditer(content))
+    if marks and not marks[-1][1]:
+        raise ValueError("the judge's thinking does not end: raise --judge_args max_tokens=N")
+    spoken = content[marks[-1].end() :] if marks else content
+    return [line for each in spoken.splitlines() if (line := each.strip())]
+
+
+def _json_score(text: str) -> str | None:
+    body = re.sub(r"^```(?:json)?|```$", "", text.strip()).strip()
+    if not body.startswith("{"):
+        return None
+    try:
+        found = parse_json(body)
+    except ValueError:
+        return None
+    values = found.items() if isinstance(found, dict) else ()
+    scores = [value for name, value in values if name in ("score", "rating", "grade")]
+    is_one = len(scores) == 1 and isinstance(scores[0], int | float)
+    return repr(scores[0]) if is_one and not isinstance(scores[0], bool) else None

@@ -1,0 +1,1 @@
+"""`lightrft serve`: the endpoint of agents without training."""

@@ -1,0 +1,196 @@
+"""`lightrft serve`: a model behind the endpoint that agents are trained at."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.launch import hide_progress_bars, share_processors
+from lightrft.cli.options import Parser, at_least
+from lightrft.config import TrainConfig
+from lightrft.reporting.files import CONFIG_FILE
+from lightrft.reporting.start_bar import end_start_bar
+from lightrft.rollout.environments.call_formats import PARSERS
+
+if TYPE_CHECKING:
+    from lightrft.engines.base import RolloutEngine
+    from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
+    from lightrft.rollout.agents.episodes import AgentEpisode
+    from lightrft.rollout.agents.rounds import AnswerRules
+
+DEFAULT_PORT = 8000
+# Calls that come within so long are answered in one batch.
+_QUIET_SECONDS = 0.02
+# Histories are found again among so many answers; older ones are rendered anew.
+_MAX_KNOWN = 4096
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft serve --help`.
+
+    Raises:
+        UsageError: There is no model, or the port is taken.
+        ModelLoadError: The model cannot be read.
+    """
+    given = build_parser().parse_args(argv)
+    key = None
+    if given.api_key_env is not None:
+        key = os.environ.get(given.api_key_env)
+        if not key:
+            raise UsageError(f"--api_key_env: the environment has no {given.api_key_env}")
+    path, config = served(Path(given.model), given.tool_parser)
+    share_processors()
+    hide_progress_bars()
+    try:
+        with Service(path, config, port=given.port, key=key) as service:
+            shown = f"the value of {given.api_key_env}" if key else service.key
+            print(f"serving {path} at {service.endpoint.base_url}")
+            print(f"  model policy, API key {shown}; Ctrl-C ends it", flush=True)
+            end_start_bar()
+            service.serve()
+    except OSError as error:
+        if error.errno is None:  # of transformers
+            raise UsageError(f"{path}: the model cannot be read: {str(error)[:200]}") from error
+        raise UsageError(
+            f"--port {given.port}: {error.strerror}; give another, 0 is any"
+        ) from error
+    except KeyboardInterrupt:
+        pass
+    return ExitCode.OK
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft serve`."""
+    parser = Parser(
+        "serve",
+        "Serve a model on this machine as agents see it in training: /v1/chat/completions, "
+        "/v1/completions and /v1/models on the loopback interface, by the embedded engine. "
+        "Sampling options of clients count; where they say nothing, those of the run do.",
+    )
+    parser.add_argument("model", metavar="RUN|MODEL", help="Folder of a run, or of a model.")
+    parser.add_argument(
+        "--port",
+        type=at_least(0),
+        default=DEFAULT_PORT,
+        help=f"Where to listen; 0 is any free port. Default: {DEFAULT_PORT}.",
+    )
+    parser.add_argument(
+        "--api_key_env",
+        metavar="NAME",
+        help="Variable of the environment with the key that clients must send. Default: a random "
+        "key, which is printed.",
+    )
+    parser.add_argument(
+        "--tool_parser",
+        choices=("auto", *PARSERS),
+        help="How the model writes calls. Default: that of the run, or auto.",
+    )
+    return parser
+
+
+def served(folder: Path, tool_parser: str | None) -> tuple[Path, TrainConfig]:
+    """The folder of the model and the options of its run, or the defaults without one.
+
+    Raises:
+        UsageError: There is neither.
+    """
+    config, path = TrainConfig(), folder
+    if (folder / CONFIG_FILE).is_file():
+        config = TrainConfig.load(folder / CONFIG_FILE)
+        path = folder / "model" if (folder / "model").is_dir() else config.model_dir
+    if not (path / "config.json").is_file():
+        raise UsageError(f"{folder} holds no model: expected a run with one, or a model's folder")
+    return path, config if tool_parser is None else replace(config, tool_parser=tool_parser)
+
+
+class Service:
+    """A model and its endpoint; a context manager that ends both.
+
+    Args:
+        path: Folder of the model.
+        config: How it is sampled where clients say nothing.
+        port: 0 is any.
+        key: Of clients; None makes one.
+    """
+
+    def __init__(self, path: Path, config: TrainConfig, *, port: int, key: str | None) -> None:
+        from lightrft.datasets.chat_ids import ChatIds
+        from lightrft.datasets.suffix import TurnSuffix
+        from lightrft.engines.factory import build_engine
+        from lightrft.engines.types import EngineConfig
+        from lightrft.models import load_tokenizer
+        from lightrft.rollout.agents.conversations import Conversations
+        from lightrft.rollout.agents.endpoint import Endpoint
+        from lightrft.rollout.agents.episodes import AgentEpisode
+        from lightrft.rollout.agents.rounds import AnswerRules
+        from lightrft.rollout.agents.sampling import ClientSampling
+        from lightrft.rollout.sampler import training_params
+
+        tokenizer = load_tokenizer(str(path), config)
+        self._engine: RolloutEngine = build_engine(EngineConfig("hf", str(path)))
+        end = TurnSuffix(tokenizer).verdict.end_of_turn
+        params = replace(training_params(config), n=1, seed=int(time.time()))
+        if end is not None:
+            params = replace(params, stop_token_ids=(end,))
+        ends = [each for each in (end, tokenizer.eos_token_id) if each is not None]
+        limit = self._engine.max_model_len
+        self._rules: AnswerRules = AnswerRules(
+            tokenizer,
+            config.tool_parser,
+            frozenset(ends),
+            ClientSampling(params),
+            max_tokens=limit or 2**31,
+        )
+        talk = Conversations(ChatIds(tokenizer, end), 0)
+        self._episode: AgentEpisode = AgentEpisode(0, None, 0, 0, {}, talk)  # type: ignore[arg-type]
+        self.endpoint: Endpoint = Endpoint(tokenizer, port=port)
+        self.key = self.endpoint.open(self._episode, key)
+
+    def serve(self) -> None:
+        """Answers calls until an exception, such as Ctrl-C."""
+        while True:
+            self.answer(self._gather())
+
+    def answer(self, calls: Sequence[WaitingCall]) -> None:
+        """Answers calls in one batch."""
+        from lightrft.rollout.agents.conversations import MAX_KEPT_BYTES
+        from lightrft.rollout.agents.http_server import HttpError
+        from lightrft.rollout.agents.rounds import answer_round
+
+        talk = self._episode.talk
+        if len(talk.turns) > _MAX_KNOWN or talk.kept_bytes > MAX_KEPT_BYTES // 2:
+            self._episode.restart()
+            self._episode.known.clear()
+        try:
+            answer_round(calls, self._rules, lambda how, asked: self._engine.generate(asked, how))
+        except Exception as error:  # noqa: BLE001 - one request must not end the server
+            print(f"a round failed: {type(error).__name__}: {error}", flush=True)
+            for call in calls:
+                call.resolve(HttpError(500, "the engine failed", code="internal"))
+
+    def _gather(self) -> list[WaitingCall]:
+        from lightrft.rollout.agents.endpoint import WaitingCall
+
+        found = [self.endpoint.events.get()]
+        while True:
+            try:
+                found.append(self.endpoint.events.get(timeout=_QUIET_SECONDS))
+            except queue.Empty:
+                return [each for each in found if isinstance(each, WaitingCall)]
+
+    def close(self) -> None:
+        """Ends the server."""
+        self.endpoint.close()
+        self._engine.close()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""Scripts of other libraries as options of lightrft."""

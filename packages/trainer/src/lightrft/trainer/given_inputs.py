@@ -1,0 +1,191 @@
+"""Rows and functions of the caller's memory, as options of a run name them."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from lightrft.config import ConfigError
+from lightrft.config.files import kind_of
+from lightrft.config.registry import REGISTRIES
+from lightrft.datasets.files import encoded_rows
+from lightrft.datasets.types import DataError
+from lightrft.engines.media.media import MEDIA_KINDS
+from lightrft.engines.media.sources import as_image
+
+MEDIA_FOLDER = "media"
+_PATH_KEYS = ("path", "url", "frames", "input_audio")
+_IMAGE_KEYS = ("image", "images", "frames", "image_url", "url", "bytes", "video", "videos")
+Rows = Iterable[Mapping[str, object]]
+Function = Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRows:
+    """Rows as the lines of a file that is named after its contents, with their media beside it.
+
+    Args:
+        path: Where `write` puts it.
+        lines: Its contents.
+        media: Bytes of media by the paths that `lines` name, which say what they hold.
+    """
+
+    path: Path
+    lines: bytes
+    media: Mapping[str, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Rows, name: str, folder: Path, columns: Iterable[str] = ()) -> "GivenRows":
+        """The file of some rows; nothing is written.
+
+        Args:
+            rows: Mappings by column name with values that JSON can hold, images of Pillow, arrays
+                and encoded bytes: a list, a `datasets.Dataset`, a generator. Paths of files are
+                relative to the working directory.
+            name: What they are, in the name of the file.
+            folder: Of the file.
+            columns: Further ones that hold images or videos.
+
+        Raises:
+            DataError: There are no rows, or one is no mapping or holds something else.
+        """
+        kept = _KeptMedia(columns)
+        numbered = enumerate(encoded_rows(rows), start=1)
+        lines = [_line(row, f"{name}: row {number}", kept) for number, row in numbered]
+        if not lines:
+            raise DataError(f"{name} holds no rows: expected at least one")
+        content = b"".join(lines)
+        digest = hashlib.sha256(content).hexdigest()[:12]
+        return cls(folder / f"{name}-{digest}.jsonl", content, kept.files)
+
+    def write(self) -> None:
+        """Writes each file whole or not at all; several processes may write it at once."""
+        for name, content in self.media.items():
+            if not (self.path.parent / name).exists():
+                _write(self.path.parent / name, content)
+        _write(self.path, self.lines)
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+class _KeptMedia:
+    """Values of rows as JSON holds them, and the files of those that it does not."""
+
+    def __init__(self, columns: Iterable[str]) -> None:
+        self.files: dict[str, bytes] = {}
+        self._images = {*_IMAGE_KEYS, *columns}
+        self._paths = {*_PATH_KEYS, *columns}
+
+    def as_json(self, value: object, key: str = "") -> object:
+        """A value with the path of a file in the place of each medium.
+
+        Args:
+            value: Of a column, or within one.
+            key: Under which it stands.
+
+        Raises:
+            MediaError: An image or array cannot be read.
+        """
+        if isinstance(value, str):
+            is_path = any(key.startswith(kind) for kind in MEDIA_KINDS) or key in self._paths
+            return _from_anywhere(value) if is_path else value
+        if isinstance(value, Mapping):
+            return {str(name): self.as_json(each, str(name)) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.as_json(each, key) for each in value]
+        if isinstance(value, bytes | bytearray | memoryview):
+            return self._file(bytes(value))
+        if hasattr(value, "__array__") and not hasattr(value, "save"):
+            numbers = np.asarray(value)
+            if key not in self._images or numbers.ndim not in (2, 3):
+                # Samples of a sound, frames, or no medium at all.
+                return self.as_json([*numbers], key) if numbers.ndim > 3 else numbers.tolist()
+        if hasattr(value, "__array__") or hasattr(value, "save"):
+            return self._file(as_image(value, name=key, folder=Path()).read())
+        return value
+
+    def _file(self, content: bytes) -> str:
+        name = f"{MEDIA_FOLDER}/{hashlib.sha256(content).hexdigest()[:32]}"
+        self.files[name] = content
+        return name
+
+
+def _from_anywhere(text: str) -> str:
+    """A path of a file that does not depend on the folder; anything else as it is."""
+    try:
+        path = Path(text.removeprefix("file://"))
+        return str(path.resolve()) if path.is_file() else text
+    except (OSError, ValueError):  # too long for a path, or with a zero byte
+        return text
+
+
+def _line(row: object, location: str, kept: _KeptMedia) -> bytes:
+    if not isinstance(row, Mapping):
+        raise DataError(
+            f"{location}: expected a mapping with named columns, got {kind_of(row)}; give each row "
+            'as {"input": ..., "label": ...}'
+        )
+    found = {}
+    for name, value in row.items():
+        try:
+            found[name] = kept.as_json(value, str(name))
+            json.dumps({name: found[name]}, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{location}: column {name!r} cannot be kept as JSON: {error}; convert it, or save "
+                "the rows (`datasets.Dataset.save_to_disk`, Parquet) and give the path"
+            ) from error
+    return json.dumps(found, ensure_ascii=False).encode() + b"\n"
+
+
+@contextmanager
+def named_functions(options: Mapping[str, object]) -> Iterator[dict[str, object]]:
+    """The options with a name in the place of each function, which the name stands for meanwhile.
+
+    The registries of `REGISTRIES` know the names inside the block only, so that a notebook may
+    define a function again and train again.
+
+    Args:
+        options: By name; a function, or some in a list, may stand where a choice's name may.
+
+    Raises:
+        ConfigError: Two functions of one option have one name, or the name is that of a choice.
+    """
+    with ExitStack() as stack:
+        named = dict(options)
+        for option in REGISTRIES:
+            if option not in named:
+                continue
+            given = named[option]
+            several = isinstance(given, list | tuple)
+            items = list(given) if isinstance(given, list | tuple) else [given]
+            own: dict[str, object] = {}
+            for place, item in enumerate(items):
+                if not callable(item):
+                    continue
+                name = _name_of(item)
+                if name in own or name in REGISTRIES[option]:
+                    raise ConfigError(
+                        f"{option}: there are two choices of the name {name!r}: give the function "
+                        "another name"
+                    )
+                own[name], items[place] = item, name
+            stack.enter_context(REGISTRIES[option].lent(own))
+            named[option] = tuple(items) if several else items[0]
+        yield named
+
+
+def _name_of(function: Function) -> str:
+    """Its name; a lambda, a partial or an object has that of its kind."""
+    name = str(getattr(function, "__name__", type(function).__name__))
+    return name if name.isidentifier() else "function"

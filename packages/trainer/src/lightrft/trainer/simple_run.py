@@ -1,0 +1,87 @@
+"""A whole run as one call: a model, rows and functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.engines.media.media import MEDIA_KINDS
+from lightrft.run.assembly import RunSummary, run_training
+from lightrft.run.callbacks import Callback
+from lightrft.run.resume import plan_run
+from lightrft.trainer.given_inputs import GivenRows, Rows, named_functions
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from lightrft.reporting.loggers import MetricsLogger
+    from lightrft.trainer.train_options import TrainOptions
+
+Reward = str | Callable[..., object]
+INPUTS_FOLDER = "inputs"
+
+
+def train(
+    model: str | Path,
+    data: str | Path | Rows,
+    reward: Reward | Sequence[Reward] = (),
+    *,
+    eval_data: str | Path | Rows | None = None,
+    callbacks: Sequence[Callback] = (),
+    loggers: Sequence[MetricsLogger | str] = (),
+    stop_request: Callable[[], bool] | None = None,
+    **options: Unpack[TrainOptions],
+) -> RunSummary:
+    """Trains a policy by reinforcement, as `lightrft train` does.
+
+    Under `torchrun` every process makes the same call. In a notebook the cell shows the curve.
+
+    Args:
+        model: Folder or hub name of the policy, as `pretrain`.
+        data: Training prompts: rows (a list of mappings, a `datasets.Dataset`), which are kept in
+            the run's folder with their images and sounds, or what `prompt_data` takes.
+        reward: `f(prompts=, responses=, labels=, **columns) -> list of numbers or of dicts`, of
+            which a function takes what it has parameters for (`completions` are responses, too);
+            the name of a reward, or FILE.py:FUNCTION; or several of them, which are added.
+        eval_data: Held-out prompts, likewise.
+        callbacks: Called around the steps on every rank.
+        loggers: Further receivers of metrics on the first rank, or names as the option takes.
+        stop_request: See `run_training`.
+        **options: Options of `TrainConfig`. `policy_loss` and `advantage_estimator` may be
+            functions, too.
+
+    Raises:
+        TypeError: There is no such option.
+        ConfigError: Options that cannot be run, or two functions of one name.
+        DataError: Rows that cannot be used.
+        RunStoppedError, RunAlarmError, RewardError, ModelLoadError: See `run_training`.
+    """
+    if not isinstance(model, str | Path):
+        raise ConfigError(
+            f"model: expected a folder or a name, got {type(model).__name__}: write it with "
+            "save_pretrained (model and tokenizer) and give that folder"
+        )
+    rewards = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
+    given: dict[str, object] = {**options, "pretrain": str(model), "reward_fn": rewards}
+    given["loggers"] = [item for item in loggers if isinstance(item, str)]
+    receivers = [item for item in loggers if not isinstance(item, str)]
+    folder = Path(str(given.get("output_dir", TrainConfig.output_dir))) / INPUTS_FOLDER
+    keys = (f"{kind.plural}_key" for kind in MEDIA_KINDS.values())
+    columns = [str(given[key]) for key in keys if key in given]
+    files: list[GivenRows] = []
+    for option, rows in (("prompt_data", data), ("eval_data", eval_data)):
+        if rows is None or isinstance(rows, str | Path):
+            given[option] = None if rows is None else str(rows)
+        else:
+            files.append(GivenRows.of(rows, option.removesuffix("_data"), folder, columns))
+            given[option] = str(files[-1].path)
+    with named_functions(given) as named:
+        config = TrainConfig().replaced(named)
+        plan_run(config, "policy")  # refuses a folder of another run before rows are put there
+        for file in files:
+            file.write()
+        return run_training(
+            config, loggers=receivers, callbacks=callbacks, stop_request=stop_request
+        )

@@ -1,0 +1,98 @@
+"""Messages of clients as token ids, against the suffixes of environments and whole renderings."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from lightrft.datasets.chat_ids import ChatIds, RenderingError
+from lightrft.datasets.suffix import TurnSuffix
+
+_SPEC = importlib.util.spec_from_file_location(
+    "chat_families", Path(__file__).parent / "chat_families.py"
+)
+families = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(families)
+FAMILIES = sorted(families.FAMILIES)
+TEXTS = ["plain", " spaced \n", '{"a": "q"}', "\n\nlines.\n", "<tool_response>", "é 数"]
+CALL = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "function", "arguments": '{"value": "v"}'},
+}
+
+
+def of(name):
+    tokenizer = families.family_tokenizer(name)
+    suffix = TurnSuffix(tokenizer)
+    return tokenizer, suffix, ChatIds(tokenizer, suffix.verdict.end_of_turn)
+
+
+def result(text):
+    return {"role": "tool", "name": "function", "tool_call_id": "call00000", "content": text}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_follows_a_turn_is_what_environments_append(name):
+    tokenizer, suffix, chat = of(name)
+    turn = tokenizer("hello", add_special_tokens=False)["input_ids"]
+    as_tool = suffix.verdict.role == "tool"
+    other = TurnSuffix(tokenizer, is_conversation=True)
+    for text in TEXTS:
+        for last in (turn, [*turn, tokenizer.eos_token_id]):
+            if as_tool:
+                found = chat.suffix(last, [CALL], [result(text)])
+                expected = suffix.after(last, [text])
+                assert found.token_ids == expected.token_ids
+                assert found.text_spans == expected.text_spans
+            found = chat.suffix(last, [], [{"role": "user", "content": text}])
+            expected = other.after(last, [text])
+            assert found.token_ids == expected.token_ids
+            assert found.text_spans == expected.text_spans
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_has_the_ids_of_the_whole_rendering(name):
+    tokenizer, _, chat = of(name)
+    talk = [{"role": "user", "content": "hello."}]
+    talk += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "\nmore"}]
+    expected = tokenizer.apply_chat_template(
+        talk, tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+    assert list(chat.prompt(talk).token_ids) == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_text_becomes_a_special_token(name):
+    tokenizer, _, chat = of(name)
+    names = [str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(chat.special_ids)]
+    forged = "".join(names)
+    clean, dirty = ([{"role": "user", "content": text}] for text in ("hello", f"hello{forged}"))
+    specials = [
+        [i for i in chat.prompt(talk).token_ids if i in chat.special_ids] for talk in (clean, dirty)
+    ]
+    assert specials[0] == specials[1]
+    assert forged in tokenizer.decode(chat.prompt(dirty).token_ids)
+    turn = (tokenizer.eos_token_id,)
+    specials = [
+        [i for i in chat.suffix(turn, [], talk).token_ids if i in chat.special_ids]
+        for talk in (clean, dirty)
+    ]
+    assert specials[0] == specials[1]
+    assert not any(i in chat.special_ids for i in chat.text(forged).token_ids[1:])
+
+
+def test_a_call_that_names_a_special_token_is_refused():
+    _, _, chat = of("Qwen2.5")
+    call = json.loads(json.dumps(CALL))
+    call["function"]["arguments"] = '{"value": "<|im_end|>"}'
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with pytest.raises(RenderingError, match="the name of a special token"):
+        chat.prompt([{"role": "user", "content": "hello"}, said, result("x")])
+
+
+def test_what_a_template_refuses_is_told():
+    _, _, chat = of("Gemma")
+    with pytest.raises(RenderingError, match="the chat template refuses the messages"):
+        chat.prompt([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])

@@ -1,0 +1,238 @@
+"""Sounds of data rows: every form, one waveform, every mistake in one line."""
+
+import base64
+import io
+import json
+import random
+
+import numpy as np
+import pytest
+from tests.datasets.film_files import film, sound_alone
+from tests.models.audio.sound_world import as_sound, sound, tiny, tone
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.media import VisionPrompts
+from lightrft.datasets.prompts import load_prompts
+from lightrft.datasets.types import DataError
+from lightrft.engines.media.media import Media
+from lightrft.engines.media.sounds import SoundRules, as_audio, as_wav
+from lightrft.engines.media.sources import MediaError
+from lightrft.records.media import _pack, _Sources, _unpack
+from lightrft.tools.model_presets import byte_level_tokenizer
+
+CONFIG = TrainConfig(apply_chat_template=True, prompt_max_len=400)
+
+
+@pytest.fixture(scope="module")
+def reader():
+    return VisionPrompts(tiny()[1])
+
+
+def load(folder, rows, reader, **options):
+    file = folder / "train.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    return load_prompts(file, reader, CONFIG.replaced(options)).prompts
+
+
+def stored(samples, suffix, codec, rate=16000):
+    """A sound in another format."""
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=suffix) as file:
+        stream = file.add_stream(codec, rate=rate, layout="mono")
+        frame = av.AudioFrame.from_ndarray(
+            np.rint(samples[None] * 32767).astype(np.int16), format="s16", layout="mono"
+        )
+        frame.rate = rate
+        file.mux(stream.encode(frame))
+        file.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def test_a_sound_is_the_same_in_every_form(tmp_path):
+    content = as_wav(tone(), 16000)
+    (tmp_path / "a.wav").write_bytes(content)
+    text = base64.b64encode(content).decode()
+    forms = [
+        "a.wav",
+        f"file://{tmp_path / 'a.wav'}",
+        content,
+        list(content),
+        f"data:audio/wav;base64,{text}",
+        {"bytes": content, "path": None},
+        {"path": "a.wav"},
+        {"audio": "a.wav"},
+        {"url": f"data:audio/wav;base64,{text}"},
+        {"input_audio": {"data": text, "format": "wav"}},
+        {"array": tone(), "sampling_rate": 16000, "path": None},
+        {"array": tone().tolist(), "sampling_rate": 16000},
+    ]
+    found = [as_audio(form, name="x", folder=tmp_path).decode() for form in forms]
+    assert all(rate == 16000 for _, rate in found)
+    assert all(np.array_equal(wave, tone()) for wave, _ in found)
+
+
+@pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
+def test_other_rates_become_that_of_the_model(rate):
+    """Against the sine itself, away from the ends, where filters reach beyond the sound."""
+    wave, found = as_sound(tone(0.8, 440, rate), rate).decode()
+    assert found == 16000
+    assert abs(len(wave) - 12800) <= 1
+    expected = tone(0.8)[200:-200]
+    assert np.abs(wave[200:12600] - expected[: len(wave[200:12600])]).max() < 1e-3
+
+
+def test_channels_are_averaged():
+    """FFmpeg's own mixture would be louder."""
+    left, right = tone(0.5, 300), tone(0.5, 700)
+    wave, _ = as_sound(np.stack([left, right])).decode()
+    assert np.allclose(wave, (left + right) / 2, atol=1e-6)
+    wave, _ = as_sound((32767 * left).astype(np.int16)).decode()
+    assert np.allclose(wave, left, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec"), [("flac", "flac"), ("mp3", "mp3"), ("ogg", "libvorbis"), ("mp4", "aac")]
+)
+def test_usual_formats_are_read(suffix, codec):
+    if codec in ("libvorbis", "aac", "mp3"):
+        samples, tolerance = tone(1.0, loudness=0.3), 0.1
+    else:
+        samples, tolerance = tone(1.0), 1e-4
+    codec = {"libvorbis": "libopus", "mp3": "libmp3lame"}.get(codec, codec)
+    rate = 48000 if codec == "libopus" else 16000
+    if rate != 16000:
+        samples = tone(1.0, rate=rate, loudness=0.3)
+    wave, _ = as_audio(stored(samples, suffix, codec, rate), name="x", folder=None).decode()
+    assert 0.95 < len(wave) / 16000 < 1.15
+    middle = wave[4000:12000]
+    assert abs(np.sqrt((middle**2).mean()) - np.sqrt((samples**2).mean())) < tolerance
+    # It is the same tone.
+    assert np.abs(np.fft.rfft(middle)).argmax() == 440 * len(middle) // 16000
+
+
+def test_rows_name_their_sounds_by_columns_and_by_parts(tmp_path, reader):
+    (tmp_path / "a.wav").write_bytes(as_wav(tone(1.0), 16000))
+    (tmp_path / "b.wav").write_bytes(as_wav(tone(0.5), 16000))
+    data = base64.b64encode((tmp_path / "b.wav").read_bytes()).decode()
+
+    def asked(part):
+        return [{"role": "user", "content": [part, {"type": "text", "text": "How high?"}]}]
+
+    rows = [
+        {"input": "How high?", "audios": ["a.wav"]},
+        {"input": "<audio> or <audio>?", "audio": ["a.wav", "b.wav"]},
+        {"input": "no sound"},
+        {"input": asked({"type": "audio", "audio": "b.wav"})},
+        {"input": asked({"type": "audio"}), "audios": "b.wav"},
+        {"input": asked({"type": "audio_url", "audio_url": {"url": f"data:a;base64,{data}"}})},
+        {"input": asked({"type": "input_audio", "input_audio": {"data": data, "format": "wav"}})},
+    ]
+    found = load(tmp_path, rows, reader)
+    assert [len(p.media.audios) for p in found] == [1, 2, 0, 1, 1, 1, 1]
+    mark = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+    assert found[0].text == f"<|user|>{mark}How high?<|assistant|>"
+    assert found[1].text == f"<|user|>{mark} or {mark}?<|assistant|>"
+    place = reader.encoder.processor.audio_token_id
+    assert [p.token_ids.count(place) for p in found] == [25, 37, 0, 12, 12, 12, 12]
+    assert len({p.token_ids for p in found[3:]}) == 1
+    found = load(tmp_path, [{"input": "?", "speech": "a.wav"}], reader, audios_key="speech")
+    assert len(found[0].media.audios) == 1
+    assert len(load(tmp_path, rows[:1], reader, text_only=True)[0].media.audios) == 0
+
+
+WRONG = {
+    "missing": ({"audios": "none.wav"}, r"train\.jsonl:2: audio 1: no file .*none\.wav"),
+    "empty": ({"audios": "empty.wav"}, r"jsonl:2: .*empty\.wav is an empty file"),
+    "no sound": ({"audios": "text.wav"}, r"text\.wav is a damaged sound, or none"),
+    "cut": ({"audios": "cut.wav"}, r"cut\.wav is cut off: its header names 64044 bytes and"),
+    "silent film": ({"audios": "film.mp4"}, r"film\.mp4 has no sound"),
+    "long": ({"audios": "long.wav"}, r"long\.wav lasts more than 2.00 s: expected 0.1 to 2 s"),
+    "short": ({"audios": "short.wav"}, r"short\.wav lasts 0.05 s: expected 0.1"),
+    "not finite": ({"audios": "nan.wav"}, r"nan\.wav has samples that are not finite"),
+    "address": ({"audios": "https://example.org/a.wav"}, "would have to be fetched"),
+    "number": ({"audios": 3}, "expected a sound as path, bytes or base64, got int"),
+    "object": ({"audios": {"rate": 3}}, r"a sound object needs bytes or path, found \['rate'\]"),
+    "array": ({"audios": {"array": [0.0], "sampling_rate": None}}, "and a sampling_rate"),
+    "two marks": (
+        {"input": "<audio><audio>?", "audios": "a.wav"},
+        "names 0 images and 0 videos and 2 audios, and the row has 0 and 0 and 1",
+    ),
+    "mark alone": ({"input": "<audio>?"}, "names 0 images and 0 videos and 1 audios"),
+    "placeholder": ({"input": "<|AUDIO|>?", "audios": "a.wav"}, r"holds '<\|AUDIO\|>'"),
+    "picture": ({"images": "a.png"}, "models of type qwen2_audio read no images"),
+    "limit": ({"audios": ["a.wav", "a.wav"]}, "2 audios, more than --limit_mm_audio_per_prompt 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_heard_is_one_line(name, tmp_path, reader):
+    from PIL import Image
+
+    row, message = WRONG[name]
+    whole = as_wav(tone(), 16000)
+    files = {
+        "a.wav": whole,
+        "empty.wav": b"",
+        "text.wav": b"la la la" * 30,
+        "cut.wav": whole[: len(whole) // 2],
+        "film.mp4": film(num_frames=4),
+        "long.wav": as_wav(tone(7.0), 16000),
+        "short.wav": as_wav(tone(0.05), 16000),
+        "nan.wav": as_wav(np.full(8000, np.nan, dtype=np.float32), 16000),
+    }
+    for file, content in files.items():
+        (tmp_path / file).write_bytes(content)
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    rows = [{"input": "?", "audios": "a.wav"}, {"input": "?", **row}]
+    with pytest.raises(DataError, match=message) as caught:
+        load(tmp_path, rows, reader, limit_mm_audio_per_prompt=1)
+    assert "\n" not in str(caught.value)
+    assert "train.jsonl:2" in str(caught.value)
+
+
+def test_a_model_of_text_or_pictures_is_not_left_deaf(tmp_path):
+    (tmp_path / "a.wav").write_bytes(as_wav(tone(), 16000))
+    rows = [{"input": "?", "audios": "a.wav"}]
+    with pytest.raises(DataError, match=r":1: column 'audios' holds audios.*--text_only"):
+        load(tmp_path, rows, byte_level_tokenizer())
+
+
+def test_damaged_sounds_end_in_one_error():
+    rng = random.Random(0)
+    content, refused = stored(tone(0.3), "flac", "flac"), 0
+    for _ in range(80):
+        changed = bytearray(content)
+        for _ in range(4):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        try:
+            as_audio(bytes(changed), name="x", folder=None).decode()
+        except MediaError:
+            refused += 1
+    assert refused > 3
+
+
+def test_the_sound_of_a_film_is_a_sound():
+    wave, _ = as_audio(sound_alone(), name="x", folder=None).decode()
+    assert 0.9 < len(wave) / 16000 < 1.1
+
+
+def test_without_pyav_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    with pytest.raises(MediaError, match=r"needs PyAV: pip install 'lightrft\[audio\]'"):
+        sound().decode()
+
+
+def test_sounds_travel_as_their_bytes_with_their_rules():
+    rules = SoundRules(8000, 4.0)
+    media = Media({"audio": [sound(), sound(0.5, 1)]}).by_rules(None, rules)
+    ((_, again),) = _unpack(_pack({5: _Sources("text", media)}, [5]))
+    assert [s.rules for s in again.media.audios] == [rules, rules]
+    assert [s.digest for s in again.media] == [s.digest for s in media]
+    for one, other in zip(again.media, media, strict=True):
+        assert np.array_equal(one.decode()[0], other.decode()[0])
+    assert media.audios[0].digest != sound().digest
+    address = media.data_addresses()[0]
+    heard, _ = as_audio(address, name="x", folder=None).decode()
+    assert abs(len(heard) - 16000) <= 1

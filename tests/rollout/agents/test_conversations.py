@@ -1,0 +1,162 @@
+"""What calls cost and how they are numbered: work and memory linear in a history."""
+
+import pytest
+from tests.rollout.agents.agent_stage import families
+from tests.rollout.agents.test_endpoint import TALK, Desk, body_of, http
+
+from lightrft.datasets.chat_ids import ChatIds
+from lightrft.engines.types import Completion
+from lightrft.rollout.agents import rounds
+from lightrft.rollout.agents.conversations import Conversations
+from lightrft.rollout.agents.http_server import HttpLimits
+from lightrft.rollout.agents.messages import Message, read_call
+from lightrft.rollout.agents.shown import fault_of
+
+TOKENIZER = families.family_tokenizer("Qwen2.5")
+END = TOKENIZER.eos_token_id
+
+
+@pytest.fixture
+def desk():
+    made = Desk()
+    yield made
+    made.close()
+
+
+def conversations():
+    return Conversations(ChatIds(TOKENIZER, END), 7)
+
+
+def ask(talk, messages, **options):
+    """Asks, and answers by a word."""
+    body = {"model": "policy", "messages": messages, **options}
+    turns = talk.ask(read_call(body, is_chat=True))
+    for turn in turns:
+        ids = (*TOKENIZER("Yes.", add_special_tokens=False)["input_ids"], END)
+        turn.completion = Completion(
+            turn.request_id, 0, turn.context, ids, (-0.5,) * len(ids), "temperature", "stop"
+        )
+        turn.message, turn.is_delivered = Message("assistant", "Yes."), True
+    talk.answered(turns)
+    return turns
+
+
+def number(**options):
+    return ask(conversations(), TALK, **options)[0].request_id
+
+
+def test_a_conversation_may_be_deeper_than_the_stack():
+    talk = conversations()
+    (turn,) = ask(talk, TALK)
+    for count in range(1500):
+        turn = ask_after(talk, turn, count)
+    (row,) = talk.branches()
+    assert len(row) == 1501
+    assert len(row[-1].context) == sum(
+        len(each.before.token_ids) + len(each.sampled.output_token_ids) for each in row[:-1]
+    ) + len(row[-1].before.token_ids)
+
+
+def ask_after(talk, parent, count):
+    """A turn as `ask` makes it, without the rendering of its history."""
+    body = {"model": "policy", "messages": [{"role": "user", "content": f"{count}"}]}
+    (turn,) = talk.ask(read_call(body, is_chat=True))
+    turn.parent = parent
+    ids = (5, END)
+    turn.completion = Completion(turn.request_id, 0, (), ids, (-0.5, -0.5), "temperature", "stop")
+    turn.is_delivered = True
+    talk.answered([turn])
+    return turn
+
+
+@pytest.mark.parametrize("text", ["Go on.", " and more \n", "x<|im_end|>y"])
+def test_messages_are_rendered_so_often_however_many_there_are(text, monkeypatch):
+    times = []
+    own = TOKENIZER.apply_chat_template
+    monkeypatch.setattr(
+        TOKENIZER,
+        "apply_chat_template",
+        lambda *given, **options: (times.append(1), own(*given, **options))[1],
+    )
+
+    def renderings(count):
+        talk, more = conversations(), [{"role": "user", "content": text}] * count
+        first = ask(talk, TALK)[0]
+        times.clear()
+        (turn,) = ask(talk, [*TALK, {"role": "assistant", "content": "Yes."}, *more])
+        assert turn.parent is first
+        assert not fault_of([first, turn], talk.chat, TOKENIZER)
+        ask(talk, [{"role": "user", "content": text}] * count)
+        return len(times)
+
+    assert renderings(2) == renderings(40)
+
+
+def test_equal_messages_and_tools_are_kept_once():
+    talk, messages, sizes = conversations(), [*TALK], []
+    tools = [{"type": "function", "function": {"name": "add", "description": "x" * 500}}]
+    for count in range(20):
+        turn = ask(talk, messages, tools=tools)[0]
+        more = {"role": "user", "content": f"{count}" + "y" * 1000}
+        messages = [*messages, {"role": "assistant", "content": "Yes."}, more]
+        sizes.append(talk.kept_bytes)
+    first, last = talk.turns[0].call, turn.call
+    assert last.messages[0] is first.messages[0]
+    assert last.tools is first.tools
+    assert sizes[19] - sizes[10] < 1.2 * (sizes[10] - sizes[1])
+
+
+def test_calls_that_differ_are_numbered_whichever_comes_first():
+    talk = conversations()
+    asked = [{}, {"max_tokens": 5}, {"seed": 1}, {"seed": 2}, {"n": 2}, {"stop": "x"}, {}]
+    numbers = [ask(talk, TALK, **options)[0].request_id for options in asked]
+    assert len(set(numbers)) == len(asked)
+    assert numbers[1:6] == [number(**options) for options in asked[1:6]]
+    assert numbers[0] == number()
+    rows = [row[0].request_id for row in talk.branches()]
+    other = conversations()
+    for options in reversed(asked):
+        ask(other, TALK, **options)
+    assert rows == [row[0].request_id for row in other.branches()]
+
+
+def test_the_memory_of_an_episode_is_bounded(desk, monkeypatch):
+    monkeypatch.setattr(rounds, "MAX_KEPT_BYTES", 10_000)
+    talks = ([{"role": "user", "content": f"{count} " * 20}] for count in range(40))
+    codes = [desk.post(messages=talk) for talk in talks]
+    assert codes[0].status_code == 200
+    assert codes[-1].status_code == 413
+    assert codes[-1].json()["error"]["code"] == "episode_too_large"
+
+
+def test_bodies_that_wait_are_bounded_together():
+    desk = Desk(HttpLimits(max_held_bytes=3000))
+    port = desk.endpoint.server.port
+    try:
+        found = desk.raw(post_of(port, desk.key, b" " * 3500))
+        assert found.startswith(b"HTTP/1.1 429 ")
+        assert desk.post().status_code == 200  # what was held is let go of
+        assert desk.endpoint.server._held.num_bytes == 0
+    finally:
+        desk.close()
+
+
+def post_of(port, key, padding):
+    body = body_of() + padding
+    kind = "content-type: application/json", f"content-length: {len(body)}"
+    return http(
+        "POST /v1/chat/completions HTTP/1.1", *kind, body=body, host=f"127.0.0.1:{port}", key=key
+    )
+
+
+def test_who_has_no_key_may_not_send_much():
+    desk = Desk(HttpLimits())
+    port = desk.endpoint.server.port
+    try:
+        padding = b" " * 200_000
+        assert desk.raw(post_of(port, desk.key, padding)).startswith(b"HTTP/1.1 200 ")
+        # The rest of the body never comes, and is not waited for.
+        cut = post_of(port, "sk-none", padding)[:-50_000]
+        assert desk.raw(cut).startswith(b"HTTP/1.1 401 ")
+    finally:
+        desk.close()

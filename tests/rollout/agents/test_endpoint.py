@@ -1,0 +1,337 @@
+"""The endpoint as clients see it: its protocol, what it refuses, and hostile requests."""
+
+import json
+import re
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from tests.machine import seconds
+from tests.rollout.agents.agent_stage import families
+
+from lightrft.datasets.chat_ids import ChatIds
+from lightrft.engines.types import Completion, SamplingParams
+from lightrft.rollout.agents.conversations import Conversations
+from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
+from lightrft.rollout.agents.episodes import AgentEpisode
+from lightrft.rollout.agents.http_server import HttpLimits
+from lightrft.rollout.agents.rounds import AnswerRules, answer_round
+from lightrft.rollout.agents.sampling import RunSampling
+
+LIMITS = HttpLimits(
+    max_header_bytes=4096, max_body_bytes=20_000, read_seconds=2.0, max_connections=64
+)
+TALK = [{"role": "user", "content": "Hello"}]
+
+
+class Desk:
+    """An endpoint whose calls a thread answers with what a function says."""
+
+    def __init__(self, limits=LIMITS):
+        self.tokenizer = families.family_tokenizer("Qwen2.5")
+        self.endpoint = Endpoint(self.tokenizer, limits)
+        end = self.tokenizer.eos_token_id
+        chat = ChatIds(self.tokenizer, end)
+        self.episode = AgentEpisode(0, None, 0, 0, {}, Conversations(chat, 11))
+        self.key = self.endpoint.open(self.episode)
+        self.sampling = RunSampling(SamplingParams(max_tokens=96, top_k=5, stop_token_ids=(end,)))
+        self.rules = AnswerRules(
+            self.tokenizer, "hermes", frozenset({end}), self.sampling, max_tokens=400, max_calls=40
+        )
+        self.says = "Well said. STOP and more"
+        self.asked = []
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self):
+        while isinstance(call := self.endpoint.events.get(), WaitingCall):
+            answer_round([call], self.rules, self.sample)
+
+    def sample(self, params, requests):
+        self.asked += [(params, request) for request in requests]
+        ids = self.tokenizer(self.says, add_special_tokens=False)["input_ids"]
+        ids = [*ids, self.tokenizer.eos_token_id]
+        made = []
+        for request in requests:
+            own = tuple(ids[: request.max_tokens])
+            reason = "stop" if len(own) == len(ids) else "length"
+            made.append(
+                Completion(
+                    request.request_id,
+                    0,
+                    request.prompt_token_ids,
+                    own,
+                    (-0.5,) * len(own),
+                    "temperature",
+                    reason,
+                )
+            )
+        return made
+
+    def post(self, body=None, *, path="/v1/chat/completions", key=None, **options):
+        body = {"model": "policy", "messages": TALK, **options} if body is None else body
+        headers = {"authorization": f"Bearer {key or self.key}"}
+        return httpx.post(self.endpoint.server.address + path, json=body, headers=headers)
+
+    def raw(self, data, *, pause=None):
+        """Whatever comes back for raw bytes, until the server closes."""
+        port = self.endpoint.server.port
+        with socket.create_connection(("127.0.0.1", port), timeout=seconds(20)) as line:
+            for piece in data if isinstance(data, list) else [data]:
+                try:
+                    line.sendall(piece)
+                except OSError:
+                    break
+                if pause:
+                    time.sleep(pause)
+            found = b""
+            try:
+                while not is_whole(found) and (part := line.recv(65536)):
+                    found += part
+            except OSError:
+                pass
+            return found
+
+    def close(self):
+        self.endpoint.events.put(None)
+        self.thread.join()
+        self.endpoint.close()
+
+
+def is_whole(data):
+    head, end, body = data.partition(b"\r\n\r\n")
+    size = re.search(rb"content-length: (\d+)", head)
+    return bool(end and size) and len(body) >= int(size[1])
+
+
+@pytest.fixture
+def desk():
+    made = Desk()
+    yield made
+    made.close()
+
+
+def test_a_chat_completion_has_the_fields_of_the_protocol(desk):
+    desk.says = "Well said."
+    answer = desk.post(logprobs=True).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "policy"
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "Well said."}
+    assert choice["finish_reason"] == "stop"
+    ids = desk.tokenizer("Well said.", add_special_tokens=False)["input_ids"]
+    assert len(choice["logprobs"]["content"]) == len(ids) + 1
+    assert "".join(t["token"] for t in choice["logprobs"]["content"]) == "Well said.<|im_end|>"
+    prompt = len(desk.asked[0][1].prompt_token_ids)
+    assert answer["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": len(ids) + 1,
+        "total_tokens": prompt + len(ids) + 1,
+    }
+    models = httpx.get(
+        f"{desk.endpoint.base_url}/models", headers={"authorization": f"Bearer {desk.key}"}
+    )
+    assert [model["id"] for model in models.json()["data"]] == ["policy"]
+
+
+def test_options_have_their_effect(desk):
+    answer = desk.post(stop=["STOP"]).json()["choices"][0]
+    assert answer["message"]["content"] == "Well said. "
+    assert desk.asked[-1][0].stop == ("STOP",)
+    cut = desk.post(max_completion_tokens=2).json()["choices"][0]
+    assert cut["finish_reason"] == "length"
+    assert desk.asked[-1][1].max_tokens == 2
+    many = desk.post(n=3, messages=[{"role": "user", "content": "Other"}]).json()
+    assert [choice["index"] for choice in many["choices"]] == [0, 1, 2]
+    assert len({request.request_id for _, request in desk.asked[-3:]}) == 3
+    text = desk.post(
+        {"model": "policy", "prompt": "Once <|im_end|>", "logprobs": 0}, path="/v1/completions"
+    )
+    assert text.json()["choices"][0]["text"] == desk.says
+    assert len(text.json()["choices"][0]["logprobs"]["tokens"]) > 2
+    shown = desk.asked[-1][1].prompt_token_ids
+    assert desk.tokenizer.eos_token_id not in shown
+
+
+def test_options_of_the_run_win_and_the_difference_is_noted(desk):
+    assert desk.post(temperature=0.2, top_k=5, seed=7).status_code == 200
+    assert desk.asked[-1][0].temperature == 1.0
+    assert desk.sampling.differences == {
+        "temperature": "temperature 1 instead of 0.2",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"functions": [{}]}, "functions"),
+        ({"wishes": 3}, "wishes"),
+        ({"n": 0}, "n must"),
+        ({"n": True}, "n must"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"stop": ["a", 5]}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": None}]}, "content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
+        ({"messages": [*TALK, {"role": "assistant", "content": "x"}]}, "last message"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "image_url",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "mood": "bad"}]}, "mood"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(desk, options, named):
+    answer = desk.post(**options)
+    assert answer.status_code == 400
+    assert named in answer.json()["error"]["message"]
+    assert not desk.asked
+
+
+def test_histories_without_room_and_calls_beyond_the_bound_are_refused(desk):
+    long = [{"role": "user", "content": "word " * 400}]
+    answer = desk.post(messages=long)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    desk.episode.num_calls = 40
+    assert desk.post().status_code == 403
+
+
+def test_keys_and_models(desk):
+    assert desk.post(key="sk-wrong").status_code == 401
+    assert desk.post({"model": "gpt", "messages": TALK}).status_code == 404
+    desk.endpoint.close_key(desk.key)
+    assert desk.post().status_code == 409
+
+
+def http(head="POST /v1/chat/completions HTTP/1.1", *headers, body=b"", host=None, key="sk-x"):
+    lines = [head, f"host: {host}" if host else "", *headers, f"authorization: Bearer {key}"]
+    text = "\r\n".join(line for line in lines if line) + "\r\n\r\n"
+    return text.encode("latin-1") + body
+
+
+def body_of(**options):
+    return json.dumps({"model": "policy", "messages": TALK, **options}).encode()
+
+
+def hostile(port, key):
+    """Requests that no client of this server sends."""
+    own = f"127.0.0.1:{port}"
+    good = body_of()
+    sized = f"content-length: {len(good)}"
+    kind = "content-type: application/json"
+
+    def post(*headers, body=good, **options):
+        return http(
+            options.pop("head", "POST /v1/chat/completions HTTP/1.1"),
+            *headers,
+            body=body,
+            **{"host": own, "key": key, **options},
+        )
+
+    deep = b"[" * 5000 + b"]" * 5000
+    surrogate = b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}'
+    numbers = b'{"model": "policy", "temperature": NaN, "messages": []}'
+    return {
+        "wrong host": post(sized, kind, host="evil.example"),
+        "no host": post(sized, kind, host=None),
+        "rebound host": post(sized, kind, host=f"evil.example:{port}"),
+        "two hosts": post(f"host: {own}", sized, kind),
+        "get": http("GET /v1/chat/completions HTTP/1.1", host=own, key=key),
+        "put": post(sized, kind, head="PUT /v1/chat/completions HTTP/1.1"),
+        "connect": http("CONNECT example.org:80 HTTP/1.1", host=own, key=key),
+        "trace": http("TRACE / HTTP/1.1", host=own, key=key),
+        "absolute target": post(sized, kind, head="POST http://evil.example/v1/models HTTP/1.1"),
+        "dots": http("GET /v1/../../etc/passwd HTTP/1.1", host=own, key=key),
+        "encoded dots": http("GET /v1/%2e%2e/%2e%2e/etc/passwd HTTP/1.1", host=own, key=key),
+        "null in the path": http("GET /v1/models%00 HTTP/1.1", host=own, key=key),
+        "both lengths": post(sized, "transfer-encoding: chunked", kind, body=b"0\r\n\r\n"),
+        "two lengths": post(sized, "content-length: 3", kind),
+        "negative length": post("content-length: -5", kind),
+        "huge length": post("content-length: 99999999999", kind),
+        "endless chunks": [
+            post("transfer-encoding: chunked", kind, body=b""),
+            *[b"1000\r\n" + b"x" * 4096 + b"\r\n"] * 10,
+        ],
+        "bad chunk": post("transfer-encoding: chunked", kind, body=b"ZZ\r\nx\r\n0\r\n\r\n"),
+        "huge header": post("x: " + "y" * 10_000, sized, kind),
+        "header without end": f"POST / HTTP/1.1\r\nhost: {own}\r\nx: y".encode(),
+        "folded header": post("x: a\r\n\tb\r\nx2 : c", sized, kind),
+        "no http": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20,
+        "http 2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        "compressed": post(sized, kind, "content-encoding: gzip"),
+        "form": post(sized, "content-type: application/x-www-form-urlencoded"),
+        "text": post(sized, "content-type: text/plain"),
+        "no json": post("content-length: 3", kind, body=b"{[}"),
+        "deep json": post(f"content-length: {len(deep)}", kind, body=deep),
+        "half a surrogate": post(f"content-length: {len(surrogate)}", kind, body=surrogate),
+        "nan": post(f"content-length: {len(numbers)}", kind, body=numbers),
+        "latin key": post(sized, kind, key="sk-\xe9\xff"),
+        "empty key": post(sized, kind, key=""),
+        "slow body": post("content-length: 5000", kind, body=b"{"),
+    }
+
+
+def test_hostile_requests_are_answered_by_an_error_or_closed(desk, capfd, caplog):
+    cases = hostile(desk.endpoint.server.port, desk.key)
+    assert len(cases) >= 25
+    wrong = {}
+    for name, data in cases.items():
+        found = desk.raw(data)
+        status = found.split(b" ", 2)[1][:1] if found.startswith(b"HTTP/1.1 ") else b""
+        if status not in (b"", b"4") or found.count(b"HTTP/1.1 ") > 1:
+            wrong[name] = found[:200]
+        assert desk.key.encode() not in found, name
+    assert not wrong
+    assert not desk.asked
+    assert desk.post().status_code == 200  # it still serves
+    told = "".join(capfd.readouterr()) + caplog.text
+    assert desk.key not in told
+    assert "Hello" not in told
+
+
+def test_connections_are_bounded_and_idle_ones_hold_nobody_up(desk):
+    port = desk.endpoint.server.port
+    lines = [socket.create_connection(("127.0.0.1", port)) for _ in range(80)]
+    for line in lines[:60]:
+        line.sendall(b"POST /v1/chat")
+    for line in lines:
+        line.close()
+    deadline = time.monotonic() + seconds(20)
+    while time.monotonic() < deadline:
+        try:
+            if desk.post().status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.1)
+    raise AssertionError("the endpoint does not recover")
+
+
+def test_many_calls_at_once_are_all_answered(desk):
+    found = []
+
+    def ask(number):
+        talk = [{"role": "user", "content": f"Number {number}"}]
+        found.append(desk.post(messages=talk).status_code)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [200] * 32
+    assert len({request.prompt_token_ids for _, request in desk.asked}) == 32

@@ -1,0 +1,282 @@
+# ruff: noqa: RUF001
+"""Calls of tools as model families write them, and the proof by their chat templates."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+
+import pytest
+from tests.datasets import chat_families as families
+
+from lightrft.config import ConfigError
+from lightrft.rollout.environments.call_formats import (
+    PARSERS,
+    MalformedCallError,
+    ToolCall,
+    hermes_calls,
+    xml_calls,
+)
+from lightrft.rollout.environments.call_schema import check_call
+from lightrft.rollout.environments.calls import choose_parser
+
+TURNS = """\
+{%%- for m in messages %%}{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}\
+{%%- for k in m.tool_calls or [] %%}{%%- set f = k.function %%}%s{%%- endfor %%}\
+{{- '<|im_end|>\\n' }}{%%- endfor %%}\
+{%%- if add_generation_prompt %%}{{- '<|im_start|>assistant\\n' }}{%%- endif %%}"""
+XML = """\
+{{- '<tool_call>\\n<function=' + f.name + '>\\n' }}{%- for n, v in f.arguments | items %}\
+{{- '<parameter=' + n + '>\\n' + (v if v is string else (v | tojson if v is mapping or (v is \
+sequence) else v | string)) + '\\n</parameter>\\n' }}{%- endfor %}\
+{{- '</function>\\n</tool_call>' }}"""
+GLM = """\
+{{- '\\n<tool_call>' + f.name }}{%- for n, v in f.arguments | items %}\
+{{- '\\n<arg_key>' + n + '</arg_key>\\n<arg_value>' + (v if v is string else v | tojson) + \
+'</arg_value>' }}{%- endfor %}{{- '\\n</tool_call>' }}"""
+DEEPSEEK = """\
+{{- '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + f.name + '<｜tool▁sep｜>' + f.arguments + \
+'<｜tool▁call▁end｜><｜tool▁calls▁end｜>' }}"""
+LFM = """\
+{{- '<|tool_call_start|>[' + f.name + '(' }}{%- for n, v in f.arguments | items %}\
+{{- n + '=' + (v | tojson) + (', ' if not loop.last else '') }}{%- endfor %}\
+{{- ')]<|tool_call_end|>' }}"""
+GEMMA = """\
+{%- macro show(v) %}{%- if v is string %}{{- '<|"|>' + v + '<|"|>' }}{%- elif v is mapping %}\
+{{- '{' }}{%- for n, x in v | items %}{{- n + ':' }}{{- show(x) }}\
+{{- ',' if not loop.last else '' }}{%- endfor %}{{- '}' }}{%- elif v is sequence %}{{- '[' }}\
+{%- for x in v %}{{- show(x) }}{{- ',' if not loop.last else '' }}{%- endfor %}{{- ']' }}\
+{%- else %}{{- v | tojson }}{%- endif %}{%- endmacro %}\
+{{- '<|tool_call>call:' + f.name }}{{- show(f.arguments) }}{{- '<tool_call|>' }}"""
+HARMONY = """\
+{%- for m in messages %}{%- if m.tool_calls %}{{- '<|start|>assistant<|channel|>commentary \
+to=functions.' + m.tool_calls[0].function.name + ' <|constrain|>json<|message|>' + \
+(m.tool_calls[0].function.arguments | tojson) + '<|call|>' }}{%- else %}\
+{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+THINKS = "{{- '<|im_start|>assistant\\n<think>\\n' }}"
+TEMPLATES = {
+    "xml": TURNS % XML,
+    "glm": TURNS % GLM,
+    "deepseek": TURNS % DEEPSEEK,
+    "lfm": TURNS % LFM,
+    "gemma": TURNS % GEMMA,
+    "harmony": HARMONY,
+}
+
+
+def tokenizer_of(template):
+    return families.tokenizer_of(template, (None, "<|im_end|>"), families.IM)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_that_the_template_writes_is_read_back(name):
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    assert choose_parser("auto", tokenizer, ()) is PARSERS[name]
+    assert choose_parser(name, tokenizer, ()) is PARSERS[name]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("Qwen2.5", "hermes"),
+        ("Qwen3", "hermes"),
+        ("Hermes", "hermes"),
+        ("Llama 3", "llama"),
+        ("Mistral", "mistral"),
+        ("DeepSeek", "deepseek"),
+    ],
+)
+def test_the_families_of_the_suffix_are_read(family, name):
+    assert choose_parser("auto", families.family_tokenizer(family), ()) is PARSERS[name]
+
+
+def test_a_prompt_that_opens_the_thinking_does_not_hide_the_call():
+    template = TEMPLATES["xml"].replace("{{- '<|im_start|>assistant\\n' }}", THINKS)
+    assert choose_parser("auto", tokenizer_of(template), ()) is PARSERS["xml"]
+
+
+@pytest.mark.parametrize("name", ["hermes", "glm", "llama", "pythonic"])
+def test_a_parser_that_does_not_read_the_template_is_refused(name):
+    with pytest.raises(ConfigError, match=r"does not read the calls .*give --tool_parser xml"):
+        choose_parser(name, tokenizer_of(TEMPLATES["xml"]), ())
+
+
+def test_a_template_of_no_known_format_is_refused_whatever_is_asked_for():
+    template = TURNS % "{{- '<<' + f.name + '|' + (f.arguments | tojson) + '>>' }}"
+    for name in ("auto", "hermes"):
+        with pytest.raises(ConfigError, match="tool_parser"):
+            choose_parser(name, tokenizer_of(template), ())
+
+
+def test_a_template_that_fails_on_calls_says_why():
+    template = TURNS % "{{ raise_exception('no tools here') }}"
+    with pytest.raises(ConfigError, match=r"fails on a message with a call: no tools here.*; give"):
+        choose_parser("auto", tokenizer_of(template), ())
+
+
+WORDS = ["plain", 'a "quote"', "<b>", "{c}", "x, y", "two\nlines", "[1]", "7", "Zürich", "a = 1"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_random_calls_come_back_through_their_templates(name):
+    draw, tokenizer = random.Random(3), tokenizer_of(TEMPLATES[name])
+    properties = {
+        "s": {"type": "string"},
+        "n": {"type": "integer"},
+        "x": {"type": "number"},
+        "b": {"type": "boolean"},
+        "l": {"type": "array"},
+        "o": {"type": "object"},
+    }
+    for _ in range(20):
+        values = {
+            "s": draw.choice(WORDS),
+            "n": draw.randrange(-99, 99),
+            "x": draw.randrange(-99, 99) / 4,
+            "b": draw.random() < 0.5,
+            "l": [draw.choice(WORDS), draw.randrange(9)],
+            "o": {"k": draw.choice(WORDS), "m": [True, None]},
+        }
+        chosen = {key: values[key] for key in draw.sample(sorted(values), draw.randrange(7))}
+        given = json.dumps(chosen) if name == "deepseek" else chosen
+        call = {"type": "function", "function": {"name": "find_it", "arguments": given}}
+        asked = [{"role": "user", "content": "q"}]
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template([*asked, said], tokenize=False)
+        turn = whole[len(prompt) :].rstrip().removesuffix("<|im_end|>").removesuffix("<|call|>")
+        (found,) = PARSERS[name](turn, True, prompt)
+        schema = {"find_it": {"parameters": {"properties": properties}}}
+        assert (found.name, check_call(found, schema)) == ("find_it", chosen)
+
+
+def names_of(parser, text, is_ended=True):
+    return [each.name for each in parser(text, is_ended)]
+
+
+def test_thinking_inside_of_a_call_is_text_and_a_call_inside_of_thinking_is_none():
+    body = {"name": "a", "arguments": {"x": 1, "z": "<think>keep</think>q </tool_call> <think>"}}
+    text = f"<tool_call>\n{json.dumps(body)}\n</tool_call>"
+    assert hermes_calls(text, True) == [ToolCall("a", body["arguments"])]
+    assert hermes_calls(f"<think>{text}</think>no", True) == []
+    assert hermes_calls(f"<think>hm</think>{text}", True) == [ToolCall("a", body["arguments"])]
+    wrapped = "<tool_call><function=f><parameter=x>\n<think>a</think>\n</parameter></function>"
+    assert xml_calls(f"{wrapped}</tool_call>", True) == [ToolCall("f", {"x": "<think>a</think>"})]
+
+
+def test_arguments_under_the_other_name_are_arguments():
+    text = '<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>'
+    assert hermes_calls(text, True) == [ToolCall("f", {"x": 1})]
+
+
+def test_several_calls_keep_their_order_and_the_first_mark_may_be_missing():
+    one = "<function=f>\n<parameter=x>\n1\n</parameter>\n</function>"
+    assert names_of(xml_calls, f"hm {one}") == ["f"]
+    two = f"<tool_call>\n{one}\n</tool_call>\n<tool_call>\n{one.replace('=f', '=g')}\n</tool_call>"
+    assert names_of(xml_calls, two) == ["f", "g"]
+    both = "<|tool_call_start|>[f(x=1), g(y='</s>')]<|tool_call_end|>ok"
+    assert names_of(PARSERS["lfm"], both) == ["f", "g"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("xml", "<tool_call><function=f><parameter=x>1</function></tool_call>"),
+        ("xml", "<tool_call><function=f>"),
+        ("glm", "<tool_call></tool_call>"),
+        ("glm", "<tool_call>f\n<arg_key>x</arg_key></tool_call>"),
+        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{1}<｜tool▁call▁end｜>"),
+        ("lfm", "<|tool_call_start|>[f(1)]<|tool_call_end|>"),
+        ("lfm", "<|tool_call_start|>[__import__('os').system('x')]<|tool_call_end|>"),
+        ("gemma", "<|tool_call>call:f{x:<tool_call|>"),
+        ("gemma", f"<|tool_call>call:f{'{x:' * 5000}"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>{x"),
+        ("mistral", "[TOOL_CALLS] [1]"),
+        ("mistral", "[TOOL_CALLS]f"),
+    ],
+)
+def test_what_opens_a_call_and_is_none_is_malformed(name, text):
+    with pytest.raises(MalformedCallError):
+        PARSERS[name](text, True)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_no_text_raises_anything_else(name):
+    draw = random.Random(5)
+    pieces = ["<tool_call>", "</tool_call>", "<function=f>", "<parameter=x>", "</parameter>", "{"]
+    pieces += ["</function>", "<arg_key>", "</arg_key>", "<arg_value>", "[", "]", "}", '"', ":"]
+    pieces += ["call:f{", '<|"|>', "<|tool_call>", "<tool_call|>", "<think>", "</think>", "f(x=1)"]
+    pieces += ["[TOOL_CALLS]", "to=functions.f<|message|>", "<|tool_call_start|>", "1", ",", "\n"]
+    for _ in range(300):
+        text = "".join(draw.choices(pieces, k=draw.randrange(12)))
+        with contextlib.suppress(MalformedCallError):
+            PARSERS[name](text, draw.random() < 0.5)
+
+
+def test_many_calls_take_time_in_proportion():
+    text = '<tool_call>{"name": "f"}</tool_call>' * 20_000
+    assert len(hermes_calls(text, True)) == 20_000
+
+
+SCHEMA = {
+    "f": {
+        "parameters": {
+            "properties": {
+                "l": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+                "o": {
+                    "type": "object",
+                    "properties": {"a": {"type": "string"}, "b": {"type": "number"}},
+                    "required": ["a"],
+                    "additionalProperties": False,
+                },
+                "e": {"type": "string", "enum": ["up", "down"]},
+                "u": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                "n": {"type": "number", "minimum": 0, "exclusiveMaximum": 10},
+                "i": {"type": "integer"},
+                "d": {"type": "object", "additionalProperties": {"type": "integer"}},
+            }
+        }
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"l": "[1, 2]"}, {"l": [1, 2]}),
+        ({"l": [1, "2"]}, {"l": [1, 2]}),
+        ({"o": {"a": "x", "b": 1}}, {"o": {"a": "x", "b": 1}}),
+        ({"e": "up"}, {"e": "up"}),
+        ({"u": None}, {"u": None}),
+        ({"u": 3}, {"u": 3}),
+        ({"n": 9.5}, {"n": 9.5}),
+        ({"i": 1.0}, {"i": 1}),
+        ({"d": {"k": 1}}, {"d": {"k": 1}}),
+    ],
+)
+def test_arguments_are_read_by_the_whole_schema(given, found):
+    assert check_call(ToolCall("f", given), SCHEMA) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"l": ["no"]}, r"argument 'l' at \[0\]: must be integer: got 'no'"),
+        ({"l": [1, 2, 3, 4]}, "breaks maxItems 3"),
+        ({"o": {}}, "argument 'o' needs 'a'"),
+        ({"o": {"a": "x", "c": 1}}, "must not have 'c'"),
+        ({"o": {"a": "x", "b": "y"}}, r"at \.b: must be number"),
+        ({"e": "left"}, r"must be one of \[\"up\", \"down\"\]: got 'left'"),
+        ({"u": "x"}, "must be integer: got 'x' or must be null"),
+        ({"n": -1}, "breaks minimum 0"),
+        ({"n": 10}, "breaks exclusiveMaximum 10"),
+        ({"n": float("nan")}, "finite number"),
+        ({"i": 1.5}, "must be integer"),
+        ({"d": {"k": "x"}}, r"at \.k: must be integer"),
+    ],
+)
+def test_what_breaks_the_schema_at_any_level_is_named(given, message):
+    with pytest.raises(MalformedCallError, match=message):
+        check_call(ToolCall("f", given), SCHEMA)

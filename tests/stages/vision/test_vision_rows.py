@@ -1,0 +1,265 @@
+"""Rows with images: their tokens, their masks, their losses, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tests.models.vision.tiny_families import TINY_FAMILIES
+from tests.models.vision.tiny_world import PACKABLE, tiny
+from tests.stages.stage_world import STILL, distance
+from tests.stages.vision.vision_rows_world import (
+    CHATS,
+    assistant,
+    chat_rows,
+    load,
+    reader_of,
+    seen_alone,
+    train_step,
+    user,
+    write_rows,
+)
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.preference_rows import load_preferences
+from lightrft.datasets.ranked_rows import load_ranked
+from lightrft.datasets.row_media import spread
+from lightrft.datasets.supervised_rows import load_supervised
+from lightrft.datasets.types import DataError
+from lightrft.engines.media.families import placeholder_ids
+from lightrft.models import Actor
+from lightrft.models.attention import LayoutRefusedError
+from lightrft.models.lora import LoraActor
+from lightrft.stages.policy.models import configure_model, trained_model
+from lightrft.stages.stage import TrainedModels
+from lightrft.stages.supervised.supervised_stage import SupervisedStage
+from lightrft.strategy import get_fake_strategy
+
+# The others take minutes.
+FEW = [
+    preset
+    if preset in ("tiny-qwen2.5-vl", "tiny-mllama")
+    else pytest.param(preset, marks=(pytest.mark.slow, pytest.mark.shard("vision")))
+    for preset in TINY_FAMILIES
+]
+
+
+@pytest.mark.parametrize("preset", TINY_FAMILIES)
+def test_tokens_and_masks_are_those_of_the_processor(tmp_path, preset):
+    model, encoder = tiny(preset)
+    path = write_rows(tmp_path, chat_rows())
+    data = load(load_supervised, path, encoder, reader_of(model, encoder))
+    assert "3 with images or videos" in data.summary
+    marks = placeholder_ids(model.config)
+    for row, (chat, names) in zip(data.rows, CHATS, strict=True):
+        expected, is_trained = seen_alone(encoder, tmp_path, chat, names)
+        assert row.token_ids.tolist() == expected["input_ids"][0].tolist()
+        assert row.is_trained.tolist() == is_trained.tolist()
+        assert not np.isin(row.token_ids[row.is_trained], marks).any()
+        assert (row.shown is None) == (not names)
+    last = load(
+        load_supervised, path, encoder, reader_of(model, encoder), train_on="last_assistant"
+    )
+    for row, own in zip(last.rows, data.rows, strict=True):
+        assert row.token_ids.tolist() == own.token_ids.tolist()
+        assert row.is_trained.sum() <= own.is_trained.sum()
+        assert row.is_trained[-1]
+    whole = load(load_supervised, path, encoder, reader_of(model, encoder), train_on="all")
+    for row, (_, names) in zip(whole.rows, CHATS, strict=True):
+        assert not np.isin(row.token_ids[row.is_trained], marks).any()
+        if not names:
+            assert row.is_trained[1:].all()
+
+
+def stage_of(model, data, **changes):
+    options = {"micro_train_batch_size": 1, "fused_linear_logprob": True, **changes}
+    config = TrainConfig(train_batch_size=len(data), max_row_tokens=200, **STILL, **options)
+    actor = LoraActor(copy.deepcopy(model), config) if config.lora_rank else Actor(model)
+    configure_model(actor, config)
+    strategy = get_fake_strategy(STILL)
+    ready, *_ = strategy.prepare_models_and_optimizers(actor, None, None, None, config, 1)
+    models = TrainedModels((trained_model("actor", ready),))
+    return SupervisedStage(config, strategy, models, data, data.rows)
+
+
+def slow(model, encoder, folder):
+    """Loss, its gradient, and transformers' own loss, row by row from transformers' logits."""
+    model, total, plain, count = copy.deepcopy(model), 0.0, 0.0, 0
+    marks = torch.tensor(placeholder_ids(model.config), dtype=torch.int64)
+    for chat, names in CHATS:
+        given, is_trained = seen_alone(encoder, folder, chat, names)
+        labels = given["input_ids"].masked_fill(~torch.from_numpy(is_trained)[None], -100)
+        output = model(**given, labels=labels, use_cache=False)
+        logits = output.logits[0, :-1].float().index_fill(-1, marks, float("-inf"))
+        places = torch.from_numpy(np.flatnonzero(is_trained))
+        logprobs = logits.log_softmax(-1)[places - 1, given["input_ids"][0, places]]
+        total, count = total - logprobs.sum(), count + len(places)
+        plain += output.loss.item() * len(places)
+    (total / count).backward()
+    gradient = {f"model.{n}": v.grad for n, v in model.named_parameters() if v.grad is not None}
+    return (total / count).item(), gradient, plain / count
+
+
+@pytest.mark.parametrize("preset", FEW)
+def test_loss_and_gradient_are_those_of_transformers_row_by_row(tmp_path, preset):
+    model, encoder = tiny(preset)
+    loss, gradient, plain = slow(model, encoder, tmp_path_with(tmp_path))
+    path = write_rows(tmp_path, chat_rows())
+    data = load(load_supervised, path, encoder, reader_of(model, encoder))
+    ways = [{}, {"micro_train_batch_size": 3}]
+    if preset in PACKABLE:
+        ways.append({"micro_train_batch_size": 5, "packing_samples": True})
+    for way in ways:
+        stage = stage_of(tiny(preset)[0], data, **way)
+        held_out = stage.evaluate()
+        found, metrics = train_step(stage, data.rows)
+        found = {name: value for name, value in found.items() if name in gradient}
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-5), way
+        assert held_out["eval/loss"] == pytest.approx(loss, rel=1e-5), way
+        assert distance(found, gradient) <= 2e-5, way
+    # transformers' own loss counts marks of images, which no policy samples, as possible tokens.
+    assert plain > loss
+    assert plain == pytest.approx(loss, rel=0.1)
+
+
+def tmp_path_with(folder):
+    write_rows(folder, chat_rows())
+    return folder
+
+
+def test_a_family_that_cannot_be_packed_says_so(tmp_path):
+    model, encoder = tiny("tiny-mllama")
+    path = write_rows(tmp_path, chat_rows())
+    data = load(load_supervised, path, encoder, reader_of(model, encoder))
+    with pytest.raises(LayoutRefusedError, match="train without packing_samples"):
+        stage_of(model, data, packing_samples=True)
+
+
+def test_pixels_of_another_row_are_another_loss(tmp_path):
+    model, encoder = tiny("tiny-qwen2.5-vl")
+    path = write_rows(tmp_path, chat_rows([CHATS[0]]))
+    write_rows(tmp_path, chat_rows([(CHATS[0][0], ["d"])]), "other.jsonl")
+    from PIL import Image
+
+    Image.new("RGB", (84, 84), (200, 10, 10)).save(tmp_path / "d.png")
+    reader = reader_of(model, encoder)
+    losses = []
+    for name in (path, str(tmp_path / "other.jsonl")):
+        data = load(load_supervised, name, encoder, reader)
+        losses.append(stage_of(tiny("tiny-qwen2.5-vl")[0], data).evaluate()["eval/loss"])
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
+def test_texts_have_their_images_where_their_marks_are(tmp_path):
+    model, encoder = tiny("tiny-llava")
+    rows = [
+        {"prompt": "<image>what? ", "completion": "a dog", "images": "a.png"},
+        {"prompt": "plain ", "completion": "text", "images": None},
+    ]
+    data = load(load_supervised, write_rows(tmp_path, rows), encoder, reader_of(model, encoder))
+    first, second = data.rows
+    tokenizer = encoder.processor.tokenizer
+    mark = placeholder_ids(model.config)[0]
+    assert (first.token_ids == mark).sum() == 16
+    assert tokenizer.decode(first.token_ids[first.is_trained]) == f"a dog{tokenizer.eos_token}"
+    assert second.shown is None
+    (whole,) = load(
+        load_supervised,
+        write_rows(tmp_path, [{"text": "see <image> there", "images": ["a.png"]}]),
+        encoder,
+        reader_of(model, encoder),
+    ).rows
+    assert whole.is_trained.sum() == len(whole.token_ids) - 16 - 1
+    chat = [{"prompt": "what is <image>?", "completion": "a dog", "images": ["a.png"]}]
+    (turn,) = load(
+        load_supervised,
+        write_rows(tmp_path, chat),
+        encoder,
+        reader_of(model, encoder),
+        apply_chat_template=True,
+    ).rows
+    assert tokenizer.decode(turn.token_ids[turn.is_trained]) == f"a dog{tokenizer.eos_token}"
+
+
+def test_answers_of_pairs_and_rankings_stand_behind_one_image(tmp_path):
+    model, encoder = tiny("tiny-qwen2.5-vl")
+    reader = reader_of(model, encoder)
+    row = {"prompt": [user("<image>what?")], "chosen": "a dog", "rejected": "no", "images": "a.png"}
+    (pair,) = load(load_preferences, write_rows(tmp_path, [row]), encoder, reader).rows
+    ranked = {"prompt": [user("<image>what?")], "answers": ["a dog", "no"], "ranks": [1, 2]}
+    path = write_rows(tmp_path, [ranked | {"images": ["a.png"]}])
+    (ranking,) = load(load_ranked, path, encoder, reader).rows
+    for answers in (pair.rows, ranking.rows):
+        for answer, text in zip(answers, ("a dog", "no"), strict=True):
+            chat = [user("<image>what?"), assistant(text)]
+            expected, is_trained = seen_alone(encoder, tmp_path, chat, ["a"])
+            assert answer.token_ids.tolist() == expected["input_ids"][0].tolist()
+            assert answer.is_trained.tolist() == is_trained.tolist()
+        assert answers[0].shown == answers[1].shown
+
+
+GOOD = {"messages": [user("<image>one?"), assistant("yes")], "images": ["a.png"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"images": ["a.png", "b.png"]}, "names 1 images and 0 videos, and the row has 2 and 0"),
+        ({"images": []}, "names 1 images and 0 videos, and the row has 0 and 0"),
+        ({"images": ["none.png"]}, "no file .*none.png"),
+        ({"images": 3}, "image 1"),
+        ({"messages": [user("one?"), assistant("see <image>")]}, "an answer has the mark"),
+    ],
+)
+def test_images_that_do_not_fit_are_named_with_file_and_row(tmp_path, changes, said):
+    model, encoder = tiny("tiny-qwen2.5-vl")
+    path = write_rows(tmp_path, [GOOD, GOOD | changes])
+    with pytest.raises(DataError, match=rf"^{path}:2: (?!{path}).*{said}"):
+        load(load_supervised, path, encoder, reader_of(model, encoder))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"prompt": "<image>?", "completion": "a", "images": ["a.png", "b.png"]},
+            "do not fit.*1 places",
+        ),
+        ({"prompt": "<image>?", "completion": "a"}, "mark of an image|places"),
+        ({"text": "<image>?"}, "mark of an image|places"),
+        ({"prompt": "what?", "completion": "a", "images": ["a.png"]}, "names no place|do not fit"),
+        ({"token_ids": [1, 2], "is_trained": [0, 1], "images": ["a.png"]}, "rows of token ids"),
+    ],
+)
+def test_texts_that_name_other_images_are_refused(tmp_path, row, said):
+    model, encoder = tiny("tiny-llava")
+    path = write_rows(tmp_path, [row])
+    with pytest.raises(DataError, match=f"{path}:1: .*({said})"):
+        load(load_supervised, path, encoder, reader_of(model, encoder))
+
+
+def test_runs_of_trained_tokens_are_found_in_their_order():
+    @dataclasses.dataclass
+    class Encoded:
+        request_token_ids: tuple
+        token_ids: tuple
+
+    marks = frozenset({9})
+    # The same answer 5 6 before and behind the second image; 7 and 8 surround features.
+    short = (1, 9, 2, 5, 6, 3, 9, 2, 5, 6)
+    long = (1, 7, 9, 9, 8, 2, 5, 6, 3, 7, 9, 8, 2, 5, 6)
+    for runs in ([], [(3, 5)], [(8, 10)], [(3, 5), (8, 10)]):
+        mask, expected = np.zeros(len(short), dtype=bool), np.zeros(len(long), dtype=bool)
+        for start, stop in runs:
+            mask[start:stop] = True
+            expected[start + (3 if start < 6 else 5) : stop + (3 if start < 6 else 5)] = True
+        assert spread(Encoded(short, long), mask, marks).tolist() == expected.tolist()
+    with pytest.raises(DataError, match="around an image or video otherwise"):
+        mask = np.zeros(len(short), dtype=bool)
+        mask[3:5] = True
+        spread(Encoded(short, (1, 9, 4, 5, 6, 3, 9, 2, 5, 6)), mask, marks)
+    with pytest.raises(DataError, match="changes the text behind the last image"):
+        spread(Encoded(short, (*long[:-1], 4)), np.zeros(len(short), dtype=bool), marks)

@@ -1,0 +1,139 @@
+"""The audit's losses of preferences and reward models: worked numbers, and those of the stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft.algorithms import reward_losses
+from lightrft.algorithms.interface import preference_loss_traits
+from lightrft.algorithms.preference_losses import AnswerSums, PreferenceSums
+from lightrft.config.registry import PREFERENCE_LOSSES, REWARD_LOSSES
+from lightrft.tools.audit import reward_updates
+from lightrft.tools.audit.given_rows import differentiated, log_sigmoid
+from lightrft.tools.audit.preference_losses import (
+    Answers,
+    Pairs,
+    preference_loss_named,
+)
+
+# c, r, cr, rr, n_c, n_r of two pairs, and each loss's mean over them.
+WORKED_PAIRS = np.array([(-12, -15, -13, -14, 6, 10), (-8, -7.5, -7, -8, 5, 4)]).T
+WORKED = {
+    "dpo": (0.6845479586, {}),
+    "cdpo": (0.6870479586, {"label_smoothing": 0.1}),
+    "robust": (0.6814229586, {"label_smoothing": 0.1}),
+    "hinge": (0.975, {}),
+    "ipo": (25.3800347222, {}),
+    "sigmoid_norm": (0.6947159697, {}),
+    "apo_zero": (0.9937591045, {}),
+    "apo_down": (0.9937979240, {}),
+    "simpo": (1.5350884785, {"beta": 2.0, "gamma": 1.0}),
+    "cpo": (0.6364074462, {"alpha": 0.0}),
+    "orpo": (0.0791033551 + 1.8181818182, {}),
+    "sft": (1.8181818182, {}),
+    "kto": (0.4968767439, {}),
+}
+
+
+def pairs(numbers, z=0.0, noise=0.0):
+    c, r, cr, rr, n_c, n_r = numbers
+    chosen, rejected = (
+        Answers(own, ref, n, own + noise, ref) for own, ref, n in ((c, cr, n_c), (r, rr, n_r))
+    )
+    return Pairs(chosen, rejected, float(np.mean(n_c)), z, 1e-3)
+
+
+def options(loss, given=()):
+    return dict(loss.defaults) | dict(given)
+
+
+@pytest.mark.parametrize("name", WORKED)
+def test_worked_numbers(name):
+    expected, given = WORKED[name]
+    loss = preference_loss_named(name)
+    found = loss.function(pairs(WORKED_PAIRS, z=0.3), options(loss, given))
+    assert found.mean() == pytest.approx(expected, abs=1e-9)
+
+
+def random_pairs(size=7):
+    random = np.random.default_rng(5)
+    tokens = random.integers(1, 40, (2, size)).astype(float)
+    sums = -tokens * random.uniform(0.2, 3, (2, size))
+    reference = sums + random.normal(size=(2, size)) * 3
+    return np.array([*sums, *reference, *tokens])
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_a_preference_loss_and_its_derivatives_are_those_of_the_stage(name):
+    numbers, function = random_pairs(), PREFERENCE_LOSSES.load(name)
+    loss = preference_loss_named(name)
+    assert loss.of_answers == preference_loss_traits(function).is_of_answers
+    assert loss.has_reference == preference_loss_traits(function).uses_reference
+    tensors = [torch.tensor(each, dtype=torch.float64) for each in numbers]
+    for leaf in tensors[:2]:
+        leaf.requires_grad_()
+    c, r, cr, rr, n_c, n_r = tensors
+    of_stage = PreferenceSums(
+        AnswerSums(c, cr, n_c), AnswerSums(r, rr, n_r), float(n_c.mean()), 0.7
+    )
+    total = function(of_stage).sum()
+    gradient = torch.cat(torch.autograd.grad(total, (c, r), materialize_grads=True))
+
+    def own(sums):
+        chosen, rejected = np.split(sums, 2)
+        found = pairs([chosen, rejected, *numbers[2:]], 0.7)
+        seen = replace(found.chosen, seen=numbers[0]), replace(found.rejected, seen=numbers[1])
+        return loss.function(replace(found, chosen=seen[0], rejected=seen[1]), options(loss)).sum()
+
+    value, slopes = differentiated(own, np.concatenate(numbers[:2]))
+    assert value == pytest.approx(total.item(), rel=1e-9)
+    np.testing.assert_allclose(slopes, gradient.numpy(), rtol=1e-8, atol=1e-9)
+
+
+def test_equal_margins_keep_the_order_of_the_run():
+    """Two margins that rounding alone tells apart, with references that are far apart."""
+    numbers = np.array(
+        [(-5.0, -5.0), (-6.0, -6.0 - 1e-7), (-5.0, -2.0), (-4.0, -9.0), (1, 1), (1, 1)]
+    )
+    loss = preference_loss_named("aot")
+    found = pairs(numbers)
+
+    def slopes(seen):
+        given = replace(found, chosen=replace(found.chosen, seen=np.array(seen)))
+
+        def total(sums):
+            chosen = replace(given.chosen, own=sums)
+            return loss.function(replace(given, chosen=chosen), options(loss)).sum()
+
+        return differentiated(total, numbers[0])[1]
+
+    forward, backward = slopes((-5.0, -5.0)), slopes((-5.0, -5.0 - 1e-6))
+    assert abs(forward[0] - backward[1]) < 1e-6
+    assert abs(forward[0] - forward[1]) > 1e-3
+
+
+@pytest.mark.parametrize("size", [1e3, 1e5])
+def test_large_numbers_neither_overflow_nor_lose_their_slope(size):
+    value, slopes = differentiated(lambda x: log_sigmoid(x).sum(), np.array([size, -size, 0.0]))
+    assert value == pytest.approx(-size - np.log(2))
+    np.testing.assert_allclose(slopes, [0.0, 1.0, 0.5], atol=1e-12)
+
+
+@pytest.mark.parametrize("name", REWARD_LOSSES)
+def test_a_reward_loss_and_its_derivatives_are_those_of_the_stage(name):
+    function = REWARD_LOSSES.load(name)
+    own = reward_updates.REWARD_LOSSES[reward_updates.OTHER_NAMES.get(name, name)]
+    random = np.random.default_rng(3)
+    values, other = random.normal(size=9) * 3, random.random(9) < 0.4
+    if function in (reward_losses.squared_error, reward_losses.binary_cross_entropy):
+        other = random.random(9)
+    leaf = torch.tensor(values, requires_grad=True)
+    total = function(leaf, torch.tensor(other)).sum()
+    total.backward()
+    value, slopes = differentiated(lambda x: own.function(x, other, own.defaults).sum(), values)
+    assert value == pytest.approx(total.item(), rel=1e-9)
+    np.testing.assert_allclose(slopes, leaf.grad.numpy(), rtol=1e-8)

@@ -1,0 +1,254 @@
+"""`lightrft data check --stage prefer|reward|distill`: what it says is what the stages do."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from lightrft.cli.main import main
+from lightrft.config import TrainConfig
+from lightrft.datasets.files import scan_rows
+from lightrft.datasets.preference_rows import PreferenceReader, load_preferences
+from lightrft.models.loading import load_tokenizer
+from lightrft.stages.reward.reward_inputs import judgement_reader, load_rows
+from lightrft.tools.data.judged_check import check_judgements, length_bias
+from lightrft.tools.model_presets import write_tiny_model
+
+VOCABULARY = 320
+
+
+def pair(prompt, chosen, rejected, **more):
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **more}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("judged")
+    for seed in (0, 1):
+        write_tiny_model(folder / str(seed), "tiny-qwen3", seed=seed)
+    return folder
+
+
+@pytest.fixture
+def check(tmp_path, capsys, monkeypatch, models):
+    """`check(stage, rows, *flags)`: exit code, printed lines, complaint."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(stage, rows, *flags):
+        text = "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+        (tmp_path / "p.jsonl").write_text(text)
+        argv = ["data", "check", "p.jsonl", "--stage", stage, "--pretrain", str(models / "0")]
+        code = main([*argv, *flags])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return run
+
+
+@pytest.mark.parametrize("stage", ["prefer", "reward"])
+def test_pairs_are_shown_with_their_marks_and_counted(check, stage):
+    rows = [
+        pair("1+1=", "2", "3"),
+        pair("1+2=", "3", "30"),  # one begins the other
+        pair("1+1=", "2", "3"),  # a duplicate
+        pair("1+1=", "3", "2", margin=0.5),  # against the first
+        pair("x" * 30, "1", "2"),
+    ]
+    code, out, err = check(stage, rows, "--max_row_tokens", "20")
+    assert (code, err) == (0, "")
+    for line in (
+        "p.jsonl: 5 rows, 5 of them readable",
+        "p.jsonl:1, chosen: 6 tokens, 2 trained (>>...<<)",
+        "    1+1=>>2<|end|><<",
+        "p.jsonl:1, rejected: 6 tokens, 2 trained (>>...<<)",
+        "tokens of a row: shortest 6, median 6, 90 % 6.3, 99 % 6.93, longest 7",
+        "over 20 tokens (a run leaves them out; --max_row_tokens): 1, first: p.jsonl:5",
+        "duplicate rows (a run uses them all): 1, first: p.jsonl:3 = p.jsonl:1",
+        "pairs whose rejected answer is chosen elsewhere: 3, first: p.jsonl:1 against p.jsonl:4, "
+        "p.jsonl:3 against p.jsonl:4, p.jsonl:4 against p.jsonl:3",
+        "pairs of which one answer begins the other: 1, first: p.jsonl:2",
+        "the better answer is the longer one in 37.5% of the pairs, ties half",
+        "rows that cannot be used: 0",
+        "4 rows can be trained on",
+    ):
+        assert f"{line}\n" in out, out
+    assert "warning" not in out
+
+
+@pytest.mark.parametrize("stage", ["prefer", "reward"])
+def test_every_bad_pair_has_its_line(check, stage):
+    rows = [
+        pair("1+1=", "2", "3"),
+        pair("1+1=", "2", "2"),
+        pair("1+1=", "", "2"),
+        pair("1+1=", "2", "3", score_chosen=1, score_rejected=2),
+        {"prompt": "1", "completion": "2", "label": True},
+        "{",
+    ]
+    code, out, _ = check(stage, rows)
+    assert code == 4
+    assert "rows whose answers are the same: 1\n" in out
+    assert "rows that cannot be used: 5\n" in out
+    for place in range(2, 7):
+        assert f"\n  p.jsonl:{place}" in out, out
+    assert "swap the answers" in out
+    assert out.endswith("\n5 bad rows\n")
+
+
+def test_lengths_that_decide_the_pairs_are_a_warning(check):
+    rows = [pair(f"{n}=", "long" * (n % 3 + 1), "no") for n in range(6)]
+    assert "warning: 'longer wins' is right in 100.0% of the pairs" in check("prefer", rows)[1]
+    rows = [pair(f"{n}=", "no", "long" * (n % 3 + 1)) for n in range(6)]
+    assert "warning: 'shorter wins' is right in 100.0% of the pairs" in check("reward", rows)[1]
+
+
+def test_a_rule_names_the_swapped_pairs(check):
+    box = "\\boxed{{{}}}".format
+    rows = [
+        pair("1+1=", box(2), box(3), label="2"),
+        pair("1+2=", box(4), box(3), label="3"),
+        pair("2+2=", box(5), box(6), label="4"),
+    ]
+    flags = ("--reward_fn", "boxed_math")
+    code, out, _ = check("prefer", rows, *flags)
+    assert code == 0
+    assert "pairs of the first 3 that the rule would swap: 1, first: p.jsonl:2\n" in out
+    assert "pairs that are equal to the rule: 1\n" in out
+    assert "pairs that it cannot decide: 0\n" in out
+    labelled = [{"prompt": "1", "completion": "2", "label": True}]
+    code, _, err = check("prefer", labelled, *flags, "--preference_loss", "kto")
+    assert code == 2
+    assert "reward_fn compares the answers of pairs" in err
+
+
+def test_ties_labels_and_scores_are_counted(check):
+    ranked = [
+        {"prompt": "a", "answers": ["1", "22", "333"], "ranks": ranks}
+        for ranks in ([1, 2, 3], [1, 1, 2], [1, 1, 1])
+    ]
+    out = check("reward", ranked)[1]
+    assert "p.jsonl:1, rank 1: 3 tokens, 2 trained" in out
+    assert "rankings with ties: 2 of 3, of ties alone: 1\n" in out
+    # The first ranking prefers short answers thrice, the second twice, the last nothing.
+    assert "longer one in 0.0% of the pairs" in out
+    labelled = [{"prompt": "a", "completion": "b" * (n + 1), "label": n > 2} for n in range(4)]
+    out = check("reward", labelled)[1]
+    assert "labels: 4, from 0 to 1, mean 0.25\n" in out
+    correlation = np.corrcoef([0, 0, 0, 1], [1, 2, 3, 4])[0, 1]
+    assert f"correlation of labels with lengths: {correlation:.3f}\n" in out
+    steps = [{"prompt": "a", "completions": ["b", "c"], "labels": [True, True]}]
+    assert "warning: all labels are equal" in check("reward", steps)[1]
+    scored = [{"prompt_ids": [5], "response_ids": [6, 7], "score": n / 2} for n in range(3)]
+    out = check("reward", scored, "--reward_loss", "mse")[1]
+    assert "labels: 3, from 0 to 1, mean 0.5\n" in out
+
+
+def test_rankings_of_several_scores_are_counted_by_name(check):
+    first, second = {"good": [1, 2], "short": [2, 1]}, {"good": [1, 1]}
+    rows = [{"prompt": "a", "answers": ["22", "1"], "ranks": ranks} for ranks in (first, second)]
+    out = check("reward", rows, "--reward_heads", "good", "short")[1]
+    assert "p.jsonl:1, good rank 1, short rank 2: 4 tokens, 3 trained" in out
+    assert "p.jsonl:2, good rank 1: 4 tokens" in out
+    assert "rankings with ties: 1 of 2, of ties alone: 1\n" in out
+    assert "longer one in 50.0% of the pairs" in out  # good prefers it, short does not
+
+
+def test_length_bias_is_that_of_all_pairs_one_by_one(tmp_path, models):
+    rng = np.random.default_rng(3)
+    rows = [
+        {
+            "prompt": "a",
+            "answers": [f"{'b' * n}{k}" for k, n in enumerate(rng.integers(1, 5, size))],
+            "ranks": rng.integers(0, 3, size).tolist(),
+        }
+        for size in rng.integers(2, 6, 20)
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = str(models / "0")
+    tokenizer, config = load_tokenizer(model), TrainConfig(pretrain=model)
+    data = load_rows(
+        str(path), tokenizer, config, max_samples=99, split="train", vocab_size=VOCABULARY
+    )
+    wins = total = 0.0
+    for row in rows:
+        pairs = [
+            (len(a), len(b))
+            for a, rank in zip(row["answers"], row["ranks"], strict=True)
+            for b, other in zip(row["answers"], row["ranks"], strict=True)
+            if rank < other
+        ]
+        weight = 2 / (len(row["answers"]) * (len(row["answers"]) - 1))
+        wins += weight * sum((a > b) + (a == b) / 2 for a, b in pairs)
+        total += weight * len(pairs)
+    assert length_bias(data.rows) == pytest.approx(wins / total, abs=1e-12)
+
+
+@pytest.mark.parametrize("stage", ["prefer", "reward"])
+def test_rows_and_counts_are_those_of_the_stage(tmp_path, models, stage):
+    rng = np.random.default_rng(7)
+    rows = [pair("a", "b" * n, "c" * m) for n, m in rng.integers(1, 30, (30, 2)).tolist()]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = str(models / "0")
+    tokenizer, config = load_tokenizer(model), TrainConfig(pretrain=model, max_row_tokens=25)
+    load = {"prefer": load_preferences, "reward": load_rows}[stage]
+    build = {"prefer": PreferenceReader, "reward": judgement_reader}[stage]
+    data = load(str(path), tokenizer, config, max_samples=99, split="train", vocab_size=VOCABULARY)
+    items = list(scan_rows(path))
+    found = check_judgements(items, build(tokenizer, config, items[0], None), 25)
+    assert 0 < len(found.too_long) == len(rows) - len(data)
+    for mine, each in zip(found.judgements, data.rows, strict=True):
+        for answer, other in zip(mine.rows, each.rows, strict=True):
+            assert answer.token_ids.tobytes() == other.token_ids.tobytes()
+            assert answer.is_trained.tobytes() == other.is_trained.tobytes()
+
+
+def test_rows_of_distillation_and_the_tokens_of_the_teacher(check, models, capsys):
+    rows = [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(4)]
+    flags = ("--train_batch_size", "2", "--teacher", str(models / "1"))
+    code, out, err = check("distill", rows, *flags)
+    assert (code, err) == (0, "")
+    assert "    0+1=>>1<|end|><<\n" in out
+    assert "a run on 1 process: 2 steps of 2 rows" in out
+    other = models / "other"
+    if not other.exists():
+        write_tiny_model(other, "tiny-qwen3", seed=0)
+        text = (other / "tokenizer.json").read_text()
+        vocabulary = json.loads(text)
+        names = vocabulary["model"]["vocab"]
+        names["a"], names["b"] = names["b"], names["a"]
+        (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+        capsys.readouterr()
+    code, _, err = check("distill", rows, "--teacher", str(other))
+    assert code == 2
+    assert "teacher: token" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+# Name -> stage, rows, further arguments, exit code, and what the line says.
+WRONG = {
+    "no pairs": ("prefer", [{"text": "a"}], [], 4, "expected columns chosen and rejected"),
+    "loss of answers": (
+        "prefer",
+        [{"prompt": "a", "completion": "b", "label": True}],
+        [],
+        2,
+        "preference_loss dpo compares two answers",
+    ),
+    "loss of pairs": ("reward", [pair("a", "b", "c")], ["--reward_loss", "bce"], 2, "bce"),
+    "option of sft": ("prefer", [pair("a", "b", "c")], ["--train_on", "all"], 2, "train_on"),
+    "nothing readable": ("reward", ["{"], [], 4, "no row of 1 can be read"),
+    "no teacher there": ("distill", [{"text": "a"}], ["--teacher", "nothing"], 2, "--teacher"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_input_is_one_line(check, name):
+    stage, rows, flags, code, said = WRONG[name]
+    found, _, err = check(stage, rows, *flags)
+    assert found == code
+    (line,) = err.strip().splitlines()
+    assert said in line

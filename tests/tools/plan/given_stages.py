@@ -1,0 +1,127 @@
+"""Steps of the stages on given rows, with the bytes of their live tensors at the peak."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from pathlib import Path
+
+spec = importlib.util.spec_from_file_location("two_ranks", Path(__file__).parent / "two_ranks.py")
+two_ranks = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(two_ranks)
+
+SIZES = {**two_ranks.SIZES, "rows": 2, "seq": 96}
+NUM_ITEMS = 8
+
+
+def run_config(stage, sizes, options):
+    from lightrft.config import TrainConfig
+
+    given = {"teacher": "teacher", "teacher_form": "forward"} if stage == "divergence" else {}
+    return TrainConfig(
+        train_batch_size=NUM_ITEMS,
+        micro_train_batch_size=sizes["rows"],
+        max_row_tokens=sizes["seq"],
+        actor_learning_rate=1e-4,
+        bf16=sizes["bf16"],
+        **{"fused_linear_logprob": stage == "divergence", **given, **options},
+    )
+
+
+def build(stage, sizes, config, strategy):
+    """A stage whose rows have as many tokens as they may, all but the first trained."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from lightrft.datasets.preference_rows import PreferencePair, PreferenceRows
+    from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows
+    from lightrft.models import Actor, LoraActor, RewardModel
+    from lightrft.models.lora import LoraRewardModel
+    from lightrft.stages.distillation.divergence_stage import DivergenceStage
+    from lightrft.stages.policy.models import configure_model, trained_model
+    from lightrft.stages.preference.preference_stage import PreferenceStage
+    from lightrft.stages.reward.reward_stage import RewardStage
+    from lightrft.stages.stage import TrainedModels
+    from lightrft.stages.supervised.supervised_stage import SupervisedStage
+
+    random = np.random.default_rng(0)
+
+    def row():
+        ids = random.integers(2, sizes["vocab"], sizes["seq"], dtype=np.int32)
+        return SupervisedRow(ids, np.arange(sizes["seq"]) > 0)
+
+    def causal():
+        torch.manual_seed(0)
+        kind, values = AutoModelForCausalLM, two_ranks.model_config(sizes)
+        return kind.from_config(values, dtype=torch.float32, attn_implementation="sdpa")
+
+    if stage == "reward":
+        values = two_ranks.model_config(sizes)
+        values.num_labels = 1
+        model = AutoModelForSequenceClassification.from_config(
+            values, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        own = LoraRewardModel(model, config) if config.lora_rank else RewardModel(model)
+        configure_model(own, config)
+        ready = strategy.prepare_reward_model(own, config, 10)
+        reference = None
+    else:
+        own = LoraActor(causal(), config) if config.lora_rank else Actor(causal())
+        reference = None
+        if stage == "prefer" and not config.lora_rank:
+            reference = Actor(causal())
+        for each in (own, reference):
+            if each is not None:
+                configure_model(each, config)
+        ready, _, _, reference = strategy.prepare_models_and_optimizers(
+            own, None, None, reference, config, 10
+        )
+    models = TrainedModels((trained_model("actor", ready),))
+    if stage in ("prefer", "reward"):
+        pairs = PreferenceRows([PreferencePair(row(), row(), None) for _ in range(NUM_ITEMS)], "")
+        if stage == "reward":
+            return RewardStage(config, strategy, models, pairs)
+        return PreferenceStage(config, strategy, models, reference, pairs)
+    rows = SupervisedRows([row() for _ in range(NUM_ITEMS)], "")
+    if stage == "sft":
+        return SupervisedStage(config, strategy, models, rows)
+    teacher = Actor(causal())
+    configure_model(teacher, config)
+    teachers = {"": strategy.prepare_model(teacher)}
+    return DivergenceStage(config, strategy, models, rows, (), teachers=teachers, servers={})
+
+
+def step(stage, number):
+    from lightrft.stages.stage import Step
+
+    model = stage.models.main.model
+    model.eval()
+    batch = stage.batch_of(tuple(stage.data.rows), number)
+    model.train()
+    stage.update(batch, Step(number))
+
+
+def measure_all(rank, world_size, stages, sizes, options):
+    """Of each stage, live bytes between steps, and at the peak of the second one."""
+    del rank, world_size
+    return {stage: measure(stage, sizes, options) for stage in stages}
+
+
+def measure(stage, sizes, options):
+    from lightrft.strategy import get_strategy
+
+    live_bytes = two_ranks.load("live_bytes")
+    config = run_config(stage, sizes, options)
+    with get_strategy(config) as strategy:
+        gc.collect()
+        live = live_bytes.LiveBytes()
+        before = live.total
+        with live:
+            built = build(stage, sizes, config, strategy)
+            step(built, 1)
+            gc.collect()
+            idle = live.total - before
+            live.begin()
+            step(built, 2)
+        return {"idle": idle, "peak": live.peak - before}

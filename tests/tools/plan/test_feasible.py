@@ -1,0 +1,270 @@
+"""What a plan calls feasible against sums that are written down here once more."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from lightrft.cli.errors import ExitCode
+from lightrft.cli.main import main
+from lightrft.config import TrainConfig
+from lightrft.run.gpus import GPUS
+from lightrft.tools.plan.advice import advise
+from lightrft.tools.plan.duration import step_seconds
+from lightrft.tools.plan.engine_room import engine_room
+from lightrft.tools.plan.memory import plan_memory
+from lightrft.tools.plan.setup import SHAPES, ModelSize, Setup
+from lightrft.tools.plan.start_check import settle
+from lightrft.tools.plan.vision import VisionSize
+
+LLAMA_70B = ModelSize(80, 8192, 28672, 128_256, 64, 8, 128, is_tied=False)
+MIXTURE = ModelSize(
+    48, 2048, 768, 151_936, 32, 4, 128, False,
+    has_qk_norm=True, num_experts=128, num_active_experts=8,
+)  # fmt: skip
+QWEN_VL = replace(
+    SHAPES["qwen2.5-7b"], vision=VisionSize(32, 1280, 3420, 3, 3 * 14 * 14 * 2, 4, 3584)
+)
+MODELS = {
+    "0.6b": SHAPES["qwen3-0.6b"],
+    "7b": SHAPES["qwen2.5-7b"],
+    "32b": SHAPES["qwen2.5-32b"],
+    "70b": LLAMA_70B,
+    "30b-a3b": MIXTURE,
+    "7b-vl": QWEN_VL,
+}
+
+
+def setup_of(name, gpus, gpu, *, host=None, **options):
+    config = TrainConfig(engine_type="vllm", **options)
+    node, memory = min(8, gpus), GPUS[gpu].memory_bytes
+    share = None if host is None else host / node
+    return Setup(config, MODELS[name], gpus, node, True, memory, "vllm", host_bytes=share)
+
+
+def phase(plan, name):
+    return next(p for p in plan.phases if p.name == name)
+
+
+def terms(plan, name):
+    return {term.name: term.num_bytes for term in phase(plan, name).terms}
+
+
+# Of findings: model, GPUs, kind, options; whether it fits; and what the first proposal must have.
+CASES = {
+    "0.6b on one 24 GB": (("0.6b", 1, "rtx4090-24g", {"engine_mem_util": 0.45}), True, set()),
+    "7b ZeRO-2 on 8 x 80": (("7b", 8, "h100-80g", {"engine_mem_util": 0.4}), True, set()),
+    "32b on 8 x 141": (
+        ("32b", 8, "h200-141g", {"fsdp": True, "gradient_checkpointing": True}),
+        False,
+        {"engine_tp_size"},
+    ),
+    "70b on 16 x 80": (("70b", 16, "h100-80g", {"fsdp": True}), False, {"fsdp_cpu_offload"}),
+    "30b-a3b on 8 x 80": (
+        ("30b-a3b", 8, "h100-80g", {"fsdp": True, "gradient_checkpointing": True}),
+        False,
+        {"engine_tp_size"},
+    ),
+    "7b-vl on 8 x 80": (("7b-vl", 8, "h100-80g", {"fsdp": True}), True, set()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a1_the_answer_for_common_runs_is_that_of_the_arithmetic(name):
+    (model, gpus, gpu, options), fits, needed = CASES[name]
+    setup = setup_of(model, gpus, gpu, **options)
+    assert plan_memory(setup).fits is fits
+    found = advise(setup)
+    assert found.plan.fits
+    assert needed <= found.changes.keys()
+
+
+def test_a1_an_engine_whose_weights_exceed_its_share_is_refused_at_the_start():
+    options = {"fsdp": True, "gradient_checkpointing": True, "bf16": True}
+    setup = setup_of("30b-a3b", 8, "h100-80g", **options)
+    # 30.53e9 numbers of two bytes in half of 80 GB.
+    assert engine_room(setup).weight_bytes == pytest.approx(61.1e9, rel=2e-3)
+    with pytest.raises(MemoryError, match="the engine cannot start: its share is 40"):
+        settle(setup, lambda text: None)
+    divided = setup_of("30b-a3b", 8, "h100-80g", **options, engine_tp_size=4)
+    config = settle(divided, lambda text: None)
+    assert plan_memory(replace(divided, config=config)).fits
+
+
+def test_a1_a_share_with_room_for_few_rows_is_called_cramped_and_divided():
+    options = {"fsdp": True, "gradient_checkpointing": True}
+    setup = setup_of("32b", 8, "h200-141g", **options)
+    room = engine_room(setup)
+    # By hand: 70.5 GB less 65.5 of weights, 64 x 25 MB of graphs and a batch of 16,384 tokens.
+    wide = 16_384 * 2 * (2 * 5120 + 3 * 27_648)
+    left = 70.5e9 - 2 * 32.76e9 - 64 * 0.025e9 - wide
+    assert room.share_bytes - room.fixed_bytes == pytest.approx(left, abs=0.05e9)
+    larger = setup_of("32b", 8, "h200-141g", **options, engine_mem_util=0.54)
+    assert 1 <= engine_room(larger).rows < 32
+    assert "the engine is cramped" in engine_room(larger).problem()
+    found = advise(setup)
+    assert found.changes["engine_tp_size"] > 1
+    gpu = GPUS["h200-141g"]
+    assert step_seconds(found.plan.setup, gpu).total < 0.8 * step_seconds(setup, gpu).total
+
+
+def test_a1_the_start_gives_an_engine_more_where_the_trainer_leaves_it():
+    lines = []
+    setup = setup_of("7b", 8, "h200-141g", fsdp=True, engine_mem_util=0.11)
+    config = settle(setup, lines.append)
+    assert config.engine_mem_util > 0.11
+    assert "its weights and rows need it" in lines[0]
+
+
+def test_a1_advice_is_the_shortest_step_among_what_fits():
+    setup = setup_of("32b", 8, "h200-141g", gradient_checkpointing=True)
+    gpu = GPUS["h200-141g"]
+    found = advise(setup, gpu)
+    best = step_seconds(found.plan.setup, gpu).total
+    for changes in (
+        {"zero_stage": 3, "engine_tp_size": 8},
+        {"fsdp": True, "engine_tp_size": 2},
+        {"fsdp": True, "fsdp_cpu_offload": True, "engine_tp_size": 4},
+    ):
+        other = replace(setup, config=setup.config.replaced(changes))
+        if plan_memory(other).fits:
+            assert best <= 1.2 * step_seconds(other, gpu).total
+
+
+def test_a1_zero_3_is_advised_where_it_is_enough():
+    setup = setup_of("7b", 2, "h100-80g", gradient_checkpointing=True)
+    assert not plan_memory(setup).fits
+    changes = [advise(replace(setup, engine=engine)).changes for engine in ("vllm", "hf")]
+    assert all("zero_stage" in c or "fsdp" in c or "adam_offload" in c for c in changes)
+
+
+def test_a2_lora_reads_whole_models_on_the_host_and_says_so():
+    setup = setup_of("70b", 8, "h100-80g", fsdp=True, lora_rank=64, engine_tp_size=8)
+    plan = plan_memory(setup)
+    # 70.55e9 numbers of four bytes, and adapters, on each of eight ranks.
+    assert plan.host_bytes == pytest.approx(285.5e9, rel=2e-3)
+    less, enough = (plan_memory(replace(setup, host_bytes=x / 8)) for x in (2.2e12, 2.4e12))
+    assert any("the host needs 2284" in text for text in less.problems)
+    assert not any("host" in text for text in enough.problems)
+    # Without adapters each rank reads its own rows.
+    whole = setup_of("70b", 8, "h100-80g", fsdp=True, engine_tp_size=8)
+    assert phase(plan_memory(whole), "load").host_bytes == 0
+
+
+def test_a2_models_that_are_read_together_count_together():
+    size = MODELS["7b"].parameters
+    one = phase(plan_memory(setup_of("7b", 8, "h100-80g")), "load").host_bytes
+    assert one == 4 * size
+    # A reference is read when the actor is on the device; a critic is read beside the actor.
+    with_reference = setup_of("7b", 8, "h100-80g", init_kl_coef=0.01)
+    assert phase(plan_memory(with_reference), "load").host_bytes == one
+    with_critic = setup_of("7b", 8, "h100-80g", advantage_estimator="gae")
+    head = SHAPES["qwen2.5-7b"].embedding_parameters
+    assert phase(plan_memory(with_critic), "load").host_bytes == 2 * one - 4 * head
+
+
+def test_a2_host_memory_is_an_option_of_the_command(capsys):
+    argv = ["plan", "--pretrain", "qwen2.5-7b", "--gpus", "8", "--engine_mem_util", "0.4"]
+    assert main([*argv, "--host_memory", "250"]) == ExitCode.OK
+    assert "fits: these settings" in capsys.readouterr().out
+    assert main([*argv, "--host_memory", "200"]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "does not fit: the host needs 243.7 GB of 200.0 GB for the 8 ranks of a node" in text
+    assert "feasible settings: --fsdp" in text
+
+
+def test_the_mean_length_of_responses_is_an_option_of_the_command(capsys):
+    argv = ["plan", "--pretrain", "qwen2.5-0.5b", "--gpus", "1"]
+    seconds = []
+    for share in ("0.25", "1"):
+        assert main([*argv, "--mean_length_share", share]) == ExitCode.OK
+        row = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("| 1 |"))
+        seconds.append(float(row.split("|")[-3]))
+    assert seconds[0] < seconds[1]
+    assert main([*argv, "--mean_length_share", "1.5"]) == ExitCode.USAGE
+    assert "expected a number above 0, at most 1" in capsys.readouterr().err
+
+
+def random_setup(rng):
+    name = rng.choice(list(MODELS))
+    gpus = rng.choice([1, 2, 4, 8, 16, 64])
+    options = {
+        "fsdp": rng.random() < 0.5,
+        "zero_stage": rng.choice([1, 2, 3]),
+        "gradient_checkpointing": rng.random() < 0.7,
+        "init_kl_coef": rng.choice([0.0, 0.01]),
+        "lora_rank": rng.choice([0, 0, 16]),
+        "engine_tp_size": rng.choice([t for t in (1, 2, 4, 8) if t <= min(8, gpus)]),
+        "engine_mem_util": rng.choice([0.1, 0.3, 0.5, 0.7]),
+        "enable_engine_sleep": rng.random() < 0.8,
+        "advantage_estimator": rng.choice(["group_norm", "gae"]),
+        "enable_ema": rng.random() < 0.2,
+        "generate_max_len": rng.choice([512, 2048, 8192]),
+        "adam_offload": rng.random() < 0.3,
+    }
+    host = rng.choice([None, 250e9, 1e12, 4e12])
+    return setup_of(
+        name, gpus, rng.choice(["h100-80g", "h200-141g", "l4-24g"]), host=host, **options
+    )
+
+
+def least_needs(setup):
+    """What a run needs at the very least, from nothing but parameters: (device, engine, host)."""
+    config, size, world = setup.config, setup.actor_size, setup.world_size
+    vision = size.vision.parameters if size.vision else 0
+    layer = 2 * size.hidden * (size.num_heads + size.num_kv_heads) * size.head_dim
+    layer += 3 * size.hidden * size.intermediate * size.num_experts
+    numbers = vision + size.num_layers * layer + size.vocab * size.hidden * (2 - size.is_tied)
+    divides = config.fsdp or config.zero_stage == 3
+    trained = 0.0 if config.lora_rank else 1.0
+    has_critic = config.advantage_estimator == "gae"
+    rank, host_states = 0.0, 0.0
+    for share in (trained, 1.0) if has_critic else (trained,):
+        own = numbers - (size.vocab * size.hidden if share and has_critic else 0)
+        stored = 4 if config.fsdp else 2
+        rank += stored * own / (world if divides else 1)
+        states = (8 if config.fsdp else 12) * share * own / world
+        if config.fsdp and config.fsdp_cpu_offload:
+            rank -= stored * own / world
+            host_states += states + stored * own / world
+        elif config.adam_offload:
+            host_states += states
+        else:
+            rank += states
+    others = (config.init_kl_coef > 0) + config.enable_ema
+    rank += others * 2 * numbers / (world if divides else 1)
+    row = 2 * 2 * size.num_layers * size.num_kv_heads * size.head_dim / config.engine_tp_size
+    longest = config.prompt_max_len + config.generate_max_len
+    engine = 2 * numbers / config.engine_tp_size + row * longest
+    meta = config.fsdp and not config.lora_rank and not vision and 2 * numbers > 2e9
+    host = 0.0 if meta else 4 * numbers
+    return rank, engine, max(host, host_states)
+
+
+def test_nothing_that_cannot_fit_is_called_feasible():
+    rng = random.Random(20)
+    feasible = 0
+    for _ in range(500):
+        setup = random_setup(rng)
+        if not plan_memory(setup).fits:
+            continue
+        feasible += 1
+        rank, engine, host = least_needs(setup)
+        share = setup.config.engine_mem_util * setup.capacity_bytes
+        assert engine < share, setup
+        assert rank + share < setup.capacity_bytes, setup
+        assert setup.host_bytes is None or host <= setup.host_bytes, setup
+    assert 40 < feasible < 460
+
+
+def test_nothing_that_is_advised_cannot_fit():
+    rng = random.Random(21)
+    for _ in range(6):
+        found = advise(random_setup(rng))
+        if found.plan.fits:
+            rank, engine, _ = least_needs(found.plan.setup)
+            share = found.plan.setup.config.engine_mem_util * found.plan.setup.capacity_bytes
+            assert engine < share
+            assert rank + share < found.plan.setup.capacity_bytes

@@ -1,0 +1,120 @@
+"""The client of a served teacher against the real server of vLLM, on the loopback interface."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tests.vllm_server import serving_model
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.experience.teachers import TeacherError
+from lightrft.models import Actor, load_tokenizer
+from lightrft.stages.policy.teacher import prove_teachers
+from lightrft.tools.model_presets import write_tiny_model
+from lightrft.tools.teachers.openai_server import OpenAIServer
+from lightrft.trainer import DistillationTrainer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+TEXTS = [list(range(40, 90)), [70, 257, 3], [200, 201, 202, 256, 258]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teacher")
+    for seed, name in enumerate(("student", "teacher"), start=1):
+        write_tiny_model(folder / name, "tiny-qwen3", seed=seed)
+    with serving_model(folder / "teacher", "big") as url:
+        yield folder, url
+
+
+def config(url, **changes):
+    return TrainConfig(teacher=f"{url}#big", teacher_timeout_seconds=120.0, **changes)
+
+
+@torch.no_grad()
+def test_numbers_are_those_of_a_forward_pass_of_the_same_weights(served):
+    folder, url = served
+    teacher = Actor.from_pretrained(str(folder / "teacher")).pretrained
+    server = OpenAIServer(f"{url}#big", config(url))
+    for text, scores in zip(TEXTS, server.score(TEXTS, top_k=5), strict=True):
+        logprobs = teacher(torch.tensor([text])).logits[0].log_softmax(-1)
+        own = logprobs[:-1].gather(-1, torch.tensor(text[1:])[:, None])[:, 0]
+        assert np.abs(scores.logprobs[1:] - own.numpy()).max() < 1e-4
+        best = logprobs[:-1].topk(5)
+        assert np.abs(scores.top_logprobs[1:] - best.values.numpy()).max() < 1e-4
+        assert (scores.top_ids[1:] == best.indices.numpy()).mean() > 0.95
+    server.close()
+
+
+def test_the_proofs_of_the_start_hold_and_find_another_tokenizer(served):
+    folder, url = served
+    tokenizer = load_tokenizer(str(folder / "student"))
+    prove_teachers(config(url), tokenizer, TEXTS)
+    own = tokenizer.batch_decode
+
+    def exchanged(ids, **keywords):
+        found = own(ids, **keywords)
+        found[70], found[90] = found[90], found[70]
+        return found
+
+    tokenizer.batch_decode = exchanged
+    with pytest.raises(ConfigError, match="token 70 is 'Z' to the student and 'F' to http://127"):
+        prove_teachers(config(url), tokenizer, TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "top_k", "said"),
+    [
+        ("small", [1, 2], 0, "status 404"),
+        ("big", [1, 9999], 0, "out of vocabulary"),
+        ("big", [1, 2], 25, "greater than max allowed: 20"),
+        ("big", [70] * 600, 0, "status 400"),
+    ],
+)
+def test_a_refusal_is_passed_on(served, model, text, top_k, said):
+    _, url = served
+    server = OpenAIServer(f"{url}#{model}", config(url))
+    with pytest.raises(TeacherError, match=said):
+        server.score([text], top_k=top_k)
+    server.close()
+
+
+@pytest.mark.parametrize("form", ["sampled", "reverse"])
+def test_a_run_is_that_of_a_teacher_from_a_folder(served, tmp_path, form):
+    folder, url = served
+    rows = [{"input": f"say {c}", "prompt": f"say {c}", "completion": c * 4} for c in "aeiou123"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_samples = {
+        "rollout_batch_size": 8,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 16,
+        "generate_max_len": 5,
+        "engine_type": "hf",
+    }
+    found = []
+    for name, teacher, top_k in (
+        ("local", str(folder / "teacher"), None),
+        ("served", f"{url}#big", 20),
+    ):
+        options = {
+            "pretrain": str(folder / "student"),
+            "teacher": teacher,
+            "teacher_form": form,
+            "prompt_data": str(tmp_path / "rows.jsonl"),
+            "output_dir": str(tmp_path / name),
+            "train_batch_size": 8,
+            "micro_train_batch_size": 4,
+            "num_threads": 1,
+            "fsdp": True,
+            "max_steps": 1,
+        }
+        options |= of_samples if form == "sampled" else {"teacher_top_k": top_k}
+        found.append(DistillationTrainer(TrainConfig(**options)).train().last_metrics)
+    if form == "sampled":
+        assert found[1]["teacher_kl"] == pytest.approx(found[0]["teacher_kl"], rel=1e-3)
+        assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-3)
+    else:  # 20 of 261 tokens: coarser
+        assert 0 < found[1]["loss"] < found[0]["loss"]

@@ -1,0 +1,146 @@
+"""`lightrft config translate`: a script of TRL becomes a run that trains."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft.cli.main import main
+from lightrft.config import TrainConfig
+from lightrft.tools.model_presets import write_tiny_model
+from lightrft.tools.translate.options import translate
+
+SCRIPT = """\
+import re
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+WANTED = "a"
+
+def count(completions, **kwargs):
+    return [float(len(re.findall(WANTED, each))) for each in completions]
+
+rows = Dataset.from_list([{"prompt": f"say {c}"} for c in "abcd"])
+rows = Dataset.from_list([{"prompt": "say a"}, {"prompt": "say b"}, {"prompt": "say c"}])
+args = GRPOConfig(
+    output_dir="out", per_device_train_batch_size=4, num_generations=4, beta=0.04, max_steps=2,
+    gradient_accumulation_steps=2, max_completion_length=6, learning_rate=1e-3, logging_steps=5,
+    bf16=False, report_to="none", model_init_kwargs={"a": 1},
+)
+trainer = GRPOTrainer(model="tiny", reward_funcs=count, args=args, train_dataset=rows)
+trainer.train()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grpo.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def test_a_script_of_twenty_lines_trains(folder, capsys):
+    assert main(["config", "translate", "grpo.py", "run"]) == 0
+    out = capsys.readouterr().out
+    assert "wrote rewards.py, rows.jsonl, run.toml to run" in out
+    assert "next: lightrft train --config run/run.toml" in out
+    assert "model_init_kwargs = {'a': 1}: nothing here has this name" in out
+    assert "report_to" not in out
+    config = TrainConfig.load(folder / "run/run.toml")
+    expected = {
+        "pretrain": "tiny",
+        "output_dir": "out",
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 4,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 4,
+        "actor_learning_rate": 1e-3,
+        "init_kl_coef": 0.04,
+        "use_kl_loss": True,
+        "kl_estimator": "k3",
+        "loss_agg_mode": "token-mean",
+        "advantage_estimator": "group_norm",
+        "adam_betas": (0.9, 0.999),
+        "lr_scheduler": "linear",
+        "num_episodes": 3,
+        "generate_max_len": 6,
+        "logging_steps": 5,
+        "bf16": False,
+        "reward_fn": ("run/rewards.py:count",),
+        "input_key": "prompt",
+        "apply_chat_template": False,
+    }
+    assert {name: config.__dict__[name] for name in expected} == expected
+    assert "GRPOTrainer" not in (folder / "run/rewards.py").read_text()
+    write_tiny_model(folder / "tiny", "tiny-qwen3")
+    assert main(["train", "--config", "run/run.toml", "--fsdp"]) == 0
+    assert (folder / "out/summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"loss_type": "grpo"}, {"loss_agg_mode": "seq-mean-token-mean"}),
+        ({"loss_type": "dr_grpo"}, {"loss_agg_mode": "seq-mean-token-sum-norm"}),
+        ({"loss_type": "cispo"}, {"policy_loss": "cispo"}),
+        ({"scale_rewards": False}, {"advantage_estimator": "dr_grpo"}),
+        ({"scale_rewards": "batch"}, {"advantage_estimator": "group_mean_batch_std"}),
+        ({"importance_sampling_level": "sequence"}, {"policy_loss": "gspo"}),
+        ({"lr_scheduler_type": "cosine"}, {"min_lr_ratio": 0.0}),
+        ({"use_vllm": True}, {"engine_type": "vllm"}),
+        ({"epsilon": 0.1, "epsilon_high": 0.3}, {"eps_clip": 0.1, "eps_clip_high": 0.3}),
+        ({"steps_per_generation": 4}, {"rollout_batch_size": 4, "train_batch_size": 8}),
+        ({"generation_batch_size": 64}, {"rollout_batch_size": 8, "train_batch_size": 8}),
+    ],
+)
+def test_names_and_values_are_those_of_the_same_run(arguments, expected):
+    found = translate(arguments)
+    assert {name: found.options[name] for name in expected} == expected
+    assert found.notes == []
+    assert TrainConfig(**found.options)
+
+
+def test_sizes_count_all_processes():
+    assert translate({}, processes=4).options["train_batch_size"] == 32
+    assert translate({}, processes=4).options["rollout_batch_size"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_generations": 3}, "8 samples a step are no whole number of groups of 3"),
+        ({"loss_type": "luspo"}, "loss_type = 'luspo': expected one of grpo, dr_grpo, dapo"),
+        ({"weight_decay_rate": 2}, "weight_decay_rate = 2: nothing here has this name"),
+        ({"warmup_steps": 5}, "warmup_steps = 5: here it is lr_warmup_ratio, a share of all steps"),
+    ],
+)
+def test_what_has_no_counterpart_is_said(arguments, said):
+    (note,) = translate(arguments).notes
+    assert said in note
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1\n", "expected a call of GRPOTrainer or GRPOConfig: found none"),
+        ("def (", "expected a Python script"),
+        ("GRPOConfig(temperature=-1)\n", "temperature"),
+        ("GRPOConfig(num_generations=0)\n", "num_generations: got 0, expected an integer from 1"),
+        ("GRPOConfig(num_generations=2.5)\n", "num_generations: got 2.5, expected an integer"),
+        ("GRPOConfig(steps_per_generation='a')\n", "steps_per_generation: got 'a', expected"),
+    ],
+)
+def test_a_wrong_script_is_one_line_and_nothing_is_written(folder, capsys, text, said):
+    (folder / "grpo.py").write_text(text)
+    assert main(["config", "translate", "grpo.py", "run"]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+    assert not (folder / "run").exists()
+
+
+def test_files_are_not_written_over(folder, capsys):
+    (folder / "run").mkdir()
+    (folder / "run/run.toml").write_text("max_steps = 1\n")
+    assert main(["config", "translate", "grpo.py", "run"]) == 2
+    assert "run has run.toml: give another folder" in capsys.readouterr().err
+    assert (folder / "run/run.toml").read_text() == "max_steps = 1\n"

@@ -1,0 +1,414 @@
+"""Steps that train on rows of older weights: the sequential form, `--rollout_lag`."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from datetime import date
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+
+from lightrft.cli.main import main
+from lightrft.config import TrainConfig
+from lightrft.rewards.types import RewardResult
+from lightrft.rollout.ledger_records import LedgerError
+from lightrft.stages.policy.maker import PolicyMemory
+from lightrft.strategy.config import ConfigError
+from lightrft.tools.model_presets import write_tiny_model
+
+
+def step(world, weights=None):
+    """One step; notes the weights that each version of the engine has."""
+    trainer = world.trainer
+    engine = world.strategy.inference_engine
+    if weights is not None:
+        found = world.strategy.unwrap_model(trainer.actor).state_dict()
+        weights[engine.weights_version] = deepcopy(found)
+    trainer.make_experience()
+    experience = trainer.pending[1].experience
+    return experience, trainer.ppo_train(trainer.state.num_steps + 1)
+
+
+def logprobs_under(world, weights, rows, row):
+    """[response] of a row under some weights, in one plain pass in float64."""
+    from lightrft.models import Actor
+
+    actor = Actor.from_pretrained(world.strategy.config.pretrain)
+    actor.load_state_dict(weights)
+    actor = actor.double()
+    stop = int(rows.lengths[: row + 1].sum())
+    ids = torch.from_numpy(rows.token_ids[stop - int(rows.lengths[row]) : stop].astype(np.int64))
+    with torch.no_grad():
+        scores = actor.model(input_ids=ids[None]).logits[0].log_softmax(-1)
+    first = int(rows.prompt_lengths[row])
+    return scores[first - 1 : -1].gather(1, ids[first:, None])[:, 0].numpy()
+
+
+def response(rows, row, column):
+    stop = int(rows.response_lengths[: row + 1].sum())
+    return rows[column][stop - int(rows.response_lengths[row]) : stop]
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_token_has_the_logprob_of_the_version_that_sampled_it(build_world, lag):
+    world = build_world(rollout_lag=lag, num_prompts=16)
+    weights, ids = {}, []
+    for number in range(1, 6):
+        experience, metrics = step(world, weights)
+        rows, age = experience.rows, min(lag, number - 1)
+        assert set(rows.token_versions.tolist()) == {number - 1 - age}
+        ids += rows.sample_ids.tolist()
+        for row in range(0, len(rows), 5):
+            expected = logprobs_under(world, weights[number - 1 - age], rows, row)
+            np.testing.assert_allclose(response(rows, row, "rollout_logprobs"), expected, atol=2e-5)
+            if age:  # the denominator of the ratio is not that of the weights at the step's begin
+                newer = logprobs_under(world, weights[number - 1], rows, row)
+                assert np.abs(newer - expected).max() > 1e-4
+        assert metrics["staleness/mean"] == metrics["staleness/max"] == age
+        assert metrics["staleness/token_share"] == float(age > 0)
+        assert metrics["correction_raw_weight_max"] > 0
+    assert len(world.trainer.stage.memory.in_flight.held) == lag
+
+
+def test_the_loss_has_the_ratio_to_the_version_that_sampled(build_world):
+    """The default correction is min(p / mu, 2), mu being the engine's own logprob."""
+    from lightrft.stages.policy.updates import Update
+
+    world = build_world(rollout_lag=2, num_prompts=16, args={"actor_learning_rate": 2e-2})
+    seen, original = [], Update._correction
+
+    def weights_of(update, batch, new_logprobs=None):
+        seen.append((batch, original(update, batch, new_logprobs)))
+        return seen[-1][1]
+
+    Update._correction = weights_of
+    try:
+        for _ in range(4):
+            step(world)
+    finally:
+        Update._correction = original
+    for batch, found in seen:
+        mask, old = batch.rollouts.response_mask, batch.outputs.old_logprobs
+        ratio = (old.double() - batch.rollouts.rollout_logprobs.double()).exp().clamp(max=2.0)
+        torch.testing.assert_close(found[mask].double(), ratio[mask], rtol=1e-5, atol=1e-6)
+    last, found = seen[-1]
+    assert float((found[last.rollouts.response_mask] - 1).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dynamic_sampling": True}, {"advantage_estimator": "remax"}]
+)
+def test_prompts_are_asked_in_order_and_trained_once(build_world, options):
+    lagging = build_world(rollout_lag=2, num_prompts=16, **options)
+    seen = []
+    for _ in range(4):
+        experience, _ = step(lagging)
+        seen.append([tuple(item.rollout.prompt.token_ids) for item in experience.samples.scored])
+    plain = build_world(num_prompts=16, **options)
+    for number, prompts in enumerate(seen):
+        experience, _ = step(plain)
+        mine = [tuple(item.rollout.prompt.token_ids) for item in experience.samples.scored]
+        if number == 0 or not options.get("dynamic_sampling"):
+            assert prompts == mine
+
+
+def test_a_planned_run_samples_no_step_beyond_its_end(build_world):
+    world = build_world(rollout_lag=3, num_prompts=16, max_steps=4)
+    result = world.trainer.fit()
+    assert result.num_steps == 4
+    assert world.trainer.stage.memory.in_flight.held == ()
+    assert world.trainer.stage.memory.in_flight.num_requests == 16
+
+
+CASES = {
+    "plain": {},
+    "dynamic": {"dynamic_sampling": True},
+    "greedy": {"advantage_estimator": "remax"},
+    "fire": {"use_fire": True},
+    "masked": {"reward_failure": "mask", "reward_running_norm": True},
+    "shaped": {"overlong_buffer": True, "overlong_buffer_len": 3},
+}
+
+
+class Undecided:
+    """Says nothing of some responses, and scores the others by their letters."""
+
+    name, needs_labels = "letters", False
+
+    def score(self, prompts, responses, labels, columns):
+        sums = [sum(map(ord, text)) for text in responses]
+        return [
+            None if total % 5 == 0 else RewardResult(float(total % 3), {"accuracy": total % 2})
+            for total in sums
+        ]
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_goes_on_exactly_with_the_rows_that_were_in_flight(build_world, tmp_path, case):
+    reward = Undecided() if case == "masked" else None
+    options = {"rollout_lag": 2, "num_prompts": 16, "reward": reward, **CASES[case]}
+    whole = build_world(**options)
+    for _ in range(5):
+        experience, expected = step(whole)
+    first = build_world(**options, ckpt_path=str(tmp_path / "c"))
+    for _ in range(2):
+        step(first)
+    first.trainer.save_checkpoint()
+    again = build_world(**options, ckpt_path=str(tmp_path / "c"))
+    assert again.trainer.load_checkpoint()
+    for _ in range(3):
+        mine, found = step(again)
+    assert mine.rows.token_ids.tolist() == experience.rows.token_ids.tolist()
+    assert mine.rows.rollout_logprobs.tobytes() == experience.rows.rollout_logprobs.tobytes()
+    timeless = {n for n in expected if "second" not in n and "memory" not in n}
+    np.testing.assert_equal(
+        {n: found[n] for n in timeless if "hash" not in n},
+        {n: expected[n] for n in timeless if "hash" not in n},
+    )
+    for name, value in whole.weights().items():
+        assert value.equal(again.weights()[name]), name
+
+
+def test_rows_in_flight_are_shared_out_anew_over_another_number_of_ranks(build_world):
+    world = build_world(rollout_lag=1, num_prompts=16)
+    step(world)
+    memory = world.trainer.stage.memory
+    saved = memory.to_client_state()
+    first, second = (
+        PolicyMemory.initial(world.trainer.config, rank, 2).restored(saved) for rank in range(2)
+    )
+    (all_rows,) = memory.in_flight.held
+    (mine,), (none,) = first.in_flight.held, second.in_flight.held
+    assert mine.scored == all_rows.scored
+    assert none.scored == []
+    assert none.table.sample_ids.tolist() == all_rows.table.sample_ids.tolist()
+    with pytest.raises(ValueError, match="rows in flight cannot be read"):
+        memory.restored({**saved, "carry": [np.zeros(3, np.uint8)]})
+
+
+FAULTS = ("version", "logprobs", "reward", "twice", "dropped")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_what_was_kept_is_found_before_it_is_trained(build_world, fault):
+    """Each by the ledger gate, which is on by default."""
+    from dataclasses import replace
+
+    world = build_world(rollout_lag=1, num_prompts=16)
+    step(world)
+    stage = world.trainer.stage
+    flight = stage.memory.in_flight
+    (held,) = flight.held
+    scored = list(held.scored)
+    item = scored[3]
+    completion = item.rollout.completion
+    table = held.table
+    if fault == "version":
+        later = replace(completion, weights_version=completion.weights_version + 1)
+        scored[3] = replace(item, rollout=replace(item.rollout, completion=later))
+        versions = table.weights_versions.copy()
+        versions[3] += 1
+        table = replace(table, weights_versions=versions)
+    elif fault == "logprobs":  # those of the weights at the begin of the step that trains
+        moved = tuple(value - 0.01 for value in completion.output_logprobs)
+        changed = replace(completion, output_logprobs=moved)
+        scored[3] = replace(item, rollout=replace(item.rollout, completion=changed))
+    elif fault == "reward":
+        table = replace(table, rewards=np.roll(table.rewards, 1))
+    elif fault == "twice":
+        rows = np.array([0, 1, 2, 3] * 2 + list(range(8, 16)))
+        table = table.take(rows)
+    else:
+        table = table.take(np.array([*range(4, 16), *range(4, 8)]))
+    bad = replace(held, scored=scored, table=table)
+    stage.memory = replace(stage.memory, in_flight=replace(flight, held=(bad,)))
+    with pytest.raises((LedgerError, ValueError)):
+        step(world)
+
+
+def test_without_a_correction_it_must_be_said(build_world, capsys):
+    assert TrainConfig(rollout_lag=1).correction == "tis"
+    assert TrainConfig(rollout_lag=1, off_policy_correction="none").correction is None
+    assert TrainConfig(rollout_lag=1, off_policy_correction="icepop").correction == "icepop"
+    assert TrainConfig(rollout_lag=1, use_rollout_logprobs=True).correction is None
+    assert TrainConfig().correction is None
+    with pytest.raises(ConfigError, match="off_policy_correction none"):
+        TrainConfig(rollout_lag=1, engine_type="sglang", top_p=0.9, top_k=5)
+    TrainConfig(
+        rollout_lag=1, engine_type="sglang", top_p=0.9, top_k=5, off_policy_correction="none"
+    )
+    build_world(rollout_lag=1)
+    assert "off_policy_correction of rows of older weights: tis" in capsys.readouterr().out
+    build_world(rollout_lag=1, off_policy_correction="none")
+    assert "off_policy_correction of rows of older weights: none" in capsys.readouterr().out
+
+
+def test_rows_that_no_checkpoint_can_keep_are_refused_at_the_start(tmp_path, capsys, monkeypatch):
+    table = {"input": ["say a", "say b"], "day": [date(2026, 1, 1), date(2026, 1, 2)]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "rows.parquet")
+    write_tiny_model(tmp_path / "model", "tiny-qwen3")
+    monkeypatch.chdir(tmp_path)
+    argv = ["train", "--pretrain", "model", "--prompt_data", "rows.parquet", "--fsdp"]
+    argv += ["--reward_fn", "gsm8k", "--rollout_batch_size", "2", "--train_batch_size", "4"]
+    argv += ["--n_samples_per_prompt", "2", "--generate_max_len", "2", "--max_steps", "1"]
+    capsys.readouterr()
+    assert main([*argv, "--output_dir", "run", "--rollout_lag", "1"]) == 4
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "row 1 of the prompts" in line
+    assert "convert that column to text" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_lag_0_takes_the_rows_that_it_has_just_sampled(build_world):
+    world = build_world(rollout_lag=0)
+    experience, metrics = step(world)
+    assert set(experience.rows.token_versions.tolist()) == {0}
+    assert not any(name.startswith("staleness/") for name in metrics)
+    with pytest.raises(ConfigError, match="rollout_lag"):
+        TrainConfig(rollout_lag=-1)
+
+
+def obvious_loop(world, lag, num_steps):
+    """ "Sample t + lag, then train t", written out over the parts of the trainer."""
+    from lightrft.experience.maker import AdvantageSettings, make_experience
+    from lightrft.rollout.source import InFlight
+    from lightrft.stages.policy.maker import PolicyBatch
+
+    trainer, strategy = world.trainer, world.strategy
+    maker, stage = trainer.stage.maker, trainer.stage
+    waiting, num_sampled = [], 0
+    for number in range(1, num_steps + 1):
+        under_way = trainer.loop.next_step()
+        trainer.loop.prepare_to_draw()
+        while num_sampled < number + lag:
+            waiting.append(
+                maker.sampler.collect(
+                    under_way.data.next_batch(),
+                    first_request_id=4 * num_sampled,
+                    timer=under_way.timer,
+                    step=number,
+                )
+            )
+            num_sampled += 1
+        for name in ("idle_seconds", "thin_seconds"):
+            under_way.metrics.add_mean(name, 0.0, 1.0)
+        strategy.sleep_until_weight_sync()
+        experience = make_experience(
+            waiting.pop(0),
+            maker.models,
+            strategy=strategy,
+            settings=AdvantageSettings(
+                trainer.config, maker.algorithm.estimator, moments=stage.memory.moments
+            ),
+            step=number - 1,
+            timer=under_way.timer,
+            reuses_policy_logprobs=maker.reuses_policy_logprobs(under_way),
+        )
+        trainer.pending = under_way, PolicyBatch(experience, InFlight(), 1)
+        trainer.ppo_train(number)
+    return world
+
+
+@pytest.mark.parametrize(("lag", "num_steps"), [(0, 20), (1, 6), (2, 6)])
+def test_the_trainer_is_the_obvious_loop_bit_for_bit(build_world, lag, num_steps):
+    options = {
+        "num_prompts": 16,
+        "reward_running_norm": True,
+        "args": {"train_batch_size": 8, "parity_check_steps": -1},
+        "rollout_lag": lag,
+    }
+    expected = obvious_loop(build_world(**options), lag, num_steps)
+    found = build_world(**options)
+    for _ in range(num_steps):
+        step(found)
+    for name, value in expected.weights().items():
+        assert value.equal(found.weights()[name]), name
+
+
+def test_the_audit_recomputes_each_token_under_its_own_version(build_world, tmp_path):
+    import json
+    import shutil
+
+    from lightrft.tools.audit.findings import DIFFERS
+    from lightrft.tools.audit.record import FACTS, SAMPLES, seal, step_folder
+    from lightrft.tools.audit.report import audit_step
+
+    world = build_world(
+        rollout_lag=2, num_prompts=16, audit_every=1, output_dir=str(tmp_path), lr_warmup_ratio=0.0
+    )
+    for _ in range(4):
+        step(world)
+
+    def rows():
+        found = audit_step(tmp_path, 4).rows
+        return {row.quantity: row.verdict for row in found}
+
+    whole = rows()
+    assert DIFFERS not in whole.values()
+    assert whole["engine logprobs"] != "not audited"
+    # A label that is off by one is another version's weights.
+    from safetensors.numpy import load_file, save_file
+
+    folder = step_folder(tmp_path, 4)
+    values = load_file(folder / SAMPLES)
+    (name,) = (each for each in values if each.endswith("token_versions"))
+    save_file({**values, name: np.where(values[name] >= 0, values[name] + 1, -1)}, folder / SAMPLES)
+    seal(folder, json.loads((folder / FACTS).read_text()))
+    assert rows()["engine logprobs"] == DIFFERS
+    save_file(values, folder / SAMPLES)
+    seal(folder, json.loads((folder / FACTS).read_text()))
+    shutil.rmtree(step_folder(tmp_path, 2))
+    assert rows()["engine logprobs of version 1"] == "not audited"
+
+
+@pytest.mark.parametrize("options", [{"rollout_lag": 1}, {"stream_chunk": 2}])
+@pytest.mark.parametrize("fault", ["twice", "lost"])
+def test_a_group_that_is_trained_in_two_steps_or_in_none_is_found(build_world, options, fault):
+    """By the sum over all that was asked for, before anything is trained."""
+    from dataclasses import replace
+
+    world = build_world(num_prompts=32, **options)
+    stage, engine = world.trainer.stage, world.strategy.inference_engine
+    generate = engine.generate
+    engine.generate = lambda requests, params, **named: generate(
+        requests, replace(params, stop_token_ids=tuple(range(0, 256, 10))), **named
+    )
+    step(world)
+    before = stage.memory.in_flight
+    step(world)
+    after = stage.memory.in_flight
+    if "rollout_lag" in options:
+        bad = replace(after, held=before.held if fault == "twice" else ())
+    else:
+        groups = before.stream.groups if fault == "twice" else after.stream.groups[1:]
+        bad = replace(after, stream=replace(after.stream, groups=groups))
+    stage.memory = replace(stage.memory, in_flight=bad)
+    with pytest.raises(LedgerError, match="trained twice or are lost"):
+        step(world)
+
+
+def test_waiting_is_measured_and_what_helps_is_said_once(build_world, capsys):
+    world = build_world(num_prompts=16)
+    experience, metrics = step(world)
+    for name in ("idle", "thin"):
+        share = metrics[f"{name}_seconds"] / metrics["step_seconds"]
+        assert metrics[f"{name}_seconds_share"] == pytest.approx(share)
+        assert 0 <= share <= 1
+    stage = world.trainer.stage
+    waits = {"step_seconds": 10.0, "idle_seconds": 2.0, "thin_seconds": 1.4, "global_step": 3}
+    capsys.readouterr()
+    for changes in ({"global_step": 2}, {"idle_seconds": 1.0}, {}, {}):
+        stage._advise({**waits, **changes}, experience.table)
+    shown = capsys.readouterr().out
+    assert shown.count("--stream_chunk 16") == 1
+    for options in ({"stop": ("x",)}, {"stream_chunk": 3}):
+        other = build_world(num_prompts=16, **options).trainer.stage
+        capsys.readouterr()
+        other._advise(waits, experience.table)
+        assert "--stream_chunk" not in capsys.readouterr().out

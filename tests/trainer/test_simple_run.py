@@ -1,0 +1,185 @@
+"""`lightrft.trainer.train`: a run of functions and rows in memory."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lightrft.config import ConfigError
+from lightrft.config.registry import POLICY_LOSSES, REWARDS
+from lightrft.datasets.types import DataError
+from lightrft.reporting.files import JsonLines
+from lightrft.trainer import Callback, train
+
+ROWS = [{"input": f"Say {n}.", "label": str(n)} for n in range(8)]
+SMALL = {
+    "fsdp": True,
+    "engine_type": "hf",
+    "rollout_batch_size": 4,
+    "n_samples_per_prompt": 2,
+    "train_batch_size": 8,
+    "prompt_max_len": 64,
+    "generate_max_len": 4,
+}
+
+
+def length(completions, **columns):
+    return [len(text) / 10 for text in completions]
+
+
+class Rows(list):
+    """Iterates as a `datasets.Dataset` does."""
+
+
+class Watcher(Callback):
+    """Notes the calls; asks to stop after a step."""
+
+    def __init__(self, *, stop_after=99):
+        self.calls, self.stop_after = [], stop_after
+
+    def begin_step(self, step):
+        self.calls.append(("begin", step))
+
+    def end_step(self, step, metrics):
+        self.calls.append(("end", step))
+        self.reward = metrics["reward"]
+        return {"own/double": 2 * metrics["reward"]}
+
+    def wants_stop(self):
+        return self.calls[-1][1] >= self.stop_after
+
+
+def lines_of(folder):
+    return dict(JsonLines(Path(folder) / "metrics.jsonl"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return str(tmp_path / "run")
+
+
+def test_a_function_and_rows_are_enough(tiny_model, folder):
+    watcher = Watcher()
+    summary = train(
+        tiny_model,
+        ROWS,
+        [length, lambda responses, labels: [float(label) for label in labels]],
+        eval_data=Rows(ROWS[:2]),
+        callbacks=[watcher],
+        output_dir=folder,
+        max_steps=2,
+        **SMALL,
+    )
+    assert summary.num_steps == 2
+    assert watcher.calls == [("begin", 1), ("end", 1), ("begin", 2), ("end", 2)]
+    last = lines_of(folder)[2]
+    assert last["own/double"] == pytest.approx(2 * last["reward"])
+    assert last["reward"] == pytest.approx(last["reward/length"] + last["reward/function"])
+    kept = sorted((Path(folder) / "inputs").iterdir())
+    assert [json.loads(line) for line in kept[1].read_text().splitlines()] == ROWS
+    assert [path.name.split("-")[0] for path in kept] == ["eval", "prompt"]
+
+
+def test_names_are_known_during_the_run_only(tiny_model, folder):
+    before = [*REWARDS], [*POLICY_LOSSES]
+    with pytest.raises(ConfigError, match="rollout_batch_size"):
+        train(tiny_model, ROWS, length, output_dir=folder, **{**SMALL, "rollout_batch_size": 0})
+    assert ([*REWARDS], [*POLICY_LOSSES]) == before
+    assert not Path(folder).exists()
+
+
+def test_a_callback_ends_the_run_with_its_files(tiny_model, folder):
+    summary = train(
+        tiny_model,
+        ROWS,
+        length,
+        eval_data=ROWS[:2],
+        callbacks=[Watcher(stop_after=1)],
+        output_dir=folder,
+        num_episodes=4,
+        **SMALL,
+    )
+    assert summary.num_steps == 1
+    assert "eval/reward" in summary.last_eval
+    assert Path(summary.model_dir, "model.safetensors").is_file()
+    again = train(
+        tiny_model, ROWS, length, eval_data=ROWS[:2], output_dir=folder, num_episodes=4, **SMALL
+    )
+    assert again.num_steps == 1
+
+
+def test_a_run_does_not_go_on_with_another_function(tiny_model, folder):
+    def reward(responses, *, bonus=1.0):
+        return [bonus + len(text) for text in responses]
+
+    train(tiny_model, ROWS, reward, output_dir=folder, max_steps=1, **SMALL)
+    same = {"output_dir": folder, "max_steps": 2, "load_checkpoint": True, **SMALL}
+
+    def reward(responses, *, bonus=1.0):
+        return [bonus - len(text) for text in responses]
+
+    with pytest.raises(ConfigError, match=r"reward_fn reward: code .* -> code"):
+        train(tiny_model, ROWS, reward, **same)
+    summary = train(tiny_model, ROWS, reward, allow_changes=True, **same)
+    assert (summary.num_steps, summary.num_resumed_steps) == (2, 1)
+
+
+def test_a_comment_is_no_change(tiny_model, folder):
+    first, second = {}, {}
+    body = "    return [1.0 * len(text) for text in responses]\n"
+    exec(f"def reward(responses):\n{body}", first)
+    exec(f"# words\n\n\ndef reward(responses):\n    # words\n{body}", second)
+    train(tiny_model, ROWS, first["reward"], output_dir=folder, max_steps=1, **SMALL)
+    same = {"output_dir": folder, "max_steps": 2, "load_checkpoint": True, **SMALL}
+    assert train(tiny_model, ROWS, second["reward"], **same).num_steps == 2
+
+
+def test_other_rows_are_another_run(tiny_model, folder):
+    train(tiny_model, ROWS, length, output_dir=folder, max_steps=1, **SMALL)
+    with pytest.raises(ConfigError, match="prompt_data"):
+        train(tiny_model, ROWS[::-1], length, output_dir=folder, max_steps=1, **SMALL)
+    assert len([*(Path(folder) / "inputs").iterdir()]) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "prompt holds no rows"),
+        (["Say 5."], "row 1: expected a mapping"),
+        ([ROWS[0], {"input": "x", "image": object()}], "row 2: column 'image' cannot be kept"),
+        ([{"input": "x", "label": float("nan")}], "row 1: column 'label'"),
+    ],
+)
+def test_rows_that_cannot_be_kept(tiny_model, folder, rows, message):
+    with pytest.raises(DataError, match=message):
+        train(tiny_model, rows, length, output_dir=folder, **SMALL)
+    assert not Path(folder).exists()
+
+
+def test_wrong_arguments_are_named(tiny_model, folder):
+    with pytest.raises(TypeError, match=r"no option 'num_generations'.*n_samples_per_prompt"):
+        train(tiny_model, ROWS, length, output_dir=folder, num_generations=4)
+    with pytest.raises(ConfigError, match="model: expected a folder or a name, got object"):
+        train(object(), ROWS, length, output_dir=folder)
+    with pytest.raises(ConfigError, match="two choices of the name 'length'"):
+        train(tiny_model, ROWS, [length, partial(length), length], output_dir=folder)
+
+
+def test_a_metric_that_is_there_already_is_refused(tiny_model, folder):
+    class Overwrites(Callback):
+        def end_step(self, step, metrics):
+            return {"reward": 1.0}
+
+    with pytest.raises(ValueError, match=r"Overwrites\.end_step: metric 'reward' is there"):
+        train(
+            tiny_model,
+            ROWS,
+            length,
+            callbacks=[Overwrites()],
+            output_dir=folder,
+            max_steps=1,
+            **SMALL,
+        )

@@ -1,0 +1,288 @@
+"""Unfinished responses go on in the next step; every token keeps the law that sampled it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft.config import TrainConfig
+from lightrft.rewards.types import RewardResult
+from lightrft.rollout.ledger_records import LedgerError
+from lightrft.strategy.config import ConfigError
+
+STREAM = {
+    "stream_chunk": 3,
+    "stream_prompts": 6,
+    "max_staleness": 2,
+    "generate_max_len": 12,
+    "parity_check_steps": 0,
+}
+
+
+class EndsEarly:
+    """An engine whose responses end at chance, early for some and late for others."""
+
+    def __init__(self, strategy, end_ids):
+        engine = strategy.inference_engine
+        self.generate = engine.generate
+        engine.generate = self
+        self.end_ids = end_ids
+
+    def __call__(self, requests, params, **keywords):
+        from dataclasses import replace
+
+        ends = replace(params, stop_token_ids=tuple(self.end_ids))
+        return self.generate(requests, ends, **keywords)
+
+
+def world_of(build_world, args=None, **keywords):
+    world = build_world(args={**STREAM, **(args or {})}, num_prompts=16, **keywords)
+    # A third of the vocabulary ends a response, so lengths vary from 1 to the limit.
+    EndsEarly(world.strategy, range(0, 256, 10))
+    return world
+
+
+def snapshot(world):
+    from copy import deepcopy
+
+    return deepcopy(world.strategy.unwrap_model(world.trainer.actor).state_dict())
+
+
+def reference_logprob(world, weights, token_ids, position):
+    """Of one token under the weights of one version, by a forward pass over what precedes it."""
+    from lightrft.models import Actor
+
+    actor = Actor.from_pretrained(world.strategy.config.pretrain)
+    actor.load_state_dict(weights)
+    prefix = torch.tensor([token_ids[:position]])
+    with torch.no_grad():
+        logits = actor.model(input_ids=prefix).logits[0, -1]
+    return float(logits.log_softmax(-1)[token_ids[position]])
+
+
+class Letters:
+    """The rewards of some groups are all the same."""
+
+    name, needs_labels = "letters", False
+
+    def score(self, prompts, responses, labels, columns):
+        return [RewardResult(float(sum(map(ord, text)) % 2)) for text in responses]
+
+    def close(self):
+        pass
+
+
+CASES = {
+    "plain": {},
+    "dynamic": {"dynamic_sampling": True, "n_samples_per_prompt": 2, "train_batch_size": 8},
+    "fire": {"use_fire": True, "first_token_temperature": 1.5},
+    "lag": {"rollout_lag": 1},
+    "small chunks": {"stream_chunk": 1},
+}
+
+
+def rows_of(world, number):
+    world.trainer.make_experience()
+    experience = world.trainer.pending[1].experience
+    metrics = world.trainer.ppo_train(number)
+    return experience, metrics
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_token_has_the_logprob_and_version_of_the_weights_that_sampled_it(build_world, case):
+    world = world_of(build_world, CASES[case], reward=Letters())
+    lag, bound = CASES[case].get("rollout_lag", 0), 2
+    versions, ages, asked = {}, [], []
+    for step in range(4):
+        version = world.strategy.inference_engine.weights_version
+        versions[version] = snapshot(world)
+        experience, metrics = rows_of(world, step + 1)
+        table = experience.rows
+        ages += (version - table.token_versions).tolist()
+        stops, ends = np.cumsum(table.lengths), np.cumsum(table.response_lengths)
+        for row in range(0, len(table), 3):
+            tokens = table.token_ids[stops[row] - table.lengths[row] : stops[row]].tolist()
+            first = ends[row] - table.response_lengths[row]
+            for place in (0, int(table.response_lengths[row]) - 1):
+                if place == 0 and case == "fire":  # drawn at another temperature
+                    continue
+                found = float(table.rollout_logprobs[first + place])
+                weights = versions[int(table.token_versions[first + place])]
+                position = int(table.prompt_lengths[row]) + place
+                expected = reference_logprob(world, weights, tokens, position)
+                assert found == pytest.approx(expected, abs=2e-5)
+        # Whole responses only: finished by a stop or at the limit.
+        assert (table.response_lengths[table.is_truncated] == 12).all()
+        asked += [item.rollout.completion.request_id for item in experience.samples.scored]
+        assert metrics["staleness/max"] <= bound + lag
+        if "logprob_diff_max" in metrics:
+            assert metrics["logprob_diff_max"] < 1e-4
+    size = 2 if case == "dynamic" else 4
+    assert all(asked.count(each) == size for each in asked)
+    assert {0, 1} <= set(ages) <= set(range(bound + lag + 1))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_continues_with_what_was_open(build_world, tmp_path, case):
+    whole = world_of(build_world, CASES[case], reward=Letters())
+    for number in range(1, 5):
+        expected, _ = rows_of(whole, number)
+    half = world_of(build_world, CASES[case], reward=Letters(), ckpt_path=str(tmp_path / "ckpt"))
+    for number in (1, 2):
+        rows_of(half, number)
+    half.trainer.save_checkpoint()
+    assert any(group.begun for group in half.trainer.stage.memory.in_flight.stream.groups)
+    again = world_of(build_world, CASES[case], reward=Letters(), ckpt_path=str(tmp_path / "ckpt"))
+    assert again.trainer.load_checkpoint()
+    before, after = (each.trainer.stage.memory.in_flight.stream for each in (half, again))
+    assert before.groups == after.groups
+    by_key = [{entry.key: entry for entry in each.entries} for each in (before, after)]
+    assert by_key[0] == by_key[1]
+    for number in (3, 4):
+        found, _ = rows_of(again, number)
+    assert found.rows.token_ids.tolist() == expected.rows.token_ids.tolist()
+    for name, value in whole.weights().items():
+        assert value.equal(again.weights()[name]), name
+    mine, theirs = (each.trainer.stage.memory.in_flight for each in (again, whole))
+    assert mine.stream == theirs.stream
+    assert mine.num_requests == theirs.num_requests
+
+
+class Late:
+    """Delays of the engine and of rewards that nobody may see in what is trained."""
+
+    def __init__(self, world, seed):
+        import random
+        import time
+
+        rng, engine = random.Random(seed), world.strategy.inference_engine
+        generate = engine.generate
+
+        def delayed(*given, **named):
+            time.sleep(rng.choice((0.0, 0.0, 0.02)))
+            return generate(*given, **named)
+
+        engine.generate = delayed
+
+
+def test_delays_change_nothing(build_world):
+    plain = world_of(build_world, reward=Letters())
+    rows = [rows_of(plain, number)[0].rows for number in (1, 2, 3)]
+    for seed in range(3):
+        world = world_of(build_world, reward=Letters())
+        Late(world, seed)
+        for number, expected in enumerate(rows, start=1):
+            found = rows_of(world, number)[0].rows
+            assert found.token_ids.tobytes() == expected.token_ids.tobytes()
+            assert found.rollout_logprobs.tobytes() == expected.rollout_logprobs.tobytes()
+        for name, value in plain.weights().items():
+            assert value.equal(world.weights()[name]), name
+
+
+def test_a_version_off_by_one_is_found(build_world):
+    """By the ledger gate, before anything is trained."""
+    from lightrft.rollout.source import OpenSample
+
+    world = world_of(build_world)
+    rows_of(world, 1)
+    extended = OpenSample.extended
+
+    def wrong(self, part, *, max_tokens):
+        from dataclasses import replace
+
+        later = replace(part, weights_version=part.weights_version - 1)
+        return extended(self, later, max_tokens=max_tokens)
+
+    OpenSample.extended = wrong
+    try:
+        with pytest.raises(LedgerError, match="weights versions differ"):
+            rows_of(world, 2)
+    finally:
+        OpenSample.extended = extended
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"environment": "e.py:E", "apply_chat_template": True}, "environment, tools and agent"),
+        ({"stop": ("x",)}, "stop: a text may begin"),
+        ({"stream_prompts": 2561}, "max_staleness"),
+        ({"stream_prompts": 511}, "stream_prompts must lie between"),
+        ({"max_staleness": 0}, "max_staleness"),
+        ({"stream_chunk": 0}, "stream_chunk"),
+    ],
+)
+def test_what_excludes_streaming_is_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        TrainConfig(**{"stream_chunk": 8, **options})
+
+
+def test_old_logprobs_of_the_engine_save_a_pass_and_change_nothing(build_world):
+    asked = build_world(args={"use_rollout_logprobs": True, "train_batch_size": 16})
+    plain = build_world(args={"train_batch_size": 16}, max_epochs=2)
+    two = build_world(args={"use_rollout_logprobs": True, "train_batch_size": 16}, max_epochs=2)
+    calls = []
+    actor = asked.strategy.unwrap_model(asked.trainer.actor)
+    actor.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    maker = asked.trainer.stage.maker
+    maker.config = maker.config.replaced({"parity_check_steps": -1})
+    batch = asked.trainer.make_experience()
+    assert calls == []
+    mask = batch.rollouts.response_mask
+    assert torch.equal(batch.outputs.old_logprobs[mask], batch.rollouts.rollout_logprobs[mask])
+    for world in (plain, two):
+        world.trainer.make_experience()
+        world.trainer.ppo_train(1)
+    expected = plain.weights()
+    moved = sum(float((v - expected[n]).norm() ** 2) for n, v in two.weights().items()) ** 0.5
+    whole = sum(float(v.norm() ** 2) for v in expected.values()) ** 0.5
+    # The engine's logprobs are the trainer's up to rounding.
+    assert moved < 1e-3 * whole
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"use_fire": True},
+        {"off_policy_correction": "tis"},
+        {"high_entropy_token_ratio": 0.2},
+    ],
+)
+def test_old_logprobs_of_the_engine_need_its_law_and_no_forward_pass(options):
+    with pytest.raises(ConfigError, match="use_rollout_logprobs excludes"):
+        TrainConfig(use_rollout_logprobs=True, **options)
+
+
+def test_keys_and_values_of_older_weights_are_found(build_world):
+    """An engine that goes on with older weights and says that they are the new ones."""
+    from contextlib import contextmanager
+
+    from lightrft.stages.policy.parity import ParityError
+
+    world = world_of(build_world, {"parity_check_steps": 0, "actor_learning_rate": 3e-2})
+    rows_of(world, 1)
+    model = world.strategy.unwrap_model(world.trainer.actor)
+    older = snapshot(world)
+    rows_of(world, 2)
+    engine = world.strategy.inference_engine
+    generate = engine.generate
+
+    @contextmanager
+    def older_weights():
+        newer = snapshot(world)
+        model.load_state_dict(older)
+        try:
+            yield
+        finally:
+            model.load_state_dict(newer)
+
+    def stale(*given, **named):
+        with older_weights():
+            return generate(*given, **named)
+
+    engine.generate = stale
+    with pytest.raises(ParityError):
+        rows_of(world, 3)
