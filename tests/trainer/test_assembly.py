@@ -102,7 +102,7 @@ def test_layers_for_adapters_are_looked_for_before_weights_are_read(tmp_path, ti
 
     write_inputs(tmp_path)
     wrong = options(tmp_path, tiny_model, lora_rank=4, target_modules=("foo",))
-    with pytest.raises(ConfigError, match="no linear layer is called foo; the model has .*q_proj"):
+    with pytest.raises(ConfigError, match=r"no linear layer is called foo; the model has .*q_proj"):
         read_inputs(TrainConfig(**wrong))
 
 

@@ -67,6 +67,10 @@ def test_b12_a_slow_disk_is_no_broken_driver(monkeypatch):
         verdicts = checks.report([slow, driver], lines.append)
     finally:
         is_over.set()
+        # What goes on importing in the background must not outlive the patch.
+        for thread in threading.enumerate():
+            if thread.name == "check:imports":
+                thread.join(30)
     assert verdicts == [Verdict.BAD, Verdict.UNCHECKED]
     assert "use a disk of this machine" in lines[0]
     assert "install the driver" not in "".join(lines)
