@@ -130,10 +130,8 @@ class TokenLayout:
         rows, columns = scored.rows, scored.columns
         stream_index = (is_real.flatten().long().cumsum(0) - 1).view_as(is_real)
         sources = stream_index[rows, columns] - 1
-        own = slice(0, num_all)
+        own = _own_slice(num_all, group)
         if group is not None:
-            size = num_all // num_ranks
-            own = slice(dist.get_rank(group) * size, (dist.get_rank(group) + 1) * size)
             is_own = (sources >= own.start) & (sources < own.stop)
             rows, columns, sources = rows[is_own], columns[is_own], sources[is_own] - own.start
         filling = torch.arange(num_filling, device=token_ids.device)
@@ -305,6 +303,14 @@ class _ScoredTokens:
     columns: Tensor
     lengths: list[int]
     is_right_padded: bool
+
+
+def _own_slice(num_tokens: int, group: ProcessGroup | None) -> slice:
+    """The tokens of a stream that this rank of `group` has."""
+    if group is None:
+        return slice(0, num_tokens)
+    size, rank = num_tokens // dist.get_world_size(group), dist.get_rank(group)
+    return slice(rank * size, (rank + 1) * size)
 
 
 def _scored_tokens(

@@ -191,14 +191,7 @@ class GroupScorer:
             **columns,
         }
         results = self._function.score(texts, responses, labels, offered)
-        if len(results) != len(rollouts):
-            raise RewardError(
-                f"the reward function must return one result per response: got {len(results)} for "
-                f"{len(rollouts)} responses"
-            )
-        for rollout, result in zip(rollouts, results, strict=True):
-            if result is not None:
-                require_finite(rollout, result.reward)
+        _check_results(rollouts, results)
         found = [UNDECIDED if result is None else result for result in results]
         for rollout, values, result in zip(rollouts, given, found, strict=True):
             entry = self._ledger.of(rollout.sample_id)
@@ -215,6 +208,17 @@ class GroupScorer:
             for name, kind in MEDIA_KINDS.items()
             if kind.plural in MEDIA_COLUMNS
         }
+
+
+def _check_results(rollouts: Sequence[Rollout], results: Sequence[RewardResult | None]) -> None:
+    if len(results) != len(rollouts):
+        raise RewardError(
+            f"the reward function must return one result per response: got {len(results)} for "
+            f"{len(rollouts)} responses"
+        )
+    for rollout, result in zip(rollouts, results, strict=True):
+        if result is not None:
+            require_finite(rollout, result.reward)
 
 
 def require_finite(rollout: Rollout, reward: float) -> None:

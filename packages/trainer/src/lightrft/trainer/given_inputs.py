@@ -105,14 +105,20 @@ class _KeptMedia:
             return [self.as_json(each, key) for each in value]
         if isinstance(value, bytes | bytearray | memoryview):
             return self._file(bytes(value))
-        if hasattr(value, "__array__") and not hasattr(value, "save"):
-            numbers = np.asarray(value)
-            if key not in self._images or numbers.ndim not in (2, 3):
-                # Samples of a sound, frames, or no medium at all.
-                return self.as_json([*numbers], key) if numbers.ndim > 3 else numbers.tolist()
-        if hasattr(value, "__array__") or hasattr(value, "save"):
-            return self._file(as_image(value, name=key, folder=Path()).read())
+        if hasattr(value, "save"):
+            return self._image(value, key)
+        if hasattr(value, "__array__"):
+            return self._array(np.asarray(value), key)
         return value
+
+    def _array(self, numbers: np.ndarray, key: str) -> object:
+        if key in self._images and numbers.ndim in (2, 3):
+            return self._image(numbers, key)
+        # Samples of a sound, frames, or no medium at all.
+        return self.as_json([*numbers], key) if numbers.ndim > 3 else numbers.tolist()
+
+    def _image(self, value: object, key: str) -> str:
+        return self._file(as_image(value, name=key, folder=Path()).read())
 
     def _file(self, content: bytes) -> str:
         name = f"{MEDIA_FOLDER}/{hashlib.sha256(content).hexdigest()[:32]}"

@@ -58,13 +58,8 @@ def train(
         DataError: Rows that cannot be used.
         RunStoppedError, RunAlarmError, RewardError, ModelLoadError: See `run_training`.
     """
-    if not isinstance(model, str | Path):
-        raise ConfigError(
-            f"model: expected a folder or a name, got {type(model).__name__}: write it with "
-            "save_pretrained (model and tokenizer) and give that folder"
-        )
     rewards = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
-    given: dict[str, object] = {**options, "pretrain": str(model), "reward_fn": rewards}
+    given: dict[str, object] = {**options, "pretrain": _model_name(model), "reward_fn": rewards}
     given["loggers"] = [item for item in loggers if isinstance(item, str)]
     receivers = [item for item in loggers if not isinstance(item, str)]
     folder = Path(str(given.get("output_dir", TrainConfig.output_dir))) / INPUTS_FOLDER
@@ -85,3 +80,12 @@ def train(
         return run_training(
             config, loggers=receivers, callbacks=callbacks, stop_request=stop_request
         )
+
+
+def _model_name(model: str | Path) -> str:
+    if not isinstance(model, str | Path):
+        raise ConfigError(
+            f"model: expected a folder or a name, got {type(model).__name__}: write it with "
+            "save_pretrained (model and tokenizer) and give that folder"
+        )
+    return str(model)

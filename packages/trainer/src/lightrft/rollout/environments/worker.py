@@ -136,23 +136,26 @@ class HostedEnvironments:
         if make is not None and not inspect.isfunction(reset):
             raise ReportedError(_not_a_class(f"{name or 'environment'}: class {cls.__name__}"))
         own = cls if issubclass(cls, Adapted) else None
-        methods = {n: getattr(instance, n) for n in tool_names(cls)}
-        twice = sorted(set(methods) & set(self._tools))
-        if twice:
-            raise ReportedError(f"tools must differ: {twice[0]!r} is a method and a function")
-        if own is not None and own.answers_turns and self._tools:
-            raise ReportedError(f"{own.__name__} answers whole turns: it takes no tools beside it")
-        shown = self._tools if own is not None else {**methods, **self._tools}
-        schemas = [] if own is None else own.schemas()
         return {
             "name": None if make is None else cls.__name__,
-            "schemas": [*schemas, *(_schema(n, tool) for n, tool in shown.items())],
+            "schemas": self._schemas(instance, own),
             "has_reward": hasattr(cls, "get_reward")
             or (self._takes_attribute and _keeps_reward(cls)),
             "takes": _takes(reset) if own is None else own.takes,
             "answers_turns": own is not None and own.answers_turns,
             "stateless": sorted(self._tools),
         }
+
+    def _schemas(self, instance: object, own: type[Adapted] | None) -> list[object]:
+        methods = {name: getattr(instance, name) for name in tool_names(type(instance))}
+        twice = sorted(set(methods) & set(self._tools))
+        if twice:
+            raise ReportedError(f"tools must differ: {twice[0]!r} is a method and a function")
+        if own is None:
+            return [_schema(name, tool) for name, tool in {**methods, **self._tools}.items()]
+        if own.answers_turns and self._tools:
+            raise ReportedError(f"{own.__name__} answers whole turns: it takes no tools beside it")
+        return [*own.schemas(), *(_schema(name, tool) for name, tool in self._tools.items())]
 
     def __call__(self, request: object) -> object:
         """One operation on one episode, with the global generators at what its `draws` say."""

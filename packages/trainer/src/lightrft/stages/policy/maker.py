@@ -329,15 +329,7 @@ class ExperienceMaker:
             RewardError: The reward decided no sample of several steps in a row.
         """
         versions = self._note_versions(step, memory)
-        if self.remote is None:
-            samples, in_flight, num_sampled_tokens = self._sample(prompts, step, memory)
-        else:
-            # What is in flight, and how much was sampled, is known when the step is trained.
-            samples, in_flight, num_sampled_tokens = (
-                self.remote.draw(step, memory.in_flight),
-                InFlight(),
-                0,
-            )
+        samples, in_flight, num_sampled_tokens = self._sample(prompts, step, memory)
         if versions is not None:
             versions.check(step.number, samples.table)
         if samples.is_undecided and memory.num_undecided + 1 == MAX_FAILURES_IN_A_ROW:
@@ -395,6 +387,9 @@ class ExperienceMaker:
         With `rollout_lag` K step t + K is sampled before step t is trained on, and the first K + 1
         steps are sampled before the first. The third result is the number of sampled tokens.
         """
+        if self.remote is not None:
+            # What is in flight, and how much was sampled, is known when the step is trained.
+            return self.remote.draw(step, memory.in_flight), InFlight(), 0
         session, before = self.strategy.session, memory.in_flight
         session.take_work()  # of an evaluation
         first = step.number + len(before.held)

@@ -1,4 +1,4 @@
-"""What a step rests on beside its options: rows of the data, first weights, parts of rewards."""
+"""Sources of a step beside its options: rows of the data, first weights, parts of rewards."""
 
 from __future__ import annotations
 
@@ -66,14 +66,8 @@ def _count_rows(run: Path, config: TrainConfig) -> tuple[int, int] | None:
         path.suffix not in LINES or not path.is_file() for path in paths
     ):
         return None
-    try:
-        inputs = read_object(run / RUN_FILE).get("inputs")
-    except FileError:
-        inputs = {}
-    for path in paths:
-        seen = inputs.get(str(path)) if isinstance(inputs, dict) else None
-        if isinstance(seen, dict) and seen.get("sha256") != file_sha256(path):
-            return None
+    if not _is_unchanged(run, paths):
+        return None
     lines = [
         line
         for path in paths
@@ -84,6 +78,19 @@ def _count_rows(run: Path, config: TrainConfig) -> tuple[int, int] | None:
     is_plain = not any(changed) and not config.has_episodes
     num_short = sum(_is_short(line, config) for line in lines) if is_plain else 0
     return min(num_short, config.max_samples), min(len(lines), config.max_samples)
+
+
+def _is_unchanged(run: Path, paths: Sequence[Path]) -> bool:
+    """No file has another hash than the run noted for it."""
+    try:
+        inputs = read_object(run / RUN_FILE).get("inputs")
+    except FileError:
+        return True
+    noted = inputs if isinstance(inputs, dict) else {}
+    seen = [(path, noted.get(str(path))) for path in paths]
+    return all(
+        not isinstance(each, dict) or each.get("sha256") == file_sha256(path) for path, each in seen
+    )
 
 
 def _is_short(line: str, config: TrainConfig) -> bool:
@@ -171,26 +178,31 @@ def _check_first_weights(step: Step) -> None:
     config, facts = step.config, step.record.facts
     for model, state in step.states.items():
         name = f"first weights of the {model}"
-        path = Path(str(config.pretrain))
-        if model == "critic" and isinstance(config.critic_pretrain, str):
-            path = Path(config.critic_pretrain)
+        own = config.critic_pretrain if model == "critic" else None
+        path = Path(own if isinstance(own, str) else str(config.pretrain))
         is_frozen = model == "actor" and facts.step <= config.freezing_actor_steps + 1
         trained = set() if facts.step == 1 or is_frozen else set(step.trained_names(model))
         weights = {n: v for n, v in named(state, "weight", "master").items() if n not in trained}
         if not weights or sees_media(step.record.folder / "before" / model):
             continue
-        if trained:  # of adapters, which move what is frozen only in effect
-            merged = {n.replace(".base_layer", ""): v for n, v in weights.items()}
-        elif step.policy is None or model != "actor":
-            merged = dict(weights)
-        else:
-            merged = step.policy.merged(weights)
+        merged = _as_in_the_model(step, model, weights, with_adapters=not trained)
         try:
             first = frozen_state(path, POLICY if model == "actor" else TRUNK)
         except RecordError:
             step.found.skip(name, f"no model in {path}")
             continue
         _compare(step.found, name, merged, first, CAST[facts.compute_dtype])
+
+
+def _as_in_the_model(
+    step: Step, model: str, weights: Mapping[str, Tensor], *, with_adapters: bool
+) -> Mapping[str, Tensor]:
+    """Weights by their names in the model's files; adapters move what is frozen only in effect."""
+    if not with_adapters:
+        return {name.replace(".base_layer", ""): value for name, value in weights.items()}
+    if step.policy is None or model != "actor":
+        return weights
+    return step.policy.merged(weights)
 
 
 def _compare(

@@ -36,7 +36,11 @@ LIBRARY_SECONDS = 120.0
 
 
 def machine_checks() -> list[Check]:
-    """All of them, the cheapest first."""
+    """All of them, in the order of the report."""
+    return [*_package_checks(), *_device_checks(), *_host_checks()]
+
+
+def _package_checks() -> list[Check]:
     return [
         Check("Python", ">= 3.11, < 3.14", "uv python install 3.11", check_python),
         *map(version_check, VERSIONS),
@@ -48,6 +52,11 @@ def machine_checks() -> list[Check]:
             deadline_seconds=LIBRARY_SECONDS,
         ),
         *map(import_check, ("vllm", "sglang")),
+    ]
+
+
+def _device_checks() -> list[Check]:
+    return [
         Check(
             "GPU",
             "torch sees every device of /dev",
@@ -68,6 +77,11 @@ def machine_checks() -> list[Check]:
             "install a compiler (and nvcc) and build lightrft-kernels; torch serves until then",
             check_kernels,
         ),
+    ]
+
+
+def _host_checks() -> list[Check]:
+    return [
         Check(
             "gloo address",
             "other processes reach the address that gloo listens on",
