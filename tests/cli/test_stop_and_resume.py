@@ -29,6 +29,8 @@ FOLDER = Path(__file__).parent
 
 
 def score(responses):
+    if len(responses) == 4:  # rows on which functions are tried before a model is built
+        return [0.0] * 4
     calls = FOLDER / f"calls_{len(list(FOLDER.glob('calls_*')))}"
     calls.touch()
     pause = FOLDER / "pause_at"

@@ -500,6 +500,7 @@ ENDS = {
     "row_recorder",
     "trajectories",
     "samples",
+    "version_checks",
 }
 
 

@@ -251,11 +251,13 @@ def test_without_a_correction_it_must_be_said(build_world, capsys):
 
 def test_rows_that_no_checkpoint_can_keep_are_refused_at_the_start(tmp_path, capsys, monkeypatch):
     table = {"input": ["say a", "say b"], "day": [date(2026, 1, 1), date(2026, 1, 2)]}
+    table["label"] = ["#### 1", "#### 2"]
     parquet.write_table(pyarrow.table(table), tmp_path / "rows.parquet")
     write_tiny_model(tmp_path / "model", "tiny-qwen3")
     monkeypatch.chdir(tmp_path)
     argv = ["train", "--pretrain", "model", "--prompt_data", "rows.parquet", "--fsdp"]
-    argv += ["--reward_fn", "gsm8k", "--rollout_batch_size", "2", "--train_batch_size", "4"]
+    argv += ["--reward_fn", "gsm8k", "--label_key", "label"]
+    argv += ["--rollout_batch_size", "2", "--train_batch_size", "4"]
     argv += ["--n_samples_per_prompt", "2", "--generate_max_len", "2", "--max_steps", "1"]
     capsys.readouterr()
     assert main([*argv, "--output_dir", "run", "--rollout_lag", "1"]) == 4

@@ -212,11 +212,14 @@ def record_step(
         with torch.no_grad():
             for layer in actor.modules():
                 if isinstance(layer, LoraLayer):
-                    # Adapters that act, and that the frozen weight makes up for: training begins
-                    # with the model of the options.
+                    # Adapters that act, in pairs that cancel each other: training begins with the
+                    # model of the options.
                     first, second = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+                    half = config.lora_rank // 2
                     second.normal_(std=0.1)
-                    layer.base_layer.weight -= layer.scaling["default"] * second @ first
+                    first[half : 2 * half] = first[:half]
+                    second[:, half:] = 0.0
+                    second[:, half : 2 * half] = -second[:, :half]
     critic = fresh(model_path, Critic) if needs_critic else None
     if critic is not None:
         torch.manual_seed(2)

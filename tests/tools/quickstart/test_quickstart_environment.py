@@ -171,7 +171,7 @@ def test_a_short_run_holds_conversations(tmp_path, capsys):
     assert main(["quickstart", *argv]) == 0
     shown = capsys.readouterr().out
     assert "calculator" in shown.splitlines()[0]
-    assert "step   2/2  reward" in shown
+    assert "step 2/2  reward" in shown
     assert f"edit {folder / 'reward.py'} or {folder / 'environment.py'}" in shown
     assert "  model     " in shown
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -116,7 +116,7 @@ def test_a_short_run_shows_its_pictures(tmp_path, capsys):
     assert main(["quickstart", *argv]) == 0
     shown = capsys.readouterr().out
     assert "colour-blind" in shown.splitlines()[0]
-    assert "step   2/2  reward" in shown
+    assert "step 2/2  reward" in shown
     rows = (folder / "data" / "train.jsonl").read_text().splitlines()
     assert json.loads(rows[3])["images"] == ["pictures/train-3.png"]
     assert len(list((folder / "data" / "pictures").iterdir())) == len(rows) + 8
