@@ -14,7 +14,8 @@ from lightrft.engines.ledger import Ledger
 from lightrft.engines.types import Completion, SamplingParams
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.source import NOTHING_OPEN, SampleRequests, SourceParts
-from lightrft.rollout.streaming import GroupFacts, StreamSource, groups_to_train
+from lightrft.rollout.stream_order import GroupFacts, groups_to_train
+from lightrft.rollout.streaming import StreamSource
 
 LIMIT, SIZE = 30, 2
 

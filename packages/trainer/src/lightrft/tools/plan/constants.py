@@ -63,6 +63,9 @@ CONSTANTS = {
         compare="400 Gb/s is a ConnectX-7 for each GPU, as in DGX H100; DGX A100 has half",
     ),
     "collective_seconds": Constant(30e-6, "s a collective waits for each doubling of ranks"),
+    "length_variance_of_prompts": Constant(
+        0.6, "share of the variance of log lengths that lies between prompts, with --length_sigma"
+    ),
     "overlap": Constant(0.8, "share of FSDP2's transfers hidden behind computation"),
 }
 

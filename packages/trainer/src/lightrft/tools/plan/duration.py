@@ -141,8 +141,9 @@ def stream_advice(setup: Setup, gpu: Gpu) -> str:
     text = f"waiting for the longest responses: {share:.0%} of the step"
     if share <= 1 / 3 or config.stream_chunk is not None or config.has_episodes:
         return text
-    chunk = math.ceil(setup.mean_length_share * config.generate_max_len)
-    return f"{text}; --stream_chunk {chunk} does not wait"
+    # With less, the longest responses reach their bound of age and are waited for.
+    chunk = math.ceil(max(setup.mean_tokens, config.max_response_tokens / config.max_staleness))
+    return f"{text}; --stream_chunk {chunk} does not wait (--length_sigma compares the forms)"
 
 
 def _rows_at_once(setup: Setup, gpu: Gpu) -> tuple[float, float]:
@@ -153,23 +154,47 @@ def _rows_at_once(setup: Setup, gpu: Gpu) -> tuple[float, float]:
     return at_once, rows / at_once
 
 
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Seconds of an engine's work.
+
+    Args:
+        weight_seconds: Of reading the weights once.
+        token_seconds: Of reading keys and values of one token.
+        row_seconds: Of computing one row's next token.
+        prefill_seconds: Of computing one token of a prompt.
+    """
+
+    weight_seconds: float
+    token_seconds: float
+    row_seconds: float
+    prefill_seconds: float
+
+    def step(self, rows: float, tokens: float) -> float:
+        """Of a decoding step of rows that have so many tokens together."""
+        read = self.weight_seconds + tokens * self.token_seconds
+        return max(read, rows * self.row_seconds) + constant("decode_step_seconds")
+
+
+def decoding(setup: Setup, gpu: Gpu) -> Decoding:
+    """Seconds of the engine of `engine_tp_size` devices."""
+    tp, active = setup.config.engine_tp_size, _active_parameters(setup)
+    bandwidth = gpu.memory_gb_per_second * GB * constant("decode_bandwidth_share") * tp
+    compute = 2 * active / (gpu.tflops * TERA * constant("score_efficiency") * tp)
+    weights = _read_weights(setup, setup.samples_per_rank * tp)
+    return Decoding(weights / bandwidth, setup.cache_bytes / bandwidth, compute, compute)
+
+
 def _rollout(setup: Setup, gpu: Gpu) -> float:
     """Decoding until the longest response of the rank is done; weights are read at each step."""
-    config, tp = setup.config, setup.config.engine_tp_size
-    active = _active_parameters(setup)
-    row, row_tokens = setup.cache_bytes, setup.mean_row_tokens
-    weights = _read_weights(setup, setup.samples_per_rank * tp)
+    config, cost = setup.config, decoding(setup, gpu)
     at_once, waves = _rows_at_once(setup, gpu)
-    mean = setup.mean_tokens
-    bandwidth = gpu.memory_gb_per_second * GB * constant("decode_bandwidth_share") * tp
-    read = (weights + at_once * row * row_tokens) / bandwidth
-    compute = 2 * active * at_once / (gpu.tflops * TERA * constant("score_efficiency") * tp)
-    step = max(read, compute) + constant("decode_step_seconds")
     # The last wave lasts as long as its longest response.
-    steps = max(0.0, waves - 1) * mean + config.max_response_tokens
-    prefill = 2 * active * setup.samples_per_rank * config.prompt_max_len
-    once = config.n_samples_per_prompt  # prompts of a group share their prefix
-    return steps * step + prefill / once / (gpu.tflops * TERA * constant("score_efficiency"))
+    steps = max(0.0, waves - 1) * setup.mean_tokens + config.max_response_tokens
+    # Prompts of a group share their prefix.
+    rows = setup.samples_per_rank * config.engine_tp_size / config.n_samples_per_prompt
+    prefill = cost.prefill_seconds * rows * config.prompt_max_len
+    return steps * cost.step(at_once, at_once * setup.mean_row_tokens) + prefill
 
 
 def _active_parameters(setup: Setup) -> float:

@@ -46,8 +46,12 @@ class EngineRoom:
     @property
     def rows(self) -> float:
         """Average rows that the cache holds; at most those of a step."""
-        left = (self.share_bytes - self.fixed_bytes) / (self.token_bytes * self.mean_tokens)
-        return max(0.0, min(left, self.num_rows))
+        return max(0.0, min(self.cache_tokens / self.mean_tokens, self.num_rows))
+
+    @property
+    def cache_tokens(self) -> float:
+        """Tokens for whose keys and values there is room."""
+        return (self.share_bytes - self.fixed_bytes) / self.token_bytes
 
     @property
     def useful_rows(self) -> int:

@@ -494,7 +494,7 @@ def _engine(setup: Setup) -> Iterator[Term]:
         yield Term(f"engine: keys and values of {room.rows:.0f} rows", rest)
         return
     yield from _engine_weights(setup)
-    tokens = setup.samples_per_rank * setup.row_tokens
+    tokens = setup.samples_in_flight * setup.row_tokens
     yield Term("engine: keys and values", tokens * setup.cache_bytes)
 
 

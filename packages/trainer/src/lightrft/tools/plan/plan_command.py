@@ -19,6 +19,8 @@ from lightrft.tools.plan.duration import (
     stream_advice,
     where_it_stops_paying,
 )
+from lightrft.tools.plan.form_report import compare_forms, form_table, recorded_lengths
+from lightrft.tools.plan.forms import Lengths
 from lightrft.tools.plan.memory import gigabytes, memory_table, plan_memory, summary
 from lightrft.tools.plan.setup import PLANNED, SHAPES, Setup, read_model_size
 
@@ -54,6 +56,10 @@ def run(argv: Sequence[str]) -> int:
     stage = min(stages, default="policy")
     if stage == "divergence" and not config.teacher_places:
         problems.append("--teacher is missing: its weights are held, too")
+    if stage != "policy" and (parsed.length_sigma or parsed.lengths_of):
+        problems.append(f"--length_sigma and --lengths_of are of rollouts: {stage} has none")
+    if parsed.length_sigma and parsed.lengths_of:
+        problems.append("--length_sigma and --lengths_of exclude each other")
     refuse(problems, ConfigError)
     gpu = find_gpu(parsed.gpu)
     setup = Setup(
@@ -71,7 +77,8 @@ def run(argv: Sequence[str]) -> int:
         rows_per_item=PLANNED[stage],
         mean_length_share=parsed.mean_length_share,
     )
-    text, fits = full_report(setup, gpu)
+    lengths = _lengths(setup, parsed.length_sigma, parsed.lengths_of)
+    text, fits = full_report(setup, gpu, lengths)
     print(text)
     return ExitCode.OK if fits else ExitCode.OUT_OF_MEMORY
 
@@ -106,6 +113,20 @@ def build_parser() -> Parser:
         f"{MEAN_LENGTH_SHARE} [assumed].",
     )
     parser.add_argument(
+        "--length_sigma",
+        type=_above_0,
+        default=0.0,
+        metavar="X",
+        help="Compare the forms of a step, for responses whose lengths are lognormal: the standard "
+        "deviation of their logarithms, 0.6 to 1.2 for reasoning. Unset compares nothing.",
+    )
+    parser.add_argument(
+        "--lengths_of",
+        default="",
+        metavar="RUN",
+        help="Compare them for the lengths that a run with --save_rollouts has recorded.",
+    )
+    parser.add_argument(
         "--gpu", default="h100-80g", metavar="NAME", help="One of: " + ", ".join(GPUS) + "."
     )
     parser.add_argument(
@@ -119,6 +140,26 @@ def build_parser() -> Parser:
     names = {name for command in ("train", *SFT) for name in available_options(command)}
     add_options(parser, [name for name in options_of(TrainConfig) if name in names])
     return parser
+
+
+def _lengths(setup: Setup, sigma: float, run: str) -> Lengths | None:
+    """Of responses, where they are given."""
+    longest = setup.config.max_response_tokens
+    if run:
+        return recorded_lengths(Path(run), longest)
+    group_size = setup.config.n_samples_per_prompt
+    return Lengths.lognormal(sigma, setup.mean_tokens, longest, group_size) if sigma else None
+
+
+def _above_0(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0: got {text!r}")
+    return value
 
 
 def _share(text: str) -> float:
@@ -135,8 +176,13 @@ def _share(text: str) -> float:
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
-def full_report(setup: Setup, gpu: Gpu) -> tuple[str, bool]:
-    """The whole text of `lightrft plan`, and whether some settings fit."""
+def full_report(setup: Setup, gpu: Gpu, lengths: Lengths | None) -> tuple[str, bool]:
+    """The whole text of `lightrft plan`, and whether some settings fit.
+
+    Args:
+        setup, gpu: Of the run.
+        lengths: Of its responses, for which the forms of a step are compared; None compares none.
+    """
     plan = plan_memory(setup)
     lines = [
         f"{setup.actor_size.parameters / GB:.2f}e9 parameters, {setup.world_size} ranks, "
@@ -171,6 +217,7 @@ def full_report(setup: Setup, gpu: Gpu) -> tuple[str, bool]:
         time_table(rows),
         where_it_stops_paying(setup, rows),
         stream_advice(setup, gpu),
+        *([] if lengths is None else ["", form_table(compare_forms(setup, gpu, lengths), lengths)]),
         f"Constants: {sum(c.is_measured for c in CONSTANTS.values())} of {len(CONSTANTS)} are "
         "measured; the others are assumptions (docs/scaling.md).",
         f"GPU: NVIDIA {gpu.source}.",

@@ -436,3 +436,12 @@ class Setup:
         """Samples of a step on one rank."""
         total = self.config.rollout_batch_size * self.config.n_samples_per_prompt
         return -(-total // self.world_size)
+
+    @property
+    def samples_in_flight(self) -> int:
+        """Samples that the engine of one rank may have at a time."""
+        config = self.config
+        if config.stream_chunk is None:
+            return self.samples_per_rank
+        total = config.num_prompts_in_flight * config.n_samples_per_prompt
+        return -(-total // self.world_size)
