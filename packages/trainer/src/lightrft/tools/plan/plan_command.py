@@ -56,10 +56,7 @@ def run(argv: Sequence[str]) -> int:
     stage = min(stages, default="policy")
     if stage == "divergence" and not config.teacher_places:
         problems.append("--teacher is missing: its weights are held, too")
-    if stage != "policy" and (parsed.length_sigma or parsed.lengths_of):
-        problems.append(f"--length_sigma and --lengths_of are of rollouts: {stage} has none")
-    if parsed.length_sigma and parsed.lengths_of:
-        problems.append("--length_sigma and --lengths_of exclude each other")
+    problems += _length_problems(stage, parsed.length_sigma, parsed.lengths_of)
     refuse(problems, ConfigError)
     gpu = find_gpu(parsed.gpu)
     setup = Setup(
@@ -140,6 +137,12 @@ def build_parser() -> Parser:
     names = {name for command in ("train", *SFT) for name in available_options(command)}
     add_options(parser, [name for name in options_of(TrainConfig) if name in names])
     return parser
+
+
+def _length_problems(stage: str, sigma: float, run: str) -> list[str]:
+    if stage != "policy" and (sigma or run):
+        return [f"--length_sigma and --lengths_of are of rollouts: {stage} has none"]
+    return ["--length_sigma and --lengths_of exclude each other"] if sigma and run else []
 
 
 def _lengths(setup: Setup, sigma: float, run: str) -> Lengths | None:
