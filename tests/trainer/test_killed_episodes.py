@@ -70,8 +70,9 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
 
 
-def settings(folder, name):
+def settings(folder, name, lag=0):
     return {
+        "rollout_lag": lag,
         "pretrain": str(folder / "model"),
         "prompt_data": str(folder / "train.jsonl"),
         "fsdp": True,
@@ -193,9 +194,9 @@ def kill_inside(options, world_size, lengths, dice, share, first=0.0):
     return f"step {step}, event {wanted}, {len(chosen)} killed" if is_counted else None
 
 
-def killed_run(folder, world_size, expected, lengths, num_kills, dice):
+def killed_run(options, world_size, expected, lengths, num_kills, dice):
     """Kills one run again and again inside episodes, lets it end, and compares."""
-    options, done, tries = settings(folder, f"killed_{world_size}"), [], 0
+    done, tries = [], 0
     shutil.rmtree(options["output_dir"], ignore_errors=True)
     while len(done) < num_kills:
         tries += 1
@@ -215,24 +216,29 @@ def killed_run(folder, world_size, expected, lengths, num_kills, dice):
 
 
 def run_all(rank, world_size, folder, num_runs, chain, seed):
-    """Kills every run `chain` times."""
+    """Kills every run `chain` times; two of four have episodes in flight between steps."""
     kills.become_launcher()
     folder, dice, num_kills = Path(folder), random.Random(seed), 0
     write_inputs(folder)
     let_random_models_call()
     whole = {}
     for number in range(num_runs):
-        size = 1 + number % 2
-        if size not in whole:
-            options = settings(folder, f"whole_{size}")
+        size, lag = form = 1 + number % 2, int(number % 4 in (0, 3))
+        if form not in whole:
+            options = settings(folder, f"whole_{size}_{lag}", lag)
             kills.finish(options, size)
             kills.import_modules(Path(f"{options['output_dir']}.modules"))
             lengths = [len(journal_of(options, step, 0)) for step in range(1, NUM_STEPS + 1)]
-            whole[size] = result(options, size), lengths
+            whole[form] = result(options, size), lengths
             assert all("answer" in events(options, s, 0) for s in range(1, NUM_STEPS + 1))
-        done = killed_run(folder, size, *whole[size], num_kills=chain, dice=dice)
+        options = settings(folder, f"killed_{size}_{lag}", lag)
+        done = killed_run(options, size, *whole[form], num_kills=chain, dice=dice)
         num_kills += len(done)
-        print(f"{num_kills} kills, last of {size} ranks after {done}", file=sys.stderr, flush=True)
+        print(
+            f"{num_kills} kills, last of {size} ranks, lag {lag}, after {done}",
+            file=sys.stderr,
+            flush=True,
+        )
     return num_kills
 
 
@@ -240,8 +246,8 @@ def run_all(rank, world_size, folder, num_runs, chain, seed):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("num_runs", "chain"),
-    [(2, 3), pytest.param(10, 5, marks=pytest.mark.slow)],
-    ids=["6 kills", "50 kills"],
+    [(2, 3), pytest.param(12, 4, marks=pytest.mark.slow)],
+    ids=["6 kills", "48 kills"],
 )
 def test_a_run_killed_inside_episodes_ends_as_one_that_nobody_killed(tmp_path, num_runs, chain):
     kills.kill_in_a_process(run_all, tmp_path, num_runs, chain)

@@ -232,6 +232,19 @@ def test_a_fault_of_what_was_kept_is_found_before_it_is_trained(build_world, fau
         step(world)
 
 
+def test_a_row_is_scored_by_an_engine_that_had_nothing_to_sample(build_world):
+    """As in a run that goes on where the journal has all episodes of a step."""
+    from lightrft.rollout.version_checks import check_fresh_row
+
+    world = build_world(rollout_lag=1, num_prompts=16)
+    world.trainer.make_experience()
+    (kept,) = world.trainer.pending[1].in_flight.held
+    session = world.strategy.session
+    session.sleep(level=1)
+    check_fresh_row(kept, world.trainer.stage.maker.sampler._parts)
+    assert session.status.name == "WAKEUP"
+
+
 def test_without_a_correction_it_must_be_said(build_world, capsys):
     assert TrainConfig(rollout_lag=1).correction == "tis"
     assert TrainConfig(rollout_lag=1, off_policy_correction="none").correction is None

@@ -149,6 +149,39 @@ def test_a_run_continues_with_what_was_open(build_world, tmp_path, case):
     assert mine.num_requests == theirs.num_requests
 
 
+@pytest.mark.parametrize("args", [{}, {"rollout_lag": 1}, {"stream_prompts": 10}])
+def test_the_lengths_trained_in_a_run_are_those_sampled_in_it(build_world, monkeypatch, args):
+    """As a multiset: no group is left out at the end, where those that are open are long."""
+    from collections import Counter
+
+    from lightrft.stages.policy.maker import ExperienceMaker
+
+    world = world_of(build_world, {**args, "num_episodes": 2, "max_steps": 6})
+    engine, make = world.strategy.inference_engine, ExperienceMaker.make
+    sampled, trained, generate = Counter(), [], engine.generate
+
+    def counting(requests, params, **named):
+        found = generate(requests, params, **named)
+        for part in found:
+            sampled[part.request_id] += len(part.output_token_ids)
+        return found
+
+    def noting(*given):
+        batch = make(*given)
+        trained.extend(batch.experience.rows.response_lengths.tolist())
+        return batch
+
+    engine.generate = counting
+    monkeypatch.setattr(ExperienceMaker, "make", noting)
+    assert world.trainer.fit().num_steps == 6
+    assert len(trained) == 6 * 16
+    assert sorted(trained) == sorted(sampled.values())
+    assert len(set(trained)) > 4
+    left = world.trainer.stage.memory.in_flight
+    assert (left.stream.groups, left.stream.num_groups, left.held) == ((), 0, ())
+    assert left.num_requests == 6 * 4
+
+
 class Late:
     """Delays of the engine and of rewards that nobody may see in what is trained."""
 

@@ -163,6 +163,7 @@ class RolloutSampler:
         timer: StepTimer,
         next_prompts: Callable[[], Sequence[Prompt]] | None = None,
         stream: StreamState = NOTHING_OPEN,
+        most_groups: int | None = None,
         step: int | None = None,
     ) -> Samples:
         """All samples of one step; collective.
@@ -174,12 +175,15 @@ class RolloutSampler:
             next_prompts: This rank's part of further prompts, for dynamic sampling and streaming
                 rollouts; None if there are none.
             stream: State that the round before left to the source.
+            most_groups: See `SampleRequests`.
             step: Of the run, for the journal of environments; None writes none.
         """
         engine, context = self._parts.session.engine, self._parts.context
         if engine is not None:
             engine.ledger.take()  # of a step that was given up
         num_prompts = len(prompts) * context.world_size
+        if most_groups is not None:
+            num_prompts = self._parts.config.rollout_batch_size
         samples = self._source.sample(
             SampleRequests(
                 prompts,
@@ -189,6 +193,7 @@ class RolloutSampler:
                 first_request_id,
                 next_prompts=next_prompts,
                 stream=stream,
+                most_groups=most_groups,
                 step=step,
                 timer=timer,
             )

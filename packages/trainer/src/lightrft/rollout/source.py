@@ -121,12 +121,14 @@ class StreamState:
         num_calls: Calls of the engine so far; each has random numbers of its own.
         num_rounds: So far.
         entries: Of the engine's ledger, on these groups.
+        num_groups: Of all ranks.
     """
 
     groups: tuple[OpenGroup, ...] = ()
     num_calls: int = 0
     num_rounds: int = 0
     entries: tuple[LedgerEntry, ...] = ()
+    num_groups: int = 0
 
     def with_entries(self, entries: Iterable[LedgerEntry]) -> StreamState:
         """The same with those entries that belong to its groups."""
@@ -194,6 +196,8 @@ class SampleRequests:
         is_recorded: The engine writes the samples into its ledger: they are trained on.
         next_prompts: This rank's part of a further batch of prompts; None if there are none.
         stream: State of the source: responses that the round before left unfinished.
+        most_groups: Groups that this step and those to come train on: no more are begun, and there
+            may be no prompts; None is not known.
         step, batch: Of the run and within the step, for the journal; step None writes none.
         timer: Measures the step.
         ledger: Receives what is asked, answered and scored.
@@ -208,6 +212,7 @@ class SampleRequests:
     is_recorded: bool = True
     next_prompts: Callable[[], Sequence[Prompt]] | None = None
     stream: StreamState = NOTHING_OPEN
+    most_groups: int | None = None
     step: int | None = None
     batch: int = 0
     timer: StepTimer = field(default_factory=StepTimer)

@@ -59,6 +59,7 @@ class StreamSource:
         samples = self._scored(asked, [places[group.request_id] for group in asked], requests)
         left = tuple(group for group in flight.own if group.request_id not in places)
         state = StreamState(left, flight.num_calls, flight.round_number)
+        state = replace(state, num_groups=len(flight.facts) - len(order))
         if samples.evidence is not None:
             state = state.with_entries(samples.evidence.entries.values())
         still_open = [each for each in flight.begun() if each.request_id not in places]
@@ -118,12 +119,15 @@ class _Flight:
         wanted, prompts = self._parts.config.num_prompts_in_flight, requests.prompts
         num_new = 0
         while True:
-            for prompt, i in zip(prompts, requests.request_ids, strict=True):
-                empty = (OpenSample(),) * params.n
-                self.own.append(OpenGroup(i + num_new, prompt, empty, params.logprobs_mode))
-            num_new += requests.num_prompts
+            if prompts:  # on all ranks or on none
+                for prompt, i in zip(prompts, requests.request_ids, strict=True):
+                    empty = (OpenSample(),) * params.n
+                    self.own.append(OpenGroup(i + num_new, prompt, empty, params.logprobs_mode))
+                num_new += requests.num_prompts
             self._tell()
-            if requests.next_prompts is None or len(self.facts) >= wanted:
+            num_then = len(self.facts) + requests.num_prompts
+            is_last = requests.most_groups is not None and num_then > requests.most_groups
+            if is_last or requests.next_prompts is None or len(self.facts) >= wanted:
                 break
             prompts = requests.next_prompts()
         if len(self.facts) < requests.num_prompts:

@@ -84,6 +84,7 @@ def check_fresh_row(samples: Samples, parts: SourceParts) -> None:
     is_cut = config.top_p < 1 or config.top_k != -1
     if engine is None or not engine.computes_model or is_cut or config.temperature != 1.0:
         return
+    parts.session.wake_up()  # it sleeps where all episodes of a step were read from their journal
     own = _short_row(samples, engine.weights_version)
     chosen = own
     if parts.session.shares_engine:

@@ -217,8 +217,12 @@ def sample_ahead(
     next_prompts: Callable[[], Sequence[Prompt]] | None,
     timer: StepTimer,
     config: TrainConfig,
+    num_planned: int,
 ) -> tuple[InFlight, list[Samples]]:
     """The rows in flight with those of some further steps, and the new ones; collective.
+
+    Streaming rollouts begin no group that no step would train on: those that were open at the end
+    would be the long ones. With dynamic sampling it is not known how many there are to come.
 
     Args:
         sampler: Generates and scores.
@@ -228,10 +232,15 @@ def sample_ahead(
         next_prompts: Gives further ones, for dynamic sampling and streaming rollouts, or None.
         timer: Measures it.
         config: Of the run.
+        num_planned: Steps of the whole run; 0 is unknown.
     """
-    drawn = list[Samples]()
+    drawn, size = list[Samples](), config.rollout_batch_size
+    is_known = bool(config.stream_chunk and num_planned) and not config.dynamic_sampling
     for number in steps:
-        prompts = draw()
+        most = (num_planned - number + 1) * size if is_known else None
+        num_open = flight.stream.num_groups
+        has_all = most is not None and num_open >= size and num_open + size > most
+        prompts = () if has_all else draw()
         check_lengths(prompts, config.prompt_max_len)
         samples = sampler.collect(
             prompts,
@@ -239,6 +248,7 @@ def sample_ahead(
             timer=timer,
             next_prompts=next_prompts,
             stream=flight.stream,
+            most_groups=most,
             step=number,
         )
         drawn.append(replace(samples, stream=NOTHING_OPEN))
@@ -402,6 +412,7 @@ class ExperienceMaker:
             next_prompts=self._next_prompts(step),
             timer=step.timer,
             config=self.config,
+            num_planned=step.num_planned if prompts is None else 0,
         )
         work = session.take_work()
         idle = step.timer.seconds.get("rollout", 0.0) - work.busy_seconds

@@ -74,6 +74,7 @@ class Generator:
     # By number of completed steps: a step that is given up leaves the rows of the one before.
     _flights: dict[int, InFlight] = field(default_factory=dict)
     _data: BatchStream[Prompt] | None = None
+    _num_planned: int = 0
     _report: DrawnReport | None = None
 
     def handlers(self) -> dict[str, Callable[..., None]]:
@@ -119,7 +120,7 @@ class Generator:
         )
 
     def _begin(self, num_steps: int, start: Start) -> None:
-        context = self.strategy.context
+        context, self._num_planned = self.strategy.context, start.num_planned
         self._flights[num_steps] = from_parts(
             start.parts, start.num_requests, rank=context.rank, world_size=context.world_size
         )
@@ -149,6 +150,7 @@ class Generator:
             next_prompts=draw,
             timer=timer,
             config=self.config,
+            num_planned=self._num_planned,
         )
 
     def _give(self, number: int, samples: Samples) -> None:

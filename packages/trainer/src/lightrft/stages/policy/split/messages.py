@@ -17,12 +17,14 @@ class Start:
         parts: The rows in flight, see `rollout.in_flight.to_bytes`.
         num_requests: Prompts asked for so far.
         episode, num_consumed: Position in the prompts, see `BatchStream`.
+        num_planned: Steps of the whole run; 0 is unknown.
     """
 
     parts: Sequence[bytes]
     num_requests: int
     episode: int
     num_consumed: int
+    num_planned: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,9 @@ class RemoteRollouts:
         own = to_bytes(in_flight, self._context.rank)
         parts = self._context.exchange_bytes([own, *[b""] * (self._context.world_size - 1)])
         data = _stream(step)
-        return Start(parts, in_flight.num_requests, data.episode, data.num_consumed)
+        return Start(
+            parts, in_flight.num_requests, data.episode, data.num_consumed, step.num_planned
+        )
 
     def complete(self, step: Step) -> None:
         """Waits until what the step has the others sample is there, and notes how it was."""
