@@ -36,6 +36,7 @@ DESCRIPTIONS = {
     "config": "options as they come out, compared, or from TRL",
     "completion": "completion of commands and flags for a shell",
     "init-model": "write a tiny model with random weights",
+    "init-run": "write model, prompts, reward and options of a run to edit",
 }
 COMMANDS = Registry(
     "command",
@@ -61,6 +62,7 @@ COMMANDS = Registry(
         "config": "lightrft.tools.config_command:run",
         "completion": "lightrft.tools.completion_command:run",
         "init-model": "lightrft.tools.init_model_command:run",
+        "init-run": "lightrft.tools.init_run_command:run",
     },
     takes_own=False,
     group="lightrft.commands",
