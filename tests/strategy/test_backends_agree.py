@@ -261,6 +261,35 @@ def export_cell(strategy, rank: int, world_size: int, folder: str):
     return results
 
 
+def first_changes(strategy, rank: int, world_size: int):
+    """Change of every weight in a first step by its name, and the learning rate that is told."""
+    ready = prepared(strategy)
+    before = copy_of_weights(strategy, ready.model)
+    rate = train_step(strategy, ready, 0, rank, world_size)[1].learning_rate
+    parameters = strategy.parameter_source(ready.model).parameters()
+    pairs = zip(parameters, before, strict=True)
+    return {p.checkpoint_name: p.local_shard.double() - old.double() for p, old in pairs}, rate
+
+
+def run_factors(backend: str, rank: int, world_size: int, folder: str) -> dict[str, object]:
+    """A first step of Adam with factors of the learning rate beside one without."""
+    with make(backend, world_size) as strategy:
+        plain, rate = first_changes(strategy, rank, world_size)
+    with make(backend, world_size, **FACTORS) as strategy:
+        changed, told = first_changes(strategy, rank, world_size)
+        checks = checkpoint_cell(strategy, rank, world_size, folder)["checks"] if folder else {}
+    shares = {}
+    for name, change in plain.items():
+        factor = 0.25 if "self_attn" in name else 3.0 if "norm" in name else 1.0
+        off = (changed[name] - factor * change).abs().max() if change.numel() else 0.0
+        shares.setdefault(factor, []).append(float(off))
+    return {
+        "off": {factor: max(found) for factor, found in shares.items()},
+        "rates": [rate, told],
+        "checks": checks,
+    }
+
+
 def run_cells(strategy, rank: int, world_size: int, folder: str) -> dict[str, object]:
     cells = {
         "tied": agreement_cell(strategy, rank, world_size),
@@ -285,18 +314,22 @@ SETTINGS = {
 }
 
 
-def make(backend: str, world_size: int):
+FACTORS = {"learning_rate_factors": {"self_attn": 0.25, ".*norm.*": 3.0}}
+
+
+def make(backend: str, world_size: int, **changes):
     # 4 samples a step: 2 micro-batches on each of 2 ranks, 4 on one.
+    settings = SETTINGS | changes
     if backend == "fake":
-        return FakeStrategy(1, 1.0, 1, 4, args=SETTINGS)
+        return FakeStrategy(1, 1.0, 1, 4, args=settings)
     if backend == "fsdp2":
         from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
 
-        return FSDPV2Strategy(1, 1.0, 1, 4, args=SETTINGS)
+        return FSDPV2Strategy(1, 1.0, 1, 4, args=settings)
     from lightrft.strategy.deepspeed.strategy import DeepspeedStrategy
 
     stage = int(backend.removeprefix("zero"))
-    return DeepspeedStrategy(1, 1.0, 1, 4, zero_stage=stage, args=SETTINGS)
+    return DeepspeedStrategy(1, 1.0, 1, 4, zero_stage=stage, args=settings)
 
 
 def program(rank: int, world_size: int, backends: tuple[str, ...], folder: str):
@@ -306,6 +339,8 @@ def program(rank: int, world_size: int, backends: tuple[str, ...], folder: str):
     for backend in backends:
         with make(backend, world_size) as strategy:
             results[backend] = run_cells(strategy, rank, world_size, f"{folder}/{backend}")
+        own = run_factors(backend, rank, world_size, f"{folder}/{backend}-factors")
+        results[backend]["factors"] = own
     return results
 
 
@@ -406,6 +441,16 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(found, backe
         assert result["checks"] == dict.fromkeys(result["checks"], True)
         assert result["client_state"] == [1, 0.25, [0.0, 1.0, 2.0]]
         assert result["path"].endswith("global_step1")
+
+
+@on_every_backend
+def test_parts_with_a_factor_change_by_so_much_more_or_less(found, backend, world_size):
+    for result in found(backend, world_size, "factors"):
+        # The rate is 0.01 and Adam's first change is nearly that; rounding is of weights below 2.
+        assert set(result["off"]) == {0.25, 3.0, 1.0}
+        assert max(result["off"].values()) < 1e-6
+        assert result["rates"] == [pytest.approx(result["rates"][1], rel=1e-12)] * 2
+        assert result["checks"] == dict.fromkeys(result["checks"], True)
 
 
 @on_every_backend

@@ -190,6 +190,7 @@ VARIANTS = {
     "bounds": {"eps_clip_low": 0.05, "eps_clip_high": 0.1, "dual_clip": 1.3, "max_norm": 0.05},
     "schedule": {"lr_warmup_ratio": 0.6, "lr_scheduler": "linear"},
     "constant rate": {"lr_warmup_ratio": 0.3, "lr_scheduler": "constant"},
+    "rates of parts": {"learning_rate_factors": {"self_attn": 0.5, "mlp": 2.0}, "l2": 0.1},
     "engine's logprobs": {"use_rollout_logprobs": True},
     "temperature": {"temperature": 0.7, "entropy_coef": 0.01},
     "adapters": {"lora_rank": 2, "lora_alpha": 3.0, "init_kl_coef": 0.1, "l2": 0.1},
@@ -213,6 +214,7 @@ VARIANTS = {
 
 
 BY_DEFAULT = ("critic", "rewards", "adapters", "temperature", "schedule", "teacher", "distilled")
+BY_DEFAULT += ("rates of parts",)
 
 
 @pytest.mark.parametrize("name", BY_DEFAULT)

@@ -722,6 +722,11 @@ def decay_is_coupled(patch):
     patch.setattr(backend.Backend, "create_optimizer", create)
 
 
+@bug("actor weights", learning_rate_factors={"mlp": 0.5}, train_batch_size=16)
+def all_parts_have_one_rate(patch):
+    patch.setattr(backend, "with_rate_factors", lambda groups, *_: groups)
+
+
 def without(part):
     def change(original):
         return lambda named, decay: original([(n, p) for n, p in named if part not in n], decay)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 import typing
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 from lightrft.config.options import (
     CRITIC,
@@ -130,6 +132,12 @@ class StrategyConfig:
     adam_betas: tuple[float, float] = training_option(
         (0.9, 0.95),
         "Adam's decay rates of the two moments.",
+    )
+    learning_rate_factors: Arguments = training_option(
+        None,
+        "Learning rates of parts, as factors of the model's: visual=0.1 is the vision tower with "
+        "its projector, lora_B=16 is LoRA+. Regular expressions for parts of names; the first that "
+        "matches counts.",
     )
     l2: float = training_option(0.0, "Decoupled weight decay of matrices.", at_least=0)
     lr_warmup_ratio: float = training_option(
@@ -456,7 +464,7 @@ class StrategyConfig:
         betas = self.adam_betas
         if accepts(betas, tuple[float, float]) and not all(0 <= beta < 1 for beta in betas):
             found.append(f"adam_betas: got {betas!r}, expected two numbers in [0, 1)")
-        return found
+        return found + _factor_problems(self.learning_rate_factors or {})
 
     def unused_options(self) -> list[str]:
         """Options that were changed but do nothing in the chosen mode, one sentence each."""
@@ -556,6 +564,11 @@ class StrategyConfig:
         rate = self.actor_learning_rate
         return default_learning_rate() if rate is None else rate
 
+    @property
+    def rate_factors(self) -> Mapping[str, float]:
+        """Factors of the learning rate by part of a model's names."""
+        return {part: float(value) for part, value in (self.learning_rate_factors or {}).items()}
+
     def computes_in_bf16(self, *, has_gpu: bool) -> bool:
         """Whether models compute in bfloat16: as set, else exactly on a GPU."""
         return has_gpu if self.bf16 is None else self.bf16
@@ -595,6 +608,22 @@ class StrategyConfig:
     def print_config_summary(self) -> None:
         """Writes `summary` to standard output."""
         print(self.summary())  # noqa: T201
+
+
+def _factor_problems(factors: Mapping[str, object]) -> list[str]:
+    found = []
+    for part, factor in factors.items():
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not is_number or not 0 < float(cast("float", factor)) < math.inf:
+            found.append(
+                f"learning_rate_factors: got {part}={factor!r}, expected a number above 0; "
+                "freeze_prefix keeps a part as it is"
+            )
+        try:
+            re.compile(part)
+        except re.error as error:
+            found.append(f"learning_rate_factors: {part!r} is no regular expression: {error}")
+    return found
 
 
 def _as_dict(args: Namespace | Mapping[str, object] | StrategyConfig) -> dict[str, object]:

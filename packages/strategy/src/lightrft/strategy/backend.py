@@ -22,11 +22,13 @@ from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.optimizers import (
     AdamSettings,
+    ParameterGroup,
     clip_gradients,
     gradient_norm,
     optimizer_parameters,
     parameter_groups,
 )
+from lightrft.strategy.rate_factors import with_rate_factors
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 
 
@@ -148,12 +150,20 @@ class Backend(ABC):
     def create_optimizer(self, module: nn.Module, settings: AdamSettings) -> Optimizer:
         """AdamW; biases and norm gains are not decayed."""
         return torch.optim.AdamW(
-            parameter_groups(module.named_parameters(), settings.weight_decay),
+            self.parameter_groups(module, settings),
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
             fused=True,  # on a CPU, too: offloaded states would take ten times as long
         )
+
+    def parameter_groups(
+        self, module: nn.Module, settings: AdamSettings
+    ) -> Sequence[ParameterGroup]:
+        """The trained parameters by decay and by learning rate."""
+        groups = parameter_groups(module.named_parameters(), settings.weight_decay)
+        factors = self.config.rate_factors
+        return with_rate_factors(groups, module.named_parameters(), settings.lr, factors)
 
     def check_trainable(self, model: AnyModel) -> None:  # noqa: B027 - plain torch trains any
         """Raises a TypeError unless this backend prepared the model for training."""

@@ -59,6 +59,7 @@ from lightrft.strategy.optimizers import (
     OptimizerStepResult,
     learning_rate_schedule,
 )
+from lightrft.strategy.rate_factors import check_rate_factors, unscaled_rate
 from lightrft.strategy.sampler import DistributedSampler
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
@@ -431,6 +432,8 @@ class StrategyBase:
         ready_critic = NO_MODEL
         if critic is not None:
             ready_critic = self._trainable(critic, config.critic_learning_rate, max_steps, config)
+        trained = [actor] if critic is None else [actor, critic]
+        check_rate_factors(config.rate_factors, trained)
         if initial_model is not None:
             initial_model = self.prepare_model(initial_model)
         if not config.remote_rm_url and reward_models is not None:
@@ -452,6 +455,7 @@ class StrategyBase:
             max_steps: Optimizer steps of the run.
         """
         config = self.config if args is None else StrategyConfig.from_args(args)
+        check_rate_factors(config.rate_factors, [reward_model])
         ready = self._trainable(reward_model, config.peak_learning_rate, max_steps, config)
         self.sync_and_clear_cache()
         return ready
@@ -599,7 +603,7 @@ class StrategyBase:
         self.backend.check_trainable(model)
         if not self.accumulation_state(optimizer).advance():
             return None
-        learning_rate = float(optimizer.param_groups[0]["lr"])
+        learning_rate = unscaled_rate(optimizer)
         norm = self.backend.step(optimizer, model)
         is_skipped = not math.isfinite(norm)
         if is_skipped:

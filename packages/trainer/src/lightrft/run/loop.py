@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 BEST_FOLDER = "best"
-OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
+OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps", "rate_factor")
 GIGABYTE = 2**30
 Batch = TypeVar("Batch")
 

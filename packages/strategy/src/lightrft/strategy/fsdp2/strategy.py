@@ -40,7 +40,6 @@ from lightrft.strategy.optimizers import (
     AdamSettings,
     MasterWeightsAdamW,
     optimizer_parameters,
-    parameter_groups,
 )
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, reshard_modules
@@ -127,8 +126,7 @@ class FSDP2Backend(Backend):
         """AdamW on this rank's shards; biases and norm gains are not decayed."""
         reshard_modules(module)
         if self.uses_master_weights:
-            groups = parameter_groups(module.named_parameters(), settings.weight_decay)
-            return MasterWeightsAdamW(groups, settings)
+            return MasterWeightsAdamW(self.parameter_groups(module, settings), settings)
         return super().create_optimizer(module, settings)
 
     def prepare_training(

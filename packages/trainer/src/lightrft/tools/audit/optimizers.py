@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -160,7 +161,7 @@ def given_groups(facts: OptimizerFacts) -> dict[str, Group]:
     for entry in facts.groups:
         numbers = entry["numbers"]
         rate = float(numbers["initial_lr"] if "initial_lr" in numbers else numbers["lr"])
-        first = rate if first is None else first
+        first = rate / float(numbers.get("rate_factor", 1.0)) if first is None else first
         beta1, beta2 = numbers.get("betas", BETAS)
         group = Group(
             rate / first if first else 1.0,
@@ -179,6 +180,18 @@ def configured_groups(
     """Numbers of each parameter as the options ask: matrices are decayed, vectors are not."""
     beta1, beta2 = config.adam_betas
     return {
-        name: Group(1.0, (beta1, beta2), ADAM_EPS, config.l2 if weights[name].dim() >= 2 else 0.0)
+        name: Group(
+            _rate_share(name, config),
+            (beta1, beta2),
+            ADAM_EPS,
+            config.l2 if weights[name].dim() >= 2 else 0.0,
+        )
         for name in names
     }
+
+
+def _rate_share(name: str, config: TrainConfig) -> float:
+    """The factor of the first part that the options name within a parameter's name."""
+    given = (config.learning_rate_factors or {}).items()
+    hits = (factor for part, factor in given if re.search(rf"(^|\.)({part})(\.|$)", name))
+    return float(next(hits, 1.0))
