@@ -26,6 +26,10 @@ class TrainOptions(TypedDict, total=False):
     step, and weights are smaller."""
     adam_betas: tuple[float, float]
     """Adam's decay rates of the two moments."""
+    learning_rate_factors: Mapping[str, object]
+    """Learning rates of parts, as factors of the model's: visual=0.1 is the vision tower with
+    its projector, lora_B=16 is LoRA+. Regular expressions for parts of names; the first that
+    matches counts."""
     l2: float
     """Decoupled weight decay of matrices."""
     lr_warmup_ratio: float
