@@ -254,8 +254,11 @@ def test_all_further_options(changes, audited):
 def test_a_group_without_baseline_is_left_out(audited):
     def without(samples):
         greedy = replace(samples.greedy, is_masked=samples.greedy.group_ids == 1)
-        is_masked = samples.table.is_masked | (samples.table.group_ids == 1)
-        return replace(samples, greedy=greedy, table=replace(samples.table, is_masked=is_masked))
+        scored = [
+            replace(each, is_masked=each.is_masked or each.rollout.group_id == 1)
+            for each in samples.scored
+        ]
+        return replace(samples, greedy=greedy, scored=scored, table=row_table(scored))
 
     changes = {"advantage_estimator": "remax", "reward_running_norm": True}
     report = audited(changes, shape=without, steps=2)

@@ -744,7 +744,7 @@ def the_final_norm_is_not_trained(patch):
     wrap(patch, backend, "parameter_groups", without("model.norm"))
 
 
-@bug("scale of adapters", lora_rank=2, lora_alpha=3.0, train_batch_size=16)
+@bug("scale of adapters", lora_rank=2, lora_alpha=3.0, steps=2)
 def adapters_count_twice(patch, world):
     def change(original):
         def init(self, model, config):

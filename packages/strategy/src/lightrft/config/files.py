@@ -8,15 +8,17 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import BinaryIO, TypeVar, cast
 
 from lightrft.config.options import LARGEST_INT, accepts, alternatives, short, type_hints, type_name
 
 T = TypeVar("T")
 MAX_BYTES = 2**28
+PIECE_BYTES = 2**20
+MAX_TEXT_BYTES = 2**24
 MAX_DEPTH = 200
 CHECKSUM = "sha256"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -73,6 +75,12 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def _require_file(path: Path) -> None:
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise FileError(f"{path} {what}: expected a file")
+
+
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     """The content of a file.
 
@@ -80,18 +88,56 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
         FileError: It is missing, no regular file, cannot be read, or is larger.
     """
     try:
-        if not path.is_file():
-            what = "is a folder" if path.is_dir() else "does not exist"
-            raise FileError(f"{path} {what}: expected a file")
+        _require_file(path)
         with path.open("rb") as stream:
-            # Files of /proc have no size, and one may grow while it is read.
-            size = os.fstat(stream.fileno()).st_size or max_bytes
+            # One may grow while it is read, and files of /proc have no size.
+            size = os.fstat(stream.fileno()).st_size
             content = stream.read(min(size, max_bytes) + 1)
+            if not size and content:
+                content += b"".join(_pieces(stream, max_bytes))
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
     if len(content) > max_bytes:
         raise FileError(f"{path} has more than {max_bytes} bytes: expected at most so many")
     return content
+
+
+def _pieces(stream: BinaryIO, max_bytes: int) -> Iterator[bytes]:
+    """What is left, up to a piece more than `max_bytes`: to ask for all takes as much memory."""
+    num_bytes = 0
+    while num_bytes <= max_bytes and (piece := stream.read(PIECE_BYTES)):
+        num_bytes += len(piece)
+        yield piece
+
+
+def read_text(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        FileError: As of `read_bytes`, or it is no text.
+    """
+    try:
+        return read_bytes(path, max_bytes=max_bytes).decode("utf-8")
+    except UnicodeDecodeError as err:
+        raise FileError(f"{path} is not UTF-8: {err.reason} at byte {err.start}") from err
+
+
+def lines_of(path: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[bytes]:
+    """The lines of a file with their ends, one after the other: it may be larger than memory.
+
+    Only a newline ends a line, none of the separators that JSON leaves as they are in a text. A
+    line of more than `max_bytes` comes in parts, of which none is JSON.
+
+    Raises:
+        FileError: It is missing, no regular file, or cannot be read.
+    """
+    try:
+        _require_file(path)
+        with path.open("rb") as stream:
+            while line := stream.readline(max_bytes):
+                yield line
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def parse_json(content: bytes, place: object, *, max_depth: int = MAX_DEPTH) -> object:
@@ -165,6 +211,14 @@ def require_object(value: object, place: object) -> dict[str, object]:
     if isinstance(value, dict):
         return value
     raise FileError(f"{place}: expected an object with names, got {kind_of(value)}")
+
+
+def parse_object(content: bytes) -> dict[str, object]:
+    """The JSON object of a line; {} if it is none, as where it was cut off."""
+    try:
+        return require_object(parse_json(content, "a line"), "a line")
+    except FileError:
+        return {}
 
 
 def kind_of(value: object) -> str:

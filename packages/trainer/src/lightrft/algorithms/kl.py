@@ -1,7 +1,9 @@
 """Estimates of KL(policy || reference) from sampled tokens, and the controllers of its weight;
 divergences over the whole vocabulary.
 
-d = logprobs - ref_logprobs. What each estimator optimises, per token and exactly:
+A loss holds each token's own distribution near, at the states that were sampled; what a token does
+to later ones counts in the reward alone. d = logprobs - ref_logprobs. What each estimator
+optimises, per token and exactly:
 
     k1 in the reward            gradient of KL(policy || reference)
     k2 as a loss                gradient of KL(policy || reference), though its value is biased
@@ -11,7 +13,7 @@ d = logprobs - ref_logprobs. What each estimator optimises, per token and exactl
     k1_is, k2_is, k3_is         times the ratio to the policy that was sampled; as a loss the
                                 gradient of KL(policy || reference), off-policy, at any distance
     k1 as a loss                no expected gradient: noise only
-    abs as a loss               gradient of the total variation: pulls every token equally hard
+    abs as a loss               gradient of 2 total variations: pulls every token equally hard
     others in the reward        the value's gradient less that as a loss: it vanishes near the
                                 reference, and its sign is wrong for a policy that is more peaked
 

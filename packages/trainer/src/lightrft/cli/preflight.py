@@ -1,5 +1,6 @@
 """Checks of the machine and of the input before torch is imported and a model is built."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightrft.config import TrainConfig
+from lightrft.config.files import FileError, read_bytes
 from lightrft.config.registry import LOGGERS
 from lightrft.config.rules import NO_REWARDS, is_served
 from lightrft.datasets.files import Row, read_sources
@@ -136,8 +138,9 @@ def login_problems(config: TrainConfig) -> list[str]:
     if config.use_wandb is not True or is_offline or "WANDB_API_KEY" in os.environ:
         return []
     login = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
-    if login.is_file() and "wandb" in login.read_text(encoding="utf-8", errors="replace"):
-        return []
+    with contextlib.suppress(FileError):
+        if b"wandb" in read_bytes(login):
+            return []
     return [
         "--use_wandb: no key found: set WANDB_API_KEY, run wandb login once, or set "
         "WANDB_MODE=offline"

@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import cast
 
-from lightrft.config.files import FileError, kind_of, parse_json
+from lightrft.config.files import FileError, kind_of, lines_of, parse_json, read_bytes
 from lightrft.config.printable import one_line
 from lightrft.config.registry import DATA_SOURCES, split_kind
 from lightrft.config.sources import probability_problem, split_sources
@@ -20,6 +20,7 @@ from lightrft.utils.hub import is_hub_reachable
 # One of these marks a folder that `save_to_disk` has written.
 SAVED_FILES = ("dataset_dict.json", "dataset_info.json")
 MAX_DEPTH = 100
+MAX_LIST_BYTES = 2**31
 # What the rows of a Parquet file may take in memory: so many times its size, or so much.
 MAX_EXPANSION, MIN_PARQUET_BYTES = 1000, 2**28
 PARQUET_ROWS = 1024
@@ -153,17 +154,21 @@ def encoded_rows(rows: Iterable[Mapping[str, object]]) -> Iterator[Mapping[str, 
 
 
 def _read_jsonl(path: Path) -> Iterator[Row | DataError]:
-    # Bytes, split at newlines only: str.splitlines also splits at separators inside JSON strings.
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            location = f"{path}:{number}"
+    try:
+        for number, line in enumerate(lines_of(path), start=1):
             start = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if start.strip():
-                yield _row(start, location)
+                yield _row(start, f"{path}:{number}")
+    except FileError as err:
+        raise DataError(str(err)) from err
 
 
 def _read_json(path: Path) -> Iterator[Row | DataError]:
-    content = _parse(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path))
+    try:
+        text = read_bytes(path, max_bytes=MAX_LIST_BYTES)
+    except FileError as err:
+        raise DataError(f"{err}; a larger table is one of lines, .jsonl, or Parquet") from err
+    content = _parse(text.removeprefix(b"\xef\xbb\xbf"), str(path))
     if not isinstance(content, list):
         raise DataError(
             f"{path}: expected a list of objects, got {kind_of(content)}; for one object per line "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.config.files import FileError, read_object, sealed, unsealed
+from lightrft.config.options import short
 from lightrft.config.sources import split_sources
 from lightrft.config.toml import write_whole
 from lightrft.datasets.types import DataError
@@ -95,6 +96,6 @@ def check_tokens(sources: str, tokenizer: PreTrainedTokenizerBase) -> None:
         for key, token in meant.items():
             if found[key] != token:
                 raise DataError(
-                    f"{source}: id {key} is {token!r} in the rows and {found[key]!r} in the "
+                    f"{source}: id {key} is {short(token)} in the rows and {found[key]!r} in the "
                     f"tokenizer of the model: train one with the tokenizer of {origin.get('model')}"
                 )

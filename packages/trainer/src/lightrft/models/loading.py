@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.files import FileError, read_object
+from lightrft.config.files import FileError, read_object, read_text
 from lightrft.config.options import short
 from lightrft.config.printable import one_line
 from lightrft.engines.media.families import family_of
@@ -131,7 +131,7 @@ def _read_template(file: Path) -> str:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        text = file.read_text("utf-8")
+        text = read_text(file)
         # Only parsed: to compile it computes its constants, which may take all memory.
         _compile_jinja_template("").environment.parse(text)
     except Exception as err:  # whatever Jinja raises: it is no package of this layer

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TextIO
 
 from lightrft.config.files import (
-    MAX_BYTES,
     FileError,
-    parse_json,
+    lines_of,
+    parse_object,
     read_object,
-    require_object,
     sealed,
 )
 from lightrft.config.toml import write_whole
@@ -135,14 +134,13 @@ class JsonLines:
         self.num_unreadable = 0
         if not self.path.is_file():
             return
-        with self.path.open("rb") as stream:
-            while line := stream.readline(MAX_BYTES):
-                entry = parse_object(line)
-                step = entry.get("step")
-                if isinstance(step, int) and not isinstance(step, bool):
-                    yield step, entry
-                elif line.strip():
-                    self.num_unreadable += 1
+        for line in lines_of(self.path):
+            entry = parse_object(line)
+            step = entry.get("step")
+            if isinstance(step, int) and not isinstance(step, bool):
+                yield step, entry
+            elif line.strip():
+                self.num_unreadable += 1
 
 
 class JsonLinesFile:
@@ -187,10 +185,8 @@ def drop_steps_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     partial = path.with_name(path.name + ".partial")
-    # Line by line, since the file may be larger than memory; a file of bytes has no other ends of
-    # lines, such as U+2028, which JSON leaves as it is within a text.
-    with path.open("rb") as lines, partial.open("wb") as kept:
-        for line in lines:
+    with partial.open("wb") as kept:
+        for line in lines_of(path):
             found = parse_object(line).get("step")
             if isinstance(found, int) and found <= step:
                 kept.write(line.removesuffix(b"\n") + b"\n")
@@ -201,14 +197,6 @@ def read_json(path: Path) -> dict[str, object]:
     """The object in a JSON file; {} if it is missing or not readable."""
     try:
         return read_object(path)
-    except FileError:
-        return {}
-
-
-def parse_object(content: bytes) -> dict[str, object]:
-    """The JSON object of a text; {} if it is none."""
-    try:
-        return require_object(parse_json(content, "a line"), "a line")
     except FileError:
         return {}
 

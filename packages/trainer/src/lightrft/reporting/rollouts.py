@@ -17,6 +17,8 @@ from lightrft.reporting.trajectories import spans
 if TYPE_CHECKING:
     from lightrft.strategy.distributed.context import DistributedContext
 
+LARGEST_ID = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedRollout:
@@ -71,6 +73,8 @@ def read_rollout(line: bytes, place: object) -> RecordedRollout:
         raise FileError(f"{place}: sampled_spans must be ascending pairs")
     if not found.prompt_ids or edges[-1] > len(found.response_ids):
         raise FileError(f"{place}: the prompt is empty, or sampled_spans end behind the response")
+    if not all(0 <= each <= LARGEST_ID for each in (*found.prompt_ids, *found.response_ids)):
+        raise FileError(f"{place}: token ids must be 0 to {LARGEST_ID}")
     numbers = [each for each in (found.reward, found.accuracy) if each is not None]
     if not found.masked and not all(map(math.isfinite, numbers)):
         raise FileError(f"{place}: reward and accuracy must be finite")

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lightrft.config.files import read_object
 from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
@@ -116,7 +117,7 @@ def _under(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _write_dtype(config_file: Path, values: Mapping[str, Tensor]) -> None:
     """Say in the configuration which dtype was written: the model itself may hold another."""
     dtypes = [value.dtype for value in values.values() if value.is_floating_point()]
-    config = json.loads(config_file.read_text())
+    config = read_object(config_file)
     config["dtype"] = str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 

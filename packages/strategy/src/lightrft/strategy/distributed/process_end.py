@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from lightrft.config.files import parse_json, read_bytes, typed
+
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 PHASE_FOLDER_VARIABLE = "LIGHTRFT_PHASE_FOLDER"
 # Set beside an OMP_NUM_THREADS that the launcher chose, not the user.
@@ -81,9 +83,10 @@ def record_phase(phase: LastPhase) -> None:
 def read_phase(folder: Path, rank: int) -> LastPhase | None:
     """The phase that a rank recorded last; None if it never did."""
     try:
-        name, expires = json.loads((folder / str(rank)).read_text(encoding="utf-8"))
+        path = folder / str(rank)
+        name, expires = typed(tuple[str | float, ...], parse_json(read_bytes(path), path), path)
         return LastPhase(str(name), float(expires))
-    except (OSError, ValueError):
+    except ValueError:
         return None
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from lightrft.config.files import read_text
+
 logger = logging.getLogger(__name__)
 
 
@@ -65,7 +67,7 @@ def kept_id(folder: Path, file: str) -> str:
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
+    return read_text(path).strip()
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
+from lightrft.config.files import lines_of
 from lightrft.engines.ledger import LedgerEntry, hash_context
 from lightrft.engines.types import Completion, FinishReason, LogprobsMode
 from lightrft.records.rollout import AnsweredCall
@@ -126,20 +127,19 @@ def read_journal(path: Path) -> Recorded:
 
 def _read(path: Path, vocab_size: int | None = None) -> tuple[Recorded, JournalError | None]:
     """The events before the first damage, and that."""
-    found, open_turns, check = Recorded(), cast("dict[int, RecordedTurn]", {}), 0
+    found, open_turns = Recorded(), cast("dict[int, RecordedTurn]", {})
+    check = number = 0
     try:
-        *lines, _ = path.read_bytes().split(b"\n")
-    except OSError as error:
-        return found, JournalError(path, 1, error.strerror)
-    for number, line in enumerate(lines, 1):
-        try:
-            event, check = read_event(line, check)
+        for number, line in enumerate(lines_of(path), 1):
+            if not line.endswith(b"\n"):  # not written to its end
+                break
+            event, check = read_event(line[:-1], check)
             if (event["event"] == "begin") != (number == 1):
                 raise ValueError("a journal begins once")
             _take(found, open_turns, event, vocab_size)
-        except _FAULTS as error:
-            return found, JournalError(path, number, error)
-    return found, None if lines else JournalError(path, 1, "it is empty")
+    except _FAULTS as error:
+        return found, JournalError(path, max(number, 1), error)
+    return found, None if found.header else JournalError(path, 1, "it is empty")
 
 
 def _add_parent(found: Recorded, event: Event) -> None:

@@ -6,7 +6,6 @@ A number of the record serves only where none of them says what it has to be.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lightrft.config import TrainConfig
-from lightrft.config.options import options_of
+from lightrft.config.files import lines_of, parse_object
+from lightrft.config.options import is_number, options_of
 from lightrft.tools.audit.corrections import Borders, Pair
 from lightrft.tools.audit.findings import Findings
 from lightrft.tools.audit.losses import kl_term
@@ -229,11 +229,10 @@ def _left_out(model: str, run: Path, step: int, config: TrainConfig) -> float | 
         return None if config.dynamic_sampling and step > 1 else 0.0
     names = ("skipped_steps" if model == "actor" else f"{model}_skipped_steps", *NO_UPDATE)
     first = config.freezing_actor_steps + 1 if model == "actor" else 1
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            entry = json.loads(line)
-            if max(first, 1) <= entry["step"] < step:
-                found += max(entry.get(name) or 0.0 for name in names)
+    for entry in map(parse_object, lines_of(path)):
+        number, counts = entry.get("step"), [entry.get(name) for name in names]
+        if is_number(number) and max(first, 1) <= number < step:
+            found += max((count for count in counts if is_number(count)), default=0.0)
     return found
 
 

@@ -60,6 +60,7 @@ Flags = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 
 
+RATES = ("lr", "initial_lr")
 MODELS, DTYPES = ("actor", "critic"), ("float32", "bfloat16")
 
 
@@ -404,13 +405,13 @@ def _problems(record: StepRecord) -> Iterator[str]:
         yield f"it has optimizers of {list(facts.optimizers)}, expected {' and '.join(MODELS)}"
     for group in (group for each in facts.optimizers.values() for group in each.groups):
         typed(list[str], group.get("names"), "names of an optimizer's group")
-        given = group.get("numbers", {})
-        typed(dict[str, bool | float | list[float]], given, "its numbers")
+        given = typed(dict[str, bool | float | list[float]], group.get("numbers"), "its numbers")
         for name, value in given.items():
             if isinstance(value, list):
                 typed(list[float], value, f"its {short(name)}")
-        if len(given.get("betas", (0.0, 0.0))) != 2:
-            yield "its betas are not two numbers"
+        betas = given.get("betas", [0.0, 0.0])
+        if not isinstance(betas, list) or len(betas) != 2 or given.keys().isdisjoint(RATES):
+            yield "its betas are not two numbers, or it has no rate"
     yield from _array_problems(record)
     yield from _size_problems(record.samples)
     yield from _update_problems(record)

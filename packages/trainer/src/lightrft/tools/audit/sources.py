@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from lightrft.config import TrainConfig
-from lightrft.config.files import FileError, file_sha256, read_object
+from lightrft.config.files import FileError, file_sha256, lines_of, parse_object, read_object
 from lightrft.tools.audit.findings import Findings
 from lightrft.tools.audit.models import POLICY, TRUNK, frozen_state, sees_media
 from lightrft.tools.audit.optimizers import learning_rate
@@ -68,12 +67,7 @@ def _count_rows(run: Path, config: TrainConfig) -> tuple[int, int] | None:
         return None
     if not _is_unchanged(run, paths):
         return None
-    lines = [
-        line
-        for path in paths
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n")
-        if line.strip()
-    ]
+    lines = [line for path in paths for line in lines_of(path) if line.strip()]
     changed = (config.apply_chat_template, config.input_template, config.system_prompt)
     is_plain = not any(changed) and not config.has_episodes
     num_short = sum(_is_short(line, config) for line in lines) if is_plain else 0
@@ -93,11 +87,8 @@ def _is_unchanged(run: Path, paths: Sequence[Path]) -> bool:
     )
 
 
-def _is_short(line: str, config: TrainConfig) -> bool:
-    try:
-        text = json.loads(line)[config.input_key]
-    except (ValueError, KeyError, TypeError):
-        return False
+def _is_short(line: bytes, config: TrainConfig) -> bool:
+    text = parse_object(line).get(config.input_key)
     size = len(text.encode()) if isinstance(text, str) else math.inf
     return size + SPECIAL_TOKENS <= config.prompt_max_len
 

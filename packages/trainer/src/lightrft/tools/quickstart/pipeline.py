@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lightrft.cli.launch import become_only_process, hide_progress_bars
 from lightrft.config import TrainConfig
-from lightrft.config.files import file_sha256
+from lightrft.config.files import file_sha256, lines_of, parse_object
 from lightrft.datasets.row_origin import write_origin
 from lightrft.run.provenance import run_of_model
 from lightrft.tools.model_presets import END
@@ -230,8 +230,7 @@ class Pipeline:
         from lightrft.tools.evaluation.evaluation_run import RESPONSES_FILE
 
         path = self.directory / folder / RESPONSES_FILE
-        with path.open(encoding="utf-8") as stream:
-            yield from map(json.loads, stream)
+        yield from map(parse_object, lines_of(path))
 
     def _write(self, name: str, rows: Iterable[Mapping[str, object]], run: str = "") -> None:
         """Writes rows, and the run whose samples they are made of."""

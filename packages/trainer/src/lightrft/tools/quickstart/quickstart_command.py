@@ -20,6 +20,7 @@ from lightrft.cli.launch import (
     share_processors,
 )
 from lightrft.cli.options import Parser, at_least
+from lightrft.config.files import read_object
 from lightrft.config.options import did_you_mean
 from lightrft.reporting.files import SAMPLES_FILE, JsonLines, package_versions
 from lightrft.tools.init_model_command import make_folder, require_empty
@@ -277,7 +278,7 @@ def summarise(
 ) -> dict[str, object]:
     """Add what the quick start knows to the run's `summary.json`, and return all of it."""
     path = directory / "summary.json"
-    summary: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+    summary = read_object(path)
     summary |= {
         "algorithm": recipe.algorithm,
         "strategy": recipe.strategy,

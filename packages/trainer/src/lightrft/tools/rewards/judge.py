@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightrft.config import TrainConfig
+from lightrft.config.files import FileError, lines_of, parse_object
 from lightrft.config.printable import one_line
 from lightrft.engines.media.media import Media
 from lightrft.rewards.types import (
@@ -291,8 +292,8 @@ class AnswerCache:
         self._lock = threading.Lock()
         self._answers: dict[str, str] = {}
         for file in sorted(folder.glob("*.jsonl")):
-            with contextlib.suppress(OSError):
-                for line in file.read_bytes().split(b"\n"):
+            with contextlib.suppress(FileError):
+                for line in lines_of(file):
                     self._take(line)
 
     def get(self, key: str) -> str | None:
@@ -321,11 +322,12 @@ class AnswerCache:
 
     def _take(self, line: bytes) -> None:
         """One line; what a killed run left unfinished is none."""
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            entry = json.loads(line)
-            key, answer = entry["key"], entry["answer"]
-            if entry["digest"] == _digest(key, answer):
-                self._answers[key] = answer
+        entry = parse_object(line)
+        key, answer = entry.get("key"), entry.get("answer")
+        if not (isinstance(key, str) and isinstance(answer, str)):
+            return
+        if entry.get("digest") == _digest(key, answer):
+            self._answers[key] = answer
 
 
 def _digest(key: str, answer: str) -> str:

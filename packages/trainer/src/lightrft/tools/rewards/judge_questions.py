@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Protocol
 
 from lightrft.config import ConfigError
+from lightrft.config.files import FileError, read_text
 from lightrft.config.toml import read_toml
 from lightrft.rewards.types import RewardResult
 from lightrft.tools.rewards.judge_answers import MAX_SCORE, read_ranking, read_score, read_verdict
@@ -375,9 +376,9 @@ def load_rubric(path: str) -> tuple[Part, ...]:
 
 def _load_template(path: str, needed: Sequence[str], num_marks: int) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as err:
-        raise ConfigError(f"judge_template: cannot read {path}: {err}") from err
+        text = read_text(Path(path))
+    except FileError as err:
+        raise ConfigError(f"judge_template: {err}") from err
     places = _PLACE.findall(text)
     if not set(needed) <= set(places) or places.count("mark") < num_marks:
         shown = ", ".join(f"{{{name}}}" for name in needed)

@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 
 from lightrft.config import TrainConfig
-from lightrft.config.files import MAX_BYTES, FileError, file_sha256
+from lightrft.config.files import MAX_BYTES, FileError, file_sha256, lines_of
 from lightrft.datasets.row_origin import tokens_of, write_origin
 from lightrft.datasets.types import DataError
 from lightrft.reporting.files import CONFIG_FILE, EVAL_FILE, ROLLOUTS_FILE, START_FILE, read_json
@@ -148,15 +148,13 @@ def read_samples(path: Path, *, holds_answers: bool) -> tuple[list[Sample], str]
     """
     found: list[Sample] = []
     digest, seen = hashlib.sha256(), set[tuple[bytes, bytes]]()
-    place = number = 0
-    with path.open("rb") as stream:
-        while (line := stream.readline(MAX_BYTES)).endswith(b"\n"):
+    place = 0
+    try:
+        for number, line in enumerate(lines_of(path), start=1):
+            if not line.endswith(b"\n"):
+                break
             digest.update(line)
-            number += 1
-            try:
-                read = read_rollout(line, f"{path}:{number}")
-            except FileError as error:
-                raise DataError(str(error)) from error
+            read = read_rollout(line, f"{path}:{number}")
             if read.reward is None or read.accuracy is None:
                 raise DataError(
                     f"{path}: the run measured no rewards, and rows are chosen by rewards: give "
@@ -179,6 +177,8 @@ def read_samples(path: Path, *, holds_answers: bool) -> tuple[list[Sample], str]
                 )
             )
             place += len(line)
+    except FileError as error:
+        raise DataError(str(error)) from error
     return found, digest.hexdigest()
 
 
@@ -205,7 +205,7 @@ def _columns(path: Path, rows: list[Row], request: RowRequest) -> Iterator[dict[
 
         def read(sample: Sample) -> RecordedRollout:
             stream.seek(sample.place)
-            return read_rollout(stream.readline(), path)
+            return read_rollout(stream.readline(MAX_BYTES), path)
 
         for row in rows:
             chosen = read(row.chosen)

@@ -1,0 +1,139 @@
+"""Files are read by `lightrft.config.files`, which bounds them, or by a reader that is fuzzed.
+
+A module that reads a file in another way stands in a table here: with the reader of file_readers.py
+that damages what it reads, or with the reason for which nobody else writes it.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from tests.file_readers import READERS
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = sorted(ROOT.glob("packages/*/src/lightrft/**/*.py"))
+HASHED = "a checkpoint's file, whose SHA-256 was compared before"
+KERNEL = "a file that the kernel writes"
+PACKAGE = "a part of the package"
+PROGRAM = "a program of the user, which is run"
+OWN = "a file that this process or its own ranks wrote a moment before"
+BYTES = "bytes that are hashed or written, and not parsed"
+TRAINED = "weights, as transformers reads them: see the reader `model weights`"
+
+# Calls that read a whole file, bounded by nothing.
+WHOLE = {"read_text", "read_bytes"}
+# Calls that read and parse in one.
+PARSING = {
+    "load_file", "safe_open", "torch.load", "json.load", "tomllib.load", "pickle.load", "np.load",
+    "numpy.load", "yaml.safe_load", "read_table", "ParquetFile", "load_from_disk", "load_dataset",
+}  # fmt: skip
+# By the module, below `lightrft`: the name of a reader, or a reason.
+OTHERS = {
+    "config/files.py": "the reader itself",
+    "config/registry.py": PROGRAM,
+    "datasets/files.py": "d.parquet",
+    "engines/media/sources.py": "pictures",
+    "kernels/lazy.py": PACKAGE,
+    "models/critic.py": "heads",
+    "models/loading.py": TRAINED,
+    "models/reward_model.py": "heads",
+    "models/weight_files.py": "weights",
+    "run/provenance.py": BYTES,
+    "run/run_inputs.py": PROGRAM,
+    "strategy/checkpoints/client_state.py": "client state",
+    "strategy/checkpoints/folders.py": BYTES,
+    "strategy/checkpoints/gathered_model.py": TRAINED,
+    "strategy/checkpoints/shard_files.py": HASHED,
+    "strategy/engine/session.py": KERNEL,
+    "tools/audit/record.py": "arrays",
+    "tools/doctor/machine_checks.py": KERNEL,
+    "tools/invariance/measure.py": OWN,
+    "tools/launch_command.py": PACKAGE,
+    "tools/report/metric_table.py": PACKAGE,
+    "tools/report/page.py": PACKAGE,
+    "tools/rewards/pipes.py": KERNEL,
+    "tools/rewards/sandbox.py": KERNEL,
+    "tools/rows/row_file.py": "rollouts",
+    "tools/translate/script.py": PROGRAM,
+}
+REASONS = {BYTES, HASHED, KERNEL, PACKAGE, PROGRAM, OWN, TRAINED, "the reader itself"}
+
+
+def opens_to_read(call):
+    """Whether a call is `open(path)` or `path.open()` in a mode that reads."""
+    text, given = ast.unparse(call.func), call.args
+    if text == "open":
+        given = given[1:]
+    elif not text.endswith(".open") or (given and not isinstance(given[0], ast.Constant)):
+        return False  # of another thing than a path
+    modes = [*given, *(word.value for word in call.keywords if word.arg == "mode")]
+    values = [mode.value for mode in modes if isinstance(mode, ast.Constant)]
+    return not any(isinstance(value, str) and set(value) & set("wax") for value in values)
+
+
+def is_read(call):
+    """Whether a call reads a file in another way."""
+    text = ast.unparse(call.func)
+    name = text.rpartition(".")[2]
+    is_whole = name in WHOLE and isinstance(call.func, ast.Attribute)
+    return is_whole or bool({text, name} & PARSING) or opens_to_read(call)
+
+
+def reads(tree):
+    """Lines of a module where a file is read in another way; to hash one is not to read it."""
+    hashing = {
+        id(call)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With) and "file_digest" in ast.dump(node)
+        for call in ast.walk(node)
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call.lineno for call in calls if id(call) not in hashing and is_read(call)]
+
+
+def module_of(path):
+    return str(path).rpartition("/src/lightrft/")[2]
+
+
+FOUND = {module_of(path): reads(ast.parse(path.read_text())) for path in PACKAGES}
+
+
+def test_every_file_is_read_by_the_one_reader_or_by_a_reader_that_is_fuzzed():
+    other = {name: lines for name, lines in FOUND.items() if lines and name not in OTHERS}
+    assert other == {}, "use lightrft.config.files, or name the reader in OTHERS"
+
+
+def test_every_exception_is_one_and_names_a_reader_or_a_reason():
+    assert [name for name in OTHERS if not FOUND.get(name)] == []
+    assert [
+        name for name, why in OTHERS.items() if why not in READERS | dict.fromkeys(REASONS)
+    ] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(path):\n    return json.loads(path.read_text())",
+        "def f(path):\n    with path.open('rb') as file:\n        return file.read()",
+        "def f(path):\n    return json.load(open(path))",
+        "def f(path):\n    return torch.load(path)",
+        "def f(path):\n    with safe_open(path, 'pt') as file:\n        return file.keys()",
+    ],
+)
+def test_another_way_to_read_is_seen(text):
+    assert reads(ast.parse(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(path):\n    return parse_json(read_bytes(path), path)",
+        "def f(path):\n    with path.open('w') as file:\n        file.write('x')",
+        "def f(path):\n    with path.open('rb') as file:\n        return file_digest(file, 'md5')",
+        "def f(path):\n    return os.open(path, os.O_RDONLY)",
+    ],
+)
+def test_the_one_way_to_read_is_not(text):
+    assert not reads(ast.parse(text))
