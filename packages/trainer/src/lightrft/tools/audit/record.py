@@ -403,6 +403,14 @@ def _problems(record: StepRecord) -> Iterator[str]:
         yield "its KL weight, adapters' scale or moments of rewards are no numbers"
     if MODELS[0] not in facts.optimizers or set(facts.optimizers) - set(MODELS):
         yield f"it has optimizers of {list(facts.optimizers)}, expected {' and '.join(MODELS)}"
+    yield from _group_problems(facts)
+    yield from _array_problems(record)
+    yield from _size_problems(record.samples)
+    yield from _update_problems(record)
+
+
+def _group_problems(facts: Facts) -> Iterator[str]:
+    """Groups of an optimizer without the numbers of a step."""
     for group in (group for each in facts.optimizers.values() for group in each.groups):
         typed(list[str], group.get("names"), "names of an optimizer's group")
         given = typed(dict[str, bool | float | list[float]], group.get("numbers"), "its numbers")
@@ -412,9 +420,6 @@ def _problems(record: StepRecord) -> Iterator[str]:
         betas = given.get("betas", [0.0, 0.0])
         if not isinstance(betas, list) or len(betas) != 2 or given.keys().isdisjoint(RATES):
             yield "its betas are not two numbers, or it has no rate"
-    yield from _array_problems(record)
-    yield from _size_problems(record.samples)
-    yield from _update_problems(record)
 
 
 def _array_problems(record: StepRecord) -> Iterator[str]:
