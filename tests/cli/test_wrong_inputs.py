@@ -193,6 +193,45 @@ CONFIGURATION = {
         {"pretrain": "half"},
         {"half/config.json": "{}", "half/model.safetensors": "{}"},
     ),
+    "adapters alone as the model": Wrong(
+        USAGE,
+        ("--pretrain", "ad holds adapters alone", "merged"),
+        {"pretrain": "ad"},
+        {"ad/adapter_config.json": "{}", "ad/adapter_model.safetensors": "{}"},
+    ),
+    "words without an option": Wrong(
+        USAGE,
+        ("unexpected 'model', 'good.jsonl'", "--NAME VALUE", "lightrft train --help"),
+        argv=("train", "model", "good.jsonl"),
+    ),
+    "one dash": Wrong(
+        USAGE,
+        ("unexpected '-pretrain', 'model'", "--NAME VALUE"),
+        argv=("train", "-pretrain", "model"),
+    ),
+    "a switch with a value": Wrong(
+        USAGE, ("unexpected 'yes'", "a switch --NAME or --no_NAME"), {"bf16": "yes"}
+    ),
+    "no_ of what is no switch": usage("'no_temperature'", "temperature", no_temperature=""),
+    **{
+        f"named {name}": usage(f"unknown option '{name}'; here it is {there}", **{name: "4"})
+        for name, there in (
+            ("num_generations", "n_samples_per_prompt"),
+            ("beta", "init_kl_coef"),
+            ("per_device_train_batch_size", "micro_train_batch_size"),
+            ("max_completion_length", "generate_max_len"),
+            ("max_new_tokens", "generate_max_len"),
+            ("lr", "actor_learning_rate"),
+            ("model", "pretrain"),
+            ("data", "prompt_data"),
+            ("epochs", "num_episodes"),
+            ("num_gpus", "nproc_per_node"),
+        )
+    },
+    "a comma in a number": usage("actor_learning_rate", "'1,0e-6'", actor_learning_rate="1,0e-6"),
+    "percent": usage("engine_mem_util", "'80%'", engine_mem_util="80%"),
+    "a share in percent": usage("engine_mem_util", "80.0", "<= 1", engine_mem_util="80"),
+    "min_p of sglang": usage("min_p", "sglang", "top_p", min_p="0.1", engine_type="sglang"),
     "model without weights": Wrong(
         USAGE,
         ("no weights", "safetensors"),
@@ -430,6 +469,12 @@ NUMBERS = {
         },
     ),
     "reward model": usage("--reward_pretrain", "nowhere", reward_pretrain="nowhere"),
+    "blank folder": Wrong(
+        USAGE,
+        ("output_dir: got ' '", "the path of a folder"),
+        {"config": "t.toml"},
+        {"t.toml": "output_dir = ' '\n"},
+    ),
     "nul": usage("output_dir", "NUL", output_dir="a\0b"),
     "long name": usage("File name too long", critic_pretrain="9" * 5000, advantage_estimator="gae"),
     "surrogate": usage("wandb_org", "UTF-8", wandb_org="\ud800"),
@@ -461,7 +506,10 @@ NUMBERS = {
         {"t.toml": "[run]\nmax_steps = 3\n"},
     ),
     "yaml": Wrong(
-        USAGE, ("YAML is not read", "name = value"), {"config": "t.yaml"}, {"t.yaml": "seed: 3\n"}
+        USAGE,
+        ("YAML is not read", "name = value", "as lightrft config show prints them"),
+        {"config": "t.yaml"},
+        {"t.yaml": "seed: 3\n"},
     ),
     "toml bytes": Wrong(
         USAGE, ("t.toml", "not a TOML file"), {"config": "t.toml"}, {"t.toml": b"seed = '\xff'\n"}
@@ -549,6 +597,10 @@ PLUG_INS = {
 }
 COMMANDS = {
     "command": command("trian", expected=("unknown command 'trian'", "train")),
+    "command of other case": command("Train", expected=("did you mean train",)),
+    "command with a dash": command("quick-start", expected=("did you mean quickstart",)),
+    "folder of a run": command("init-run", "model", expected=("model is not empty",)),
+    "nothing to evaluate": command("eval", expected=("MODEL", "lightrft eval --help")),
     "no folder": command("init-model", expected=("DIR",)),
     "preset": command("init-model", "new", "--preset", "tiny", expected=("'tiny'", "tiny-qwen3")),
     "full folder": command("init-model", "model", expected=("model is not empty",)),

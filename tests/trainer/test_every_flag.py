@@ -288,6 +288,7 @@ OBSERVED = {
     "temperature": (0.5, training_params, {}),
     "top_p": (0.5, training_params, {}),
     "top_k": (5, training_params, {}),
+    "min_p": (0.1, training_params, {}),
     "stop": (("\n",), training_params, {}),
     "n_samples_per_prompt": (4, training_params, {}),
     "generate_max_len": (9, training_params, {}),

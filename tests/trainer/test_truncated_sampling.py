@@ -22,7 +22,12 @@ from lightrft.strategy.config import ConfigError
 from lightrft.tools.report.sample_page import token_sample
 
 ONE_UPDATE = {"train_batch_size": 16, "args": {"train_batch_size": 16}}
-TRUNCATIONS = [{"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.7, "top_k": 40, "temperature": 0.8}]
+TRUNCATIONS = [
+    {"top_p": 0.8},
+    {"top_k": 5},
+    {"min_p": 0.2},
+    {"top_p": 0.7, "top_k": 40, "min_p": 0.05, "temperature": 0.8},
+]
 
 
 @pytest.mark.parametrize("options", TRUNCATIONS, ids=str)
@@ -143,7 +148,14 @@ def test_engines_with_another_order_are_not_replayed(build_world, monkeypatch):
     check("sglang", top_k=5, top_p=0.9)
     check("sglang", top_p=0.9, off_policy_correction="tis")
     check("hf", top_k=5, top_p=0.9, off_policy_correction="tis")
-    with pytest.raises(ConfigError, match="the sglang engine kept with top_p and top_k together"):
+    check("vllm", top_k=5, top_p=0.9, off_policy_correction="tis")
+    with pytest.raises(ConfigError, match="min_p: the sglang engine cannot draw by a seed"):
+        check("sglang", min_p=0.1)
+    with pytest.raises(ConfigError, match="the vllm engine kept"):
+        check("vllm", top_k=5, min_p=0.1, off_policy_correction="tis")
+    with pytest.raises(
+        ConfigError, match="the sglang engine kept with top_p, top_k and min_p together"
+    ):
         check("sglang", top_k=5, top_p=0.9, off_policy_correction="tis")
     monkeypatch.setattr("lightrft.experience.maker.replayed_support", lambda *_: None)
     world = build_world(top_p=0.5)
@@ -153,5 +165,5 @@ def test_engines_with_another_order_are_not_replayed(build_world, monkeypatch):
 
 def test_what_cannot_be_replayed_is_refused_with_remedies():
     TrainConfig(off_policy_correction="tis", top_p=0.9, top_k=5)
-    with pytest.raises(ConfigError, match="leave out top_p and top_k, use_fire or the correction"):
+    with pytest.raises(ConfigError, match="leave them out, or use_fire, or the correction"):
         TrainConfig(off_policy_correction="tis", top_p=0.9, use_fire=True)

@@ -311,6 +311,10 @@ class EngineConfig:
         return known[self.dtype]
 
 
+# Engines that cannot draw by a seed from what min_p keeps.
+WITHOUT_MIN_P = ("sglang",)
+
+
 def has_known_order(
     engine_name: str | None, *, top_k: int, top_p: float, min_p: float = 0.0
 ) -> bool:

@@ -246,7 +246,7 @@ def _text_problem(value: object, info: OptionInfo) -> str | None:
     texts = [part for part in parts if isinstance(part, str)]
     if any("\0" in text or (not text.isprintable() and _has_surrogate(text)) for text in texts):
         return "a text of UTF-8 characters without NUL"
-    if info.path is not None and "" in texts:
+    if info.path is not None and not all(map(str.strip, texts)):
         return f"the path of a {info.path}"
     return None
 

@@ -7,14 +7,18 @@ from collections.abc import Callable, Collection
 from lightrft.config.options import did_you_mean
 from lightrft.config.run_options import RunOptions
 from lightrft.config.sources import has_splits, probability_problem, split_sources
-from lightrft.engines.types import has_known_order
+from lightrft.engines.types import WITHOUT_MIN_P, has_known_order
 
 # The {} right after a letter, as in \\boxed{}, is not the place of the prompt.
 PROMPT_SLOT = re.compile(r"(?<![A-Za-z])\{\}")
 UNKNOWN_ORDER = (
-    "off_policy_correction cannot tell which tokens the {engine} engine kept with top_p and top_k "
-    "together: leave one of the two out, take engine_type vllm or hf, or train without one: "
+    "off_policy_correction cannot tell which tokens the {engine} engine kept with top_p, top_k and "
+    "min_p together: keep one of them, take engine_type hf, or train without a correction: "
     "off_policy_correction none"
+)
+NO_MIN_P = (
+    "min_p: the {engine} engine cannot draw by a seed with it: use top_p or top_k, or another "
+    "engine_type"
 )
 # Of rows that older weights sampled, where nothing is given; and what leaves it out.
 STALE_CORRECTION, NO_CORRECTION = "tis", "none"
@@ -87,7 +91,7 @@ def _teacher_names_problem(c: RunOptions) -> str | None:
 
 
 def _truncates(c: RunOptions) -> bool:
-    return c.top_p < 1 or c.top_k != -1
+    return c.top_p < 1 or c.top_k != -1 or c.min_p > 0
 
 
 def _splits(c: RunOptions) -> bool:
@@ -178,8 +182,11 @@ RULES: tuple[Rule, ...] = (
         and f"{' and '.join(_named_losses(c))} name different policy losses: give one of them"
     ),
     lambda c: (
+        c.min_p > 0 and c.engine_type in WITHOUT_MIN_P and NO_MIN_P.format(engine=c.engine_type)
+    ),
+    lambda c: (
         correction_of(c)
-        and not has_known_order(c.engine_type, top_k=c.top_k, top_p=c.top_p)
+        and not has_known_order(c.engine_type, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p)
         and UNKNOWN_ORDER.format(engine=c.engine_type)
     ),
     lambda c: (
@@ -187,8 +194,8 @@ RULES: tuple[Rule, ...] = (
         and c.use_fire
         and _truncates(c)
         and (
-            "off_policy_correction cannot tell which first tokens top_p and top_k left at "
-            "first_token_temperature: leave out top_p and top_k, use_fire or the correction"
+            "off_policy_correction cannot tell which first tokens top_p, top_k and min_p left "
+            "at first_token_temperature: leave them out, or use_fire, or the correction"
         )
     ),
     lambda c: (
@@ -268,7 +275,7 @@ RULES: tuple[Rule, ...] = (
         and (_truncates(c) or c.use_fire)
         and (
             "teacher needs tokens drawn from the whole distribution of the student, or the mean of "
-            "its term is no KL divergence: leave out top_p, top_k and use_fire"
+            "its term is no KL divergence: leave out top_p, top_k, min_p and use_fire"
         )
     ),
     lambda c: (
@@ -404,7 +411,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _excludes(
         "use_rollout_logprobs",
-        "top_p and top_k: the engine's logprobs then follow another distribution",
+        "top_p, top_k and min_p: the engine's logprobs then follow another distribution",
         _truncates,
     ),
     _excludes(

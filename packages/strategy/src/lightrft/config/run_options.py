@@ -366,6 +366,14 @@ class RunOptions(StrategyConfig):
         at_least=-1,
         commands=EVAL,
     )
+    min_p: float = rollout_option(
+        0.0,
+        "Sample from the tokens with at least this share of the probability of the most likely "
+        "one; 0 keeps all.",
+        at_least=0,
+        at_most=1,
+        commands=EVAL,
+    )
     stop: tuple[str, ...] = rollout_option(
         (),
         "Texts that end a response, beside the model's own end; they stay in it.",

@@ -28,7 +28,7 @@ def read_toml(path: Path) -> dict[str, object]:
     if path.suffix in (".yaml", ".yml"):
         raise ConfigError(
             f"{path}: YAML is not read: write the options as TOML, a line name = value each, as "
-            "lightrft config show prints them; lightrft config translate reads files of verl"
+            "lightrft config show prints them"
         )
     content = read_bytes(path, max_bytes=MAX_TOML_BYTES)
     try:

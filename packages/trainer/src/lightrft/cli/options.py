@@ -264,12 +264,13 @@ def unknown_flags(arguments: Sequence[str], command: str = "train") -> list[str]
     flags = [argument for argument in arguments if argument.startswith("--")]
     if not flags:
         # Hydra's form has no dashes.
-        return [
-            unknown_name(argument.split("=")[0], command)
-            if "=" in argument
-            else f"unexpected argument {argument!r}"
-            for argument in arguments
-        ]
+        named = [argument.split("=")[0] for argument in arguments if "=" in argument]
+        bare = [repr(argument) for argument in arguments if "=" not in argument]
+        usage = (
+            f"unexpected {', '.join(bare)}: an option is --NAME VALUE, a switch --NAME or "
+            f"--no_NAME; see lightrft {command} --help"
+        )
+        return [unknown_name(name, command) for name in named] + ([usage] if bare else [])
     return [unknown_name(flag.removeprefix("--").split("=")[0], command) for flag in flags]
 
 

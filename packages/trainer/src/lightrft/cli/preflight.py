@@ -31,6 +31,7 @@ _MODEL_BYTES = 4
 NUM_EXAMPLES = 4
 _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
+ADAPTER_FILE = "adapter_config.json"
 MODEL_FILES = {
     "configuration": ("config.json",),
     "tokenizer": ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
@@ -263,6 +264,11 @@ def model_problems(flag: str, name: str) -> list[str]:
         if HUB_ID.match(name) and not directory.parent.is_dir():
             return []
         return [f"{flag}: no model directory at {name}"]
+    if (directory / ADAPTER_FILE).is_file() and not (directory / "config.json").is_file():
+        return [
+            f"{flag}: {name} holds adapters alone: give a whole model, such as the folder model/ "
+            "of their run, in which they are merged"
+        ]
     return [
         f"{flag}: no {what} in {name}: expected {' or '.join(patterns)}"
         for what, patterns in MODEL_FILES.items()

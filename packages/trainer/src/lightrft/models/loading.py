@@ -197,9 +197,21 @@ def _read(
     except ImportError:
         raise
     except Exception as err:  # bytes of files may fail anywhere in transformers and tokenizers
+        if what == "tokenizer" and not _has_vocabulary(path):
+            raise ModelLoadError(
+                f"cannot read the tokenizer of {path!r}: there are settings and no vocabulary: "
+                "add tokenizer.json, which the model's author gives beside the weights"
+            ) from err
         raise ModelLoadError(
             f"cannot read the {what} of {path!r}: {one_line(first_line(err), limit=1000)}"
         ) from err
+
+
+def _has_vocabulary(path: str) -> bool:
+    """Whether a folder has more of a tokenizer than settings; True of what is no folder."""
+    patterns = ("tokenizer.json", "tokenizer.model", "vocab*", "*.tiktoken", "*.model")
+    folder = Path(path)
+    return not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in patterns)
 
 
 def load_causal_lm(
@@ -326,7 +338,11 @@ def _one_line_errors(path: str) -> Iterator[None]:
             "tensors, which are not run; give the model as safetensors"
         ) from err
     except Exception as err:  # the bytes of a file may fail anywhere in three libraries
-        raise ModelLoadError(f"cannot load the model {path!r}: {first_line(err)}") from err
+        is_cut = type(err).__name__ == "SafetensorError" and "header" in str(err)
+        raise ModelLoadError(
+            f"cannot load the model {path!r}: {first_line(err)}"
+            + ("; a file of weights is cut or damaged: get it again" if is_cut else "")
+        ) from err
 
 
 def _require_own_names(config: PretrainedConfig, path: str) -> None:

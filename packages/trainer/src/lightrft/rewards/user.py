@@ -233,7 +233,7 @@ class UserReward(FunctionReward):
         except WorkerTimeoutError as err:
             raise RewardError(
                 f"reward function {self._spelling} did not return within {self._seconds:g} s for "
-                f"{num_responses} responses: make it faster or raise the reward timeout"
+                f"{num_responses} responses: make it faster or raise --reward_timeout_seconds"
             ) from err
         except WorkerFailedError as err:
             raise self._error("failed", err) from err

@@ -39,6 +39,7 @@ def training_params(config: TrainConfig) -> SamplingParams:
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
+        min_p=config.min_p,
         max_tokens=config.generate_max_len,
         n=config.n_samples_per_prompt,
         stop=config.stop,
@@ -48,7 +49,7 @@ def training_params(config: TrainConfig) -> SamplingParams:
 
 def greedy_params(config: TrainConfig) -> SamplingParams:
     """One completion by the most likely token at every position, under the stops of training."""
-    return replace(training_params(config), temperature=0.0, top_p=1.0, top_k=-1, n=1)
+    return replace(training_params(config), temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, n=1)
 
 
 class GreedySource:

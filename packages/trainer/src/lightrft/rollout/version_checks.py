@@ -81,7 +81,7 @@ def check_fresh_row(samples: Samples, parts: SourceParts) -> None:
             from weights that changed meanwhile.
     """
     config, engine = parts.config, parts.session.engine
-    is_cut = config.top_p < 1 or config.top_k != -1
+    is_cut = config.top_p < 1 or config.top_k != -1 or config.min_p > 0
     if engine is None or not engine.computes_model or is_cut or config.temperature != 1.0:
         return
     parts.session.wake_up()  # it sleeps where all episodes of a step were read from their journal

@@ -21,8 +21,8 @@ from lightrft.algorithms.interface import (
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import CRITIC, options_of
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, bind, keyword_options
-from lightrft.config.rules import UNKNOWN_ORDER, is_served
-from lightrft.engines.types import has_known_order
+from lightrft.config.rules import NO_MIN_P, UNKNOWN_ORDER, is_served
+from lightrft.engines.types import WITHOUT_MIN_P, has_known_order
 
 # Options that reach every loss which has an argument of that name; the first one given wins.
 COMMON_LOSS_OPTIONS = {
@@ -249,7 +249,11 @@ def check_algorithm(
             "teacher_model goes with the option teacher, its folder: got teacher "
             f"{config.teacher!r} and {'a' if has_teacher else 'no'} teacher_model"
         )
-    is_known = has_known_order(engine_type, top_k=config.top_k, top_p=config.top_p)
+    if config.min_p > 0 and engine_type in WITHOUT_MIN_P:
+        found.append(NO_MIN_P.format(engine=engine_type))
+    is_known = has_known_order(
+        engine_type, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p
+    )
     if algorithm.corrections and not is_known:
         found.append(UNKNOWN_ORDER.format(engine=engine_type))
     if found:

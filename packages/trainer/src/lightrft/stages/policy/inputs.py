@@ -79,7 +79,7 @@ class PolicyInputs:
         """
         facts = read_model_facts(config, strategy)
         strategy.check_model_size(facts.num_weights)
-        way = f"{config.advantage_estimator}, {config.policy_loss} loss"
+        way = f"{config.advantage_estimator}, {config.policy_loss_name} loss"
         strategy.print(opening_line(config, strategy, facts.num_weights, way=way))
         return decide_by_machine(config, strategy, facts=facts)
 

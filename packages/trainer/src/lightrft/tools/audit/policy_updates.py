@@ -228,7 +228,7 @@ def _not_recorded(step: Step) -> str:
     if config.pretrain_data is not None and config.ptx_coef > 0:
         return "texts of pretrain_data are not recorded"
     if step.record.values.log_kept_mass.size and follows_policy(config):
-        return "what top_k and top_p exclude from the new policy is not recorded"
+        return "what top_k, top_p and min_p exclude from the new policy is not recorded"
     return ""
 
 

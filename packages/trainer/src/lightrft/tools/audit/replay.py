@@ -326,7 +326,7 @@ def _sampling(step: Step, old: Pair) -> Pair:
     if not step.record.values.log_kept_mass.size:
         return old
     mass = step.rows.padded(step.record.values.log_kept_mass)
-    step.found.skip("kept mass", "what top_k and top_p excluded is taken from the run")
+    step.found.skip("kept mass", "what top_k, top_p and min_p excluded is taken from the run")
     return old.map(lambda each: each - mass)
 
 
@@ -341,7 +341,7 @@ def _check_engine(step: Step, own: Array) -> None:
     elif step.config.use_fire:
         step.found.skip(name, "tokens of several temperatures")
     elif not step.record.samples.is_untruncated.all():
-        step.found.skip(name, "drawn with top_k or top_p")
+        step.found.skip(name, "drawn with top_k, top_p or min_p")
     else:
         expected, is_known = _sampling_weights(step, own)
         step.found.tokens(name, rows.rollout_logprobs, expected, rows.mask & is_known, "engine")

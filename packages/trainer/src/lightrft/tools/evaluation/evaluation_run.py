@@ -265,6 +265,7 @@ def write_result(
             "temperature": config.temperature,
             "top_p": config.top_p,
             "top_k": config.top_k,
+            "min_p": config.min_p,
         },
         "num_held_out": num_held_out,
         **asdict(result),

@@ -107,7 +107,7 @@ class RemoteReward:
         try:
             answer = self._client.fetch(HttpRequest(self._url, body, headers=self._headers))
         except HttpError as err:
-            hint = "; start it, or raise the reward timeout" if err.is_temporary else ""
+            hint = "; start it, or raise --reward_timeout_seconds" if err.is_temporary else ""
             raise RewardError(f"reward service {err}{hint}") from err
         try:
             return parse_json(answer)
