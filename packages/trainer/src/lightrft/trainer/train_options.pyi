@@ -261,6 +261,9 @@ class TrainOptions(TypedDict, total=False):
     """Sample from the smallest set of tokens with this probability; 1 keeps all."""
     top_k: int
     """Sample from the k most likely tokens; -1 keeps all."""
+    min_p: float
+    """Sample from the tokens with at least this share of the probability of the most likely
+    one; 0 keeps all."""
     stop: Sequence[str]
     """Texts that end a response, beside the model's own end; they stay in it."""
     use_fire: bool
