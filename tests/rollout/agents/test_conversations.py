@@ -9,7 +9,7 @@ from lightrft.engines.types import Completion
 from lightrft.rollout.agents import rounds
 from lightrft.rollout.agents.conversations import Conversations
 from lightrft.rollout.agents.http_server import HttpLimits
-from lightrft.rollout.agents.messages import Message, read_call
+from lightrft.rollout.agents.messages import Message, read_chat
 from lightrft.rollout.agents.shown import fault_of
 
 TOKENIZER = families.family_tokenizer("Qwen2.5")
@@ -30,7 +30,7 @@ def conversations():
 def ask(talk, messages, **options):
     """Asks, and answers by a word."""
     body = {"model": "policy", "messages": messages, **options}
-    turns = talk.ask(read_call(body, is_chat=True))
+    turns = talk.ask(read_chat(body))
     for turn in turns:
         ids = (*TOKENIZER("Yes.", add_special_tokens=False)["input_ids"], END)
         turn.completion = Completion(
@@ -60,7 +60,7 @@ def test_a_conversation_may_be_deeper_than_the_stack():
 def ask_after(talk, parent, count):
     """A turn as `ask` makes it, without the rendering of its history."""
     body = {"model": "policy", "messages": [{"role": "user", "content": f"{count}"}]}
-    (turn,) = talk.ask(read_call(body, is_chat=True))
+    (turn,) = talk.ask(read_chat(body))
     turn.parent = parent
     ids = (5, END)
     turn.completion = Completion(turn.request_id, 0, (), ids, (-0.5, -0.5), "temperature", "stop")

@@ -18,7 +18,7 @@ from lightrft.rollout.agents.agents import note_episode
 from lightrft.rollout.agents.conversations import Conversations
 from lightrft.rollout.agents.endpoint import KeyHolder
 from lightrft.rollout.agents.episodes import AgentEpisode
-from lightrft.rollout.agents.messages import read_call
+from lightrft.rollout.agents.messages import read_chat
 from lightrft.rollout.agents.replies import told
 from lightrft.rollout.agents.rounds import AnswerRules, answer_round
 from lightrft.rollout.agents.sampling import RunSampling
@@ -87,7 +87,7 @@ class Played:
                 histories.append([*history[:1], *histories[-1][-1:]][-1:])
 
     def ask(self, number, history):
-        call = read_call({"model": "policy", "messages": history}, is_chat=True)
+        call = read_chat({"model": "policy", "messages": history})
         waiting = Waiting(self.episodes[number], call)
         answer_round([waiting], self.rules, lambda p, asked: self.engine.generate(asked, p))
         return waiting.turns[0]

@@ -7,10 +7,11 @@ import hashlib
 import json
 import queue
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lightrft.rollout.agents.anthropic_api import read_messages, reply_message
 from lightrft.rollout.agents.conversations import CalledTurn
 from lightrft.rollout.agents.http_server import (
     HttpError,
@@ -19,14 +20,27 @@ from lightrft.rollout.agents.http_server import (
     HttpResponse,
     HttpServer,
 )
-from lightrft.rollout.agents.messages import ChatCall, read_call, read_json, refused
+from lightrft.rollout.agents.messages import (
+    ChatCall,
+    Json,
+    read_chat,
+    read_json,
+    read_text,
+    refused,
+)
 from lightrft.rollout.agents.replies import TokenNames, reply
 
 if TYPE_CHECKING:
     from lightrft.rollout.agents.episodes import AgentEpisode
 
 MODEL_NAME = "policy"
-_CALLS = {"/v1/chat/completions": True, "/v1/completions": False}
+Reply = Callable[[ChatCall, Sequence[CalledTurn], str, TokenNames], HttpResponse]
+# How requests of a path are read, and how they are answered.
+_CALLS: Mapping[str, tuple[Callable[[Json], ChatCall], Reply]] = {
+    "/v1/chat/completions": (read_chat, reply),
+    "/v1/completions": (read_text, reply),
+    "/v1/messages": (read_messages, reply_message),
+}
 _MODELS = "/v1/models"
 # Keys of episodes that are over, so that a late call is told so.
 _MAX_OVER = 100_000
@@ -160,8 +174,7 @@ class Endpoint:
             raise HttpError(
                 404, f"the model must be {' or '.join(self._names)}", code="model_not_found"
             )
-        call = read_call(body, is_chat=_CALLS[request.path])
-        return await self._answer(holder, call, request)
+        return await self._answer(holder, _CALLS[request.path][0](body), request)
 
     async def _answer(
         self, holder: KeyHolder, call: ChatCall, request: HttpRequest
@@ -186,7 +199,8 @@ class Endpoint:
             gone.cancel()
             holder.waiting.discard(waiting)
             self._num_waiting -= 1
-        found = reply(call, turns, self._names[0], self._tokenizer)
+        answer = _CALLS[request.path][1]
+        found = answer(call, turns, self._names[0], self._tokenizer)
 
         had = [turn.is_delivered for turn in turns]
 
@@ -207,7 +221,9 @@ class Endpoint:
 
     def _holder(self, headers: Mapping[str, str]) -> KeyHolder:
         """The episode of the key that a request has."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+        # Anthropic's clients have a header of their own for it.
+        given = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}")
+        scheme, _, key = given.partition(" ")
         # Digests are looked up, so that the time that it takes tells nothing about a key.
         digest = _digest(key.strip())
         holder = self._holders.get(digest)

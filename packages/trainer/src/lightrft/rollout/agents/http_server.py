@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 _CHUNK = 1 << 16
 _JSON = "application/json"
 # Headers of which a second one could be read otherwise by somebody else.
-_ONCE = ("host", "authorization", "content-type")
+_ONCE = ("host", "authorization", "x-api-key", "content-type")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +97,14 @@ Handle = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
 def error_response(error: HttpError) -> HttpResponse:
-    """The answer to a request that is refused, in OpenAI's form."""
+    """The answer to a request that is refused, in OpenAI's and Anthropic's form."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     told = {"message": str(error), "type": kind, "param": None, "code": error.code}
     # OpenAI's clients ask again after a 409; here only a full queue becomes empty.
     again = ("x-should-retry", "true" if error.status == 429 else "false")
-    return HttpResponse(error.status, json.dumps({"error": told}).encode(), headers=(again,))
+    # The outer type is Anthropic's.
+    body = json.dumps({"type": "error", "error": told}).encode()
+    return HttpResponse(error.status, body, headers=(again,))
 
 
 class HttpServer:

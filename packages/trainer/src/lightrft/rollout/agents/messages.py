@@ -209,25 +209,27 @@ def _no_number(text: str) -> object:
     raise ValueError(text)
 
 
-def read_call(body: Json, *, is_chat: bool) -> ChatCall:
-    """A request of `/v1/chat/completions`, or of `/v1/completions`.
+def read_chat(body: Json) -> ChatCall:
+    """A request of `/v1/chat/completions`.
 
     Raises:
         HttpError: It is malformed, or asks for what is not supported; the message names it.
     """
-    for name, value in body.items():
-        if name in _OWN or name in _REMARKS:
-            continue
-        if name not in _NOTHING:
-            raise refused(f"{name} is not supported", name)
-        if value not in _NOTHING[name]:
-            raise refused(f"{name} is not supported with {_shown(value)}: leave it out", name)
-    if is_chat:
-        if "prompt" in body:
-            raise refused("a chat has messages, and no prompt", "prompt")
-        messages = _messages(body.get("messages"))
-        tools = _tools(body)
-        return ChatCall(messages, None, tools, _options(body, is_chat=True))
+    _check_names(body)
+    if "prompt" in body:
+        raise refused("a chat has messages, and no prompt", "prompt")
+    messages = _messages(body.get("messages"))
+    tools = _tools(body)
+    return ChatCall(messages, None, tools, _options(body, is_chat=True))
+
+
+def read_text(body: Json) -> ChatCall:
+    """A request of `/v1/completions`.
+
+    Raises:
+        HttpError: It is malformed, or asks for what is not supported; the message names it.
+    """
+    _check_names(body)
     for name in ("messages", "tools", "tool_choice"):
         if name in body:
             raise refused(f"{name} is not supported: ask /v1/chat/completions", name)
@@ -235,6 +237,16 @@ def read_call(body: Json, *, is_chat: bool) -> ChatCall:
     if not isinstance(text, str) or not text:
         raise refused(f"prompt must be a text: got {_shown(text)}", "prompt")
     return ChatCall((), text, (), _options(body, is_chat=False))
+
+
+def _check_names(body: Json) -> None:
+    for name, value in body.items():
+        if name in _OWN or name in _REMARKS:
+            continue
+        if name not in _NOTHING:
+            raise refused(f"{name} is not supported", name)
+        if value not in _NOTHING[name]:
+            raise refused(f"{name} is not supported with {_shown(value)}: leave it out", name)
 
 
 def refused(text: str, name: str) -> HttpError:

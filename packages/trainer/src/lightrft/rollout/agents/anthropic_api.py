@@ -1,0 +1,217 @@
+"""Anthropic's protocol of messages: requests read strictly, answers whole or as a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from lightrft.rollout.agents.conversations import CalledTurn
+from lightrft.rollout.agents.http_server import HttpResponse
+from lightrft.rollout.agents.messages import ChatCall, Json, read_chat, refused
+from lightrft.rollout.agents.replies import TokenNames, told
+
+_SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata")
+_OWN = frozenset({*_SAME, "messages", "system", "stop_sequences", "tools", "tool_choice"})
+# Values by which options that are not supported ask for nothing.
+_NOTHING: dict[str, tuple[object, ...]] = {
+    "thinking": (None, {"type": "disabled"}),
+    "service_tier": (None, "auto", "standard_only"),
+    "container": (None,),
+    "mcp_servers": (None, []),
+}
+# A hint for caches, without effect on what is answered.
+_HINTS = {"cache_control"}
+
+
+def read_messages(body: Json) -> ChatCall:
+    """A request of `/v1/messages`.
+
+    Source: Anthropic's reference of the Messages API, version 2023-06-01.
+
+    Raises:
+        HttpError: It is malformed, or asks for what is not supported; the message names it.
+    """
+    _check_names(body)
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise refused("messages must be a list of at least one message", "messages")
+    messages: list[Json] = [
+        said for number, item in enumerate(given) for said in _messages(number, item)
+    ]
+    if body.get("system"):
+        texts = _blocks("system", body["system"], {"text"})
+        messages.insert(0, {"role": "system", "content": _joined(texts)})
+    same: Json = {name: body[name] for name in _SAME if body.get(name) is not None}
+    tools = body.get("tools") or []
+    return read_chat(
+        {
+            **same,
+            "messages": messages,
+            "stop": body.get("stop_sequences") or None,
+            "tools": [_tool(item) for item in tools] if isinstance(tools, list) else tools,
+            "tool_choice": _choice(body.get("tool_choice")),
+        }
+    )
+
+
+def _check_names(body: Json) -> None:
+    for name, value in body.items():
+        if name in _NOTHING and value not in _NOTHING[name]:
+            raise refused(f"{name} is not supported: leave it out", name)
+        if name not in _OWN and name not in _NOTHING:
+            raise refused(f"{name} is not supported", name)
+    if body.get("max_tokens") is None:
+        raise refused("max_tokens must be a whole number: it is missing", "max_tokens")
+
+
+def reply_message(
+    call: ChatCall, turns: Sequence[CalledTurn], model: str, tokenizer: TokenNames
+) -> HttpResponse:
+    """The answer to a call.
+
+    Args:
+        call: What was asked.
+        turns: One.
+        model: Its name.
+        tokenizer: Shows what was sampled, in which a stop sequence is looked for.
+    """
+    (turn,) = turns
+    reason, stop = _reason(call, turn, tokenizer)
+    head: Json = {
+        "id": f"msg_{turn.request_id:016x}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+    }
+    ended: Json = {"stop_reason": reason, "stop_sequence": stop}
+    size = len(turn.sampled.output_token_ids)
+    if call.options.is_streamed:
+        events = list(_events(head, _content(turn), ended, len(turn.context), size))
+        return HttpResponse(200, _stream(events), "text/event-stream")
+    usage = {"input_tokens": len(turn.context), "output_tokens": size}
+    body = {**head, "content": _content(turn), **ended, "usage": usage}
+    return HttpResponse(200, json.dumps(body).encode())
+
+
+def _messages(number: int, item: object) -> Iterator[Json]:
+    """A message as OpenAI's protocol has it; results of tools are messages of their own there."""
+    where = f"messages[{number}]"
+    if not isinstance(item, dict) or item.get("role") not in ("user", "assistant"):
+        raise refused(f"{where} must have the role user or assistant", "messages")
+    unknown = sorted(set(item) - {"role", "content"})
+    if unknown:
+        raise refused(f"{where} has {unknown[0][:60]!r}, which is not supported", "messages")
+    if item["role"] == "assistant":
+        blocks = _blocks(where, item.get("content"), {"text", "tool_use"})
+        calls = [_call(where, block) for block in blocks if block["type"] == "tool_use"]
+        text = _joined(blocks)
+        yield {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+        return
+    blocks = _blocks(where, item.get("content"), {"text", "tool_result"})
+    results = [block for block in blocks if block["type"] == "tool_result"]
+    for block in results:
+        content = _blocks(where, block.get("content") or "", {"text"})
+        yield {
+            "role": "tool",
+            "tool_call_id": block.get("tool_use_id"),
+            "content": _joined(content),
+        }
+    if len(results) < len(blocks):
+        yield {"role": "user", "content": _joined(blocks)}
+
+
+def _blocks(where: str, content: object, kinds: set[str]) -> list[Json]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise refused(f"{where}: expected a text or a list of blocks", "messages")
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind not in kinds:
+            text = f"{where}: blocks of type {str(kind)[:60]!r} are not supported"
+            raise refused(text, "messages")
+        own = {
+            "text": {"text", "citations"},
+            "tool_use": {"id", "name", "input"},
+            "tool_result": {"tool_use_id", "content", "is_error"},
+        }[kind]
+        unknown = sorted(set(block) - own - {"type", *_HINTS})
+        if unknown or block.get("citations"):
+            name = unknown[0] if unknown else "citations"
+            raise refused(f"{where}: {name[:60]!r} of a block is not supported", "messages")
+        if kind == "text" and not isinstance(block.get("text"), str):
+            raise refused(f"{where}: a block of text has a text", "messages")
+    return content
+
+
+def _joined(blocks: Sequence[Json]) -> str:
+    return "".join(str(block["text"]) for block in blocks if block["type"] == "text")
+
+
+def _call(where: str, block: Json) -> Json:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise refused(f"{where}: the input of a tool_use must be an object", "messages")
+    function = {"name": block.get("name"), "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": block.get("id"), "type": "function", "function": function}
+
+
+def _tool(item: object) -> Json:
+    if not isinstance(item, dict) or item.get("type") not in (None, "custom"):
+        raise refused("each of tools must be one of the client's own, with a name", "tools")
+    unknown = sorted(set(item) - {"type", "name", "description", "input_schema", *_HINTS})
+    if unknown:
+        raise refused(f"{unknown[0][:60]!r} of a tool is not supported", "tools")
+    names = {"name": "name", "description": "description", "input_schema": "parameters"}
+    return {"type": "function", "function": {names[n]: v for n, v in item.items() if n in names}}
+
+
+def _choice(given: object) -> object:
+    """As OpenAI's protocol has it; what that does not know is refused there, as it is."""
+    if not isinstance(given, dict) or given.get("disable_parallel_tool_use"):
+        return given
+    return given["type"] if given.get("type") in ("auto", "none") else given
+
+
+def _reason(call: ChatCall, turn: CalledTurn, tokenizer: TokenNames) -> tuple[str, str | None]:
+    if told(turn).calls:
+        return "tool_use", None
+    text = tokenizer.decode(turn.sampled.output_token_ids)
+    found = [(place, mark) for mark in call.options.stop if (place := text.find(mark)) >= 0]
+    if found:
+        return "stop_sequence", min(found)[1]
+    return ("max_tokens" if turn.sampled.finish_reason == "length" else "end_turn"), None
+
+
+def _content(turn: CalledTurn) -> list[Json]:
+    message = told(turn)
+    blocks: list[Json] = [{"type": "text", "text": message.text}] if message.text else []
+    for call in message.calls:
+        own = {"id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+        blocks.append({"type": "tool_use", **own})
+    return blocks
+
+
+def _events(
+    head: Json, blocks: Sequence[Json], ended: Json, num_read: int, num_sampled: int
+) -> Iterator[Json]:
+    usage = {"input_tokens": num_read, "output_tokens": 0}
+    begun: Json = {**head, "content": [], "stop_reason": None, "stop_sequence": None}
+    yield {"type": "message_start", "message": {**begun, "usage": usage}}
+    for index, block in enumerate(blocks):
+        if block["type"] == "text":
+            start: Json = {"type": "text", "text": ""}
+            delta: Json = {"type": "text_delta", "text": block["text"]}
+        else:
+            start = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield {"type": "content_block_start", "index": index, "content_block": start}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": num_sampled}}
+    yield {"type": "message_stop"}
+
+
+async def _stream(events: Sequence[Json]) -> AsyncIterator[bytes]:
+    for event in events:
+        yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
