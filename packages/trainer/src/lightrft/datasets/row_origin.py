@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from lightrft.datasets.types import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
 
 
 def origin_path(path: Path) -> Path:
@@ -90,7 +93,7 @@ def check_tokens(sources: str, tokenizer: PreTrainedTokenizerBase) -> None:
         except FileError as error:
             raise DataError(f"{error}; write the rows again, or remove it") from error
         meant = origin.get("tokens")
-        if not isinstance(meant, dict) or not all(key.isdecimal() for key in meant):
+        if not isinstance(meant, dict) or not all(map(_TOKEN_ID.fullmatch, meant)):
             raise DataError(f"{path}: expected tokens by their ids; write the rows again")
         found = tokens_of(tokenizer, map(int, meant))
         for key, token in meant.items():

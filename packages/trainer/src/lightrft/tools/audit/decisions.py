@@ -232,7 +232,8 @@ def _left_out(model: str, run: Path, step: int, config: TrainConfig) -> float | 
     for entry in map(parse_object, lines_of(path)):
         number, counts = entry.get("step"), [entry.get(name) for name in names]
         if is_number(number) and max(first, 1) <= number < step:
-            found += max((count for count in counts if is_number(count)), default=0.0)
+            shares = [count for count in counts if is_number(count) and 0 <= count <= 1]
+            found += max(shares, default=0.0)
     return found
 
 
