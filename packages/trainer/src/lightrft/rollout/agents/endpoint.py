@@ -29,6 +29,7 @@ from lightrft.rollout.agents.messages import (
     refused,
 )
 from lightrft.rollout.agents.replies import TokenNames, reply
+from lightrft.rollout.agents.responses_api import read_response, reply_response
 
 if TYPE_CHECKING:
     from lightrft.rollout.agents.episodes import AgentEpisode
@@ -39,6 +40,7 @@ Reply = Callable[[ChatCall, Sequence[CalledTurn], str, TokenNames], HttpResponse
 _CALLS: Mapping[str, tuple[Callable[[Json], ChatCall], Reply]] = {
     "/v1/chat/completions": (read_chat, reply),
     "/v1/completions": (read_text, reply),
+    "/v1/responses": (read_response, reply_response),
     "/v1/messages": (read_messages, reply_message),
 }
 _MODELS = "/v1/models"

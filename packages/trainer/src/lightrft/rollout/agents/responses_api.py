@@ -1,0 +1,231 @@
+"""OpenAI's protocol of responses: requests read strictly, answers whole or as a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from lightrft.rollout.agents.conversations import CalledTurn
+from lightrft.rollout.agents.http_server import HttpResponse
+from lightrft.rollout.agents.messages import ChatCall, Json, read_chat, refused
+from lightrft.rollout.agents.replies import TokenNames, told
+
+# The same in the protocol of chats, but for some of the names.
+_SAME = {
+    "model": "model",
+    "max_output_tokens": "max_tokens",
+    "stream": "stream",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "tool_choice": "tool_choice",
+    "parallel_tool_calls": "parallel_tool_calls",
+    "metadata": "metadata",
+    "store": "store",
+    "user": "user",
+    "safety_identifier": "safety_identifier",
+    "prompt_cache_key": "prompt_cache_key",
+    "service_tier": "service_tier",
+}
+_OWN = frozenset({*_SAME, "input", "instructions", "tools"})
+# Values by which options that are not supported ask for nothing.
+_NOTHING: dict[str, tuple[object, ...]] = {
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "background": (None, False),
+    "include": (None, []),
+    "reasoning": (None, {}),
+    "text": (None, {}, {"format": {"type": "text"}}),
+    "truncation": (None, "disabled"),
+    "top_logprobs": (None, 0),
+    "max_tool_calls": (None,),
+    "prompt": (None,),
+    "stream_options": (None, {}),
+}
+_TEXTS = ("input_text", "output_text", "text")
+
+
+def read_response(body: Json) -> ChatCall:
+    """A request of `/v1/responses`, which has the whole history in it: nothing is stored.
+
+    Source: OpenAI's reference of the Responses API.
+
+    Raises:
+        HttpError: It is malformed, or asks for what is not supported; the message names it.
+    """
+    _check_names(body)
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items:
+        raise refused("input must be a text or a list of at least one item", "input")
+    messages: list[Json] = []
+    if body.get("instructions"):
+        messages.append({"role": "system", "content": body["instructions"]})
+    for number, item in enumerate(items):
+        _add(messages, f"input[{number}]", item)
+    same: Json = {_SAME[n]: v for n, v in body.items() if n in _SAME and v is not None}
+    tools = body.get("tools") or []
+    shown = [_tool(item) for item in tools] if isinstance(tools, list) else tools
+    return read_chat({**same, "messages": messages, "tools": shown})
+
+
+def _check_names(body: Json) -> None:
+    for name, value in body.items():
+        if name in _NOTHING and value not in _NOTHING[name]:
+            raise refused(f"{name} is not supported: give the whole history as input", name)
+        if name not in _OWN and name not in _NOTHING:
+            raise refused(f"{name} is not supported", name)
+
+
+def reply_response(
+    call: ChatCall, turns: Sequence[CalledTurn], model: str, tokenizer: TokenNames
+) -> HttpResponse:
+    """The answer to a call.
+
+    Args:
+        call: What was asked.
+        turns: One.
+        model: Its name.
+        tokenizer: Not needed.
+    """
+    del tokenizer
+    (turn,) = turns
+    name = f"{turn.request_id:016x}"
+    num_read, num_sampled = len(turn.context), len(turn.sampled.output_token_ids)
+    is_cut = turn.sampled.finish_reason == "length"
+    begun: Json = {
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [{"type": "function", **_function(tool)} for tool in call.tools],
+        "usage": None,
+    }
+    whole: Json = {
+        **begun,
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": _output(turn, name, "incomplete" if is_cut else "completed"),
+        "usage": {
+            "input_tokens": num_read,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": num_sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": num_read + num_sampled,
+        },
+    }
+    if call.options.is_streamed:
+        return HttpResponse(200, _stream(list(_events(begun, whole))), "text/event-stream")
+    return HttpResponse(200, json.dumps(whole).encode())
+
+
+def _add(messages: list[Json], where: str, item: object) -> None:
+    """Adds an item; an assistant's text and its calls, items of their own, are one message."""
+    if not isinstance(item, dict):
+        raise refused(f"{where} must be an object", "input")
+    kind = item.get("type", "message")
+    if kind == "message":
+        _check_parts(where, item, {"role", "content"})
+        message: Json = {"role": item.get("role"), "content": _text(where, item.get("content"))}
+        messages.append(message)
+    elif kind == "function_call":
+        _check_parts(where, item, {"call_id", "name", "arguments"})
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        called: Json = {"id": item.get("call_id"), "type": "function", "function": function}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        before = messages[-1].get("tool_calls")
+        messages[-1]["tool_calls"] = [*(before if isinstance(before, list) else []), called]
+    elif kind == "function_call_output":
+        _check_parts(where, item, {"call_id", "output"})
+        content = _text(where, item.get("output"))
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    else:
+        raise refused(f"{where}: items of type {str(kind)[:60]!r} are not supported", "input")
+
+
+def _check_parts(where: str, item: Json, own: set[str]) -> None:
+    unknown = sorted(set(item) - own - {"type", "id", "status"})
+    if unknown:
+        raise refused(f"{where} has {unknown[0][:60]!r}, which is not supported", "input")
+
+
+def _text(where: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise refused(f"{where}: expected a text or a list of parts", "input")
+    texts = []
+    for part in content:
+        found: Json = part if isinstance(part, dict) else {}
+        if found.get("type") not in _TEXTS or not isinstance(found.get("text"), str):
+            kind = str(found.get("type"))[:60]
+            raise refused(f"{where}: parts of type {kind!r} are not supported", "input")
+        texts.append(str(found["text"]))
+    return "".join(texts)
+
+
+def _tool(item: object) -> Json:
+    if not isinstance(item, dict) or item.get("type") != "function":
+        raise refused("each of tools must be a function of the client's own", "tools")
+    own = {name: value for name, value in item.items() if name != "type" and value is not None}
+    return {"type": "function", "function": own}
+
+
+def _function(tool: Json) -> Json:
+    found = tool["function"]
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def _output(turn: CalledTurn, name: str, status: str) -> list[Json]:
+    message, items = told(turn), list[Json]()
+    if message.text or not message.calls:
+        part = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
+        own: Json = {"role": "assistant", "status": status, "content": [part]}
+        items.append({"type": "message", "id": f"msg_{name}", **own})
+    for number, call in enumerate(message.calls):
+        facts: Json = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        items.append({"type": "function_call", "id": f"fc_{name}{number}", **facts})
+        items[-1]["status"] = "completed"
+    return items
+
+
+def _events(begun: Json, whole: Json) -> Iterator[Json]:
+    yield {"type": "response.created", "response": begun}
+    yield {"type": "response.in_progress", "response": begun}
+    items = whole["output"]
+    for index, item in enumerate(items if isinstance(items, list) else []):
+        place: Json = {"item_id": item["id"], "output_index": index}
+        is_text = item["type"] == "message"
+        empty: Json = {"content": []} if is_text else {"arguments": ""}
+        added = {**item, **empty, "status": "in_progress"}
+        yield {"type": "response.output_item.added", "output_index": index, "item": added}
+        if is_text:
+            (part,) = item["content"]
+            place["content_index"] = 0
+            none = {**part, "text": ""}
+            yield {"type": "response.content_part.added", **place, "part": none}
+            said: Json = {**place, "logprobs": []}
+            yield {"type": "response.output_text.delta", **said, "delta": part["text"]}
+            yield {"type": "response.output_text.done", **said, "text": part["text"]}
+            yield {"type": "response.content_part.done", **place, "part": part}
+        else:
+            given, kind = item["arguments"], "response.function_call_arguments"
+            yield {"type": f"{kind}.delta", **place, "delta": given}
+            yield {"type": f"{kind}.done", **place, "name": item["name"], "arguments": given}
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    yield {"type": f"response.{whole['status']}", "response": whole}
+
+
+async def _stream(events: Sequence[Json]) -> AsyncIterator[bytes]:
+    for number, event in enumerate(events):
+        data = json.dumps({**event, "sequence_number": number})
+        yield f"event: {event['type']}\ndata: {data}\n\n".encode()
