@@ -85,6 +85,8 @@ def test_batches_that_a_killed_try_has_left_are_not_read(tmp_path):
 def test_a_journal_of_other_sampling_or_place_is_refused(tmp_path):
     path = write(tmp_path, world_size=1, sampling=[42, 0.5, 1.0, -1])
     assert "temperature" in refusal(tmp_path)
+    write(tmp_path, world_size=1, sampling=[*PARAMS, 0.1])
+    assert "min_p [42, 1.0, 1.0, -1, 0.1]" in refusal(tmp_path)
     write(tmp_path, world_size=1, rank=1, name=path.name)
     assert "that of rank 1" in refusal(tmp_path)
 

@@ -35,6 +35,7 @@ from lightrft.rollout.environments.journal import (
     RecordedTurn,
     journal_path,
     remove_further_ranks,
+    sampling_facts,
 )
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import generate
@@ -227,7 +228,7 @@ class AgentSource:
                 "world_size": context.world_size,
                 "weights": 0 if sync is None else sync.engine_hash,
                 "prompts": hash_context(prompts),
-                "sampling": [params.seed, *params.distribution[:3]],
+                "sampling": sampling_facts(params),
                 "environment": {
                     "name": self._agents.pool.name,
                     "schemas": [],

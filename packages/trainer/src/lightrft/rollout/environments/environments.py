@@ -25,6 +25,7 @@ from lightrft.rollout.environments.journal import (
     Journal,
     journal_path,
     remove_further_ranks,
+    sampling_facts,
 )
 from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
 from lightrft.rollout.environments.specs import EnvironmentSpecs
@@ -255,7 +256,7 @@ class EpisodeSource:
             "world_size": context.world_size,
             "weights": 0 if sync is None else sync.engine_hash,
             "prompts": hash_context(prompts),
-            "sampling": [params.seed, params.temperature, params.top_p, params.top_k],
+            "sampling": sampling_facts(params),
             "environment": {**asdict(spec), "stateless": sorted(spec.stateless)},
             **({"images": sha256("".join(images).encode()).hexdigest()} if images else {}),
         }

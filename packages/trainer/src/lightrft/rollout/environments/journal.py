@@ -24,7 +24,7 @@ from typing import cast
 
 from lightrft.config.files import lines_of
 from lightrft.engines.ledger import LedgerEntry, hash_context
-from lightrft.engines.types import Completion, FinishReason, LogprobsMode
+from lightrft.engines.types import Completion, FinishReason, LogprobsMode, SamplingParams
 from lightrft.records.rollout import AnsweredCall
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal_lines import FORMAT, Event, event_line, read_event
@@ -204,6 +204,12 @@ def journal_path(folder: Path, step: int, batch: int, rank: int) -> Path:
     """The file of one rank; further batches of dynamic sampling have their own."""
     part = f".batch-{batch}" if batch else ""
     return folder / f"step-{step:06d}{part}.rank-{rank}.jsonl"
+
+
+def sampling_facts(params: SamplingParams) -> list[float]:
+    """Seed and distribution, as a header has them; min_p, which older ones lack, where it cuts."""
+    facts = params.distribution
+    return [params.seed, *(facts if params.min_p else facts[:-1])]
 
 
 def remove_further_ranks(folder: Path, step: int, batch: int, world_size: int) -> None:

@@ -23,6 +23,7 @@ from lightrft.rollout.environments.journal import (
     Recorded,
     journal_path,
     read_journal,
+    sampling_facts,
 )
 from lightrft.rollout.sampler import training_params
 from lightrft.stages.policy.models import load_policy
@@ -146,7 +147,7 @@ def read_step(run: Path, step: int | None, config: TrainConfig) -> tuple[int, li
 def _check_headers(headers: Sequence[_Header], paths: Sequence[Path], config: TrainConfig) -> None:
     """Raises unless the journals are those of all ranks, sampled as the options say."""
     params = training_params(config)
-    sampling = [params.seed, params.temperature, params.top_p, params.top_k]
+    sampling = sampling_facts(params)
     world_size, num_batches = headers[0].world_size, 1 + max(each.batch for each in headers)
     places = {}
     for header, path in zip(headers, paths, strict=True):
@@ -159,7 +160,7 @@ def _check_headers(headers: Sequence[_Header], paths: Sequence[Path], config: Tr
         if header.sampling != sampling:
             found = short(header.sampling)
             raise NotARunError(
-                f"{path} was sampled with seed, temperature, top_p and top_k {found}: "
+                f"{path} was sampled with seed, temperature, top_p, top_k and min_p {found}: "
                 f"{CONFIG_FILE} says {sampling}; give the run's own {CONFIG_FILE}"
             )
         places[header.batch, header.rank] = path
