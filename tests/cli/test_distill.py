@@ -19,7 +19,10 @@ WRONG = {
         "advantage_estimator: got 'rloo', and distillation has no advantage but the teacher's",
     ),
     "a wrong gradient": (["--teacher", "model", "--teacher_form", "k3"], "k3 as a reward has the"),
-    "truncated": (["--teacher", "model", "--top_k", "3"], "leave out top_p, top_k and use_fire"),
+    "truncated": (
+        ["--teacher", "model", "--top_k", "3"],
+        "leave out top_p, top_k, min_p and use_fire",
+    ),
     "of sft": (
         ["--teacher", "model", "--train_on", "all"],
         "train_on is an option of lightrft sft",

@@ -148,6 +148,6 @@ def test_two_processes_agree_with_one(tmp_path, tiny_model):
     assert alone[1]["dynamic/num_gen_batches"] > 1
     assert alone[2]["dynamic/filler_share"] > 0
     assert alone[3]["dynamic/num_gen_batches"] > 1
-    assert alone[4]["stream/open_groups"] > 0
+    assert alone[4]["staleness/token_share"] > 0  # rows went on over an update
     assert alone[5]["ptx_loss"] > 1
     assert alone[5]["reward/model"] != 0

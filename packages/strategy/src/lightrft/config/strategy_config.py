@@ -464,7 +464,7 @@ class StrategyConfig:
         betas = self.adam_betas
         if accepts(betas, tuple[float, float]) and not all(0 <= beta < 1 for beta in betas):
             found.append(f"adam_betas: got {betas!r}, expected two numbers in [0, 1)")
-        return found + _factor_problems(self.learning_rate_factors or {})
+        return found + _factor_problems(self.learning_rate_factors)
 
     def unused_options(self) -> list[str]:
         """Options that were changed but do nothing in the chosen mode, one sentence each."""
@@ -610,9 +610,10 @@ class StrategyConfig:
         print(self.summary())  # noqa: T201
 
 
-def _factor_problems(factors: Mapping[str, object]) -> list[str]:
-    found = []
-    for part, factor in factors.items():
+def _factor_problems(factors: object) -> list[str]:
+    found: list[str] = []
+    # Its type is checked like that of any option.
+    for part, factor in factors.items() if isinstance(factors, Mapping) else ():
         is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not is_number or not 0 < float(cast("float", factor)) < math.inf:
             found.append(

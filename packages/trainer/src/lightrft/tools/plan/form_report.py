@@ -216,25 +216,20 @@ def recorded_lengths(folder: Path, longest: int) -> Lengths:
     Raises:
         ConfigError: It has no records, or they cannot be read.
     """
-    from lightrft.config.files import FileError
+    from lightrft.config.files import FileError, lines_of
     from lightrft.reporting.rollouts import read_rollout  # it needs NumPy
 
     path = folder / ROLLOUTS_FILE if folder.is_dir() else folder
     groups: dict[tuple[int, int], list[int]] = {}
     try:
-        with path.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                found = read_rollout(line, f"--lengths_of: {path} line {number}")
-                length = sum(stop - start for start, stop in found.sampled_spans)
-                length = min(longest, max(1, length))
-                groups.setdefault((found.step, found.group_id), []).append(length)
-    except OSError as error:
-        raise ConfigError(
-            f"--lengths_of: {path} cannot be read ({error.strerror}): give the folder of a run "
-            "with --save_rollouts"
-        ) from error
+        for number, line in enumerate(lines_of(path), start=1):
+            found = read_rollout(line, f"{path} line {number}")
+            length = sum(stop - start for start, stop in found.sampled_spans)
+            length = min(longest, max(1, length))
+            groups.setdefault((found.step, found.group_id), []).append(length)
     except FileError as error:
-        raise ConfigError(str(error)) from error
+        text = f"--lengths_of: {error}: give the folder of a run with --save_rollouts"
+        raise ConfigError(text) from error
     if not groups:
         raise ConfigError(f"--lengths_of: {path} has no samples")
     return Lengths(tuple(map(tuple, groups.values())))
