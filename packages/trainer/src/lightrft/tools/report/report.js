@@ -54,7 +54,7 @@
     const values = plot.series.flatMap((series) => series.y.filter((value) => value !== null));
     const axis = {
       gridcolor: style("--edge"), zerolinecolor: style("--edge"), linecolor: style("--edge"),
-      tickfont: { size: 11 }, automargin: true, exponentformat: "e",
+      tickfont: { size: 11 }, exponentformat: "e",
     };
     const steps = plot.series.flatMap((series) => series.x);
     const isShort = Math.max(...steps) - Math.min(...steps) < 8;
@@ -63,9 +63,10 @@
       barmode: "stack", bargap: 0.1, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, sans-serif", size: 12, color: style("--soft") },
       hoverlabel: { bgcolor: style("--page"), bordercolor: style("--edge"), font: { color: style("--ink") } },
-      xaxis: { ...axis, tickformat: "d", hoverformat: "d", ...(isShort ? { dtick: 1 } : {}) },
+      // Only one axis moves its margin: two of them can go on moving each other.
+      xaxis: { ...axis, tickangle: 0, tickformat: "d", hoverformat: "d", ...(isShort ? { dtick: 1 } : {}) },
       yaxis: {
-        ...axis, rangemode: values.every((value) => value >= 0) ? "nonnegative" : "normal",
+        ...axis, automargin: true, rangemode: values.every((value) => value >= 0) ? "nonnegative" : "normal",
         ticksuffix: plot.unit === "s" ? " s" : "",
       },
       shapes: plot.bounds.map((bound) => ({
