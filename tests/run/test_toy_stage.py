@@ -48,7 +48,7 @@ def train(folder, backend, *, stop_request=None, **changes):
     return run_training(config, stage=STAGE, stop_request=stop_request)
 
 
-def interrupted(folder, backend, step):
+def interrupted(folder, backend, step, **changes):
     """Ends a run in the update of a step; what it has written stays."""
     from lightrft.run.loop import Loop
 
@@ -61,7 +61,7 @@ def interrupted(folder, backend, step):
 
     Loop.update = update
     try:
-        train(folder, backend)
+        train(folder, backend, **changes)
     except Interrupted:
         pass
     finally:
@@ -217,3 +217,22 @@ def test_a_continued_run_learns_with_the_options_of_its_command(tmp_path):
         [(0.1 if n < 3 else 0.05) * factor for n, factor in enumerate(factors)]
     )
     assert seen == {((0.8, 0.99), 0.25), ((0.8, 0.99), 0.0)}
+
+
+@pytest.mark.parametrize("after", [None, {"weight": 4.0, "bias": 0.5}])
+def test_a_run_is_continued_with_other_factors_of_its_parts(tmp_path, after):
+    interrupted(tmp_path, "fake", 4, learning_rate_factors={"weight": 0.5})
+    seen, original = [], torch.optim.AdamW.step
+
+    def step(self, *arguments):
+        seen.extend(group["lr"] for group in self.param_groups)
+        return original(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.optim.AdamW, "step", step)
+        train(tmp_path, "fake", allow_changes=True, learning_rate_factors=after)
+    rates = [0.1 / (1 + 0.1 * n) for n in range(8)]
+    factors = (after or {"weight": 1.0, "bias": 1.0}).values()
+    assert sorted(seen) == pytest.approx(sorted(r * f for r in rates[3:] for f in factors))
+    logged = [step["model_lr"] for step in steps(tmp_path) if step["step"] > 0]
+    assert logged == pytest.approx(rates)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
+from torch.optim import AdamW
 
 from lightrft.config import ConfigError, StrategyConfig
 from lightrft.strategy.fake import get_fake_strategy
@@ -51,12 +52,44 @@ def test_groups_have_one_rate_and_one_decay_each():
     assert [id(p) for p in split[1]["params"]] == [id(pair.visual.weight)]
 
 
-def test_a_part_that_no_model_has_is_named():
-    with get_fake_strategy({"learning_rate_factors": {"visual": 0.1, "audio": 0.1}}) as strategy:
-        with pytest.raises(ConfigError, match="no trained weight has 'audio' as a part"):
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"visual": 0.1, "audio": 0.1},
+            "no trained weight has 'audio' as a part of its name; there are visual, weight, bias",
+        ),
+        (
+            {"visual|text": 0.1, "bias": 2.0, r"text\.weight": 3.0},
+            r"'bias' has no effect, since earlier patterns take all its weights "
+            r"\('visual\|text' that of visual.bias\): put it before",
+        ),
+    ],
+)
+def test_a_factor_for_no_weight_is_refused(given, message):
+    with get_fake_strategy({"learning_rate_factors": given}) as strategy:
+        with pytest.raises(ConfigError, match=message):
             strategy.prepare_models_and_optimizers(Pair(), None, None, None, None, 3)
-        with pytest.raises(ConfigError, match="'audio'"):
+        with pytest.raises(ConfigError, match=message):
             strategy.prepare_reward_model(Pair())
+
+
+def test_a_checkpoint_of_other_parts_says_that_factors_may_only_change_their_numbers(tmp_path):
+    from lightrft.strategy.checkpoints.errors import CheckpointError
+    from lightrft.strategy.checkpoints.files import FileWriter
+    from lightrft.strategy.checkpoints.training_state import load_optimizer, save_optimizer
+
+    pair = Pair()
+
+    def optimizer(factors):
+        groups = parameter_groups(pair.named_parameters(), 0.1)
+        return AdamW(with_rate_factors(groups, pair.named_parameters(), 1e-3, factors))
+
+    (tmp_path / "optimizer").mkdir()
+    save_optimizer(tmp_path, pair, optimizer({"visual": 0.1}), FileWriter(), rank=0)
+    load_optimizer(tmp_path, pair, optimizer({"visual": 3.0}))
+    with pytest.raises(CheckpointError, match="learning_rate_factors of the same parts"):
+        load_optimizer(tmp_path, pair, optimizer({r"visual\.weight": 0.1}))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from lightrft.config import ConfigError
 from lightrft.strategy.optimizers import ParameterGroup
 
 FACTOR = "rate_factor"
+MAX_PARTS = 20
+"""Of names, in a refusal."""
 
 
 def rate_factor(name: str, factors: Mapping[str, float]) -> float:
@@ -26,10 +28,13 @@ def rate_factor(name: str, factors: Mapping[str, float]) -> float:
     Returns:
         1 where none matches.
     """
-    for pattern, factor in factors.items():
-        if re.search(rf"(?:^|\.)(?:{pattern})(?:\.|$)", name):
-            return float(factor)
-    return 1.0
+    pattern = _first_pattern(name, factors)
+    return 1.0 if pattern is None else float(factors[pattern])
+
+
+def _first_pattern(name: str, patterns: Iterable[str]) -> str | None:
+    hits = (part for part in patterns if re.search(rf"(?:^|\.)(?:{part})(?:\.|$)", name))
+    return next(hits, None)
 
 
 def with_rate_factors(
@@ -75,15 +80,27 @@ def unscaled_rate(optimizer: Optimizer) -> float:
 
 
 def check_rate_factors(factors: Mapping[str, float], models: Sequence[nn.Module]) -> None:
-    """Looks for every part in the trained models.
+    """Looks for a trained weight that each factor is for.
 
     Raises:
-        ConfigError: No trained weight of any has such a name.
+        ConfigError: A pattern matches no trained weight of any model, or only those that an
+            earlier pattern takes.
     """
     names = [n for model in models for n, value in model.named_parameters() if value.requires_grad]
+    used = {_first_pattern(name, factors) for name in names}
     for pattern in factors:
-        if not any(rate_factor(name, {pattern: 2.0}) == 2.0 for name in names):
+        if pattern in used:
+            continue
+        taken = [n for n in names if _first_pattern(n, [pattern]) is not None]
+        if taken:
             raise ConfigError(
-                f"learning_rate_factors: no trained weight has {pattern!r} as a part of its name; "
-                f"there are {', '.join(names[:3])} and {max(0, len(names) - 3)} more"
+                f"learning_rate_factors: {pattern!r} has no effect, since earlier patterns take "
+                f"all its weights ({_first_pattern(taken[0], factors)!r} that of {taken[0]}): put "
+                "it before them"
             )
+        parts = list(dict.fromkeys(p for n in names for p in n.split(".") if not p.isdigit()))
+        shown = ", ".join(parts[:MAX_PARTS]) + (", ..." if len(parts) > MAX_PARTS else "")
+        raise ConfigError(
+            f"learning_rate_factors: no trained weight has {pattern!r} as a part of its name; "
+            f"there are {shown}"
+        )

@@ -198,6 +198,8 @@ def options_kept(trained: TrainedModel) -> Iterator[None]:
     yield
     groups = trained.optimizer.param_groups
     for group, options in zip(groups, own, strict=True):
+        for name in OPTIMIZER_OPTIONS:
+            group.pop(name, None)
         group.update(options)
     if schedule is None:
         return

@@ -123,8 +123,9 @@ def load_optimizer(folder: Path, module: nn.Module, optimizer: Optimizer) -> Non
     own = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if not isinstance(saved, list) or [group["names"] for group in saved] != own:
         raise CheckpointError(
-            f"{folder} holds an optimizer of other parameters or other groups: create it as in the "
-            "run that was saved, or load with load_optimizer_states=False"
+            f"{folder} holds an optimizer of other parameters or other groups: train the same "
+            "parts as the run that was saved, with learning_rate_factors of the same parts (their "
+            "numbers may change), or load with load_optimizer_states=False"
         )
     reader = ShardReader(folder / OPTIMIZER_FOLDER)
     keys: dict[str, list[str]] = {}
