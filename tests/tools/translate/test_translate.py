@@ -8,6 +8,7 @@ from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.translate.options import translate
+from lightrft.tools.translate.script import read_script
 
 SCRIPT = """\
 import re
@@ -61,7 +62,8 @@ def test_a_script_of_twenty_lines_trains(folder, capsys):
         "advantage_estimator": "group_norm",
         "adam_betas": (0.9, 0.999),
         "lr_scheduler": "linear",
-        "num_episodes": 3,
+        "num_episodes": 2,
+        "max_steps": 2,
         "generate_max_len": 6,
         "logging_steps": 5,
         "bf16": False,
@@ -89,6 +91,16 @@ def test_a_script_of_twenty_lines_trains(folder, capsys):
         ({"use_vllm": True}, {"engine_type": "vllm"}),
         ({"epsilon": 0.1, "epsilon_high": 0.3}, {"eps_clip": 0.1, "eps_clip_high": 0.3}),
         ({"steps_per_generation": 4}, {"rollout_batch_size": 4, "train_batch_size": 8}),
+        ({"max_steps": 8, "num_train_epochs": 1}, {"max_steps": 8, "num_episodes": 8}),
+        (
+            {"max_steps": 8, "steps_per_generation": 4, "save_steps": 6},
+            {"max_steps": 2, "save_steps": 2},
+        ),
+        (
+            {"max_steps": 8, "num_iterations": 2},
+            {"max_steps": 4, "max_epochs": 2},
+        ),
+        ({"max_steps": -1}, {"num_episodes": 3}),
         ({"generation_batch_size": 64}, {"rollout_batch_size": 8, "train_batch_size": 8}),
     ],
 )
@@ -97,6 +109,28 @@ def test_names_and_values_are_those_of_the_same_run(arguments, expected):
     assert {name: found.options[name] for name in expected} == expected
     assert found.notes == []
     assert TrainConfig(**found.options)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ('load_dataset("json", data_files="a.jsonl", split="train")', "a.jsonl"),
+        (
+            'load_dataset("json", data_files=["a.jsonl", "b.jsonl"], split="train")',
+            "a.jsonl,b.jsonl",
+        ),
+        ('load_dataset("openai/gsm8k", "main", split="train")', "openai/gsm8k:main"),
+        ('load_dataset("json", data_files="a.jsonl", split="train[:9]")', None),
+        ('load_dataset("json", data_files={"train": "a.jsonl"})', None),
+        ('load_dataset("json")', None),
+    ],
+)
+def test_data_sets_of_files_are_their_files(tmp_path, call, expected):
+    path = tmp_path / "grpo.py"
+    path.write_text(f"GRPOTrainer(model='m', train_dataset={call})\n")
+    script = read_script(path)
+    assert script.arguments.get("prompt_data") == expected
+    assert ("train_dataset" in script.unread) == (expected is None)
 
 
 def test_sizes_count_all_processes():
@@ -110,6 +144,7 @@ def test_sizes_count_all_processes():
         ({"num_generations": 3}, "8 samples a step are no whole number of groups of 3"),
         ({"loss_type": "luspo"}, "loss_type = 'luspo': expected one of grpo, dr_grpo, dapo"),
         ({"weight_decay_rate": 2}, "weight_decay_rate = 2: nothing here has this name"),
+        ({"eval_steps": 0.5}, "eval_steps = 0.5: here it is a number of steps, not a share"),
         ({"warmup_steps": 5}, "warmup_steps = 5: here it is lr_warmup_ratio, a share of all steps"),
     ],
 )

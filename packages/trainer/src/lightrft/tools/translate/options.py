@@ -53,7 +53,14 @@ _SIZES = {
     "generation_batch_size": None,
 }
 # They change nothing that is trained.
-_WITHOUT_EFFECT = ("push_to_hub", "remove_unused_columns", "log_completions", "logging_dir")
+_WITHOUT_EFFECT = (
+    "push_to_hub",
+    "remove_unused_columns",
+    "log_completions",
+    "logging_dir",
+    "disable_tqdm",
+    "use_cpu",
+)
 
 
 @dataclass(slots=True)
@@ -81,7 +88,10 @@ def translate(arguments: Mapping[str, object], processes: int = 1) -> Translatio
     """
     found = Translation()
     values = {**DEFAULTS, **arguments}
-    _sizes({name: values.pop(name, default) for name, default in _SIZES.items()}, processes, found)
+    sizes = {name: values.pop(name, default) for name, default in _SIZES.items()}
+    updates = _sizes(sizes, processes, found)
+    iterations = _size({"num_iterations": 1, **values}, "num_iterations") or 1
+    _steps(values, updates * iterations, found)
     betas = (values.pop("adam_beta1"), values.pop("adam_beta2"))
     found.options["adam_betas"] = betas
     for name, value in values.items():
@@ -104,7 +114,8 @@ def _size(sizes: Mapping[str, object], name: str) -> int | None:
     return value
 
 
-def _sizes(sizes: Mapping[str, object], processes: int, found: Translation) -> None:
+def _sizes(sizes: Mapping[str, object], processes: int, found: Translation) -> int:
+    """Notes sizes of batches; the optimizer steps on a rollout are the result."""
     given = {name: _size(sizes, name) for name in sizes}
     rows = given["per_device_train_batch_size"] or 1
     group = given["num_generations"] or 1
@@ -122,6 +133,27 @@ def _sizes(sizes: Mapping[str, object], processes: int, found: Translation) -> N
         "train_batch_size": min(update, total),
         "micro_train_batch_size": rows,
     }
+    return max(1, total // update)
+
+
+def _steps(values: dict[str, object], updates: int, found: Translation) -> None:
+    """Counts in steps of a rollout, not in optimizer steps; each has so many of those.
+
+    With `max_steps` TRL passes over the rows until then, however often.
+    """
+    for name, value in list(values.items()):
+        if not name.endswith("_steps") or name not in TrainConfig.__dataclass_fields__:
+            continue
+        if isinstance(value, int) and value > 0:
+            values[name] = -(-value // updates)
+        elif isinstance(value, float):
+            found.notes.append(f"{name} = {value!r}: here it is a number of steps, not a share")
+            del values[name]
+    steps = values.get("max_steps")
+    if isinstance(steps, int) and steps > 0:
+        values["num_train_epochs"] = steps
+    else:
+        values.pop("max_steps", None)
 
 
 def _named(name: str, value: object, found: Translation) -> None:

@@ -12,6 +12,8 @@ from lightrft.cli.errors import UsageError
 CONFIG, TRAINER = "GRPOConfig", "GRPOTrainer"
 # Modules of which a reward function needs nothing.
 _OF_TRAINING = ("trl", "datasets", "accelerate")
+# Data sets of these names are files, whose endings say the same.
+_FORMATS = ("json", "parquet", "csv", "text", "arrow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,12 @@ def _data_set(
         return tuple(first)
     if _last_name(node.func) != "load_dataset" or not isinstance(first, str):
         return None
+    if first in _FORMATS:
+        files = named.get("data_files")
+        files = [files] if isinstance(files, str) else files
+        if not isinstance(files, list | tuple) or named.get("split", "train") != "train":
+            return None
+        return {"prompt_data": ",".join(map(str, files))}
     if len(node.args) > 1:
         first = f"{first}:{ast.literal_eval(node.args[1])}"
     return {"prompt_data": first, "prompt_split": named.get("split", "train")}
