@@ -410,6 +410,7 @@ NUMBERS = {
         f"{name} {value}": usage(name, value, "expected", **{name: value, **more})
         for name, value, more in (
             ("actor_learning_rate", "nan", {}),
+            ("actor_learning_rate", "1e+308", {}),
             ("critic_learning_rate", "nan", {}),
             ("eps_clip", "nan", {}),
             ("eps_clip_low", "nan", {}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -96,6 +97,10 @@ def test_files_are_bounded_and_regular(tmp_path):
     assert read_bytes(tmp_path / "g", max_bytes=4) == b"1234"
     with pytest.raises(FileError, match="more than 3 bytes"):
         read_bytes(tmp_path / "g", max_bytes=3)
+    maps = Path("/proc/self/maps")  # says that it is empty
+    assert len(read_bytes(maps)) > 100
+    with pytest.raises(FileError, match="more than 100 bytes"):
+        read_bytes(maps, max_bytes=100)
     with pytest.raises(FileError, match="got a number"):
         read_object(tmp_path / "g")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -187,6 +188,15 @@ def test_base64_of_a_small_picture_is_a_picture(tmp_path):
 def test_a_name_longer_than_the_file_system_allows_is_one_line(tmp_path):
     with pytest.raises(MediaError, match=r"^row 3: no file"):
         as_image("n" * 300, name="row 3", folder=tmp_path)
+
+
+def test_a_file_that_says_it_is_empty_is_read_up_to_the_limit(monkeypatch):
+    monkeypatch.setattr("lightrft.engines.media.sources.MAX_BYTES", 100)
+    path = Path("/proc/self/maps")
+    assert path.stat().st_size == 0
+    source = as_image(str(path), name="row 3", folder=path.parent)
+    with pytest.raises(MediaError, match="has more than 100 bytes"):
+        source.read()
 
 
 @pytest.mark.parametrize("rate", [0, -1, 1e-320, 2e4, float("inf"), float("nan"), 10**400, True])

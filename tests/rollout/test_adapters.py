@@ -3,6 +3,7 @@
 import http
 import importlib.util
 import json
+import math
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.machine import seconds
+from tests.tools.rewards.test_http import Raw, dripping
 from websockets.datastructures import Headers
 from websockets.http11 import Response
 from websockets.sync.server import serve
@@ -152,7 +154,8 @@ def test_an_init_that_asks_something_else_is_refused(stage):
         ("openenv:http://127.0.0.1:9", (), "does not describe its actions"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused_at_the_start(text, tools, message):
+def test_what_cannot_be_adapted_is_refused_at_the_start(text, tools, message, monkeypatch):
+    monkeypatch.setattr("lightrft.tools.environments.openenv.CONNECT_SECONDS", seconds(1.0))
     with pytest.raises(ReportedError, match=message):
         HostedEnvironments(text, tools, 1000, True).describe()
 
@@ -167,6 +170,37 @@ def test_an_unknown_kind_is_refused(stage):
         stage(["1"], "gymnasium:x/y", "CartPole-v1")
 
 
+DEEP = b"[" * 10**5
+ANSWERED = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (dripping(ANSWERED % 10**6, b" "), "gave no answer within"),
+        (b"HTTP/1.1 302 Found\r\nLocation: %s\r\nContent-Length: 0\r\n\r\n", "redirect"),
+        (ANSWERED % len(DEEP) + DEEP, "nested too deeply"),
+        (b"nothing\r\n\r\n", "no HTTP answer"),
+        (ANSWERED % 15 + b'{"action": [1]}', "expected an OpenEnv server"),
+    ],
+    ids=["drips", "elsewhere", "deep", "no HTTP", "no actions"],
+)
+def test_a_server_that_does_not_describe_its_actions_is_one_line(answer, message, monkeypatch):
+    monkeypatch.setattr("lightrft.tools.environments.openenv.CONNECT_SECONDS", seconds(1.0))
+    elsewhere = Raw(ANSWERED % 2 + b"{}")
+    if isinstance(answer, bytes):
+        answer = answer.replace(b"%s", elsewhere.url.encode())
+    servers = [Raw(answer), elsewhere]
+    try:
+        with pytest.raises(ReportedError, match=message) as caught:
+            connect(f"http://127.0.0.1:{servers[0].port}")
+    finally:
+        for each in servers:
+            each.close()
+    assert "\n" not in str(caught.value)
+    assert elsewhere.requests == []
+
+
 SCHEMA = {
     "action": {
         "type": "object",
@@ -174,6 +208,9 @@ SCHEMA = {
         "required": ["number"],
     }
 }
+
+
+REWARDS = {"no number": "much", "not finite": math.inf, "too large": 10**400}
 
 
 class Server:
@@ -218,6 +255,11 @@ class Server:
                 connection.send(json.dumps({"type": "error", "data": details}))
             elif fault == "error of no form":
                 connection.send(json.dumps({"type": "error", "data": ["told"]}))
+            elif fault in REWARDS:
+                data = {"observation": {}, "reward": REWARDS[fault]}
+                connection.send(json.dumps({"type": "observation", "data": data}))
+            elif fault == "deep":
+                connection.send("[" * 10**5)
             elif asked["type"] == "state":
                 shown = {"episode_id": state["episode_id"], "step_count": state["step_count"]}
                 if self.fault == "another episode" and number > 1:
@@ -240,7 +282,7 @@ class Server:
         state["step_count"] += 1
         is_right = asked["data"]["number"] == state["target"]
         data = {"observation": {"text": f"{is_right}", "reward": 9.0, "metadata": {}}}
-        data |= {"reward": 1.0 if is_right else -0.25, "done": is_right}
+        data |= {"reward": is_right or -0.25, "done": is_right}  # of OpenEnv also truth values
         return {"type": "observation", "data": data}
 
 
@@ -279,9 +321,10 @@ def begun(server):
     return episode
 
 
-@pytest.mark.parametrize(
-    "fault", ["cut", "slow", "noise", "large", "SESSION_ERROR", "error of no form"]
-)
+FAULTS = ("cut", "slow", "noise", "large", "SESSION_ERROR", "error of no form")
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "deep", *REWARDS])
 def test_an_episode_ends_with_its_connection(server, fault, monkeypatch):
     """OpenEnv's client would step on in a new environment, and be paid for it."""
     monkeypatch.setattr("lightrft.tools.environments.openenv.MESSAGE_SECONDS", 1.0)

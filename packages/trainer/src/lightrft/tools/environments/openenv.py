@@ -10,8 +10,6 @@ Wire: https://github.com/meta-pytorch/OpenEnv, `core/env_server/http_server.py`,
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,6 +19,14 @@ from urllib.parse import urlsplit, urlunsplit
 from lightrft.rewards.worker import ReportedError
 from lightrft.rollout.environments.calls import TURN_TOOL
 from lightrft.rollout.environments.worker import Adapted, EpisodeLostError
+from lightrft.tools.rewards.http import (
+    HttpClient,
+    HttpError,
+    HttpLimits,
+    HttpRequest,
+    finite_numbers,
+    parse_json,
+)
 
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection
@@ -112,7 +118,12 @@ class OpenEnvEpisode(Adapted):
     def _taken(self, answer: Mapping[str, object]) -> str:
         """Books reward and end; the observation as text, without what is not for the model."""
         reward = answer.get("reward")
-        self._reward += 0.0 if reward is None else float(cast("float", reward))
+        if reward is not None:
+            # OpenEnv pays in truth values, too.
+            found = finite_numbers([int(reward) if isinstance(reward, bool) else reward], 1)
+            if found is None:
+                raise self._lost(f"a reward is {str(reward)[:200]}, expected a number")
+            self._reward += found[0]
         self.is_done = answer.get("done") is True
         observation = answer.get("observation")
         shown = observation if isinstance(observation, Mapping) else {}
@@ -128,8 +139,9 @@ class OpenEnvEpisode(Adapted):
         message = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
             self._connection.send(json.dumps(message, default=str))
-            answer = json.loads(self._connection.recv(timeout=MESSAGE_SECONDS))
-            found, details = answer["type"], answer["data"]
+            text = self._connection.recv(timeout=MESSAGE_SECONDS)
+            answer = cast("Mapping[str, Mapping[str, object]]", parse_json(text))
+            found, details = str(answer["type"]), answer["data"]
         except (OSError, TimeoutError, WebSocketException, ValueError, KeyError, TypeError) as err:
             reason = str(err) or type(err).__name__
             raise self._lost(f"{kind} was not answered: {reason}") from err
@@ -138,7 +150,7 @@ class OpenEnvEpisode(Adapted):
             raise ActionRefusedError(str(details.get("message")))
         if found != ("state" if kind == "state" else "observation") or not is_told:
             raise self._lost(f"{kind} was answered by {str(answer)[:200]}")
-        return cast("Mapping[str, object]", details)
+        return details
 
     def _lost(self, reason: str) -> EpisodeLostError:
         self.close()
@@ -186,17 +198,18 @@ def connect(address: str) -> type[Adapted]:
 
 def _step_schema(address: str) -> object:
     """The server's schema of actions as that of a tool."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    client = HttpClient(HttpLimits(CONNECT_SECONDS, max_bytes=MAX_MESSAGE_BYTES))
     try:
-        with opener.open(address, timeout=CONNECT_SECONDS) as response:
-            described = json.loads(response.read(MAX_MESSAGE_BYTES))
-        action = dict(described["action"])
-        properties = dict(action.get("properties") or {})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        described = parse_json(client.fetch(HttpRequest(address)))
+        action = dict(cast("Mapping[str, Mapping[str, object]]", described)["action"])
+        properties = dict(cast("Mapping[str, object]", action.get("properties") or {}))
+    except (HttpError, ValueError, KeyError, TypeError) as error:
         raise ReportedError(
             f"environment openenv: {address} does not describe its actions: {error}; expected an "
             "OpenEnv server of version 0.10 or later"
         ) from error
+    finally:
+        client.close()
     properties.pop("metadata", None)
     parameters = {**action, "type": "object", "properties": properties}
     described_as = str(action.get("description") or "Act in the environment.")

@@ -86,12 +86,12 @@ class HttpRequest:
 
     Args:
         url: http or https; `USER:PASSWORD@` becomes an Authorization header.
-        body: Sent by POST.
+        body: Sent by POST; without one the address is asked by GET.
         headers: Beside those that the client sets.
     """
 
     url: str
-    body: bytes
+    body: bytes | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def without_credentials(self, text: str, *, shortest: int = 1) -> str:
@@ -231,8 +231,9 @@ class HttpClient:
 
         try:
             client = self._client(request.url)
+            method = "GET" if request.body is None else "POST"
             made = client.build_request(
-                "POST", request.url, content=request.body, headers=dict(request.headers)
+                method, request.url, content=request.body, headers=dict(request.headers)
             )
             answer = await client.send(made, stream=True)
             try:
