@@ -8,8 +8,8 @@ import pytest
 from tests.datasets.test_supervised_rows import family_tokenizer
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.scored_rows import load_scored
 from lightrft.datasets.types import DataError
+from lightrft.stages.reward.reward_inputs import load_rows
 
 ROW = {"prompt_ids": [3, 4], "response_ids": [5, 6, 2], "score": 1.0}
 
@@ -17,7 +17,7 @@ ROW = {"prompt_ids": [3, 4], "response_ids": [5, 6, 2], "score": 1.0}
 def load(folder, rows, **options):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_scored(
+    return load_rows(
         str(path),
         family_tokenizer("Qwen2.5"),
         TrainConfig(**options),

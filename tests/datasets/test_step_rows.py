@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.step_rows import load_steps
 from lightrft.datasets.types import DataError
+from lightrft.stages.reward.reward_inputs import load_rows
 from lightrft.tools.model_presets import byte_level_tokenizer
 
 GOOD = {"prompt": "2+2+2=", "completions": ["2+2 is 4.", "4+2 is 7."], "labels": [True, False]}
@@ -19,7 +19,7 @@ def load(tmp_path, *rows, **changes):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = TrainConfig(**{"max_row_tokens": 100, **changes})
-    return load_steps(str(path), byte_level_tokenizer(), config, max_samples=99, split="train")
+    return load_rows(str(path), byte_level_tokenizer(), config, max_samples=99, split="train")
 
 
 def test_steps_end_in_their_newline_and_the_last_one_with_the_row(tmp_path):

@@ -25,7 +25,6 @@ from tests.stages.vision.vision_rows_world import (
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.preference_rows import load_preferences
-from lightrft.datasets.ranked_rows import load_ranked
 from lightrft.datasets.row_media import spread
 from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.datasets.types import DataError
@@ -34,6 +33,7 @@ from lightrft.models import Actor
 from lightrft.models.attention import LayoutRefusedError
 from lightrft.models.lora import LoraActor
 from lightrft.stages.policy.models import configure_model, trained_model
+from lightrft.stages.reward.reward_inputs import load_rows
 from lightrft.stages.stage import TrainedModels
 from lightrft.stages.supervised.supervised_stage import SupervisedStage
 from lightrft.strategy import get_fake_strategy
@@ -191,7 +191,7 @@ def test_answers_of_pairs_and_rankings_stand_behind_one_image(tmp_path):
     (pair,) = load(load_preferences, write_rows(tmp_path, [row]), encoder, reader).rows
     ranked = {"prompt": [user("<image>what?")], "answers": ["a dog", "no"], "ranks": [1, 2]}
     path = write_rows(tmp_path, [ranked | {"images": ["a.png"]}])
-    (ranking,) = load(load_ranked, path, encoder, reader).rows
+    (ranking,) = load(load_rows, path, encoder, reader).rows
     for answers in (pair.rows, ranking.rows):
         for answer, text in zip(answers, ("a dog", "no"), strict=True):
             chat = [user("<image>what?"), assistant(text)]

@@ -17,10 +17,10 @@ from lightrft.config import TrainConfig
 from lightrft.config.files import file_sha256, read_object, unsealed
 from lightrft.datasets.preference_rows import load_preferences
 from lightrft.datasets.row_origin import origin_of, origin_path
-from lightrft.datasets.scored_rows import load_scored
 from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.models.loading import load_tokenizer
 from lightrft.reporting.rollouts import RecordedRollout, RolloutLog, read_rollout
+from lightrft.stages.reward.reward_inputs import load_rows
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.report.page import render_report
 from lightrft.tools.rows.row_choice import CHOICES, FATES, USES, Sample, choose, count_fates
@@ -313,7 +313,7 @@ def test_pairs_are_read_back_to_the_bit(run_folder, model, choice):
 def test_scores_are_read_back_to_the_bit(run_folder, model):
     recorded = write_ragged(run_folder)
     written(run_folder, use="reward", choice="all")
-    data = load_scored(
+    data = load_rows(
         str(run_folder.parent / "rows.jsonl"),
         load_tokenizer(str(model)),
         TrainConfig(reward_loss="mse"),

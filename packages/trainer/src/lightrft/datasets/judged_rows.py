@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.files import Row
+from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 
-Judgement = TypeVar("Judgement")
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class _Judged(Protocol):
+    @property
+    def rows(self) -> tuple[SupervisedRow, ...]: ...
+
+
+Judgement = TypeVar("Judgement", bound=_Judged)
 
 
 class JudgedRows(Dataset[int], Generic[Judgement]):
@@ -43,20 +55,54 @@ class JudgedRows(Dataset[int], Generic[Judgement]):
         return index
 
 
-def within_limit(rows: Sequence[SupervisedRow], config: TrainConfig) -> bool:
-    """Whether no row has more than `max_row_tokens`."""
-    return max(len(row.token_ids) for row in rows) <= config.max_row_tokens
+@dataclass(frozen=True, slots=True)
+class JudgementKind(Generic[Judgement]):
+    """One kind of judgements.
 
-
-def count_dropped(path: str, num_read: int, num_kept: int, config: TrainConfig) -> str:
-    """The end of a summary about rows that were too long.
-
-    Raises:
-        DataError: All were.
+    Args:
+        build_reader: The way from rows like the first one to judgements; see `PreferenceReader`.
+        describe: Counts them, in a line.
+        is_paired: They compare answers.
     """
-    if not num_kept:
-        raise DataError(
-            f"{path}: all {num_read} rows exceed max_row_tokens = {config.max_row_tokens} tokens; "
-            "raise --max_row_tokens"
-        )
-    return f"; dropped {num_read - num_kept} over-long" if num_read > num_kept else ""
+
+    build_reader: Callable[
+        [PreTrainedTokenizerBase, TrainConfig, Row, int | None, RowMediaReader | None],
+        Callable[[Row], Judgement],
+    ]
+    describe: Callable[[Sequence[Judgement]], str]
+    is_paired: bool = False
+
+    def of(
+        self,
+        rows: Sequence[Row],
+        tokenizer: PreTrainedTokenizerBase,
+        config: TrainConfig,
+        *,
+        path: str,
+        vocab_size: int | None,
+        reader: RowMediaReader | None,
+    ) -> JudgedRows[Judgement]:
+        """The judgements of rows; those with a row of more than `max_row_tokens` are left out.
+
+        Args:
+            rows: Of this kind.
+            path: Of the rows, for messages.
+            tokenizer, config, vocab_size, reader: See `load_preferences`.
+
+        Raises:
+            DataError: A row cannot be used, or all are too long.
+        """
+        judgement_of = self.build_reader(tokenizer, config, rows[0], vocab_size, reader)
+        every = [judgement_of(row) for row in rows]
+        limit = config.max_row_tokens
+        found = [one for one in every if max(len(row.token_ids) for row in one.rows) <= limit]
+        if not found:
+            raise DataError(
+                f"{path}: all {len(every)} rows exceed max_row_tokens = {limit} tokens; "
+                "raise --max_row_tokens"
+            )
+        summary = f"{path}: {self.describe(found)}"
+        if len(found) < len(every):
+            summary += f"; dropped {len(every) - len(found)} over-long"
+        encoder = TEXT_ENCODER if reader is None else reader.encoder
+        return JudgedRows(found, summary, is_paired=self.is_paired, encoder=encoder)

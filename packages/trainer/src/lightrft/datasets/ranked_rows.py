@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.files import Row, read_sources
-from lightrft.datasets.judged_rows import JudgedRows, count_dropped, within_limit
+from lightrft.datasets.files import Row
+from lightrft.datasets.judged_rows import JudgementKind
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import RowEncoder, SupervisedRow, read_messages
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.encoder import TEXT_ENCODER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,40 +37,6 @@ class RankedAnswers:
     def ranks_of(self, name: str) -> tuple[float, ...]:
         """The ranks of a score, () without; "" is the only one."""
         return self.by_name.get(name, ()) if name else self.ranks
-
-
-def load_ranked(
-    path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
-    *,
-    max_samples: int,
-    split: str,
-    probabilities: Sequence[float] = (),
-    names: Collection[str] = (),
-    reader: RowMediaReader | None = None,
-) -> JudgedRows[RankedAnswers]:
-    """Reads rows with prompt, answers and ranks, as token ids.
-
-    A prompt is a text or a list of messages, after which each answer is an assistant's message.
-    Rankings with an answer of more than `max_row_tokens` are left out and counted.
-
-    Args:
-        path, tokenizer, config, max_samples, split, probabilities, reader: See `load_preferences`.
-        names: Of the scores, where there are several: the ranks of a row are an object of lists.
-
-    Raises:
-        DataError: A row cannot be used, or all are too long.
-    """
-    read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
-    rankings = ranking_reader(tokenizer, config, read[0], None, reader, names=names)
-    every = [rankings(row) for row in read[:max_samples]]
-    found = [each for each in every if within_limit(each.rows, config)]
-    dropped = count_dropped(path, len(every), len(found), config)
-    num_answers = sum(len(each.rows) for each in found)
-    summary = f"{path}: {num_answers} answers in {len(found)} rankings{dropped}"
-    encoder = TEXT_ENCODER if reader is None else reader.encoder
-    return JudgedRows(found, summary, is_paired=True, encoder=encoder)
 
 
 def _ranking(row: Row, encoder: RowEncoder, names: Collection[str]) -> RankedAnswers:
@@ -157,3 +122,10 @@ def _answer(row: Row, answer: object, encoder: RowEncoder) -> SupervisedRow:
             "tools": row.columns.get("tools"),
         }
     return next(encoder.rows(encoder.with_media_of(row, columns, row.location), start=start))
+
+
+def _describe(found: Sequence[RankedAnswers]) -> str:
+    return f"{sum(len(each.rows) for each in found)} answers in {len(found)} rankings"
+
+
+RANKED = JudgementKind(ranking_reader, _describe, is_paired=True)

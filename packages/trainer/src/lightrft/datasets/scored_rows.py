@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.files import Row, read_sources
-from lightrft.datasets.judged_rows import JudgedRows, count_dropped, within_limit
+from lightrft.datasets.files import Row
+from lightrft.datasets.judged_rows import JudgementKind
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import (
     RowEncoder,
@@ -35,34 +35,6 @@ class ScoredAnswer:
     def rows(self) -> tuple[SupervisedRow, ...]:
         """The answer."""
         return (self.answer,)
-
-
-def load_scored(
-    path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
-    *,
-    max_samples: int,
-    split: str,
-    probabilities: Sequence[float] = (),
-    vocab_size: int | None = None,
-    reader: RowMediaReader | None = None,
-) -> JudgedRows[ScoredAnswer]:
-    """Reads rows with prompt_ids, response_ids and score.
-
-    Args:
-        path, tokenizer, config, max_samples, split, probabilities, vocab_size, reader:
-            See `load_preferences`; the loss `bce` takes scores of 0 and 1 alone.
-
-    Raises:
-        DataError: A row cannot be used, or all are too long.
-    """
-    read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
-    scores = score_reader(tokenizer, config, read[0], vocab_size, reader)
-    every = [scores(row) for row in read[:max_samples]]
-    found = [each for each in every if within_limit(each.rows, config)]
-    dropped = count_dropped(path, len(every), len(found), config)
-    return JudgedRows(found, f"{path}: {len(found)} scored answers{dropped}", is_paired=False)
 
 
 def score_reader(
@@ -99,3 +71,6 @@ def _scored(row: Row, vocab_size: int | None, *, is_label: bool) -> ScoredAnswer
         return ScoredAnswer(answer_of_ids(columns, RESPONSE, vocab_size), score)
     except DataError as err:
         raise DataError(f"{row.location}: {err}") from err
+
+
+SCORED = JudgementKind(score_reader, lambda found: f"{len(found)} scored answers")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.files import Row, read_sources
-from lightrft.datasets.judged_rows import JudgedRows, count_dropped, within_limit
+from lightrft.datasets.files import Row
+from lightrft.datasets.judged_rows import JudgementKind
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.datasets.types import DataError
@@ -38,39 +38,6 @@ class LabelledSteps:
     def rows(self) -> tuple[SupervisedRow, ...]:
         """The answer."""
         return (self.answer,)
-
-
-def load_steps(
-    path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
-    *,
-    max_samples: int,
-    split: str,
-    probabilities: Sequence[float] = (),
-    vocab_size: int | None = None,
-    reader: RowMediaReader | None = None,
-) -> JudgedRows[LabelledSteps]:
-    """Reads rows with prompt, completions (the steps) and labels, as token ids.
-
-    A newline stands behind each step but the last, whose end is the end of the row. Rows of more
-    than `max_row_tokens` are left out and counted.
-
-    Args:
-        path, tokenizer, config, max_samples, split, probabilities, vocab_size, reader: See
-            `load_preferences`.
-
-    Raises:
-        DataError: A row cannot be used, or all are too long.
-    """
-    read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
-    steps = step_reader(tokenizer, config, read[0], vocab_size, reader)
-    every = [steps(row) for row in read[:max_samples]]
-    found = [each for each in every if within_limit(each.rows, config)]
-    dropped = count_dropped(path, len(every), len(found), config)
-    num_steps = sum(len(each.labels) for each in found)
-    summary = f"{path}: {num_steps} labelled steps in {len(found)} answers{dropped}"
-    return JudgedRows(found, summary, is_paired=False)
 
 
 def step_reader(
@@ -132,3 +99,11 @@ def _encoded(
     for place in list(accumulate(lengths, initial=len(prompt)))[1:]:
         is_end[next(token for token, stop in enumerate(stops) if stop >= place)] = True
     return SupervisedRow(np.array(token_ids, dtype=np.int32), is_end)
+
+
+def _describe(found: Sequence[LabelledSteps]) -> str:
+    num_steps = sum(len(each.labels) for each in found)
+    return f"{num_steps} labelled steps in {len(found)} answers"
+
+
+LABELLED_STEPS = JudgementKind(step_reader, _describe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,11 +13,12 @@ from transformers import AutoModelForSequenceClassification
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.files import Row, read_sources
+from lightrft.datasets.judged_rows import JudgementKind
 from lightrft.datasets.preference_rows import PreferenceReader, load_preferences
-from lightrft.datasets.ranked_rows import ANSWERS, RankedAnswers, load_ranked, ranking_reader
+from lightrft.datasets.ranked_rows import ANSWERS, RANKED, RankedAnswers, ranking_reader
 from lightrft.datasets.row_media import RowMediaReader
-from lightrft.datasets.scored_rows import RESPONSE, load_scored, score_reader
-from lightrft.datasets.step_rows import STEPS, LabelledSteps, load_steps, step_reader
+from lightrft.datasets.scored_rows import RESPONSE, SCORED, ScoredAnswer
+from lightrft.datasets.step_rows import LABELLED_STEPS, STEPS, LabelledSteps
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models import RewardModel
 from lightrft.models.loading import load_config
@@ -50,11 +51,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # By a column of the first row; all others are preferences.
-_KINDS: dict[str, tuple[Callable[..., JudgedData], Callable[..., Callable[[Row], Judgement]]]] = {
-    RESPONSE: (load_scored, score_reader),
-    STEPS: (load_steps, step_reader),
-    ANSWERS: (load_ranked, ranking_reader),
-}
+_Kind = JudgementKind[RankedAnswers] | JudgementKind[LabelledSteps] | JudgementKind[ScoredAnswer]
+_KINDS: Mapping[str, _Kind] = {RESPONSE: SCORED, STEPS: LABELLED_STEPS, ANSWERS: RANKED}
 # Of options whose choice a reward model leaves open: it has no logits, and its head is in no file.
 _UNUSED = {"fused_linear_logprob": False, "meta_init": False}
 
@@ -226,23 +224,24 @@ def load_rows(
     max_samples: int,
     split: str,
     probabilities: Sequence[float] = (),
-    vocab_size: int,
+    vocab_size: int | None = None,
     reader: RowMediaReader | None = None,
 ) -> JudgedData:
     """Rankings, steps, scores, or what `load_preferences` reads, by columns of the first row."""
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
-    load, _ = _loader_and_reader(read[0])
-    names = plan_scores(config).names
-    own = {"names": names} if load is load_ranked else {"vocab_size": vocab_size}
-    return load(
+    kind = _kind_of(read[0], config)
+    if kind is not None:
+        rows = read[:max_samples]
+        return kind.of(rows, tokenizer, config, path=path, vocab_size=vocab_size, reader=reader)
+    return load_preferences(
         path,
         tokenizer,
         config,
         max_samples=max_samples,
         split=split,
         probabilities=probabilities,
+        vocab_size=vocab_size,
         reader=reader,
-        **own,
     )
 
 
@@ -254,19 +253,20 @@ def judgement_reader(
     reader: RowMediaReader | None = None,
 ) -> Callable[[Row], Judgement]:
     """The way from rows like the first to judgements; see `PreferenceReader`."""
-    _, build = _loader_and_reader(first)
-    if build is ranking_reader:
-        build = partial(ranking_reader, names=plan_scores(config).names)
+    kind = _kind_of(first, config)
+    build = PreferenceReader if kind is None else kind.build_reader
     return build(tokenizer, config, first, vocab_size, reader)
 
 
-def _loader_and_reader(
-    first: Row,
-) -> tuple[Callable[..., JudgedData], Callable[..., Callable[[Row], Judgement]]]:
-    for name, found in _KINDS.items():
-        if first.columns.get(name) is not None:
-            return found
-    return load_preferences, PreferenceReader
+def _kind_of(first: Row, config: TrainConfig) -> _Kind | None:
+    """The kind of rows like the first; None is that of preferences."""
+    kind = next(
+        (kind for name, kind in _KINDS.items() if first.columns.get(name) is not None), None
+    )
+    if kind is not RANKED:
+        return kind
+    names = plan_scores(config).names
+    return replace(RANKED, build_reader=partial(ranking_reader, names=names))
 
 
 def load_reward_model(config: TrainConfig) -> RewardModel:
