@@ -284,3 +284,16 @@ def test_the_file_of_a_run_is_taken_again(tmp_path):
     path.write_text("rm_use_engine = true\n")
     _, (problem,) = merge_options([path], {})
     assert "rm_use_engine is not available" in problem
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"reward_fn": len}, r"lightrft\.trainer\.train\(MODEL, ROWS, FUNCTION\)"),
+        ({"prompt_data": [{"input": "a"}]}, r"lightrft\.trainer\.train"),
+        ({"reward_fn": "gsm8k"}, r"such as \('gsm8k',\)"),
+    ],
+)
+def test_a_script_that_gives_another_type_hears_what_takes_it(options, remedy):
+    with pytest.raises(ConfigError, match=remedy):
+        TrainConfig(**options)

@@ -37,7 +37,8 @@ ENVIRONMENT = (
     "NETRC",
 )
 GOOD = "def f(responses):\n    return [0.0 for _ in responses]\n"
-HUGE = {"w": {"dtype": "F32", "shape": [10**8, 10**8], "data_offsets": [0, 4]}}
+CUT = {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+HUGE = {"w": {"dtype": "F32", "shape": [10**8, 10**8], "data_offsets": [0, 0]}}
 """Header of a model that fits on no disk."""
 
 
@@ -109,7 +110,7 @@ CONFIGURATION = {
     "absent model": usage("--pretrain", "nowhere", pretrain="nowhere"),
     "absent path": usage("--pretrain", "/no/where", pretrain="/no/where"),
     "absent critic": usage("--critic_pretrain", critic_pretrain="x", advantage_estimator="gae"),
-    "unknown flag": usage("unknown option 'foo'", foo="1"),
+    "unknown flag": usage("unknown option 'foo'; lightrft train --help_all lists all", foo="1"),
     "misspelt flag": usage("did you mean rollout_batch_size", rollout_batchsize="1"),
     "unavailable": usage("load_in_4bit is not available", "quantised", load_in_4bit="1"),
     "replaced": usage("flash_attn is not available", "scaled_dot_product", flash_attn="1"),
@@ -232,6 +233,12 @@ CONFIGURATION = {
     "percent": usage("engine_mem_util", "'80%'", engine_mem_util="80%"),
     "a share in percent": usage("engine_mem_util", "80.0", "<= 1", engine_mem_util="80"),
     "min_p of sglang": usage("min_p", "sglang", "top_p", min_p="0.1", engine_type="sglang"),
+    "cut weights": Wrong(
+        USAGE,
+        ("--pretrain", "cut/model.safetensors is cut", "get it again"),
+        {"pretrain": "cut"},
+        {"cut/config.json": "{}", "cut/tokenizer.json": "{}", "cut/model.safetensors": CUT},
+    ),
     "model without weights": Wrong(
         USAGE,
         ("no weights", "safetensors"),
@@ -285,7 +292,11 @@ REWARDS = {
     "signature": reward(REWARD, "def f(texts): return []\n", "argument responses", "(texts)"),
     "positional": reward(REWARD, "def f(responses, /): return []\n", "keyword argument"),
     "column": reward(
-        REWARD, "def f(responses, answer): return []\n", "'answer'", "no column", "rename it"
+        REWARD,
+        "def f(responses, answer): return []\n",
+        "'answer'",
+        "no column of the data: it has no other columns, beside prompts",
+        "rename it",
     ),
     **{
         f"returns {name}": reward(
@@ -391,6 +402,7 @@ MACHINE = {
         ckpt_path="c",
         save_path="m",
     ),
+    "no disk": here("--output_dir", "/proc is no disk", output_dir="/proc/x", num_lines=3),
     "full disk": here(
         "--ckpt_path",
         "GB free",
@@ -601,6 +613,11 @@ COMMANDS = {
     "command of other case": command("Train", expected=("did you mean train",)),
     "command with a dash": command("quick-start", expected=("did you mean quickstart",)),
     "folder of a run": command("init-run", "model", expected=("model is not empty",)),
+    "launch of nothing": command("launch", expected=("nothing was given", "expected slurm")),
+    "launch of something": command("launch", "pbs", expected=("got 'pbs'", "kubernetes")),
+    "plan of nothing": command(
+        "plan", "--pretrain", "nowhere", expected=("'nowhere': give a model directory",)
+    ),
     "nothing to evaluate": command("eval", expected=("MODEL", "lightrft eval --help")),
     "no folder": command("init-model", expected=("DIR",)),
     "preset": command("init-model", "new", "--preset", "tiny", expected=("'tiny'", "tiny-qwen3")),

@@ -123,7 +123,7 @@ def test_the_process_lives_on_between_calls_and_ends_with_close(file) -> None:
         ("leaves", "SystemExit: 3"),
         ("dies", "ended with exit code 9"),
         ("killed", "ended by SIGSEGV .a crash in native code"),
-        ("column", r"needs the argument 'level', which is no column.*the columns are none"),
+        ("column", r"needs the argument 'level', which is no column.*it has no other columns"),
     ],
 )
 def test_wrong_results_and_deaths_name_the_function(file, name: str, message: str) -> None:

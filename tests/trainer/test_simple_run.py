@@ -162,6 +162,8 @@ def test_rows_that_cannot_be_kept(tiny_model, folder, rows, message):
 def test_wrong_arguments_are_named(tiny_model, folder):
     with pytest.raises(TypeError, match=r"no option 'num_generations'.*n_samples_per_prompt"):
         train(tiny_model, ROWS, length, output_dir=folder, num_generations=4)
+    with pytest.raises(DataError, match=r"prompt: expected rows .* a file, got int"):
+        train(tiny_model, 3, length)
     with pytest.raises(ConfigError, match="model: expected a folder or a name, got object"):
         train(object(), ROWS, length, output_dir=folder)
     with pytest.raises(ConfigError, match="two choices of the name 'length'"):

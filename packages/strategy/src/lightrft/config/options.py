@@ -203,12 +203,22 @@ def item_hint(kinds: tuple[object, ...]) -> object:
 def check_value(name: str, value: object, hint: object, info: OptionInfo) -> str | None:
     """The problem of a value's type, choice, text or range in one line; None without one."""
     if not accepts(value, hint):
-        return f"{name}: got {short(value)} ({type(value).__name__}), expected {type_name(hint)}"
+        kind = f"{name}: got {short(value)} ({type(value).__name__}), expected {type_name(hint)}"
+        return kind + _type_remedy(value, hint)
     problem = _choice_problem(name, value, info)
     text_problem = _text_problem(value, info)
     if problem is None and text_problem is not None:
         problem = f"{name}: got {short(value)}, expected {text_problem}"
     return problem or _number_problem(name, value, info)
+
+
+def _type_remedy(value: object, hint: object) -> str:
+    """The end of a sentence to a script that gave rows, a function, or one text of several."""
+    is_rows = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+    if callable(value) or is_rows:
+        return "; lightrft.trainer.train(MODEL, ROWS, FUNCTION) takes rows and functions"
+    is_one = isinstance(value, str) and item_hint(alternatives(hint)) is str
+    return f", such as ({value!r},)" if is_one else ""
 
 
 def _choice_problem(name: str, value: object, info: OptionInfo) -> str | None:

@@ -256,7 +256,10 @@ def unknown_name(name: str, command: str = "train") -> str:
     if name in available_options(command):
         return f"{name} is no option of lightrft {command}"
     hint = option_hint(name, available_options(command), command)
-    return f"unknown option {name!r}" + ("" if hint.startswith("; known") else hint)
+    if hint.startswith("; known"):
+        flag = "--help_all" if command in ("train", *SFT) else "--help"
+        hint = f"; lightrft {command} {flag} lists all"
+    return f"unknown option {name!r}{hint}"
 
 
 def unknown_flags(arguments: Sequence[str], command: str = "train") -> list[str]:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from lightrft.config import TrainConfig
 from lightrft.config.files import FileError, read_bytes
+from lightrft.config.other_names import MISSING
 from lightrft.config.registry import LOGGERS
 from lightrft.config.rules import NO_REWARDS, is_served
 from lightrft.datasets.files import Row, read_sources
 from lightrft.datasets.render import label_of, render
 from lightrft.datasets.types import DataError
 from lightrft.engines.factory import resolve_engine_type
-from lightrft.models.weight_files import count_model
+from lightrft.models.weight_files import count_model, cut_files
 from lightrft.reporting.files import read_json
 from lightrft.run.resume import plan_run
 from lightrft.strategy.config import ConfigError
@@ -208,7 +209,11 @@ def disk_problems(config: TrainConfig) -> list[str]:
             files.add(existing.resolve())
         elif not os.access(existing, os.W_OK | os.X_OK):
             found.append(f"--{name}: {existing} may not be written by this user: give another")
-        elif (free := shutil.disk_usage(existing).free) < num_bytes:
+        elif not (disk := shutil.disk_usage(existing)).total:
+            found.append(
+                f"--{name}: {existing} is no disk, nothing can be kept there: give another"
+            )
+        elif (free := disk.free) < num_bytes:
             found.append(
                 f"--{name}: {existing} has {free / 1e9:.1f} GB free, the run needs about "
                 f"{num_bytes / 1e9:.1f} GB there for {size:,} parameters: free some or give "
@@ -229,7 +234,7 @@ def check_paths(config: TrainConfig) -> list[str]:
     """Missing parts of the model, the data and the rewards, one line each."""
     problems = []
     if config.pretrain is None:
-        problems.append("--pretrain is missing: give a model directory, see lightrft init-model")
+        problems.append(MISSING["pretrain"])
     else:
         problems += model_problems("--pretrain", config.pretrain) or context_problems(config)
     if isinstance(config.critic_pretrain, str):
@@ -238,11 +243,11 @@ def check_paths(config: TrainConfig) -> list[str]:
     for path in config.reward_pretrain:
         problems += model_problems("--reward_pretrain", path)
     if config.prompt_data is None:
-        problems.append("--prompt_data is missing: give a JSONL, JSON or Parquet file")
+        problems.append(MISSING["prompt_data"])
     by_episode = config.environment is not None or config.agent is not None
     is_rewarded = bool(config.reward_fn or config.remote_rm_url) or by_episode
     if not is_rewarded and config.advantage_estimator != NO_REWARDS:
-        problems.append("--reward_fn is missing: give boxed_math, gsm8k or FILE.py:FUNCTION")
+        problems.append(MISSING["reward_fn"])
     try:
         plan_run(config)
     except ConfigError as err:
@@ -273,6 +278,9 @@ def model_problems(flag: str, name: str) -> list[str]:
         f"{flag}: no {what} in {name}: expected {' or '.join(patterns)}"
         for what, patterns in MODEL_FILES.items()
         if not any(any(directory.glob(pattern)) for pattern in patterns)
+    ] + [
+        f"{flag}: {file} is cut: it has {size:,} bytes and its header says {whole:,}: get it again"
+        for file, size, whole in cut_files(name)
     ]
 
 

@@ -1,6 +1,7 @@
 """Sizes of models from the headers of their files, without torch."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightrft.config.files import parse_json, require_object, typed
@@ -14,16 +15,38 @@ def count_model(path: str) -> int:
     return sum(map(count_parameters, Path(path).glob("*.safetensors")))
 
 
+def cut_files(path: str) -> Iterator[tuple[Path, int, int]]:
+    """Weight files of a model directory that are shorter than their headers say.
+
+    Yields:
+        The file, its bytes, and those that it should have.
+    """
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            length, tensors = _read_header(file)
+            ends = [typed(list[int], entry["data_offsets"], file)[1] for entry in tensors]
+        except (OSError, ValueError, KeyError, IndexError):
+            continue  # a damaged file is reported by what loads it
+        size, whole = file.stat().st_size, 8 + length + max(ends, default=0)
+        if size < whole:
+            yield file, size, whole
+
+
 def count_parameters(path: Path) -> int:
     """Numbers in a safetensors file, from its header; 0 if it has none that can be read."""
     try:
-        with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            # No more than there is: a damaged length would ask for as much memory.
-            content = stream.read(min(length, path.stat().st_size, MAX_HEADER_BYTES))
-        header = require_object(parse_json(content, path), path)
-        header.pop("__metadata__", None)
-        shapes = [require_object(entry, path)["shape"] for entry in header.values()]
+        shapes = [entry["shape"] for entry in _read_header(path)[1]]
         return sum(math.prod(typed(list[int], shape, path)) for shape in shapes)
     except (OSError, ValueError, KeyError):
         return 0  # a damaged file is reported by what loads it
+
+
+def _read_header(path: Path) -> tuple[int, list[dict[str, object]]]:
+    """Length of a file's header, and what it says of each tensor."""
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        # No more than there is: a damaged length would ask for as much memory.
+        content = stream.read(min(length, path.stat().st_size, MAX_HEADER_BYTES))
+    header = require_object(parse_json(content, path), path)
+    header.pop("__metadata__", None)
+    return length, [require_object(entry, path) for entry in header.values()]

@@ -124,12 +124,12 @@ class FunctionReward:
         known = {*ARGUMENTS, *OFFERED_COLUMNS, *columns, *self.options}
         missing = sorted(required - known)
         if missing:
-            listing = ", ".join(sorted(columns)) or "none"
+            names = ", ".join(sorted(columns))
+            listing = f"its columns are {names}" if names else "it has no other columns"
             remedy = WITHOUT_COUNTERPART.get(missing[0], "rename it or give it a default")
             raise RewardError(
                 f"reward function {self._spelling} needs the argument {missing[0]!r}, which is no "
-                f"column of the data: the columns are {listing}, beside prompts, responses and "
-                f"labels; {remedy}"
+                f"column of the data: {listing}, beside prompts, responses and labels; {remedy}"
             )
 
     def try_out(self, prompts: Texts, labels: Labels, columns: Columns) -> None:

@@ -41,7 +41,8 @@ def run(argv: Sequence[str]) -> int:
         return ExitCode.OK
     if name not in ACTIONS:
         examples = "; ".join(example for _, example in ACTIONS.values())
-        raise UsageError(f"lightrft launch knows {' and '.join(ACTIONS)}: got {name!r}; {examples}")
+        got = f"got {name!r}" if name else "nothing was given"
+        raise UsageError(f"lightrft launch: {got}, expected {' or '.join(ACTIONS)}: {examples}")
     print(ACTIONS[name][0](argv[1:]))
     return ExitCode.OK
 

@@ -54,6 +54,11 @@ class GivenRows:
         Raises:
             DataError: There are no rows, or one is no mapping or holds something else.
         """
+        if not isinstance(rows, Iterable):
+            raise DataError(
+                f"{name}: expected rows (a list of mappings, a datasets.Dataset) or the path of a "
+                f"file, got {type(rows).__name__}"
+            )
         kept = _KeptMedia(columns)
         numbered = enumerate(encoded_rows(rows), start=1)
         lines = [_line(row, f"{name}: row {number}", kept) for number, row in numbered]

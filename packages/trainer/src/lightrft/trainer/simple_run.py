@@ -58,7 +58,7 @@ def train(
         DataError: Rows that cannot be used.
         RunStoppedError, RunAlarmError, RewardError, ModelLoadError: See `run_training`.
     """
-    rewards = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
+    rewards = [reward] if isinstance(reward, str) or callable(reward) else list(reward or ())
     given: dict[str, object] = {**options, "pretrain": _model_name(model), "reward_fn": rewards}
     given["loggers"] = [item for item in loggers if isinstance(item, str)]
     receivers = [item for item in loggers if not isinstance(item, str)]

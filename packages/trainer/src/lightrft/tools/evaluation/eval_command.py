@@ -26,6 +26,7 @@ from lightrft.cli.options import (
 )
 from lightrft.cli.preflight import check_data, device_problems, engine_problems, model_problems
 from lightrft.config import TrainConfig
+from lightrft.config.other_names import MISSING
 from lightrft.reporting.files import CONFIG_FILE
 from lightrft.reporting.start_bar import start_text
 from lightrft.strategy.config import ConfigError
@@ -94,9 +95,9 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
         problems.append("--held_out is of the rows of --save_rollouts: add that, or leave it out")
     problems += model_problems("MODEL", str(model))
     if config.eval_data is None:
-        problems.append("--eval_data is missing: give a JSONL, JSON or Parquet file")
+        problems.append(MISSING["eval_data"])
     if not config.reward_fn and not config.remote_rm_url:
-        problems.append("--reward_fn is missing: give boxed_math, gsm8k or FILE.py:FUNCTION")
+        problems.append(MISSING["reward_fn"])
     refuse(problems, ConfigError)
     config.prompt_data = None  # only the evaluation's prompts are read
     # Nothing is trained: sizes that fit any number of processes.

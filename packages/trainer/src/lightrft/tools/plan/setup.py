@@ -202,9 +202,10 @@ def read_model_size(path: str) -> ModelSize:
         return SHAPES[path]
     file = Path(path) / "config.json"
     if not file.is_file():
+        near = did_you_mean(path, SHAPES).partition("; known")[0]
         raise ConfigError(
-            f"no config.json in {path!r}{did_you_mean(path, SHAPES)}: give a model directory or "
-            f"one of {', '.join(SHAPES)}"
+            f"no config.json in {path!r}{near}: give a model directory or one of "
+            f"{', '.join(SHAPES)}"
         )
     return ModelSize.of_config(read_object(file))
 
