@@ -190,14 +190,10 @@ NAMES_OF_COMMANDS: dict[str, dict[str, str]] = {
 }
 
 
-DATA_FILE = "give a JSONL, JSON or Parquet file, or the name of a data set"
-MISSING = {
-    "pretrain": "--pretrain is missing: give a model directory, see lightrft init-model",
-    "prompt_data": f"--prompt_data is missing: {DATA_FILE}",
-    "eval_data": f"--eval_data is missing: {DATA_FILE}",
-    "reward_fn": "--reward_fn is missing: give boxed_math, gsm8k or FILE.py:FUNCTION",
-}
-"""Sentences about options that a command cannot do without."""
+# Remedies where a command lacks what it cannot do without.
+A_MODEL = "give a model directory, see lightrft init-model"
+A_DATA_FILE = "give a JSONL, JSON or Parquet file, or the name of a data set"
+A_REWARD = "give boxed_math, gsm8k or FILE.py:FUNCTION"
 
 
 def option_hint(name: str, known: Collection[str], command: str = "train") -> str:

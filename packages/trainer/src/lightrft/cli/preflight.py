@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightrft.config import TrainConfig
 from lightrft.config.files import FileError, read_bytes
-from lightrft.config.other_names import MISSING
+from lightrft.config.other_names import A_DATA_FILE, A_MODEL, A_REWARD
 from lightrft.config.registry import LOGGERS
 from lightrft.config.rules import NO_REWARDS, is_served
 from lightrft.datasets.files import Row, read_sources
@@ -234,7 +234,7 @@ def check_paths(config: TrainConfig) -> list[str]:
     """Missing parts of the model, the data and the rewards, one line each."""
     problems = []
     if config.pretrain is None:
-        problems.append(MISSING["pretrain"])
+        problems.append(f"--pretrain is missing: {A_MODEL}")
     else:
         problems += model_problems("--pretrain", config.pretrain) or context_problems(config)
     if isinstance(config.critic_pretrain, str):
@@ -243,11 +243,11 @@ def check_paths(config: TrainConfig) -> list[str]:
     for path in config.reward_pretrain:
         problems += model_problems("--reward_pretrain", path)
     if config.prompt_data is None:
-        problems.append(MISSING["prompt_data"])
+        problems.append(f"--prompt_data is missing: {A_DATA_FILE}")
     by_episode = config.environment is not None or config.agent is not None
     is_rewarded = bool(config.reward_fn or config.remote_rm_url) or by_episode
     if not is_rewarded and config.advantage_estimator != NO_REWARDS:
-        problems.append(MISSING["reward_fn"])
+        problems.append(f"--reward_fn is missing: {A_REWARD}")
     try:
         plan_run(config)
     except ConfigError as err:

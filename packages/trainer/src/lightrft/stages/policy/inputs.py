@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import NOT_OF_TRAIN, options_of
-from lightrft.config.other_names import MISSING
+from lightrft.config.other_names import A_DATA_FILE, A_MODEL
 from lightrft.config.rules import SAMPLED, keeps_rows
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
@@ -299,7 +299,9 @@ def load_run_prompts(
 def _check_options(config: TrainConfig) -> None:
     """Raises a ConfigError that lists all that is missing or does not fit."""
     missing = [
-        MISSING[name] for name in ("pretrain", "prompt_data") if config.__dict__[name] is None
+        f"--{name} is missing: {remedy}"
+        for name, remedy in (("pretrain", A_MODEL), ("prompt_data", A_DATA_FILE))
+        if config.__dict__[name] is None
     ]
     if missing:
         raise ConfigError("\n".join(missing))

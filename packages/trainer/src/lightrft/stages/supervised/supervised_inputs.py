@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import DISTILL, options_of
-from lightrft.config.other_names import MISSING
+from lightrft.config.other_names import A_DATA_FILE, A_MODEL
 from lightrft.config.rules import batch_problems
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.row_origin import check_tokens
@@ -221,7 +221,11 @@ def option_problems(config: TrainConfig, num_processes: int, command: str = "sft
     # Distillation on rows has those of supervised training, too, and those of what it samples.
     taken = {"sft", command} if command in DISTILL else {command}
     samples = command in DISTILL and config.offpolicy_fraction < 1
-    found = [MISSING[name] for name in ("pretrain", "prompt_data") if config.__dict__[name] is None]
+    found = [
+        f"--{name} is missing: {remedy}"
+        for name, remedy in (("pretrain", A_MODEL), ("prompt_data", A_DATA_FILE))
+        if config.__dict__[name] is None
+    ]
     found += [
         f"{name} is no option of lightrft {command}: leave it out"
         for name, (entry, info) in options_of(TrainConfig).items()

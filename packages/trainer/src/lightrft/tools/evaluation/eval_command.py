@@ -26,7 +26,7 @@ from lightrft.cli.options import (
 )
 from lightrft.cli.preflight import check_data, device_problems, engine_problems, model_problems
 from lightrft.config import TrainConfig
-from lightrft.config.other_names import MISSING
+from lightrft.config.other_names import A_DATA_FILE, A_REWARD
 from lightrft.reporting.files import CONFIG_FILE
 from lightrft.reporting.start_bar import start_text
 from lightrft.strategy.config import ConfigError
@@ -95,9 +95,9 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
         problems.append("--held_out is of the rows of --save_rollouts: add that, or leave it out")
     problems += model_problems("MODEL", str(model))
     if config.eval_data is None:
-        problems.append(MISSING["eval_data"])
+        problems.append(f"--eval_data is missing: {A_DATA_FILE}")
     if not config.reward_fn and not config.remote_rm_url:
-        problems.append(MISSING["reward_fn"])
+        problems.append(f"--reward_fn is missing: {A_REWARD}")
     refuse(problems, ConfigError)
     config.prompt_data = None  # only the evaluation's prompts are read
     # Nothing is trained: sizes that fit any number of processes.
