@@ -87,7 +87,7 @@ def test_equals_a_loop_on_random_rows(mode: str, ragged) -> None:
 
 
 # Those of any two numbers, probabilities or not.
-OF_NUMBERS = ("ratio", "k1", "k2", "k3", "difference", "variation")
+OF_NUMBERS = ("ratio", "distance", "k1", "k2", "k3", "difference", "variation")
 
 
 def _slow_statistic(name, old, rollout):
@@ -96,6 +96,7 @@ def _slow_statistic(name, old, rollout):
         return q * -l + (1 - q) * np.log((1 - q) / (1 - p))
     return {
         "ratio": np.exp(l),
+        "distance": abs(np.exp(l) - 1),
         "k1": -l,
         "k2": l**2 / 2,
         "k3": np.exp(l) - 1 - l,
@@ -269,6 +270,24 @@ def test_rows_that_drifted_are_dropped_only_with_a_negative_advantage() -> None:
         correct()
 
 
+@pytest.mark.parametrize("level", ["token", "geometric", "worst"])
+def test_of_rows_that_drifted_only_what_moved_towards_its_advantage_is_dropped(level, ragged):
+    batch = ragged(8, rows=12)
+    advantages = np.random.default_rng(3).normal(size=batch.mask.shape)
+    text = f"reject:distance:{level}:high=0.1:towards"
+    found = _weights(batch, text, advantages=torch.as_tensor(advantages))
+    moved = batch.old - batch.rollout
+    expected = _slow_rejection(batch, "reject", "distance", level, 0.0, 0.1)
+    if level == "worst":
+        # The row is left out where one of its tokens moved too far in that direction.
+        alone = _slow_rejection(batch, "reject", "distance", "token", 0.0, 0.1)
+        expected = batch.mask & (alone & (moved * advantages > 0)).any(1, keepdims=True)
+    else:
+        expected &= moved * advantages > 0
+    assert 0 < expected.sum() < batch.mask.sum()
+    assert np.array_equal(found.is_rejected.numpy(), expected)
+
+
 def test_dppo_leaves_out_what_moved_too_far_towards_its_advantage() -> None:
     new, rollout = (torch.tensor([row]).log() for row in ([0.9, 0.5, 0.1], [0.5, 0.5, 0.5]))
     mask = torch.ones(1, 3, dtype=torch.bool)
@@ -372,7 +391,8 @@ def test_text_becomes_terms() -> None:
     assert (weight.low, weight.high, test.low, test.high) == (None, None, 0.2, 5.0)
     (capped,) = parse_correction("tis", low=0.5, high=4.0)
     assert (capped.low, capped.high) == (0.5, 4.0)
-    assert parse_correction("reject:k1:geometric:high=1:negative")[0].sign == "negative"
+    for sign in ("negative", "towards"):
+        assert parse_correction(f"reject:k1:geometric:high=1:{sign}")[0].sign == sign
     for mode in CORRECTION_PRESETS:
         assert parse_correction(mode)
 

@@ -117,6 +117,7 @@ FURTHER = [
     "reject:k3:worst:high=0.05",
     "reject:reverse_k3:token:high=0.05",
     "reject:binary_kl:geometric:high=0.0005",
+    "reject:distance:geometric:high=0.2:towards",
     "weight:ratio:largest:high=1.3 reject:ratio:largest:low=0.9:high=1.4",
     # The policy that moves, in the last of four updates far from where it began.
     "tis:new/engine reject:k3:token:high=0.001:new/old",

@@ -15,6 +15,7 @@ Statistics of a token, with p and q its probabilities under the first and second
 l = ln p - ln q:
 
     ratio         exp(l)
+    distance      |exp(l) - 1|: its mean over tokens of q estimates twice the total variation
     k1, k2, k3    -l, l^2 / 2, exp(l) - 1 - l: estimates of KL(second || first)
     reverse_k3    exp(-l) - 1 + l, of KL(first || second)
     difference    p - q, signed
@@ -25,8 +26,10 @@ Levels: `token`; `sequence`, the product of the ratios or the sum of another sta
 row; `geometric`, the geometric mean of the ratios or the mean of another statistic; `largest`, the
 largest one of the row's tokens; `worst`, the row lies outside if one of its tokens does. Further
 words: `negative` and `positive` test only where the advantage (of a row its mean) is below or above
-0; `mean-one` divides the weights by their mean over the batch, before rejection (verl divides by
-that after it). Each test looks at all response tokens, also at those that another one rejected.
+0; `towards` only tokens with l of the sign of their advantage, also of a row that lies outside
+(`reject:distance:geometric:high=2:towards` is the filter of VACO, arXiv:2603.01365); `mean-one`
+divides the weights by their mean over the batch, before rejection (verl divides by that after it).
+Each test looks at all response tokens, also at those that another one rejected.
 
 `corrections.correction_weights` computes what is described here. This module needs no torch.
 """
@@ -38,9 +41,12 @@ from dataclasses import dataclass
 from lightrft.algorithms.interface import lookup
 
 ACTIONS = ("weight", "reject", "veto")
-STATISTICS = ("ratio", "k1", "k2", "k3", "reverse_k3", "difference", "variation", "binary_kl")
+STATISTICS = (
+    *("ratio", "distance", "k1", "k2", "k3", "reverse_k3"),
+    *("difference", "variation", "binary_kl"),
+)
 LEVELS = ("token", "sequence", "geometric", "largest", "worst")
-SIGNS = ("negative", "positive")
+SIGNS = ("negative", "positive", "towards")
 PAIRS = ("old/engine", "new/engine", "new/old")
 OPTIONS = ("low=", "high=", *SIGNS, *PAIRS, "mean-one")
 EXAMPLES = "tis or reject:k3:sequence:high=0.01"
@@ -77,7 +83,8 @@ class CorrectionTerm:
     Args:
         action, statistic, level: One of `ACTIONS`, `STATISTICS`, `LEVELS`.
         low, high: Bounds, inclusive; None is none.
-        sign: One of `SIGNS`: test only where the advantage has it; None tests everywhere.
+        sign: One of `SIGNS`: test only where the advantage has it, or the change that of the
+            advantage; None tests everywhere.
         mean_one: Divide the weights by their mean over the batch.
         pair: One of `PAIRS`, the policies that are compared.
 

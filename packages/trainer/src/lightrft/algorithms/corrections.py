@@ -10,7 +10,7 @@ Source: decoupled PPO, arXiv:2110.00641; IcePop, arXiv:2510.18855.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,9 +111,9 @@ def correction_weights(
             is_rejected = is_rejected | (response_mask & free.isnan())
             sums = _weight_sums(weights, response_mask & ~free.isnan(), term.level)
         else:
-            pair = tuple(policies[side] for side in term.sides)
-            statistic = _statistic(term, log_ratios, pair, response_mask)
-            is_rejected = is_rejected | _is_rejected(term, statistic, advantages, response_mask)
+            statistic = _statistic(term, log_ratios, policies, response_mask)
+            is_tested = _is_tested(term, log_ratios, advantages, response_mask)
+            is_rejected = is_rejected | _is_rejected(term, statistic, is_tested, response_mask)
     return CorrectionWeights(
         weights=mask_out(weights, response_mask & ~is_rejected),
         raw=mask_out(raw, response_mask & ~is_invalid),
@@ -140,14 +140,14 @@ def effective_sample_fraction(sums: Tensor) -> float:
 def _statistic(
     term: CorrectionTerm,
     log_ratios: Tensor,
-    pair: Sequence[Tensor],
+    policies: Mapping[str, Tensor],
     mask: Tensor,
 ) -> Tensor:
     """The statistic that a term compares with its bounds: [batch, seq]."""
     if term.statistic == "ratio":
         return _exp(_at_level(log_ratios, mask, term.level))
     if term.statistic in ("difference", "variation", "binary_kl"):
-        first, second = (mask_out(logprobs.double(), mask) for logprobs in pair)
+        first, second = (mask_out(policies[side].double(), mask) for side in term.sides)
         values = first.exp() - second.exp()
         if term.statistic == "binary_kl":
             # 1 - p by expm1: of a token that is nearly certain it has no digit left otherwise.
@@ -156,6 +156,8 @@ def _statistic(
             values += torch.xlogy(others[1], others[1]) - torch.xlogy(others[1], others[0])
         values = torch.where(log_ratios.isnan(), torch.nan, values)
         values = values.abs() if term.statistic == "variation" else values
+    elif term.statistic == "distance":
+        values = (_exp(log_ratios) - 1).abs()
     elif term.statistic in ("k3", "reverse_k3"):
         held = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         held = held if term.statistic == "k3" else -held
@@ -179,26 +181,31 @@ def _exp(logarithms: Tensor) -> Tensor:
 
 
 def _is_rejected(
-    term: CorrectionTerm, statistic: Tensor, advantages: Tensor | None, mask: Tensor
+    term: CorrectionTerm, statistic: Tensor, is_tested: Tensor, mask: Tensor
 ) -> Tensor:
     """Tokens that a test leaves out; those with NaN are."""
     low = -math.inf if term.low is None else term.low
     high = math.inf if term.high is None else term.high
-    found = mask & ~((statistic >= low) & (statistic <= high))
-    if term.sign is not None:
-        found &= _has_sign(term, advantages, mask)
+    found = is_tested & ~((statistic >= low) & (statistic <= high))
     if term.action == "veto" or term.level == "worst":
         found = mask & found.any(dim=-1, keepdim=True)
     return found
 
 
-def _has_sign(term: CorrectionTerm, advantages: Tensor | None, mask: Tensor) -> Tensor:
+def _is_tested(
+    term: CorrectionTerm, log_ratios: Tensor, advantages: Tensor | None, mask: Tensor
+) -> Tensor:
+    """Tokens whose advantage, or change beside it, is of the sign that a test asks for."""
+    if term.sign is None:
+        return mask
     if advantages is None:
         raise ValueError(f"a correction for {term.sign} advantages only needs the advantages")
     inside = mask_like(advantages, advantages, mask)
+    if term.sign == "towards":
+        return mask & (inside * log_ratios > 0)
     if term.level in ("sequence", "geometric", "largest"):
         inside = _at_level(inside, mask, "geometric")
-    return inside < 0 if term.sign == "negative" else inside > 0
+    return mask & (inside < 0 if term.sign == "negative" else inside > 0)
 
 
 def _weight_sums(weights: Tensor, is_counted: Tensor, level: str) -> Tensor:

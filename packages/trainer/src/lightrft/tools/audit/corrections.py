@@ -32,6 +32,7 @@ PRESETS = {
         "reject:difference:token:low=-0.2:negative:new/engine"
     ),
 }
+SIGNS = ("negative", "positive", "towards")
 HELD = 20.0  # of a logarithm that is exponentiated
 
 
@@ -151,7 +152,7 @@ def _added(terms: list[str], option: str) -> list[str]:
     weights = [term for term in terms if term.startswith("weight")]
     if option == "mean-one":
         meant = weights
-    elif option in ("negative", "positive"):
+    elif option in SIGNS:
         meant = [term for term in terms if term not in weights]
     else:
         meant = [term for term in terms if "=" in term] or terms
@@ -234,6 +235,7 @@ def _value(term: Term, first: Array, second: Array, mask: Flags) -> Array:
     p, q = (np.where(mask, np.exp(each), 0.5) for each in (first, second))
     held = np.clip(ratio, -HELD, HELD)
     values = {
+        "distance": np.abs(np.exp(held) - 1),
         "k1": -ratio,
         "k2": ratio**2 / 2,
         "k3": np.expm1(held) - held,
@@ -265,8 +267,13 @@ def _at_level(level: str, values: Array, mask: Flags) -> Array:
 
 def _has_sign(term: Term, tokens: Tokens, borders: Borders) -> Flags:
     advantages, mask = tokens.advantages, tokens.mask
-    if not {"negative", "positive"} & set(term.options):
+    if not set(SIGNS) & set(term.options):
         return np.ones(mask.shape, dtype=np.bool_)
+    if "towards" in term.options:
+        first, second = (tokens.of(side) for side in term.sides)
+        moved = first.less(second, mask)
+        gain = Pair(moved.own * advantages.own, moved.run * advantages.run)
+        return borders.above(gain, 0.0)
     if term.level in ("sequence", "geometric", "largest"):
         advantages = advantages.map(lambda each: _at_level("geometric", each, mask))
     if "negative" in term.options:
