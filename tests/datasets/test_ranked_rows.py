@@ -7,8 +7,9 @@ import json
 import pytest
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.files import read_rows
+from lightrft.datasets.ranked_rows import RANKED
 from lightrft.datasets.types import DataError
-from lightrft.stages.reward.reward_inputs import load_rows
 from lightrft.tools.model_presets import byte_level_tokenizer
 
 GOOD = {"prompt": "2+2=", "answers": ["4", "5", "five"], "ranks": [1, 2, 2]}
@@ -18,7 +19,8 @@ def load(tmp_path, *rows, **changes):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = TrainConfig(**{"max_row_tokens": 100, **changes})
-    return load_rows(str(path), byte_level_tokenizer(), config, max_samples=99, split="train")
+    given = {"path": str(path), "vocab_size": None, "reader": None}
+    return RANKED.of(read_rows(path), byte_level_tokenizer(), config, **given)
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

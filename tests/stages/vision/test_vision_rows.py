@@ -24,7 +24,9 @@ from tests.stages.vision.vision_rows_world import (
 )
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.files import read_rows
 from lightrft.datasets.preference_rows import load_preferences
+from lightrft.datasets.ranked_rows import RANKED
 from lightrft.datasets.row_media import spread
 from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.datasets.types import DataError
@@ -33,7 +35,6 @@ from lightrft.models import Actor
 from lightrft.models.attention import LayoutRefusedError
 from lightrft.models.lora import LoraActor
 from lightrft.stages.policy.models import configure_model, trained_model
-from lightrft.stages.reward.reward_inputs import load_rows
 from lightrft.stages.stage import TrainedModels
 from lightrft.stages.supervised.supervised_stage import SupervisedStage
 from lightrft.strategy import get_fake_strategy
@@ -191,7 +192,9 @@ def test_answers_of_pairs_and_rankings_stand_behind_one_image(tmp_path):
     (pair,) = load(load_preferences, write_rows(tmp_path, [row]), encoder, reader).rows
     ranked = {"prompt": [user("<image>what?")], "answers": ["a dog", "no"], "ranks": [1, 2]}
     path = write_rows(tmp_path, [ranked | {"images": ["a.png"]}])
-    (ranking,) = load(load_rows, path, encoder, reader).rows
+    given = {"path": path, "vocab_size": None, "reader": reader}
+    tokenizer = encoder.processor.tokenizer
+    (ranking,) = RANKED.of(read_rows(path), tokenizer, TrainConfig(), **given).rows
     for answers in (pair.rows, ranking.rows):
         for answer, text in zip(answers, ("a dog", "no"), strict=True):
             chat = [user("<image>what?"), assistant(text)]
