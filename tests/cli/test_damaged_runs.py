@@ -233,7 +233,8 @@ def flip_bytes(rank, world_size, folder, num_flips, num_inner):
         assert "Traceback" not in messages, case
         if code == 0:
             ended = ending(run)
-            assert [key for key in expected if ended[key] != expected[key]] == [], case
+            other = [key for key in expected if ended[key] != expected[key]]
+            assert other == [], (other, case)
         else:
             assert path.name in messages, case
     return {str(path) for path in files}

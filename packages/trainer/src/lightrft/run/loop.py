@@ -198,7 +198,8 @@ def options_kept(trained: TrainedModel) -> Iterator[None]:
     yield
     groups = trained.optimizer.param_groups
     for group, options in zip(groups, own, strict=True):
-        for name in OPTIMIZER_OPTIONS:
+        # Others keep their place: a continued run writes the bytes of an unbroken one.
+        for name in set(OPTIMIZER_OPTIONS) - options.keys():
             group.pop(name, None)
         group.update(options)
     if schedule is None:
