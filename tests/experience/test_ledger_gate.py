@@ -98,6 +98,8 @@ def check(
     change=lambda batch: batch,
     change_table=lambda table: table,
     temperature=1.0,
+    masks_cut=False,
+    gate_masks_cut=False,
 ):
     """The gate on the batch of some rollouts, as `make_experience` calls it."""
     if evidence is None:
@@ -105,7 +107,10 @@ def check(
     table = change_table(tabulate(scored))
     cpu = torch.device("cpu")
     version = strategy.engine.weights_version
-    batch = change(collate(table, temperature=temperature, device=cpu, version=version))
+    batch = collate(
+        table, temperature=temperature, device=cpu, version=version, masks_truncated=masks_cut
+    )
+    batch = change(batch)
     half = len(scored) // 2
     check_ledger(
         batch,
@@ -115,6 +120,7 @@ def check(
         policy=LayoutPolicy(packs_samples=is_packed),
         slices=[slice(0, half), slice(half, len(scored))],
         strategy=strategy,
+        masks_truncated=gate_masks_cut,
     )
 
 
@@ -350,6 +356,17 @@ def test_any_single_change_of_a_batch_is_found(name):
 
         with pytest.raises(LedgerError):
             check(scored, strategy, change=change)
+
+
+def test_cut_responses_are_trained_exactly_where_they_may_be():
+    for seed in range(4):
+        scored, strategy = sampled_step(seed)
+        ends = {item.rollout.completion.finish_reason for item in scored if not item.is_masked}
+        assert "length" in ends
+        check(scored, strategy, masks_cut=True, gate_masks_cut=True)
+        for masks_cut in (True, False):
+            with pytest.raises(LedgerError, match="sampled mask differ"):
+                check(*sampled_step(seed), masks_cut=masks_cut, gate_masks_cut=not masks_cut)
 
 
 def test_a_context_the_engine_never_saw_is_found():

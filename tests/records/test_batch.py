@@ -67,6 +67,17 @@ def test_mask_length_equals_the_number_of_generated_tokens(response):
     assert int(batch.attention_mask[0].sum()) == 2 + len(response)
 
 
+def test_a_cut_row_is_excluded_where_it_is_asked():
+    samples = table([(1,), (2,)], [(3, 4), (5,)])
+    samples = replace(samples, is_truncated=np.array([True, False]))
+    for masks, tokens in ((False, [2, 1]), (True, [0, 1])):
+        cpu = torch.device("cpu")
+        batch = collate(samples, temperature=1.0, device=cpu, masks_truncated=masks)
+        assert batch.response_mask.sum(dim=1).tolist() == tokens
+        assert batch.compared_mask.sum(dim=1).tolist() == tokens
+        assert batch.rewards.tolist() == [0.0, 1.0]
+
+
 def test_an_excluded_row_keeps_its_tokens_and_loses_its_mask():
     batch = collated(table([(1,), (2,)], [(3, 4), (5,)], masked=[True, False]))
     assert batch.token_ids[0].tolist() == [1, 3, 4]

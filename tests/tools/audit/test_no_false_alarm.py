@@ -182,6 +182,7 @@ VARIANTS = {
         "advantages_norm": True,
         "advantage_clip": 1.0,
     },
+    "cut responses": {"mask_truncated": True, "advantage_estimator": "rloo"},
     "entropy of the batch": {"high_entropy_token_ratio": 0.3},
     "entropy of a row": {
         "high_entropy_token_ratio": 0.3,

@@ -148,6 +148,14 @@ def values_are_of_the_token_itself(patch):
     wrap(patch, maker, "_evaluate", change)
 
 
+@bug("response mask", mask_truncated=True)
+def cut_responses_are_trained(patch):
+    def change(original):
+        return lambda *args, **kwargs: original(*args, **kwargs | {"masks_truncated": False})
+
+    wrap(patch, maker, "collate", change)
+
+
 # --- rewards
 
 

@@ -114,7 +114,7 @@ def scripted_samples(actor, *, noise=0.3, fails=True, greedy=False, mode="temper
             output_token_ids=response,
             output_logprobs=tuple(logprobs.tolist()),
             logprobs_mode=mode,
-            finish_reason="stop",
+            finish_reason="length" if len(response) == 10 else "stop",
             weights_version=0,
         )
         rollout = Rollout(

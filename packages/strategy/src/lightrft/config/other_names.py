@@ -26,7 +26,7 @@ OTHER_NAMES: dict[str, str] = {
     "lora_r": "lora_rank",
     "lora_target_modules": "target_modules",
     "lr_scheduler_type": "lr_scheduler",
-    "mask_truncated_completions": "overlong_buffer, which lowers their rewards",
+    "mask_truncated_completions": "mask_truncated",
     "max_completion_length": "generate_max_len",
     "max_new_tokens": "generate_max_len",
     "max_grad_norm": "max_norm",

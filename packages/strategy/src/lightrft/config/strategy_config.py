@@ -420,6 +420,11 @@ class StrategyConfig:
         at_least=0,
         acts_with="overlong_buffer",
     )
+    mask_truncated: bool = rollout_option(
+        False,
+        "Train on no token of a response that was cut at its limit; its reward still counts in "
+        "the baseline of its group.",
+    )
     dynamic_sampling: bool = rollout_option(
         False,
         "Draw again for groups whose rewards are all equal.",

@@ -105,6 +105,7 @@ def check_ledger(
     policy: LayoutPolicy,
     slices: Sequence[slice],
     strategy: StrategyBase,
+    masks_truncated: bool = False,
 ) -> None:
     """Raises unless every row to train on is what journal and ledgers say; collective.
 
@@ -117,6 +118,7 @@ def check_ledger(
         policy: How the actor lays rows out.
         slices: Rows of each forward pass.
         strategy: Reaches the other ranks.
+        masks_truncated: Of responses that their token budget ended, no token may be trained on.
 
     Raises:
         LedgerError: They differ; on every rank, with sample, turn and token of the first.
@@ -126,7 +128,10 @@ def check_ledger(
         _check_repeated(step[0])
         _check_facts(_facts(table), {i: each.facts for i, each in evidence.accounts.items()})
         found_rows = HostRows.of(batch)
-        rows = [_check_row(found_rows, table, row, evidence) for row in range(len(table))]
+        rows = [
+            _check_row(found_rows, table, row, evidence, masks_truncated)
+            for row in range(len(table))
+        ]
     except LedgerError as error:
         rows, problem = [], problem or str(error)
     everything = [{} if each is None else _facts(each) for each in step]
@@ -262,7 +267,9 @@ def _require_equal(
             )
 
 
-def _check_row(batch: HostRows, table: SampleTable, row: int, evidence: Evidence) -> RebuiltRow:
+def _check_row(
+    batch: HostRows, table: SampleTable, row: int, evidence: Evidence, masks_truncated: bool
+) -> RebuiltRow:
     """One row of tensors against the row that must be; returns that."""
     sample_id = int(table.sample_ids[row])
     if int(batch.sample_ids[row]) != sample_id:
@@ -280,7 +287,9 @@ def _check_row(batch: HostRows, table: SampleTable, row: int, evidence: Evidence
         raise LedgerError(f"sample {sample_id} has {num_real} tokens, expected {length}")
     if any(found != hash_context(right.token_ids) for found in evidence.accounts[sample_id].scored):
         raise LedgerError(f"sample {sample_id}: its reward was given to other tokens than these")
-    is_trained = is_sampled & (not evidence.accounts[sample_id].facts["is_masked"])
+    is_left_out = bool(evidence.accounts[sample_id].facts["is_masked"])
+    is_left_out |= masks_truncated and _is_cut(table, row, right)
+    is_trained = is_sampled & (not is_left_out)
     mask = batch.response_mask[row]
     _compare("sampled mask", mask[:length], is_trained, sample_id, right)
     if mask[length:].any():
@@ -311,7 +320,6 @@ def _facts_of_row(
     sample_id = int(table.sample_ids[row])
     account = evidence.accounts[sample_id]
     noted, num_prompt = account.facts, len(account.prompt)
-    end = right.ends[-1][1] if right.ends else "abort"
     names = ("prompt_lengths", "response_lengths", "sampled_lengths", "weights_versions")
     trained: dict[str, object] = {name: int(table[name][row]) for name in (*names, "is_truncated")}
     if (right.turns < 0).all():  # of no sampled token, no version is known
@@ -322,11 +330,17 @@ def _facts_of_row(
         "response_lengths": len(right.token_ids) - num_prompt,
         "sampled_lengths": int((right.turns >= 0).sum()),
         "weights_versions": int(right.versions.max(initial=-1)),
-        "is_truncated": int(end == "length") if end else trained["is_truncated"],
+        "is_truncated": int(_is_cut(table, row, right)),
         "rewards": np.float32(noted["rewards"]),
         "group_ids": noted["group_ids"],
     }
     return trained, {name: written[name] for name in trained}
+
+
+def _is_cut(table: SampleTable, row: int, right: RebuiltRow) -> bool:
+    """Whether the token budget ended a response; of calls whose end nobody noted, as it is said."""
+    end = right.ends[-1][1] if right.ends else "abort"
+    return end == "length" if end else bool(table.is_truncated[row])
 
 
 def _is_comparable(

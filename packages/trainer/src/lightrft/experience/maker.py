@@ -484,7 +484,14 @@ def make_experience(
             evidence = deliver_evidence(evidence, ids, givers)
             policy, made = _layout_policy(models, strategy), (table, samples.greedy)
             check_ledger(
-                batch, rows, evidence, made, policy=policy, slices=slices, strategy=strategy
+                batch,
+                rows,
+                evidence,
+                made,
+                policy=policy,
+                slices=slices,
+                strategy=strategy,
+                masks_truncated=config.mask_truncated,
             )
     is_known = config.use_rollout_logprobs or (reuses_policy_logprobs and plan.num_minibatches == 1)
     with timer.stage("forward"), phase("score", strategy.context.timeout):
@@ -567,6 +574,7 @@ def _batch(
         version=_version(samples, strategy),
         support=replayed_support(params, strategy.inference_engine_type),
         media=media,
+        masks_truncated=config.mask_truncated,
     )
     if shares is None or config.agent_denominator == "branch":
         return batch

@@ -115,6 +115,7 @@ def collate(
     version: int | None = None,
     support: SamplingSupport | None = None,
     media: RowMedia = NO_MEDIA,
+    masks_truncated: bool = False,
 ) -> RolloutBatch:
     """The rows of a table as right-padded tensors.
 
@@ -131,6 +132,7 @@ def collate(
             None compares all.
         support: What the sampling excluded; None if nothing, or if it cannot be replayed.
         media: Images and videos of the rows.
+        masks_truncated: Rows that their token budget ended are excluded from the loss, too.
     """
     prompt_lengths = torch.from_numpy(table.prompt_lengths)[:, None]  # [batch, 1]
     lengths = torch.from_numpy(table.lengths)[:, None]
@@ -139,7 +141,8 @@ def collate(
     attention_mask = positions < lengths
     padded = _padded_columns(table, attention_mask)
     is_sampled = padded.pop("is_sampled")
-    is_kept = torch.from_numpy(~table.is_masked)[:, None]
+    is_left_out = table.is_masked | (table.is_truncated & masks_truncated)
+    is_kept = torch.from_numpy(~is_left_out)[:, None]
     is_compared = is_kept & torch.from_numpy(table.is_untruncated == (support is None))[:, None]
     is_compared = is_compared & is_sampled & (positions >= prompt_lengths + num_uncompared_tokens)
     versions = padded.pop("token_versions")

@@ -95,6 +95,8 @@ def _why_zero(metrics: Mapping[str, float | None]) -> str:
         return "all rewards were equal"
     if spread is None or not math.isfinite(spread):
         return "the rewards are too large to compute their spread"
+    if metrics.get("truncated_share") == 1 and "advantage_abs" not in metrics:
+        return "every response was cut at its limit, and mask_truncated trains on none of these"
     if metrics.get("advantage_abs") == 0:
         return "no advantage differs from 0"
     return "the loss does not depend on the weights"

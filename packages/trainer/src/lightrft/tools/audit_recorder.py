@@ -23,6 +23,7 @@ from lightrft.strategy.optimizers import PlannedLR
 from lightrft.tools.audit.record import (
     COMPONENT,
     CONFIG,
+    CUT,
     TOKEN_VALUES,
     VERSIONS,
     Facts,
@@ -284,7 +285,7 @@ def _raw_samples(table: SampleTable, greedy: RowTable | None) -> RawSamples:
     own = {item.name for item in fields(RawSamples)}
     return RawSamples(
         **{name: values for name, values in found.items() if name in own},  # type: ignore[arg-type]
-        facts={name: found[name] for name in (*table.facts, VERSIONS) if name in found}
+        facts={name: found[name] for name in (*table.facts, VERSIONS, CUT) if name in found}
         | {
             f"{COMPONENT}{name}": table.components[:, column].copy()
             for column, name in enumerate(table.component_names)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightrft.config import TrainConfig
-from lightrft.tools.audit.record import Array, Flags, Integers, RawSamples, rows_of
+from lightrft.tools.audit.record import CUT, Array, Flags, Integers, RawSamples, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ def build_rows(samples: RawSamples, config: TrainConfig) -> Rows:
     rows = Rows(np.zeros(empty.shape, np.int64), lengths, empty, is_kept, np.zeros(0))
     # Observations within a response are context: nobody sampled them.
     mask = is_response & rows.padded(samples.is_sampled) & is_kept[:, None]
+    if config.mask_truncated:
+        mask &= ~samples.facts[CUT].astype(np.bool_)[:, None]
     ids = rows.padded(samples.token_ids.astype(np.int64))
     logprobs = np.where(mask, rows.padded(samples.rollout_logprobs), 0.0)
     return Rows(ids, lengths, mask, is_kept, logprobs)
