@@ -13,6 +13,7 @@ from tests.tools.report.browser import faults, needs_browser, open_browser, take
 from tests.tools.report.report_runs import write_run
 
 from lightrft.reporting.files import write_event
+from lightrft.tools.report.charts import write_library
 from lightrft.tools.report.comparison import write_comparison
 from lightrft.tools.report.metric_table import STAGES
 from lightrft.tools.report.page import write_report
@@ -97,6 +98,34 @@ def test_charts_are_drawn_without_a_request_or_a_complaint(run_folder, visit):
     assert corners[0][1] > corners[-1][1] + 50
     assert page.evaluate("window.hacked") is None
     assert (run_folder / "report.html").stat().st_size < 5_000_000
+
+
+def test_a_page_draws_with_the_library_beside_it_and_says_where_it_is_missing(tmp_path, browser):
+    folder = write_run(tmp_path / "run")
+    library = write_library(tmp_path)
+    seen = Visit(browser, write_report(folder, library))
+    assert seen.complaints == []
+    assert seen.page.locator(".plot .js-line").count() > 5
+    assert not seen.page.locator("#library-missing").is_visible()
+    library.unlink()
+    missing = Visit(browser, folder / "report.html")
+    assert missing.page.locator("#library-missing").is_visible()
+    for visit in (seen, missing):
+        visit.context.close()
+
+
+def test_the_response_has_the_width_and_numbers_stay_whole(tmp_path, browser):
+    seen = Visit(browser, write_report(write_run(tmp_path / "run", 1, label="521020")), width=1400)
+    for width in (400, 1000, 1400):
+        seen.page.set_viewport_size({"width": width, "height": 900})
+        box = seen.page.locator(".samples .reply").first.bounding_box()
+        assert box["width"] > 0.5 * width
+        lines = seen.page.locator(".samples .label pre").first.evaluate(
+            "pre => { const range = document.createRange(); range.selectNodeContents(pre);"
+            " return range.getClientRects().length }"
+        )
+        assert lines == 1
+    seen.context.close()
 
 
 def test_tokens_are_shaded_by_the_quantity_that_is_chosen(run_folder, visit):

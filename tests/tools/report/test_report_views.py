@@ -145,6 +145,41 @@ def test_runs_are_compared_by_curve_and_by_what_differs(tmp_path, capsys):
     assert "0.250 → 0.250" in text
 
 
+def test_many_pages_share_one_chart_library(tmp_path, capsys):
+    folders = [write_run(tmp_path / "my runs" / name) for name in ("one", "two")]
+    assert main(["report", str(folders[0]), "--shared"]) == 0
+    assert main(["report", str(folders[1]), "--shared"]) == 0
+    assert main(["report", *map(str, folders), "--shared"]) == 0
+    (library,) = (tmp_path / "my runs").glob("lightrft-charts-*.js")
+    pages = [folders[0] / "report.html", folders[1] / "report.html", folders[0] / "comparison.html"]
+    for page in pages:
+        assert page.stat().st_size < 200_000
+        assert f'src="../{library.name}"></script>' in page.read_text()
+    capsys.readouterr()
+    assert main(["report", str(folders[0]), "--shared", "--watch"]) == 2
+    assert "--shared is for pages that are written" in capsys.readouterr().err
+
+
+def test_held_out_scores_come_first_and_curves_of_zeros_are_one_line(tmp_path):
+    folder = write_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {"eval/reward": 0.25} for row in rows]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = render_report(folder)
+    titles = re.findall(r"<h3>(.*?)</h3>", text)
+    assert titles[:2] == ["Held-out reward", "Reward"]
+    assert re.search(r"0 in every step: .*Truncated responses \(truncated_share\)\.", text)
+    assert "Truncated responses" not in titles
+    assert re.search(r"<dt>eval/reward</dt>.*<dt>reward</dt>", text, re.DOTALL)
+
+
+def test_a_prompt_stands_once_above_its_responses(tmp_path):
+    text = render_report(write_run(tmp_path / "run", 1))
+    samples = text[text.index('id="samples"') : text.index('id="tokens"')]
+    rows = re.findall(r'<tr class="prompt">|the sum is \d+', samples)
+    assert rows == ['<tr class="prompt">', "the sum is 0", '<tr class="prompt">', "the sum is 10"]
+
+
 def test_a_run_without_a_metric_keeps_the_colour_of_its_place(tmp_path):
     one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two")
     lines = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]

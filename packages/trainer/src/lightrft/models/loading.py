@@ -202,10 +202,9 @@ def _read(
                 f"cannot read the tokenizer of {path!r}: there are settings and no vocabulary: "
                 "add tokenizer.json, which the model's author gives beside the weights"
             ) from err
+        reason = one_line(first_line(err), limit=1000).rstrip(".")
         far = "" if Path(path).is_dir() else "; without a network give a folder, or fill its cache"
-        raise ModelLoadError(
-            f"cannot read the {what} of {path!r}: {one_line(first_line(err), limit=1000)}{far}"
-        ) from err
+        raise ModelLoadError(f"cannot read the {what} of {path!r}: {reason}{far}") from err
 
 
 def _has_vocabulary(path: str) -> bool:

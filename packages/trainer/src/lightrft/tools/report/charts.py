@@ -2,11 +2,15 @@
 
 import base64
 import gzip
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Literal
+from urllib.parse import quote
 
+from lightrft.config.toml import write_whole
 from lightrft.tools.report.metric_table import metric_row
 
 Point = tuple[int, float | None]
@@ -33,6 +37,11 @@ class Chart:
     series: Mapping[str, Sequence[Point]]
     unit: str = ""
     metric: str = ""
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether nothing but 0 is to be drawn."""
+        return all(value == 0 for points in self.series.values() for _, value in points)
 
     def as_json(self) -> dict[str, object]:
         """Data of the page's script; `bounds` are the limits of health near the values."""
@@ -79,6 +88,26 @@ def downsample(points: Sequence[Point], num_buckets: int) -> list[Point]:
         chosen |= set([i for i in bucket if points[i][1] is None][:1])
         kept += [points[i] for i in sorted(chosen)]
     return kept
+
+
+def write_library(folder: Path) -> Path:
+    """The chart library as a file of a folder, for many pages; one that is there stays.
+
+    Returns:
+        Its path, which has its version.
+    """
+    from plotly import __version__
+    from plotly.offline import get_plotlyjs
+
+    path = folder / f"lightrft-charts-{__version__}.js"
+    if not path.is_file():
+        write_whole(path, get_plotlyjs())
+    return path
+
+
+def library_address(library: Path, folder: Path) -> str:
+    """The address of the chart library in a page of a folder."""
+    return quote(os.path.relpath(library.resolve(), folder.resolve()))
 
 
 @cache

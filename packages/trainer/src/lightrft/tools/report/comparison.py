@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightrft.config.toml import write_whole
-from lightrft.tools.report.charts import Chart
+from lightrft.tools.report.charts import Chart, library_address
 from lightrft.tools.report.metric_table import STAGES
 from lightrft.tools.report.page import CURVES, STATUS_WORDS, fill_template, run_facts
 from lightrft.tools.report.run_data import RunData, read_run
@@ -14,20 +14,28 @@ FILE = "comparison.html"
 # Six colours, each once as a line and once dashed.
 MAX_RUNS = 12
 # The facts of a single run that say something beside those of others.
-FACTS = ("steps", "time in steps", "processes", "reward", "eval/reward", "verdict", "versions")
+FACTS = ("steps", "time in steps", "processes", "eval/reward", "reward", "verdict", "versions")
 
 
-def write_comparison(folders: Sequence[Path], path: Path) -> Path:
+def write_comparison(folders: Sequence[Path], path: Path, library: Path | None = None) -> Path:
     """Writes the page about up to `MAX_RUNS` runs, which appears whole or not at all.
+
+    Args:
+        folders: Of the runs.
+        path: Of the page.
+        library: Where the chart library lies, for a page that does not hold it.
 
     Raises:
         NotARunError: A folder holds no run.
     """
-    write_whole(path, render_comparison(folders))
+    address = None if library is None else library_address(library, path.parent)
+    write_whole(path, render_comparison(folders, address=address))
     return path
 
 
-def render_comparison(folders: Sequence[Path], *, version: str = "") -> str:
+def render_comparison(
+    folders: Sequence[Path], *, version: str = "", address: str | None = None
+) -> str:
     """The HTML text about the runs in `folders`; see `write_comparison` and `render_report`."""
     runs = dict(zip(distinct_names(folders), map(read_run, folders), strict=True))
     charts = _charts(runs)
@@ -36,6 +44,7 @@ def render_comparison(folders: Sequence[Path], *, version: str = "") -> str:
         TEMPLATE,
         charts,
         version=version,
+        library_address=address,
         runs=runs,
         status=STATUS_WORDS,
         facts=[

@@ -9,10 +9,16 @@ from lightrft.config.printable import printable
 from lightrft.config.toml import write_whole
 from lightrft.reporting.alarms import run_verdict
 from lightrft.reporting.files import CONFIG_FILE, REPORT_FILE
-from lightrft.tools.report.charts import Chart, format_number, packed_library
+from lightrft.tools.report.charts import Chart, format_number, library_address, packed_library
 from lightrft.tools.report.metric_table import METRICS, STAGES, MetricRow, metric_row
 from lightrft.tools.report.run_data import RunData, read_run
-from lightrft.tools.report.sample_page import QUANTITIES, Choice, choose_samples, choose_tokens
+from lightrft.tools.report.sample_page import (
+    QUANTITIES,
+    Choice,
+    by_prompt,
+    choose_samples,
+    choose_tokens,
+)
 
 TEMPLATE = "report.html.jinja"
 SCRIPT = "report.js"
@@ -21,7 +27,8 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 # Of the way from the lowest to the highest reward of a run.
 SOLVED_SHARE = 0.95
 CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Reward", ("reward", "eval/reward")),
+    ("Held-out reward", ("eval/reward",)),
+    ("Reward", ("reward",)),
     ("Loss", ("loss", "eval/loss")),
     ("Accuracy", ("accuracy", "eval/accuracy", "eval/longer_accuracy")),
     ("Score margin", ("score_margin", "eval/score_margin")),
@@ -37,9 +44,9 @@ CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Entropy", ("entropy",)),
     ("Gradient norm", ("grad_norm", "critic_grad_norm")),
     ("Clipped tokens", ("clip_fraction_low", "clip_fraction_high")),
+    ("Tokens per second", ("tokens_per_second",)),
     ("Engine against trainer, mean", ("logprob_diff_mean",)),
     ("Engine against trainer, largest", ("logprob_diff_max",)),
-    ("Tokens per second", ("tokens_per_second",)),
 )
 STATUS_WORDS = {
     "finished": "finished",
@@ -50,11 +57,12 @@ STATUS_WORDS = {
 }
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, library: Path | None = None) -> Path:
     """Writes report.html into the folder of a run that has ended, runs, or crashed.
 
     Args:
         folder: Of the run.
+        library: Where the chart library lies, for a page that does not hold it.
 
     Returns:
         The path of the page, which appears whole or not at all.
@@ -63,37 +71,42 @@ def write_report(folder: Path) -> Path:
         NotARunError: The folder holds no run.
     """
     path = folder / REPORT_FILE
-    write_whole(path, render_report(folder))
+    write_whole(path, render_report(folder, library=library))
     return path
 
 
-def render_report(folder: Path, *, version: str = "") -> str:
+def render_report(folder: Path, *, version: str = "", library: Path | None = None) -> str:
     """The HTML text of the report on the run in `folder`; see `write_report`.
 
     Args:
         folder: Of the run.
         version: Of the run's files, for a page that follows them; "" for one that stays as it is.
+        library: See `write_report`.
     """
     run, tokens = read_run(folder), choose_tokens(folder)
     stages = {name: run.points(f"{name}_seconds") for name in STAGES}
     totals = {name: sum(value or 0.0 for _, value in points) for name, points in stages.items()}
-    curves = _curves(run)
+    drawn = _curves(run)
+    curves = [chart for chart in drawn if not chart.is_zero]
     charts = [*curves, Chart("Seconds of a step, by stage", "stack", stages, "s")]
     names = {name for row in run.metrics.values() for name in row}
     return fill_template(
         TEMPLATE,
         charts,
         version=version,
+        library_address=None if library is None else library_address(library, folder),
         run=run,
         status=STATUS_WORDS[run.status],
         facts=run_facts(run),
         alarms=find_alarms(run),
         solved=solved_sentence(run),
         curves=curves,
+        zeros=[f"{each.title} ({', '.join(each.series)})" for each in drawn if each.is_zero],
         bins=calibration_bins(run),
         totals=totals,
         metric_names=sorted(names - {"engine_hash", "global_step"}),
         samples=choose_samples(folder),
+        by_prompt=by_prompt,
         tokens=tokens,
         quantities={
             name: meaning
@@ -105,7 +118,12 @@ def render_report(folder: Path, *, version: str = "") -> str:
 
 
 def fill_template(
-    name: str, charts: Sequence[Chart], *, version: str = "", **values: object
+    name: str,
+    charts: Sequence[Chart],
+    *,
+    version: str = "",
+    library_address: str | None = None,
+    **values: object,
 ) -> str:
     """A page with charts.
 
@@ -113,6 +131,7 @@ def fill_template(
         name: Of the template.
         charts: In the order of the numbers in it.
         version: As for `render_report`.
+        library_address: Of the chart library, seen from the page; None packs it into the page.
         **values: Of the template; of `tokens` the steps go to the script.
     """
     import jinja2
@@ -136,7 +155,8 @@ def fill_template(
         version=version,
         # Scripts run only with this number, so that no text of a model can become one.
         nonce=secrets.token_urlsafe(16),
-        library=packed_library() if has_points else None,
+        library=packed_library() if has_points and not library_address else None,
+        library_address=library_address if has_points else None,
         script=Path(__file__).with_name(SCRIPT).read_text("utf-8"),
         page_data={
             "charts": [chart.as_json() for chart in charts],
@@ -209,7 +229,7 @@ def run_facts(run: RunData) -> list[tuple[str, str]]:
         facts.append(("last written", f"{format_seconds(run.quiet_seconds)} before this report"))
     if run.world_size is not None:
         facts.append(("processes", str(run.world_size)))
-    for name in ("reward", "eval/reward"):
+    for name in ("eval/reward", "reward"):
         values = run.values(name)
         if values:
             facts.append((name, f"{values[0]:.3f} → {values[-1]:.3f}"))

@@ -16,8 +16,12 @@
   // ---- charts ----
 
   async function loadLibrary() {
+    if (typeof window.Plotly === "object") return true; // of a file beside the page
     const packed = document.getElementById("chart-library");
-    if (!packed) return false;
+    if (!packed) {
+      document.getElementById("library-missing")?.removeAttribute("hidden");
+      return false;
+    }
     const bytes = Uint8Array.from(atob(packed.textContent.trim()), (c) => c.charCodeAt(0));
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
     const script = document.createElement("script");
@@ -28,8 +32,13 @@
     return typeof window.Plotly === "object";
   }
 
-  // Runs of a comparison are dashed once the colours are used up.
-  const dashOf = (kind, index) => ((kind === "runs" ? index >= 6 : index % 2) ? "dash" : "solid");
+  // Where curves coincide, the gaps of the later ones show the earlier ones; six colours are used
+  // twice, with other dashes.
+  const RUN_DASHES = ["solid", "9px,9px", "5px,11px", "3px,9px", "13px,7px", "2px,5px"];
+  const dashOf = (kind, index) => {
+    if (kind !== "runs") return index % 2 ? "dash" : "solid";
+    return RUN_DASHES[(index + 3 * Math.floor(index / 6)) % 6];
+  };
 
   function traces(plot) {
     const colour = (index) => style(`--c${index % 6}`);

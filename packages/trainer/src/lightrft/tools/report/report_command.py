@@ -6,6 +6,7 @@ from pathlib import Path
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser
 from lightrft.reporting.start_bar import end_start_bar
+from lightrft.tools.report.charts import write_library
 from lightrft.tools.report.comparison import (
     FILE as COMPARISON_FILE,
     MAX_RUNS,
@@ -26,14 +27,17 @@ def run(argv: Sequence[str]) -> int:
     folders = [Path(name) for name in arguments.run]
     if len(folders) > MAX_RUNS:
         raise UsageError(f"report compares up to {MAX_RUNS} runs, got {len(folders)}: name fewer")
+    if arguments.watch and arguments.shared:
+        raise UsageError("--shared is for pages that are written: leave it out, or --watch")
     if arguments.watch:
         return _watch(folders, arguments.port)
     if arguments.port:
         raise UsageError("--port is for --watch: add it, or leave --port out")
+    library = write_library(folders[0].resolve().parent) if arguments.shared else None
     if len(folders) == 1:
-        path = write_report(folders[0])
+        path = write_report(folders[0], library)
     else:
-        path = write_comparison(folders, folders[0] / COMPARISON_FILE)
+        path = write_comparison(folders, folders[0] / COMPARISON_FILE, library)
     print(f"wrote {path}")
     return ExitCode.OK
 
@@ -65,6 +69,12 @@ def build_parser() -> Parser:
         "--watch",
         action="store_true",
         help="Serve the page to this machine alone, and follow the runs until Ctrl-C.",
+    )
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        help="Keep the chart library (about 5 MB) once, in the folder that holds RUN, in place of "
+        "2 MB in each page; page and file move together.",
     )
     parser.add_argument(
         "--port", type=int, default=0, metavar="N", help="Of --watch; 0 takes a free one."

@@ -66,6 +66,14 @@ def choose_samples(folder: Path) -> Choice:
     )
 
 
+def by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples of equal prompts and images together, in the order in which each first comes."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(json.dumps([sample["prompt"], sample["images"]]), []).append(sample)
+    return list(groups.values())
+
+
 def choose_tokens(folder: Path) -> Choice:
     """Samples of up to 12 steps token by token, the last and the telling step among them."""
     return _choose(
