@@ -138,6 +138,9 @@ class TrainOptions(TypedDict, total=False):
     """Tokens before the limit in which the punishment rises."""
     overlong_buffer_penalty_factor: float
     """Punishment at the limit."""
+    mask_truncated: bool
+    """Train on no token of a response that was cut at its limit; its reward still counts in the
+    baseline of its group."""
     dynamic_sampling: bool
     """Draw again for groups whose rewards are all equal."""
     log_dir: str | None
