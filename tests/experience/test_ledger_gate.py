@@ -103,7 +103,7 @@ def check(
 ):
     """The gate on the batch of some rollouts, as `make_experience` calls it."""
     if evidence is None:
-        evidence = evidence_of(scored, strategy)
+        evidence = replace(evidence_of(scored, strategy), masks_truncated=gate_masks_cut)
     table = change_table(tabulate(scored))
     cpu = torch.device("cpu")
     version = strategy.engine.weights_version
@@ -120,7 +120,6 @@ def check(
         policy=LayoutPolicy(packs_samples=is_packed),
         slices=[slice(0, half), slice(half, len(scored))],
         strategy=strategy,
-        masks_truncated=gate_masks_cut,
     )
 
 

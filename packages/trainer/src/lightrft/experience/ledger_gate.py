@@ -105,7 +105,6 @@ def check_ledger(
     policy: LayoutPolicy,
     slices: Sequence[slice],
     strategy: StrategyBase,
-    masks_truncated: bool = False,
 ) -> None:
     """Raises unless every row to train on is what journal and ledgers say; collective.
 
@@ -118,7 +117,6 @@ def check_ledger(
         policy: How the actor lays rows out.
         slices: Rows of each forward pass.
         strategy: Reaches the other ranks.
-        masks_truncated: Of responses that their token budget ended, no token may be trained on.
 
     Raises:
         LedgerError: They differ; on every rank, with sample, turn and token of the first.
@@ -128,10 +126,7 @@ def check_ledger(
         _check_repeated(step[0])
         _check_facts(_facts(table), {i: each.facts for i, each in evidence.accounts.items()})
         found_rows = HostRows.of(batch)
-        rows = [
-            _check_row(found_rows, table, row, evidence, masks_truncated)
-            for row in range(len(table))
-        ]
+        rows = [_check_row(found_rows, table, row, evidence) for row in range(len(table))]
     except LedgerError as error:
         rows, problem = [], problem or str(error)
     everything = [{} if each is None else _facts(each) for each in step]
@@ -267,9 +262,7 @@ def _require_equal(
             )
 
 
-def _check_row(
-    batch: HostRows, table: SampleTable, row: int, evidence: Evidence, masks_truncated: bool
-) -> RebuiltRow:
+def _check_row(batch: HostRows, table: SampleTable, row: int, evidence: Evidence) -> RebuiltRow:
     """One row of tensors against the row that must be; returns that."""
     sample_id = int(table.sample_ids[row])
     if int(batch.sample_ids[row]) != sample_id:
@@ -288,7 +281,7 @@ def _check_row(
     if any(found != hash_context(right.token_ids) for found in evidence.accounts[sample_id].scored):
         raise LedgerError(f"sample {sample_id}: its reward was given to other tokens than these")
     is_left_out = bool(evidence.accounts[sample_id].facts["is_masked"])
-    is_left_out |= masks_truncated and _is_cut(table, row, right)
+    is_left_out |= evidence.masks_truncated and _is_cut(table, row, right)
     is_trained = is_sampled & (not is_left_out)
     mask = batch.response_mask[row]
     _compare("sampled mask", mask[:length], is_trained, sample_id, right)

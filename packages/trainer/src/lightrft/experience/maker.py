@@ -66,7 +66,7 @@ from lightrft.records.table import (
     row_shares,
     tabulate,
 )
-from lightrft.rollout.ledger_records import deliver_evidence
+from lightrft.rollout.ledger_records import Evidence, deliver_evidence
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.source import Samples
 from lightrft.strategy.distributed.context import DistributedContext
@@ -480,18 +480,11 @@ def make_experience(
     if samples.evidence is not None:
         with timer.stage("exchange"):
             ids = [table.sample_ids[each].tolist() for each in wanted]
-            evidence = replace(samples.evidence, version=version)
+            evidence = _told(samples.evidence, version, config)
             evidence = deliver_evidence(evidence, ids, givers)
             policy, made = _layout_policy(models, strategy), (table, samples.greedy)
             check_ledger(
-                batch,
-                rows,
-                evidence,
-                made,
-                policy=policy,
-                slices=slices,
-                strategy=strategy,
-                masks_truncated=config.mask_truncated,
+                batch, rows, evidence, made, policy=policy, slices=slices, strategy=strategy
             )
     is_known = config.use_rollout_logprobs or (reuses_policy_logprobs and plan.num_minibatches == 1)
     with timer.stage("forward"), phase("score", strategy.context.timeout):
@@ -580,6 +573,11 @@ def _batch(
         return batch
     own = torch.from_numpy(shares[plan.row_index(strategy.data_rank)])
     return replace(batch, row_shares=own.to(strategy.device))
+
+
+def _told(evidence: Evidence, version: int, config: TrainConfig) -> Evidence:
+    """Evidence with what this step knows of the weights and of what it may train on."""
+    return replace(evidence, version=version, masks_truncated=config.mask_truncated)
 
 
 def _layout_policy(models: ForwardModels, strategy: StrategyBase) -> LayoutPolicy:

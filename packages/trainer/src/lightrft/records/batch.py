@@ -119,9 +119,8 @@ def collate(
 ) -> RolloutBatch:
     """The rows of a table as right-padded tensors.
 
-    A row that is excluded from the loss has an empty response mask. The response mask covers
-    exactly the sampled tokens: observations are context only, and no end-of-sequence token is
-    added to a truncated response.
+    A row that is excluded from the loss has an empty response mask. It covers exactly the sampled
+    tokens: observations are context, and nothing is added to a truncated response.
 
     Args:
         table: The rows.
@@ -132,7 +131,7 @@ def collate(
             None compares all.
         support: What the sampling excluded; None if nothing, or if it cannot be replayed.
         media: Images and videos of the rows.
-        masks_truncated: Rows that their token budget ended are excluded from the loss, too.
+        masks_truncated: Rows that their token budget ended are excluded, too.
     """
     prompt_lengths = torch.from_numpy(table.prompt_lengths)[:, None]  # [batch, 1]
     lengths = torch.from_numpy(table.lengths)[:, None]
@@ -141,10 +140,10 @@ def collate(
     attention_mask = positions < lengths
     padded = _padded_columns(table, attention_mask)
     is_sampled = padded.pop("is_sampled")
-    is_left_out = table.is_masked | (table.is_truncated & masks_truncated)
-    is_kept = torch.from_numpy(~is_left_out)[:, None]
-    is_compared = is_kept & torch.from_numpy(table.is_untruncated == (support is None))[:, None]
-    is_compared = is_compared & is_sampled & (positions >= prompt_lengths + num_uncompared_tokens)
+    is_kept = torch.from_numpy(~(table.is_masked | table.is_truncated & masks_truncated))[:, None]
+    is_like = torch.from_numpy(table.is_untruncated == (support is None))[:, None]
+    is_first = positions < prompt_lengths + num_uncompared_tokens
+    is_compared = is_kept & is_like & is_sampled & ~is_first
     versions = padded.pop("token_versions")
     if version is not None:
         is_compared = is_compared & (versions == version)

@@ -63,6 +63,7 @@ class Evidence:
         ledger: Of the samples of this rank.
         total: `rows_hash` of what was written down of all ranks' samples and greedy samples.
         problem: The first contradiction in what this rank wrote down; "" is none.
+        masks_truncated: Of responses that their token budget ended, no token may be trained on.
     """
 
     accounts: Mapping[int, Account]
@@ -72,6 +73,7 @@ class Evidence:
     ledger: SampleLedger = field(default_factory=SampleLedger)
     total: int = 0
     problem: str = ""
+    masks_truncated: bool = False
 
     def noted_rows(self) -> tuple[dict[int, RowFacts], dict[int, RowFacts]]:
         """What this rank wrote down of its own samples to train on, and of its greedy ones."""
