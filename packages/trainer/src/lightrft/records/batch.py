@@ -133,8 +133,7 @@ def collate(
         media: Images and videos of the rows.
         masks_truncated: Rows that their token budget ended are excluded, too.
     """
-    prompt_lengths = torch.from_numpy(table.prompt_lengths)[:, None]  # [batch, 1]
-    lengths = torch.from_numpy(table.lengths)[:, None]
+    lengths = torch.from_numpy(table.lengths)[:, None]  # [batch, 1]
     width = int(lengths.max()) if len(table) else 0
     positions = torch.arange(width)[None, :]  # [1, seq]
     attention_mask = positions < lengths
@@ -142,7 +141,7 @@ def collate(
     is_sampled = padded.pop("is_sampled")
     is_kept = torch.from_numpy(~(table.is_masked | table.is_truncated & masks_truncated))[:, None]
     is_like = torch.from_numpy(table.is_untruncated == (support is None))[:, None]
-    is_first = positions < prompt_lengths + num_uncompared_tokens
+    is_first = positions < torch.from_numpy(table.prompt_lengths + num_uncompared_tokens)[:, None]
     is_compared = is_kept & is_like & is_sampled & ~is_first
     versions = padded.pop("token_versions")
     if version is not None:
