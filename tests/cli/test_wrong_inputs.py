@@ -200,6 +200,7 @@ CONFIGURATION = {
         {"pretrain": "ad"},
         {"ad/adapter_config.json": "{}", "ad/adapter_model.safetensors": "{}"},
     ),
+    "adapters without a rank": usage("lora_path needs lora_rank", "adapter_config", lora_path="ad"),
     "words without an option": Wrong(
         USAGE,
         ("unexpected 'model', 'good.jsonl'", "--NAME VALUE", "lightrft train --help"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +104,87 @@ def test_a_target_that_binds_to_nothing_is_an_error(checkpoint):
         lora_actor(checkpoint, target_modules=("q_proj", "q_projection"))
     with pytest.raises(ConfigError, match="lora_rank >= 1"):
         lora_actor(checkpoint, lora_rank=0)
+
+
+@pytest.fixture
+def of_peft(checkpoint, tmp_path_factory):
+    """A model of PEFT with adapters that have an effect, and the folder it wrote."""
+    from transformers import AutoModelForCausalLM
+
+    settings = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "down_proj"]}
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = peft.get_peft_model(base, peft.LoraConfig(**settings, task_type="CAUSAL_LM"))
+    randomise_second_factors(model)
+    folder = tmp_path_factory.mktemp("adapters") / "made"
+    model.save_pretrained(folder)
+    return model.eval(), folder
+
+
+def test_training_starts_from_adapters_of_peft_and_gives_them_back(checkpoint, of_peft, tmp_path):
+    model, folder = of_peft
+    layers = ("down_proj", "q_proj")
+    actor = lora_actor(checkpoint, target_modules=layers, lora_path=str(folder))
+    ids, mask = tokens()
+    found = actor(ids, mask).logprobs[0, 1:].detach()
+    torch.testing.assert_close(found, logprobs_of(model, ids), rtol=0, atol=2e-5)
+    assert all(p.requires_grad == (".lora_" in n) for n, p in actor.named_parameters())
+    actor.save_adapters(dict(actor.state_dict()), tmp_path)
+    assert_equal_files(tmp_path / ADAPTER_FILE, folder / ADAPTER_FILE)
+
+
+def test_adapters_are_compared_before_weights_are_read(checkpoint, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from lightrft.stages.opening import check_parts
+
+    actor = lora_actor(checkpoint)
+    actor.save_adapters(dict(actor.state_dict()), tmp_path)
+    given = {"pretrain": str(checkpoint), "lora_rank": RANK, "lora_alpha": ALPHA}
+    check_parts(TrainConfig(**given, lora_path=str(tmp_path)), AutoModelForCausalLM)
+    with pytest.raises(ConfigError, match="for other layers than target_modules q_proj"):
+        others = {"lora_path": str(tmp_path), "target_modules": ("q_proj",)}
+        check_parts(TrainConfig(**given, **others), AutoModelForCausalLM)
+
+
+def assert_equal_files(one, other):
+    first, second = load_file(one), load_file(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "message"),
+    [
+        ({"lora_rank": 4}, {}, r"have r 3, got lora_rank 4: give --lora_rank 3"),
+        ({"lora_alpha": 3.0}, {}, r"lora_alpha 12.*got lora_alpha 3: give --lora_alpha 12"),
+        ({"target_modules": ("all-linear",)}, {}, r"lack .*: give --target_modules down_proj q_pr"),
+        ({"target_modules": ("q_proj",)}, {}, r"adapters alone have .*down_proj.lora_A"),
+        ({}, {"use_dora": True}, r"use_dora True, which is not trained here: merge"),
+        ({}, {"rank_pattern": {"q_proj": 2}}, r"rank_pattern .* not trained here"),
+        ({}, {"peft_type": "IA3"}, r"peft_type 'IA3'"),
+        ({}, {"init_lora_weights": "pissa"}, r"init_lora_weights 'pissa'"),
+        ({}, {"base_model_name_or_path": "Qwen/Qwen3-8B"}, r"made on Qwen/Qwen3-8B, got pretrain"),
+        ({"lora_path": "/nowhere"}, {}, r"lora_path: /nowhere/adapter_config.json"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(
+    checkpoint, of_peft, tmp_path, options, settings, message
+):
+    folder = tmp_path / "adapters"
+    shutil.copytree(of_peft[1], folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    given = {"target_modules": ("q_proj", "down_proj"), "lora_path": str(folder), **options}
+    with pytest.raises(ConfigError, match=message) as caught:
+        lora_actor(checkpoint, pretrain=str(checkpoint), **given)
+    assert "\n" not in str(caught.value)
+
+
+def test_adapters_without_a_file_of_weights_are_refused(checkpoint, of_peft, tmp_path):
+    shutil.copytree(of_peft[1], tmp_path / "a")
+    (tmp_path / "a" / ADAPTER_FILE).write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match=r"cannot be read .*save the adapters as safetensors"):
+        lora_actor(checkpoint, target_modules=("q_proj",), lora_path=str(tmp_path / "a"))
 
 
 def test_seed_fixes_the_factors_and_leaves_the_generator_alone(checkpoint):

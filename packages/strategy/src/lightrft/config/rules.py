@@ -286,6 +286,11 @@ RULES: tuple[Rule, ...] = (
             "meta_init and lora_rank"
         )
     ),
+    lambda c: (
+        c.lora_path is not None
+        and c.lora_rank == 0
+        and "lora_path needs lora_rank: give that of the adapters (r in adapter_config.json)"
+    ),
     lambda c: _regex_problem("train_on_regex", c.train_on_regex),
     lambda c: (
         c.audit_every > 0

@@ -957,6 +957,11 @@ class RunOptions(StrategyConfig):
         above=0,
         acts_with="lora_rank",
     )
+    lora_path: str | None = training_option(
+        None,
+        "Adapters to start from, a folder in PEFT's format such as model/adapter of a run; of the "
+        "same lora_rank, lora_alpha and layers. A reference is the model without them.",
+    )
     lora_dropout: float = training_option(
         0.0,
         "Probability of leaving an input of an adapter out.",

@@ -272,7 +272,7 @@ def model_problems(flag: str, name: str) -> list[str]:
     if (directory / ADAPTER_FILE).is_file() and not (directory / "config.json").is_file():
         return [
             f"{flag}: {name} holds adapters alone: give a whole model, such as the folder model/ "
-            "of their run, in which they are merged"
+            "of their run, in which they are merged, or their own model and --lora_path with these"
         ]
     return [
         f"{flag}: no {what} in {name}: expected {' or '.join(patterns)}"

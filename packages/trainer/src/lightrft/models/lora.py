@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.models.actor import Actor
+from lightrft.models.adapter_files import check_adapters, load_adapters
 from lightrft.models.reward_model import RewardModel
 from lightrft.models.sequence_model import SequenceModel, has_prefix, names_part
 from lightrft.strategy.checkpoints.gathered_model import SavesPretrained, pretrained_prefix
@@ -188,6 +189,8 @@ def _inject(model: PreTrainedModel, config: TrainConfig) -> SavesPretrained:
             "lora_rank > 0 needs the package peft: install it, or leave lora_rank out"
         ) from error
     names = target_layers(model, config.target_modules, frozen=config.freeze_prefix)
+    if config.lora_path is not None:
+        check_adapters(config, model, names)
     model.requires_grad_(False)
     adapters = LoraConfig(
         r=config.lora_rank,
@@ -206,6 +209,8 @@ def _inject(model: PreTrainedModel, config: TrainConfig) -> SavesPretrained:
             f"peft put adapters on {len(bound)} of {len(names)} layers, e.g. not on "
             f"{sorted(set(names) - {name.removesuffix(FIRST) for name in bound})[:3]}"
         )
+    if config.lora_path is not None:
+        load_adapters(Path(config.lora_path), model, ADAPTER)
     return cast("SavesPretrained", adapters)
 
 

@@ -67,6 +67,8 @@ def describe_models(
     paths |= {f"teacher {name}".rstrip(): path for name, path in config.teacher_places.items()}
     if isinstance(config.critic_pretrain, str):
         paths["critic_pretrain"] = config.critic_pretrain
+    if config.lora_path is not None:
+        paths["lora_path"] = config.lora_path
     for number, scorer in enumerate(config.reward_pretrain, start=1):
         paths["reward_pretrain" if number == 1 else f"reward_pretrain {number}"] = scorer
     return {

@@ -9,6 +9,7 @@ import torch
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.media.families import family_of
+from lightrft.models.adapter_files import check_adapters
 from lightrft.models.loading import load_config
 from lightrft.models.lora import target_layers
 from lightrft.models.reward_model import is_reward_model
@@ -62,5 +63,10 @@ def check_parts(config: TrainConfig, kind: type[_BaseAutoModelClass]) -> None:
     with torch.device("meta"):
         skeleton: PreTrainedModel = kind.from_config(model_config)
     if config.lora_rank:
-        target_layers(skeleton, config.target_modules, frozen=config.freeze_prefix)
+        layers = target_layers(skeleton, config.target_modules, frozen=config.freeze_prefix)
+        head = skeleton.get_output_embeddings()
+        if config.lora_path is not None and head is not None:
+            # The output projection is no layer of the body, and has no adapters.
+            own = [name for name in layers if skeleton.get_submodule(name) is not head]
+            check_adapters(config, skeleton, own)
     freeze_tensors(skeleton, config.freeze_prefix)

@@ -164,7 +164,8 @@ def _plan(facts: OptimizerFacts, config: TrainConfig) -> tuple[object, ...]:
 def _check_first_weights(step: Step) -> None:
     """The weights that nothing trained are those of the model that the options name.
 
-    Before the first update these are all weights, adapters included: they begin without effect.
+    Before the first update these are all weights, adapters included: they begin without effect
+    unless the run starts from adapters.
     """
     config, facts = step.config, step.record.facts
     for model, state in step.states.items():
@@ -176,7 +177,8 @@ def _check_first_weights(step: Step) -> None:
         weights = {n: v for n, v in named(state, "weight", "master").items() if n not in trained}
         if not weights or sees_media(step.record.folder / "before" / model):
             continue
-        merged = _as_in_the_model(step, model, weights, with_adapters=not trained)
+        begins_plain = not trained and config.lora_path is None
+        merged = _as_in_the_model(step, model, weights, with_adapters=begins_plain)
         try:
             first = frozen_state(path, POLICY if model == "actor" else TRUNK)
         except RecordError:

@@ -1,0 +1,134 @@
+"""Adapters in PEFT's format, which training starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.files import FileError, read_object
+
+SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+FACTORS = ("lora_A", "lora_B")
+# Settings that change the product of the factors, or what is trained, where they have other values.
+PLAIN: Mapping[str, object] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "use_rslora": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "layer_replication": None,
+    "alora_invocation_tokens": None,
+    "lora_bias": False,
+    "fan_in_fan_out": False,
+    "use_qalora": False,
+}
+# Ways to begin that leave the model's own weights as they are.
+BEGINNINGS = (True, False, "gaussian", "orthogonal")
+
+
+def check_adapters(config: TrainConfig, model: nn.Module, layers: Collection[str]) -> None:
+    """Compares the adapters of `lora_path` with the options and the layers that get adapters.
+
+    Args:
+        config: Has a `lora_path`.
+        model: Whose linear layers the adapters are for; it needs no weights.
+        layers: Names of those that get adapters.
+
+    Raises:
+        ConfigError: There are none, or they are of another form, size, model or layers.
+    """
+    folder = Path(str(config.lora_path))
+    try:
+        settings = read_object(folder / SETTINGS_FILE)
+    except FileError as error:
+        raise ConfigError(f"lora_path: {error}: give a folder of PEFT's format") from error
+    _check_settings(folder, settings, config)
+    shapes = _shapes(folder / WEIGHTS_FILE)
+    wanted = {
+        f"{PREFIX}{name}.{factor}.weight": (config.lora_rank, layer.in_features)
+        if factor == FACTORS[0]
+        else (layer.out_features, config.lora_rank)
+        for name, layer in model.named_modules()
+        if name in layers and isinstance(layer, nn.Linear)
+        for factor in FACTORS
+    }
+    odd = sorted(shapes.keys() ^ wanted.keys())
+    if odd:
+        targets = sorted({name.split(".")[-3] for name in shapes if name.count(".") > 2})
+        where = "the adapters alone have" if odd[0] in shapes else "the adapters lack"
+        raise ConfigError(
+            f"lora_path: {folder} is for other layers than target_modules "
+            f"{' '.join(config.target_modules)} gives adapters ({where} {odd[0]}): give "
+            f"--target_modules {' '.join(targets)}"
+        )
+    for name, shape in wanted.items():
+        if shapes[name] != shape:
+            raise ConfigError(
+                f"lora_path: {name} of {folder} is {list(shapes[name])}, the model needs "
+                f"{list(shape)}: give the model that the adapters were made on"
+            )
+
+
+def _check_settings(folder: Path, settings: Mapping[str, object], config: TrainConfig) -> None:
+    given = {name: settings.get(name, plain) for name, plain in PLAIN.items()}
+    odd = {n: value for n, value in given.items() if value != PLAIN[n] and (value or PLAIN[n])}
+    if (start := settings.get("init_lora_weights", True)) not in BEGINNINGS:
+        odd["init_lora_weights"] = start
+    for name, value in odd.items():
+        raise ConfigError(
+            f"lora_path: {folder} has {name} {value!r}, which is not trained here: merge the "
+            "adapters into their model and give that as --pretrain"
+        )
+    for option, name in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
+        given_here, theirs = config.__dict__[option], settings.get(name)
+        if given_here != theirs:
+            raise ConfigError(
+                f"lora_path: the adapters in {folder} have {name} {theirs}, got {option} "
+                f"{given_here:g}: give --{option} {theirs}"
+            )
+    base = str(settings.get("base_model_name_or_path") or "")
+    own = base if config.pretrain is None else config.pretrain
+    if Path(base).name != Path(own).name and base:
+        raise ConfigError(
+            f"lora_path: the adapters in {folder} were made on {base}, got pretrain "
+            f"{config.pretrain}: give that model, or, where it is the same one, write its name "
+            f"into base_model_name_or_path of {SETTINGS_FILE}"
+        )
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            names = opened.keys()
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"lora_path: {file} cannot be read ({error}): save the adapters as safetensors"
+        ) from error
+
+
+@torch.no_grad()
+def load_adapters(folder: Path, model: nn.Module, adapter: str) -> None:
+    """Copies factors, which `check_adapters` has looked at, into the adapters of a model.
+
+    Args:
+        folder: In PEFT's format.
+        model: With adapters.
+        adapter: Their name in the model.
+    """
+    parameters = dict(model.named_parameters())
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as opened:
+        names = opened.keys()
+        for name in names:
+            own = name.removeprefix(PREFIX).removesuffix(".weight") + f".{adapter}.weight"
+            parameters[own].copy_(opened.get_tensor(name))
