@@ -456,6 +456,9 @@ class TrainOptions(TypedDict, total=False):
     """Train adapters of this rank on the actor instead of its weights; 0 trains the weights."""
     lora_alpha: float
     """Adapters count lora_alpha / lora_rank."""
+    lora_path: str | None
+    """Adapters to start from, a folder in PEFT's format such as model/adapter of a run; of the
+    same lora_rank, lora_alpha and layers. A reference is the model without them."""
     lora_dropout: float
     """Probability of leaving an input of an adapter out."""
     target_modules: Sequence[str]
