@@ -151,7 +151,11 @@ STEPS = (
         "use_kl_loss": True,
         "kl_estimator": "k2_is",
     },
-    {"policy_loss": "ppo", "advantage_estimator": "gdpo"},
+    {
+        "policy_loss": "ppo",
+        "advantage_estimator": "gdpo",
+        "off_policy_correction": "tis reject:distance:geometric:high=0.2:towards",
+    },
     {"policy_loss": "reinforce", "advantage_estimator": "raft"},
     {"policy_loss": "ppo", "advantage_estimator": "zero", "teacher": "", "teacher_coef": 0.7},
     {
