@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightrft.cli.errors import ExitCode
+from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser, available_options
 from lightrft.config import TrainConfig
 from lightrft.config.toml import format_toml
@@ -52,6 +53,7 @@ def run(argv: Sequence[str]) -> int:
     if given.pretrain is None:
         from lightrft.tools.model_presets import write_tiny_model
 
+        hide_progress_bars()
         write_tiny_model(folder / MODEL, "tiny-qwen3")
     rows = [{"input": f"{n}+{n + 1}=", "label": str(2 * n + 1)} for n in range(1, 65)]
     (folder / ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
