@@ -1,12 +1,18 @@
 """`lightrft export`: the final model of a run, checked."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightrft.cli.errors import ExitCode, UsageError
+import httpx
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+from lightrft.cli.errors import ExitCode, PreflightError, UsageError
 from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser
 from lightrft.tools.init_model_command import require_empty
+from lightrft.utils.hub import is_hub_reachable
 
 # Of scores: divided by their deviation; also less their mean.
 WAYS = ("deviation", "standard")
@@ -18,12 +24,18 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         UsageError: No such folder, or the target is not empty.
         NotARunError: No final model.
+        PreflightError: The hub cannot be written.
     """
     options = build_parser().parse_args(argv)
     folder, directory = Path(options.run), Path(options.directory)
     require_empty(directory)
     if not folder.is_dir():
         raise UsageError(f"no run at {folder}: expected the --output_dir of lightrft train")
+    name = options.push_to_hub
+    if options.is_public and name is None:
+        raise UsageError("--public is of a repository: add --push_to_hub OWNER/NAME")
+    if name is not None:
+        open_repository(name, is_public=options.is_public)
 
     from lightrft.tools.export.exported_model import export_model
 
@@ -33,6 +45,8 @@ def run(argv: Sequence[str]) -> int:
         f"wrote {report.num_parameters} {report.dtype} parameters to {report.directory}; read "
         f"back: weights equal, logits of one prompt within {report.max_logit_difference:.2g}"
     )
+    if name is not None:
+        print(f"uploaded: {push(directory, name)}")
     return ExitCode.OK
 
 
@@ -51,4 +65,58 @@ def build_parser() -> Parser:
         help="Of a reward model: divide its scores by their deviation on training rows, and with "
         "standard also subtract their mean, where the model has a bias; unset changes nothing.",
     )
+    parser.add_argument(
+        "--push_to_hub",
+        metavar="OWNER/NAME",
+        help="Upload it to this repository of the Hugging Face hub, which is made if it is new.",
+    )
+    parser.add_argument(
+        "--public", dest="is_public", action="store_true", help="A new repository is private else."
+    )
     return parser
+
+
+def open_repository(name: str, *, is_public: bool) -> None:
+    """Makes the repository unless it exists: what would fail after an export fails before it.
+
+    Args:
+        name: owner/name.
+        is_public: Of a new one; an existing one stays as it is.
+
+    Raises:
+        UsageError: The name is none of a repository.
+        PreflightError: The hub does not answer, or does not let the user write.
+    """
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) is None:
+        raise UsageError(f"push_to_hub: got {name!r}, expected owner/name")
+    if not is_hub_reachable():
+        raise PreflightError(
+            "push_to_hub: the hub does not answer, or HF_HUB_OFFLINE forbids to ask it: export "
+            "without it, and upload the folder later"
+        )
+    try:
+        HfApi().create_repo(name, private=not is_public, exist_ok=True)
+    except HFValidationError as err:
+        raise UsageError(f"push_to_hub: got {name!r}: {err}") from err
+    except (HfHubHTTPError, LocalTokenNotFoundError, httpx.HTTPError) as err:
+        raise _refusal(name, err) from err
+
+
+def push(directory: Path, name: str) -> str:
+    """Uploads a folder in one commit; its address is the result.
+
+    Raises:
+        PreflightError: The hub takes it no more; the folder stays.
+    """
+    try:
+        return HfApi().upload_folder(repo_id=name, folder_path=directory).commit_url
+    except (HfHubHTTPError, httpx.HTTPError) as err:
+        raise _refusal(name, err) from err
+
+
+def _refusal(name: str, err: Exception) -> PreflightError:
+    reason = str(err).strip().partition("\n")[0] or type(err).__name__
+    return PreflightError(
+        f"push_to_hub: {name} cannot be written: {reason}; give HF_TOKEN, or log in with hf auth "
+        "login, as someone who may write there"
+    )
