@@ -216,6 +216,23 @@ def test_a_changed_input_file_is_refused_and_a_touched_one_is_not(config, tmp_pa
         plan_run(config())
 
 
+def test_a_tokenizer_that_is_another_one_now_breaks_exactness(config, tmp_path):
+    model, start = tmp_path / "m", tmp_path / "run" / "run.json"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"one")
+    (model / "tokenizer.json").write_text("{}")
+    changed = config(pretrain=str(model))
+    leave_run(changed)
+    (model / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match=r"pretrain .*m: tokenizer [0-9a-f]{12} -> tokenizer "):
+        plan_run(changed)
+    # The record of a version that had no such hash.
+    facts = json.loads(start.read_text())
+    del facts["models"]["pretrain"]["tokenizer_sha256"], facts["sha256"], facts["config_sha256"]
+    start.write_text(json.dumps(facts))
+    assert plan_run(changed).changes == ()
+
+
 def test_a_run_of_before_its_record_had_hashes_keeps_the_check_of_its_inputs(config, tmp_path):
     leave_run(config())
     path = tmp_path / "run" / "run.json"

@@ -164,8 +164,27 @@ def test_a_hash_of_a_run_follows_options_data_and_models():
         run_hash("c", {"a": {"sha256": "9"}}, models),
         run_hash("c", inputs, {"pretrain": {"weights_sha256": "9"}}),
         run_hash("c", inputs, {"pretrain": {"path": "owner/name"}}),
+        run_hash("c", inputs, {"pretrain": {"weights_sha256": "2", "tokenizer_sha256": "3"}}),
     ]
-    assert len({known, *others}) == 5
+    assert len({known, *others}) == 6
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "vocab.json", "chat_template.jinja", "preprocessor_config.json"]
+)
+def test_other_files_of_a_tokenizer_give_another_hash(tmp_path, name):
+    (tmp_path / "model.safetensors").write_bytes(b"w")
+    (tmp_path / "additional_chat_templates").mkdir()
+    config, found = TrainConfig(pretrain=str(tmp_path)), set()
+    for content in (None, "{}", "{ }"):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        models = describe_models(config)
+        assert models["pretrain"]["weights_sha256"] == fingerprint(tmp_path)
+        found.add((models["pretrain"]["tokenizer_sha256"], run_hash("c", {}, models)))
+    (tmp_path / "trainer_state.json").write_text("{}")
+    found.add((describe_models(config)["pretrain"]["tokenizer_sha256"], run_hash("c", {}, models)))
+    assert len({tokens for tokens, _ in found}) == len({run for _, run in found}) == 3
 
 
 def test_runs_of_the_command_line_name_each_other(tmp_path, capsys, monkeypatch):

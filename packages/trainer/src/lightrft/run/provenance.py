@@ -5,18 +5,28 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import CodeType
 
 from lightrft.config import TrainConfig
-from lightrft.config.files import FileError, read_object, sealed, unsealed
+from lightrft.config.files import FileError, file_sha256, read_object, sealed, unsealed
 from lightrft.config.registry import REGISTRIES
 from lightrft.config.toml import write_whole
 
 PROVENANCE_FILE = "provenance.json"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+# Also chat templates, and what makes features of media.
+TOKENIZER_FILES = (
+    "*token*.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*processor_config.json",
+)
 _BLOCK_BYTES, _NUM_BLOCKS = 1 << 20, 64
 
 
@@ -33,7 +43,7 @@ def fingerprint(folder: Path) -> str:
     Returns:
         Hex digits; "" where it has no weights.
     """
-    files = _weight_files(folder)
+    files = _found(folder, WEIGHT_FILES)
     found = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
@@ -50,10 +60,17 @@ def fingerprint(folder: Path) -> str:
     return found.hexdigest() if files else ""
 
 
+def tokenizer_hash(folder: Path) -> str:
+    """Hash of names and contents of the files in a folder that make tokens of texts; "" of none."""
+    files = _found(folder, TOKENIZER_FILES)
+    text = "".join(f"{path.name} {file_sha256(path)}\n" for path in files)
+    return hashlib.sha256(text.encode()).hexdigest() if files else ""
+
+
 def describe_models(
     config: TrainConfig, known: Mapping[str, object] | None = None
 ) -> dict[str, dict[str, object]]:
-    """Path, fingerprint and run of each model that a run starts from, by its option.
+    """Path, hashes and run of each model that a run starts from, by its option.
 
     Several reward models are `reward_pretrain`, `reward_pretrain 2` and so on, teachers by row
     `teacher NAME`. Names of the hub and addresses have a path alone.
@@ -82,7 +99,7 @@ def _described(path: str, known: object) -> dict[str, object]:
     folder = Path(path)
     if not folder.is_dir():
         return {"path": path}
-    files = _weight_files(folder)
+    files = _found(folder, WEIGHT_FILES)
     times: dict[str, object] = {
         "path": str(folder.resolve()),
         "modified_ns": max((file.stat().st_mtime_ns for file in files), default=0),
@@ -91,7 +108,11 @@ def _described(path: str, known: object) -> dict[str, object]:
     old = known if isinstance(known, Mapping) else {}
     is_untouched = all(old.get(name) == value for name, value in times.items())
     weights = str(old["weights_sha256"]) if is_untouched else fingerprint(folder)
-    entry: dict[str, object] = {**times, "weights_sha256": weights}
+    entry: dict[str, object] = {
+        **times,
+        "weights_sha256": weights,
+        "tokenizer_sha256": tokenizer_hash(folder),
+    }
     if origin := run_of_model(folder):
         # Weights that were changed since are no result of that run.
         is_same = origin.pop("weights_sha256", None) == weights
@@ -99,8 +120,9 @@ def _described(path: str, known: object) -> dict[str, object]:
     return entry
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    return sorted({path for pattern in WEIGHT_FILES for path in folder.glob(pattern)})
+def _found(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    paths = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(path for path in paths if path.is_file())
 
 
 def run_hash(config_sha256: str, inputs: Mapping[str, object], models: Mapping[str, object]) -> str:
@@ -108,12 +130,12 @@ def run_hash(config_sha256: str, inputs: Mapping[str, object], models: Mapping[s
     files = {
         path: entry.get("sha256") for path, entry in inputs.items() if isinstance(entry, Mapping)
     }
-    weights = {
-        role: entry.get("weights_sha256", entry.get("path"))
+    hashes = {
+        role: [entry.get("weights_sha256", entry.get("path")), entry.get("tokenizer_sha256")]
         for role, entry in models.items()
         if isinstance(entry, Mapping)
     }
-    text = json.dumps([config_sha256, files, weights], sort_keys=True)
+    text = json.dumps([config_sha256, files, hashes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -80,7 +80,7 @@ def changed_inputs(start: Mapping[str, object], config: TrainConfig) -> list[Cha
 
 
 def changed_models(start: Mapping[str, object], config: TrainConfig) -> list[Change]:
-    """Models with other weights than those that a run started with; see `changed_inputs`.
+    """Models of other weights or tokenizers than a run started with; see `changed_inputs`.
 
     Also the one that is trained: it is the reference, and whoever reads the record of the run looks
     for its weights there.
@@ -93,8 +93,12 @@ def changed_models(start: Mapping[str, object], config: TrainConfig) -> list[Cha
         # Another place is an option that changed.
         if isinstance(old, Mapping) and old.get("path") == entry["path"]:
             name = f"{role} {entry['path']}"
-            weights = str(entry.get("weights_sha256") or "")
-            changes += _difference(name, "weights", old.get("weights_sha256") or "", weights)
+            for what in ("weights", "tokenizer"):
+                key = f"{what}_sha256"
+                if what == "weights" or key in old:  # older versions recorded no tokenizer
+                    changes += _difference(
+                        name, what, old.get(key) or "", str(entry.get(key) or "")
+                    )
     return changes
 
 
