@@ -63,6 +63,7 @@ class AgentStage:
         self.engine._eos_ids = (self.tokenizer.eos_token_id,)
         self.engine.set_weights_version(3)
         self.strategy.inference_engine = self.engine
+        self.reward = CombinedReward((), ())
         self.asked = []
 
     def drawn(self, request):
@@ -77,8 +78,7 @@ class AgentStage:
 
     @property
     def parts(self):
-        reward = CombinedReward((), ())
-        return SourceParts(self.strategy.session, self.config, self.tokenizer, reward)
+        return SourceParts(self.strategy.session, self.config, self.tokenizer, self.reward)
 
     def requests(self, **keywords):
         params = replace(training_params(self.config), **keywords)

@@ -10,7 +10,20 @@ from tests.rollout.agents.agent_stage import AgentStage
 from lightrft.config import ConfigError
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.records.table import BRANCH_STEP
-from lightrft.rewards.types import RewardError
+from lightrft.rewards.build import CombinedReward
+from lightrft.rewards.types import RewardError, RewardResult
+from lightrft.rewards.worker import ReportedError
+from lightrft.rollout.agents.agent_worker import checked_reward
+
+
+class Paying:
+    name, needs_labels = "paying", False
+
+    def score(self, prompts, responses, labels, columns):
+        return [RewardResult(0.75, {"paid": 0.75}) for _ in responses]
+
+    def close(self):
+        pass
 
 
 @pytest.fixture
@@ -164,9 +177,59 @@ def test_an_error_that_quotes_the_key_does_not_show_it(stage):
         stage("tells_its_key").sample()
 
 
-def test_a_reward_is_a_number(stage):
-    with pytest.raises(RewardError, match="an agent must return a finite number: got 'good'"):
-        stage("returns_text").sample()
+RETURNED = {
+    "0.25": (0.25, {}),
+    "True": (1.0, {}),
+    "False": (0.0, {}),
+    "{'reward': 0.5, 'speed': 3}": (0.5, {"speed": 3.0}),
+    "{'right': 1, 'speed': 0.5}": (1.5, {"right": 1.0, "speed": 0.5}),
+    "{'reward': True}": (1.0, {}),
+}
+
+
+def test_a_reward_is_a_number_or_a_dict_of_named_parts(stage):
+    rows = [{"input": f"Find {text}.", "result": text} for text in RETURNED]
+    scored = stage("returns", rows=rows).sample().scored
+    found = [(item.reward, dict(item.components)) for item in scored[::2]]
+    assert found == [(total, {"agent": total, **parts}) for total, parts in RETURNED.values()]
+
+
+REFUSED = {
+    "{}": "the agent returned an empty dict: expected at least one number",
+    "float('nan')": "the agent's reward: expected a finite number, got nan",
+    "'good'": "the agent's reward: expected a number, got 'good'",
+    "b'1'": "the agent's reward: expected a number, got b'1'",
+    "[1.0]": r"the agent's reward: expected a number, got \[1.0\]",
+    "{'reward': None}": "the agent's 'reward': expected a number, got None",
+    "{'speed': '1'}": "the agent's 'speed': expected a number, got '1'",
+    "{'x': 1e308, 'y': 1e308}": "the agent's sum: expected a finite number, got inf",
+    "{'agent': 1}": "the agent returned a part named 'agent': expected a text other than 'agent'",
+    "{1: 1, '1': 2}": "the agent returned a part named 1: expected a text",
+}
+
+
+@pytest.mark.parametrize("result", REFUSED)
+def test_what_is_no_reward_is_refused_by_name(result):
+    with pytest.raises(ReportedError, match=f"^{REFUSED[result]}"):
+        checked_reward(eval(result))
+
+
+def test_an_episode_whose_result_is_refused_has_failed(stage):
+    rows = [{"input": f"Find {text}.", "result": text} for text in ("1.0", "{}", "None")]
+    with pytest.raises(RewardError, match=r"failed for prompt 1: .*returned an empty dict"):
+        stage("returns", rows=rows).sample()
+    masked = stage("returns", rows=rows, reward_failure="mask").sample().table.is_masked
+    assert masked.tolist() == [False, False, True, True, True, True]
+
+
+def test_an_agent_that_returns_none_leaves_the_reward_to_the_reward_function(stage):
+    rows = [{"input": "Find it.", "result": "None"}]
+    with pytest.raises(RewardError, match="it returned no reward, and there is no --reward_fn"):
+        stage("returns", rows=rows).sample()
+    played = stage("returns", rows=rows, reward_fn=("gsm8k",), label_key="result")
+    played.reward = CombinedReward((Paying(),), (1.0,))
+    scored = played.sample().scored
+    assert [(item.reward, dict(item.components)) for item in scored] == [(0.75, {"paid": 0.75})] * 2
 
 
 @pytest.mark.parametrize("agent", ["hangs", "blocks"])

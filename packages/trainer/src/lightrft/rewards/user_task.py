@@ -224,16 +224,26 @@ def checked_results(returned: object, num_responses: int) -> list[CheckedResult]
 
 def _checked_item(index: int, item: object) -> CheckedResult:
     if not isinstance(item, Mapping):
-        return _number(f"result {index}", item), {}
+        return finite_number(f"result {index}", item), {}
     if not item:
         raise ReportedError(f"result {index} is an empty dict: expected at least one number")
     numbers = {
-        str(key): _number(f"result {index}, key {key!r}", value) for key, value in item.items()
+        str(key): finite_number(f"result {index}, key {key!r}", value)
+        for key, value in item.items()
     }
     return numbers.pop("reward", None), numbers
 
 
-def _number(place: str, value: object) -> float:
+def finite_number(place: str, value: object) -> float:
+    """A number that a user's code returned; True is 1.
+
+    Args:
+        place: Names it in the error.
+        value: A number, or a tensor or an array of one.
+
+    Raises:
+        ReportedError: It is anything else, or not finite.
+    """
     plain = value.tolist() if isinstance(value, SupportsToList) else value
     if not isinstance(plain, Real):
         raise ReportedError(f"{place}: expected a number, got {plain!r:.100}")

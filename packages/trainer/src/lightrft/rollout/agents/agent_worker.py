@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import queue
 import sys
 import threading
@@ -19,10 +18,13 @@ from typing import cast
 
 from lightrft.config import ConfigError
 from lightrft.config.registry import load_reference, split_reference
+from lightrft.rewards.user_task import finite_number
 from lightrft.rewards.worker import ReportedError
 
 # Of agents that are no coroutines, each of which waits in a thread of its own.
 _MAX_THREADS = 1024
+# Under which the report shows what an agent returned.
+_TOTAL = "agent"
 Agent = Callable[[str, str, dict[str, object]], object]
 
 
@@ -103,27 +105,25 @@ def checked_reward(value: object) -> list[object] | None:
     """What an agent returned as [total, parts], or None.
 
     Raises:
-        ReportedError: It is no finite number, no dict of such and not None.
+        ReportedError: It is no finite number, no dict of such and not None, or one of its parts
+            has a name that would hide another one.
     """
     if value is None:
         return None
     if isinstance(value, Mapping):
         if not value:
             raise ReportedError("the agent returned an empty dict: expected at least one number")
-        parts = {str(name): _number(item) for name, item in value.items()}
+        wrong = next((n for n in value if not isinstance(n, str) or n == _TOTAL), None)
+        if wrong is not None:
+            text = f"expected a text other than {_TOTAL!r}, the name of the whole reward"
+            raise ReportedError(f"the agent returned a part named {wrong!r:.80}: {text}")
+        parts = {n: finite_number(f"the agent's {n!r}", item) for n, item in value.items()}
         total = parts.pop("reward", None)
-        return [sum(parts.values()) if total is None else total, parts]
-    return [_number(value), {}]
-
-
-def _number(value: object) -> float:
-    try:
-        number = float(cast("float", value))
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(value, str) or not math.isfinite(number):
-        raise ReportedError(f"an agent must return a finite number: got {value!r:.80}")
-    return number
+        return [
+            finite_number("the agent's sum", sum(parts.values())) if total is None else total,
+            parts,
+        ]
+    return [finite_number("the agent's reward", value), {}]
 
 
 def _check_signature(name: str, found: object) -> None:
