@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -102,3 +103,19 @@ def test_an_argument_that_no_chat_template_reads_is_refused(tmp_path):
     write_tiny_model(tmp_path / "model", "tiny-qwen3")
     with pytest.raises(ConfigError, match="got enable_thinkin, which the chat template does not"):
         rendered(tmp_path / "model", chat_template_args={"enable_thinkin": False})
+
+
+def test_shapes_are_compared_before_weights_are_read(broken):
+    from transformers import AutoModelForCausalLM
+
+    from lightrft.stages.opening import check_parts
+
+    config = TrainConfig(pretrain=str(broken))
+    check_parts(config, AutoModelForCausalLM)
+    file = broken / "config.json"
+    settings = json.loads(file.read_text())
+    size = settings["intermediate_size"]
+    file.write_text(json.dumps(settings | {"intermediate_size": 2 * size}))
+    with pytest.raises(ConfigError, match=rf"tensors in the files of .*\[.*\b{size}\b.*\] instead"):
+        check_parts(config, AutoModelForCausalLM)
+    check_parts(config.replaced({"allow_new_weights": ["*"]}), AutoModelForCausalLM)

@@ -24,7 +24,8 @@ def cut_files(path: str) -> Iterator[tuple[Path, int, int]]:
     for file in sorted(Path(path).glob("*.safetensors")):
         try:
             length, tensors = _read_header(file)
-            ends = [typed(list[int], entry["data_offsets"], file)[1] for entry in tensors]
+            offsets = (entry["data_offsets"] for entry in tensors.values())
+            ends = [typed(list[int], pair, file)[1] for pair in offsets]
         except (OSError, ValueError, KeyError, IndexError):
             continue  # a damaged file is reported by what loads it
         size, whole = file.stat().st_size, 8 + length + max(ends, default=0)
@@ -35,18 +36,33 @@ def cut_files(path: str) -> Iterator[tuple[Path, int, int]]:
 def count_parameters(path: Path) -> int:
     """Numbers in a safetensors file, from its header; 0 if it has none that can be read."""
     try:
-        shapes = [entry["shape"] for entry in _read_header(path)[1]]
-        return sum(math.prod(typed(list[int], shape, path)) for shape in shapes)
+        return sum(map(math.prod, _shapes(path).values()))
     except (OSError, ValueError, KeyError):
         return 0  # a damaged file is reported by what loads it
 
 
-def _read_header(path: Path) -> tuple[int, list[dict[str, object]]]:
-    """Length of a file's header, and what it says of each tensor."""
+def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Shapes by name in all safetensors files of a model directory that can be read."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            found |= _shapes(file)
+        except (OSError, ValueError, KeyError):
+            continue  # a damaged file is reported by what loads it
+    return found
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    entries = _read_header(path)[1].items()
+    return {name: tuple(typed(list[int], entry["shape"], path)) for name, entry in entries}
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, dict[str, object]]]:
+    """Length of a file's header, and what it says of each tensor by name."""
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         # No more than there is: a damaged length would ask for as much memory.
         content = stream.read(min(length, path.stat().st_size, MAX_HEADER_BYTES))
     header = require_object(parse_json(content, path), path)
     header.pop("__metadata__", None)
-    return length, [require_object(entry, path) for entry in header.values()]
+    return length, {name: require_object(entry, path) for name, entry in header.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from lightrft.models.loading import load_config
 from lightrft.models.lora import target_layers
 from lightrft.models.reward_model import is_reward_model
 from lightrft.models.sequence_model import freeze_tensors
+from lightrft.models.weight_files import tensor_shapes
 from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
@@ -50,18 +52,23 @@ def check_parts(config: TrainConfig, kind: type[_BaseAutoModelClass]) -> None:
     """Looks for what options name in the model, built without weights.
 
     Raises:
-        ConfigError: It is a reward model where a language model is trained, or lacks layers or
-            tensors of these names.
+        ConfigError: It is a reward model where a language model is trained, its files have tensors
+            of other shapes than its configuration, or it lacks layers or tensors of these names.
     """
     path = str(config.pretrain)
     model_config = load_config(path)
-    if kind.__name__ == "AutoModelForCausalLM" and is_reward_model(path):
+    is_policy = kind.__name__ == "AutoModelForCausalLM"
+    if is_policy and is_reward_model(path):
         raise ConfigError(f"pretrain: {path} is a reward model: give a language model")
+    shapes = tensor_shapes(path) if is_policy and not config.allow_new_weights else {}
     has_names = config.lora_rank or config.freeze_prefix
-    if not has_names or family_of(model_config) is not None:  # `kind` builds no model of images
+    if (
+        not (has_names or shapes) or family_of(model_config) is not None
+    ):  # `kind` builds no model of images
         return
     with torch.device("meta"):
         skeleton: PreTrainedModel = kind.from_config(model_config)
+    _check_shapes(path, shapes, skeleton)
     if config.lora_rank:
         layers = target_layers(skeleton, config.target_modules, frozen=config.freeze_prefix)
         head = skeleton.get_output_embeddings()
@@ -70,3 +77,17 @@ def check_parts(config: TrainConfig, kind: type[_BaseAutoModelClass]) -> None:
             own = [name for name in layers if skeleton.get_submodule(name) is not head]
             check_adapters(config, skeleton, own)
     freeze_tensors(skeleton, config.freeze_prefix)
+
+
+def _check_shapes(
+    path: str, shapes: Mapping[str, tuple[int, ...]], skeleton: PreTrainedModel
+) -> None:
+    """Tensors that model and files name alike have one shape; others are for what loads them."""
+    wanted = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
+    odd = [name for name, shape in shapes.items() if wanted.get(name, shape) != shape]
+    if odd:
+        raise ConfigError(
+            f"pretrain: {len(odd)} tensors in the files of {path} do not fit its config.json, such "
+            f"as {odd[0]}, {list(shapes[odd[0]])} instead of {list(wanted[odd[0]])}: give both of "
+            "one model, or --allow_new_weights PATTERN for what is to begin anew"
+        )
