@@ -282,11 +282,14 @@ def test_rows_without_a_prompt_get_theirs_from_reset(tmp_path):
         chosen(tmp_path, lambda i: ["done"], [{"environment": "told", "question": "Why?"}])
 
 
-def test_a_reward_that_is_no_number_ends_the_run(tmp_path):
+@pytest.mark.parametrize(
+    ("told", "said"), [("nan", "a finite number, got nan"), ("a text", "a number, got '0.5'")]
+)
+def test_a_reward_that_is_no_number_ends_the_run(tmp_path, told, said):
     # TRL leaves it out of the mean of its group, and says nothing.
-    rows = [{"input": "x", "environment": "told", "told": "nan"}]
+    rows = [{"input": "x", "environment": "told", "told": told}]
     stage = chosen(tmp_path, lambda i: ["done"], rows)
-    with pytest.raises(RewardError, match="get_reward must return finite numbers: got nan"):
+    with pytest.raises(RewardError, match=f"get_reward: expected {said}"):
         stage.sample()
 
 

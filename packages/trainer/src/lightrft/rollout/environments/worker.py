@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import os
 import re
 import sys
@@ -24,7 +23,7 @@ from typing import ClassVar, cast
 
 from lightrft.config import ConfigError
 from lightrft.config.registry import ENVIRONMENT_KINDS, load_reference, split_kind, split_reference
-from lightrft.rewards.user_task import seed_generators
+from lightrft.rewards.user_task import finite_number, seed_generators
 from lightrft.rewards.worker import ReportedError
 from lightrft.rollout.environments.calls import ENVIRONMENT_COLUMN
 from lightrft.rollout.environments.content import (
@@ -225,10 +224,13 @@ class HostedEnvironments:
         if reward is None:
             return None
         if isinstance(reward, Mapping):
-            parts = {str(name): _number(value) for name, value in reward.items()}
+            parts = {
+                str(name): finite_number(f"get_reward, {name}", value)
+                for name, value in reward.items()
+            }
             total = parts.pop("reward", None)
             return [sum(parts.values()) if total is None else total, parts]
-        return [_number(reward), {}]
+        return [finite_number("get_reward", reward), {}]
 
     def _parts(self, result: object, name: str) -> Parts:
         """Texts and images of an answer.
@@ -295,13 +297,6 @@ def _settled(result: object) -> object:
         return await result  # type: ignore[misc]
 
     return asyncio.run(waited()) if inspect.isawaitable(result) else result
-
-
-def _number(value: object) -> float:
-    number = float(cast("float", value))
-    if not math.isfinite(number):
-        raise ReportedError(f"get_reward must return finite numbers: got {value!r}")
-    return number
 
 
 def _load(text: str, kind: str) -> object:
