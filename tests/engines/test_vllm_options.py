@@ -88,7 +88,12 @@ def test_a_string_that_spells_no_value_is_refused():
     ],
 )
 def test_b10_weights_that_the_first_sync_brings_are_not_read(config, expected):
-    assert load_format(config) == expected
+    assert load_format(config, reads_media=False) == expected
+
+
+def test_a_model_of_media_is_read_from_its_checkpoint_for_it_holds_more_than_weights():
+    config = EngineConfig("vllm", "model", awaits_weights=True)
+    assert load_format(config, reads_media=True) == "auto"
 
 
 def test_b10_a_model_with_saved_buffers_is_read_from_its_checkpoint():

@@ -11,7 +11,7 @@ from lightrft.config import TrainConfig
 from lightrft.models.loading import save_pretrained
 from lightrft.run.assembly import run_training
 
-pytestmark = [pytest.mark.shard("vision_vllm"), pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.shard("vision_vllm"), pytest.mark.vllm]
 
 
 def run(preset, folder, **options):
@@ -63,6 +63,7 @@ def test_a_run_stays_in_step_with_vllm(tmp_path):
     assert all(step["logprob_diff_mean"] < 1e-5 for step in steps)
 
 
+@pytest.mark.slow
 def test_a_family_that_vllm_computes_otherwise_is_ended_by_the_gate(tmp_path):
     """vLLM attends causally within an image of Gemma 3 on a CPU."""
     found = end_of("tiny-gemma3", tmp_path)
@@ -70,6 +71,7 @@ def test_a_family_that_vllm_computes_otherwise_is_ended_by_the_gate(tmp_path):
     assert "outputs differ first in model.language_model.layers.0 " in found
 
 
+@pytest.mark.slow
 def test_a_prompt_that_vllm_reads_otherwise_ends_the_run(tmp_path):
     """Two images of Llava-OneVision: vLLM cuts tiles where transformers takes whole images."""
     found = end_of("tiny-llava-onevision", tmp_path)

@@ -89,7 +89,7 @@ class VLLMEngine(RolloutEngine):
             may_lack=lacking,
         ).read()
         weights = VLLMWeights(self._started, layout, self.name)
-        if load_format(self._config) == "dummy":
+        if load_format(self._config, reads_media=self._limits.reads_media) == "dummy":
             check_buffers(self._started.model)
             weights.unwritten.update(weights.owners)
         return weights

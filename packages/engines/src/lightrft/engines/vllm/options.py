@@ -36,17 +36,19 @@ GROUP_SECONDS = 600
 _READ_MORE = ("hf_overrides", "model_loader_extra_config", "quantization", "speculative_config")
 
 
-def load_format(config: EngineConfig) -> str:
+def load_format(config: EngineConfig, *, reads_media: bool) -> str:
     """Whether vLLM reads its weights, "auto", or starts with any and waits for them, "dummy".
 
-    Where a trainer writes all of them, every rank would read the whole checkpoint for nothing.
+    Where a trainer writes all of them, every rank would read the whole checkpoint for nothing. A
+    model of media has more than weights: "dummy" overwrites the normalisation of pixels, too, which
+    vLLM computes from the processor and keeps beside them.
     """
     if not config.model_path:
         return "dummy"
     if "load_format" in config.options:
         return str(config.options["load_format"])
     reads_more = any(name in config.options for name in _READ_MORE)
-    return "dummy" if config.awaits_weights and not reads_more else "auto"
+    return "dummy" if config.awaits_weights and not (reads_more or reads_media) else "auto"
 
 
 def engine_arguments(
@@ -79,7 +81,7 @@ def engine_arguments(
     check_options(config.options, hints, reserved=RESERVED, engine_name="vllm")
     arguments: dict[str, object] = {
         "model": model_path,
-        "load_format": load_format(config),
+        "load_format": load_format(config, reads_media=reads_media),
         "runner": "generate",
         "skip_tokenizer_init": not has_tokenizer,
         "dtype": config.dtype,
