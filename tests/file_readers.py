@@ -476,6 +476,37 @@ def read_heads(folder):
     _load_head(str(folder / "m"), critic.trunk)
 
 
+def adapted_layer():
+    import torch
+
+    model, factors = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 4)}), {}
+    for name, sizes in (("lora_A", (3, 2)), ("lora_B", (2, 4))):
+        factors[name] = torch.nn.ModuleDict({"own": torch.nn.Linear(*sizes, bias=False)})
+        model["a"].add_module(name, factors[name])
+    return model, {n: each["own"].weight.detach() for n, each in factors.items()}
+
+
+def make_adapters(folder):
+    from safetensors.torch import save_file
+
+    from lightrft.models.adapter_files import PREFIX, SETTINGS_FILE, WEIGHTS_FILE
+
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["a"]}
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings))
+    weights = {f"{PREFIX}a.{name}.weight": value for name, value in adapted_layer()[1].items()}
+    save_file(weights, folder / WEIGHTS_FILE)
+
+
+def read_adapters(folder):
+    from lightrft.config import TrainConfig
+    from lightrft.models.adapter_files import check_adapters, load_adapters
+
+    config = TrainConfig(lora_rank=2, lora_alpha=4.0, lora_path=str(folder))
+    model, _ = adapted_layer()
+    check_adapters(config, model, ["a"])
+    load_adapters(folder, model, "own")
+
+
 def load_weights(folder):
     from lightrft.models.loading import load_causal_lm
 
@@ -581,6 +612,12 @@ READERS = {
     "model weights": Reader(("m/model.safetensors",), make_model, load_weights, (LOADING,)),
     "heads": Reader(
         ("m/value_head.safetensors", "m/score.safetensors"), make_heads, read_heads, (LOADING,)
+    ),
+    "adapters": Reader(
+        ("adapter_config.json", "adapter_model.safetensors"),
+        make_adapters,
+        read_adapters,
+        (CONFIG,),
     ),
     "phase": Reader(("0",), make_phase, read_phase),
 }

@@ -36,6 +36,7 @@ OTHERS = {
     "datasets/files.py": "d.parquet",
     "engines/media/sources.py": "pictures",
     "kernels/lazy.py": PACKAGE,
+    "models/adapter_files.py": "adapters",
     "models/critic.py": "heads",
     "models/loading.py": TRAINED,
     "models/reward_model.py": "heads",
