@@ -68,8 +68,8 @@ def check_adapters(config: TrainConfig, model: nn.Module, layers: Collection[str
         where = "the adapters alone have" if odd[0] in shapes else "the adapters lack"
         raise ConfigError(
             f"lora_path: {folder} is for other layers than target_modules "
-            f"{' '.join(config.target_modules)} gives adapters ({where} {odd[0]}): give "
-            f"--target_modules {' '.join(targets)}"
+            f"{' '.join(config.target_modules)} gives adapters ({where} {odd[0]:.200}): give "
+            f"--target_modules {' '.join(targets):.200}"
         )
     for name, shape in wanted.items():
         if shapes[name] != shape:
@@ -86,12 +86,13 @@ def _check_settings(folder: Path, settings: Mapping[str, object], config: TrainC
         odd["init_lora_weights"] = start
     for name, value in odd.items():
         raise ConfigError(
-            f"lora_path: {folder} has {name} {value!r}, which is not trained here: merge the "
+            f"lora_path: {folder} has {name} {value!r:.80}, which is not trained here: merge the "
             "adapters into their model and give that as --pretrain"
         )
     for option, name in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
-        given_here, theirs = config.__dict__[option], settings.get(name)
-        if given_here != theirs:
+        given_here, found = config.__dict__[option], settings.get(name)
+        if given_here != found:
+            theirs = f"{found!s:.80}"
             raise ConfigError(
                 f"lora_path: the adapters in {folder} have {name} {theirs}, got {option} "
                 f"{given_here:g}: give --{option} {theirs}"
@@ -100,7 +101,7 @@ def _check_settings(folder: Path, settings: Mapping[str, object], config: TrainC
     own = base if config.pretrain is None else config.pretrain
     if Path(base).name != Path(own).name and base:
         raise ConfigError(
-            f"lora_path: the adapters in {folder} were made on {base}, got pretrain "
+            f"lora_path: the adapters in {folder} were made on {base:.200}, got pretrain "
             f"{config.pretrain}: give that model, or, where it is the same one, write its name "
             f"into base_model_name_or_path of {SETTINGS_FILE}"
         )
