@@ -8,6 +8,7 @@ ends the worker with everything that it started, also when the trainer itself is
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import queue
@@ -19,13 +20,14 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
 from lightrft.config.printable import printable
 from lightrft.rewards import supervisor as supervisor_module, worker as worker_module
+from lightrft.rewards.consumption import POLL_SECONDS, Consumption
 from lightrft.rewards.supervisor import MEMORY_REASON
 from lightrft.rewards.worker import FRAME
 
@@ -141,7 +143,8 @@ class WorkerTask:
         resident_bytes: Memory that the worker and its children may hold together; None sets no
             limit. It is measured four times a second.
         passed_variables: Variables of the environment that it gets although they are secrets.
-        start_seconds: Deadline of the start, imports included.
+        start_seconds: What the start may compute, imports included, and what it may wait in sum. On
+            a busy machine it takes longer than both.
     """
 
     module: str
@@ -193,7 +196,7 @@ class WorkerProcess:
         """Starts the worker: what its handler says of itself.
 
         Args:
-            seconds: Deadline where it is shorter than `start_seconds`.
+            seconds: A deadline, beside `start_seconds`.
 
         Raises:
             WorkerFailedError: the task could not be set up, or not in time.
@@ -225,12 +228,16 @@ class WorkerProcess:
         self._started = started
         self._finalizer = weakref.finalize(self, _end, started)
         self.num_starts += 1
-        seconds = min(seconds or task.start_seconds, task.start_seconds)
+        limit = task.start_seconds
+        used = Consumption(process.pid, busy_seconds=limit, idle_seconds=limit)
+        message = {"path": sys.path, **asdict(task)}
         try:
-            return self._exchange(started, {"path": sys.path, **asdict(task)}, seconds)
+            return self._exchange(started, message, seconds or math.inf, used.is_over)
         except WorkerTimeoutError as err:
             raise WorkerFailedError(
-                f"the worker process was not ready within {seconds:g} s", kind="timeout"
+                f"the worker process was not ready after {used.busy_seconds:.1f} s of computing "
+                f"and {used.idle_seconds:.1f} s of waiting",
+                kind="timeout",
             ) from err
         except WorkerFailedError:
             self.close()
@@ -259,11 +266,17 @@ class WorkerProcess:
             self._finalizer()
         self._started, self._finalizer = None, None
 
-    def _exchange(self, started: _Started, message: object, seconds: float) -> object:
+    def _exchange(
+        self,
+        started: _Started,
+        message: object,
+        seconds: float,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> object:
         body = pickle.dumps(message)
         deadline = time.monotonic() + seconds
         try:
-            answer = _transfer(started, FRAME.pack(len(body)) + body, deadline)
+            answer = _transfer(started, FRAME.pack(len(body)) + body, deadline, is_over)
         except (WorkerTimeoutError, KeyboardInterrupt):
             self.close()
             raise
@@ -302,8 +315,10 @@ class WorkerProcess:
         return f"the worker process was ended by {name} ({cause})"
 
 
-def _transfer(started: _Started, outgoing: bytes, deadline: float) -> bytes:
-    """Sends a frame and reads one, both without blocking beyond the deadline."""
+def _transfer(
+    started: _Started, outgoing: bytes, deadline: float, is_over: Callable[[], bool]
+) -> bytes:
+    """Sends a frame and reads one, both without blocking beyond the deadline or `is_over`."""
     process = started.process
     assert process.stdin is not None
     assert process.stdout is not None
@@ -316,9 +331,9 @@ def _transfer(started: _Started, outgoing: bytes, deadline: float) -> bytes:
         selector.register(process.stderr, selectors.EVENT_READ)
         while not _is_complete(received):
             left = deadline - time.monotonic()
-            if left <= 0:  # also while a worker prints without end
+            if left <= 0 or is_over():  # also while a worker prints without end
                 raise WorkerTimeoutError
-            for key, _ in selector.select(left):
+            for key, _ in selector.select(min(left, POLL_SECONDS)):
                 if key.fd == requests:
                     pending = pending[os.write(requests, pending[:_CHUNK]) :]
                     if not pending:

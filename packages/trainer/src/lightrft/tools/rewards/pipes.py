@@ -1,6 +1,5 @@
-"""Feeding a process, reading it and measuring what it uses, within limits."""
+"""Feeding a process and reading it, within limits."""
 
-import contextlib
 import os
 import select
 import selectors
@@ -8,15 +7,10 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, cast
 
-import psutil
-
-from lightrft.rewards.supervisor import holds_more
-
 _CHUNK = 1 << 16
-# The interval of looks at what a process uses, and of the question whether to stop.
+# The interval of the question whether to stop.
 _POLL_SECONDS = 0.25
 
 
@@ -110,66 +104,3 @@ def _has_ended(
                 return False
     finally:
         os.close(watched)
-
-
-class Consumption:
-    """Memory and processor time of a process and those below it, looked at four times a second.
-
-    None of it depends on what else the machine does: a process that waits for a processor or for
-    the disk does not wait by itself. Processes that live between two looks count with the
-    processor time of those that waited for them.
-
-    Args:
-        process: Id of the first process, which ends after all others.
-        memory_bytes: Limit of all together; pages that several share count once.
-        busy_seconds: Limit of their processor time.
-        idle_seconds: Limit of the time in which none of them had anything to do.
-    """
-
-    def __init__(
-        self, process: int, *, memory_bytes: int, busy_seconds: float, idle_seconds: float
-    ) -> None:
-        self._root = psutil.Process(process)
-        self._memory_bytes = memory_bytes
-        self._busy_limit, self._idle_limit = busy_seconds, idle_seconds
-        self._looked = time.monotonic()
-        self._busy = self._idle = 0.0
-
-    def is_over(self) -> bool:
-        """Whether a limit has been passed; looks if it is time for that."""
-        passed = time.monotonic() - self._looked
-        if passed < _POLL_SECONDS:
-            return False
-        self._looked += passed
-        processes = [self._root]
-        with contextlib.suppress(psutil.Error):
-            processes += self._root.children(recursive=True)
-        busy = max(self._busy, sum(map(_processor_seconds, processes)))
-        if not any(map(_has_work, processes)):
-            # A look that comes late says little of the time since the last one.
-            self._idle += max(0.0, min(passed, 2 * _POLL_SECONDS) - (busy - self._busy))
-        self._busy = busy
-        return (
-            busy > self._busy_limit
-            or self._idle > self._idle_limit
-            or holds_more(processes, self._memory_bytes)
-        )
-
-
-def _processor_seconds(process: psutil.Process) -> float:
-    """Of the process, and of its children that have ended."""
-    with contextlib.suppress(psutil.Error):
-        times = process.cpu_times()
-        return float(times.user + times.system + times.children_user + times.children_system)
-    return 0.0
-
-
-def _has_work(process: psutil.Process) -> bool:
-    """Whether a thread of it runs, or waits for a processor or the disk."""
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{process.pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                # The name before the state may hold anything, brackets too.
-                if (thread / "stat").read_text().rpartition(") ")[2][:1] in ("R", "D"):
-                    return True
-    return False

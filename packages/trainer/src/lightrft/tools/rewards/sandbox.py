@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Literal, cast
 
 from lightrft.config.printable import one_line
+from lightrft.rewards.consumption import Consumption
 from lightrft.strategy.config import ConfigError
-from lightrft.tools.rewards.pipes import Captured, Consumption, capture
+from lightrft.tools.rewards.pipes import Captured, capture
 
 MAX_SLOTS = 16
 # Ids that Debian and systemd give to nobody; processes of one machine start at different ones.

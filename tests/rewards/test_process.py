@@ -1,0 +1,56 @@
+"""The start of a worker process is bounded by what it does, not by a clock."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from lightrft.rewards import process
+from lightrft.rewards.process import WorkerFailedError, WorkerProcess, WorkerTask
+
+STARTS = """
+import time
+
+def computes():
+    while True:
+        pass
+
+def waits():
+    time.sleep(3600)
+
+class echo:
+    def describe(self):
+        return "ready"
+"""
+
+
+@pytest.fixture
+def task_of(tmp_path, monkeypatch):
+    (tmp_path / "starts_of_workers.py").write_text(STARTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return lambda name, **limits: WorkerTask("starts_of_workers", name, **limits)
+
+
+@pytest.mark.parametrize("name", ["computes", "waits"])
+def test_a_start_that_does_not_end_is_refused_with_what_it_did(task_of, name) -> None:
+    worker = WorkerProcess(task_of(name, start_seconds=1.0))
+    with pytest.raises(WorkerFailedError, match="was not ready after") as caught:
+        worker.start()
+    assert not worker.is_running
+    computed, waited = (
+        float(word) for word in str(caught.value).split() if word.replace(".", "").isdigit()
+    )
+    assert (computed > waited) == (name == "computes")
+    assert max(computed, waited) >= 1.0
+
+
+def test_a_start_on_a_busy_machine_may_take_any_time(task_of, monkeypatch) -> None:
+    hours = itertools.count(0.0, 3600.0)
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: next(hours)))
+    worker = WorkerProcess(task_of("echo"))
+    try:
+        assert worker.start() == "ready"
+    finally:
+        worker.close()
