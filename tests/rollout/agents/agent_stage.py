@@ -54,7 +54,9 @@ class AgentStage:
         rows = rows or [{"input": "Find it.", "target": 7, "log": str(tmp_path / "log")}]
         data = tmp_path / "rows.jsonl"
         data.write_text("\n".join(json.dumps(row) for row in rows))
-        self.config = TrainConfig(**options_of(len(rows), agent=f"{CASES}:{agent}", **options))
+        if agent is not None:
+            options["agent"] = f"{CASES}:{agent}"
+        self.config = TrainConfig(**options_of(len(rows), **options))
         modality = TextModality(self.tokenizer)
         self.agents = Agents(self.config, self.tokenizer, folder=tmp_path, modality=modality)
         self.prompts = load_prompts(data, self.tokenizer, self.config).prompts

@@ -114,6 +114,34 @@ def test_files_outside_are_absent_and_nothing_but_its_folder_can_be_written(
     assert list(public_folder.iterdir()) == [secret]
 
 
+SHOWN = """
+import json, os
+found = []
+for path in {paths!r}:
+    found.append(open(path).read())
+    try:
+        open(path, "w").close()
+        found.append("written")
+    except OSError:
+        pass
+print(json.dumps(found))
+"""
+
+
+def test_what_is_shown_besides_can_be_read_and_not_written(sandbox, public_folder) -> None:
+    own, shared = public_folder / "own", public_folder / "folder" / "shared"
+    shared.parent.mkdir(mode=0o755)
+    for file in (own, shared):
+        file.write_text(file.name)
+        file.chmod(0o666)
+    own.chmod(0o600)  # only this user can read it
+    sandbox.show([own, shared.parent])
+    source = SHOWN.format(paths=[str(own), str(shared)]).encode()
+    assert printed(sandbox.run(source)) == ["own", "shared"]
+    sandbox.show([])
+    assert sandbox.run(source).returncode == 1
+
+
 def test_the_next_program_finds_nothing_of_the_last_one(sandbox) -> None:
     sandbox.run(b"open('/tmp/left', 'w').write('x'); open('/dev/shm/left', 'w').write('x')")
     ending = sandbox.run(

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Collection
 
 from lightrft.config.options import did_you_mean
@@ -99,7 +100,7 @@ def _splits(c: RunOptions) -> bool:
 
 
 def _has_episodes(c: RunOptions) -> bool:
-    return c.environment is not None or bool(c.tools) or c.agent is not None
+    return bool(c.environment or c.tools or c.agent or c.agent_command)
 
 
 def _num_rewards(c: RunOptions) -> int:
@@ -145,6 +146,17 @@ def _excludes(switch: str, cause: str, is_set: Callable[[RunOptions], bool]) -> 
     )
 
 
+def _command_problem(command: str) -> str | None:
+    expected = "expected 'PROGRAM {base_url} {row}', where {row} is the file of the episode's row"
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        return f"agent_command: got {command!r}, whose words cannot be told apart: {error}"
+    if not any("{row}" in word for word in words[1:]):
+        return f"agent_command: got {command!r}, {expected}"
+    return None
+
+
 def _regex_problem(name: str, text: str | None) -> str | None:
     try:
         re.compile(text or "")
@@ -152,6 +164,27 @@ def _regex_problem(name: str, text: str | None) -> str | None:
         return f"{name}: got {text!r}, expected a regular expression of Python: {error}"
     return None
 
+
+_WITHOUT_AGENTS: tuple[tuple[str, Callable[[RunOptions], bool]], ...] = (
+    ("environment: the agent has tools of its own", lambda c: bool(c.environment)),
+    ("tools: the agent has its own", lambda c: bool(c.tools)),
+    (
+        "rollout_lag: rows in flight are kept by row, and episodes have several",
+        lambda c: c.rollout_lag > 0,
+    ),
+    (
+        "dynamic_sampling: which rows to keep is decided by row, and episodes have several",
+        lambda c: c.dynamic_sampling,
+    ),
+    (
+        "audit_every: the audit counts rows, and episodes have several",
+        lambda c: c.audit_every > 0,
+    ),
+    (
+        "teachers and teacher_prompt_column: they look up the prompt that a row begins with",
+        lambda c: bool(c.teachers) or c.teacher_prompt_column is not None,
+    ),
+)
 
 RULES: tuple[Rule, ...] = (
     _nonzero("save_steps"),
@@ -390,29 +423,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.audit_every > 0,
     ),
     _excludes("use_fire", "environment, tools and agent", _has_episodes),
-    _excludes(
-        "agent", "environment: the agent has tools of its own", lambda c: bool(c.environment)
-    ),
-    _excludes("agent", "tools: the agent has its own", lambda c: bool(c.tools)),
-    _excludes(
-        "agent",
-        "rollout_lag: rows in flight are kept by row, and episodes have several",
-        lambda c: c.rollout_lag > 0,
-    ),
-    _excludes(
-        "agent",
-        "dynamic_sampling: which rows to keep is decided by row, and episodes have several",
-        lambda c: c.dynamic_sampling,
-    ),
-    _excludes(
-        "agent",
-        "audit_every: the audit counts rows, and episodes have several",
-        lambda c: c.audit_every > 0,
-    ),
-    _excludes(
-        "agent",
-        "teachers and teacher_prompt_column: they look up the prompt that a row begins with",
-        lambda c: bool(c.teachers) or c.teacher_prompt_column is not None,
+    lambda c: c.agent_command is not None and _command_problem(c.agent_command),
+    _excludes("agent", "agent_command", lambda c: bool(c.agent_command)),
+    *(
+        _excludes(switch, cause, is_set)
+        for switch in ("agent", "agent_command")
+        for cause, is_set in _WITHOUT_AGENTS
     ),
     _excludes(
         "use_rollout_logprobs",
@@ -476,7 +492,11 @@ def unused_by_rules(c: RunOptions) -> list[str]:
     rules = (
         ("prompt_split", "a folder or data set in prompt_data", has_splits(c.prompt_data)),
         ("eval_split", "a folder or data set in eval_data", has_splits(c.eval_data)),
-        ("sandbox", "--reward_fn unit_tests", "unit_tests" in c.reward_fn),
+        (
+            "sandbox",
+            "--reward_fn unit_tests or --agent_command",
+            "unit_tests" in c.reward_fn or c.agent_command is not None,
+        ),
         ("test_timeout_seconds", "--reward_fn unit_tests", "unit_tests" in c.reward_fn),
         ("judge_url", "--reward_fn judge", "judge" in c.reward_fn),
         ("turn_credit", "gamma below 1", c.gamma < 1),

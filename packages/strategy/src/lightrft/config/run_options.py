@@ -262,7 +262,7 @@ class RunOptions(StrategyConfig):
     )
     sandbox: str = reward_option(
         "bubblewrap",
-        "Where the reward unit_tests runs programs; unsafe has limits of resources only.",
+        "Where unit_tests and agent_command run programs; unsafe has limits of resources only.",
         choices=("bubblewrap", "unsafe"),
         commands=DATA_AND_EVAL,
     )
@@ -448,10 +448,16 @@ class RunOptions(StrategyConfig):
         path="file",
         commands=EVAL,
     )
+    agent_command: str | None = rollout_option(
+        None,
+        "Command of an agent that is a program, such as 'prog {base_url} {row}' with the row as a "
+        "JSON file; it runs in the sandbox, and the last line that it prints is its reward.",
+        commands=EVAL,
+    )
     agent_timeout_seconds: float = rollout_option(
         600.0,
         "Deadline of one episode of the agent; past it the episode has failed.",
-        acts_with="agent",
+        acts_with="agent or agent_command",
         above=0,
         may_change=True,
         commands=EVAL,
@@ -459,7 +465,7 @@ class RunOptions(StrategyConfig):
     max_agent_calls: int = rollout_option(
         64,
         "Calls that an episode of the agent may make; further ones are refused.",
-        acts_with="agent",
+        acts_with="agent or agent_command",
         at_least=1,
         at_most=128,
         commands=EVAL,
@@ -468,14 +474,14 @@ class RunOptions(StrategyConfig):
         "episode",
         "What counts as one sequence where a loss is a mean over sequences: an episode of the "
         "agent with all its branches, or each branch.",
-        acts_with="agent",
+        acts_with="agent or agent_command",
         choices=("episode", "branch"),
     )
     max_turns: int = rollout_option(
         8,
         "Turns of an episode; the calls in the last one are not made. Of an agent, turns of which "
         "a conversation of full length has room.",
-        acts_with="environment or tools or agent",
+        acts_with="environment or tools or agent or agent_command",
         at_least=1,
         commands=DATA_AND_EVAL,
     )
@@ -521,7 +527,7 @@ class RunOptions(StrategyConfig):
         "auto",
         "How calls are written; auto takes the tokenizer's response template or what reads the "
         "calls that its chat template writes. A run begins only if a call is read back.",
-        acts_with="environment or tools or agent",
+        acts_with="environment or tools or agent or agent_command",
         choices=(
             *("auto", "hermes", "xml", "glm", "deepseek", "lfm", "gemma", "harmony", "mistral"),
             *("llama", "pythonic"),
@@ -531,14 +537,14 @@ class RunOptions(StrategyConfig):
     max_observation_tokens: int = rollout_option(
         1024,
         "Longest answer of a call, in tokens; the rest is cut.",
-        acts_with="environment or tools or agent",
+        acts_with="environment or tools or agent or agent_command",
         at_least=16,
         commands=EVAL,
     )
     environment_workers: int | None = rollout_option(
         None,
         "Worker processes that host the environments or agents of one rank; unset is one a core.",
-        acts_with="environment or tools or agent",
+        acts_with="environment or tools or agent or agent_command",
         at_least=1,
         may_change=True,
         commands=DATA_AND_EVAL,
@@ -547,7 +553,7 @@ class RunOptions(StrategyConfig):
         False,
         "Let an episode whose tool is busy join a later round, once half of the others are "
         "ready; off, a round waits for all, and timing changes no bit.",
-        acts_with="environment or tools or agent",
+        acts_with="environment or tools or agent or agent_command",
         commands=EVAL,
     )
     chat_template: str | None = data_option(
@@ -846,7 +852,7 @@ class RunOptions(StrategyConfig):
         "last",
         "What gamma counts from the reward at the end of an episode backwards: last, its "
         "tokens; discounted, its turns.",
-        acts_with="environment or tools or agent",
+        acts_with="environment or tools or agent or agent_command",
         choices=("last", "discounted"),
     )
     train_on: str | None = supervised_option(

@@ -87,7 +87,12 @@ class TrainConfig(RunOptions):
     @property
     def has_episodes(self) -> bool:
         """Whether responses may have several turns."""
-        return self.environment is not None or bool(self.tools) or self.agent is not None
+        return self.environment is not None or bool(self.tools) or self.has_agent
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether something that owns its loop calls the model."""
+        return self.agent is not None or self.agent_command is not None
 
     @property
     def max_episode_tokens(self) -> int:
@@ -155,7 +160,7 @@ class TrainConfig(RunOptions):
     def has_rewards(self) -> bool:
         """Whether the options name something that scores responses."""
         scored = (self.reward_fn, self.remote_rm_url, self.reward_pretrain)
-        named = (*scored, self.environment, self.agent)
+        named = (*scored, self.environment, self.has_agent)
         return any(map(bool, named))
 
     @property

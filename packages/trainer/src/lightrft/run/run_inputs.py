@@ -13,6 +13,7 @@ from lightrft.config.registry import REGISTRIES, split_kind, split_reference
 from lightrft.config.sources import split_sources
 from lightrft.datasets.files import local_files
 from lightrft.datasets.row_origin import origin_of
+from lightrft.rollout.agents.agent_pool import named_paths
 from lightrft.run.provenance import describe_models, own_functions
 
 
@@ -131,6 +132,7 @@ def input_files(config: TrainConfig, *, held_out: bool = True) -> list[Path]:
         chosen += (value,) if isinstance(value, str) else value
     own = [Path((split_reference(split_kind(item or "")[1]) or ("", ""))[0]) for item in chosen]
     names += [file for path in own if path.is_file() for file in (path, *files_beside(path))]
+    names += named_paths(config.agent_command or "")
     names += filter(
         None,
         (config.ref_logprobs, config.chat_template, config.judge_template, config.judge_rubric),

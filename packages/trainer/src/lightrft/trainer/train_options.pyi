@@ -226,7 +226,7 @@ class TrainOptions(TypedDict, total=False):
     """Groups of responses that an own reward function (each in a process of its own),
     reasoning_gym or a service scores at once, beside the generation."""
     sandbox: Literal["bubblewrap", "unsafe"]
-    """Where the reward unit_tests runs programs; unsafe has limits of resources only."""
+    """Where unit_tests and agent_command run programs; unsafe has limits of resources only."""
     test_timeout_seconds: float
     """Processor time of a process of a program of the reward unit_tests; all of them may take
     three times as much, and do nothing for as long."""
@@ -298,6 +298,9 @@ class TrainOptions(TypedDict, total=False):
     agent: str | None
     """Function FILE.py:NAME, async def run(base_url, api_key, row) -> reward, a dict of named
     parts or None, which calls the model through OpenAI's protocol."""
+    agent_command: str | None
+    """Command of an agent that is a program, such as 'prog {base_url} {row}' with the row as a
+    JSON file; it runs in the sandbox, and the last line that it prints is its reward."""
     agent_timeout_seconds: float
     """Deadline of one episode of the agent; past it the episode has failed."""
     max_agent_calls: int

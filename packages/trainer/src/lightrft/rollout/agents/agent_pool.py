@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +22,7 @@ from lightrft.rewards.process import (
 )
 from lightrft.rewards.types import RewardResult
 
+logger = logging.getLogger(__name__)
 # A worker whose agents do not let go has so long beyond their deadline.
 GRACE_SECONDS = 5.0
 _WAIT_SECONDS = 0.5
@@ -71,35 +74,27 @@ class AgentPool:
     """The workers of one rank; a context manager that ends them.
 
     Args:
-        config: Its options `agent`, `environment_workers` and `agent_timeout_seconds`.
+        config: Its options `agent` or `agent_command`, `environment_workers` and
+            `agent_timeout_seconds`.
 
     Raises:
         ConfigError: The agent cannot be loaded.
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        agent = str(config.agent)
-        place, name = split_reference(agent) or ("", "")
-        if not place:
-            raise ConfigError(f"agent {agent}: expected FILE.py:NAME or package.module:NAME")
-        if place.endswith(".py"):
-            agent = f"{Path(place).resolve()}:{name}"
-        self.name, self._seconds = name, config.agent_timeout_seconds
-        task = WorkerTask(
-            "lightrft.rollout.agents.agent_worker",
-            "HostedAgents",
-            (agent,),
-            shown_file=place if place.endswith(".py") else None,
-        )
+        self._seconds = config.agent_timeout_seconds
+        self.name, task = _program(config) if config.agent_command else _function(config)
+        agent = str(config.agent_command or config.agent)
         count = config.environment_workers or os.cpu_count() or 1
-        self._workers = [WorkerProcess(task, name=name) for _ in range(count)]
+        self._workers = [WorkerProcess(task, name=self.name) for _ in range(count)]
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="agents")
         try:
             self._workers[0].start()
         except WorkerFailedError as error:
             self.close()
             text = str(error)
-            raise ConfigError(text if agent in text else f"agent {agent}: {text}") from error
+            named = text if self.name in text else f"agent {agent}: {text}"
+            raise ConfigError(named) from error
 
     def run(self, tasks: Sequence[AgentTask], tell: Tell) -> list[Future[None]]:
         """Starts agents, all at once.
@@ -203,6 +198,42 @@ class _Share:
         for number in waiting:
             self.tell(AgentEnd(number, failure=reason))
         waiting.clear()
+
+
+def _function(config: TrainConfig) -> tuple[str, WorkerTask]:
+    """Name and task of workers that host a function."""
+    agent = str(config.agent)
+    place, name = split_reference(agent) or ("", "")
+    if not place:
+        raise ConfigError(f"agent {agent}: expected FILE.py:NAME or package.module:NAME")
+    shown_file = place if place.endswith(".py") else None
+    if shown_file:
+        agent = f"{Path(place).resolve()}:{name}"
+    module = "lightrft.rollout.agents.agent_worker"
+    return name, WorkerTask(module, "load_agents", (agent,), shown_file=shown_file)
+
+
+def _program(config: TrainConfig) -> tuple[str, WorkerTask]:
+    """Name and task of workers that run a program for each episode."""
+    if config.sandbox == "unsafe":
+        logger.warning(
+            "agent_command: --sandbox unsafe: the program runs on this machine with limits of time "
+            "and memory, but can use the network, read files and leave processes behind"
+        )
+    pays = not has_other_rewards(config)
+    given = (config.agent_command, config.sandbox, config.agent_timeout_seconds, pays)
+    task = WorkerTask("lightrft.tools.agents.program_agent", "host_program", given)
+    return str(config.agent_command), task
+
+
+def named_paths(command: str) -> list[Path]:
+    """Files and folders that words of a command are."""
+    return [Path(word).absolute() for word in shlex.split(command) if Path(word).exists()]
+
+
+def has_other_rewards(config: TrainConfig) -> bool:
+    """Whether something beside the agent pays."""
+    return bool(config.reward_fn or config.remote_rm_url or config.reward_pretrain)
 
 
 def _end_of(number: int, found: dict[str, object]) -> AgentEnd:

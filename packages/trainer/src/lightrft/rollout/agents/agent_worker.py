@@ -28,24 +28,36 @@ _TOTAL = "agent"
 Agent = Callable[[str, str, dict[str, object]], object]
 
 
+def load_agents(agent: str) -> HostedAgents:
+    """The handler for agents of a user's function.
+
+    Args:
+        agent: Import string of `run(base_url, api_key, row)`.
+
+    Raises:
+        ReportedError: There is no such function.
+    """
+    place = (split_reference(agent) or ("", ""))[0]
+    if place.endswith(".py"):
+        # The user's imports from beside the file work, as if it were run as a script.
+        sys.path.insert(0, str(Path(place).resolve().parent))
+    try:
+        found = load_reference(agent, kind="agent")
+    except ConfigError as error:
+        raise ReportedError(str(error)) from error
+    _check_signature(agent, found)
+    return HostedAgents(cast("Agent", found))
+
+
 class HostedAgents:
     """The handler of a worker: starts agents, and tells which have ended.
 
     Args:
-        agent: Import string of `run(base_url, api_key, row)`.
+        agent: Called with `base_url`, `api_key` and `row` of each episode.
     """
 
-    def __init__(self, agent: str) -> None:
-        place = (split_reference(agent) or ("", ""))[0]
-        if place.endswith(".py"):
-            # The user's imports from beside the file work, as if it were run as a script.
-            sys.path.insert(0, str(Path(place).resolve().parent))
-        try:
-            found = load_reference(agent, kind="agent")
-        except ConfigError as error:
-            raise ReportedError(str(error)) from error
-        _check_signature(agent, found)
-        self._agent = cast("Agent", found)
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
         self._ended: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
@@ -85,6 +97,8 @@ class HostedAgents:
         except TimeoutError as error:
             late = f"it did not end within {seconds:g} s"
             found["error"] = f"TimeoutError: {error}" if str(error) else late
+        except ReportedError as error:
+            found["error"] = str(error)
         except BaseException as error:  # noqa: BLE001 - SystemExit of user code included
             found["error"] = f"{type(error).__name__}: {error}"
         self._ended.put(found)

@@ -20,7 +20,13 @@ from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.rollout import Rollout
 from lightrft.records.sample_ledger import ENVIRONMENT, SampleLedger
 from lightrft.rewards.types import RewardError, RewardResult
-from lightrft.rollout.agents.agent_pool import AgentEnd, AgentPool, AgentRestart, AgentTask
+from lightrft.rollout.agents.agent_pool import (
+    AgentEnd,
+    AgentPool,
+    AgentRestart,
+    AgentTask,
+    has_other_rewards,
+)
 from lightrft.rollout.agents.conversations import CalledTurn, Conversations
 from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
 from lightrft.rollout.agents.episodes import AgentEpisode
@@ -464,13 +470,9 @@ class _AgentRun:
         episode.is_open, episode.reward, episode.failure = False, end.reward, failure
         if not episode.failure and not episode.talk.branches():
             episode.failure = "it ended without a call that was answered: there is nothing to train"
-        if not episode.failure and end.reward is None and not self._has_other_rewards():
+        if not episode.failure and end.reward is None and not has_other_rewards(self.parts.config):
             episode.failure = "it returned no reward, and there is no --reward_fn"
         self.journal.ended(episode)
-
-    def _has_other_rewards(self) -> bool:
-        config = self.parts.config
-        return bool(config.reward_fn or config.remote_rm_url or config.reward_pretrain)
 
     def _sample(
         self, params: SamplingParams, requests: list[GenerationRequest]

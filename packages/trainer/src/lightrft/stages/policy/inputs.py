@@ -228,7 +228,7 @@ def build_environments(
     if not config.has_episodes:
         return SingleTurns(modality)
     folder = Path(config.output_dir) if has_journal else None
-    if config.agent is not None:
+    if config.has_agent:
         from lightrft.rollout.agents.agents import Agents
 
         return Agents(config, tokenizer, folder=folder, modality=modality)

@@ -34,7 +34,7 @@ def build_run_reward(
         recipes=recipes,
         has_models=bool(config.reward_pretrain)
         or config.environment is not None
-        or config.agent is not None
+        or config.has_agent
         or config.advantage_estimator == NO_REWARDS,
         config=config,
     )

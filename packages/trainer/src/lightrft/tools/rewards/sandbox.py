@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +56,7 @@ class SandboxLimits:
         memory_bytes: Address space of each process.
         total_bytes: Memory of all processes together.
         num_processes: Threads included.
+        num_files: Open in each process.
         file_bytes: Size of one file.
         folder_bytes: All its files together.
         output_bytes: Standard output and standard error together.
@@ -65,6 +66,7 @@ class SandboxLimits:
     memory_bytes: int = 512 << 20
     total_bytes: int = 1 << 30
     num_processes: int = 32
+    num_files: int = 64
     file_bytes: int = 16 << 20
     folder_bytes: int = 64 << 20
     output_bytes: int = 1 << 20
@@ -112,6 +114,7 @@ class Sandbox:
         self.limits = limits or SandboxLimits()
         self._is_unsafe = kind == "unsafe"
         self._is_stopped = threading.Event()
+        self._shown: tuple[Path, ...] = ()
         self._users = itertools.count(os.getpid() * MAX_SLOTS)
         # The programs of root start as other users, who must be able to reach what they start.
         self._folder = tempfile.mkdtemp(prefix="lightrft-sandbox-")
@@ -123,19 +126,36 @@ class Sandbox:
             self.close()
             raise
 
-    def run(self, source: bytes, *, stdin: bytes = b"", deadline: float = math.inf) -> Ending:
+    def show(self, paths: Sequence[Path]) -> None:
+        """Lets programs see further files and folders at their places, read only.
+
+        Args:
+            paths: Absolute. Files are copied at each start, so that only this process has to be
+                able to read them; folders have to be open to the programs' user, too.
+        """
+        self._shown = tuple(paths)
+
+    def run(
+        self,
+        source: bytes,
+        *,
+        stdin: bytes = b"",
+        deadline: float = math.inf,
+        channel: int | None = None,
+    ) -> Ending:
         """Runs one program to its end; `MAX_SLOTS` may run at once, in threads.
 
         Args:
             source: Its Python source.
             stdin: Its standard input.
             deadline: Of the caller, by `time.monotonic`.
+            channel: An open file that the program gets under the same number.
 
         Raises:
             SandboxError: The sandbox did not start.
         """
         limits = self.limits
-        with self._started(source) as (process, status):
+        with self._started(source, channel) as (process, status):
             used = Consumption(
                 process.pid,
                 memory_bytes=limits.total_bytes,
@@ -175,10 +195,12 @@ class Sandbox:
         return Ending(reason, None, found.stdout, found.stderr)
 
     @contextmanager
-    def _started(self, source: bytes) -> Iterator[tuple["subprocess.Popen[bytes]", int | None]]:
+    def _started(
+        self, source: bytes, channel: int | None
+    ) -> Iterator[tuple["subprocess.Popen[bytes]", int | None]]:
         """The process, and where bubblewrap says that it has started it."""
         with contextlib.ExitStack() as held:
-            passed: tuple[int, ...] = ()
+            passed = [] if channel is None else [channel]
             status, folder, user = None, self._folder, self._next_user()
             if self._is_unsafe:
                 folder = held.enter_context(_folder_of(user, source))
@@ -187,8 +209,9 @@ class Sandbox:
                 program = _in_memory(source, held)
                 status, writes = os.pipe()
                 held.callback(os.close, status)
-                passed = (program, writes)
-                inner = self._sandboxed(program, writes)
+                passed += [program, writes]
+                shown = self._shown_flags(passed, held)
+                inner = self._sandboxed(program, writes, shown)
             environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "PYTHONHASHSEED": "0"}
             try:
                 process = subprocess.Popen(
@@ -221,7 +244,20 @@ class Sandbox:
     def _python(self, folder: str) -> list[str]:
         return [self.interpreter, "-s", "-S", "-X", "utf8", f"{folder}/main.py"]
 
-    def _sandboxed(self, program: int, status: int) -> list[str]:
+    def _shown_flags(self, passed: list[int], held: contextlib.ExitStack) -> list[str]:
+        """What makes bubblewrap show further paths; the files that it reads are passed on."""
+        flags = []
+        for path in self._shown:
+            if path.is_dir():
+                flags += ["--ro-bind", str(path), str(path)]
+                continue
+            file = os.open(path, os.O_RDONLY)
+            held.callback(os.close, file)
+            passed.append(file)
+            flags += ["--perms", "0555", "--ro-bind-data", str(file), str(path)]
+        return flags
+
+    def _sandboxed(self, program: int, status: int, shown: list[str]) -> list[str]:
         limits = self.limits
         is_system = self.interpreter == _SYSTEM_PYTHON
         prefix = Path("/usr" if is_system else sys.base_prefix).resolve()
@@ -235,15 +271,18 @@ class Sandbox:
         if not prefix.is_relative_to("/usr"):
             binds += ["--ro-bind", str(prefix), str(prefix)]
         # /dev is a file system in memory of its own, without a limit of size.
-        flags = (
+        made = (
             "--unshare-all --unshare-user --disable-userns --die-with-parent --new-session "
             f"--cap-drop ALL --proc /proc --dev /dev --size {limits.file_bytes} --tmpfs /dev/shm "
-            f"--size {limits.folder_bytes} --tmpfs /tmp --ro-bind-data {program} /tmp/main.py "
+            f"--size {limits.folder_bytes} --tmpfs /tmp --ro-bind-data {program} /tmp/main.py"
+        )
+        rest = (
             "--remount-ro /dev --remount-ro / --chdir /tmp --clearenv --setenv PATH "
             "/usr/bin:/bin --setenv HOME /tmp --setenv PYTHONHASHSEED 0 --json-status-fd "
             f"{status} --"
         )
-        return [self._bwrap, *binds, *flags.split(), *self._python("/tmp")]
+        flags = [*binds, *made.split(), *shown, *rest.split()]
+        return [self._bwrap, *flags, *self._python("/tmp")]
 
     def _find_bwrap(self) -> str:
         found = shutil.which("bwrap")
@@ -321,7 +360,7 @@ def _limited(limits: SandboxLimits, user: int | None) -> list[str]:
         f"--cpu={math.ceil(limits.cpu_seconds)}",
         f"--nproc={processes}",
         f"--fsize={limits.file_bytes}",
-        "--nofile=64",
+        f"--nofile={limits.num_files}",
         "--core=0",
         "--",
     ]

@@ -1,0 +1,266 @@
+"""Agents that are programs, each episode of one in the sandbox with the endpoint as its network.
+
+The sandbox has a loopback interface of its own. What starts the program there listens on the port
+that the endpoint has here, and hands that listener out: this process accepts its connections and
+passes their bytes on. So an address is the same on both sides, and leads nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lightrft.config.printable import one_line
+from lightrft.rewards.worker import ReportedError
+from lightrft.rollout.agents.agent_pool import named_paths
+from lightrft.rollout.agents.agent_worker import HostedAgents
+from lightrft.strategy.config import ConfigError
+from lightrft.tools.rewards.sandbox import Ending, Sandbox, SandboxError, SandboxLimits
+
+_CHUNK = 1 << 16
+# Of one program; further ones wait to be accepted.
+_MAX_CONNECTIONS = 128
+_MAX_LINE_BYTES = 1 << 16
+_PATH = "/usr/local/bin:/usr/bin:/bin"
+
+_STARTER = """
+import json, os, socket, sys
+given = json.loads({given!r})
+if given["port"]:
+    with socket.create_server(("127.0.0.1", given["port"]), backlog=128) as listener:
+        with socket.socket(fileno=given["channel"]) as channel:
+            socket.send_fds(channel, [b"1"], [listener.fileno()])
+with open("row.json", "w") as file:
+    file.write(given["row"])
+os.environ.update(given["environment"])
+words = [word.replace("{{row}}", os.path.abspath("row.json")) for word in given["words"]]
+try:
+    os.execvp(words[0], words)
+except OSError as error:
+    sys.exit(words[0] + ": " + error.strerror)
+"""
+_LOOKS_FOR = "import shutil; print(shutil.which({program!r}, path={path!r}) is not None)"
+
+
+def host_program(command: str, sandbox: str, seconds: float, pays: bool) -> HostedAgents:
+    """The handler of a worker that runs a program for each episode.
+
+    Args:
+        command: As it was given.
+        sandbox: Its kind.
+        seconds: Deadline of one episode.
+        pays: Whether its output is its reward; otherwise something else pays.
+
+    Raises:
+        ReportedError: The command cannot be run, or no sandbox works here.
+    """
+    try:
+        return HostedAgents(ProgramAgent(command, sandbox, seconds=seconds, pays=pays))
+    except (ConfigError, SandboxError) as error:
+        raise ReportedError(f"agent_command {command}: {error}") from error
+
+
+class ProgramAgent:
+    """Runs a program for each episode.
+
+    Args:
+        command, sandbox, seconds, pays: See `host_program`.
+
+    Raises:
+        ConfigError: It names no program that the sandbox has, or no sandbox works here.
+        SandboxError: What it names cannot be shown in the sandbox.
+    """
+
+    def __init__(self, command: str, sandbox: str, *, seconds: float, pays: bool) -> None:
+        paths = named_paths(command)
+        self._words = [
+            str(Path(word).absolute()) if Path(word).exists() else word
+            for word in shlex.split(command)
+        ]
+        self._seconds, self._pays, self._is_unsafe = seconds, pays, sandbox == "unsafe"
+        self._sandbox = Sandbox(sandbox, _limits(seconds))
+        try:
+            self._path = self._show(paths)
+            self._check_program()
+        except BaseException:
+            self._sandbox.close()
+            raise
+
+    async def __call__(self, base_url: str, key: str, row: Mapping[str, object]) -> object:
+        """The reward of one episode, or None where something else pays.
+
+        Raises:
+            ReportedError: It failed, was ended at a limit, or printed no reward.
+            SandboxError: The sandbox did not start.
+        """
+        deadline = time.monotonic() + self._seconds
+        ours, theirs = socket.socketpair()
+        source = self._source(base_url, key, row, theirs.fileno())
+
+        def run() -> Ending:
+            # Of this thread, which may begin when the episode is over.
+            with theirs:
+                channel = None if self._is_unsafe else theirs.fileno()
+                return self._sandbox.run(source, deadline=deadline, channel=channel)
+
+        with ours:
+            relay = asyncio.create_task(_relay(ours, _port(base_url)))
+            try:
+                return self._result(await asyncio.to_thread(run))
+            finally:
+                relay.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await relay
+
+    def _source(self, base_url: str, key: str, row: Mapping[str, object], channel: int) -> bytes:
+        environment = {
+            "PATH": self._path,
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": key,
+        }
+        given = {
+            "port": 0 if self._is_unsafe else _port(base_url),
+            "channel": channel,
+            "row": json.dumps(row),
+            "environment": environment,
+            "words": [word.replace("{base_url}", base_url) for word in self._words],
+        }
+        return _STARTER.format(given=json.dumps(given)).encode()
+
+    def _show(self, paths: Sequence[Path]) -> str:
+        """Has the sandbox show what the command names; where programs are looked for in it."""
+        own = Path(sys.prefix)
+        has_own = self._is_unsafe or self._sandbox.interpreter == os.path.realpath(sys.executable)
+        seen = [Path("/usr"), *([own] if has_own else [])]
+        if not self._is_unsafe:
+            if Path("/") in paths:
+                raise ConfigError("it names /, and a sandbox that shows all files is none")
+            hidden = [each for each in paths if not any(map(each.is_relative_to, seen))]
+            self._sandbox.show([*seen[1:], *hidden])
+        return f"{own}/bin:{_PATH}" if has_own else _PATH
+
+    def _check_program(self) -> None:
+        program = self._words[0].replace("{row}", "row.json")
+        source = _LOOKS_FOR.format(program=program, path=self._path)
+        if self._sandbox.run(source.encode()).stdout.strip() != b"True":
+            raise ConfigError(
+                f"the sandbox has no program {program}: it shows {self._path} and the files and "
+                "folders that the command names"
+            )
+
+    def _result(self, ending: Ending) -> object:
+        if ending.reason != "ended":
+            raise ReportedError(self._end(ending.reason))
+        if ending.returncode:
+            text = f"the program ended with exit code {ending.returncode}"
+            raise ReportedError(f"{text}: {one_line(_last(ending.stderr)) or 'no error'}")
+        if not self._pays:
+            return None
+        line = _last(ending.stdout)
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ReportedError(
+                "the last line that the program printed is no reward: expected a number or an "
+                f"object of numbers as JSON, got {line!r:.100}"
+            ) from error
+
+    def _end(self, reason: str) -> str:
+        limits = self._sandbox.limits
+        return {
+            "deadline": f"it did not end within {self._seconds:g} s",
+            "output": f"the program printed more than {limits.output_bytes} bytes",
+            "timeout": f"the program held more than {limits.total_bytes} bytes of memory, or "
+            f"computed for more than {limits.total_seconds:g} s",
+        }[reason]
+
+
+def _limits(seconds: float) -> SandboxLimits:
+    """Those of an agent: its deadline ends it, and it may start what it wants to."""
+    return SandboxLimits(
+        cpu_seconds=min(seconds, 1e7),
+        # Runtimes other than Python reserve far more addresses than they use.
+        memory_bytes=1 << 40,
+        total_bytes=2 << 30,
+        num_processes=256,
+        num_files=1024,
+        file_bytes=64 << 20,
+        folder_bytes=256 << 20,
+        output_bytes=16 << 20,
+    )
+
+
+async def _relay(channel: socket.socket, port: int) -> None:
+    """Passes connections of a sandbox on to the endpoint, until it is cancelled."""
+    slots, loop = asyncio.Semaphore(_MAX_CONNECTIONS), asyncio.get_running_loop()
+    file = await _listener(channel)
+    if file is None:
+        return  # the program needs none, or did not start
+    async with asyncio.TaskGroup() as group:
+        with socket.socket(fileno=file) as listener:
+            listener.setblocking(False)
+            while True:
+                await slots.acquire()
+                line, _ = await loop.sock_accept(listener)
+                passed = group.create_task(_pass_on(line, port))
+                passed.add_done_callback(lambda _: slots.release())
+
+
+async def _listener(channel: socket.socket) -> int | None:
+    """The listener that comes over a channel, if one does."""
+    loop, is_there = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(channel, is_there.set)
+    try:
+        await is_there.wait()
+    finally:
+        loop.remove_reader(channel)
+    return next(iter(socket.recv_fds(channel, 1, 1)[1]), None)
+
+
+async def _pass_on(line: socket.socket, port: int) -> None:
+    """Both directions of one connection, until either side closes."""
+    writers: list[asyncio.StreamWriter] = []
+    try:
+        reader, writer = await asyncio.open_connection(sock=line)
+        writers.append(writer)
+        there, to_there = await asyncio.open_connection("127.0.0.1", port)
+        writers.append(to_there)
+        ways = [asyncio.ensure_future(_copy(*way)) for way in ((reader, to_there), (there, writer))]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+    except OSError:
+        pass  # either side has gone
+    finally:
+        for writer in writers:
+            writer.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(_CHUNK):
+        writer.write(data)
+        await writer.drain()
+
+
+def _port(base_url: str) -> int:
+    return urlsplit(base_url).port or 0
+
+
+def _last(output: bytes) -> str:
+    """The last line that says something."""
+    lines = output.strip().rsplit(b"\n", 1)
+    return lines[-1][-_MAX_LINE_BYTES:].decode(errors="replace")
