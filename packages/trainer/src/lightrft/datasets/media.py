@@ -13,10 +13,10 @@ from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
 from lightrft.engines.media.media import (
     MEDIA_KINDS,
-    EncodedPrompt,
     Media,
     Medium,
     MediumKind,
+    PromptTokens,
 )
 from lightrft.engines.media.sources import MediaError, is_list_of_bytes
 from lightrft.engines.types import MediaBounds
@@ -343,15 +343,13 @@ class VisionPrompts:
             if not media:
                 self.encoder.check_places(text, media)
                 return prompt
-            token_ids = self.encoder.measured(text, media)
-            if token_ids is None:
-                token_ids = self.encoder.encode(text, media).token_ids
+            token_ids = self.encoder.tokens(text, media).token_ids
         if not self.encoder.ends_with_text(text):
             raise DataError(f"{row.location}: the prompt ends with a medium: put text behind it")
         return replace(prompt, text=text, token_ids=token_ids)
 
-    def encoded(self, text: str, media: Media, location: str) -> EncodedPrompt:
-        """A text with its media as the model reads them.
+    def tokens(self, text: str, media: Media, location: str) -> PromptTokens:
+        """The tokens of a text with its media as the model reads them.
 
         Args:
             text: With one placeholder for each medium.
@@ -362,7 +360,7 @@ class VisionPrompts:
             DataError: A medium cannot be read, or the text names another number of media.
         """
         with _explained(text, media, location):
-            return self.encoder.encode(text, media)
+            return self.encoder.tokens(text, media)
 
 
 @contextmanager

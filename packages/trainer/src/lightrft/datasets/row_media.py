@@ -11,7 +11,7 @@ import numpy as np
 from lightrft.datasets.media import MediaRow, VisionPrompts, media_row
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.encoder import TEXT_ENCODER
-from lightrft.engines.media.media import NO_MEDIA, EncodedPrompt, Media, MediumKind, RowMedia
+from lightrft.engines.media.media import NO_MEDIA, Media, MediumKind, PromptTokens, RowMedia
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,7 +51,7 @@ class RowMediaReader:
 
     def __init__(self, modality: Modality, marks: Iterable[int] = ()) -> None:
         self.modality, self.marks = modality, frozenset(marks)
-        self._last: tuple[ShownMedia, EncodedPrompt] | None = None
+        self._last: tuple[ShownMedia, PromptTokens] | None = None
         self.prompts = modality if isinstance(modality, VisionPrompts) else None
 
     @property
@@ -111,7 +111,7 @@ class RowMediaReader:
             raise DataError("the model reads text only: leave the media out with --text_only")
         # The answers of a pair stand behind one prompt.
         if self._last is None or self._last[0] != given:
-            self._last = given, self.prompts.encoded(given.text, given.media, location)
+            self._last = given, self.prompts.tokens(given.text, given.media, location)
         encoded = self._last[1]
         start = len(encoded.request_token_ids)
         if tuple(token_ids[:start]) != encoded.request_token_ids:
@@ -126,7 +126,7 @@ class RowMediaReader:
 
 
 def spread(
-    encoded: EncodedPrompt, is_trained: NDArray[np.bool_], marks: frozenset[int]
+    encoded: PromptTokens, is_trained: NDArray[np.bool_], marks: frozenset[int]
 ) -> NDArray[np.bool_]:
     """The trained tokens of a text among those with a token for each feature of its media.
 

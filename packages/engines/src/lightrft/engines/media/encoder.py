@@ -12,7 +12,14 @@ from torch import Tensor
 
 from lightrft.engines.media.families import VisionFamily, family_of
 from lightrft.engines.media.films import FrameRules
-from lightrft.engines.media.media import MEDIA_KINDS, EncodedPrompt, LaterImages, Media, MediumKind
+from lightrft.engines.media.media import (
+    MEDIA_KINDS,
+    EncodedPrompt,
+    LaterImages,
+    Media,
+    MediumKind,
+    PromptTokens,
+)
 from lightrft.engines.media.sounds import SoundRules
 from lightrft.engines.media.sources import MediaError
 from lightrft.kernels.names import first_line
@@ -115,7 +122,6 @@ class PromptEncoder:
                 f"the processor of {self.family.model_type} gave no {types}: positions and masks "
                 "of images follow from it; load the processor that was saved with the model"
             )
-        ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         tensors = {
             name: value for name, value in found.items() if name not in (*_TEXT_INPUTS, types)
         }
@@ -124,7 +130,7 @@ class PromptEncoder:
         }
         encoded = EncodedPrompt(
             token_ids=tuple(found["input_ids"][0].tolist()),
-            request_token_ids=tuple(ids),
+            request_token_ids=self._text_ids(text),
             token_types=None if types is None else tuple(found[types][0].tolist()),
             tensors=tensors,
             kinds=frozenset(kinds),
@@ -134,8 +140,8 @@ class PromptEncoder:
         self._check_features(encoded)
         return encoded
 
-    def measured(self, text: str, media: Media) -> tuple[int, ...] | None:
-        """The token ids of `encode`, from the headers of images; None where it takes pixels.
+    def tokens(self, text: str, media: Media) -> PromptTokens:
+        """What `encode` gives of tokens, from the headers of images where these say enough.
 
         Args:
             text, media: See `encode`.
@@ -144,6 +150,14 @@ class PromptEncoder:
             MediaError: A medium cannot be read, or its file is cut off.
             ValueError: As `encode`.
         """
+        token_ids = self._measured(text, media)
+        if token_ids is None:
+            found = self.encode(text, media)
+            return PromptTokens(found.token_ids, found.request_token_ids, found.kinds)
+        return PromptTokens(token_ids, self._text_ids(text), frozenset(media.kinds))
+
+    def _measured(self, text: str, media: Media) -> tuple[int, ...] | None:
+        """The token ids by the headers of images; None where it takes pixels."""
         self.check_places(text, media)
         if media.kinds != ("image",) or self.family.size_facts is None:
             return None
@@ -153,8 +167,11 @@ class PromptEncoder:
             return None
         places = text.split(self.marks["image"])
         shown = [self.processor.replace_image_token(facts, i) for i in range(len(sizes))]
-        whole = "".join(chain(*zip(places, shown, strict=False), places[-1:]))
-        return tuple(self.processor.tokenizer(whole, add_special_tokens=False)["input_ids"])
+        return self._text_ids("".join(chain(*zip(places, shown, strict=False), places[-1:])))
+
+    def _text_ids(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text, without a look at its media."""
+        return tuple(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @cached_property
     def marks(self) -> dict[MediumKind, str]:

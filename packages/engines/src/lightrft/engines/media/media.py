@@ -186,6 +186,15 @@ class Media:
         return cast("tuple[SoundSource, ...]", self["audio"])
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Tokens of a prompt, for which no pixels are kept: see `EncodedPrompt`."""
+
+    token_ids: tuple[int, ...]
+    request_token_ids: tuple[int, ...]
+    kinds: frozenset[MediumKind]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedPrompt:
     """One prompt as a processor gives it; the samples of the prompt share it.
