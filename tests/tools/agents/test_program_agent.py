@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
-from tests.machine import seconds
+from tests.machine import seconds, wait_until
 from tests.rollout.agents.agent_stage import AgentStage
 from tests.rollout.agents.test_agents import Paying, check_exact
 
@@ -85,13 +84,8 @@ def test_a_program_is_ended_at_its_deadline_with_what_it_started(stage):
         reward_failure="mask",
     )
     assert played.sample().table.is_masked.all()
-    deadline = time.monotonic() + seconds(10)
-    while time.monotonic() < deadline and (
-        processes_of(b"of-this-test") or processes_of(b"sleep(1000)")
-    ):
-        time.sleep(0.1)
-    assert not processes_of(b"of-this-test")
-    assert not processes_of(b"sleep(1000)")
+    assert wait_until(lambda: not processes_of(b"of-this-test"), 10)
+    assert wait_until(lambda: not processes_of(b"sleep(1000)"), 10)
 
 
 @pytest.mark.parametrize(

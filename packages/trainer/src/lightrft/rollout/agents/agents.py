@@ -30,6 +30,7 @@ from lightrft.rollout.agents.agent_pool import (
 from lightrft.rollout.agents.conversations import CalledTurn, Conversations
 from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
 from lightrft.rollout.agents.episodes import AgentEpisode
+from lightrft.rollout.agents.http_server import HttpLimits
 from lightrft.rollout.agents.replies import told
 from lightrft.rollout.agents.rounds import AnswerRules, answer_round
 from lightrft.rollout.agents.sampling import RunSampling
@@ -96,7 +97,7 @@ class Agents:
         self.chat = ChatIds(tokenizer, verdict.end_of_turn)
         self.special_ids = forging_ids(tokenizer)
         self.pool = AgentPool(config)
-        self.endpoint = Endpoint(tokenizer)
+        self.endpoint = Endpoint(tokenizer, HttpLimits(call_seconds=config.agent_timeout_seconds))
 
     def source(self, parts: SourceParts) -> AgentSource:
         """The source of the episodes of a run."""

@@ -46,7 +46,6 @@ _CALLS: Mapping[str, tuple[Callable[[Json], ChatCall], Reply]] = {
 _MODELS = "/v1/models"
 # Keys of episodes that are over, so that a late call is told so.
 _MAX_OVER = 100_000
-_MAX_WAITING = 4096
 
 
 @dataclass(slots=True)
@@ -127,9 +126,9 @@ class Endpoint:
         self._tokenizer, self._names = tokenizer, tuple(model_names)
         self._holders: dict[bytes, KeyHolder] = {}
         self._over: dict[bytes, None] = {}
-        self._num_waiting = 0
+        self._num_waiting, self._limits = 0, limits or HttpLimits()
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.server = HttpServer(self._handle, limits, port=port, admits=self._admits)
+        self.server = HttpServer(self._handle, self._limits, port=port, admits=self._admits)
 
     @property
     def base_url(self) -> str:
@@ -181,7 +180,7 @@ class Endpoint:
     async def _answer(
         self, holder: KeyHolder, call: ChatCall, request: HttpRequest
     ) -> HttpResponse:
-        if self._num_waiting >= _MAX_WAITING:
+        if self._num_waiting >= self._limits.max_waiting:
             raise HttpError(429, "too many calls wait: ask again later", code="rate_limit_exceeded")
         loop = asyncio.get_running_loop()
         retries = request.headers.get("x-stainless-retry-count", "0")
@@ -192,10 +191,13 @@ class Endpoint:
         gone = asyncio.ensure_future(request.is_gone.wait())
         try:
             either: set[asyncio.Future[object]] = {waiting.future, gone}  # type: ignore[arg-type]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            seconds = self._limits.call_seconds
+            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.future.done():
                 waiting.future.cancel()
-                raise HttpError(499, "the client has gone")
+                if gone.done():
+                    raise HttpError(499, "the client has gone")
+                raise HttpError(504, f"no answer within {seconds:g} s", code="timeout")
             turns = waiting.future.result()
         finally:
             gone.cancel()

@@ -13,6 +13,8 @@ import h11
 
 LOOPBACK = "127.0.0.1"
 _CHUNK = 1 << 16
+# Of a request that is refused before it has arrived in full.
+_MAX_PASSED_OVER = 1 << 26
 _JSON = "application/json"
 # Headers of which a second one could be read otherwise by somebody else.
 _ONCE = ("host", "authorization", "x-api-key", "content-type")
@@ -27,18 +29,22 @@ class HttpLimits:
         max_body_bytes: Of a body.
         max_held_bytes: Of the bodies of all requests that are not answered yet.
         max_connections: At once; further ones are closed.
+        max_waiting: Requests that wait for their answer.
         read_seconds: Until a request has arrived in full.
         write_seconds: Until a client has taken what it was sent.
         idle_seconds: Between two requests of a connection.
+        call_seconds: Until a request that waits for its answer is given up.
     """
 
     max_header_bytes: int = 1 << 14
     max_body_bytes: int = 1 << 24
     max_held_bytes: int = 1 << 28
     max_connections: int = 4096
+    max_waiting: int = 4096
     read_seconds: float = 20.0
     write_seconds: float = 60.0
     idle_seconds: float = 300.0
+    call_seconds: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +106,8 @@ def error_response(error: HttpError) -> HttpResponse:
     """The answer to a request that is refused, in OpenAI's and Anthropic's form."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     told = {"message": str(error), "type": kind, "param": None, "code": error.code}
-    # OpenAI's clients ask again after a 409; here only a full queue becomes empty.
-    again = ("x-should-retry", "true" if error.status == 429 else "false")
+    # OpenAI's clients ask again after a 409; here only what is full or slow gets better.
+    again = ("x-should-retry", "true" if error.status in (429, 504) else "false")
     # The outer type is Anthropic's.
     body = json.dumps({"type": "error", "error": told}).encode()
     return HttpResponse(error.status, body, headers=(again,))
@@ -184,11 +190,15 @@ class HttpServer:
         try:
             parts = self._handle, self._limits, self._admits, self._held, self.port
             await _Connection(*parts, reader, writer).serve()
+            writer.close()
+            async with asyncio.timeout(self._limits.write_seconds):
+                await writer.wait_closed()
         except (OSError, TimeoutError, h11.ProtocolError, asyncio.CancelledError):
             pass  # the client is gone, too slow, or the server ends
         finally:
             self._connections.discard(task)
-            writer.close()
+            # Closed alone, it would be kept until the client has read everything.
+            writer.transport.abort()
 
 
 @dataclass(slots=True)
@@ -237,9 +247,9 @@ class _Connection:
                 async with asyncio.timeout(self.limits.read_seconds):
                     request = await self._request()
             except h11.RemoteProtocolError as error:
-                # Of h11's own words, none are the client's.
-                text = "the request is no sound HTTP/1.1"
-                await self._refuse(HttpError(error.error_status_hint, text))
+                is_long = error.error_status_hint == 431
+                unsound = HttpError(error.error_status_hint, "the request is no sound HTTP/1.1")
+                await self._refuse(_long_headers(self.limits) if is_long else unsound)
                 return
             except HttpError as error:
                 await self._refuse(error)
@@ -275,7 +285,7 @@ class _Connection:
             return None
         size = sum(len(name) + len(value) for name, value in head.headers)
         if size + len(head.target) > self.limits.max_header_bytes:
-            raise HttpError(431, f"headers have at most {self.limits.max_header_bytes} bytes")
+            raise _long_headers(self.limits)
         headers: dict[str, str] = {}
         for name, value in head.headers:
             text = name.decode("ascii")
@@ -375,8 +385,20 @@ class _Connection:
 
     async def _refuse(self, error: HttpError) -> None:
         """Sends the error, if an answer may still be sent; the connection is closed after it."""
-        if self.wire.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            await self._send(replace(error_response(error), headers=(("connection", "close"),)))
+        if self.wire.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return
+        await self._send(replace(error_response(error), headers=(("connection", "close"),)))
+        self.writer.write_eof()
+        # Closed while bytes arrive, a connection is reset, and the client may miss the answer.
+        left = _MAX_PASSED_OVER
+        async with asyncio.timeout(self.limits.read_seconds):
+            while left > 0 and (data := await self.reader.read(_CHUNK)):
+                left -= len(data)
+
+
+def _long_headers(limits: HttpLimits) -> HttpError:
+    text = f"headers have at most {limits.max_header_bytes} bytes"
+    return HttpError(431, text, code="headers_too_large")
 
 
 def _too_large(limits: HttpLimits) -> HttpError:

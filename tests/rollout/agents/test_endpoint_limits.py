@@ -1,0 +1,222 @@
+"""Each limit of the endpoint: what a client sees of it, and that nothing is left behind."""
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.machine import seconds, wait_until
+from tests.rollout.agents.test_endpoint import TALK, Desk
+
+from lightrft.rollout.agents.conversations import MAX_KEPT_BYTES
+from lightrft.rollout.agents.http_server import HttpLimits, HttpResponse, HttpServer
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def desk_with():
+    made = []
+
+    def make(**limits):
+        made.append(Desk(HttpLimits(**limits)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def silence(desk):
+    """From now on calls wait: what they ask lies where nobody looks."""
+    desk.endpoint.events.put(None)
+    desk.thread.join()
+    desk.endpoint.events = queue.SimpleQueue()
+
+
+def listen_again(desk):
+    desk.thread = threading.Thread(target=desk.serve, daemon=True)
+    desk.thread.start()
+
+
+class Calls:
+    """Calls in threads, that may wait."""
+
+    def __init__(self, desk, count):
+        self.desk, self.found = desk, []
+        self.threads = [threading.Thread(target=self.ask, args=(i,)) for i in range(count)]
+        for thread in self.threads:
+            thread.start()
+
+    def ask(self, number):
+        self.found.append(self.desk.post(messages=[{"role": "user", "content": str(number)}]))
+
+    def wait_for(self, num_waiting):
+        assert wait_until(lambda: self.desk.endpoint.events.qsize() == num_waiting)
+
+    def statuses(self):
+        for thread in self.threads:
+            thread.join()
+        return [answer.status_code for answer in self.found]
+
+
+def connect(port):
+    return socket.create_connection(("127.0.0.1", port), timeout=seconds(20))
+
+
+def error_of(answer):
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_an_idle_connection_is_closed(desk_with):
+    desk = desk_with(idle_seconds=0.5)
+    with connect(desk.endpoint.server.port) as line:
+        assert line.recv(1) == b""
+    host = f"127.0.0.1:{desk.endpoint.server.port}"
+    with connect(desk.endpoint.server.port) as line:  # after an answer, too
+        head = f"GET /v1/models HTTP/1.1\r\nhost: {host}\r\nx-api-key: {desk.key}\r\n\r\n"
+        line.sendall(head.encode())
+        found = b""
+        while part := line.recv(65536):
+            found += part
+        assert found.startswith(b"HTTP/1.1 200")
+
+
+def test_a_request_that_does_not_arrive_is_closed(desk_with):
+    desk = desk_with(read_seconds=0.5)
+    with connect(desk.endpoint.server.port) as line:
+        line.sendall(b"POST /v1/chat/comp")
+        assert line.recv(1) == b""
+
+
+def test_a_client_that_takes_no_answer_is_let_go():
+    ended, body = threading.Event(), b"x" * (1 << 25)
+
+    def note(is_sent):
+        if not is_sent:
+            ended.set()
+
+    async def handle(request):
+        return HttpResponse(200, body, on_sent=note)
+
+    server = HttpServer(handle, HttpLimits(write_seconds=0.5))
+    with connect(server.port) as line:
+        line.sendall(f"GET / HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\n\r\n".encode())
+        assert ended.wait(seconds(20))
+        # What it had not taken is dropped, and not kept for it.
+        received = 0
+        while part := line.recv(1 << 20):
+            received += len(part)
+        assert received < len(body)
+    server.close()
+
+
+def test_connections_beyond_the_bound_are_closed(desk_with):
+    desk = desk_with(max_connections=3)
+    port = desk.endpoint.server.port
+    lines = [connect(port) for _ in range(3)]
+    with connect(port) as further:
+        assert further.recv(1) == b""
+    lines.pop().close()
+
+    def is_served():
+        with contextlib.suppress(httpx.TransportError):  # it has not heard of the end yet
+            return desk.post().status_code == 200
+
+    assert wait_until(is_served)
+    for line in lines:
+        line.close()
+
+
+def test_too_many_waiting_calls_are_told_to_ask_again(desk_with):
+    desk = desk_with(max_waiting=2)
+    silence(desk)
+    calls = Calls(desk, 2)
+    calls.wait_for(2)
+    answer = desk.post()
+    assert error_of(answer) == (429, "rate_limit_exceeded")
+    assert answer.headers["x-should-retry"] == "true"
+    listen_again(desk)
+    assert calls.statuses() == [200, 200]
+    assert desk.post().status_code == 200
+
+
+def test_a_call_that_is_not_answered_in_time_is_given_up(desk_with):
+    desk = desk_with(call_seconds=0.5, max_waiting=1)
+    silence(desk)
+    answer = desk.post()
+    assert error_of(answer) == (504, "timeout")
+    assert answer.headers["x-should-retry"] == "true"
+    listen_again(desk)
+    assert desk.post().status_code == 200
+    assert len(desk.asked) == 1
+
+
+def test_calls_that_wait_when_their_episode_ends_are_refused(desk_with):
+    desk = desk_with()
+    silence(desk)
+    calls = Calls(desk, 2)
+    calls.wait_for(2)
+    desk.endpoint.close_key(desk.key)
+    assert calls.statuses() == [409, 409]
+    assert [error_of(answer) for answer in calls.found] == [(409, "episode_over")] * 2
+    assert {answer.headers["x-should-retry"] for answer in calls.found} == {"false"}
+
+
+def test_headers_and_bodies_have_bounds_of_their_own(desk_with):
+    desk = desk_with(max_header_bytes=4096, max_body_bytes=20_000)
+    key = {"authorization": f"Bearer {desk.key}"}
+    url = f"{desk.endpoint.base_url}/chat/completions"
+
+    def post(content, **headers):
+        kind = {"content-type": "application/json"}
+        return httpx.post(url, content=content, headers={**kind, **key, **headers})
+
+    whole = json.dumps({"model": "policy", "messages": TALK}).encode()
+    assert post(whole + b" " * (20_000 - len(whole))).status_code == 200
+    large = b" " * 10_000_000  # more than a connection holds on its way
+    assert error_of(post(large)) == (413, "too_large")
+    assert error_of(post(iter([large]))) == (413, "too_large")
+    assert error_of(post(whole, x="y" * 3000, z="y" * 1000)) == (431, "headers_too_large")
+    assert error_of(post(whole, x="y" * 20_000)) == (431, "headers_too_large")
+
+
+def test_bodies_that_wait_are_bounded_together(desk_with):
+    desk = desk_with(max_held_bytes=1000)
+    answer = desk.post(messages=[{"role": "user", "content": "x" * 1000}])
+    assert error_of(answer) == (429, "rate_limit_exceeded")
+    for _ in range(20):  # what was answered is held no more
+        assert desk.post().status_code == 200
+
+
+def test_a_large_body_without_a_key_is_not_read_to_its_end(desk_with):
+    answer = desk_with().post(messages=[{"role": "user", "content": "x" * 5_000_000}], key="sk-x")
+    assert error_of(answer) == (401, "invalid_api_key")
+
+
+def test_an_episode_that_holds_too_much_is_refused(desk_with):
+    desk = desk_with()
+    assert desk.post().status_code == 200
+    desk.episode.talk.kept_bytes = 1 << 29
+    assert error_of(desk.post()) == (413, "episode_too_large")
+
+
+def test_the_documented_limits_are_the_true_ones():
+    own, page = HttpLimits(), (ROOT / "docs" / "agents.md").read_text()
+    for what, value in (
+        ("request line and headers", f"{own.max_header_bytes >> 10} KiB"),
+        ("body", f"{own.max_body_bytes >> 20} MiB"),
+        ("bodies of all calls that wait", f"{own.max_held_bytes >> 20} MiB"),
+        ("calls of a rank that wait", f"{own.max_waiting}"),
+        ("connections of a rank", f"{own.max_connections}"),
+        ("until a request has arrived", f"{own.read_seconds:g} s"),
+        ("until an answer has been taken", f"{own.write_seconds:g} s"),
+        ("between two requests of a connection", f"{own.idle_seconds:g} s"),
+    ):
+        assert f"\n| {what} | {value} |" in page
+    assert f"{own.call_seconds:g} s of `lightrft serve`" in page
+    assert f"{MAX_KEPT_BYTES >> 20} MiB | 413 `episode_too_large`" in page
