@@ -29,7 +29,7 @@ def get_strategy(args: Arguments) -> StrategyBase:
     if importlib.util.find_spec("deepspeed") is None:
         raise ImportError(
             "the DeepSpeed strategy needs the package deepspeed, which is not installed: install "
-            "it, or choose FSDP2 with --fsdp"
+            "lightrft[deepspeed], or choose FSDP2 with --fsdp"
         )
     from lightrft.strategy.deepspeed.strategy import DeepspeedStrategy
 

@@ -91,7 +91,12 @@ def engine_problems(name: str) -> list[str]:
 def package_problems(config: TrainConfig) -> list[str]:
     """Optional packages that an option needs and that are not installed."""
     needed = [
-        (not config.fsdp, "deepspeed", "the default strategy", "install it, or choose --fsdp"),
+        (
+            not config.fsdp,
+            "deepspeed",
+            "the default strategy",
+            "install lightrft[deepspeed], or choose --fsdp",
+        ),
         (
             bool(config.use_tensorboard),
             "tensorboard",
@@ -108,7 +113,7 @@ def package_problems(config: TrainConfig) -> list[str]:
             config.plot_every > 0 and config.log_dir is not None,
             "matplotlib",
             "--plot_every",
-            "install it, or leave plot_every at -1",
+            "install lightrft[plots], or leave plot_every at -1",
         ),
         (
             config.lora_rank > 0,

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, cast, runtime_checkable
 
@@ -36,10 +36,10 @@ class PromptTokenizer(Protocol):
         """Token ids under the key `input_ids`."""
         ...
 
-    def apply_chat_template(
-        self, conversation: list[dict[str, object]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> object:
-        """The rendered conversation: a string with tokenize=False."""
+    # No signature: transformers' names texts alone as contents, templates take parts of media, too.
+    @property
+    def apply_chat_template(self) -> Callable[..., object]:
+        """`(conversation, *, tokenize, add_generation_prompt)`; text with tokenize=False."""
         ...
 
 

@@ -463,7 +463,7 @@ def require_matplotlib() -> None:
     except ImportError as error:
         raise ImportError(
             "plot_every > 0 together with log_dir draws histograms and needs the package "
-            "matplotlib: install it, or leave plot_every at -1"
+            "matplotlib: install lightrft[plots], or leave plot_every at -1"
         ) from error
 
 
