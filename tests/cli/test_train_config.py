@@ -196,6 +196,13 @@ def test_batch_problem_shows_all_numbers_and_legal_neighbours():
         assert batch_problems(TrainConfig(**values), 2) == []
 
 
+def test_8_bit_adam_is_for_one_process():
+    values = {"adam_8bit": True, "fsdp": True, "micro_train_batch_size": 1}
+    assert batch_problems(TrainConfig(**values), 1) == []
+    (line,) = batch_problems(TrainConfig(**values), 2)
+    assert "blocks of shards have other scales: got 2; leave it out" in line
+
+
 def test_options_that_contradict_each_other_are_named():
     cases = (
         ({"use_gspo": True, "use_cpg_loss": True}, "different policy losses"),
@@ -213,6 +220,9 @@ def test_options_that_contradict_each_other_are_named():
             {"meta_init": True, "lora_rank": 4, "fsdp": True},
             "leave out one of meta_init and lora_rank",
         ),
+        ({"adam_8bit": True}, "DeepSpeed lays Adam's moments out itself: add fsdp"),
+        ({"adam_8bit": True, "fsdp": True, "use_mp_opt": True}, "float32 weights, use_mp_opt"),
+        ({"adam_8bit": True, "fsdp": True, "audit_every": 1}, "one of adam_8bit and audit_every"),
         ({"reward_weights": (1.0, 2.0), "reward_fn": ("gsm8k",)}, "2 numbers for 1 rewards"),
         ({"overlong_buffer": True, "overlong_buffer_len": 2000}, "overlong_buffer_len"),
     )

@@ -119,6 +119,7 @@ def test_options_change_what_they_should():
     assert phase("train", generate_max_len=4096) > before("train")
     assert phase("train", fsdp=False, zero_stage=2) > phase("train", fsdp=False, zero_stage=3)
     assert phase("rollout", adam_offload=True) < before("rollout")
+    assert phase("rollout", adam_8bit=True) < before("rollout")
     assert phase("rollout", init_kl_coef=0.01) > before("rollout")
     assert phase("train", advantage_estimator="gae") > before("train")
     assert phase("sync", engine_tp_size=2) < before("sync")

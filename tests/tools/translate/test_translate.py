@@ -101,6 +101,8 @@ def test_a_script_of_twenty_lines_trains(folder, capsys):
             {"max_steps": 4, "max_epochs": 2},
         ),
         ({"max_steps": -1}, {"num_episodes": 3}),
+        ({"optim": "adamw_8bit"}, {"adam_8bit": True, "fsdp": True}),
+        ({"optim": "adamw_torch_fused"}, {}),
         ({"generation_batch_size": 64}, {"rollout_batch_size": 8, "train_batch_size": 8}),
     ],
 )
@@ -145,6 +147,7 @@ def test_sizes_count_all_processes():
         ({"loss_type": "luspo"}, "loss_type = 'luspo': expected one of grpo, dr_grpo, dapo"),
         ({"weight_decay_rate": 2}, "weight_decay_rate = 2: nothing here has this name"),
         ({"eval_steps": 0.5}, "eval_steps = 0.5: here it is a number of steps, not a share"),
+        ({"optim": "adafactor"}, "optim: 'adafactor' has no counterpart, AdamW is taken"),
         ({"warmup_steps": 5}, "warmup_steps = 5: here it is lr_warmup_ratio, a share of all steps"),
     ],
 )

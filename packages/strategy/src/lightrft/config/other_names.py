@@ -39,6 +39,7 @@ OTHER_NAMES: dict[str, str] = {
     "num_train_epochs": "num_episodes",
     "train_dataset": "prompt_data",
     "eval_dataset": "eval_data",
+    "optim": "adam_8bit, for adamw_8bit; without it AdamW",
     "per_device_eval_batch_size": "micro_rollout_batch_size",
     "per_device_train_batch_size": "micro_train_batch_size",
     "report_to": "use_wandb, use_tensorboard or loggers",

@@ -326,6 +326,21 @@ RULES: tuple[Rule, ...] = (
     ),
     lambda c: _regex_problem("train_on_regex", c.train_on_regex),
     lambda c: (
+        c.adam_8bit
+        and not c.fsdp
+        and "adam_8bit: DeepSpeed lays Adam's moments out itself: add fsdp, or leave it out"
+    ),
+    lambda c: (
+        c.adam_8bit
+        and c.use_mp_opt
+        and "adam_8bit trains float32 weights, use_mp_opt bfloat16: leave out one of them"
+    ),
+    lambda c: (
+        c.adam_8bit
+        and c.audit_every > 0
+        and "an audit recomputes moments of 32 bits: leave out one of adam_8bit and audit_every"
+    ),
+    lambda c: (
         c.audit_every > 0
         and bool(c.freeze_prefix)
         and "an audit follows all weights: leave out one of audit_every and freeze_prefix"
@@ -550,6 +565,11 @@ def batch_problems(config: RunOptions, world_size: int) -> list[str]:
         found.append(
             f"fsdp_shard_size must divide the number of processes: got {size} and {world_size}; "
             f"legal fsdp_shard_size: {_either(_divisors(world_size))}"
+        )
+    if config.adam_8bit and world_size > 1:
+        found.append(
+            f"adam_8bit is for one process, blocks of shards have other scales: got {world_size}; "
+            "leave it out, each process holds a part of Adam's moments"
         )
     found += _engine_problems(config, config.rollout_ranks or world_size)
     if prompts % world_size:

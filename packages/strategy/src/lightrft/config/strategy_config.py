@@ -204,6 +204,10 @@ class StrategyConfig:
         False,
         "Keep Adam's states on the CPU (FSDP2: between training phases).",
     )
+    adam_8bit: bool = distributed_option(
+        False,
+        "FSDP2 in one process: keep Adam's moments in 8 bits a number (bitsandbytes).",
+    )
     zpg: int = distributed_option(
         1,
         "ZeRO++ secondary partition size; 1 is off.",

@@ -149,6 +149,10 @@ class Backend(ABC):
 
     def create_optimizer(self, module: nn.Module, settings: AdamSettings) -> Optimizer:
         """AdamW; biases and norm gains are not decayed."""
+        if self.config.adam_8bit:
+            from lightrft.strategy.adam_8bit import Adam8bit
+
+            return Adam8bit(self.parameter_groups(module, settings), settings)
         return torch.optim.AdamW(
             self.parameter_groups(module, settings),
             lr=settings.lr,

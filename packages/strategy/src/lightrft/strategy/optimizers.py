@@ -20,6 +20,8 @@ from lightrft.strategy.config import StrategyConfig
 
 # What `torch.optim` takes as one group: "params" and "weight_decay".
 ParameterGroup = dict[str, "list[nn.Parameter] | float"]
+# Ends the name of an optimizer's state that has one number a block of another state.
+SCALE = "_scale"
 
 
 @dataclass(frozen=True, slots=True)

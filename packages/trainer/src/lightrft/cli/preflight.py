@@ -116,6 +116,12 @@ def package_problems(config: TrainConfig) -> list[str]:
             "install lightrft[plots], or leave plot_every at -1",
         ),
         (
+            config.adam_8bit,
+            "bitsandbytes",
+            "--adam_8bit",
+            "install lightrft[adam-8bit], or leave it out",
+        ),
+        (
             config.lora_rank > 0,
             "peft",
             "--lora_rank",

@@ -1,5 +1,6 @@
 """Advice after a lack of memory: the phase it came in, and what helps at the least cost."""
 
+import os
 import sys
 
 from lightrft.cli.errors import chain, is_memory_error
@@ -107,6 +108,9 @@ def _has_gpu() -> bool:
 def _states(config: TrainConfig) -> list[str]:
     if config.fsdp:
         return [
+            ""
+            if config.adam_8bit or config.use_mp_opt or os.environ.get("WORLD_SIZE", "1") != "1"
+            else "--adam_8bit: Adam's states take 2 bytes a number in place of 8",
             ""
             if config.adam_offload or config.fsdp_cpu_offload
             else "--adam_offload: Adam's states wait on the CPU",

@@ -60,6 +60,8 @@ class TrainOptions(TypedDict, total=False):
     """FSDP2: keep parameters, gradients and optimizer states on the CPU."""
     adam_offload: bool
     """Keep Adam's states on the CPU (FSDP2: between training phases)."""
+    adam_8bit: bool
+    """FSDP2 in one process: keep Adam's moments in 8 bits a number (bitsandbytes)."""
     zpg: int
     """ZeRO++ secondary partition size; 1 is off."""
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None

@@ -133,6 +133,10 @@ class ShardReader:
         part = self._of(name)[0]
         return _read(part, name, (0, 0) if part.shape else None).dtype
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return self._of(name)[0].shape
+
     def _of(self, name: str) -> list[_Part]:
         if name not in self._parts:
             raise CheckpointError(f"{self._folder} lacks {name}")

@@ -18,6 +18,7 @@ from lightrft.strategy.checkpoints.shard_files import (
     own_shards,
     write_shards,
 )
+from lightrft.strategy.optimizers import SCALE
 from lightrft.strategy.weight_sync.parameter_source import reshard_modules, tied_parameter_names
 
 MODEL_FOLDER = "model"
@@ -139,7 +140,13 @@ def load_optimizer(folder: Path, module: nn.Module, optimizer: Optimizer) -> Non
             state: dict[str, Tensor] = {}
             for key in keys.get(name, []):
                 stored = f"{key}/{name}"
-                state[key] = _empty_state(key, parameter, group, reader.dtype_of(stored))
+                dtype = reader.dtype_of(stored)
+                if key.endswith(SCALE):
+                    state[key] = torch.zeros(
+                        reader.shape_of(stored), dtype=dtype, device=parameter.device
+                    )
+                else:
+                    state[key] = _empty_state(key, parameter, group, dtype)
                 reader.read_into(stored, *local_rows(state[key]), tuple(state[key].shape))
             optimizer.state[parameter] = state
 

@@ -58,9 +58,15 @@ def resting(setup: Setup, model: Model) -> Iterator[Term]:
         on_host = config.fsdp_cpu_offload and setup.has_gpu
         yield Term("weights, sharded", stored * total / world, on_host)
         moves = setup.has_gpu and config.adam_offload
-        yield Term("Adam's states", (8 + master) * trained / world, on_host or moves)
+        moments = moment_bytes(config.adam_8bit)
+        yield Term("Adam's states", (moments + master) * trained / world, on_host or moves)
     else:
         yield from _resting_zero(setup, model)
+
+
+def moment_bytes(is_8bit: bool) -> float:
+    """Bytes of Adam's two moments a number; of 8 bits with a float32 scale for each 256."""
+    return 2 * (1 + FLOAT / 256) if is_8bit else 2 * FLOAT
 
 
 def _resting_zero(setup: Setup, model: Model) -> Iterator[Term]:
@@ -141,7 +147,12 @@ def _fsdp_moments(
     is_whole = model.trains_all
     held = [Term("gradients, sharded", FLOAT * model.trained / world, on_host)]
     if setup.config.adam_offload and setup.has_gpu and not on_host:
-        held.append(Term("Adam's states, back from the host", 8 * model.trained / world))
+        held.append(
+            Term(
+                "Adam's states, back from the host",
+                moment_bytes(setup.config.adam_8bit) * model.trained / world,
+            )
+        )
     root = Term("weights of the root unit", c * model.root)
     yield [*held, kept, head, root, output]
     one_layer = kept.num_bytes / max(1, model.size.num_layers)

@@ -211,6 +211,14 @@ def _engine(value: object, found: Translation) -> None:
         found.options["engine_type"] = "vllm"
 
 
+def _optimizer(value: object, found: Translation) -> None:
+    """8-bit Adam, and AdamW, which is what there is."""
+    if "adam" in str(value) and "8bit" in str(value):
+        found.options |= {"adam_8bit": True, "fsdp": True}
+    elif not str(value).startswith("adamw_torch"):
+        found.notes.append(f"optim: {value!r} has no counterpart, AdamW is taken")
+
+
 _SPECIAL: dict[str, Callable[[object, Translation], None]] = {
     "beta": _beta,
     "loss_type": _choice("loss_type", _LOSSES),
@@ -218,6 +226,7 @@ _SPECIAL: dict[str, Callable[[object, Translation], None]] = {
     "scale_rewards": _scale,
     "importance_sampling_level": _level,
     "model": _model,
+    "optim": _optimizer,
     "report_to": _trackers,
     "use_vllm": _engine,
     "warmup_ratio": lambda value, found: _named("lr_warmup_ratio", value, found),
