@@ -35,7 +35,8 @@ def trained(shape, num_steps, seed=0):
     optimizer = Adam8bit([{"params": [parameter], "weight_decay": 0.1}], SETTINGS)
     before = []
     for _ in range(num_steps):
-        parameter.grad = torch.randn(shape, generator=generator) * torch.rand(1) ** 4
+        size = 0.1 + torch.rand(1, generator=generator)
+        parameter.grad = torch.randn(shape, generator=generator) * size
         held = moments(optimizer, parameter) if optimizer.state[parameter] else [0.0, 0.0]
         before.append((held, parameter.detach().double(), parameter.grad.double()))
         optimizer.step()
