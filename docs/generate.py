@@ -218,7 +218,7 @@ def _option_row(name: str, info: OptionInfo) -> str:
 def _type(hint: object) -> str:
     name = hint.__name__ if isinstance(hint, type) else str(hint)
     name = name.replace("collections.abc.", "").replace("typing.", "")
-    return f"`{_cell(name)}`"
+    return f"`{name.replace(' | ', ' or ')}`"
 
 
 def _default(value: object) -> str:
