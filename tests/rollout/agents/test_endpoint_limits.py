@@ -193,9 +193,30 @@ def test_bodies_that_wait_are_bounded_together(desk_with):
         assert desk.post().status_code == 200
 
 
+def post_part(desk, num_bytes, *, of, key):
+    """The first line of the answer to a request of which a part is sent."""
+    port = desk.endpoint.server.port
+    with connect(port) as line:
+        head = (
+            "POST /v1/chat/completions HTTP/1.1",
+            f"host: 127.0.0.1:{port}",
+            f"x-api-key: {key}",
+        )
+        line.sendall("\r\n".join((*head, f"content-length: {of}", "", "")).encode())
+        line.sendall(b" " * num_bytes)
+        return line.recv(65536).partition(b"\r\n")[0]
+
+
 def test_a_large_body_without_a_key_is_not_read_to_its_end(desk_with):
-    answer = desk_with().post(messages=[{"role": "user", "content": "x" * 5_000_000}], key="sk-x")
-    assert error_of(answer) == (401, "invalid_api_key")
+    told = post_part(desk_with(), 200_000, of=1_000_000, key="sk-x")
+    assert told == b"HTTP/1.1 401 "
+
+
+def test_a_refused_client_that_is_still_sending_is_told_why(desk_with):
+    desk = desk_with(max_body_bytes=20_000)
+    # More than a connection holds on its way: all of it is taken, and thrown away.
+    told = post_part(desk, 30_000_000, of=30_000_000, key=desk.key)
+    assert told == b"HTTP/1.1 413 "
 
 
 def test_an_episode_that_holds_too_much_is_refused(desk_with):

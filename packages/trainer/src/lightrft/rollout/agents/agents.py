@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 # Calls that come at once are answered at once: so long nothing must have come before a round.
 _QUIET_SECONDS = 0.01
-_QUIET_SHARE = 0.05
+_QUIET_SHARE = 0.02
 _MAX_QUIET_SECONDS = 1.0
 # Of an episode's deadline: so long calls wait at most for episodes that ask nothing.
 _STALL_SHARE = 0.25
