@@ -55,7 +55,7 @@ class AgentStage:
         data = tmp_path / "rows.jsonl"
         data.write_text("\n".join(json.dumps(row) for row in rows))
         if agent is not None:
-            options["agent"] = f"{CASES}:{agent}"
+            options["agent"] = agent if ":" in agent else f"{CASES}:{agent}"
         self.config = TrainConfig(**options_of(len(rows), **options))
         modality = TextModality(self.tokenizer)
         self.agents = Agents(self.config, self.tokenizer, folder=tmp_path, modality=modality)
