@@ -29,6 +29,9 @@ def step_of(world):
         {"policy_loss": "cpgd"},
         {"with_reference": True, "use_kl_loss": True},
         {"with_critic": True, "advantage_estimator": "gae"},
+        {"off_policy_correction": "tis"},
+        {"off_policy_correction": "mis off-policy-mask", "policy_loss": "gspo"},
+        {"off_policy_correction": "icepop", "top_p": 0.9},
     ],
 )
 def test_leaving_out_the_forward_changes_nothing(build_world, monkeypatch, options):
@@ -49,6 +52,9 @@ def test_leaving_out_the_forward_changes_nothing(build_world, monkeypatch, optio
         "logprob_diff_max",
         "reward",
         "kl",
+        "correction_weight",
+        "correction_rejected_share",
+        "correction_effective_share",
     ):
         if name in expected:
             assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
@@ -67,7 +73,8 @@ def test_leaving_out_the_forward_changes_nothing(build_world, monkeypatch, optio
         {"train_batch_size": 8, "args": {"train_batch_size": 8}},
         {"with_reference": True},  # the KL penalty in the reward needs logprobs first
         {"high_entropy_token_ratio": 0.2},
-        {"off_policy_correction": "tis"},
+        {"off_policy_correction": "tis:mean-one"},
+        {"off_policy_correction": "tis", "fused_linear_logprob": True},
         {"with_critic": True, "advantage_estimator": "gae", "freezing_actor_steps": 1},
     ],
 )

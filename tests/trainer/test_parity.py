@@ -85,6 +85,22 @@ def test_the_comparison_follows_its_schedule(build_world, monkeypatch, every, ex
     assert compared == expected
 
 
+def test_a_step_of_one_batch_is_compared_by_its_only_forward(build_world, told, monkeypatch):
+    monkeypatch.setattr("lightrft.stages.policy.maker.score_actor", None)
+    world = build_world(
+        parity_check_steps=1,
+        off_policy_correction="tis",
+        train_batch_size=16,
+        args={"train_batch_size": 16},
+    )
+    for step in (1, 2):
+        told.clear()
+        assert world.trainer.make_experience().outputs.old_logprobs is None
+        assert "parity" not in "".join(told)
+        world.trainer.ppo_train(step)
+        assert "parity: engine and trainer logprobs of " in "".join(told)
+
+
 def test_the_comparison_changes_no_bit_of_the_step(build_world):
     weights = []
     for every in (-1, 1):
@@ -97,11 +113,14 @@ def test_the_comparison_changes_no_bit_of_the_step(build_world):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-@pytest.mark.parametrize("batch_size", [8, 16], ids=["forward-first", "forward-deferred"])
+@pytest.mark.parametrize("batch_size", [8, 16], ids=["before-the-update", "before-its-step"])
 def test_a_transposed_matrix_ends_the_run_and_its_layer_is_named(build_world, batch_size):
     world = faulty_world(build_world, train_batch_size=batch_size)
+    before = {name: weights.clone() for name, weights in world.weights().items()}
     with pytest.raises(ParityError) as caught:
         world.trainer.make_experience()
+        world.trainer.ppo_train(1)
+    assert all(torch.equal(before[name], weights) for name, weights in world.weights().items())
     text = str(caught.value)
     assert f"outputs differ first in {Q_PROJ} " in text
     assert "worst token: sample " in text

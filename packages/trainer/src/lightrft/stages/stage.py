@@ -268,6 +268,7 @@ def optimizer_step(
     strategy: StrategyBase,
     metrics: StepMetrics,
     timeout_minutes: float,
+    before_step: Callable[[], None] = lambda: None,
 ) -> OptimizerStepResult:
     """One optimizer step from the losses of its micro-batches, each computed in its turn.
 
@@ -280,6 +281,7 @@ def optimizer_step(
         strategy: Trains over ranks.
         metrics: Receives norm, learning rate and what was not finite.
         timeout_minutes: Deadline of each micro-batch.
+        before_step: Called when the gradient is complete and no weight has changed.
 
     Raises:
         RuntimeError: The optimizer did not act on the last micro-batch.
@@ -287,11 +289,13 @@ def optimizer_step(
     model, optimizer = trained.model, trained.optimizer
     result = None
     with strategy.accumulation(len(shares), optimizer):
-        for share in with_progress(shares, f"train {trained.name}"):
+        for number, share in enumerate(with_progress(shares, f"train {trained.name}"), start=1):
             with phase("train", timedelta(minutes=timeout_minutes)):
                 loss = share()
                 metrics.add_count("nonfinite/losses", (~loss.detach().isfinite()).sum())
                 strategy.backward(loss, model, optimizer)
+                if number == len(shares):
+                    before_step()
                 result = strategy.optimizer_step(
                     optimizer, model, trained.scheduler, name=trained.name
                 )

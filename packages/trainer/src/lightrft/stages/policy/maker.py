@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -61,13 +62,14 @@ class PolicyBatch:
         experience: What is trained on.
         in_flight: What the step leaves to later ones.
         num_sampled_tokens: Sampled in this step over all ranks.
-        parity: Comparison of engine and trainer, if it was due.
+        gate: Compares the logprobs [batch, seq] that the update computes with the engine's; None if
+            that is done or not due.
     """
 
     experience: StepExperience
     in_flight: InFlight
     num_sampled_tokens: int
-    parity: ParityReport | None = None
+    gate: Callable[[Tensor], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +308,7 @@ class ExperienceMaker:
         logs: Receive samples.
         teacher_rows: What the prompts say to teachers, or None.
         remote: Rollouts of ranks that only generate; None where the ranks that train sample.
+        loss_inside: See `Update`.
     """
 
     config: TrainConfig
@@ -319,6 +322,7 @@ class ExperienceMaker:
     logs: SampleLogs
     teacher_rows: TeacherRows | None = None
     remote: RemoteRollouts | None = None
+    loss_inside: bool = False
     _versions: SampledVersions | None = None
 
     def make(
@@ -371,9 +375,13 @@ class ExperienceMaker:
         )
         if step.number == 1 and self.models.teacher is not None:
             self._check_teacher(experience)
-        parity = self.check_parity(experience, step.timer) if is_compared else None
+        gate = None
+        if is_compared and experience.batch.outputs.old_logprobs is None and not samples.why_idle:
+            gate = partial(self._compare, experience.batch.rollouts)
+        elif is_compared:
+            self.check_parity(experience, step.timer)
         self.logs.write(step.number, experience, self.tokenizer, self.strategy.context)
-        return PolicyBatch(experience, in_flight, num_sampled_tokens, parity)
+        return PolicyBatch(experience, in_flight, num_sampled_tokens, gate)
 
     def _note_versions(self, step: Step, memory: PolicyMemory) -> SampledVersions | None:
         """Remembers which weights the engine has while this step samples ahead."""
@@ -470,7 +478,13 @@ class ExperienceMaker:
         every = self.config.parity_check_steps
         if every == 0 and self.config.stream_chunk is not None:
             every = 1  # responses go on over updates, and so would what an engine caches of them
-        return every >= 0 and (step.is_first or (every > 0 and step.number % every == 0))
+        is_due = every >= 0 and (step.is_first or (every > 0 and step.number % every == 0))
+        return is_due and self._can_compare
+
+    @property
+    def _can_compare(self) -> bool:
+        engine = self.strategy.inference_engine
+        return engine is not None and engine.computes_model
 
     def reuses_policy_logprobs(self, step: Step) -> bool:
         """Whether nobody needs the old logprobs before the one update that computes them too."""
@@ -481,7 +495,8 @@ class ExperienceMaker:
         return (
             self.config.max_epochs == 1
             and not self.config.high_entropy_token_ratio
-            and not self.algorithm.corrections
+            and not (self.algorithm.corrections and self.loss_inside)
+            and not any(term.mean_one for term in self.algorithm.corrections)
             and is_deterministic(self.strategy.unwrap_model(self.actor))
             and self.trains_actor(step)
             and not has_kl_reward
@@ -502,18 +517,20 @@ class ExperienceMaker:
         Raises:
             ParityError: They differ by more than rounding explains.
         """
-        engine, batch = self.strategy.inference_engine, experience.batch
-        if engine is None or not engine.computes_model:
+        if not self._can_compare:
             return None
-        from lightrft.stages.policy.parity import check_parity
-
-        logprobs = batch.outputs.sampling_logprobs
+        logprobs = experience.batch.outputs.sampling_logprobs
         if logprobs is None or self.config.use_rollout_logprobs:
             with timer.stage("forward"), phase("score", self.strategy.context.timeout):
                 slices = self._forward_slices(experience)
-                logprobs = score_actor(batch.rollouts, self.actor, slices=slices)
+                logprobs = score_actor(experience.batch.rollouts, self.actor, slices=slices)
+        return self._compare(experience.batch.rollouts, logprobs)
+
+    def _compare(self, rollouts: RolloutBatch, logprobs: Tensor) -> ParityReport:
+        from lightrft.stages.policy.parity import check_parity
+
         report = check_parity(
-            batch.rollouts,
+            rollouts,
             logprobs,
             self.actor,
             strategy=self.strategy,

@@ -178,6 +178,7 @@ class PolicyStage(Stage[PolicyBatch]):
             logs,
             data.teacher_rows,
             self._remote_rollouts(),
+            self.computes_loss_inside,
         )
 
     def _remote_rollouts(self) -> RemoteRollouts | None:
@@ -295,6 +296,7 @@ class PolicyStage(Stage[PolicyBatch]):
                 kl_coef=kl_coef if self.config.use_kl_loss else 0.0,
                 observer=observer,
                 loss_inside=self.computes_loss_inside,
+                gate=batch.gate,
             ).train(
                 experience, self.models, step_number=step.number - 1, pretrain=self.data.pretrain
             )

@@ -26,7 +26,12 @@ from lightrft.config.registry import STEP_OBSERVERS
 from lightrft.experience.maker import StepExperience, run_policy
 from lightrft.experience.minibatches import epoch_order, micro_slices
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
-from lightrft.records.batch import ExperienceBatch, select_experience, select_rollouts
+from lightrft.records.batch import (
+    ExperienceBatch,
+    join_micro_batches,
+    select_experience,
+    select_rollouts,
+)
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.objective import LossTokens, PolicyObjective
 from lightrft.stages.policy.step_metrics import record_policy, record_ratios
@@ -127,6 +132,8 @@ class Update:
         observer: Receives what is computed.
         loss_inside: The actor computes the loss inside its output projection; see
             `objective.why_loss_outside`.
+        gate: Receives the policy's logprobs [batch, seq] before the optimizer acts, where the
+            update has to compute them; None asks for none.
     """
 
     config: TrainConfig
@@ -137,6 +144,7 @@ class Update:
     kl_coef: float = 0.0
     observer: StepObserver = NoObserver()  # noqa: RUF009 - it has no state
     loss_inside: bool = False
+    gate: Callable[[Tensor], object] | None = None
 
     def train(
         self,
@@ -210,11 +218,17 @@ class Update:
             sums = self._router_sums(batch, actor.model, slices)
         normalizer = self._normalizer(batch)
         self.observer.begin_update(actor.name, normalizer)
+        found = list[Tensor]()
         shares = [
-            partial(self._policy_share, batch, rows, actor.model, normalizer, weights, sums)
+            partial(self._policy_share, batch, rows, actor.model, normalizer, weights, sums, found)
             for rows in slices
         ]
-        self._optimize(actor, [*shares, *extra_losses])
+
+        def check() -> None:
+            if self.gate is not None:
+                self.gate(join_micro_batches(found, batch.rollouts.token_ids.shape[1]))
+
+        self._optimize(actor, [*shares, *extra_losses], check)
         record_total("policy_loss", self.strategy, self.metrics)
         if sums is not None:
             record_total("aux_loss", self.strategy, self.metrics)
@@ -232,13 +246,19 @@ class Update:
         self._optimize(critic, shares)
         record_total("critic_loss", self.strategy, self.metrics)
 
-    def _optimize(self, trained: TrainedModel, shares: Sequence[Callable[[], Tensor]]) -> None:
+    def _optimize(
+        self,
+        trained: TrainedModel,
+        shares: Sequence[Callable[[], Tensor]],
+        before_step: Callable[[], None] = lambda: None,
+    ) -> None:
         result = optimizer_step(
             trained,
             shares,
             strategy=self.strategy,
             metrics=self.metrics,
             timeout_minutes=self.config.timeout_minutes,
+            before_step=before_step,
         )
         self.observer.end_update(result)
 
@@ -257,7 +277,7 @@ class Update:
     def token_weights(self, batch: ExperienceBatch) -> Tensor | None:
         """Weights of tokens before the forward pass: [batch, seq], or None where all are 1.
 
-        They have the corrections unless one of them compares the policy of that pass. The weights
+        They have the corrections unless these need the policy of that pass. The weights
         multiply the numerator of the loss only: Z still counts every response token.
         Collective: every rank calls it.
 
@@ -270,7 +290,7 @@ class Update:
         weights: Tensor | None = None
         if self.config.high_entropy_token_ratio > 0:
             weights = self._entropy_mask(batch).float()
-        if self.corrections and not self.follows_policy:
+        if self.corrections and not self._corrects_in_pass(batch):
             factors = self._correction(batch)
             weights = factors if weights is None else weights * factors
         return weights
@@ -297,6 +317,10 @@ class Update:
     def follows_policy(self) -> bool:
         """Whether corrections compare the policy of each forward pass."""
         return any(term.follows_policy for term in self.corrections)
+
+    def _corrects_in_pass(self, batch: ExperienceBatch) -> bool:
+        """Whether the logprobs that corrections need are those of the forward pass."""
+        return self.follows_policy or batch.outputs.old_logprobs is None
 
     def _correction(self, batch: ExperienceBatch, new_logprobs: Tensor | None = None) -> Tensor:
         rollouts, mask, metrics = batch.rollouts, batch.rollouts.response_mask, self.metrics
@@ -355,6 +379,7 @@ class Update:
         normalizer: Tensor,
         weights: Tensor | None,
         router_sums: Tensor | None,
+        scored: list[Tensor],
     ) -> Tensor:
         """The loss of one micro batch.
 
@@ -364,6 +389,7 @@ class Update:
             normalizer: Z of the optimizer batch over all ranks.
             weights: [batch, seq] of this rank's tokens, or None where all are 1.
             router_sums: [2, experts] of all tokens, or None without balancing.
+            scored: Receives the logprobs for the gate.
         """
         config, micro, metrics = self.config, select_experience(batch, rows), self.metrics
         mask = micro.rollouts.response_mask
@@ -380,9 +406,11 @@ class Update:
             entropies = None if entropy is None else entropy[None]
             return objective.terms(tokens.at(rows, columns), logprobs[None], entropies).share
 
-        output = self._score(micro, actor, share_of if self.loss_inside else None)
-        if self.follows_policy:
-            tokens = tokens.weighted(self._correction(micro, output.sampling_logprobs))
+        output, seen = self._score(micro, actor, share_of if self.loss_inside else None)
+        if self.gate is not None:
+            scored.append(output.sampling_logprobs.detach())
+        if self.corrections and self._corrects_in_pass(micro):
+            tokens = tokens.weighted(self._correction(seen, output.sampling_logprobs))
         terms = objective.terms(tokens, output.logprobs, output.entropy)
         old_logprobs = tokens.old_logprobs_or(output.logprobs)
         record_ratios(terms.token_loss, output.logprobs, old_logprobs, mask, metrics)
@@ -397,8 +425,11 @@ class Update:
 
     def _score(
         self, micro: ExperienceBatch, actor: nn.Module, token_loss: TokenLossFunction | None
-    ) -> ActorOutput:
-        """The actor's output for a micro batch; in the first pass over it the metrics, too."""
+    ) -> tuple[ActorOutput, ExperienceBatch]:
+        """The actor's output for a micro batch, and the batch with the old logprobs.
+
+        In the first pass over it these are the output's own; the metrics get them then.
+        """
         rollouts, is_first = micro.rollouts, micro.outputs.old_logprobs is None
         entropy: EntropyMode = "value" if is_first else "none"
         output = run_policy(
@@ -408,15 +439,16 @@ class Update:
             support=rollouts.support if is_first or self.follows_policy else None,
             token_loss=token_loss,
         )
-        if is_first:
-            seen = replace(
-                micro.outputs,
-                old_logprobs=output.logprobs.detach(),
-                entropy=output.entropy,
-                log_kept_mass=output.log_kept_mass,
-            )
-            record_policy(rollouts, seen, self.metrics, kl_estimator=self.config.kl_estimator_name)
-        return output
+        if not is_first:
+            return output, micro
+        seen = replace(
+            micro.outputs,
+            old_logprobs=output.logprobs.detach(),
+            entropy=output.entropy,
+            log_kept_mass=output.log_kept_mass,
+        )
+        record_policy(rollouts, seen, self.metrics, kl_estimator=self.config.kl_estimator_name)
+        return output, replace(micro, outputs=seen)
 
     def _value_share(self, micro: ExperienceBatch, critic: nn.Module, normalizer: Tensor) -> Tensor:
         rollouts, mask = micro.rollouts, micro.rollouts.response_mask
