@@ -1,10 +1,13 @@
 """One optimizer batch and one epoch: the update's own forward is the one before the update."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
+from tests.trainer.test_parity import plant
 
+from lightrft.engines.hf.engine import HFEngine
 from lightrft.stages.policy.maker import ExperienceMaker
 
 SINGLE = {
@@ -15,9 +18,47 @@ SINGLE = {
 }
 
 
+class NoisyEngine(HFEngine):
+    """Its logprobs are those of somewhat different weights."""
+
+    def poll(self):
+        return [
+            dataclasses.replace(
+                found,
+                output_logprobs=tuple(
+                    logprob - 1.5 * math.sin(7 * place + found.request_id) ** 2
+                    for place, logprob in enumerate(found.output_logprobs)
+                ),
+            )
+            for found in super().poll()
+        ]
+
+
+def noisy_world(build_world, **options):
+    world = build_world(**SINGLE, ledger_gate=False, parity_check_steps=-1, **options)
+    plant(world.strategy, world.trainer.actor, NoisyEngine)
+    return world
+
+
 def step_of(world):
     batch = world.trainer.make_experience()
     return batch, world.trainer.ppo_train(1), world.weights()
+
+
+SAME = (
+    "policy_loss",
+    "approx_kl",
+    "ratio_mean",
+    "grad_norm",
+    "entropy",
+    "logprob_diff_mean",
+    "logprob_diff_max",
+    "reward",
+    "kl",
+    "correction_weight",
+    "correction_rejected_share",
+    "correction_effective_share",
+)
 
 
 @pytest.mark.parametrize(
@@ -29,33 +70,39 @@ def step_of(world):
         {"policy_loss": "cpgd"},
         {"with_reference": True, "use_kl_loss": True},
         {"with_critic": True, "advantage_estimator": "gae"},
-        {"off_policy_correction": "tis"},
-        {"off_policy_correction": "mis off-policy-mask", "policy_loss": "gspo"},
-        {"off_policy_correction": "icepop", "top_p": 0.9},
     ],
 )
 def test_leaving_out_the_forward_changes_nothing(build_world, monkeypatch, options):
-    batch, metrics, weights = step_of(build_world(**SINGLE, **options))
+    compare_with_a_forward(lambda: build_world(**SINGLE, **options), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"off_policy_correction": "tis"},
+        {"off_policy_correction": "mis off-policy-mask", "policy_loss": "gspo"},
+        {"off_policy_correction": "icepop", "top_p": 0.9},
+        {"off_policy_correction": "icepop", "fused_linear_logprob": True},
+        {"off_policy_correction": "token-veto tis", "with_reference": True, "use_kl_loss": True},
+    ],
+)
+def test_corrections_take_the_logprobs_of_the_update(build_world, monkeypatch, options):
+    metrics = compare_with_a_forward(lambda: noisy_world(build_world, **options), monkeypatch)
+    # The engine is another policy: the corrections do something.
+    assert metrics["logprob_diff_mean"] > 0.1
+    assert metrics["correction_effective_share"] < 0.99
+
+
+def compare_with_a_forward(build, monkeypatch):
+    """The metrics of a step without a forward pass before it, equal to those with one."""
+    batch, metrics, weights = step_of(build())
     assert batch.outputs.old_logprobs is None
-    world = build_world(**SINGLE, **options)
+    world = build()
     monkeypatch.setattr(ExperienceMaker, "reuses_policy_logprobs", lambda *_: False)
     full, expected, expected_weights = step_of(world)
     assert full.outputs.old_logprobs is not None
     assert set(expected) - set(metrics) <= {"forward_tokens_per_second"}
-    for name in (
-        "policy_loss",
-        "approx_kl",
-        "ratio_mean",
-        "grad_norm",
-        "entropy",
-        "logprob_diff_mean",
-        "logprob_diff_max",
-        "reward",
-        "kl",
-        "correction_weight",
-        "correction_rejected_share",
-        "correction_effective_share",
-    ):
+    for name in SAME:
         if name in expected:
             assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
     distance = math.sqrt(
@@ -64,6 +111,7 @@ def test_leaving_out_the_forward_changes_nothing(build_world, monkeypatch, optio
     assert distance <= 1e-6 * math.sqrt(
         sum(float(w.double().square().sum()) for w in weights.values())
     )
+    return metrics
 
 
 @pytest.mark.parametrize(
@@ -74,7 +122,8 @@ def test_leaving_out_the_forward_changes_nothing(build_world, monkeypatch, optio
         {"with_reference": True},  # the KL penalty in the reward needs logprobs first
         {"high_entropy_token_ratio": 0.2},
         {"off_policy_correction": "tis:mean-one"},
-        {"off_policy_correction": "tis", "fused_linear_logprob": True},
+        {"off_policy_correction": "mis", "fused_linear_logprob": True},
+        {"off_policy_correction": "tis", "fused_linear_logprob": True, "top_p": 0.9},
         {"with_critic": True, "advantage_estimator": "gae", "freezing_actor_steps": 1},
     ],
 )

@@ -131,6 +131,11 @@ class CorrectionTerm:
         return "new" in self.sides
 
     @property
+    def is_token_wise(self) -> bool:
+        """The weight of a token depends on no other token."""
+        return self.level == "token" and self.action != "veto" and not self.mean_one
+
+    @property
     def is_bounded(self) -> bool:
         """It has a bound."""
         return self.low is not None or self.high is not None

@@ -32,7 +32,7 @@ from lightrft.experience.maker import (
 from lightrft.records.batch import RolloutBatch
 from lightrft.records.rollout import ScoredRollout
 from lightrft.rewards.types import RewardError
-from lightrft.rollout.sampler import RolloutSampler
+from lightrft.rollout.sampler import RolloutSampler, training_params
 from lightrft.rollout.scoring import MAX_FAILURES_IN_A_ROW
 from lightrft.rollout.source import NOTHING_OPEN, UNKNOWN, InFlight, Samples
 from lightrft.stages.policy.algorithm import Algorithm
@@ -495,14 +495,21 @@ class ExperienceMaker:
         return (
             self.config.max_epochs == 1
             and not self.config.high_entropy_token_ratio
-            and not (self.algorithm.corrections and self.loss_inside)
-            and not any(term.mean_one for term in self.algorithm.corrections)
+            and self._corrects_in_pass()
             and is_deterministic(self.strategy.unwrap_model(self.actor))
             and self.trains_actor(step)
             and not has_kl_reward
             and not has_teacher
             and not is_logged
         )
+
+    def _corrects_in_pass(self) -> bool:
+        """Whether corrections can take the logprobs of the update's own forward pass."""
+        terms = self.algorithm.corrections
+        if not (terms and self.loss_inside):
+            return not any(term.mean_one for term in terms)
+        is_whole = not training_params(self.config).truncates
+        return is_whole and all(term.is_token_wise for term in terms)
 
     def trains_actor(self, step: Step) -> bool:
         """Whether the actor learns in a step (`freezing_actor_steps`)."""

@@ -404,7 +404,17 @@ class Update:
             logprobs: Tensor, entropy: Tensor | None, rows: Tensor, columns: Tensor
         ) -> Tensor:
             entropies = None if entropy is None else entropy[None]
-            return objective.terms(tokens.at(rows, columns), logprobs[None], entropies).share
+            chosen = tokens.at(rows, columns)
+            if self.corrections and self._corrects_in_pass(micro):
+                factors = correction_weights(
+                    logprobs[None],
+                    micro.rollouts.rollout_logprobs[rows, columns][None],
+                    chosen.mask,
+                    terms=self.corrections,
+                    advantages=chosen.advantages,
+                )
+                chosen = chosen.weighted(factors.weights)
+            return objective.terms(chosen, logprobs[None], entropies).share
 
         output, seen = self._score(micro, actor, share_of if self.loss_inside else None)
         if self.gate is not None:
