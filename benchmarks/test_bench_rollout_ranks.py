@@ -26,7 +26,7 @@ from tests.forked_run import Ranks
 from tests.ranks import run_multiprocess
 from tests.trainer.test_random_kills import become_launcher, import_modules, settings, write_inputs
 
-GROUP_SIZE, NUM_STEPS, NUM_ROUNDS, LONGEST, MEDIAN, SIGMA = 4, 6, 3, 96, 16, 1.0
+GROUP_SIZE, NUM_STEPS, NUM_ROUNDS, LONGEST, MEDIAN, SIGMA = 4, 6, 3, 256, 20, 1.0
 FORMS = {
     "two ranks that do both": {},
     "one trains, one generates": {"rollout_lag": 1, "rollout_ranks": 1},

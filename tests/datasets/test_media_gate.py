@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from tests.datasets.media_files import encoded, picture
 from tests.models.vision.tiny_families import TINY_FAMILIES
-from tests.models.vision.tiny_world import Batch, prompt, tiny
+from tests.models.vision.tiny_world import Batch, prompt, scored, tiny
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row
@@ -20,6 +20,7 @@ from lightrft.datasets.types import DataError
 from lightrft.engines.media.encoder import TEXT_ENCODER, PromptEncoder
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import MediaError, as_image, as_video
+from lightrft.models import Actor
 from lightrft.records.media import media_request
 from lightrft.tools.data.row_checks import check_rows
 from lightrft.tools.model_presets import byte_level_tokenizer
@@ -202,21 +203,30 @@ def test_a_prompt_does_not_end_with_a_medium(tmp_path):
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_nothing_is_trained_without_its_picture(tmp_path, family):
-    """Every row with pictures moves the tower, and depends on which picture it is."""
+    """Every form of a row with pictures moves the tower, by which picture it has."""
     model, encoder = tiny(family)
-    reader = VisionPrompts(encoder)
-    for name in ("other column", "OpenAI", "parts and columns"):
-        row, _ = RIGHT[name]
-        found = load(tmp_path, row, reader)
-        batch = Batch(model, encoder, prompts=(encoder.encode(found.text, found.media),))
-        model.zero_grad()
-        batch.alone(model, 0).sum().backward()
-        tower = [
-            weight.grad.abs().max()
-            for key, weight in model.named_parameters()
-            if any(part in key for part in encoder.family.towers) and weight.grad is not None
+    reader, actor = VisionPrompts(encoder), Actor(model)
+    for name, (row, pictures) in RIGHT.items():
+        if not pictures:
+            continue
+        found, gradients = load(tmp_path, row, reader), []
+        turned = [
+            as_image(ImageOps.mirror(each.decode()), name="x", folder=None)
+            for each in found.media.images
         ]
-        assert max(tower) > 0, name
+        for media in (found.media, Media({"image": turned})):
+            batch = Batch(model, encoder, prompts=(encoder.encode(found.text, media),))
+            model.zero_grad()
+            scored(actor, batch)[batch.scored].sum().backward()
+            tower = [
+                weight.grad.flatten()
+                for key, weight in model.named_parameters()
+                if any(part in key for part in encoder.family.towers) and weight.grad is not None
+            ]
+            gradients.append(torch.cat(tower))
+        size = gradients[0].norm()
+        assert size > 0, name
+        assert (gradients[0] - gradients[1]).norm() > 0.01 * size, name
 
 
 def test_text_only_leaves_places_out_with_the_media(tmp_path):

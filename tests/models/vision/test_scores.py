@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 from tests.models.vision.tiny_families import TINY_FAMILIES
-from tests.models.vision.tiny_world import MROPE, PACKABLE, Batch, tiny
+from tests.models.vision.tiny_world import MROPE, PACKABLE, Batch, scored, tiny
 
 from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.media.inputs import token_types
@@ -18,15 +18,6 @@ from lightrft.models.layout import TokenLayout
 from lightrft.models.vision.forward import vision_inputs
 
 LOGPROB = 1e-5
-
-
-def scored(actor, batch, media=None):
-    return actor(
-        batch.token_ids,
-        batch.attention_mask,
-        scored_mask=batch.scored,
-        media=batch.media if media is None else media,
-    ).logprobs
 
 
 def gradients(model):

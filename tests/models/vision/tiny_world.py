@@ -122,3 +122,12 @@ class Batch:
 
     def of_rows(self, values):
         return [values[i][self.scored[i]] for i in range(len(self.rows))]
+
+
+def scored(actor, batch, media=None):
+    return actor(
+        batch.token_ids,
+        batch.attention_mask,
+        scored_mask=batch.scored,
+        media=batch.media if media is None else media,
+    ).logprobs
