@@ -119,6 +119,7 @@ def test_a_planted_fault_trips_the_gate(build_world, options):
     world.strategy.update_engine_weights(world.trainer.actor)
     with pytest.raises(ParityError, match=r"5\.00e-01 in the mean"):
         world.trainer.make_experience()
+        world.trainer.ppo_train(1)
 
 
 def test_a_wrong_support_trips_the_gate(build_world, monkeypatch):
