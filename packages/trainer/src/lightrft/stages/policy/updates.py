@@ -353,6 +353,17 @@ class Update:
         metrics.add_effective_samples("correction_effective_share", found.weights, mask)
         return found.weights
 
+    def _corrected(self, tokens: LossTokens, old_logprobs: Tensor, engine: Tensor) -> LossTokens:
+        """Some tokens with corrections of which each looks at one of them; logprobs [tokens]."""
+        found = correction_weights(
+            old_logprobs[None],
+            engine[None],
+            tokens.mask,
+            terms=self.corrections,
+            advantages=tokens.advantages,
+        )
+        return tokens.weighted(found.weights)
+
     def _router_sums(
         self, batch: ExperienceBatch, actor: nn.Module, slices: Sequence[slice]
     ) -> Tensor:
@@ -406,14 +417,8 @@ class Update:
             entropies = None if entropy is None else entropy[None]
             chosen = tokens.at(rows, columns)
             if self.corrections and self._corrects_in_pass(micro):
-                factors = correction_weights(
-                    logprobs[None],
-                    micro.rollouts.rollout_logprobs[rows, columns][None],
-                    chosen.mask,
-                    terms=self.corrections,
-                    advantages=chosen.advantages,
-                )
-                chosen = chosen.weighted(factors.weights)
+                engine = micro.rollouts.rollout_logprobs[rows, columns]
+                chosen = self._corrected(chosen, logprobs, engine)
             return objective.terms(chosen, logprobs[None], entropies).share
 
         output, seen = self._score(micro, actor, share_of if self.loss_inside else None)
