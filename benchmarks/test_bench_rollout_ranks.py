@@ -31,12 +31,10 @@ FORMS = {
     "two ranks that do both": {},
     "one trains, one generates": {"rollout_lag": 1, "rollout_ranks": 1},
 }
-# More responses a step, of which one is long in every step.
-MORE = {"rollout_batch_size": 24, "train_batch_size": 96, "max_steps": 8}
-STREAMING = {
-    "waits for all": MORE,
-    "streaming": {**MORE, "stream_chunk": LONGEST // 4, "stream_prompts": 72},
-}
+# Some of the responses of a step are long in every step; the start and the end are few of them.
+MORE = {"micro_train_batch_size": 16, "max_steps": 24}
+STREAMED = {"stream_chunk": LONGEST // 8, "stream_prompts": 32, "max_staleness": 8}
+STREAMING = {"waits for all": MORE, "streaming": MORE | STREAMED}
 RATIOS = Path(__file__).parent / "ratios.toml"
 TOLERANCE = 1.25
 SECONDS = 600
