@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightrft.rewards import process
+from lightrft.rewards.consumption import Consumption
 from lightrft.rewards.process import WorkerFailedError, WorkerProcess, WorkerTask
 
 STARTS = """
@@ -46,11 +47,27 @@ def test_a_start_that_does_not_end_is_refused_with_what_it_did(task_of, name) ->
     assert max(computed, waited) >= 1.0
 
 
-def test_a_start_on_a_busy_machine_may_take_any_time(task_of, monkeypatch) -> None:
-    hours = itertools.count(0.0, 3600.0)
-    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: next(hours)))
+def test_a_start_on_a_busy_machine_takes_its_time(task_of, monkeypatch) -> None:
+    clock = itertools.chain([0.0], itertools.repeat(200.0))
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert WorkerTask("", "").start_seconds < 200
     worker = WorkerProcess(task_of("echo"))
     try:
         assert worker.start() == "ready"
     finally:
         worker.close()
+
+
+def test_many_threads_may_compute_for_long_in_a_short_time(task_of, monkeypatch) -> None:
+    monkeypatch.setattr(Consumption, "is_over", lambda _: True)
+    worker = WorkerProcess(task_of("echo"))
+    try:
+        assert worker.start() == "ready"
+    finally:
+        worker.close()
+
+
+def test_what_neither_computes_nor_waits_ends_as_well(task_of, monkeypatch) -> None:
+    monkeypatch.setattr(Consumption, "is_over", lambda _: False)  # a disk that does not answer
+    with pytest.raises(WorkerFailedError, match="was not ready after"):
+        WorkerProcess(task_of("waits", start_seconds=0.1)).start()

@@ -115,6 +115,7 @@ def test_where_a_reward_function_pays_the_output_is_not_read(stage):
         ("python3 'agent.py {row}", "words cannot be told apart: No closing quotation"),
         ("no-such-program {base_url} {row}", "the sandbox has no program no-such-program"),
         ("python3 / {row}", "it names /"),
+        ("ls /proc {row}", "it names /proc, which a sandbox has of its own"),
     ],
 )
 def test_commands_that_cannot_run_are_refused_at_the_start(stage, command, told):

@@ -46,8 +46,7 @@ class Consumption:
             return False
         self._looked += passed
         processes = [self._root]
-        with contextlib.suppress(psutil.Error):
-            processes += self._root.children(recursive=True)
+        processes += _below(self._root)
         busy = max(self.busy_seconds, sum(map(_processor_seconds, processes)))
         if not any(map(_has_work, processes)):
             # A look that comes late says little of the time since the last one.
@@ -60,6 +59,22 @@ class Consumption:
             or self.idle_seconds > self._idle_limit
             or (self._memory_bytes is not None and holds_more(processes, self._memory_bytes))
         )
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    """Children and theirs: the kernel names them, for the table of all processes may be long."""
+    threads = Path(f"/proc/{process.pid}/task")
+    found, names = list[psutil.Process](), list[str]()
+    with contextlib.suppress(OSError, psutil.Error):
+        if not (threads / str(process.pid) / "children").exists():
+            return [*process.children(recursive=True)]  # an option of the kernel
+        for thread in threads.iterdir():
+            names += (thread / "children").read_text().split()
+    for name in names:
+        with contextlib.suppress(psutil.Error):
+            child = psutil.Process(int(name))
+            found += [child, *_below(child)]
+    return found
 
 
 def _processor_seconds(process: psutil.Process) -> float:

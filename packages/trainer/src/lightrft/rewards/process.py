@@ -8,7 +8,6 @@ ends the worker with everything that it started, also when the trainer itself is
 
 import contextlib
 import json
-import math
 import os
 import pickle
 import queue
@@ -33,6 +32,7 @@ from lightrft.rewards.worker import FRAME
 
 _CHUNK = 1 << 16
 _END_SECONDS = 10.0
+_BACKSTOP_FACTOR = 10
 _MAX_CHUNKS = 64
 
 
@@ -143,8 +143,8 @@ class WorkerTask:
         resident_bytes: Memory that the worker and its children may hold together; None sets no
             limit. It is measured four times a second.
         passed_variables: Variables of the environment that it gets although they are secrets.
-        start_seconds: What the start may compute, imports included, and what it may wait in sum. On
-            a busy machine it takes longer than both.
+        start_seconds: The start, imports included, may take this long, and longer while it has
+            neither computed nor waited for so long in sum: a busy machine ends no run.
     """
 
     module: str
@@ -228,11 +228,18 @@ class WorkerProcess:
         self._started = started
         self._finalizer = weakref.finalize(self, _end, started)
         self.num_starts += 1
-        limit = task.start_seconds
+        limit, begun = task.start_seconds, time.monotonic()
         used = Consumption(process.pid, busy_seconds=limit, idle_seconds=limit)
         message = {"path": sys.path, **asdict(task)}
+
+        def is_over() -> bool:
+            # Many threads may have computed for long in a short time.
+            return used.is_over() and time.monotonic() - begun > limit
+
+        # A process that waits for a disk that does not answer neither computes nor waits by itself.
+        most = _BACKSTOP_FACTOR * limit
         try:
-            return self._exchange(started, message, seconds or math.inf, used.is_over)
+            return self._exchange(started, message, min(seconds or most, most), is_over)
         except WorkerTimeoutError as err:
             raise WorkerFailedError(
                 f"the worker process was not ready after {used.busy_seconds:.1f} s of computing "

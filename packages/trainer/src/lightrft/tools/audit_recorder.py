@@ -220,7 +220,7 @@ class StepRecorder(Recorder[SampleTable]):
 
     def __init__(self, step: ObservedStep) -> None:
         self._step = step.experience
-        self._old: dict[int, Flat] = {}
+        self._of_first_pass: dict[str, dict[int, Flat]] = {"old_logprobs": {}, "log_kept_mass": {}}
         self.kl_coef, self.moments = step.kl_coef, step.moments
         super().__init__(step, "policy")
 
@@ -237,8 +237,11 @@ class StepRecorder(Recorder[SampleTable]):
         if weights is not None:
             update.weights |= _by_sample(batch, weights)
         update.add(list(by_row), by_row, terms)
-        if old_logprobs is not None and batch.outputs.old_logprobs is None:
-            self._old |= _by_sample(batch, old_logprobs)
+        if self._step.batch.outputs.old_logprobs is None:
+            for name in self._of_first_pass:
+                tensor = getattr(batch.outputs, name)
+                if tensor is not None:
+                    self._of_first_pass[name] |= _by_sample(batch, tensor)
 
     def _own_raw(self) -> SampleTable:
         return tabulate(self._step.samples.scored)
@@ -250,9 +253,7 @@ class StepRecorder(Recorder[SampleTable]):
                 tensor = getattr(record, name) if name in record.__slots__ else None
                 if tensor is not None:
                     found[name] = _by_sample(batch, tensor)
-        if self._old:
-            found["old_logprobs"] = self._old
-        return found
+        return found | {name: own for name, own in self._of_first_pass.items() if own}
 
     def _joined_raw(self, shares: Sequence[SampleTable]) -> tuple[RawSamples, Tensor]:
         raw = _raw_samples(join_tables(shares), self._step.samples.greedy)

@@ -91,7 +91,7 @@ class StepObserver(Protocol):
         """After the forward pass of a micro batch.
 
         Args:
-            batch: Its rows.
+            batch: Its rows, with the old logprobs of a first pass.
             values: [batch, seq] logprobs, or values of a critic.
             terms: Its share of each term of the loss.
             old_logprobs: [batch, seq], with which they are compared.
@@ -430,7 +430,7 @@ class Update:
         old_logprobs = tokens.old_logprobs_or(output.logprobs)
         record_ratios(terms.token_loss, output.logprobs, old_logprobs, mask, metrics)
         metrics.add_mean("policy_loss", terms.parts["policy"], 0.0)
-        self.observer.micro_batch(micro, output.logprobs, terms.parts, old_logprobs, tokens.factors)
+        self.observer.micro_batch(seen, output.logprobs, terms.parts, old_logprobs, tokens.factors)
         share = terms.share if output.loss is None else output.loss
         if router_sums is not None:
             balance = balance_share(_router_sums(output), router_sums)

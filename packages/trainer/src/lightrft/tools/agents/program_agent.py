@@ -31,6 +31,9 @@ _CHUNK = 1 << 16
 _MAX_CONNECTIONS = 128
 _MAX_LINE_BYTES = 1 << 16
 _PATH = "/usr/local/bin:/usr/bin:/bin"
+# Of the sandbox itself, whatever the command names.
+_OWN_FOLDERS = frozenset(map(Path, ("/", "/dev", "/proc", "/sys", "/tmp")))
+_ACCEPT_SECONDS = 0.1
 
 _STARTER = """
 import json, os, socket, sys
@@ -144,8 +147,12 @@ class ProgramAgent:
         has_own = self._is_unsafe or self._sandbox.interpreter == os.path.realpath(sys.executable)
         seen = [Path("/usr"), *([own] if has_own else [])]
         if not self._is_unsafe:
-            if Path("/") in paths:
-                raise ConfigError("it names /, and a sandbox that shows all files is none")
+            own_folders = [str(each) for each in paths if each.resolve() in _OWN_FOLDERS]
+            if own_folders:
+                raise ConfigError(
+                    f"it names {own_folders[0]}, which a sandbox has of its own: name a file or a "
+                    "folder below it"
+                )
             hidden = [each for each in paths if not any(map(each.is_relative_to, seen))]
             self._sandbox.show([*seen[1:], *hidden])
         return f"{own}/bin:{_PATH}" if has_own else _PATH
@@ -212,7 +219,12 @@ async def _relay(channel: socket.socket, port: int) -> None:
             listener.setblocking(False)
             while True:
                 await slots.acquire()
-                line, _ = await loop.sock_accept(listener)
+                try:
+                    line, _ = await loop.sock_accept(listener)
+                except OSError:  # no file number is free now: the program waits
+                    slots.release()
+                    await asyncio.sleep(_ACCEPT_SECONDS)
+                    continue
                 passed = group.create_task(_pass_on(line, port))
                 passed.add_done_callback(lambda _: slots.release())
 
