@@ -27,6 +27,7 @@ SETTINGS = (
     {"lora_rank": 2, "lora_alpha": 3.0, "entropy_coef": 0.02},
     {"high_entropy_token_ratio": 0.4, "train_batch_size": 16, "advantages_norm": True},
     {"micro_batch_tokens": 60, "adam_betas": (0.8, 0.99)},
+    {"train_batch_size": 16, "top_k": 6},
 )
 RUNNING = {"reward_running_norm": True, "reward_running_norm_minus_mean": True, "reward_clip": 1.0}
 CELLS = [
@@ -47,6 +48,7 @@ def options(name, loss, correction, number):
         found["freezing_actor_steps"] = 1
     if name == "zero":
         found["teacher"] = ""
+        found.pop("top_k", None)  # which teachers refuse
     if number % 2 == 0 and name not in ("maxrl", "gdpo"):
         found |= RUNNING
     return found
