@@ -75,5 +75,5 @@ def test_the_picture_depends_on_the_lengths():
 def test_pictures_without_matplotlib_are_refused_at_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     analyser(1)
-    with pytest.raises(ImportError, match=r"plot_every > 0 .* matplotlib: install it"):
+    with pytest.raises(ImportError, match=r"plot_every > 0 .*: install lightrft\[plots\]"):
         analyser(1, "logs")
