@@ -143,7 +143,9 @@ class Sandbox:
         deadline: float = math.inf,
         channel: int | None = None,
     ) -> Ending:
-        """Runs one program to its end; `MAX_SLOTS` may run at once, in threads.
+        """Runs one program to its end; in threads, several at once.
+
+        Beyond `MAX_SLOTS` at once, some of them share the limit of processes.
 
         Args:
             source: Its Python source.
