@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -26,8 +27,8 @@ def stage(tmp_path):
 
     def make(command=COMMAND, *, row=(), **keywords):
         rows = [{"input": "Find it.", "target": 7, **dict(row)}]
-        keywords = {"agent_timeout_seconds": seconds(60), **keywords}
-        made.append(AgentStage(tmp_path, None, agent_command=command, rows=rows, **keywords))
+        keywords = {"agent_timeout_seconds": seconds(60), "rows": rows, **keywords}
+        made.append(AgentStage(tmp_path, None, agent_command=command, **keywords))
         return made[-1]
 
     yield make
@@ -44,6 +45,16 @@ def test_what_a_program_was_answered_is_trained_with_the_reward_that_it_prints(s
         assert len(words) == 3
         assert item.reward == len(words[0]) / 100
         assert "<|im_start|>user\nAnd 7?<|im_end|>" in played.text(item.rollout)
+
+
+def test_more_programs_run_at_once_than_a_process_may_open_files_for_by_default(stage):
+    own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+    try:
+        played = stage(rows=[{"input": f"Find {i}.", "target": i} for i in range(20)])
+        assert len(check_exact(played, played.sample())) == 40
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (own, most))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -12,12 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.machine import seconds
 
 from lightrft.strategy.config import ConfigError
+from lightrft.tools.rewards import sandbox as module
 from lightrft.tools.rewards.sandbox import Ending, Sandbox, SandboxLimits
 
 # An AVX2 machine with other work: programs need little, but may wait for a processor.
@@ -169,9 +173,53 @@ print(json.dumps(len(children)), flush=True)
 def test_a_bounded_fork_bomb_is_cut_and_harms_no_other_program(sandbox) -> None:
     process = sandbox.run(FORKS.encode())
     found = int(process.stdout)
-    limit = LIMITS.num_processes if os.geteuid() == 0 else 200
-    assert 0 < found <= limit
+    assert 0 < found <= LIMITS.num_processes
     assert sandbox.run(b"print('well')").stdout == b"well\n"
+
+
+# Says how many processes it could start, and holds them until the other side closes.
+CROWD = """
+import os, socket, time
+with socket.socket(fileno={channel}) as channel:
+    for number in range(7):
+        try:
+            child = os.fork()
+        except OSError:
+            break
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+    channel.send(bytes([number]))
+    channel.recv(1)
+"""
+
+
+def test_programs_of_one_user_each_have_their_own_limit(monkeypatch) -> None:
+    monkeypatch.setattr(module, "_NUM_USERS", 1)
+    monkeypatch.setattr(module, "MAX_SLOTS", 1)
+    crowd = Sandbox("bubblewrap", replace(LIMITS, num_processes=12))
+    with contextlib.ExitStack() as held:
+        held.callback(crowd.close)
+        threads = held.enter_context(ThreadPoolExecutor(4))
+        pairs = [socket.socketpair() for _ in range(4)]
+        for ours, theirs in pairs:
+            held.enter_context(theirs)
+            held.enter_context(ours).settimeout(seconds(30))
+            source = CROWD.format(channel=theirs.fileno()).encode()
+            threads.submit(crowd.run, source, channel=theirs.fileno())
+        assert [ours.recv(1) for ours, _ in pairs] == [b"\x06"] * 4
+
+
+def test_a_process_with_many_open_files_runs_programs(sandbox) -> None:
+    own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(own, 1200), most))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert sandbox.run(b"print('well')").stdout == b"well\n"
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (own, most))
 
 
 # Orphans come to this process, as they come to the first process of a machine or container.
@@ -530,8 +578,7 @@ def test_an_ordinary_user_gets_the_same_sandbox(public_folder, tmp_path) -> None
     assert found["seen"] == ["False", str(found["user"])]
     assert "connected" not in found["network"]
     assert found["lives"]
-    # One user for all programs: the bound counts them all, and the next program still starts.
-    assert 0 < found["forks"] <= 200
+    assert 0 < found["forks"] <= LIMITS.num_processes
     assert found["next"] == "well\n"
     assert found["memory"] == 1
     assert found["again"] != str(hidden) or os.geteuid() != 0

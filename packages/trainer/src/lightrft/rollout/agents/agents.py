@@ -27,6 +27,7 @@ from lightrft.rollout.agents.agent_pool import (
     AgentTask,
     has_other_rewards,
 )
+from lightrft.rollout.agents.agent_worker import allow_open_files
 from lightrft.rollout.agents.conversations import CalledTurn, Conversations
 from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
 from lightrft.rollout.agents.episodes import AgentEpisode
@@ -96,6 +97,7 @@ class Agents:
         self.end_of_turn = verdict.end_of_turn
         self.chat = ChatIds(tokenizer, verdict.end_of_turn)
         self.special_ids = forging_ids(tokenizer)
+        allow_open_files()
         self.pool = AgentPool(config)
         self.endpoint = Endpoint(tokenizer, HttpLimits(call_seconds=config.agent_timeout_seconds))
 

@@ -95,10 +95,12 @@ def _has_ended(
     It is not reaped: until then its number, and that of its group, belong to nobody else.
     """
     watched = os.pidfd_open(process.pid)
+    poll = select.poll()  # `select` takes no file numbers from 1024 on
+    poll.register(watched, select.POLLIN)
     try:
         while True:
             left = max(0.0, ends - time.monotonic())
-            if select.select([watched], [], [], min(left, _POLL_SECONDS))[0]:
+            if poll.poll(1000 * min(left, _POLL_SECONDS)):
                 return True
             if not left or is_over():
                 return False

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -32,6 +33,8 @@ from lightrft.tools.rewards.pipes import Captured, capture
 MAX_SLOTS = 16
 # Ids that Debian and systemd give to nobody; processes of one machine start at different ones.
 _FIRST_USER, _NUM_USERS = 60514, 669
+# Linux from which on a user namespace counts its own processes; older ones count all of a user.
+_COUNTS_NAMESPACES = (5, 14)
 _SYSTEM_FOLDERS = ("lib", "lib32", "lib64", "bin", "sbin")
 _SYSTEM_PYTHON = "/usr/bin/python3"
 _FACTOR = 3.0
@@ -113,6 +116,7 @@ class Sandbox:
     def __init__(self, kind: str, limits: SandboxLimits | None = None) -> None:
         self.limits = limits or SandboxLimits()
         self._is_unsafe = kind == "unsafe"
+        self._counts_own = not self._is_unsafe and _kernel() >= _COUNTS_NAMESPACES
         self._is_stopped = threading.Event()
         self._shown: tuple[Path, ...] = ()
         self._users = itertools.count(os.getpid() * MAX_SLOTS)
@@ -144,8 +148,6 @@ class Sandbox:
         channel: int | None = None,
     ) -> Ending:
         """Runs one program to its end; in threads, several at once.
-
-        Beyond `MAX_SLOTS` at once, some of them share the limit of processes.
 
         Args:
             source: Its Python source.
@@ -217,7 +219,7 @@ class Sandbox:
             environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "PYTHONHASHSEED": "0"}
             try:
                 process = subprocess.Popen(
-                    [*_as_user(user), *_limited(self.limits, user), *inner],
+                    [*_as_user(user), *self._limited(user), *inner],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -237,7 +239,7 @@ class Sandbox:
             yield process, status
 
     def _next_user(self) -> int | None:
-        """For root, a user of its own: the limit counts all processes of a user.
+        """For root, a user of its own: where namespaces do not count, a user's processes do.
 
         Those of the last program may still be ending.
         """
@@ -284,7 +286,22 @@ class Sandbox:
             f"{status} --"
         )
         flags = [*binds, *made.split(), *shown, *rest.split()]
-        return [self._bwrap, *flags, *self._python("/tmp")]
+        # In the namespace of the program, its processes are all that count.
+        own = ["prlimit", f"--nproc={limits.num_processes}", "--"] if self._counts_own else []
+        return [self._bwrap, *flags, *own, *self._python("/tmp")]
+
+    def _limited(self, user: int | None) -> list[str]:
+        limits = self.limits
+        bounds = {
+            "as": limits.memory_bytes,
+            "cpu": math.ceil(limits.cpu_seconds),
+            "fsize": limits.file_bytes,
+            "nofile": limits.num_files,
+            "core": 0,
+        }
+        if not self._counts_own:
+            bounds["nproc"] = _num_processes(limits.num_processes, user)
+        return ["prlimit", *(f"--{name}={bound}" for name, bound in bounds.items()), "--"]
 
     def _find_bwrap(self) -> str:
         found = shutil.which("bwrap")
@@ -348,24 +365,17 @@ def _as_user(user: int | None) -> list[str]:
     return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--"]
 
 
-def _limited(limits: SandboxLimits, user: int | None) -> list[str]:
-    processes = limits.num_processes
+def _num_processes(own: int, user: int | None) -> int:
+    """The limit of a user's processes, of which a program may have `own`."""
     if user is None:
         # One user for everything: what runs already, and all programs, count.
-        processes = MAX_SLOTS * processes + _num_threads(os.geteuid())
-    else:
-        # bubblewrap leaves one at every end, which stays where the first process waits for none.
-        processes += _num_threads(user, "Z")
-    return [
-        "prlimit",
-        f"--as={limits.memory_bytes}",
-        f"--cpu={math.ceil(limits.cpu_seconds)}",
-        f"--nproc={processes}",
-        f"--fsize={limits.file_bytes}",
-        f"--nofile={limits.num_files}",
-        "--core=0",
-        "--",
-    ]
+        return MAX_SLOTS * own + _num_threads(os.geteuid())
+    # bubblewrap leaves one at every end, which stays where the first process waits for none.
+    return own + _num_threads(user, "Z")
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
 
 
 def _num_threads(user: int, state: str = "") -> int:
