@@ -4,6 +4,7 @@ import contextlib
 import json
 import queue
 import socket
+import struct
 import threading
 from pathlib import Path
 
@@ -154,6 +155,44 @@ def test_a_call_that_is_not_answered_in_time_is_given_up(desk_with):
     listen_again(desk)
     assert desk.post().status_code == 200
     assert len(desk.asked) == 1
+
+
+def asking(desk):
+    """A connection that has sent its request."""
+    body = json.dumps({"model": "policy", "messages": TALK}).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{desk.endpoint.server.port}\r\n"
+        f"authorization: Bearer {desk.key}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    line = connect(desk.endpoint.server.port)
+    line.sendall(head.encode() + body)
+    return line
+
+
+def test_a_client_that_has_closed_its_sending_side_gets_its_answer(desk_with):
+    desk = desk_with()
+    silence(desk)
+    with asking(desk) as line:
+        line.shutdown(socket.SHUT_WR)
+        found = line.recv(65536)  # what asks whether it is there, or nothing
+        listen_again(desk)
+        found += b"".join(iter(lambda: line.recv(65536), b""))
+    asked, answer = found.split(b"HTTP/1.1 200")
+    assert asked == asked.count(b"100") * b"HTTP/1.1 100 \r\n\r\n"
+    assert b'"content": ' in answer
+
+
+@pytest.mark.parametrize("how", ["closes", "resets"])
+def test_a_client_that_has_gone_waits_no_more(desk_with, how):
+    desk = desk_with()
+    silence(desk)
+    with asking(desk) as line:
+        assert wait_until(lambda: desk.endpoint.events.qsize() == 1)
+        if how == "resets":
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert wait_until(desk.endpoint.events.get().request.is_gone.is_set)
+    listen_again(desk)
 
 
 def test_calls_that_wait_when_their_episode_ends_are_refused(desk_with):

@@ -13,13 +13,16 @@ with open(sys.argv[2]) as file:
     row = json.load(file)
 
 
-def ask(talk):
-    request = urllib.request.Request(
+def asked(talk):
+    return urllib.request.Request(
         f"{base_url}/chat/completions",
         json.dumps({"model": "policy", "messages": talk}).encode(),
         {"content-type": "application/json", "authorization": f"Bearer {key}"},
     )
-    with urllib.request.urlopen(request) as answer:
+
+
+def ask(talk):
+    with urllib.request.urlopen(asked(talk)) as answer:
         return json.load(answer)["choices"][0]["message"]
 
 
@@ -45,6 +48,17 @@ match row.get("then"):
     case "stay":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
         time.sleep(1000)
+    case "close":  # its sending side, once it has asked
+        request = asked(talk)
+        head = "".join(f"{name}: {value}\r\n" for name, value in request.header_items())
+        host, port = request.host.split(":")
+        with socket.create_connection((host, int(port))) as line:
+            line.sendall(f"POST {request.selector} HTTP/1.1\r\nhost: {request.host}\r\n".encode())
+            line.sendall(f"{head}content-length: {len(request.data)}\r\n\r\n".encode())
+            line.sendall(request.data)
+            line.shutdown(socket.SHUT_WR)
+            answer = b"".join(iter(lambda: line.recv(65536), b""))
+        print(float(b"HTTP/1.1 200" in answer))
     case "chat":
         print("I have done it.")
     case "look":

@@ -112,6 +112,13 @@ def test_how_an_episode_fails(stage, then, told):
         stage(row={"then": then}).sample()
 
 
+def test_a_program_that_has_closed_its_sending_side_gets_its_answer(stage):
+    played = stage(row={"then": "close"})
+    samples = played.sample()
+    assert len(check_exact(played, samples)) == 4
+    assert {item.reward for item in samples.scored} == {1.0}
+
+
 def test_where_a_reward_function_pays_the_output_is_not_read(stage):
     played = stage(row={"then": "chat"}, reward_fn=("gsm8k",), label_key="target")
     played.reward = CombinedReward((Paying(),), (1.0,))

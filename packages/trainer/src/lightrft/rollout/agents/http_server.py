@@ -15,6 +15,8 @@ LOOPBACK = "127.0.0.1"
 _CHUNK = 1 << 16
 # Of a request that is refused before it has arrived in full.
 _MAX_PASSED_OVER = 1 << 26
+# Until a client that has closed one side is asked again whether it is there.
+_ASK_SECONDS, _MAX_ASK_SECONDS = 0.02, 5.0
 _JSON = "application/json"
 # Headers of which a second one could be read otherwise by somebody else.
 _ONCE = ("host", "authorization", "x-api-key", "content-type")
@@ -56,7 +58,7 @@ class HttpRequest:
         path: Without its query.
         headers: By names in small letters.
         body: Its bytes.
-        is_gone: Set once the client has closed its side.
+        is_gone: Set once the client has gone.
     """
 
     method: str
@@ -353,9 +355,24 @@ class _Connection:
         return True
 
     async def _watch(self, request: HttpRequest) -> None:
-        """Notes that the client has closed its side while it waits."""
-        data = await self.reader.read(_CHUNK)
-        self.wire.receive_data(data)
+        """Notes that the client has gone while it waits.
+
+        One that has closed the side on which it sends may still want its answer: only a write to
+        it tells, after the second of which the first one's failure is known. Clients pass over
+        what is written.
+        """
+        try:
+            data = await self.reader.read(_CHUNK)
+            self.wire.receive_data(data)
+            pause = _ASK_SECONDS
+            while not data and not self.writer.is_closing():
+                if self.wire.their_http_version != b"1.1":
+                    break  # knows no such answers
+                self._write(h11.InformationalResponse(status_code=100, headers=[]))
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _MAX_ASK_SECONDS)
+        except OSError:
+            data = b""
         if not data:
             request.is_gone.set()
 

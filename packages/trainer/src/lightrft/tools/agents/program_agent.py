@@ -241,21 +241,17 @@ async def _listener(channel: socket.socket) -> int | None:
 
 
 async def _pass_on(line: socket.socket, port: int) -> None:
-    """Both directions of one connection, until either side closes."""
+    """Both directions of one connection, each until its sender closes that side of it."""
     writers: list[asyncio.StreamWriter] = []
     try:
         reader, writer = await asyncio.open_connection(sock=line)
         writers.append(writer)
         there, to_there = await asyncio.open_connection("127.0.0.1", port)
         writers.append(to_there)
-        ways = [asyncio.ensure_future(_copy(*way)) for way in ((reader, to_there), (there, writer))]
-        try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-    except OSError:
+        async with asyncio.TaskGroup() as ways:
+            ways.create_task(_copy(reader, to_there))
+            ways.create_task(_copy(there, writer))
+    except* OSError:
         pass  # either side has gone
     finally:
         for writer in writers:
@@ -266,6 +262,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     while data := await reader.read(_CHUNK):
         writer.write(data)
         await writer.drain()
+    writer.write_eof()
 
 
 def _port(base_url: str) -> int:
