@@ -31,7 +31,12 @@ pytestmark = pytest.mark.shard("kills")
 
 NUM_STEPS = 4
 RUN_SECONDS = 150
-BACKENDS = {"fsdp": {"fsdp": True}, "zero2": {"zero_stage": 2}, "zero3": {"zero_stage": 3}}
+BACKENDS = {
+    "fsdp": {"fsdp": True},
+    "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+    "adapters": {"fsdp": True, "lora_rank": 4, "lora_sync": "adapter"},
+}
 REWARD = """
 def score(responses):
     return [float(sum(map(ord, text)) % 3) for text in responses]
@@ -235,8 +240,8 @@ def run_all(rank, world_size, folder, num_runs, chain, seed):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("num_runs", "chain"),
-    [(3, 2), pytest.param(100, 1, marks=pytest.mark.slow)],
-    ids=["6 kills", "100 kills"],
+    [(4, 2), pytest.param(100, 1, marks=pytest.mark.slow)],
+    ids=["8 kills", "100 kills"],
 )
 def test_a_killed_run_ends_as_the_run_that_nobody_killed(tmp_path, num_runs, chain):
     kill_in_a_process(run_all, tmp_path, num_runs, chain)

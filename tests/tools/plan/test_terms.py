@@ -150,6 +150,9 @@ def test_adapters_count_what_peft_adds(kind, frozen):
     added = sum(p.numel() for n, p in actor.named_parameters() if _is_factor(n))
     setup = setup_of(size, lora_rank=4, freeze_prefix=frozen)
     close(setup.actor.adapters, added, 0.06)
+    alone = {"lora_sync": "adapter", "engine_type": "hf"}
+    apart = setup_of(size, lora_rank=4, freeze_prefix=frozen, **alone)
+    assert (setup.num_sent, apart.num_sent) == (size.parameters, setup.actor.adapters)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
+    from lightrft.engines.adapters import AdapterShape
     from lightrft.engines.media.media import EncodedPrompt
 
 LogprobsMode = Literal["temperature", "truncated"]
@@ -279,6 +280,7 @@ class EngineConfig:
         media: Bounds of the media of the run.
         awaits_weights: A trainer will write every weight before the engine generates, which may
             then start without those of the directory (vllm does).
+        adapters: Adapters that the engine holds beside the weights; None has none.
     """
 
     engine_type: str
@@ -292,6 +294,7 @@ class EngineConfig:
     options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     media: MediaBounds = field(default_factory=MediaBounds)
     awaits_weights: bool = False
+    adapters: AdapterShape | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -311,6 +314,8 @@ class EngineConfig:
         return known[self.dtype]
 
 
+# Engines that hold adapters beside their weights.
+WITH_ADAPTERS = ("hf",)
 # Engines that cannot draw by a seed from what min_p keeps.
 WITHOUT_MIN_P = ("sglang",)
 

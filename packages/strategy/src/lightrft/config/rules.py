@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection
 from lightrft.config.options import did_you_mean
 from lightrft.config.run_options import RunOptions
 from lightrft.config.sources import has_splits, probability_problem, split_sources
-from lightrft.engines.types import WITHOUT_MIN_P, has_known_order
+from lightrft.config.strategy_config import MERGED
+from lightrft.engines.types import WITH_ADAPTERS, WITHOUT_MIN_P, has_known_order
 
 # The {} right after a letter, as in \\boxed{}, is not the place of the prompt.
 PROMPT_SLOT = re.compile(r"(?<![A-Za-z])\{\}")
@@ -61,6 +62,14 @@ def form_problem(name: str) -> str | None:
 def is_served(place: str) -> bool:
     """Whether a teacher is an address, not a folder."""
     return place.startswith(("http://", "https://"))
+
+
+def without_adapters(engine: str) -> str:
+    """The refusal of adapters that would travel alone to this engine."""
+    return (
+        f"lora_sync adapter: the {engine} engine holds no adapters beside its weights: give "
+        f"engine_type {' or '.join(WITH_ADAPTERS)}, or lora_sync {MERGED}"
+    )
 
 
 def _has_teacher(c: RunOptions) -> bool:
@@ -323,6 +332,18 @@ RULES: tuple[Rule, ...] = (
         c.lora_path is not None
         and c.lora_rank == 0
         and "lora_path needs lora_rank: give that of the adapters (r in adapter_config.json)"
+    ),
+    lambda c: (
+        c.lora_sync != MERGED
+        and c.engine_type not in WITH_ADAPTERS
+        and without_adapters(c.engine_type)
+    ),
+    lambda c: c.lora_sync != MERGED and c.lora_rank == 0 and "lora_sync adapter needs lora_rank",
+    lambda c: (
+        c.lora_sync != MERGED
+        and _splits(c)
+        and "lora_sync adapter excludes rollout_ranks, whose engines know no adapters: leave one "
+        "of them out"
     ),
     lambda c: _regex_problem("train_on_regex", c.train_on_regex),
     lambda c: (

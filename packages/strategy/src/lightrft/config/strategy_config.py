@@ -40,6 +40,8 @@ from lightrft.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 
 Arguments = Mapping[str, str | int | float | bool] | None
 EngineType = Literal["vllm", "sglang", "hf", "auto"]
+# Adapters travel as part of the weights that they change.
+MERGED = "merged"
 ENGINE_TYPES: tuple[str, ...] = typing.get_args(EngineType)
 # Weights of which every rank would load a whole copy into the host's memory.
 META_INIT_BYTES = 2_000_000_000
@@ -316,6 +318,13 @@ class StrategyConfig:
         "Size of one weight transfer bucket.",
         at_least=1,
         may_change=True,
+    )
+    lora_sync: str = engine_option(
+        MERGED,
+        "What goes to the engine with lora_rank: merged weights, or the adapters alone to an "
+        "engine that holds them beside its weights (hf).",
+        choices=(MERGED, "adapter"),
+        acts_with="lora_rank",
     )
     verify_weight_sync: bool = engine_option(
         True,

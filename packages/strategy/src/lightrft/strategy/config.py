@@ -1,6 +1,14 @@
 """The configuration of a strategy; it is part of the one record in `lightrft.config`."""
 
 from lightrft.config.options import ConfigError, mask_address, option
-from lightrft.config.strategy_config import ENGINE_TYPES, EngineType, StrategyConfig
+from lightrft.config.strategy_config import ENGINE_TYPES, MERGED, EngineType, StrategyConfig
 
-__all__ = ["ENGINE_TYPES", "ConfigError", "EngineType", "StrategyConfig", "mask_address", "option"]
+__all__ = [
+    "ENGINE_TYPES",
+    "MERGED",
+    "ConfigError",
+    "EngineType",
+    "StrategyConfig",
+    "mask_address",
+    "option",
+]

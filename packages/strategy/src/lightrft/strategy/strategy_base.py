@@ -63,6 +63,7 @@ from lightrft.strategy.rate_factors import check_rate_factors, unscaled_rate
 from lightrft.strategy.sampler import DistributedSampler
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
+    adapters_of,
     checkpoint_module,
     reshard_modules,
 )
@@ -850,13 +851,15 @@ class StrategyBase:
             actor: If given, its weights are sent at once.
 
         Raises:
-            ValueError: Unknown `engine_type`, or no model is known.
+            ValueError: Unknown `engine_type`, no model is known, or `lora_sync` is adapter and
+                the actor has none or is not given.
         """
         config = self.config
         if args is not None and args is not self.args:
             config = StrategyConfig.from_args(args)
-        module = None if actor is None else checkpoint_module(inner_module(actor))
-        engine = self.session.start(config, engine_type, module)
+        inner = None if actor is None else inner_module(actor)
+        module = None if inner is None else checkpoint_module(inner)
+        engine = self.session.start(config, engine_type, module, adapters_of(inner, config))
         self.engine_type = self.config.engine_type
         if actor is not None:
             self.update_engine_weights(actor)

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.engines.adapters import AdapterShape
 from lightrft.models.actor import Actor
 from lightrft.models.adapter_files import check_adapters, load_adapters
 from lightrft.models.reward_model import RewardModel
@@ -43,6 +44,7 @@ class LoraModel(SequenceModel):
     """A model whose linear layers are frozen and carry trained adapters."""
 
     scale = 1.0
+    rank = 0
 
     def add_adapters(self, model: PreTrainedModel, config: TrainConfig) -> None:
         """Freezes a model and puts adapters on its layers.
@@ -59,7 +61,7 @@ class LoraModel(SequenceModel):
         """
         if config.lora_rank < 1:
             raise ConfigError(f"adapters need lora_rank >= 1: got {config.lora_rank}")
-        self.scale = config.lora_alpha / config.lora_rank
+        self.rank, self.scale = config.lora_rank, config.lora_alpha / config.lora_rank
         self.adapters = _inject(model, config)
 
     def gradient_checkpointing_enable(self) -> None:
@@ -106,6 +108,18 @@ class LoraModel(SequenceModel):
             if not _is_factor(entry.checkpoint_name)
         )
         return ParameterSource(source.owner, merged, source.group, source.tied_names, add_local)
+
+    def adapter_source(self, source: ParameterSource) -> ParameterSource:
+        """See strategy's `AdaptedModel`; the base lies where training has it, s B is a copy."""
+        return replace(
+            source, entries=tuple(_apart(entry, self.scale) for entry in source.parameters())
+        )
+
+    def adapter_shape(self) -> AdapterShape:
+        """See strategy's `AdaptedModel`."""
+        names = (name for name, _ in self.pretrained.named_parameters() if name.endswith(FIRST))
+        layers = tuple(name.removesuffix(FIRST) for name in names)
+        return AdapterShape(self.rank, layers)
 
     def merged_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `lightrft.strategy.weight_sync.parameter_source.AdaptedModel`."""
@@ -249,6 +263,18 @@ def target_layers(
 def _is_meant(name: str, target: str) -> bool:
     is_last = name == target or name.endswith(f".{target}")
     return is_last or names_part(target).fullmatch(f"{name.removeprefix('model.')}.") is not None
+
+
+def _apart(entry: SourceParameter, scale: float) -> SourceParameter:
+    name = entry.checkpoint_name.replace(BASE, "")
+    if not _is_factor(name):
+        return replace(entry, checkpoint_name=name)
+    own = name.replace(f".{ADAPTER}.", ".")
+    if name.endswith(FIRST):
+        return replace(entry, checkpoint_name=own)
+    # Of an engine's B the scale is a part; rounded once, when it is sent.
+    scaled = entry.local_shard.float() * scale
+    return replace(entry, checkpoint_name=own, local_shard=scaled, is_aliasable=False)
 
 
 def _is_factor(name: str) -> bool:

@@ -380,6 +380,8 @@ class Loop(Generic[Batch]):
         sync = strategy.last_weight_sync
         if sync is not None:
             found |= {"weights_version": sync.weights_version, "engine_hash": sync.engine_hash}
+            if stage.config.lora_rank:
+                found["weight_sync_bytes"] = sync.num_bytes
         found = stage.finish(batch, {**found, "global_step": step.number})
         self.state = replace(self.state, num_steps=step.number)
         if self._data is not None:

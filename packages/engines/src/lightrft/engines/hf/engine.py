@@ -20,6 +20,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
+from lightrft.engines.adapters import add_adapters
 from lightrft.engines.backend_options import check_options
 from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.engine_weights import ParameterStore, is_full_tensor
@@ -62,6 +63,8 @@ class HFEngine(RolloutEngine):
     def __init__(self, config: EngineConfig, *, module: nn.Module | None = None) -> None:
         super().__init__(config)
         self._model, unwritten = build_model(config, module)
+        if config.adapters is not None:
+            unwritten |= add_adapters(self._model, config.adapters)
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         self._weights = ParameterStore(parameters, self.name)
         self._weights.unwritten.update(unwritten)

@@ -3,15 +3,18 @@
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from lightrft.config.rules import without_adapters
+from lightrft.engines.adapters import AdapterShape, holds_adapters
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.factory import build_engine
 from lightrft.engines.types import (
+    WITH_ADAPTERS,
     Completion,
     EngineConfig,
     EngineStatus,
@@ -171,9 +174,18 @@ class EngineSession:
         )
 
     def start(
-        self, config: StrategyConfig, engine_type: str, module: nn.Module | None
+        self,
+        config: StrategyConfig,
+        engine_type: str,
+        module: nn.Module | None,
+        adapters: AdapterShape | None = None,
     ) -> RolloutEngine:
         """See `StrategyBase.setup_inference_engine`; a rank that cannot ends all of them.
+
+        Args:
+            config, engine_type: Of the engine.
+            module: The actor's model of transformers.
+            adapters: Those that the engine holds beside its weights.
 
         Raises:
             RuntimeError: Another rank could not start its engine. The failing rank raises its own
@@ -186,6 +198,10 @@ class EngineSession:
             )
         self._config.engine_type = kind
         wanted = engine_config(config, kind, has_gpu=self.context.has_gpu, module=module)
+        if adapters is not None:
+            if kind not in WITH_ADAPTERS:
+                raise ValueError(without_adapters(kind))
+            wanted = replace(wanted, adapters=adapters)
         if config.engine_tp_size > wanted.tensor_parallel_size:
             self.context.print(
                 f"the {kind} engine is not tensor-parallel: engine_tp_size "
@@ -228,6 +244,9 @@ class EngineSession:
         """
         if not self._config.enable_engine_sleep or self.status is EngineStatus.SLEEPED:
             return
+        if self._holds_adapters:
+            # The base is not sent again.
+            level = 1
         with phase("put the inference engine to sleep", self.context.timeout):
             self.running.sleep(level)
             self.context.free_memory()
@@ -235,6 +254,18 @@ class EngineSession:
 
     def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
         """Wakes an engine that sleeps, or a part of it."""
+        if self._engine is None or self._engine.status is EngineStatus.WAKEUP:
+            return
+        self._wake_up(tags)
+        # No sync follows, which would compare the base that adapters are added to.
+        if self.weight_sync is not None and self._holds_adapters:
+            self.weight_sync.check_resident()
+
+    @property
+    def _holds_adapters(self) -> bool:
+        return holds_adapters(self.running.parameter_manifest())
+
+    def _wake_up(self, tags: tuple[str, ...] | None = None) -> None:
         if self._engine is None or self._engine.status is EngineStatus.WAKEUP:
             return
         begin = time.monotonic()
@@ -260,10 +291,11 @@ class EngineSession:
         self.weight_sync.bucket_bytes = config.weight_bucket_mb * MEGABYTE
         self.weight_sync.verify = config.verify_weight_sync
         # The cache needs most memory, so it comes last: buckets and gathered weights are gone then.
-        self.wake_up(("weights",))
+        self._wake_up(("weights",))
         with phase("update the engine's weights", self.context.timeout):
             module = inner_module(model)
-            source = engine_source(module, source)
+            has_adapters = self._holds_adapters
+            source = engine_source(module, source, has_adapters=has_adapters)
             canary = None
             if config.verify_weight_sync:
                 canary = actor_canary(
@@ -273,8 +305,9 @@ class EngineSession:
                     max_length=config.max_len,
                     device=self.context.device,
                     media=media_seen(self.running, self._training.world_group),
+                    has_adapters=has_adapters,
                 )
-            report = self.weight_sync.sync(source, canary=canary, wake_cache=self.wake_up)
+            report = self.weight_sync.sync(source, canary=canary, wake_cache=self._wake_up)
         self.context.print_detail(report.summary())
         self.last_weight_sync = report
         self._training.free_memory()

@@ -5,6 +5,7 @@ compute different functions, and generation from activations of earlier weights.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import Group, gather_objects, group_rank
 from lightrft.strategy.distributed.sequence_parallel import SharesSequences
 from lightrft.strategy.weight_sync.parameter_source import (
+    AdaptedModel,
     ParameterSource,
     checkpoint_module,
     reshard_modules,
@@ -51,6 +53,11 @@ CANARY_LIMITS: dict[torch.dtype, CanaryLimits] = {
 }
 QUANTISED_LIMITS = CanaryLimits(mean=0.5, largest=10.0)
 _MEDIA_TOKENS = 4
+# Share of the adapters' effect that rounding may add or take, and deviations of what is measured:
+# adapters that are not applied have none of it, applied twice about two.
+_TOLERANCE, _DEVIATIONS = 0.25, 6.0
+# A smaller effect, in shares of what rounding may do to a logprob, is not judged.
+_SMALLEST_SHARE = 0.1
 _ONE_GREEDY_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -66,6 +73,8 @@ class Canary:
         media: A prompt with media that an engine has completed before the update: features that it
             kept of older weights are found. None before there was one.
         num_media_tokens: How many tokens the engine continues it by.
+        score_base: The same as `score` without the trainer's adapters, where the engine has them
+            apart from its weights.
     """
 
     token_ids: tuple[int, ...]
@@ -73,6 +82,7 @@ class Canary:
     limits: CanaryLimits
     media: EncodedPrompt | None = None
     num_media_tokens: int = 0
+    score_base: Callable[[Sequence[int]], list[float]] | None = None
 
 
 def ask_engine(engine: RolloutEngine, canary: Canary) -> tuple[tuple[int, ...], list[float]]:
@@ -158,6 +168,50 @@ def check_answer(
     return max(differences)
 
 
+def check_effect(
+    limits: CanaryLimits,
+    expected: Sequence[float],
+    base: Sequence[float],
+    logprobs: Sequence[float],
+) -> float | None:
+    """The engine's effect of the adapters as a multiple of the trainer's; it should be 1.
+
+        c = <e - b, t - b> / <t - b, t - b>
+
+    with logprobs e of the engine, t and b of the trainer with and without adapters. The least
+    squares of e - b = c (t - b) say how certain c is, so that no bound on rounding is needed:
+    limits that let a bfloat16 engine pass would hide adapters that it leaves out.
+
+    Args:
+        limits: Of the canary.
+        expected, base, logprobs: t, b and e of the tokens of one sequence.
+
+    Returns:
+        None where the adapters do too little to tell.
+
+    Raises:
+        WeightSyncError: c is not 1.
+    """
+    with_adapters, without, given = (
+        torch.tensor(each, dtype=torch.float64) for each in (expected, base, logprobs)
+    )
+    effect, found = with_adapters - without, given - without
+    size = effect.square().sum()
+    if len(effect) < 2 or (size / len(effect)).sqrt() < _SMALLEST_SHARE * limits.mean:
+        return None
+    share = float(effect @ found / size)
+    rest = found - share * effect
+    deviation = float((rest.square().sum() / (len(rest) - 1) / size).sqrt())
+    # Written so that NaN fails.
+    if not abs(share - 1) <= _TOLERANCE + _DEVIATIONS * deviation:
+        raise WeightSyncError(
+            "canary",
+            f"the engine shows {share:.2f} of what the adapters do to the canary prompt in the "
+            "trainer, expected 1: it does not apply the adapters that it holds, or not once",
+        )
+    return share
+
+
 def canary_token_ids(vocab_size: int, length: int = CANARY_LENGTH) -> tuple[int, ...]:
     """Fixed token ids from the middle of the vocabulary, where no special tokens lie.
 
@@ -178,6 +232,7 @@ def actor_canary(
     max_length: int | None,
     device: torch.device,
     media: EncodedPrompt | None = None,
+    has_adapters: bool = False,
 ) -> Canary | None:
     """The canary of an actor.
 
@@ -188,6 +243,7 @@ def actor_canary(
         max_length: Longest sequence of the engine, or None for the model's own limit.
         device: Where the actor computes.
         media: A prompt with media, the same on every rank; left out if the actor takes none.
+        has_adapters: The engine has the actor's adapters apart from its weights.
 
     Returns:
         None if the module has no transformers language model, hence no vocabulary.
@@ -212,6 +268,10 @@ def actor_canary(
         scores = [score_with_actor(actor, each, device=device, media=media) for each in sequences]
         return scores[group_rank(group)]
 
+    def score_base(sequence: Sequence[int]) -> list[float]:
+        with module.adapters_off() if isinstance(module, AdaptedModel) else nullcontext():
+            return score(sequence)
+
     room = 0 if media is None or is_bare else longest - len(media.token_ids)
     found = [CANARY_LIMITS.get(dtype, QUANTISED_LIMITS) for dtype in dtypes]
     return Canary(
@@ -220,6 +280,7 @@ def actor_canary(
         max(found, key=lambda limits: limits.mean),
         media if room > 0 else None,
         min(room, _MEDIA_TOKENS),
+        score_base if has_adapters else None,
     )
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from lightrft.engines.adapters import AdapterShape
 from lightrft.engines.engine_weights import tied_names
+from lightrft.strategy.config import MERGED, StrategyConfig
 
 FlatRange = tuple[int, int]
 # `add_local(name, start, values)` adds in place to float32 `values`, the elements from `start`.
@@ -197,6 +200,15 @@ class AdaptedModel(Protocol):
         Collective over the source's group.
         """
 
+    def adapter_source(self, source: ParameterSource) -> ParameterSource:
+        """The base under its names, A and s B under those of `lightrft.engines.adapters`."""
+
+    def adapter_shape(self) -> AdapterShape:
+        """Rank of the adapters and the layers that have one."""
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """The base model, where nothing may need a gradient."""
+
     def merged_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Full values with the adapters added to the weights, under the base model's names."""
 
@@ -204,9 +216,40 @@ class AdaptedModel(Protocol):
         """Writes the adapters alone, as their library loads them, from full values."""
 
 
-def engine_source(module: nn.Module, source: ParameterSource) -> ParameterSource:
-    """The source as a rollout engine needs it: adapters are part of the weights they change."""
-    return module.merged_source(source) if isinstance(module, AdaptedModel) else source
+def engine_source(
+    module: nn.Module, source: ParameterSource, *, has_adapters: bool = False
+) -> ParameterSource:
+    """The source as a rollout engine needs it: adapters are part of the weights they change.
+
+    Args:
+        module: The wrapper or bare model.
+        source: Its parameters.
+        has_adapters: The engine has places for the adapters themselves.
+    """
+    if not isinstance(module, AdaptedModel):
+        return source
+    return module.adapter_source(source) if has_adapters else module.merged_source(source)
+
+
+def adapters_of(module: nn.Module | None, config: StrategyConfig) -> AdapterShape | None:
+    """The adapters that an engine holds beside its weights; None where it is sent merged weights.
+
+    Args:
+        module: The actor, if it is given.
+        config: Its option `lora_sync` chooses.
+
+    Raises:
+        ValueError: They are to travel alone, and the actor has none or is not given.
+    """
+    if config.lora_sync == MERGED:
+        return None
+    if module is not None and isinstance(module, AdaptedModel):
+        return module.adapter_shape()
+    got = "no actor" if module is None else type(module).__name__
+    raise ValueError(
+        f"lora_sync adapter needs an actor with adapters when the engine starts: got {got}; give "
+        f"actor= with lora_rank, or lora_sync {MERGED}"
+    )
 
 
 def gathered_dtype(module: nn.Module, dtype: torch.dtype) -> torch.dtype:

@@ -26,7 +26,13 @@ from lightrft.strategy.distributed.collectives import (
     transfer_device,
 )
 from lightrft.strategy.distributed.one_sided import run_apart
-from lightrft.strategy.weight_sync.canary import Canary, ask_about_media, ask_engine, check_answer
+from lightrft.strategy.weight_sync.canary import (
+    Canary,
+    ask_about_media,
+    ask_engine,
+    check_answer,
+    check_effect,
+)
 from lightrft.strategy.weight_sync.parameter_source import AddLocal, ParameterSource
 from lightrft.strategy.weight_sync.verification import (
     PEER_FAILED,
@@ -378,6 +384,22 @@ class WeightSync:
             is_aliased=transfer.is_aliased,
         )
 
+    def check_resident(self) -> None:
+        """Bars the engine if a parameter that is not sent again is not what was sent.
+
+        For an engine that slept since. Ranks find it for themselves, and all learn of it when they
+        generate.
+        """
+        resident = self._resident_hashes if self.verify else {}
+        if self.engine.weights_were_dropped or not resident:
+            return
+        verifiable = {p.name for p in self.engine.parameter_manifest() if p.verifiable}
+        names = [name for name in resident if name in verifiable]
+        try:
+            check_hashes({n: resident[n] for n in names}, self.engine.hash_parameters(names))
+        except WeightSyncError as error:
+            self.engine.mark_stale(f"weights changed while it slept: {error}")
+
     def _verify(
         self,
         transfer: Transfer,
@@ -540,10 +562,13 @@ class WeightSync:
         filler = (*canary.token_ids, canary.token_ids[0])
         token_ids, logprobs = transfer.attempt(lambda: self._inside(ask)) or (filler, None)
         expected = canary.score(token_ids, None)
+        base = None if canary.score_base is None else canary.score_base(token_ids)
         difference = self._score_media(canary, transfer)
         if logprobs is None:
             return None
         found = transfer.attempt(lambda: check_answer(canary, expected, logprobs))
+        if base is not None:
+            transfer.attempt(lambda: check_effect(canary.limits, expected, base, logprobs))
         return found if found is None or difference is None else max(found, difference)
 
     def _score_media(self, canary: Canary, transfer: Transfer) -> float | None:

@@ -265,11 +265,12 @@ def _offload(setup: Setup, num_micro: float) -> float:
 
 
 def _sync(setup: Setup, gpu: Gpu) -> float:
-    total = setup.compute_bytes * setup.actor_size.parameters
-    messages = total / (setup.config.weight_bucket_mb * 1e6)
-    # Hashes and copies read everything about four times.
-    local = 4 * total / (gpu.memory_gb_per_second * GB)
-    return local + _collective(setup, total, gpu, messages)
+    sent = setup.compute_bytes * setup.num_sent
+    messages = sent / (setup.config.weight_bucket_mb * 1e6)
+    # Hashes read all weights on both sides, copies twice what is sent.
+    read = 2 * (setup.compute_bytes * setup.actor_size.parameters + sent)
+    local = read / (gpu.memory_gb_per_second * GB)
+    return local + _collective(setup, sent, gpu, messages)
 
 
 def _collective(setup: Setup, num_bytes: float, gpu: Gpu, num_messages: float = 1.0) -> float:

@@ -492,7 +492,8 @@ def _engine_weights(setup: Setup) -> Iterator[Term]:
         total = setup.compute_bytes * setup.actor_size.parameters
         yield Term("engine: weights", total / setup.config.engine_tp_size)
     elif not _shares_memory(setup):
-        yield Term("engine: weights", setup.compute_bytes * setup.actor_size.parameters)
+        total = setup.actor_size.parameters + setup.num_apart
+        yield Term("engine: weights", setup.compute_bytes * total)
 
 
 def _engine(setup: Setup) -> Iterator[Term]:
@@ -517,7 +518,7 @@ def _waking(setup: Setup) -> Iterator[Term]:
 
 def _buckets(setup: Setup) -> Iterator[Term]:
     size = NUM_BUCKETS * setup.config.weight_bucket_mb * MEGABYTE
-    total = setup.compute_bytes * setup.actor_size.parameters
+    total = setup.compute_bytes * setup.num_sent
     if not _shares_memory(setup):
         yield Term("buckets of weights", min(size, NUM_BUCKETS * total))
 

@@ -10,6 +10,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.files import read_object
 from lightrft.config.options import LARGEST_INT, did_you_mean
 from lightrft.config.rules import is_served
+from lightrft.config.strategy_config import MERGED
 from lightrft.tools.plan.vision import TOWERS, VisionSize
 
 
@@ -308,6 +309,16 @@ class Setup:
         """Whether `freeze_prefix` keeps the vision tower as it is."""
         names = [start + tower for tower in TOWERS for start in ("", "model.")]
         return any(re.match(p, f"{n}.") for p in self.config.freeze_prefix for n in names)
+
+    @property
+    def num_apart(self) -> int:
+        """Numbers of the adapters that an engine holds beside its weights."""
+        return 0 if self.config.lora_sync == MERGED else self.actor.adapters
+
+    @property
+    def num_sent(self) -> int:
+        """Numbers that a weight sync moves."""
+        return self.num_apart or self.actor_size.parameters
 
     @cached_property
     def actor(self) -> Model:
