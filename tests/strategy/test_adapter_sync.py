@@ -295,9 +295,9 @@ def test_an_actor_without_adapters_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engine_type": "vllm"}, "the vllm engine holds no adapters beside"),
+        ({"engine_type": "vllm", "engine_tp_size": 2}, "on one rank alone: got engine_tp_size 2"),
         ({"engine_type": "sglang"}, "the sglang engine holds no adapters"),
-        ({"engine_type": "auto"}, "give engine_type hf, or lora_sync merged"),
+        ({"engine_type": "auto"}, "give engine_type hf or vllm, or lora_sync merged"),
         ({"lora_rank": 0}, "lora_sync adapter needs lora_rank"),
         ({"rollout_ranks": 1, "rollout_lag": 1, "fsdp": True}, "excludes rollout_ranks"),
     ],

@@ -35,3 +35,13 @@ def test_two_ranks_agree_with_one_resume_and_sample_as_with_merged_weights(tmp_p
     assert adapters.pop("weight_sync_bytes") < 0.5 * merged.pop("weight_sync_bytes")
     same(adapters, merged)
     assert adapters["weights_changed"] == 1
+
+
+@pytest.mark.vllm
+def test_vllm_takes_the_adapters_of_two_ranks(tmp_path, tiny_model):
+    write_inputs(tmp_path)
+    run = run_of(tmp_path, tiny_model, "vllm", engine_type="vllm", engine_mem_util=0.1)
+    (found,), _ = run_multiprocess(train_each, 2, timeout_seconds=400, args=([run],))
+    assert 0 < found["weight_sync_bytes"] < 1e6
+    assert found["logprob_diff_mean"] < 1e-4
+    assert found["weights_changed"] == 1

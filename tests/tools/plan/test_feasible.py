@@ -268,3 +268,16 @@ def test_nothing_that_is_advised_cannot_fit():
             share = found.plan.setup.config.engine_mem_util * found.plan.setup.capacity_bytes
             assert engine < share
             assert rank + share < found.plan.setup.capacity_bytes
+
+
+def test_adapters_alone_keep_the_engine_s_weights_on_the_host():
+    given = {"fsdp": True, "lora_rank": 16}
+    merged = plan_memory(setup_of("7b", 8, "h100-80g", **given))
+    apart = plan_memory(setup_of("7b", 8, "h100-80g", **given, lora_sync="adapter"))
+    setup = apart.setup
+    held = setup.compute_bytes * (setup.actor_size.parameters + setup.actor.adapters)
+    of_phase = [{p.name: p for p in plan.phases}["train"] for plan in (merged, apart)]
+    assert of_phase[1].host_bytes - of_phase[0].host_bytes == pytest.approx(held)
+    assert of_phase[1].device_bytes == pytest.approx(of_phase[0].device_bytes)
+    syncs = [step_seconds(p.setup, GPUS["h100-80g"]).phases["sync"] for p in (merged, apart)]
+    assert syncs[1] < 0.6 * syncs[0]

@@ -80,6 +80,9 @@ class RolloutEngine(ABC):
     # Whether it takes images and videos, if the model does.
     reads_media: bool = False
 
+    # Whether its weights are always those of the checkpoint, to which it adds adapters.
+    keeps_base = False
+
     # Whether sleeping must have been enabled at the start.
     sleeps_on_request_only = False
     _weights: EngineWeights

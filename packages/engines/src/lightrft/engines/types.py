@@ -315,7 +315,7 @@ class EngineConfig:
 
 
 # Engines that hold adapters beside their weights.
-WITH_ADAPTERS = ("hf",)
+WITH_ADAPTERS = ("hf", "vllm")
 # Engines that cannot draw by a seed from what min_p keeps.
 WITHOUT_MIN_P = ("sglang",)
 

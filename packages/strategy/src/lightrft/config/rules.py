@@ -338,6 +338,15 @@ RULES: tuple[Rule, ...] = (
         and c.engine_type not in WITH_ADAPTERS
         and without_adapters(c.engine_type)
     ),
+    lambda c: (
+        c.lora_sync != MERGED
+        and c.engine_type == "vllm"
+        and c.engine_tp_size > 1
+        and (
+            f"lora_sync adapter: a vllm engine holds adapters on one rank alone: got "
+            f"engine_tp_size {c.engine_tp_size}; leave it out, or give lora_sync {MERGED}"
+        )
+    ),
     lambda c: c.lora_sync != MERGED and c.lora_rank == 0 and "lora_sync adapter needs lora_rank",
     lambda c: (
         c.lora_sync != MERGED

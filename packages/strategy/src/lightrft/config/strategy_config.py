@@ -322,7 +322,7 @@ class StrategyConfig:
     lora_sync: str = engine_option(
         MERGED,
         "What goes to the engine with lora_rank: merged weights, or the adapters alone to an "
-        "engine that holds them beside its weights (hf).",
+        "engine that holds them beside its weights (hf, vllm).",
         choices=(MERGED, "adapter"),
         acts_with="lora_rank",
     )

@@ -102,7 +102,7 @@ class TrainOptions(TypedDict, total=False):
     """Size of one weight transfer bucket."""
     lora_sync: Literal["merged", "adapter"]
     """What goes to the engine with lora_rank: merged weights, or the adapters alone to an
-    engine that holds them beside its weights (hf)."""
+    engine that holds them beside its weights (hf, vllm)."""
     verify_weight_sync: bool
     """Compare hashes of the trainer's and the engine's weights."""
     rm_use_engine: bool

@@ -75,6 +75,7 @@ class Backend:
         num_threads: Of torch when it started, for every call: without AVX-512, weights that oneDNN
             packed for one number of threads are multiplied wrongly with another.
         runner: Module and class of what executes the model.
+        native_runner: That itself.
         caches: Of keys and values, or of a layer's states: tensors and lists of tensors.
     """
 
@@ -85,6 +86,7 @@ class Backend:
     owns_process_group: bool
     num_threads: int
     runner: str = ""
+    native_runner: object = None
     caches: Sequence[object] = ()
 
 
@@ -188,6 +190,7 @@ def _start(arguments: dict[str, object], *, owns_process_group: bool) -> Backend
         owns_process_group=owns_process_group,
         num_threads=torch.get_num_threads(),
         runner=f"{runner.__module__}.{runner.__qualname__}",
+        native_runner=worker.model_runner,
         caches=worker.model_runner.kv_caches,
     )
 

@@ -18,6 +18,7 @@ from lightrft.engines.model_shape import ModelShape, model_configs, model_direct
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.rows import FinishedJob, Job, Row, first_job, stream_in_parts
 from lightrft.engines.types import EngineConfig, EngineStatus, SamplingParams
+from lightrft.engines.vllm.adapters import AdapterBuffers, adapter_request
 from lightrft.engines.vllm.backend import (
     Backend,
     clear_caches,
@@ -62,6 +63,7 @@ class VLLMEngine(RolloutEngine):
 
     def __init__(self, config: EngineConfig, *, module: nn.Module | None = None) -> None:
         super().__init__(config)
+        self.keeps_base = config.adapters is not None
         hf_config, generation_config, architecture = model_configs(config, module)
         self._read_limits(hf_config, generation_config)
         self._has_tokenizer = bool(config.model_path) and has_tokenizer(config.model_path)
@@ -80,15 +82,19 @@ class VLLMEngine(RolloutEngine):
         from vllm.distributed.parallel_state import get_tp_group
 
         group = get_tp_group()
-        layout = LayoutReader(
+        reader = LayoutReader(
             self._started.model,
             shape,
             tp_rank=group.rank_in_group,
             tp_size=group.world_size,
             default_dtype=self._dtype,
             may_lack=lacking,
-        ).read()
-        weights = VLLMWeights(self._started, layout, self.name)
+        )
+        buffers, adapters = None, self._config.adapters
+        if adapters is not None:
+            targets = {layer: reader.part(layer) for layer in adapters.layers}
+            buffers = AdapterBuffers(self._started.native_runner, adapters, targets)
+        weights = VLLMWeights(self._started, reader.read(), self.name, buffers)
         if load_format(self._config, reads_media=self._limits.reads_media) == "dummy":
             check_buffers(self._started.model)
             weights.unwritten.update(weights.owners)
@@ -147,6 +153,7 @@ class VLLMEngine(RolloutEngine):
                 llm.enqueue(  # type: ignore[attr-defined]
                     [native_prompt(job) for job in jobs],
                     sampling_params=list(natives),
+                    lora_request=adapter_request() if self.keeps_base else None,
                     use_tqdm=False,
                 )
             while engine.has_unfinished_requests():

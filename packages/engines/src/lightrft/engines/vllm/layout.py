@@ -9,6 +9,7 @@ from torch import nn
 
 from lightrft.engines.model_shape import ModelShape
 from lightrft.engines.types import EngineParameter
+from lightrft.engines.vllm.adapters import plain_modules
 from lightrft.engines.vllm.experts import PLAIN_BACKENDS, ExpertSlot, backend_name, expert_slot
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,7 +93,7 @@ class LayoutReader:
         default_dtype: torch.dtype,
         may_lack: str = "",
     ) -> None:
-        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._modules = plain_modules(model)
         self._shape = shape
         self._tp_rank = tp_rank
         self._tp_size = tp_size
@@ -142,6 +143,15 @@ class LayoutReader:
                 )
             )
         return Layout(tuple(manifest), places, modules)
+
+    def part(self, layer: str) -> tuple[str, int]:
+        """VLLM's module of a checkpoint's layer, and its place among those that it fuses."""
+        target = self._target(f"{layer}.weight")
+        if target is None:
+            return "", 0
+        fused = self._packed.get(target[0].rpartition(".")[2], ())
+        last = layer.rpartition(".")[2]
+        return target[0], fused.index(last) if last in fused else 0
 
     def _check_filled(self, targets: Iterable[tuple[str, str]]) -> None:
         """Raises unless every module is written by an update.

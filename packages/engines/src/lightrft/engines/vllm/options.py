@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from lightrft.engines.backend_options import check_options, parse_options
 from lightrft.engines.types import EngineConfig, MediaBounds
+from lightrft.engines.vllm.adapters import adapter_arguments
 
 # vLLM's name -> where it is set instead.
 RESERVED: Mapping[str, str] = {
@@ -45,6 +46,8 @@ def load_format(config: EngineConfig, *, reads_media: bool) -> str:
     """
     if not config.model_path:
         return "dummy"
+    if config.adapters is not None:  # no update writes the base
+        return "auto"
     if "load_format" in config.options:
         return str(config.options["load_format"])
     reads_more = any(name in config.options for name in _READ_MORE)
@@ -101,6 +104,7 @@ def engine_arguments(
         arguments["cpu_distributed_timeout_seconds"] = GROUP_SECONDS
     if reads_media:
         arguments |= _media_arguments(config.media)
+    arguments |= adapter_arguments(config)
     return {**arguments, **parse_options(config.options, hints)}
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from lightrft.engines.engine_weights import AssembledWeights
 from lightrft.engines.process_state import preserved_process_state
+from lightrft.engines.vllm.adapters import AdapterBuffers, plain_modules
 from lightrft.engines.vllm.backend import Backend
 from lightrft.engines.vllm.experts import repack_on_cpu
 from lightrft.engines.vllm.layout import Layout, Place
@@ -36,25 +37,39 @@ class VLLMWeights(AssembledWeights):
         backend: The started engine.
         layout: Its parameters.
         engine_name: Names the engine in errors.
+        adapters: Adapters beside the weights; the weights are then those of the checkpoint.
     """
 
-    def __init__(self, backend: Backend, layout: Layout, engine_name: str) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        layout: Layout,
+        engine_name: str,
+        adapters: AdapterBuffers | None = None,
+    ) -> None:
         device = next(backend.model.parameters()).device
-        super().__init__(layout.manifest, engine_name, device=device)
+        apart = () if adapters is None else adapters.manifest
+        super().__init__((*layout.manifest, *apart), engine_name, device=device)
+        self._adapters = adapters
+        self.unwritten.update(parameter.name for parameter in apart)
         self._backend = backend
         self._layout = layout
-        self._modules = dict(backend.model.named_modules(remove_duplicate=False))
+        self._modules = plain_modules(backend.model)
         self._reloaded: set[str] = set()
 
     def forget_engine(self) -> None:
         """Lets go of vLLM, whose model and cache would live as long as this object."""
         self._forget()
         self._modules = {}
+        self._adapters = None
         del self._backend
 
     def _hand_over(self, tensors: dict[str, torch.Tensor]) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        if self._adapters is not None:
+            self._adapters.write(tensors)
+            return
         tensors = {name: tensor for name, tensor in tensors.items() if name in self._layout.modules}
         with reloading(self._backend):
             if not self._is_updating:
@@ -92,8 +107,15 @@ class VLLMWeights(AssembledWeights):
                 f"a weight update of the {self._engine_name} engine is open; call "
                 "finish_weight_update() before hash_parameters()"
             )
-        places = self._layout.places
-        return self._sum_over_group(self._local_hashes([places[name] for name in names]))
+        places, adapters = self._layout.places, self._adapters
+        if adapters is None:
+            return self._sum_over_group(self._local_hashes([places[name] for name in names]))
+        # Of one rank alone.
+        apart = [name for name in names if name in adapters.tensors]
+        base = [name for name in names if name not in adapters.tensors]
+        found = dict(zip(apart, adapters.hashes(apart), strict=True))
+        found |= zip(base, self._local_hashes([places[name] for name in base]), strict=True)
+        return [found[name] for name in names]
 
     def _local_hashes(self, places: Sequence[Sequence[Place]]) -> list[int]:
         """This rank's part of the hash of each parameter; other ranks of the group add theirs."""

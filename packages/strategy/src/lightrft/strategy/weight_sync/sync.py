@@ -465,6 +465,8 @@ class WeightSync:
         self, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int], source: ParameterSource
     ) -> tuple[PlannedParameter, ...]:
         """The parameters to write now: all but frozen ones that the engine holds already."""
+        if self.engine.keeps_base:  # compared, like all others, and never written
+            return tuple(pair for pair in pairs if not pair.source.frozen)
         has_same_owner = self._owner is not None and self._owner() is source.owner
         if not has_same_owner or self.engine.weights_were_dropped:
             return tuple(pairs)

@@ -105,7 +105,7 @@ def engine_room(setup: Setup) -> EngineRoom | None:
     logits = num_seqs * size.vocab * (c + 2 * WIDE)
     return EngineRoom(
         share_bytes=share,
-        weight_bytes=c * size.parameters / tp,
+        weight_bytes=c * (size.parameters + setup.num_apart) / tp,
         graph_bytes=constant("graph_gb_per_layer") * GB * size.num_layers if setup.has_gpu else 0.0,
         activation_bytes=max(c * tokens * width, logits) if setup.has_gpu else 0.0,
         token_bytes=setup.cache_bytes / tp,

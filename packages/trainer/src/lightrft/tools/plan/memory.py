@@ -424,6 +424,9 @@ def plan_memory(setup: Setup) -> MemoryPlan:
         return MemoryPlan(setup, tuple(_given_phases(setup)))
     always = [*_context(setup), *_models(setup)]
     asleep = [Term("engine: graphs", asleep_bytes(setup))]
+    if setup.num_apart and setup.has_gpu:  # the base is not sent again
+        weights = [Term(f"{t.name}, asleep", t.num_bytes, True) for t in _engine_weights(setup)]
+        asleep += weights
     asleep = asleep if _sleeps(setup) else list(_engine(setup))
     phases = (
         Phase("load", (*_context(setup), *_loading(setup))),
@@ -488,12 +491,11 @@ def _shares_memory(setup: Setup) -> bool:
 
 
 def _engine_weights(setup: Setup) -> Iterator[Term]:
+    total = setup.compute_bytes * (setup.actor_size.parameters + setup.num_apart)
     if setup.has_server_engine:
-        total = setup.compute_bytes * setup.actor_size.parameters
         yield Term("engine: weights", total / setup.config.engine_tp_size)
     elif not _shares_memory(setup):
-        total = setup.actor_size.parameters + setup.num_apart
-        yield Term("engine: weights", setup.compute_bytes * total)
+        yield Term("engine: weights", total)
 
 
 def _engine(setup: Setup) -> Iterator[Term]:

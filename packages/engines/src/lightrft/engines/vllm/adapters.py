@@ -1,0 +1,134 @@
+"""Adapters in vLLM's own buffers, one set in its only slot, written and read in place."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lightrft.engines.adapters import FIRST, SECOND, AdapterShape
+from lightrft.engines.types import EngineConfig, EngineParameter
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+_BASE = ".base_layer"
+# vLLM tells adapters apart by their number and, in its prefix cache, by their name. Both stay the
+# same, since every update ends with empty caches. Nothing is read from the path.
+_NUMBER, _NAME, _PATH = 1, "policy", "/in/memory"
+
+
+def adapter_arguments(config: EngineConfig) -> dict[str, object]:
+    """Keyword arguments of `vllm.LLM` for an engine with adapters.
+
+    Raises:
+        ValueError: vLLM cannot hold them.
+    """
+    from vllm.config.lora import MaxLoRARanks
+
+    if config.adapters is None:
+        return {}
+    ranks = [rank for rank in typing.get_args(MaxLoRARanks) if rank >= config.adapters.rank]
+    problems = {
+        f"adapters of rank {config.adapters.rank}": not ranks,
+        f"engine_tp_size {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
+        "no checkpoint to read the base from": not config.model_path,
+    }
+    found = [problem for problem, applies in problems.items() if applies]
+    if found:
+        raise ValueError(
+            f"lora_sync adapter: the vllm engine cannot hold adapters with {', '.join(found)}: "
+            "give lora_sync merged"
+        )
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks), "lora_dtype": "auto"}
+
+
+def adapter_request() -> LoRARequest:
+    """What a request names to be computed with the adapters."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(_NAME, _NUMBER, _PATH)
+
+
+def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of vLLM's model by name: what its adapters wrap in place of the wrappers."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name.replace(_BASE, ""): module for name, module in named}
+
+
+class AdapterBuffers:
+    """A and B of every layer, as vLLM multiplies with them.
+
+    Args:
+        runner: vLLM's runner of the model.
+        adapters: Rank and layers.
+        targets: Checkpoint name of a layer -> vLLM's module, and its place among the layers that
+            the module fuses.
+
+    Attributes:
+        tensors: Parameter -> view of vLLM's buffer, A [rank, in] and B [out, rank].
+
+    Raises:
+        ValueError: vLLM gives a layer no adapter.
+    """
+
+    def __init__(
+        self, runner: object, adapters: AdapterShape, targets: Mapping[str, tuple[str, int]]
+    ) -> None:
+        manager = runner.lora_manager  # type: ignore[attr-defined]
+        # A slot that requests find in use; what it holds is overwritten.
+        manager.add_dummy_lora(adapter_request(), adapters.rank)
+        slots = manager._adapter_manager
+        slots.activate_adapter(_NUMBER)
+        self._slot: int = slots.lora_index_to_id.index(_NUMBER)
+        for module in slots.modules.values():
+            module.reset_lora(self._slot)
+        self._slots = slots
+        self.tensors: dict[str, torch.Tensor] = {}
+        for layer in adapters.layers:
+            name, part = targets[layer]
+            module = slots.modules.get(name)
+            if module is None:
+                raise ValueError(
+                    f"lora_sync adapter: vLLM has no adapter for {layer}: give lora_sync merged, "
+                    "or target_modules without it"
+                )
+            rank = adapters.rank
+            self.tensors[layer + FIRST] = module.lora_a_stacked[part][self._slot, 0, :rank]
+            self.tensors[layer + SECOND] = module.lora_b_stacked[part][self._slot, 0, :, :rank]
+
+    @property
+    def manifest(self) -> tuple[EngineParameter, ...]:
+        """The parameters."""
+        return tuple(
+            EngineParameter(name, tuple(tensor.shape), tensor.dtype)
+            for name, tensor in self.tensors.items()
+        )
+
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copies whole parameters to where vLLM reads them.
+
+        Raises:
+            ValueError: One of them is no adapter.
+        """
+        for name, tensor in tensors.items():
+            if name not in self.tensors:
+                raise ValueError(
+                    f"a vllm engine with adapters keeps the base of its checkpoint: got {name}"
+                )
+            self.tensors[name].copy_(tensor)
+
+    def hashes(self, names: Sequence[str]) -> list[int]:
+        """Hashes of parameters, as vLLM reads them.
+
+        Raises:
+            RuntimeError: vLLM has put something else into the slot.
+        """
+        from lightrft.kernels import hash_tensors
+
+        if self._slots.lora_index_to_id[self._slot] != _NUMBER:
+            raise RuntimeError("vLLM has put other adapters into the slot of the policy's")
+        return hash_tensors([self.tensors[name].contiguous() for name in names])
