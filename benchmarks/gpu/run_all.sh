@@ -9,8 +9,8 @@
 # line for each step: name, exit code, seconds. --rehearse needs no GPU: it collects what it would
 # run, and runs the training step in a tiny shape.
 #
-# Needs python3 with torch >= 2.11, transformers, pytest and pytest-benchmark; the extension pybind11,
-# cmake, ninja and nvcc; no network. Wheels in benchmarks/gpu/wheels (see fetch_peers.sh) are used.
+# Needs python3 with torch >= 2.11, transformers, psutil, pytest, pytest-benchmark and pytest-timeout;
+# the extension pybind11, cmake, ninja and nvcc; no network. Wheels in benchmarks/gpu/wheels (see fetch_peers.sh) are used.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 ALL="linear_logprob training_step extension weight_buckets tests doctor doctor_gpu"
@@ -50,7 +50,7 @@ for wheel in "$root"/benchmarks/gpu/wheels/*.whl; do
 done
 export PYTHONPATH="$site:$build/peers${PYTHONPATH:+:$PYTHONPATH}"
 # The project's own settings name plugins that this machine may lack.
-printf '[pytest]\naddopts = --import-mode=importlib\nmarkers =\n    gpu\n    multiprocess\n    triton\n    slow\n' \
+printf '[pytest]\naddopts = --import-mode=importlib\nmarkers =\n    gpu\n    multiprocess\n    triton\n    slow\n    shard\n' \
   >"$build/pytest.ini"
 
 run_pytest() {

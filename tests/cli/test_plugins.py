@@ -140,3 +140,11 @@ def test_a_command_says_which_extra_brings_what_it_lacks(lightrft):
     assert "needs the package peft, which is not installed: pip install 'lightrft[lora]'" in (
         done.stderr
     )
+
+
+def test_from_a_source_tree_a_missing_package_is_named(monkeypatch):
+    """Nothing is installed there that could say which extra has it."""
+    from lightrft.cli.main import _installation
+
+    monkeypatch.setattr("sys.path", [])
+    assert _installation("psutil.cpu") == "pip install psutil"

@@ -121,10 +121,14 @@ def _lacking(command: str, error: ModuleNotFoundError) -> PreflightError:
 
 def _installation(module: str) -> str:
     """The command that installs what a missing module is of."""
-    from importlib.metadata import requires
+    from importlib.metadata import PackageNotFoundError, requires
 
     package = module.partition(".")[0].replace("_", "-")
-    for line in requires("lightrft-trainer") or ():
+    try:
+        lines = requires("lightrft-trainer") or ()
+    except PackageNotFoundError:  # run from its sources
+        lines = ()
+    for line in lines:
         requirement, _, extra = line.partition("; extra == ")
         if re.split(r"[^\w-]", requirement)[0] == package and extra:
             return f"pip install 'lightrft[{extra.strip(chr(34) + chr(39))}]'"
