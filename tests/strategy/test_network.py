@@ -1,9 +1,12 @@
 """Gloo listens where the other nodes reach it, or the run ends before it waits."""
 
+import os
+import resource
 import socket
 from types import SimpleNamespace
 
 import pytest
+from tests.ranks import run_multiprocess
 
 from lightrft.strategy.distributed import network
 
@@ -77,3 +80,52 @@ def test_this_host_can_be_asked():
     assert "lo" in network._addresses()
     assert network._address_towards("127.0.0.1") == "127.0.0.1"
     assert network._resolve("no-such-host.invalid") is None
+
+
+def limits(monkeypatch, own, most):
+    """The limits of a process, and those that it has set."""
+    found = []
+    monkeypatch.setattr(network.resource, "getrlimit", lambda _: (own, most))
+    monkeypatch.setattr(network.resource, "setrlimit", lambda _, pair: found.append(pair))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("own", "most", "raised"),
+    [
+        (1024, 1_048_576, [(9216, 1_048_576)]),
+        (1024, resource.RLIM_INFINITY, [(9216, resource.RLIM_INFINITY)]),
+        (1024, 4096, [(4096, 4096)]),
+        (65_536, 1_048_576, []),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, []),
+    ],
+)
+def test_512_ranks_may_open_files_for_their_connections(monkeypatch, own, most, raised):
+    found = limits(monkeypatch, own, most)
+    network.allow_open_files(512)
+    assert found == raised
+
+
+def test_a_hard_limit_below_the_connections_is_an_error_with_what_to_do(monkeypatch):
+    limits(monkeypatch, 512, 1000)
+    with pytest.raises(network.NetworkError, match=r"1024 connections each: got a limit of 1000"):
+        network.allow_open_files(512)
+
+
+def groups_with_few_files(rank, world_size):
+    """Makes groups with room for one more file, of which each takes several."""
+    from lightrft.strategy.distributed import process_groups
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 3, most))
+    process_groups.start_process_group(None)
+    process_groups.separate_group(None, timeout=process_groups.DEFAULT_TIMEOUT)
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.multiprocess
+def test_ranks_connect_although_few_files_may_be_open_at_first():
+    taken = run_multiprocess(groups_with_few_files, 3, timeout_seconds=120)
+    assert min(taken) > 3
+    assert max(taken) < 3 * network._FILES_PER_RANK

@@ -1,13 +1,18 @@
-"""The network interface by which gloo reaches the other nodes."""
+"""The network interface by which gloo reaches the other nodes, and the files of its connections."""
 
 import ipaddress
 import os
+import resource
 import socket
 from collections.abc import Mapping
 
 import psutil
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+# A group of gloo has a connection to each other rank. Training and rollouts have one of all ranks
+# each, an engine, NCCL and DeepSpeed have theirs.
+_LEAST_FILES_PER_RANK, _FILES_PER_RANK = 2, 16
+_OTHER_FILES = 1024
 
 
 class NetworkError(RuntimeError):
@@ -60,6 +65,29 @@ def choose_gloo_interface(environment: Mapping[str, str] = os.environ) -> str | 
         f"nodes cannot reach it: set {VARIABLE} on every node to the interface between the nodes, "
         f"one of {sorted(outside)}"
     )
+
+
+def allow_open_files(num_ranks: int) -> None:
+    """Has this process open as many files as connections to so many ranks need.
+
+    By default a process may open 1024, which two groups of 512 ranks go beyond.
+
+    Raises:
+        NetworkError: It may not open enough for the groups that every run has.
+    """
+    own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = _OTHER_FILES + _FILES_PER_RANK * num_ranks
+    least = _LEAST_FILES_PER_RANK * num_ranks
+    if most != unlimited and most < least:
+        raise NetworkError(
+            f"{num_ranks} processes need at least {least} connections each: got a limit of {most} "
+            f"open files; raise the hard limit of every node to {wanted} (ulimit -Hn, or "
+            "LimitNOFILE of the service that starts them)"
+        )
+    if own != unlimited and own < wanted:
+        raised = wanted if most == unlimited else min(wanted, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(own, raised), most))
 
 
 def _check_first_node(environment: Mapping[str, str]) -> None:

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lightrft.strategy.distributed.network import VARIABLE, choose_gloo_interface
+from lightrft.strategy.distributed.network import (
+    VARIABLE,
+    allow_open_files,
+    choose_gloo_interface,
+)
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 # By address: the connection, and how many groups were started through it.
@@ -197,6 +201,7 @@ def start_process_group(timeout: timedelta | None) -> bool:
         _check_running_group()
         return False
     launch = LaunchEnvironment.read()
+    # allow_open_files(launch.world_size)
     interface = choose_gloo_interface()
     if interface is not None:
         os.environ[VARIABLE] = interface
