@@ -201,7 +201,7 @@ def start_process_group(timeout: timedelta | None) -> bool:
         _check_running_group()
         return False
     launch = LaunchEnvironment.read()
-    # allow_open_files(launch.world_size)
+    allow_open_files(launch.world_size)
     interface = choose_gloo_interface()
     if interface is not None:
         os.environ[VARIABLE] = interface
