@@ -275,7 +275,16 @@ def test_the_base_sleeps_on_the_host_and_is_compared_when_it_wakes():
         strategy.sleep_until_weight_sync()
         strategy.wakeup_inference_engine()
         generate()
-        engine.native.model.layers[0].mlp.down_proj.weight.data[0, 0] += 1e-3
+        layer = engine.native.model.layers[0].mlp.down_proj
+        for factor in (layer.lora_A, layer.lora_B):
+            kept = factor.weight.data[0, 0].clone()
+            factor.weight.data[0, 0] += 1e-3
+            with pytest.raises(StaleEngineError, match=r"while it slept: .*down_proj.lora_"):
+                generate()
+            factor.weight.data[0, 0] = kept
+            strategy.update_engine_weights(actor)
+            strategy.maybe_sleep_inference_engine()
+        layer.weight.data[0, 0] += 1e-3
         with pytest.raises(StaleEngineError, match=r"while it slept: .*layers.0.mlp.down_proj"):
             generate()
         with pytest.raises(WeightSyncError, match=r"layers.0.mlp.down_proj"):

@@ -320,7 +320,7 @@ class WeightSync:
         self.world = world
         self._layout: BucketLayout | None = None
         self._owner: weakref.ref[object] | None = None
-        self._resident_hashes: dict[str, int] = {}
+        self._sent_hashes: dict[str, int] = {}
         self._shared = SharedStorage()
 
     def sync(
@@ -366,7 +366,7 @@ class WeightSync:
         self._owner = weakref.ref(source.owner)
         if self.verify and transfer.is_aliased and canary is not None:
             self._shared.keep(pairs, hashes, was_scored=found.canary_difference is not None)
-        self._resident_hashes = {p.name: hashes.get(p.name, 0) for p in pairs if p.source.frozen}
+        self._sent_hashes = {pair.name: hashes.get(pair.name, 0) for pair in pairs}
         end_time = time.perf_counter()
         return WeightSyncReport(
             weights_version=self.engine.weights_version,
@@ -385,18 +385,18 @@ class WeightSync:
         )
 
     def check_resident(self) -> None:
-        """Bars the engine if a parameter that is not sent again is not what was sent.
+        """Bars the engine if a parameter is not what was sent.
 
-        For an engine that slept since. Ranks find it for themselves, and all learn of it when they
-        generate.
+        For an engine that slept since, and is sent nothing before it generates. Ranks find it for
+        themselves, and all learn of it when they generate.
         """
-        resident = self._resident_hashes if self.verify else {}
-        if self.engine.weights_were_dropped or not resident:
+        sent = self._sent_hashes if self.verify else {}
+        if self.engine.weights_were_dropped or not sent:
             return
         verifiable = {p.name for p in self.engine.parameter_manifest() if p.verifiable}
-        names = [name for name in resident if name in verifiable]
+        expected = {name: value for name, value in sent.items() if name in verifiable}
         try:
-            check_hashes({n: resident[n] for n in names}, self.engine.hash_parameters(names))
+            check_hashes(expected, self.engine.hash_parameters(list(expected)))
         except WeightSyncError as error:
             self.engine.mark_stale(f"weights changed while it slept: {error}")
 
@@ -474,8 +474,7 @@ class WeightSync:
             pair.name
             for pair in pairs
             # With hashes, a frozen parameter that was changed after all is sent again.
-            if pair.source.frozen
-            and self._resident_hashes.get(pair.name) == hashes.get(pair.name, 0)
+            if pair.source.frozen and self._sent_hashes.get(pair.name) == hashes.get(pair.name, 0)
         )
         return parameters_to_send(pairs, resident)
 
@@ -530,7 +529,7 @@ class WeightSync:
         for pair in pairs:
             if not pair.target.verifiable and pair.name not in shared:
                 # A resident one was checked when it was handed over.
-                resident_hash = self._resident_hashes.get(pair.name, hashes[pair.name])
+                resident_hash = self._sent_hashes.get(pair.name, hashes[pair.name])
                 found[pair.name] = handed_hashes.get(pair.name, resident_hash)
         check_hashes(hashes, found)
         return found
