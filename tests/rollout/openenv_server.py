@@ -1,5 +1,6 @@
 """A real OpenEnv server on the loopback interface; run with the interpreter that has OpenEnv."""
 
+import inspect
 import sys
 
 import uvicorn
@@ -44,5 +45,8 @@ class Game(Environment):
         return self._state
 
 
-app = create_fastapi_app(Game, Guess, Answer, max_concurrent_envs=8, state_cls=GuessState)
+# OpenEnv asks for the class of states in some versions only.
+takes = inspect.signature(create_fastapi_app).parameters
+states = {"state_cls": GuessState} if "state_cls" in takes else {}
+app = create_fastapi_app(Game, Guess, Answer, max_concurrent_envs=8, **states)
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")

@@ -367,9 +367,11 @@ REWARD_KINDS = Registry(
 REWARD_SERVICES = Registry(
     "kind of reward service", {"http": f"{_REWARDS}.remote:reward_service"}, takes_own=False
 )
+_AGENTS = "lightrft.tools.agents"
 DATA_SOURCES = Registry(
     "kind of data source",
     {
+        "verifiers": f"{_AGENTS}.verifiers_tasks:task_rows",
         "reasoning_gym": f"{_REWARDS}.gym_data:gym_rows",
         "both_orders": f"{_REWARDS}.verdicts:both_orders",
     },
@@ -392,6 +394,10 @@ ENVIRONMENT_KINDS = Registry(
         "skyrl_gym": "lightrft.tools.environments.skyrl_gym:converse",
     },
     takes_own=False,
+)
+# Agents of other makes: `KIND:WHAT`, functions of (what, sandbox) that make an agent's function.
+AGENT_KINDS = Registry(
+    "kind of agent", {"verifiers": f"{_AGENTS}.verifiers_agent:host"}, takes_own=False
 )
 # Servers of teachers by the scheme of their address: functions of (address, config) that make a
 # `lightrft.experience.teachers.LogprobServer`.

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Collection
 
 from lightrft.config.options import did_you_mean
+from lightrft.config.registry import AGENT_KINDS, split_kind
 from lightrft.config.run_options import RunOptions
 from lightrft.config.sources import has_splits, probability_problem, split_sources
 from lightrft.config.strategy_config import MERGED
@@ -539,8 +540,10 @@ def unused_by_rules(c: RunOptions) -> list[str]:
         ("eval_split", "a folder or data set in eval_data", has_splits(c.eval_data)),
         (
             "sandbox",
-            "--reward_fn unit_tests or --agent_command",
-            "unit_tests" in c.reward_fn or c.agent_command is not None,
+            "--reward_fn unit_tests, --agent_command or --agent KIND:NAME",
+            "unit_tests" in c.reward_fn
+            or c.agent_command is not None
+            or split_kind(c.agent or "", AGENT_KINDS)[0] is not None,
         ),
         ("test_timeout_seconds", "--reward_fn unit_tests", "unit_tests" in c.reward_fn),
         ("judge_url", "--reward_fn judge", "judge" in c.reward_fn),

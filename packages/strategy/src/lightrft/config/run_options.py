@@ -444,7 +444,7 @@ class RunOptions(StrategyConfig):
     agent: str | None = rollout_option(
         None,
         "Function FILE.py:NAME, async def run(base_url, api_key, row) -> reward, a dict of named "
-        "parts or None, which calls the model through OpenAI's protocol.",
+        "parts or None, which calls the model through OpenAI's protocol; or verifiers:NAME.",
         path="file",
         commands=EVAL,
     )
@@ -494,9 +494,9 @@ class RunOptions(StrategyConfig):
     )
     environment_env: tuple[str, ...] = rollout_option(
         (),
-        "Environment variables with secrets that environments and tools may read; others are kept "
-        "from them.",
-        acts_with="environment or tools",
+        "Environment variables with secrets that environments, tools and agents that are functions "
+        "may read; others are kept from them.",
+        acts_with="environment or tools or agent",
         may_change=True,
         commands=DATA_AND_EVAL,
     )

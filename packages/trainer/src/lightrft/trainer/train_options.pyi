@@ -302,7 +302,7 @@ class TrainOptions(TypedDict, total=False):
     """Functions FILE.py:NAME that the model may call, beside the environment's methods."""
     agent: str | None
     """Function FILE.py:NAME, async def run(base_url, api_key, row) -> reward, a dict of named
-    parts or None, which calls the model through OpenAI's protocol."""
+    parts or None, which calls the model through OpenAI's protocol; or verifiers:NAME."""
     agent_command: str | None
     """Command of an agent that is a program, such as 'prog {base_url} {row}' with the row as a
     JSON file; it runs in the sandbox, and the last line that it prints is its reward."""
@@ -320,8 +320,8 @@ class TrainOptions(TypedDict, total=False):
     """Keyword arguments of the environment's class, for each episode; of SkyRL-Gym's make its
     env_config."""
     environment_env: Sequence[str]
-    """Environment variables with secrets that environments and tools may read; others are kept
-    from them."""
+    """Environment variables with secrets that environments, tools and agents that are functions
+    may read; others are kept from them."""
     environment_memory_gb: float | None
     """Memory in GB that a worker of environments and its children may hold; none sets no
     limit."""

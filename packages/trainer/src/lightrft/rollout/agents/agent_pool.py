@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self, cast
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.registry import split_reference
+from lightrft.config.registry import AGENT_KINDS, split_kind, split_reference
 from lightrft.rewards.process import (
     WorkerFailedError,
     WorkerProcess,
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0
 _WAIT_SECONDS = 0.5
 _MAX_CRASHES = 2
+_WORKER = "lightrft.rollout.agents.agent_worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,15 +203,21 @@ class _Share:
 
 def _function(config: TrainConfig) -> tuple[str, WorkerTask]:
     """Name and task of workers that host a function."""
-    agent = str(config.agent)
+    agent, passed = str(config.agent), config.environment_env
+    if split_kind(agent, AGENT_KINDS)[0] is not None:
+        given = (agent, config.sandbox)
+        return agent, WorkerTask(_WORKER, "load_kind", given, passed_variables=passed)
     place, name = split_reference(agent) or ("", "")
     if not place:
-        raise ConfigError(f"agent {agent}: expected FILE.py:NAME or package.module:NAME")
+        kinds = ", ".join(f"{kind}:NAME" for kind in AGENT_KINDS)
+        raise ConfigError(f"agent {agent}: expected FILE.py:NAME, package.module:NAME or {kinds}")
     shown_file = place if place.endswith(".py") else None
     if shown_file:
         agent = f"{Path(place).resolve()}:{name}"
-    module = "lightrft.rollout.agents.agent_worker"
-    return name, WorkerTask(module, "load_agents", (agent,), shown_file=shown_file)
+    task = WorkerTask(
+        _WORKER, "load_agents", (agent,), shown_file=shown_file, passed_variables=passed
+    )
+    return name, task
 
 
 def _program(config: TrainConfig) -> tuple[str, WorkerTask]:

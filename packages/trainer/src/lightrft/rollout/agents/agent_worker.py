@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.config import ConfigError
-from lightrft.config.registry import load_reference, split_reference
+from lightrft.config.registry import AGENT_KINDS, load_reference, split_kind, split_reference
 from lightrft.rewards.user_task import finite_number
 from lightrft.rewards.worker import ReportedError
 
@@ -50,6 +50,21 @@ def load_agents(agent: str) -> HostedAgents:
         raise ReportedError(str(error)) from error
     _check_signature(agent, found)
     return HostedAgents(cast("Agent", found))
+
+
+def load_kind(agent: str, sandbox: str) -> HostedAgents:
+    """The handler for agents of another make.
+
+    Args:
+        agent: `KIND:WHAT`.
+        sandbox: Kind of the sandbox for programs of the model.
+
+    Raises:
+        ReportedError: There is no such agent, or it cannot run here.
+    """
+    kind, what = split_kind(agent, AGENT_KINDS)
+    make = cast("Callable[[str, str], Agent]", AGENT_KINDS.load(str(kind)))
+    return HostedAgents(make(what, sandbox))
 
 
 class HostedAgents:

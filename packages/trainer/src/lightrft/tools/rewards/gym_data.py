@@ -39,11 +39,9 @@ def parse_gym_source(text: str) -> GymSource:
     Raises:
         DataError: It is spelled wrongly.
     """
-    name, _, query = text.removeprefix(GYM_PREFIX).partition("?")
-    pairs = [part.partition("=") for part in query.split("&")] if query else []
-    if not _NAME.fullmatch(name) or any(not key or not mark for key, mark, _ in pairs):
-        raise DataError(f"{text}: expected {GYM_PREFIX}NAME?OPTION=VALUE&OPTION=VALUE")
-    options = {key: _value(unquote(value)) for key, _, value in pairs}
+    name, options = split_query(text, GYM_PREFIX)
+    if not _NAME.fullmatch(name):
+        raise DataError(f"{text}: expected {GYM_PREFIX}NAME, the name of a task")
     own = {key: options.pop(key, default) for key, default in _OWN.items()}
     numbers = {}
     for key, value in own.items():
@@ -88,6 +86,23 @@ def gym_rows(text: str, split: str) -> Iterator[Mapping[str, object]]:
             "task": source.name,
             GYM_COLUMN: entry,
         }
+
+
+def split_query(text: str, prefix: str) -> tuple[str, dict[str, object]]:
+    """(WHAT, options) of a source; values are JSON where they can be, else texts.
+
+    Args:
+        text: As it was given.
+        prefix: `KIND:`, which may be missing.
+
+    Raises:
+        DataError: It is spelled wrongly.
+    """
+    what, _, query = text.removeprefix(prefix).partition("?")
+    pairs = [part.partition("=") for part in query.split("&")] if query else []
+    if not what or any(not key or not mark for key, mark, _ in pairs):
+        raise DataError(f"{text}: expected {prefix}NAME?OPTION=VALUE&OPTION=VALUE")
+    return what, {key: _value(unquote(value)) for key, _, value in pairs}
 
 
 def _value(text: str) -> object:
