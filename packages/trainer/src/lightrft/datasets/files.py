@@ -228,10 +228,13 @@ def local_files(source: str, split: str) -> list[Path]:
     """Files that the rows of a source come from; none of what is not on this machine.
 
     Args:
-        source: As `read_rows` takes it, `KIND:FILE` included.
+        source: As `read_rows` takes it, `KIND:FILE` and `KIND:FOLDER` included.
         split: Part of a folder.
     """
-    path = Path(split_kind(source, DATA_SOURCES)[1])
+    kind, rest = split_kind(source, DATA_SOURCES)
+    path = Path(rest)
+    if kind is not None and path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.is_file())
     if any((path / name).is_file() for name in SAVED_FILES):
         return sorted(path.rglob("*.arrow"))
     try:

@@ -229,7 +229,7 @@ def _program(config: TrainConfig) -> tuple[str, WorkerTask]:
         )
     pays = not has_other_rewards(config)
     given = (config.agent_command, config.sandbox, config.agent_timeout_seconds, pays)
-    task = WorkerTask("lightrft.tools.agents.program_agent", "host_program", given)
+    task = WorkerTask("lightrft.tools.agents.harbor_agent", "host_program", given)
     return str(config.agent_command), task
 
 

@@ -17,14 +17,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import cast
 from urllib.parse import urlsplit
 
 from lightrft.config.printable import one_line
 from lightrft.rewards.worker import ReportedError
 from lightrft.rollout.agents.agent_pool import named_paths
-from lightrft.rollout.agents.agent_worker import HostedAgents
 from lightrft.strategy.config import ConfigError
-from lightrft.tools.rewards.sandbox import Ending, Sandbox, SandboxError, SandboxLimits
+from lightrft.tools.rewards.sandbox import Ending, Sandbox, SandboxLimits
 
 _CHUNK = 1 << 16
 # Of one program; further ones wait to be accepted.
@@ -35,7 +36,7 @@ _PATH = "/usr/local/bin:/usr/bin:/bin"
 _OWN_FOLDERS = frozenset(map(Path, ("/", "/dev", "/proc", "/sys", "/tmp")))
 _ACCEPT_SECONDS = 0.1
 
-_STARTER = """
+_LISTENS = """
 import json, os, socket, sys
 given = json.loads({given!r})
 if given["port"]:
@@ -46,6 +47,9 @@ with open("row.json", "w") as file:
     file.write(given["row"])
 os.environ.update(given["environment"])
 words = [word.replace("{{row}}", os.path.abspath("row.json")) for word in given["words"]]
+"""
+# Follows the lines above, which have braces for `format`.
+_BECOMES = """
 try:
     os.execvp(words[0], words)
 except OSError as error:
@@ -54,29 +58,11 @@ except OSError as error:
 _LOOKS_FOR = "import shutil; print(shutil.which({program!r}, path={path!r}) is not None)"
 
 
-def host_program(command: str, sandbox: str, seconds: float, pays: bool) -> HostedAgents:
-    """The handler of a worker that runs a program for each episode.
-
-    Args:
-        command: As it was given.
-        sandbox: Its kind.
-        seconds: Deadline of one episode.
-        pays: Whether its output is its reward; otherwise something else pays.
-
-    Raises:
-        ReportedError: The command cannot be run, or no sandbox works here.
-    """
-    try:
-        return HostedAgents(ProgramAgent(command, sandbox, seconds=seconds, pays=pays))
-    except (ConfigError, SandboxError) as error:
-        raise ReportedError(f"agent_command {command}: {error}") from error
-
-
 class ProgramAgent:
     """Runs a program for each episode.
 
     Args:
-        command, sandbox, seconds, pays: See `host_program`.
+        command, sandbox, seconds, pays: See `harbor_agent.host_program`.
 
     Raises:
         ConfigError: It names no program that the sandbox has, or no sandbox works here.
@@ -105,27 +91,58 @@ class ProgramAgent:
             ReportedError: It failed, was ended at a limit, or printed no reward.
             SandboxError: The sandbox did not start.
         """
+        return self._result(await self._start((base_url, key, row)))
+
+    async def _start(
+        self,
+        episode: tuple[str, str, Mapping[str, object]],
+        *,
+        starter: str = _BECOMES,
+        given: Mapping[str, object] = MappingProxyType({}),
+        stdin: bytes = b"",
+        folders: Sequence[str] = (),
+    ) -> Ending:
+        """Runs the program to its end, with the endpoint as its network.
+
+        Args:
+            episode: Address, key and row.
+            starter: Source of what starts it as `words`.
+            given: Of the starter; `variables` are the program's.
+            stdin, folders: See `Sandbox.run`.
+
+        Raises:
+            SandboxError: The sandbox did not start.
+        """
         deadline = time.monotonic() + self._seconds
         ours, theirs = socket.socketpair()
-        source = self._source(base_url, key, row, theirs.fileno())
+        source = self._source(episode, theirs.fileno(), given) + starter.encode()
 
         def run() -> Ending:
             # Of this thread, which may begin when the episode is over.
             with theirs:
                 channel = None if self._is_unsafe else theirs.fileno()
-                return self._sandbox.run(source, deadline=deadline, channel=channel)
+                return self._sandbox.run(
+                    source, stdin=stdin, deadline=deadline, channel=channel, folders=folders
+                )
 
         with ours:
-            relay = asyncio.create_task(_relay(ours, _port(base_url)))
+            relay = asyncio.create_task(_relay(ours, _port(episode[0])))
             try:
-                return self._result(await asyncio.to_thread(run))
+                return await asyncio.to_thread(run)
             finally:
                 relay.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await relay
 
-    def _source(self, base_url: str, key: str, row: Mapping[str, object], channel: int) -> bytes:
+    def _source(
+        self,
+        episode: tuple[str, str, Mapping[str, object]],
+        channel: int,
+        more: Mapping[str, object],
+    ) -> bytes:
+        base_url, key, row = episode
         environment = {
+            **cast("Mapping[str, str]", more.get("variables", {})),
             "PATH": self._path,
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": key,
@@ -133,13 +150,14 @@ class ProgramAgent:
             "ANTHROPIC_API_KEY": key,
         }
         given = {
+            **more,
             "port": 0 if self._is_unsafe else _port(base_url),
             "channel": channel,
             "row": json.dumps(row),
             "environment": environment,
             "words": [word.replace("{base_url}", base_url) for word in self._words],
         }
-        return _STARTER.format(given=json.dumps(given)).encode()
+        return _LISTENS.format(given=json.dumps(given)).encode()
 
     def _show(self, paths: Sequence[Path]) -> str:
         """Has the sandbox show what the command names; where programs are looked for in it."""
@@ -166,12 +184,20 @@ class ProgramAgent:
                 "folders that the command names"
             )
 
-    def _result(self, ending: Ending) -> object:
+    def _require_end(self, ending: Ending) -> None:
+        """Raises unless a program has ended by itself and well.
+
+        Raises:
+            ReportedError: It says how it ended.
+        """
         if ending.reason != "ended":
             raise ReportedError(self._end(ending.reason))
         if ending.returncode:
             text = f"the program ended with exit code {ending.returncode}"
             raise ReportedError(f"{text}: {one_line(_last(ending.stderr)) or 'no error'}")
+
+    def _result(self, ending: Ending) -> object:
+        self._require_end(ending)
         if not self._pays:
             return None
         line = _last(ending.stdout)

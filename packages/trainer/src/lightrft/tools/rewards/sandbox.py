@@ -146,6 +146,7 @@ class Sandbox:
         stdin: bytes = b"",
         deadline: float = math.inf,
         channel: int | None = None,
+        folders: Sequence[str] = (),
     ) -> Ending:
         """Runs one program to its end; in threads, several at once.
 
@@ -154,12 +155,13 @@ class Sandbox:
             stdin: Its standard input.
             deadline: Of the caller, by `time.monotonic`.
             channel: An open file that the program gets under the same number.
+            folders: Further empty folders that it may write to, each of the size of its own.
 
         Raises:
             SandboxError: The sandbox did not start.
         """
         limits = self.limits
-        with self._started(source, channel) as (process, status):
+        with self._started(source, channel, folders) as (process, status):
             used = Consumption(
                 process.pid,
                 memory_bytes=limits.total_bytes,
@@ -200,7 +202,7 @@ class Sandbox:
 
     @contextmanager
     def _started(
-        self, source: bytes, channel: int | None
+        self, source: bytes, channel: int | None, folders: Sequence[str]
     ) -> Iterator[tuple["subprocess.Popen[bytes]", int | None]]:
         """The process, and where bubblewrap says that it has started it."""
         with contextlib.ExitStack() as held:
@@ -214,8 +216,11 @@ class Sandbox:
                 status, writes = os.pipe()
                 held.callback(os.close, status)
                 passed += [program, writes]
+                # Before anything else, so that what lies below one of them is shown in it.
+                sized = ("--size", str(self.limits.folder_bytes), "--tmpfs")
+                flags = [word for folder in folders for word in (*sized, folder)]
                 shown = self._shown_flags(passed, held)
-                inner = self._sandboxed(program, writes, shown)
+                inner = self._sandboxed(program, writes, flags, shown)
             environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "PYTHONHASHSEED": "0"}
             try:
                 process = subprocess.Popen(
@@ -261,7 +266,7 @@ class Sandbox:
             flags += ["--perms", "0555", "--ro-bind-data", str(file), str(path)]
         return flags
 
-    def _sandboxed(self, program: int, status: int, shown: list[str]) -> list[str]:
+    def _sandboxed(self, program: int, status: int, own: list[str], shown: list[str]) -> list[str]:
         limits = self.limits
         is_system = self.interpreter == _SYSTEM_PYTHON
         prefix = Path("/usr" if is_system else sys.base_prefix).resolve()
@@ -285,7 +290,7 @@ class Sandbox:
             "/usr/bin:/bin --setenv HOME /tmp --setenv PYTHONHASHSEED 0 --json-status-fd "
             f"{status} --"
         )
-        flags = [*binds, *made.split(), *shown, *rest.split()]
+        flags = [*own, *binds, *made.split(), *shown, *rest.split()]
         # In the namespace of the program, its processes are all that count.
         own = ["prlimit", f"--nproc={limits.num_processes}", "--"] if self._counts_own else []
         return [self._bwrap, *flags, *own, *self._python("/tmp")]
