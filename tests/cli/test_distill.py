@@ -61,10 +61,10 @@ def test_rewards_are_reported_and_the_file_of_a_run_may_be_given_again(folder, c
     steps = list(map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines()))
     assert "eval/reward" in steps[0]
     assert steps[-1]["advantage_abs"] < 1e-5
-    again = ["--config", "run/config.toml", "--output_dir", "again", "--ckpt_path", "kept"]
+    again = ["--config", "run/config.toml", "--output_dir", "again"]
     assert main(["distill", *again]) == 0
     # The options say all: `train` with them is the same run.
-    assert main(["train", *again[:2], "--output_dir", "third", "--ckpt_path", "other"]) == 0
+    assert main(["train", *again[:2], "--output_dir", "third"]) == 0
 
 
 def test_rows_with_completions_are_distilled_and_their_file_may_be_given_again(folder, capsys):
@@ -73,5 +73,5 @@ def test_rows_with_completions_are_distilled_and_their_file_may_be_given_again(f
     sizes = ["--train_batch_size", "2", "--fsdp", "--max_row_tokens", "64"]
     assert main(["distill", *argv, *sizes, "--teacher_form", "jsd", "--output_dir", "run"]) == 0
     assert "lightrft export run" in capsys.readouterr().out
-    again = ["--config", "run/config.toml", "--output_dir", "again", "--ckpt_path", "kept"]
+    again = ["--config", "run/config.toml", "--output_dir", "again"]
     assert main(["distill", *again, "--teacher_beta", "0.2"]) == 0

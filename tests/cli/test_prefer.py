@@ -75,7 +75,7 @@ def test_the_file_of_a_run_may_be_given_again(tmp_path, model, capsys, monkeypat
     losses += ["0.2", "1", "--preference_args", "beta=0.2"]
     assert main(["prefer", *argv, "--output_dir", "run", *losses]) == 0
     assert "lightrft export run run_exported" in capsys.readouterr().out
-    again = ["--config", "run/config.toml", "--output_dir", "again", "--ckpt_path", "kept"]
+    again = ["--config", "run/config.toml", "--output_dir", "again"]
     assert main(["prefer", *again]) == 0
     first, second = (
         json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])["loss"]

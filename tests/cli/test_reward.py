@@ -85,7 +85,7 @@ def test_the_file_of_a_run_may_be_given_again(tmp_path, model, capsys, monkeypat
     own = ["--reward_loss", "own.py:squared", "--reward_loss_args", "target=2"]
     assert main(["reward", *argv, *own, "--output_dir", "run"]) == 0
     assert "lightrft train --reward_pretrain run/model" in capsys.readouterr().out
-    again = ["--config", "run/config.toml", "--output_dir", "again", "--ckpt_path", "kept"]
+    again = ["--config", "run/config.toml", "--output_dir", "again"]
     assert main(["reward", *again]) == 0
     assert main(["export", "run", "exported"]) == 0
     card = (tmp_path / "exported/README.md").read_text()

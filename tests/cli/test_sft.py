@@ -84,7 +84,7 @@ def test_the_file_of_a_run_may_be_given_again(tmp_path, model, capsys, monkeypat
     argv = ["--pretrain", model, "--prompt_data", "rows.jsonl", "--fsdp", "--train_batch_size", "2"]
     assert main(["sft", *argv, "--output_dir", "run", "--train_on", "all"]) == 0
     assert "lightrft export run run_exported" in capsys.readouterr().out
-    again = ["--config", "run/config.toml", "--output_dir", "again", "--ckpt_path", "kept"]
+    again = ["--config", "run/config.toml", "--output_dir", "again"]
     assert main(["sft", *again]) == 0
     assert main(["export", "run", "exported"]) == 0
     assert (tmp_path / "exported" / "model.safetensors").is_file()

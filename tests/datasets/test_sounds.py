@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,6 +82,17 @@ def test_other_rates_become_that_of_the_model(rate):
     assert abs(len(wave) - 12800) <= 1
     expected = tone(0.8)[200:-200]
     assert np.abs(wave[200:12600] - expected[: len(wave[200:12600])]).max() < 1e-3
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_a_plain_wav_file_is_what_ffmpeg_reads(channels, monkeypatch):
+    noise = np.random.default_rng(0).integers(-32768, 32768, (4000, channels), dtype=np.int16)
+    source = as_audio(as_wav(noise, 16000), name="x", folder=Path())
+    found, _ = source.decode()
+    monkeypatch.setattr("lightrft.engines.media.sounds._of_wav", lambda *_: None)
+    expected, _ = source.decode()
+    assert np.array_equal(found, expected)
+    assert len(found) == 4000
 
 
 def test_channels_are_averaged():

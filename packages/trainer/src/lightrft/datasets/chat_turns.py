@@ -121,7 +121,9 @@ class ChatTurns:
     def _turn(self, messages: Sequence[Message], place: int, tools: object) -> Turn:
         prompt = self._render(messages[:place], tools, add_generation_prompt=True)
         answered = self._render(messages[: place + 1], tools)
-        before, whole = self._ids(prompt), self._ids(answered)
+        # One call: it costs more than what it encodes.
+        encoded = self._tokenizer([prompt, answered], add_special_tokens=False)["input_ids"]
+        before, whole = map(tuple, encoded)
         if whole[: len(before)] != before:
             raise DataError(_otherwise(prompt, answered, place))
         turn = self._ended(messages, place, tools, whole, start=len(before))

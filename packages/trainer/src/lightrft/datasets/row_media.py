@@ -207,10 +207,9 @@ class RowPixels:
         """The media of a forward pass; rows with one prompt share its tensors."""
         if not self.present:
             return NO_MEDIA
-        prompts = [
-            None if row.shown is None else self.encoder.kept(row.shown.text, row.shown.media)
-            for row in rows
-        ]
+        shown = [(row.shown.text, row.shown.media) for row in rows if row.shown is not None]
+        encoded = iter(self.encoder.kept_all(shown))
+        prompts = [None if row.shown is None else next(encoded) for row in rows]
         # The next pass has other rows, and pixels of all would not fit into memory.
         self.encoder.forget()
         return RowMedia(tuple(prompts), self.present)

@@ -49,7 +49,7 @@ def start_run(config: TrainConfig, loop: Loop[Batch], plan: RunPlan, stage: str)
         strategy.print(resume_table(config, num_steps, rows))
     if strategy.is_rank_0():
         folder = Path(config.output_dir)
-        config.save(folder / CONFIG_FILE)
+        _of_any_folder(config).save(folder / CONFIG_FILE)
         inputs, models = describe_inputs(config), describe_models(config)
         digest = file_sha256(folder / CONFIG_FILE)
         write_start(
@@ -72,6 +72,12 @@ def start_run(config: TrainConfig, loop: Loop[Batch], plan: RunPlan, stage: str)
         write_event(folder, "resumed" if resumed else "started", step=num_steps, details=details)
     strategy.barrier()
     return num_steps
+
+
+def _of_any_folder(config: TrainConfig) -> TrainConfig:
+    """The configuration without what follows from `output_dir`: its file may begin other runs."""
+    own = config.replaced({"ckpt_path": None})
+    return own if own.checkpoint_dir == config.checkpoint_dir else config
 
 
 def end_run(config: TrainConfig, strategy: StrategyBase, event: str, num_steps: int) -> None:

@@ -1,6 +1,7 @@
 """Encoders: prompts with media as a model and an engine read them."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -50,6 +51,10 @@ class TextEncoder:
             "(processor=) and a vision-language model"
         )
 
+    def kept_all(self, prompts: Sequence[tuple[str, Media]]) -> list[EncodedPrompt]:
+        """Of each; see `kept`."""
+        return [self.kept(text, media) for text, media in prompts]
+
     def row(
         self, token_ids: Sequence[int], prompt: EncodedPrompt | None, later: Sequence[LaterImages]
     ) -> EncodedPrompt | None:
@@ -88,6 +93,7 @@ class PromptEncoder:
         self.processor = processor
         self.family = family
         self._kept: dict[tuple[str, ...], EncodedPrompt] = {}
+        self._splits = True
 
     def encode(self, text: str, media: Media) -> EncodedPrompt:
         """One prompt.
@@ -101,20 +107,23 @@ class PromptEncoder:
             ValueError: The family reads no such media, or text, media and what the processor made
                 of them do not agree.
         """
-        self.check_places(text, media)
-        arguments: dict[str, object] = {}
-        for kind in media.kinds:
-            arguments |= MEDIA_KINDS[kind].arguments([medium.decode() for medium in media[kind]])
+        (encoded,) = self._encoded([(text, media)])
+        return encoded
+
+    def _encoded(self, prompts: Sequence[tuple[str, Media]]) -> list[EncodedPrompt]:
+        """Prompts with media of one kind, or a single one; none where they cannot be told apart."""
+        arguments = self._arguments(prompts)
+        every = sum((media for _, media in prompts), Media())
         try:
             found: Mapping[str, Tensor] = self.processor(
-                text=[text], return_tensors="pt", add_special_tokens=False, **arguments
+                return_tensors="pt", add_special_tokens=False, **arguments
             )
         except MediaError:
             raise
         except Exception as err:  # a processor raises anything, a bare StopIteration too
             reason = first_line(err)
             raise ValueError(
-                f"{reason} (the processor of {self.family.model_type}, of {media.counts})"
+                f"{reason} (the processor of {self.family.model_type}, of {every.counts})"
             ) from err
         types = self.family.token_types
         if types is not None and types not in found:
@@ -125,20 +134,44 @@ class PromptEncoder:
         tensors = {
             name: value for name, value in found.items() if name not in (*_TEXT_INPUTS, types)
         }
-        kinds: set[MediumKind] = {
-            kind for kind, pixels in self.family.kinds.items() if pixels in tensors
-        }
-        encoded = EncodedPrompt(
-            token_ids=tuple(found["input_ids"][0].tolist()),
-            request_token_ids=self._text_ids(text),
-            token_types=None if types is None else tuple(found[types][0].tolist()),
-            tensors=tensors,
-            kinds=frozenset(kinds),
-            media=media,
-            sizes=self._sizes(),
-        )
-        self._check_features(encoded)
+        parts = [tensors]
+        if len(prompts) > 1:
+            parts = self.family.split(tensors, [len([*media]) for _, media in prompts])
+        encoded = []
+        for number, ((text, media), inputs) in enumerate(zip(prompts, parts, strict=False)):
+            is_own = found["attention_mask"][number].bool()
+            given = {kind for kind, pixels in self.family.kinds.items() if pixels in inputs}
+            encoded.append(
+                EncodedPrompt(
+                    token_ids=tuple(found["input_ids"][number][is_own].tolist()),
+                    request_token_ids=self._text_ids(text),
+                    token_types=None
+                    if types is None
+                    else tuple(found[types][number][is_own].tolist()),
+                    tensors=inputs,
+                    kinds=frozenset(given),
+                    media=media,
+                    sizes=self._sizes(),
+                )
+            )
+            self._check_features(encoded[-1])
         return encoded
+
+    def _arguments(self, prompts: Sequence[tuple[str, Media]]) -> dict[str, object]:
+        """Texts and decoded media of some prompts as the processor takes them."""
+        found: dict[str, object] = {"text": [text for text, _ in prompts]}
+        if len(prompts) > 1:
+            found["padding"] = True
+        for text, media in prompts:
+            self.check_places(text, media)
+            for kind in media.kinds:
+                own = MEDIA_KINDS[kind].arguments([medium.decode() for medium in media[kind]])
+                for name, value in own.items():
+                    before = found.get(name)
+                    if isinstance(before, list) and isinstance(value, list):
+                        value = [*before, *value]
+                    found[name] = value
+        return found
 
     def tokens(self, text: str, media: Media) -> PromptTokens:
         """What `encode` gives of tokens, from the headers of images where these say enough.
@@ -262,10 +295,28 @@ class PromptEncoder:
 
     def kept(self, text: str, media: Media) -> EncodedPrompt:
         """Like `encode`, and the same object for the same prompt until `forget`."""
-        key = (text, *(medium.digest for medium in media))
+        key = _key(text, media)
         if key not in self._kept:
             self._kept[key] = self.encode(text, media)
         return self._kept[key]
+
+    def kept_all(self, prompts: Sequence[tuple[str, Media]]) -> list[EncodedPrompt]:
+        """Like `kept` of each; a call of the processor for all costs hardly more than one for one.
+
+        Where prompts have several kinds of media, or videos, or the family's inputs do not tell
+        whose they are, or something is wrong with one of them, each has a call of its own.
+        """
+        new = {_key(text, media): (text, media) for text, media in prompts}
+        new = {key: prompt for key, prompt in new.items() if key not in self._kept}
+        kinds = {media.kinds for _, media in new.values()}
+        if self._splits and len(new) > 1 and kinds in ({("image",)}, {("audio",)}):
+            together: list[EncodedPrompt] = []
+            # The call of its own names the prompt, and what is wrong with it.
+            with suppress(ValueError):
+                together = self._encoded([*new.values()])
+            self._kept |= dict(zip(new, together, strict=False))
+            self._splits = bool(together)
+        return [self.kept(text, media) for text, media in prompts]
 
     def row(
         self, token_ids: Sequence[int], prompt: EncodedPrompt | None, later: Sequence[LaterImages]
@@ -320,6 +371,11 @@ class PromptEncoder:
     def forget(self) -> None:
         """Frees the tensors of all prompts."""
         self._kept.clear()
+
+
+def _key(text: str, media: Media) -> tuple[str, ...]:
+    """What tells a prompt from others."""
+    return (text, *(medium.digest for medium in media))
 
 
 Encoder: TypeAlias = TextEncoder | PromptEncoder

@@ -33,6 +33,8 @@ def _usual_marks() -> Mapping[MediumKind, str]:
 #   "rows"   [1, media, ...] padded to the largest of each axis; rows without media are zeros
 Join = Literal["items", "tiled", "stream", "rows"]
 TensorsByName = dict[str, Tensor]
+# The sizes of media whose patches are the entries of an input.
+_GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 # What a processor knows of images by their widths and heights alone, as its `replace_image_token`
 # asks for it; None where its settings make it look at pixels.
 SizeFacts = Callable[
@@ -109,6 +111,29 @@ class VisionFamily:
         empty = present[0].new_zeros((1, *size[1:]))
         return torch.cat([empty if t is None else _fit(t, size[1:], 1) for t in tensors])
 
+    def split(self, tensors: Mapping[str, Tensor], counts: Sequence[int]) -> list[TensorsByName]:
+        """The inputs of each of several prompts, from those of one call of the processor.
+
+        Args:
+            tensors: Of media of one kind.
+            counts: Media of each prompt.
+
+        Returns:
+            [] where the inputs do not tell whose they are.
+        """
+        parts: list[TensorsByName] = [{} for _ in counts]
+        for name, tensor in tensors.items():
+            grid = tensors.get(_GRIDS.get(name, ""))
+            # Entries of each medium.
+            sizes = torch.ones(sum(counts)) if grid is None else grid.prod(-1)
+            if self.joins.get(name) != "items" or int(sizes.sum()) != len(tensor):
+                return []
+            of_prompts = torch.split(sizes, list(counts))
+            shares = torch.split(tensor, [int(own.sum()) for own in of_prompts])
+            for part, own in zip(parts, shares, strict=True):
+                part[name] = own
+        return parts
+
 
 def _largest(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True))
@@ -178,7 +203,7 @@ def _cross_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
 
 
 def _patch_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
-    grids = [tensors[name] for name in ("image_grid_thw", "video_grid_thw") if name in tensors]
+    grids = [tensors[name] for name in _GRIDS.values() if name in tensors]
     patches = sum(int(grid.prod(-1).sum()) for grid in grids)
     return patches // int(processor.image_processor.merge_size) ** 2
 
