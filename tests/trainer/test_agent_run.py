@@ -21,6 +21,7 @@ from lightrft.tools.replay import run_replay as replay
 pytestmark = pytest.mark.multiprocess
 
 AGENT = Path(__file__).with_name("agent_of_run.py")
+PROGRAM = Path(__file__).parent.parent / "tools" / "agents" / "program_of_agent.py"
 
 
 def with_stops(config):
@@ -78,7 +79,15 @@ def folder(tmp_path_factory):
     write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
     rows = [json.dumps({"prompt": f"say {'aeiou'[i % 5] * (1 + 3 * (i % 4))}"}) for i in range(8)]
     (folder / "train.jsonl").write_text("\n".join(rows))
+    rows = [json.dumps({**json.loads(row), "turns": 1 + i % 3}) for i, row in enumerate(rows)]
+    (folder / "turns.jsonl").write_text("\n".join(rows))
     return folder
+
+
+def programs(folder):
+    command = f"python3 {PROGRAM} {{base_url}} {{row}}"
+    data = str(folder / "turns.jsonl")
+    return {"agent": None, "agent_command": command, "prompt_data": data}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +95,7 @@ def alone(folder):
     padded = {}
     packed = {"packing_samples": True, "micro_batch_tokens": 400}
     branches = {"agent_denominator": "branch"}
-    return run(folder, 1, (padded, packed, branches))
+    return run(folder, 1, (padded, packed, branches, programs(folder)))
 
 
 def samples(output):
@@ -134,13 +143,15 @@ def test_the_denominator_is_what_was_asked_for(alone):
 
 @pytest.mark.timeout(600)
 def test_two_ranks_train_the_same_ids(folder, alone):
-    ((metrics, output),) = run(folder, 2, ({},))
-    same(metrics, alone[0][0])
-    found, expected = samples(output), samples(alone[0][1])
-    assert found.keys() == expected.keys()
-    for sample_id, row in expected.items():
-        for name in ("prompt_ids", "response_ids", "sampled_spans", "reward"):
-            assert getattr(found[sample_id], name) == getattr(row, name)
+    of_functions, of_programs = run(folder, 2, ({}, programs(folder)))
+    assert of_programs[0]["agent/calls"] > 1
+    for (metrics, output), by_itself in ((of_functions, alone[0]), (of_programs, alone[3])):
+        same(metrics, by_itself[0])
+        found, expected = samples(output), samples(by_itself[1])
+        assert found.keys() == expected.keys()
+        for sample_id, row in expected.items():
+            for name in ("prompt_ids", "response_ids", "sampled_spans", "reward"):
+                assert getattr(found[sample_id], name) == getattr(row, name)
 
 
 @pytest.mark.timeout(600)

@@ -1,4 +1,4 @@
-"""A run that is killed inside the episodes of a stateful environment ends as one that was not.
+"""A run that is killed inside the episodes of an environment or agent ends as one that was not.
 
 The journal says where an episode is: a run is killed once rank 0 of this process has written so
 many events of a step, drawn at random, and the kill counts if episodes were under way. Compared are
@@ -60,6 +60,34 @@ class Moody(Mixer):
         super().reset(**row)
         self.state += os.urandom(1)[0] % 2
 '''
+# A function, and a program.
+AGENT = """
+import json
+import os
+import sys
+import time
+import urllib.request
+
+
+def run(base_url, api_key, row):
+    talk = list(row["prompt"])
+    for number in range(3):
+        headers = {"content-type": "application/json", "authorization": f"Bearer {api_key}"}
+        body = json.dumps({"model": "policy", "messages": talk}).encode()
+        request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
+        with urllib.request.urlopen(request) as answer:
+            said = json.load(answer)["choices"][0]["message"]
+        talk += [said, {"role": "user", "content": "more"}]
+        if number and row["sample_seed"] % 2:
+            talk[1] = {"role": "assistant", "content": "a branch"}
+        time.sleep(0.02)
+    return sum(map(ord, said["content"])) % 7 / 7
+
+
+if __name__ == "__main__":
+    with open(sys.argv[2]) as file:
+        print(run(sys.argv[1], os.environ["OPENAI_API_KEY"], json.load(file)))
+"""
 TEMPLATE = """\
 {%- for x in tools or [] %}{{- '<|system|>' + x.function.name }}{%- endfor %}\
 {%- for m in messages %}\
@@ -104,6 +132,7 @@ def settings(folder, name, lag=0):
 def write_inputs(folder):
     kills.write_inputs(folder, num_rows=12)
     (folder / "mixer.py").write_text(ENVIRONMENT)
+    (folder / "agent.py").write_text(AGENT)
     (folder / "template.jinja").write_text(TEMPLATE)
 
 
@@ -135,7 +164,7 @@ def events(options, step, rank, since=0):
     found = []
     for line in journal_of(options, step, rank, since):
         try:
-            found.append(json.loads(line)["event"])
+            found.append(json.loads(line))
         except ValueError:  # torn
             break
     return found
@@ -144,7 +173,12 @@ def events(options, step, rank, since=0):
 def is_inside(options, step, ranks, since):
     """Whether episodes of some rank have begun and not ended."""
     seen = [events(options, step, rank, since) for rank in ranks]
-    return any(e.count("reset") > 0 and e.count("end") < e.count("reset") for e in seen)
+    return any(count(own, "end") < count(own, "reset") for own in seen)
+
+
+def count(found, name):
+    """Of the episodes that have such an event; those of agents have one a call."""
+    return len({e.get("episode", e["sample_id"]) for e in found if e["event"] == name})
 
 
 def timeless_journal(options, world_size):
@@ -156,7 +190,8 @@ def timeless_journal(options, world_size):
                 event.pop("weights_version", None)
                 del event["check"]
                 event.get("call", {}).pop("seconds", None)
-            own.sort(key=lambda event: event.get("sample_id", -1))
+            # Agents end in any order.
+            own.sort(key=lambda event: (event.get("sample_id", -1), event["event"] == "end"))
             found.append(own)
     return found
 
@@ -211,7 +246,7 @@ def killed_run(options, world_size, expected, lengths, num_kills, dice):
     kills.finish(options, world_size)
     ended = result(options, world_size)
     kills.require_same_end(ended, expected, (world_size, done))
-    assert all(row["episode/restarts"] == 0 for row in ended["metrics.jsonl"])
+    assert all(row.get("episode/restarts", 0) == 0 for row in ended["metrics.jsonl"])
     return done
 
 
@@ -230,7 +265,7 @@ def run_all(rank, world_size, folder, num_runs, chain, seed):
             kills.import_modules(Path(f"{options['output_dir']}.modules"))
             lengths = [len(journal_of(options, step, 0)) for step in range(1, NUM_STEPS + 1)]
             whole[form] = result(options, size), lengths
-            assert all("answer" in events(options, s, 0) for s in range(1, NUM_STEPS + 1))
+            assert all(count(events(options, s, 0), "answer") for s in range(1, NUM_STEPS + 1))
         options = settings(folder, f"killed_{size}_{lag}", lag)
         done = killed_run(options, size, *whole[form], num_kills=chain, dice=dice)
         num_kills += len(done)
@@ -251,6 +286,48 @@ def run_all(rank, world_size, folder, num_runs, chain, seed):
 )
 def test_a_run_killed_inside_episodes_ends_as_one_that_nobody_killed(tmp_path, num_runs, chain):
     kills.kill_in_a_process(run_all, tmp_path, num_runs, chain)
+
+
+def run_agents(rank, world_size, folder, num_runs, chain, seed):
+    """Kills every run `chain` times; of four, two are of programs and two of two ranks."""
+    kills.become_launcher()
+    folder, dice, num_kills = Path(folder), random.Random(seed), 0
+    write_inputs(folder)
+    let_random_models_call()
+    agent = folder / "agent.py"
+    forms = [
+        {"agent_command": f"python3 {agent} {{base_url}} {{row}}"},
+        {"agent": f"{agent}:run"},
+    ]
+    whole = {}
+    for number in range(num_runs):
+        size, kind = form = 1 + number % 2, (number + number // 2) % 2
+        own = {"environment": None, "max_observation_tokens": 64, **forms[kind]}
+        if form not in whole:
+            options = settings(folder, f"whole_{size}_{kind}") | own
+            kills.finish(options, size)
+            kills.import_modules(Path(f"{options['output_dir']}.modules"))
+            lengths = [len(journal_of(options, step, 0)) for step in range(1, NUM_STEPS + 1)]
+            whole[form] = result(options, size), lengths
+            assert all(row["agent/branches"] > 1 for row in whole[form][0]["metrics.jsonl"])
+        options = settings(folder, f"killed_{size}_{kind}") | own
+        done = killed_run(options, size, *whole[form], num_kills=chain, dice=dice)
+        num_kills += len(done)
+        print(f"{num_kills} kills, last of {size} ranks, {own}, after {done}", file=sys.stderr)
+    return num_kills
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("num_runs", "chain"),
+    [(2, 3), pytest.param(8, 3, marks=pytest.mark.slow)],
+    ids=["6 kills", "24 kills"],
+)
+def test_a_run_killed_inside_episodes_of_agents_ends_as_one_that_nobody_killed(
+    tmp_path, num_runs, chain
+):
+    kills.kill_in_a_process(run_agents, tmp_path, num_runs, chain)
 
 
 def damage_journals(options, dice):

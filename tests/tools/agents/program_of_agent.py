@@ -38,7 +38,7 @@ key = os.environ["OPENAI_API_KEY"]
 assert os.environ["OPENAI_BASE_URL"] == base_url
 talk = list(row["prompt"])
 for _ in range(row.get("turns", 1)):
-    talk += [ask(talk), {"role": "user", "content": f"And {row['target']}?"}]
+    talk += [ask(talk), {"role": "user", "content": f"And {row.get('target')}?"}]
 match row.get("then"):
     case "fail":
         sys.exit("it went wrong")
