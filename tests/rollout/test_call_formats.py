@@ -118,28 +118,33 @@ def test_a_template_that_fails_on_calls_says_why():
 
 WORDS = ["plain", 'a "quote"', "<b>", "{c}", "x, y", "two\nlines", "[1]", "7", "Zürich", "a = 1"]
 
+TYPES = {
+    "s": {"type": "string"},
+    "n": {"type": "integer"},
+    "x": {"type": "number"},
+    "b": {"type": "boolean"},
+    "l": {"type": "array"},
+    "o": {"type": "object"},
+}
+
+
+def random_arguments(draw):
+    values = {
+        "s": draw.choice(WORDS),
+        "n": draw.randrange(-99, 99),
+        "x": draw.randrange(-99, 99) / 4,
+        "b": draw.random() < 0.5,
+        "l": [draw.choice(WORDS), draw.randrange(9)],
+        "o": {"k": draw.choice(WORDS), "m": [True, None]},
+    }
+    return {key: values[key] for key in draw.sample(sorted(values), draw.randrange(7))}
+
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_random_calls_come_back_through_their_templates(name):
     draw, tokenizer = random.Random(3), tokenizer_of(TEMPLATES[name])
-    properties = {
-        "s": {"type": "string"},
-        "n": {"type": "integer"},
-        "x": {"type": "number"},
-        "b": {"type": "boolean"},
-        "l": {"type": "array"},
-        "o": {"type": "object"},
-    }
     for _ in range(20):
-        values = {
-            "s": draw.choice(WORDS),
-            "n": draw.randrange(-99, 99),
-            "x": draw.randrange(-99, 99) / 4,
-            "b": draw.random() < 0.5,
-            "l": [draw.choice(WORDS), draw.randrange(9)],
-            "o": {"k": draw.choice(WORDS), "m": [True, None]},
-        }
-        chosen = {key: values[key] for key in draw.sample(sorted(values), draw.randrange(7))}
+        chosen = random_arguments(draw)
         given = json.dumps(chosen) if name == "deepseek" else chosen
         call = {"type": "function", "function": {"name": "find_it", "arguments": given}}
         asked = [{"role": "user", "content": "q"}]
@@ -148,7 +153,7 @@ def test_random_calls_come_back_through_their_templates(name):
         whole = tokenizer.apply_chat_template([*asked, said], tokenize=False)
         turn = whole[len(prompt) :].rstrip().removesuffix("<|im_end|>").removesuffix("<|call|>")
         (found,) = PARSERS[name](turn, True, prompt)
-        schema = {"find_it": {"parameters": {"properties": properties}}}
+        schema = {"find_it": {"parameters": {"properties": TYPES}}}
         assert (found.name, check_call(found, schema)) == ("find_it", chosen)
 
 
@@ -164,6 +169,12 @@ def test_thinking_inside_of_a_call_is_text_and_a_call_inside_of_thinking_is_none
     assert hermes_calls(f"<think>hm</think>{text}", True) == [ToolCall("a", body["arguments"])]
     wrapped = "<tool_call><function=f><parameter=x>\n<think>a</think>\n</parameter></function>"
     assert xml_calls(f"{wrapped}</tool_call>", True) == [ToolCall("f", {"x": "<think>a</think>"})]
+
+
+def test_calls_of_gemma_may_write_null_as_python_does():
+    text = '<|tool_call>call:f{x:None,l:[None , null],s:<|"|>None<|"|>}<tool_call|>'
+    (found,) = PARSERS["gemma"](text, True)
+    assert found.arguments == {"x": None, "l": [None, None], "s": "None"}
 
 
 def test_arguments_under_the_other_name_are_arguments():

@@ -259,7 +259,8 @@ def _gemma_value(text: str, place: int) -> tuple[object, int]:
         return _gemma_items(text, place)
     plain = _GEMMA_PLAIN.match(text, place)
     assert plain is not None
-    return json.loads(plain[0]), plain.end()
+    said = plain[0].strip()  # some of the templates write null as Python does
+    return None if said == "None" else json.loads(said), plain.end()
 
 
 def _gemma_items(text: str, place: int) -> tuple[object, int]:

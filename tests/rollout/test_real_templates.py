@@ -1,0 +1,104 @@
+"""Calls through the 41 chat templates of published models that TRL ships: read back, or refused.
+
+Runs with the group `peers` (`.ci/slow peers`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+
+import pytest
+from tests.datasets import chat_families as families
+from tests.rollout.test_call_formats import TYPES, random_arguments
+
+from lightrft.config import ConfigError
+from lightrft.rollout.environments.call_formats import PARSERS
+from lightrft.rollout.environments.call_schema import check_call
+from lightrft.rollout.environments.calls import choose_parser
+
+pytestmark = [pytest.mark.slow, pytest.mark.shard("peers")]
+_TRL = importlib.util.find_spec("trl")
+if _TRL is None:
+    pytest.skip("TRL is not installed", allow_module_level=True)
+
+FOLDER = Path(str(_TRL.origin)).with_name("chat_templates")
+READ = {
+    "hermes": "qwen2_5 qwen3 qwen3_instruct_2507 qwen3_vl",
+    "xml": "nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra "
+    "qwen3_5_nothink qwen3_5_think qwen3_6 qwen3_8",
+    "gemma": "diffusion_gemma gemma4 gemma4_v2 gemma4_v3 gemma4_v4 gemma4_v5",
+    "glm": "glm4moe",
+    "deepseek": "deepseekv3",
+    "harmony": "gptoss",
+    "lfm": "lfm2_2_5_vl lfm2_v2",
+    "llama": "llama3_1 llama3_2",
+}
+PARSER_OF = {name: parser for parser, names in READ.items() for name in names.split()}
+# They write no calls, but for the format of muse_glimmer, which no parser reads.
+REFUSED = {
+    "cohere",
+    "cohere2",
+    "deepseek_r1_distill",
+    "gemma",
+    "gemma3",
+    "idefics3",
+    "lfm2",
+    "lfm2_2_5",
+    "lfm2_2_5_v2",
+    "llama3",
+    "llava_next",
+    "muse_glimmer",
+    "phi3",
+    "phi3_5",
+    "qwen2_5_vl",
+    "smolvlm",
+}
+ENDS = ("<eos>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<turn|>", "<|call|>", "<|observation|>")
+
+
+def tokenizer_of(name):
+    template = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    return families.tokenizer_of(template, ("<bos>", "<eos>"), ())
+
+
+def turn_of(tokenizer, arguments):
+    """What a template writes of a call, without the end of the turn, and what stands before it."""
+    call = {"id": "call00000", "type": "function"}
+    call["function"] = {"name": "find_it", "arguments": arguments}
+    asked = [{"role": "user", "content": "q"}]
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    opened = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template([*asked, said], tokenize=False)
+    before = opened if whole.startswith(opened) else opened.partition("<think>")[0]
+    turn = whole.removeprefix(before).rstrip()
+    for end in ENDS:
+        turn = turn.removesuffix(end).rstrip()
+    return turn, before
+
+
+def test_each_is_read_or_refused():
+    names = {path.stem for path in FOLDER.glob("*.jinja")}
+    assert {name for name in names if not name.endswith("_training")} == {*PARSER_OF, *REFUSED}
+    assert len(PARSER_OF) + len(REFUSED) == 41
+
+
+@pytest.mark.parametrize("name", PARSER_OF)
+def test_random_calls_come_back(name):
+    draw, tokenizer = random.Random(3), tokenizer_of(name)
+    assert choose_parser("auto", tokenizer, ()) is PARSERS[PARSER_OF[name]]
+    for _ in range(20):
+        chosen = random_arguments(draw)
+        given = json.dumps(chosen) if name == "deepseekv3" else chosen
+        turn, before = turn_of(tokenizer, given)
+        (found,) = PARSERS[PARSER_OF[name]](turn, True, before)
+        schema = {"find_it": {"parameters": {"properties": TYPES}}}
+        assert (found.name, check_call(found, schema)) == ("find_it", chosen)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_template_without_calls_that_are_read_is_refused(name):
+    with pytest.raises(ConfigError, match="writes no known format of calls"):
+        choose_parser("auto", tokenizer_of(name), ())
