@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.machine import seconds
@@ -28,6 +29,7 @@ from lightrft.rollout.environments.worker import EpisodeLostError, HostedEnviron
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.run.run_inputs import input_files
 from lightrft.tools.environments.openenv import ActionRefusedError, connect
+from lightrft.tools.environments.skyrl_gym import converse
 
 HERE = Path(__file__).parent
 TEXT = HERE / "text_environments.py"
@@ -142,6 +144,35 @@ def test_every_episode_is_closed_once_failed_or_not(stage, tmp_path):
 def test_an_init_that_asks_something_else_is_refused(stage):
     with pytest.raises(RewardError, match="init must return the prompt"):
         stage(["1"], f"skyrl_gym:{TEXT}", "Moving").sample()
+
+
+def test_ids_of_skyrl_gym_are_its_classes_with_their_options(monkeypatch):
+    with pytest.raises(ReportedError, match=r"missing .*pip install skyrl-gym, or give FILE"):
+        converse("countdown")
+    spec = SimpleNamespace(entry_point="json:JSONDecoder", kwargs={})
+    known = {"countdown": SimpleNamespace(entry_point=Registered, kwargs={"depth": 3}), "no": spec}
+    registration = SimpleNamespace(registry=known)
+    monkeypatch.setitem(sys.modules, "skyrl_gym.envs.registration", registration)
+    episode = converse("countdown")({"url": "x"})
+    assert episode.reset(prompt=[{"role": "user", "content": "q"}], seed=4) == " 3 x 4"
+    with pytest.raises(ReportedError, match="or one of the ids countdown, no"):
+        converse("other")
+    with pytest.raises(ReportedError, match="expected a class with init"):
+        converse("no")
+
+
+class Registered:
+    def __init__(self, env_config, extras, depth):
+        self.told = f" {depth} {env_config.url} {extras['seed']}"
+
+    def init(self, prompt):
+        return [{**prompt[0], "content": prompt[0]["content"] + self.told}], {}
+
+    def step(self, action):
+        raise NotImplementedError
+
+    def close(self):
+        pass
 
 
 @pytest.mark.parametrize(

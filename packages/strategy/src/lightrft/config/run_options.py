@@ -430,7 +430,7 @@ class RunOptions(StrategyConfig):
         None,
         "Class FILE.py:NAME whose reset(**row) begins an episode and whose other public "
         "methods are tools of the model; get_reward() is added to the reward. A dict of classes "
-        "is chosen from by the column environment. Also skyrl_gym:FILE.py:NAME and "
+        "is chosen from by the column environment. Also skyrl_gym:FILE.py:NAME, skyrl_gym:ID and "
         "openenv:http://HOST:PORT.",
         path="file",
         commands=DATA_AND_EVAL,

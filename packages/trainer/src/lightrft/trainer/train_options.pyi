@@ -297,7 +297,8 @@ class TrainOptions(TypedDict, total=False):
     environment: str | None
     """Class FILE.py:NAME whose reset(**row) begins an episode and whose other public methods
     are tools of the model; get_reward() is added to the reward. A dict of classes is chosen
-    from by the column environment. Also skyrl_gym:FILE.py:NAME and openenv:http://HOST:PORT."""
+    from by the column environment. Also skyrl_gym:FILE.py:NAME, skyrl_gym:ID and
+    openenv:http://HOST:PORT."""
     tools: Sequence[str]
     """Functions FILE.py:NAME that the model may call, beside the environment's methods."""
     agent: str | None

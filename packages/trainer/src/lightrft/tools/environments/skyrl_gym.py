@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType
 from typing import ClassVar, Protocol, cast
 
@@ -118,21 +120,39 @@ def _as_parts(content: object) -> list[object]:
     return list(content) if isinstance(content, list | tuple) else [content]
 
 
+def _registered(name: str) -> tuple[object, dict[str, object]]:
+    """What makes the environment of an id: import string or class, and its own options."""
+    try:
+        found = importlib.import_module("skyrl_gym.envs.registration").registry
+    except ImportError as error:
+        raise ReportedError(
+            f"environment skyrl_gym:{name}: the ids are those of the package skyrl-gym, which is "
+            f"missing ({error}): pip install skyrl-gym, or give FILE.py:NAME"
+        ) from error
+    if name not in found:
+        raise ReportedError(
+            f"environment skyrl_gym:{name}: expected FILE.py:NAME, package.module:NAME, or one of "
+            f"the ids {', '.join(sorted(found))}"
+        )
+    return found[name].entry_point, dict(found[name].kwargs)
+
+
 def converse(text: str) -> type[Adapted]:
-    """The class of `FILE.py:NAME` or `package.module:NAME` as one that a worker hosts.
+    """The class of `FILE.py:NAME` or `package.module:NAME`, or of an id that SkyRL-Gym knows.
 
     Raises:
         ReportedError: There is no such class, or it has no `init` and `step`.
     """
+    entry, options = (text, {}) if ":" in text else _registered(text)
     try:
-        author = load_reference(text, kind="environment")
+        author = load_reference(entry, kind="environment") if isinstance(entry, str) else entry
     except ConfigError as error:
         raise ReportedError(str(error)) from error
     if not isinstance(author, type) or not {"init", "step"} <= set(dir(author)):
         raise ReportedError(
             f"environment skyrl_gym:{text}: expected a class with init(prompt) and step(action)"
         )
-    make = cast("Callable[..., TextEnvironment]", author)
+    make = cast("Callable[..., TextEnvironment]", partial(author, **options))
 
     class Episode(Conversation):
         def __init__(self, options: Mapping[str, object] = MappingProxyType({})) -> None:
