@@ -19,8 +19,9 @@ async def run(base_url: str, api_key: str, row: dict[str, Any]) -> None:
     talk = list(row["prompt"])
     headers = {"authorization": f"Bearer {api_key}"}
     # An address of this machine without TLS: certificates would take longer than the episode.
-    options = {"timeout": None, "trust_env": False, "verify": False}
-    async with httpx.AsyncClient(headers=headers, **options) as client:
+    async with httpx.AsyncClient(
+        headers=headers, timeout=None, trust_env=False, verify=False
+    ) as client:
         for _ in range(2):
             body = {**OPTIONS, "messages": talk}
             found = await client.post(f"{base_url}/chat/completions", json=body)
