@@ -130,6 +130,16 @@ def test_branches_are_rows_that_share_the_reward_of_their_episode(alone):
 
 
 @pytest.mark.timeout(600)
+def test_branches_are_written_down_below_what_they_leave(alone):
+    lines = [json.loads(line) for line in (alone[0][1] / "samples.jsonl").read_text().splitlines()]
+    assert [line["sample_id"] for line in lines] == list(range(8))
+    by_kind = {int(line["components"]["kind"]): line["branches"] for line in lines}
+    # The end is asked for after the first turn, or after a rewritten one.
+    places = {kind: [(b["of"], b["after"]) for b in found] for kind, found in by_kind.items()}
+    assert places == {0: [(0, 1)], 1: [(0, 2), (0, 2), (0, 1)], 2: [(0, 2), (0, 2), (0, 0)]}
+
+
+@pytest.mark.timeout(600)
 def test_a_step_does_not_depend_on_the_layout(alone):
     same(alone[1][0], alone[0][0])
 

@@ -245,6 +245,28 @@ def test_conversations_are_shown_turn_by_turn_and_stay_text(tmp_path, text):
     assert page.open == []
 
 
+def test_branches_of_an_episode_are_a_tree(tmp_path):
+    folder = write_run(tmp_path / "run")
+    of_first, of_branch = {"of": 0, "after": 1, "said": ["b", "c"]}, {"of": 1, "after": 2}
+    rows = [of_first, {"of": 0, "after": 0, "said": ["<i>"]}, {**of_branch, "said": ["d"]}]
+    samples = JsonLinesFile(folder / "samples.jsonl")
+    samples.append({**conversation("a", "x"), "branches": rows})
+    samples.append({**conversation("a", "y"), "branches": [3, {"of": 9, "after": [], "said": 1}]})
+    samples.close()
+    whole, broken = choose_samples(folder).steps[9]
+    assert whole["branches"] == [
+        (1, "branch 1, after turn 1", ["b", "c"]),
+        (2, "branch 3, after turn 2", ["d"]),
+        (1, "branch 2, after turn 0", ["<i>"]),
+    ]
+    assert [(depth, said) for depth, _, said in broken["branches"]] == [(1, []), (1, [])]
+    page = Page(write_report(folder).read_text())
+    assert page.texts.count("branch 3, after turn 2") == page.texts.count("<i>") == 1
+    assert ("style", "margin-left:2rem") in page.attributes
+    assert only_our_scripts(page)
+    assert page.open == []
+
+
 def test_long_and_broken_conversations_are_bounded(tmp_path):
     folder = write_run(tmp_path / "run")
     samples = JsonLinesFile(folder / "samples.jsonl")

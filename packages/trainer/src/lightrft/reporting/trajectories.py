@@ -12,6 +12,7 @@ import numpy as np
 
 from lightrft.config.printable import printable
 from lightrft.records.rollout import Rollout, ScoredRollout
+from lightrft.records.table import BRANCH_STEP
 from lightrft.reporting.files import JsonLinesFile
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 # Of a tool's answer in a line about a sample; the journal has all of it.
 MAX_ANSWER_CHARACTERS = 4000
+# Of an episode in such a line.
+MAX_BRANCHES = 16
 # Longest side in pixels of a picture of a row, and how many of a row are kept.
 THUMBNAIL_SIDE, MAX_THUMBNAILS = 96, 4
 
@@ -168,8 +171,10 @@ class SampleLog(JsonLinesFile):
 
     Each line has step, prompt_id, prompt, response, label, reward, components, response_length,
     truncated; of rows with images or videos, images: small pictures of them as data
-    addresses; and, with an environment or tools, turns: what was said, and each call's name,
-    arguments, outcome and answer.
+    addresses; with an environment or tools, turns: what was said, and each call's name,
+    arguments, outcome and answer; and, of an agent's episode with further rows, branches: of each
+    the number of the row that it leaves (0 is the first one), the turns of that which it has in
+    its context, and what was said.
 
     Args:
         path: The file.
@@ -184,7 +189,11 @@ class SampleLog(JsonLinesFile):
     def log(self, step: int, scored: Sequence[ScoredRollout]) -> None:
         """Writes the samples of a step."""
         pictures: dict[tuple[int, int], list[str]] = {}
-        for item in scored[: self._num_samples]:
+        episodes: dict[int, list[Rollout]] = {}
+        for item in scored:
+            episodes.setdefault(item.rollout.sample_id % BRANCH_STEP, []).append(item.rollout)
+        firsts = [item for item in scored if item.rollout.sample_id < BRANCH_STEP]
+        for item in firsts[: self._num_samples]:
             rollout = item.rollout
             # Samples of a prompt share its images, unless an environment may show others.
             key = (rollout.group_id, rollout.sample_id if rollout.conversation else -1)
@@ -204,6 +213,7 @@ class SampleLog(JsonLinesFile):
                     "truncated": rollout.completion.finish_reason == "length",
                     **({"images": found} if (found := pictures[key]) else {}),
                     **_turns(rollout),
+                    **_branches(episodes[rollout.sample_id]),
                 }
             )
 
@@ -230,6 +240,29 @@ def _turns(rollout: Rollout) -> dict[str, object]:
             for said, answers in pairs
         ]
     }
+
+
+def _branches(rows: Sequence[Rollout]) -> dict[str, object]:
+    """Where each further row of an episode leaves an earlier one, and what was said in it."""
+    found = []
+    ids = [np.array(row.token_ids) for row in rows[: 1 + MAX_BRANCHES]]
+    for number, row in enumerate(rows[1 : len(ids)], 1):
+        context = np.array(row.completion.prompt_token_ids)
+        shared = [_num_shared(context, other) for other in ids[:number]]
+        parent = int(np.argmax(shared))
+        before = len(rows[parent].completion.prompt_token_ids)
+        ends = [before + stop for _, stop in spans(rows[parent].completion.is_sampled)]
+        said = () if row.conversation is None else row.conversation.turns
+        num_turns = sum(end <= shared[parent] for end in ends)
+        found.append({"of": parent, "after": num_turns, "said": list(said)})
+    return {"branches": found} if found else {}
+
+
+def _num_shared(first: np.ndarray, second: np.ndarray) -> int:
+    """Tokens with which both begin."""
+    size = min(len(first), len(second))
+    differs = np.flatnonzero(first[:size] != second[:size])
+    return int(differs[0]) if len(differs) else size
 
 
 def thumbnails(rollout: Rollout) -> list[str]:

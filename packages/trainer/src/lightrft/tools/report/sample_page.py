@@ -204,6 +204,7 @@ def _as_text(entry: Mapping[str, object]) -> Sample:
         "components": "\n".join(f"{_text(name)} {_text(value)}" for name, value in pairs),
         "images": shown_thumbnails(entry.get("images")),
         "turns": _turns(entry.get("turns")),
+        "branches": _branches(entry.get("branches")),
         "is_truncated": entry.get("truncated") is True,
     }
 
@@ -226,6 +227,26 @@ def _turns(value: object) -> list[tuple[str, str]]:
     ]
     num_left = len(found) - len(shown)
     return [*shown, ("", f"[{num_left} more]")] if num_left else shown
+
+
+def _branches(value: object) -> list[tuple[int, str, list[str]]]:
+    """(depth, what it leaves, what was said) of each branch of an episode, below what it leaves."""
+    listed = value if isinstance(value, list) else []
+    rows = [row if isinstance(row, Mapping) else {} for row in listed[:MAX_PARTS]]
+    below: dict[int, list[int]] = {}
+    for number, row in enumerate(rows, 1):
+        parent = row.get("of")
+        is_known = isinstance(parent, int) and 0 <= parent < number
+        below.setdefault(parent if is_known else 0, []).append(number)
+    found, waiting = [], [(1, number) for number in below.get(0, [])[::-1]]
+    while waiting:
+        depth, number = waiting.pop()
+        said, after = rows[number - 1].get("said"), _text(rows[number - 1].get("after"))
+        texts = said[:MAX_PARTS] if isinstance(said, list) else []
+        shown = [readable(str(text), max_characters=MAX_PART_CHARACTERS) for text in texts]
+        found.append((depth, f"branch {number}, after turn {after}", shown))
+        waiting += [(depth + 1, each) for each in below.get(number, [])[::-1]]
+    return found
 
 
 def _answerer(call: Mapping[str, object]) -> str:
