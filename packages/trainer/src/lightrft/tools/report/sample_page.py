@@ -236,8 +236,8 @@ def _branches(value: object) -> list[tuple[int, str, list[str]]]:
     below: dict[int, list[int]] = {}
     for number, row in enumerate(rows, 1):
         parent = row.get("of")
-        is_known = isinstance(parent, int) and 0 <= parent < number
-        below.setdefault(parent if is_known else 0, []).append(number)
+        of = parent if isinstance(parent, int) and 0 <= parent < number else 0
+        below.setdefault(of, []).append(number)
     found, waiting = [], [(1, number) for number in below.get(0, [])[::-1]]
     while waiting:
         depth, number = waiting.pop()
