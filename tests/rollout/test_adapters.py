@@ -253,6 +253,7 @@ class Server:
 
     def __init__(self):
         self.fault, self.sessions, self.lock = None, [], threading.Lock()
+        self.room = threading.Semaphore(100)
         self.server = serve(self.session, "127.0.0.1", 0, process_request=self.describe)
         self.port = self.server.socket.getsockname()[1]
         self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
@@ -266,6 +267,16 @@ class Server:
         return Response(http.HTTPStatus.OK, "OK", headers, body)
 
     def session(self, connection):
+        if not self.room.acquire(blocking=False):
+            details = {"message": "Server at capacity", "code": "CAPACITY_REACHED"}
+            connection.send(json.dumps({"type": "error", "data": details}))
+            return
+        try:
+            self.play(connection)
+        finally:
+            self.room.release()
+
+    def play(self, connection):
         state = {"episode_id": None, "step_count": 0}
         with self.lock:
             self.sessions.append(state)
@@ -344,6 +355,25 @@ def test_actions_of_an_openenv_server_are_calls_of_a_tool(stage, server):
     assert all(data["input"] == "Find it." for data in asked)
     assert len({data["seed"] for data in asked}) == 1  # of the prompt
     assert all("max_turns" not in data for data in asked)
+
+
+def test_episodes_wait_while_a_server_has_no_room_and_none_is_lost(stage, server):
+    server.room = threading.Semaphore(1)
+    turns = [episodes.call("step", number=1), episodes.call("step", number=7), "never said"]
+    rows = [{"input": f"Find it {i}.", "target": 7} for i in range(4)]
+    played = stage(turns, "openenv:http", f"//127.0.0.1:{server.port}", rows=rows)
+    rollouts, rewards = played.sample()
+    assert [rollout.sample_id for rollout in rollouts] == list(range(8))
+    assert [reward.reward for reward in rewards] == [0.75] * 8
+    assert len(server.sessions) == 8
+
+
+def test_episodes_fail_where_a_server_never_has_room(stage, server):
+    server.room = threading.Semaphore(0)
+    name = f"//127.0.0.1:{server.port}"
+    played = stage(["x"], "openenv:http", name, tool_timeout_seconds=1.0)
+    with pytest.raises(RewardError, match=r"reset failed: OpenEnv at .*: Server at capacity"):
+        played.sample()
 
 
 def begun(server):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OnGroup = Callable[[list[Rollout]], None]
+# Until an environment without room is asked again, where no episode goes on.
+_ROOM_SECONDS = 0.1
 
 
 class Environments:
@@ -273,26 +276,63 @@ class EpisodeSource:
         return journal
 
     def _run(self, batch: EpisodeBatch, on_group: OnGroup) -> list[RewardResult | None]:
-        """All rounds of the episodes; their rewards, None where one failed. Collective."""
-        problem = self._reset(batch)
-        for episode in batch.episodes:
+        """All rounds of the episodes; their rewards, None where one failed. Collective.
+
+        Episodes for which their environment has no room begin when the others have ended.
+        """
+        results: dict[int, RewardResult | None] = {}
+        wave, num_rounds = batch, 0
+        deadline = time.monotonic() + self._parts.config.tool_timeout_seconds
+        while True:
+            problem = self._reset(wave)
+            waiting = [episode for episode in wave.episodes if episode.no_room is not None]
+            begun = [episode for episode in wave.episodes if episode.no_room is None]
+            counts = self._parts.context.gather_objects((len(waiting), len(begun)))
+            if any(count for _, count in counts):
+                deadline = time.monotonic() + self._parts.config.tool_timeout_seconds
+            elif waiting and time.monotonic() > deadline:
+                for episode in waiting:
+                    problem = wave.failed(episode, cast("EpisodeError", episode.no_room)) or problem
+                waiting, begun = [], waiting
+            elif waiting:
+                time.sleep(_ROOM_SECONDS)
+            num_rounds = self._play(batch, begun, on_group, problem, num_rounds)
+            results |= self._finish(replace(batch, episodes=begun))
+            if not any(count for count, _ in counts) or not any(
+                self._parts.context.gather_objects(bool(waiting))
+            ):
+                return [results[episode.number] for episode in batch.episodes]
+            wave = replace(batch, episodes=waiting)
+
+    def _play(
+        self,
+        batch: EpisodeBatch,
+        begun: Sequence[Episode],
+        on_group: OnGroup,
+        problem: Exception | None,
+        num_rounds: int,
+    ) -> int:
+        """All rounds of episodes that have begun, after so many; their number then."""
+        wave = replace(batch, episodes=begun)
+        for episode in begun:
             batch.journal.reset(episode)
             batch.ledger.of(episode.sample_id).prompt = episode.prompt
-        num_rounds = 0
-        while batch.is_open_anywhere(problem):
+        while wave.is_open_anywhere(problem):
             batch.journal.leave(num_rounds)
-            problem = self._round(batch, num_rounds)
+            problem = self._round(wave, num_rounds)
             num_rounds += 1
             for group in batch.finished_groups():
                 on_group(group)
         batch.journal.leave(num_rounds)
-        return self._finish(batch)
+        return num_rounds
 
     def _reset(self, batch: EpisodeBatch) -> Exception | None:
         """Begins the episodes; each prompt gets the message of its `reset`."""
+        for episode in batch.episodes:
+            episode.no_room = None
         problem = batch.each(batch.episodes, self._answers.reset)
         for episode in batch.episodes:
-            if episode.failure is None:
+            if episode.failure is None and episode.no_room is None:
                 try:
                     self._turns.prepare(batch, episode)
                 except EpisodeError as error:
@@ -327,8 +367,8 @@ class EpisodeSource:
 
         return batch.collect(must_wait)
 
-    def _finish(self, batch: EpisodeBatch) -> list[RewardResult | None]:
-        """Rewards of the environments; None where one failed."""
+    def _finish(self, batch: EpisodeBatch) -> dict[int, RewardResult | None]:
+        """Rewards of the environments by number of the episode; None where one failed."""
         rewards: dict[int, RewardResult] = {}
 
         def reward(episode: Episode, host: Host) -> None:
@@ -339,13 +379,13 @@ class EpisodeSource:
         problem = batch.each([e for e in batch.episodes if e.failure is None], reward)
         batch.close(self._parts.config.tool_timeout_seconds)
         batch.is_open_anywhere(problem)
-        results = []
+        results: dict[int, RewardResult | None] = {}
         for episode in batch.episodes:
             found = None if episode.failure is not None else rewards[episode.number]
             batch.journal.end(
                 episode, None if found is None else [found.reward, dict(found.components)]
             )
-            results.append(found)
+            results[episode.number] = found
         return results
 
 

@@ -13,7 +13,7 @@ from lightrft.records.columns import join_facts
 from lightrft.records.rollout import AnsweredCall, Conversation, Rollout, Segment
 from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.content import Parts, from_json
-from lightrft.rollout.environments.pool import EpisodeError, Host
+from lightrft.rollout.environments.pool import EpisodeError, Host, NoRoomError
 from lightrft.rollout.environments.specs import RowEnvironment
 
 
@@ -29,6 +29,7 @@ class Episode:
         row: Arguments of `reset`.
         environment: Its own.
         seeds: Of the draws in `reset`, the same for all samples of a prompt, and of later ones.
+        no_room: Why it could not begin yet.
     """
 
     number: int
@@ -50,6 +51,7 @@ class Episode:
     last: Completion | None = None
     is_open: bool = True
     failure: EpisodeError | None = None
+    no_room: NoRoomError | None = None
     reset_message: str | None = None
     reset_parts: Parts = ()
     later: list[LaterImages] = field(default_factory=list)

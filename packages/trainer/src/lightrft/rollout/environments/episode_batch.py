@@ -13,7 +13,7 @@ from lightrft.records.sample_ledger import SampleLedger
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal import Journal, RecordedTurn
-from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
+from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host, NoRoomError
 from lightrft.strategy.engine.session import EngineSession
 
 # Between the ids of the requests of an episode: every turn draws under an id of its own.
@@ -140,6 +140,8 @@ class EpisodeBatch:
             return error
         if isinstance(outcome, ChangedAnswerError):
             self.start_over(episode, outcome)
+        elif isinstance(outcome, NoRoomError) and not episode.segments:
+            episode.no_room = outcome
         elif outcome is not None:
             return self.failed(episode, outcome)
         elif episode.is_answered:

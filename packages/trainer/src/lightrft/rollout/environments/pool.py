@@ -29,6 +29,10 @@ class EpisodeError(RuntimeError):
     """An episode cannot go on: its environment failed, hung or died."""
 
 
+class NoRoomError(EpisodeError):
+    """An episode cannot begin until another one has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class EnvironmentSpec:
     """Specification of the author's class and tools.
@@ -103,6 +107,7 @@ class Host:
 
         Raises:
             EpisodeError: It failed, hung or died; in the latter cases the worker is gone.
+            NoRoomError: The environment takes no further episode for now.
         """
         try:
             request = {"operation": operation, "episode": episode, "draws": draws, **details}
@@ -116,7 +121,8 @@ class Host:
             if not error.kind:  # the process itself ended
                 self.close()
             where = f"\n{error.traceback}" if error.traceback else ""
-            raise EpisodeError(f"{operation} failed: {error}{where}") from error
+            found = NoRoomError if error.kind == NoRoomError.__name__ else EpisodeError
+            raise found(f"{operation} failed: {error}{where}") from error
 
     def forget(self, episode: str, *, seconds: float) -> None:
         """Closes an episode if the worker still has it.

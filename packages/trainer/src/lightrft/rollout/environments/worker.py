@@ -46,6 +46,10 @@ class EpisodeLostError(ReportedError):
     """The state of an episode is gone; nothing it answers from here on counts."""
 
 
+class NoRoomError(ReportedError):
+    """The environment takes no further episode until another one has ended."""
+
+
 class Adapted(ABC):
     """One episode of an environment of another make.
 

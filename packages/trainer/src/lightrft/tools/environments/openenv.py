@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit, urlunsplit
 
 from lightrft.rewards.worker import ReportedError
 from lightrft.rollout.environments.calls import TURN_TOOL
-from lightrft.rollout.environments.worker import Adapted, EpisodeLostError
+from lightrft.rollout.environments.worker import Adapted, EpisodeLostError, NoRoomError
 from lightrft.tools.rewards.http import (
     HttpClient,
     HttpError,
@@ -37,6 +37,7 @@ CONNECT_SECONDS = 10.0
 MESSAGE_SECONDS = 50.0
 # Errors after which the episode is where it was before.
 _HARMLESS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
+_FULL = "CAPACITY_REACHED"
 _OWN_FIELDS = ("done", "reward", "metadata")
 
 
@@ -132,13 +133,14 @@ class OpenEnvEpisode(Adapted):
 
     def _ask(self, kind: str, data: Mapping[str, object] | None) -> Mapping[str, object]:
         """One message and its answer."""
-        from websockets.exceptions import WebSocketException
+        from websockets.exceptions import ConnectionClosed, WebSocketException
 
         if self._connection is None:
             raise self._lost("its connection is closed")
         message = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
-            self._connection.send(json.dumps(message, default=str))
+            with suppress(ConnectionClosed):  # what was said before the end can still be read
+                self._connection.send(json.dumps(message, default=str))
             text = self._connection.recv(timeout=MESSAGE_SECONDS)
             answer = cast("Mapping[str, Mapping[str, object]]", parse_json(text))
             found, details = str(answer["type"]), answer["data"]
@@ -146,6 +148,9 @@ class OpenEnvEpisode(Adapted):
             reason = str(err) or type(err).__name__
             raise self._lost(f"{kind} was not answered: {reason}") from err
         is_told = isinstance(details, dict)
+        if kind == "reset" and is_told and details.get("code") == _FULL:
+            self.close()
+            raise NoRoomError(f"OpenEnv at {self._address}: {details.get('message')}")
         if found == "error" and is_told and details.get("code") in _HARMLESS:
             raise ActionRefusedError(str(details.get("message")))
         if found != ("state" if kind == "state" else "observation") or not is_told:
