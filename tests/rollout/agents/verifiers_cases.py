@@ -60,8 +60,8 @@ def resources():
         server.shutdown()
 
 
-def sums(*pairs):
-    """Rows of NeMo Gym: sums that are to be made with a tool."""
+def sums(*pairs, has_tool=True):
+    """Rows of NeMo Gym: sums, to be made with a tool."""
     number = {"type": "integer"}
     tool = {
         "type": "function",
@@ -75,5 +75,5 @@ def sums(*pairs):
     }
     for x, y in pairs:
         asked = [{"role": "user", "content": f"What is {x} + {y}?"}]
-        params = {"input": asked, "tools": [tool]}
+        params = {"input": asked, "tools": [tool] if has_tool else []}
         yield {"responses_create_params": params, "sum": str(x + y)}
