@@ -359,8 +359,8 @@ def test_every_option_reaches_deepspeed():
 
 def test_no_model_gets_a_buffer_larger_than_itself():
     options = StrategyConfig(zero_stage=2)
-    for num_elements, expected in ((1000, 1000), (10**10, 50_000_000)):
-        config = training_config(options, uses_bf16=True, has_gpu=False, num_elements=num_elements)
+    for num_trained, expected in ((1000, 1000), (10**10, 50_000_000)):
+        config = training_config(options, uses_bf16=True, has_gpu=False, num_trained=num_trained)
         assert config["zero_optimization"]["reduce_bucket_size"] == expected
 
 

@@ -152,6 +152,22 @@ def test_each_of_several_teachers_counts_unless_a_server_has_it(tmp_path):
     assert peak(one, "s=http://127.0.0.1:1") == peak(one)
 
 
+def test_every_model_that_scores_is_one_pass_and_the_update_of_one_batch_scores_itself():
+    def score(**options):
+        given = {"train_batch_size": 128, "rollout_batch_size": 128, "n_samples_per_prompt": 1}
+        setup = setup_of("qwen2.5-7b", 8, "h100-80g", **{"init_kl_coef": 0, **given, **options})
+        return step_seconds(setup, GPUS["h100-80g"]).phases["score"]
+
+    one = score(train_batch_size=64)
+    assert one > 0
+    assert score() == 0 == score(enable_ema=True)
+    assert score(max_epochs=2) == one == score(high_entropy_token_ratio=0.2)
+    assert score(max_epochs=2, use_rollout_logprobs=True) == 0
+    # The reference; and for a term in the rewards the policy, too.
+    assert score(init_kl_coef=0.01, use_kl_loss=True) == one
+    assert score(init_kl_coef=0.01) == 2 * one == score(train_batch_size=64, init_kl_coef=0.01)
+
+
 def test_more_gpus_take_less_time_and_waste_more():
     setup = setup_of("qwen2.5-7b", 8, "h100-80g", fsdp=True)
     rows = scale(setup, GPUS["h100-80g"], (1, 8, 64, 512))

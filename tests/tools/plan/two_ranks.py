@@ -7,7 +7,16 @@ import gc
 import importlib.util
 from pathlib import Path
 
-SIZES = {"hidden": 256, "rows": 1, "seq": 64, "layers": 3, "vocab": 4000, "bf16": False}
+SIZES = {
+    "hidden": 256,
+    "rows": 1,
+    "seq": 64,
+    "layers": 3,
+    "vocab": 4000,
+    "is_tied": False,
+    "bf16": False,
+    "bucket": 50_000_000,
+}
 
 
 def load(name):
@@ -29,7 +38,7 @@ def model_config(sizes):
         num_key_value_heads=hidden // 128,
         num_hidden_layers=sizes["layers"],
         intermediate_size=3 * hidden,
-        tie_word_embeddings=False,
+        tie_word_embeddings=sizes["is_tied"],
     )
 
 
@@ -84,14 +93,14 @@ def build(sizes, config, strategy):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from lightrft.models import Actor
+    from lightrft.models import Actor, LoraActor
 
     torch.manual_seed(0)
     wanted = model_config(sizes)
     model = AutoModelForCausalLM.from_config(
         wanted, dtype=torch.float32, attn_implementation="sdpa"
     )
-    actor = Actor(model)
+    actor = LoraActor(model, config) if config.lora_rank else Actor(model)
     if config.gradient_checkpointing:
         actor.gradient_checkpointing_enable()
     return strategy.prepare_models_and_optimizers(actor, None, None, None, config, 10)[0]
@@ -115,8 +124,10 @@ def measure(rank, world_size, sizes, options):
     """Live bytes at the peak of the second update."""
     del rank, world_size
     from lightrft.strategy import get_strategy
+    from lightrft.strategy.deepspeed import engine_config
 
     live_bytes = load("live_bytes")
+    engine_config.MAX_BUCKET_ELEMENTS = sizes["bucket"]
     config = run_config(sizes, options)
     with get_strategy(config) as strategy:
         gc.collect()

@@ -75,6 +75,15 @@ class TrainConfig(RunOptions):
         return self.num_minibatches * self.max_epochs
 
     @property
+    def asks_policy_first(self) -> bool:
+        """Whether an option needs the policy's logprobs before an update computes them.
+
+        A KL term in the rewards needs them as well.
+        """
+        has_teacher = bool(self.teacher_places) or self.teacher_prompt_column is not None
+        return self.max_epochs > 1 or self.high_entropy_token_ratio > 0 or has_teacher
+
+    @property
     def num_frozen_updates(self) -> int:
         """Optimizer steps at the start of the run that the actor does not take."""
         return max(self.freezing_actor_steps, 0) * self.steps_per_rollout

@@ -59,7 +59,7 @@ def training_config(
     *,
     uses_bf16: bool,
     has_gpu: bool,
-    num_elements: int = MAX_BUCKET_ELEMENTS,
+    num_trained: int = MAX_BUCKET_ELEMENTS,
 ) -> dict[str, object]:
     """The dictionary for `deepspeed.initialize` with an optimizer of torch.
 
@@ -69,13 +69,13 @@ def training_config(
         options: Of the strategy.
         uses_bf16: Whether weights and compute are bfloat16.
         has_gpu: Whether offloaded states are pinned.
-        num_elements: Of all parameters of this model; no buffer is larger.
+        num_trained: Of all trained parameters of this model; no buffer of gradients is larger.
     """
     zero: dict[str, object] = {
         "stage": options.zero_stage,
         "overlap_comm": options.overlap_comm,
         "contiguous_gradients": True,
-        "reduce_bucket_size": min(num_elements, MAX_BUCKET_ELEMENTS),
+        "reduce_bucket_size": min(num_trained, MAX_BUCKET_ELEMENTS),
         # It would replace torch.nn.functional.linear for the whole process.
         "memory_efficient_linear": False,
     }

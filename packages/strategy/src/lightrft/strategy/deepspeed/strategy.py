@@ -107,13 +107,12 @@ class ZeroBackend(Backend):
     ) -> PreparedModel:
         """The schedule stays ours: it must not advance with a skipped step."""
         share_sequences(model, self.context.sp_group, is_trained=True)
-        num_elements = sum(p.numel() for p in model.parameters())
-        self.check_model_size(num_elements)
+        self.check_model_size(sum(p.numel() for p in model.parameters()))
         config = training_config(
             self.config,
             uses_bf16=self._uses_bf16,
             has_gpu=self.context.has_gpu,
-            num_elements=num_elements,
+            num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         )
         with phase("prepare a model for training", self.context.timeout):
             engine = runtime.initialize(model, config, optimizer)

@@ -491,15 +491,12 @@ class ExperienceMaker:
         log = self.logs.trajectories
         is_logged = log is not None and log.is_due(step.number)
         has_kl_reward = self.models.reference is not None and not self.config.use_kl_loss
-        has_teacher = self.models.teacher is not None
         return (
-            self.config.max_epochs == 1
-            and not self.config.high_entropy_token_ratio
+            not self.config.asks_policy_first
             and self._corrects_in_pass()
             and is_deterministic(self.strategy.unwrap_model(self.actor))
             and self.trains_actor(step)
             and not has_kl_reward
-            and not has_teacher
             and not is_logged
         )
 

@@ -219,9 +219,12 @@ def _flops_per_pass(setup: Setup) -> float:
 
 
 def _score(setup: Setup, gpu: Gpu) -> float:
-    passes = 1 + len(setup.evaluated) + (setup.critic is not None)
-    if setup.config.use_rollout_logprobs:
-        passes -= 1
+    config, scored = setup.config, [n for n in setup.evaluated if n != "moving average"]
+    # The one update of a step computes the policy's logprobs itself.
+    has_kl_reward = "reference" in scored and not config.use_kl_loss
+    is_first = config.num_minibatches > 1 or config.asks_policy_first or has_kl_reward
+    scores_policy = is_first and not config.use_rollout_logprobs
+    passes = scores_policy + len(scored) + (setup.critic is not None)
     flops = passes * _flops_per_pass(setup)
     return flops / (gpu.tflops * TERA * constant("score_efficiency"))
 

@@ -104,17 +104,36 @@ def gathered(setup: Setup, model: Model) -> float:
     if setup.config.fsdp:
         # The root's weights while they are copied out of what the ranks sent, and two layers.
         return c * 2 * (model.root + model.layer)
-    return c * min(model.total, ZERO3_LIVE) if setup.config.zero_stage == 3 else 0
+    if setup.config.zero_stage < 3:
+        return 0
+    # Adapters leave the embedding alone, so nothing keeps it until the backward pass.
+    is_released = model.adapters and not model.size.is_tied
+    released = model.size.embedding_parameters if is_released else 0
+    return c * min(_divided(model) - released, ZERO3_LIVE)
+
+
+def _divided(model: Model) -> int:
+    """Numbers that stage 3 gathers: small weights of a trained model stay whole."""
+    return model.total - (model.size.small_parameters if model.trained else 0)
+
+
+def copied(setup: Setup, model: Model) -> float:
+    """Both forms of weights that stage 3 fetched together: as they came, and as tensors."""
+    if setup.config.fsdp or setup.config.zero_stage < 3:
+        return 0
+    return setup.compute_bytes * 2 * min(_divided(model), ZERO_BUCKET)
 
 
 def forward_peak(setup: Setup, model: Model, num_rows: int) -> Iterator[Term]:
     """A forward pass without gradients."""
     tokens = setup.micro_tokens(num_rows)
     one = Model(model.size, 0, model.scores_tokens, checkpoints=True)
-    yield Term("gathered weights", gathered(setup, model))
+    live = gathered(setup, model)
+    yield Term("gathered weights", live)
     passing = block_bytes(one, tokens, setup.compute_bytes)
     head = head_bytes(setup, model, setup.scored_tokens(num_rows), is_training=False)
-    yield Term("activations of a layer, or logits", max(passing, head))
+    largest = max(passing, head, copied(setup, model) - live)
+    yield Term("activations of a layer, or logits", largest)
     yield Term("tower: activations of a layer", tower_bytes(setup, one, num_rows))
 
 
@@ -154,7 +173,11 @@ def _fsdp_moments(
             )
         )
     root = Term("weights of the root unit", c * model.root)
+    twice = Term("root unit, gathered twice", 2 * c * model.root)
     yield [*held, kept, head, root, output]
+    if not is_whole:
+        # It is gathered anew for the backward pass.
+        yield [*held, kept, Term(head.name, kept_head_bytes(setup, model)), twice]
     one_layer = kept.num_bytes / max(1, model.size.num_layers)
     yield [
         *held,
@@ -173,7 +196,17 @@ def _fsdp_moments(
         root_gradients = copies * FLOAT * model.root + max(before, after)
         yield [*held, Term("gradients of the root unit", root_gradients)]
     else:
-        yield [Term("root unit, gathered twice", 2 * c * model.root), *held]
+        yield [twice, *held, Term("two layers, gathered", 2 * c * unit)]
+    if gradients_of_one_tensor(model) > 1:
+        summed = Term("gradients of the root unit", 4 * c * model.root)
+        yield [*held, summed, Term("a layer's gradients", FLOAT * unit)]
+
+
+def gradients_of_one_tensor(model: Model) -> int:
+    """Of the embedding at one moment: a tied one has that of each use, and their sum."""
+    if not model.trains_all:
+        return 0
+    return 3 if model.size.is_tied and model.scores_tokens else 1
 
 
 def _zero_moments(
@@ -199,15 +232,23 @@ def _zero_moments(
         sums = Term("gradients, sharded", FLOAT * trained / world, on_host)
         wide = FLOAT if c == 2 else 0
         buckets = Term("buckets of gradients", (twice * c + c + wide) * bucket)
-        step = [sums, Term("gradients of the step", FLOAT * trained / world, on_host)]
+        # Two masks say of each number whether it is finite.
+        step = [sums, Term("gradients of the step", (FLOAT + 2) * trained / world, on_host)]
     else:
         sums = Term("small gradients", 0.0)
         buckets = Term("copies of the bucket", (1 + twice) * FLOAT * bucket)
         step = []
     yield [sums, kept, head, live, output]
     share = [Term(t.name, left * t.num_bytes) for t in (kept, live)]
-    largest = 0.0 if stage == 2 else c * model.size.embedding_parameters
+    embedding, num_gradients = c * model.size.embedding_parameters, gradients_of_one_tensor(model)
+    largest = embedding if stage == 3 and num_gradients else 0
     yield [sums, *share, passing, buckets, Term("gradient of one tensor", largest)]
+    if stage == 2 and num_gradients > 1:
+        # The sum lies in the bucket, and is copied on its way out.
+        filled = Term(buckets.name, c * bucket + embedding)
+        yield [filled, Term("gradient of one tensor", num_gradients * embedding)]
+    if stage == 3:
+        yield [sums, Term("gathered weights", copied(setup, model))]
     yield step
 
 
@@ -224,7 +265,8 @@ def _zero1_moments(
     bucket = Term("bucket of gradients", FLOAT * min(trained, ZERO_BUCKET))
     whole = Term("gradients", FLOAT * trained)
     yield [whole, bucket, kept, head, output]
-    largest = Term("gradient of one tensor", c * model.size.embedding_parameters)
+    embedding = c * model.size.embedding_parameters
+    largest = Term("gradient of one tensor", gradients_of_one_tensor(model) * embedding)
     yield [whole, bucket, passing, largest]
 
 
@@ -285,9 +327,12 @@ def head_bytes(setup: Setup, model: Model, num_scored: int, *, is_training: bool
         return FLOAT * hidden
     if not setup.is_fused:
         # Logits, their log-softmax and its gradient in float32; the weight is widened, too.
-        copies = 3 if is_training else 2
+        logits = FLOAT * num_scored * size.vocab
         widened = 0 if c == FLOAT else FLOAT * (hidden + size.embedding_parameters)
-        return copies * FLOAT * num_scored * size.vocab + c * hidden + widened
+        third = logits if is_training else 0
+        if is_training and widened and model.trains_all:
+            third = max(logits, FLOAT * size.embedding_parameters)  # the gradient of the widened
+        return 2 * logits + third + c * hidden + widened
     if is_training and setup.has_gpu:
         return loss_bytes(model, num_scored, c)
     columns = setup.config.chunk_size
@@ -299,6 +344,16 @@ def head_bytes(setup: Setup, model: Model, num_scored: int, *, is_training: bool
         # A chunk's logits and their gradient, and the gradient of the hidden states.
         found += num_scored * columns * (FLOAT + c) + (FLOAT + c) * hidden
     return found
+
+
+def kept_head_bytes(setup: Setup, model: Model) -> float:
+    """What is left of the output layer when its loss is there, for the backward pass."""
+    size, c = model.size, setup.compute_bytes
+    num_scored = setup.scored_tokens(setup.config.micro_train_batch_size)
+    if setup.is_fused or not model.scores_tokens:
+        return FLOAT * num_scored * size.hidden
+    widened = 0 if c == FLOAT else FLOAT * size.embedding_parameters
+    return FLOAT * num_scored * size.vocab + widened
 
 
 def loss_bytes(model: Model, num_scored: int, compute_bytes: int) -> float:
