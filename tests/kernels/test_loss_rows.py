@@ -13,8 +13,8 @@ from lightrft.kernels.logprob.policy_loss import plan_loss, up_to_multiple
 from lightrft.kernels.logprob.product_engine import ProductEngine
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "compiled_kernels.json"
-# (vocabulary, hidden) of 0.5B, 7B and a small vocabulary.
-SHAPES = ((151_936, 896), (152_064, 3584), (32_000, 4096))
+# (vocabulary, hidden) of 0.5B, 7B, 72B, a wider vocabulary than theirs, and a small one.
+SHAPES = ((151_936, 896), (152_064, 3584), (152_064, 8192), (262_144, 5376), (32_000, 4096))
 KERNELS = ("fold_products", "grad_of_stored_products")
 
 
