@@ -32,10 +32,11 @@ CASES = {
     "large layers": (
         FSDP2,
         {"layers": 3, "vocab": 64, "hidden": 512, "seq": 8},
-        ["two layers, gathered", "a layer's gradients", "gradients, sharded"],
+        ["gathered layers", "a layer's gradients", "gradients, sharded"],
     ),
-    "fsdp2, adapters": (FSDP2 | {"lora_rank": 2}, SHORT, ["root unit, gathered twice"]),
-    "fsdp2, tied": (FSDP2, SHORT | {"is_tied": True}, ["gradients of the root unit"]),
+    "fsdp2, adapters": (FSDP2 | {"lora_rank": 2}, SHORT, ["end, gathered twice"]),
+    "fsdp2, untied": (FSDP2, SHORT, ["gradients of an end"]),
+    "fsdp2, tied": (FSDP2, SHORT | {"is_tied": True}, ["gradients of an end"]),
     "zero1, tied": (
         ZERO1,
         SHORT | {"is_tied": True},

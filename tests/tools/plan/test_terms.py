@@ -191,8 +191,8 @@ def test_every_term_of_a_plan_is_compared_somewhere_or_said_to_be_assumed():
         # Live tensors of two ranks, and traces of FSDP2 (test_live_bytes, test_fake_micro_batch).
         "weights", "weights, sharded", "Adam's states", "float32 weights", "gradients",
         "gradients, sharded", "activations", "output layer", "gradient of the output layer",
-        "backward pass of a layer", "weights of the root unit", "two layers, gathered",
-        "a layer's gradients", "gradients of the root unit", "root unit, gathered twice",
+        "backward pass of a layer", "weights of an end", "gathered layers",
+        "a layer's gradients", "gradients of an end", "end, gathered twice",
         "bucket of gradients", "buckets of gradients", "small weights, whole", "small gradients",
         "copies of the bucket", "gradient of one tensor", "gathered weights",
         "gradients in bfloat16", "gradients of the step", "Adam's states, back from the host",

@@ -78,7 +78,8 @@ def find_blocks(module: nn.Module, *, keeps_vision_whole: bool = False) -> list[
 
     Blocks are the instances of the classes that the transformers models inside name in
     `_no_split_modules`; without such names, the elements of lists of two or more modules of one
-    class. Embeddings, and modules that share a parameter with the rest, stay in the root unit.
+    class. Modules that share a parameter with the rest stay in the root unit; `find_ends` has the
+    embeddings.
 
     Args:
         module: The whole model.
@@ -98,6 +99,22 @@ def find_blocks(module: nn.Module, *, keeps_vision_whole: bool = False) -> list[
             inside.update(block.modules())
             blocks.append(block)
     return [block for block in blocks if _owns_its_parameters(block, module)]
+
+
+def find_ends(module: nn.Module) -> list[nn.Module]:
+    """Embedding and output projection of a text model, where each has a matrix of its own.
+
+    As units of their own they are gathered and reduced one after the other, beside other work. A
+    tied matrix stays in the root unit; so do all ends of models with towers, which read the
+    embedding elsewhere, too.
+    """
+    from transformers import PreTrainedModel
+
+    model = next((child for child in module.modules() if isinstance(child, PreTrainedModel)), None)
+    if model is None or _vision_modules(module):
+        return []
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [end for end in ends if end is not None and _owns_its_parameters(end, module)]
 
 
 def _unsplittable_names(module: nn.Module) -> set[str]:
@@ -166,6 +183,8 @@ def apply_units(module: nn.Module, plan: ShardingPlan) -> None:
             # Inside the unit: its hooks, which gather and free parameters, are not compiled.
             block.compile(backend=plan.compile_backend)
         fully_shard(block, **options)  # type: ignore[call-overload]
+    for end in find_ends(module):
+        fully_shard(end, **options)  # type: ignore[call-overload]
     # The root is resharded too: its parameters are then shards whenever no forward pass runs.
     fully_shard(module, **options)  # type: ignore[call-overload]
     module.register_forward_hook(_forget_pass)

@@ -102,8 +102,8 @@ def gathered(setup: Setup, model: Model) -> float:
     """Whole weights that a forward pass holds beside the shards."""
     c = setup.compute_bytes
     if setup.config.fsdp:
-        # The root's weights while they are copied out of what the ranks sent, and two layers.
-        return c * 2 * (model.root + model.layer)
+        # An end's weights while they are copied out of what the ranks sent, and two layers.
+        return c * 2 * (model.end + model.layer)
     if setup.config.zero_stage < 3:
         return 0
     # Adapters leave the embedding alone, so nothing keeps it until the backward pass.
@@ -172,33 +172,35 @@ def _fsdp_moments(
                 moment_bytes(setup.config.adam_8bit) * model.trained / world,
             )
         )
-    root = Term("weights of the root unit", c * model.root)
-    twice = Term("root unit, gathered twice", 2 * c * model.root)
-    yield [*held, kept, head, root, output]
-    if not is_whole:
-        # It is gathered anew for the backward pass.
-        yield [*held, kept, Term(head.name, kept_head_bytes(setup, model)), twice]
+    end = Term("weights of an end", c * model.end)
+    next_layer = Term("gathered layers", c * unit)
+    yield [*held, kept, head, end, output, next_layer]
     one_layer = kept.num_bytes / max(1, model.size.num_layers)
-    yield [
-        *held,
-        Term(kept.name, max(0.0, kept.num_bytes - one_layer)),
-        passing,
-        root,
-        output,
-        Term("two layers, gathered", 2 * c * unit),
-        Term("a layer's gradients", (c + FLOAT) * unit if is_whole else 0),
-    ]
-    if is_whole:
-        before = c * model.root
-        after = c * min(model.size.embedding_parameters, model.root) + FLOAT * model.root / world
-        # Gloo copies what it reduces.
-        copies = 1 if setup.has_gpu else 2
-        root_gradients = copies * FLOAT * model.root + max(before, after)
-        yield [*held, Term("gradients of the root unit", root_gradients)]
-    else:
-        yield [twice, *held, Term("two layers, gathered", 2 * c * unit)]
+    rest = Term(kept.name, max(0.0, kept.num_bytes - one_layer))
+    # The root unit, which has what is shared or has no unit of its own, stays until its turn.
+    waiting = () if model.has_own_head else (end, output)
+    # What arrives is copied: for the layer before, unless its gradients take that room.
+    layers = Term("gathered layers", (2 if is_whole else 3) * c * unit)
+    gradients = Term("a layer's gradients", (c + FLOAT) * unit if is_whole else 0)
+    yield [*held, rest, passing, *waiting, layers, gradients]
+    if not is_whole:
+        left = Term(head.name, kept_head_bytes(setup, model))
+        yield [*held, kept, left, Term("end, gathered twice", 2 * c * model.end), next_layer]
+        return
+    # Gloo copies what it reduces.
+    copies = 1 if setup.has_gpu else 2
+    widest = min(model.size.embedding_parameters, model.end)
+    after = max(c * model.end, c * widest + FLOAT * model.end / world)
+    reduced = Term("gradients of an end", copies * FLOAT * model.end + after)
+    yield [*held, reduced, Term("a layer's gradients", FLOAT * unit * (1 + 1 / world))]
+    if model.has_own_head:
+        yield [*held, kept, reduced, Term("gathered layers", 1.5 * c * unit)]
+    if model.has_own_head and setup.has_gpu:
+        # Reduced beside the backward pass of the last layer.
+        beside = Term("gradients of an end", FLOAT * model.end)
+        yield [*held, kept, passing, beside, layers, Term("a layer's gradients", c * unit)]
     if gradients_of_one_tensor(model) > 1:
-        summed = Term("gradients of the root unit", 4 * c * model.root)
+        summed = Term("gradients of an end", 4 * c * model.end)
         yield [*held, summed, Term("a layer's gradients", FLOAT * unit)]
 
 
@@ -387,7 +389,7 @@ def _divergence_bytes(setup: Setup, num_scored: int) -> float:
     teachers = [model for name, model in setup.evaluated.items() if name.split()[0] == "teacher"]
     whole = sum(gathered(setup, each) for each in teachers)
     if setup.config.fsdp:
-        whole = sum(c * (each.root + 2 * each.layer) for each in teachers)
+        whole = sum(c * (each.end + 2 * each.layer) for each in teachers)
     tokens = min(num_scored, max(1, DIVERGENCE_LOGITS // size.vocab))
     # Logits and log-probabilities of both, the divergence's terms, and gradients.
     return 7 * FLOAT * tokens * size.vocab + whole + 3 * c * num_scored * size.hidden

@@ -257,6 +257,17 @@ class Model:
         return self.total - self.size.num_layers * self.layer - towers
 
     @property
+    def has_own_head(self) -> bool:
+        """Whether the output projection is a unit of FSDP2, as `strategy.fsdp2.find_ends` has it."""
+        return self.scores_tokens and not self.size.is_tied and self.size.vision is None
+
+    @property
+    def end(self) -> int:
+        """Numbers of FSDP2's largest unit outside of the layers: an embedding, or the root unit."""
+        is_alone = self.has_own_head or (not self.scores_tokens and self.size.vision is None)
+        return self.size.embedding_parameters if is_alone else self.root
+
+    @property
     def layer(self) -> int:
         """Numbers of one layer, without adapters."""
         return self.size.layer_parameters
