@@ -230,6 +230,10 @@ def make_run(folder):
     start = {"started_unix": 1.7e9, "world_size": 1, "versions": {"torch": "2"}}
     (folder / "run.json").write_text(json.dumps(start))
     (folder / "summary.json").write_text(json.dumps({"num_steps": 2, "world_size": 1}))
+    (folder / "logs").mkdir(exist_ok=True)
+    spans = [{"step": i, "stage": "train", "start": 1.0 * i, "end": 1.5 * i} for i in (1, 2)]
+    timeline = "".join(json.dumps(span) + "\n" for span in spans)
+    (folder / "logs" / "timeline_0.jsonl").write_text(timeline)
 
 
 def report(folder):
@@ -583,6 +587,7 @@ READERS = {
             "run.json",
             "summary.json",
             "config.toml",
+            "logs/timeline_0.jsonl",
         ),
         make_run,
         report,

@@ -32,6 +32,7 @@ from tests.trainer.test_random_kills import (
 from lightrft.config import TrainConfig
 from lightrft.config.rules import launch_problems
 from lightrft.strategy.config import ConfigError
+from lightrft.tools.report.timeline import step_timelines
 
 pytestmark = [pytest.mark.shard("overlap"), pytest.mark.multiprocess, pytest.mark.timeout(3600)]
 
@@ -147,6 +148,14 @@ def test_any_split_under_any_delays_is_the_sequential_run(tmp_path, num_schedule
         compare_all, 1, timeout_seconds=3500, args=(str(tmp_path), num_schedules, longest)
     )
     assert done == [3 * num_schedules]
+    # The report shows both sides of a step beside each other.
+    first = Path(options_of(tmp_path, "first", rollout_ranks=1)["output_dir"])
+    steps = step_timelines(first)
+    training, generating = (
+        {bar.stage for each in steps for bar in each.bars[rank]} for rank in (0, 1)
+    )
+    assert training >= {"wait", "train", "weight_sync"}
+    assert "rollout" in generating - training
 
 
 def kill_all(rank, world_size, folder, num_kills, seed):

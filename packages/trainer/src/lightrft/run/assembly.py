@@ -31,6 +31,7 @@ from lightrft.reporting.files import (
     set_aside,
 )
 from lightrft.reporting.loggers import MetricsLogger, notebook_loggers, own_loggers
+from lightrft.reporting.timeline import rank_timeline
 from lightrft.reporting.trackers import build_trackers
 from lightrft.run.callbacks import Callback
 from lightrft.run.loop import Loop, LoopResult
@@ -159,6 +160,7 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
             console = _open_console(config, stack)
             _open_folder(config, plan, note)
         stack.enter_context(rank_log(folder, rank))
+        stack.enter_context(rank_timeline(folder, rank))
         if console is not None:
             trackers = (*build_trackers(config), *own_loggers(config))
             lines = JsonLinesLogger(folder / METRICS_FILE)

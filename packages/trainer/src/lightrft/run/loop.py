@@ -32,6 +32,7 @@ from lightrft.stages.stage import (
     stored_number,
 )
 from lightrft.strategy.backend import Arguments
+from lightrft.strategy.distributed.deadlines import StepTimer
 from lightrft.strategy.distributed.process_end import NonFiniteError
 
 if TYPE_CHECKING:
@@ -339,6 +340,7 @@ class Loop(Generic[Batch]):
             self._data,
             num_planned=self._num_planned,
             is_first=state.num_steps == self._num_resumed,
+            timer=StepTimer(state.num_steps + 1),
         )
 
     def draw(self, step: Step) -> Batch:

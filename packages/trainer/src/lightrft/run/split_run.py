@@ -11,6 +11,7 @@ from typing import cast
 from lightrft.config import TrainConfig
 from lightrft.config.registry import STAGES
 from lightrft.reporting.files import rank_log
+from lightrft.reporting.timeline import rank_timeline
 from lightrft.run.threads import choose_threads
 from lightrft.stages.metrics import RunAlarmError
 from lightrft.strategy.distributed.console_sink import console_sink
@@ -77,6 +78,7 @@ def generate_for(config: TrainConfig, bridge: Bridge, wants_stop: Callable[[], b
     config = config.replaced({"enable_engine_sleep": False})
     with ExitStack() as stack:
         stack.enter_context(rank_log(Path(config.output_dir), bridge.rank))
+        stack.enter_context(rank_timeline(Path(config.output_dir), bridge.rank))
         stack.enter_context(console_sink(lambda *_: None))
         read = cast("Callable[[TrainConfig], PolicyInputs]", STAGES.load("policy"))
         inputs = read(generating_config(config))

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -257,15 +257,46 @@ def phase_of(error: BaseException) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
+class StageSpan:
+    """When a stage of a step ran on this rank.
+
+    Args:
+        step: Number of the step, 0 where it is not known.
+        stage: Its name.
+        start, end: Seconds since 1970 by this machine's clock.
+    """
+
+    step: int
+    stage: str
+    start: float
+    end: float
+
+
+_span_sinks: list[Callable[[StageSpan], None]] = []
+
+
+@contextmanager
+def span_sink(sink: Callable[[StageSpan], None]) -> Iterator[None]:
+    """Tells a function of every stage that ends in the body."""
+    _span_sinks.append(sink)
+    try:
+        yield
+    finally:
+        _span_sinks.remove(sink)
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimer:
     """Durations and memory by stage, on this rank.
 
     Args:
+        step: Number of the step, 0 where it is not known.
         seconds: Duration of each stage, summed over its repetitions.
         memory_bytes: On a GPU the most that torch allocated during the stage; on a CPU what the
             process holds at its end.
     """
 
+    step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     memory_bytes: dict[str, int] = field(default_factory=dict)
 
@@ -275,12 +306,14 @@ class StepTimer:
         has_gpu = torch.cuda.is_available()
         if has_gpu:
             torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
+        start, began = time.perf_counter(), time.time()
         try:
             yield
         except BaseException as error:
             note_phase(error, name)
             raise
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        for sink in _span_sinks:
+            sink(StageSpan(self.step, name, began, time.time()))
         peak = torch.cuda.max_memory_allocated() if has_gpu else measure_memory().allocated_bytes
         self.memory_bytes[name] = max(self.memory_bytes.get(name, 0), peak)

@@ -258,7 +258,7 @@ class Model:
 
     @property
     def has_own_head(self) -> bool:
-        """Whether the output projection is a unit of FSDP2, as `strategy.fsdp2.find_ends` has it."""
+        """Whether the output projection is a unit of FSDP2; see `strategy.fsdp2.find_ends`."""
         return self.scores_tokens and not self.size.is_tied and self.size.vision is None
 
     @property

@@ -19,6 +19,7 @@ from lightrft.tools.report.sample_page import (
     choose_samples,
     choose_tokens,
 )
+from lightrft.tools.report.timeline import step_timelines
 
 TEMPLATE = "report.html.jinja"
 SCRIPT = "report.js"
@@ -104,6 +105,8 @@ def render_report(folder: Path, *, version: str = "", library: Path | None = Non
         zeros=[f"{each.title} ({', '.join(each.series)})" for each in drawn if each.is_zero],
         bins=calibration_bins(run),
         totals=totals,
+        timelines=step_timelines(folder),
+        stages=STAGES,
         metric_names=sorted(names - {"engine_hash", "global_step"}),
         samples=choose_samples(folder),
         by_prompt=by_prompt,

@@ -96,7 +96,8 @@ class Generator:
         """
         if start is not None:
             self._begin(number - 1, start)
-        before, timer, session = self._flights[number - 1], StepTimer(), self.strategy.session
+        before, timer = self._flights[number - 1], StepTimer(number)
+        session = self.strategy.session
         session.take_work()  # of an evaluation
         # The step itself first, where nothing is in flight: the others wait for it.
         missing = range(number, number + (not before.held))

@@ -1,0 +1,83 @@
+"""Chosen steps of a run as bars of each rank, by the times in `logs/timeline_N.jsonl`."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightrft.reporting.timeline import read_timelines
+from lightrft.strategy.distributed.deadlines import StageSpan
+
+MAX_STEPS = 12
+MAX_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One stage of one rank within a step.
+
+    Args:
+        stage: Its name.
+        left, width: Percent of the step.
+        seconds: That it took.
+    """
+
+    stage: str
+    left: float
+    width: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeline:
+    """A step on all ranks.
+
+    Args:
+        step: Its number.
+        seconds: From the first stage of a rank that trains to the end of the last one.
+        bars: Of each rank.
+        busy: Share of the step that the rank spent in its stages but not in `wait`.
+    """
+
+    step: int
+    seconds: float
+    bars: dict[int, list[Bar]]
+    busy: dict[int, float]
+
+
+def step_timelines(folder: Path) -> list[StepTimeline]:
+    """The slowest step of a run and others at equal distances, ascending."""
+    spans = read_timelines(folder)
+    windows: dict[int, tuple[float, float]] = {}
+    # Ranks that only generate work on another step meanwhile: the others say when a step is.
+    for rank in spans:
+        if any(span.stage == "train" for span in spans[rank]):
+            for span in spans[rank]:
+                start, end = windows.get(span.step, (span.start, span.end))
+                windows[span.step] = min(start, span.start), max(end, span.end)
+    windows = {step: (a, b) for step, (a, b) in sorted(windows.items()) if b > a}
+    shown = dict(list(spans.items())[:MAX_RANKS])
+    return [_timeline(step, *windows[step], shown) for step in _choose(windows)]
+
+
+def _choose(windows: dict[int, tuple[float, float]]) -> Iterable[int]:
+    steps = list(windows)
+    if len(steps) <= MAX_STEPS:
+        return steps
+    slowest = max(steps, key=lambda step: windows[step][1] - windows[step][0])
+    distance = (len(steps) - 1) / (MAX_STEPS - 2)
+    return sorted({slowest, *(steps[round(i * distance)] for i in range(MAX_STEPS - 1))})
+
+
+def _timeline(
+    step: int, start: float, end: float, spans: dict[int, list[StageSpan]]
+) -> StepTimeline:
+    seconds, bars, busy = end - start, {}, {}
+    for rank, own in spans.items():
+        inside = [s for s in own if s.end > start and s.start < end]
+        cut = [(s.stage, max(start, s.start), min(end, s.end)) for s in inside]
+        bars[rank] = [
+            Bar(name, 100 * (a - start) / seconds, 100 * (b - a) / seconds, b - a)
+            for name, a, b in cut
+        ]
+        busy[rank] = sum(b - a for name, a, b in cut if name != "wait") / seconds
+    return StepTimeline(step, seconds, bars, busy)
