@@ -30,6 +30,8 @@ def test_a_run_writes_when_its_stages_began_and_ended(tmp_path):
                 pass
             with pytest.raises(RuntimeError), timer.stage("weight_sync"):
                 raise RuntimeError
+        with StepTimer().stage("rollout"):
+            pass  # of an evaluation
     with StepTimer(4).stage("train"):
         pass  # of nobody's run
     spans = read_timelines(tmp_path)[3]
@@ -65,12 +67,12 @@ def test_steps_that_were_done_again_count_as_they_were_done_last(tmp_path):
 
 def test_a_step_lasts_from_the_first_to_the_last_stage_of_the_ranks_that_train(tmp_path):
     write(tmp_path, 0, [(5, "wait", 10, 12), (5, "train", 12, 18), (5, "weight_sync", 18, 20)])
-    write(tmp_path, 1, [(5, "train", 13, 19)])
+    write(tmp_path, 1, [(5, "train", 13, 19), (5, "wait", 14, 15)])
     # Samples step 6 meanwhile, from before step 5 until after it.
     write(tmp_path, 2, [(6, "rollout", 5, 15), (6, "reward", 16, 30), (7, "rollout", 30, 40)])
     (found,) = step_timelines(tmp_path)
     assert (found.step, found.seconds) == (5, 10)
-    assert found.busy == {0: 0.8, 1: 0.6, 2: 0.9}
+    assert found.busy == {0: 0.8, 1: 0.5, 2: 0.9}
     generating = [(bar.stage, bar.left, bar.width) for bar in found.bars[2]]
     assert generating == [("rollout", 0, 50), ("reward", 60, 40)]
 

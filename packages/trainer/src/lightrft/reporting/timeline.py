@@ -12,8 +12,11 @@ PREFIX = "timeline_"
 
 
 def is_kept(step: int) -> bool:
-    """Whether the times of a step are written: the first 99, then 90 of each power of ten."""
-    return bool(step % 10 ** max(0, len(str(step)) - 2) == 0)
+    """Whether the times of a step are written: the first 99, then 90 of each power of ten.
+
+    Step 0 is none: evaluations have it.
+    """
+    return step > 0 and step % int(10 ** max(0, len(str(step)) - 2)) == 0
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Chosen steps of a run as bars of each rank, by the times in `logs/timeline_N.jsonl`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from lightrft.reporting.timeline import read_timelines
@@ -79,5 +80,15 @@ def _timeline(
             Bar(name, 100 * (a - start) / seconds, 100 * (b - a) / seconds, b - a)
             for name, a, b in cut
         ]
-        busy[rank] = sum(b - a for name, a, b in cut if name != "wait") / seconds
+        busy[rank] = _busy_seconds(cut) / seconds
     return StepTimeline(step, seconds, bars, busy)
+
+
+def _busy_seconds(stages: Sequence[tuple[str, float, float]]) -> float:
+    """In which a stage runs and no wait; a wait may lie inside of a stage."""
+    times = sorted({time for _, *pair in stages for time in pair})
+    total = 0.0
+    for start, end in pairwise(times):
+        running = {name for name, a, b in stages if a <= start and end <= b}
+        total += (end - start) if running and "wait" not in running else 0.0
+    return total
