@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from lightrft.reporting.timeline import is_kept, rank_timeline, read_timelines
+from lightrft.reporting.timeline import is_kept, rank_timeline
 from lightrft.strategy.distributed.deadlines import StageSpan, StepTimer
-from lightrft.tools.report.timeline import MAX_STEPS, step_timelines
+from lightrft.tools.report.timeline import MAX_STEPS, read_timelines, step_timelines
 
 
 def write(folder, rank, spans):

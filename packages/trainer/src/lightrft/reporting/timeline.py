@@ -1,11 +1,10 @@
-"""When each stage of a step ran on each rank: `logs/timeline_N.jsonl` of a run."""
+"""Times of the stages of each rank: `logs/timeline_N.jsonl` of a run."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lightrft.reporting.files import LOG_FOLDER, JsonLines, JsonLinesFile
+from lightrft.reporting.files import LOG_FOLDER, JsonLinesFile
 from lightrft.strategy.distributed.deadlines import StageSpan, span_sink
 
 PREFIX = "timeline_"
@@ -40,29 +39,3 @@ def rank_timeline(folder: Path, rank: int) -> Iterator[None]:
     finally:
         with suppress(OSError):
             file.close()
-
-
-def read_timelines(folder: Path) -> dict[int, list[StageSpan]]:
-    """The spans of every rank whose file is there, ascending by rank and time.
-
-    Steps that were done again after a resume count once, as they were done last.
-    """
-    found: dict[int, list[StageSpan]] = {}
-    for path in (folder / LOG_FOLDER).glob(f"{PREFIX}*.jsonl"):
-        rank = path.stem.removeprefix(PREFIX)
-        if rank.isdecimal() and len(rank) < 9:
-            found[int(rank)] = _read(path)
-    return dict(sorted(found.items()))
-
-
-def _read(path: Path) -> list[StageSpan]:
-    spans: list[StageSpan] = []
-    for step, entry in JsonLines(path):
-        stage, *times = (entry.get(name) for name in ("stage", "start", "end"))
-        start, end = (float(t) if isinstance(t, int | float) else math.nan for t in times)
-        if not isinstance(stage, str) or not start <= end < math.inf:
-            continue
-        if spans and step < spans[-1].step:
-            spans = [span for span in spans if span.step < step]
-        spans.append(StageSpan(step, stage, start, end))
-    return sorted(spans, key=lambda span: span.start)

@@ -258,7 +258,7 @@ def phase_of(error: BaseException) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """When a stage of a step ran on this rank.
+    """Time of a stage of a step on this rank.
 
     Args:
         step: Number of the step, 0 where it is not known.

@@ -1,11 +1,13 @@
 """Chosen steps of a run as bars of each rank, by the times in `logs/timeline_N.jsonl`."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from lightrft.reporting.timeline import read_timelines
+from lightrft.reporting.files import LOG_FOLDER, JsonLines
+from lightrft.reporting.timeline import PREFIX
 from lightrft.strategy.distributed.deadlines import StageSpan
 
 MAX_STEPS = 12
@@ -43,6 +45,32 @@ class StepTimeline:
     seconds: float
     bars: dict[int, list[Bar]]
     busy: dict[int, float]
+
+
+def read_timelines(folder: Path) -> dict[int, list[StageSpan]]:
+    """The spans of every rank whose file is there, ascending by rank and time.
+
+    Steps that were done again after a resume count once, as they were done last.
+    """
+    found: dict[int, list[StageSpan]] = {}
+    for path in (folder / LOG_FOLDER).glob(f"{PREFIX}*.jsonl"):
+        rank = path.stem.removeprefix(PREFIX)
+        if rank.isdecimal() and len(rank) < 9:
+            found[int(rank)] = _read(path)
+    return dict(sorted(found.items()))
+
+
+def _read(path: Path) -> list[StageSpan]:
+    spans: list[StageSpan] = []
+    for step, entry in JsonLines(path):
+        stage, *times = (entry.get(name) for name in ("stage", "start", "end"))
+        start, end = (float(t) if isinstance(t, int | float) else math.nan for t in times)
+        if not isinstance(stage, str) or not start <= end < math.inf:
+            continue
+        if spans and step < spans[-1].step:
+            spans = [span for span in spans if span.step < step]
+        spans.append(StageSpan(step, stage, start, end))
+    return sorted(spans, key=lambda span: span.start)
 
 
 def step_timelines(folder: Path) -> list[StepTimeline]:
