@@ -153,6 +153,14 @@ def test_a2_lora_reads_whole_models_on_the_host_and_says_so():
     assert phase(plan_memory(whole), "load").host_bytes == 0
 
 
+def test_a2_one_rank_collects_what_it_exports():
+    whole = setup_of("70b", 8, "h100-80g", fsdp=True, engine_tp_size=8)
+    assert phase(plan_memory(whole), "save").host_bytes == pytest.approx(141e9 / 8, rel=2e-3)
+    less, enough = (plan_memory(replace(whole, host_bytes=x / 8)) for x in (130e9, 150e9))
+    assert any("the host needs 141" in text for text in less.problems)
+    assert not any("host" in text for text in enough.problems)
+
+
 def test_a2_models_that_are_read_together_count_together():
     size = MODELS["7b"].parameters
     one = phase(plan_memory(setup_of("7b", 8, "h100-80g")), "load").host_bytes

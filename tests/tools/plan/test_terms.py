@@ -200,6 +200,7 @@ def test_every_term_of_a_plan_is_compared_somewhere_or_said_to_be_assumed():
         "reference", "moving average", "engine: weights", "one whole tensor",
         # In this file.
         "tower: activations of a layer", "activations of a layer, or logits",
+        "the exported model, on the first rank",
         "engine: keys and values", "whole float32 weights, on the way",
         # Options and DeepSpeed's source.
         "buckets of weights", "a whole model, before it is divided",
@@ -218,3 +219,30 @@ def test_every_term_of_a_plan_is_compared_somewhere_or_said_to_be_assumed():
         terms: list[Term] = [t for p in plan_memory(setup).phases for t in p.terms]
         found |= {t.name.partition(" of ")[0] if "keys" in t.name else t.name for t in terms}
     assert found <= compared
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_an_export_collects_the_model_that_the_plan_says(tmp_path, monkeypatch, rank):
+    from lightrft.strategy import get_fake_strategy
+    from lightrft.strategy.checkpoints import checkpoints
+
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TEXT))
+    config = TrainConfig(lora_rank=rank, bf16=False)
+    actor = LoraActor(base, config) if rank else Actor(base)
+    live, seen = live_bytes.LiveBytes("cpu"), []
+
+    def measured(module, state, *_, dtype):
+        from lightrft.strategy.weight_sync.parameter_source import exported_state
+
+        merged = exported_state(module, state, dtype)
+        seen.append(live.total)
+        del merged
+
+    monkeypatch.setattr(checkpoints, "save_gathered_model", measured)
+    strategy = get_fake_strategy(config)
+    with live:
+        before = live.total
+        strategy.save_model(actor, None, str(tmp_path))
+    setup = setup_of(ModelSize.of_config(base.config.to_dict()), lora_rank=rank)
+    (term,) = [t for t in plan_memory(setup).phases[-1].terms if "exported" in t.name]
+    close(term.num_bytes, seen[0] - before, 0.1)

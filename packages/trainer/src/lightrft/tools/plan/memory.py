@@ -618,6 +618,14 @@ def _saving(setup: Setup) -> Iterator[Term]:
     largest = max(setup.actor_size.embedding_parameters, setup.actor_size.layer_parameters)
     if gathered(setup, setup.actor):
         yield Term("one whole tensor", 4 * largest)
+    # The first rank of all collects what it exports; with adapters in float32, and merged anew.
+    actor, c = setup.actor, setup.compute_bytes
+    kept = c * actor.stored
+    if setup.config.lora_rank:
+        changed = actor.stored if c < FLOAT else setup.actor_size.num_layers * actor.layer
+        kept = FLOAT * actor.total + c * changed
+    share = kept / setup.ranks_per_node
+    yield Term("the exported model, on the first rank", share, is_on_host=setup.has_gpu)
 
 
 def gigabytes(num_bytes: float) -> str:
