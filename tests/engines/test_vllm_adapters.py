@@ -193,7 +193,7 @@ def test_sleep_keeps_the_adapters_and_the_base(world):
     ],
 )
 def test_what_vllm_cannot_hold_is_refused_by_name(changes, message):
-    from lightrft.engines.adapters import AdapterShape
+    from lightrft.engines.types import AdapterShape
     from lightrft.engines.vllm.adapters import adapter_arguments
 
     shape = AdapterShape(changes.pop("adapters", 4), ("a",))

@@ -6,27 +6,13 @@ Their scale is part of the engine's B: what it is sent, stores and hashes is wha
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from lightrft.engines.types import EngineParameter
+from lightrft.engines.types import AdapterShape, EngineParameter
 
 FIRST, SECOND = ".lora_A.weight", ".lora_B.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterShape:
-    """Adapters of one rank.
-
-    Args:
-        rank: Rows of A [rank, in] and columns of B [out, rank].
-        layers: Checkpoint names of the linear layers that have one.
-    """
-
-    rank: int
-    layers: tuple[str, ...]
 
 
 def holds_adapters(manifest: Iterable[EngineParameter]) -> bool:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-    from lightrft.engines.adapters import AdapterShape
     from lightrft.engines.media.media import EncodedPrompt
 
 LogprobsMode = Literal["temperature", "truncated"]
@@ -261,6 +260,19 @@ class MediaBounds:
     per_prompt: Mapping[str, int] = field(default_factory=dict)
     video_fps: float | None = None
     video_max_frames: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShape:
+    """Adapters of one rank.
+
+    Args:
+        rank: Rows of A [rank, in] and columns of B [out, rank].
+        layers: Checkpoint names of the linear layers that have one.
+    """
+
+    rank: int
+    layers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

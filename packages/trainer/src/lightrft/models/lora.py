@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.engines.adapters import AdapterShape
+from lightrft.engines.types import AdapterShape
 from lightrft.models.actor import Actor
 from lightrft.models.adapter_files import check_adapters, load_adapters
 from lightrft.models.reward_model import RewardModel

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lightrft.engines.adapters import FIRST, SECOND, AdapterShape
-from lightrft.engines.types import EngineConfig, EngineParameter
+from lightrft.engines.adapters import FIRST, SECOND
+from lightrft.engines.types import AdapterShape, EngineConfig, EngineParameter
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

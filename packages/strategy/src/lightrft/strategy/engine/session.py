@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from lightrft.config.rules import without_adapters
-from lightrft.engines.adapters import AdapterShape, holds_adapters
+from lightrft.engines.adapters import holds_adapters
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.factory import build_engine
 from lightrft.engines.types import (
     WITH_ADAPTERS,
+    AdapterShape,
     Completion,
     EngineConfig,
     EngineStatus,

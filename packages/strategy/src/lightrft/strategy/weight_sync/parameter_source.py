@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from lightrft.engines.adapters import AdapterShape
 from lightrft.engines.engine_weights import tied_names
+from lightrft.engines.types import AdapterShape
 from lightrft.strategy.config import MERGED, StrategyConfig
 
 FlatRange = tuple[int, int]
