@@ -341,10 +341,9 @@ RULES: tuple[Rule, ...] = (
     ),
     lambda c: (
         c.lora_sync != MERGED
-        and c.engine_type == "vllm"
         and c.engine_tp_size > 1
         and (
-            f"lora_sync adapter: a vllm engine holds adapters on one rank alone: got "
+            f"lora_sync adapter: an engine holds adapters on one rank alone: got "
             f"engine_tp_size {c.engine_tp_size}; leave it out, or give lora_sync {MERGED}"
         )
     ),
