@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from lightrft.reporting.timeline import is_kept, rank_timeline
-from lightrft.strategy.distributed.deadlines import StageSpan, StepTimer
+from lightrft.strategy.distributed.deadlines import StepTimer
 from lightrft.tools.report.timeline import MAX_STEPS, read_timelines, step_timelines
 
 
@@ -54,15 +54,27 @@ def test_a_full_disk_does_not_end_a_run(tmp_path):
     assert read_timelines(tmp_path) == {}
 
 
-def test_steps_that_were_done_again_count_as_they_were_done_last(tmp_path):
-    path = write(
-        tmp_path,
-        0,
-        [(1, "train", 0, 1), (2, "train", 1, 2), (3, "train", 2, 3), (2, "train", 8, 9)],
-    )
-    path.write_text(path.read_text() + '{"step": 3, "stage": "tr')
-    again = [StageSpan(1, "train", 0, 1), StageSpan(2, "train", 8, 9)]
-    assert read_timelines(tmp_path) == {0: again}
+@pytest.mark.parametrize("again", [2, 3])
+def test_steps_that_were_done_again_count_as_they_were_done_last(tmp_path, again):
+    for steps in ((1, 2, 3), (again, 4)):
+        with rank_timeline(tmp_path, 0):
+            for step in steps:
+                for _ in range(2):  # of one step
+                    with StepTimer(step).stage("train"):
+                        pass
+    path = tmp_path / "logs" / "timeline_0.jsonl"
+    path.write_text(path.read_text() + '{"step": 5, "stage": "tr')
+    spans = read_timelines(tmp_path)[0]
+    kept = [*range(1, again), again, 4]
+    assert [span.step for span in spans] == sorted(2 * kept)
+    assert len(step_timelines(tmp_path)) == len(kept)
+
+
+def test_ranks_that_a_continued_run_no_longer_has_say_nothing_of_its_steps(tmp_path):
+    write(tmp_path, 0, [(6, "train", 100, 102)])
+    write(tmp_path, 1, [(6, "train", 10, 12)])
+    (found,) = step_timelines(tmp_path)
+    assert (found.seconds, found.bars[1], found.busy[1]) == (2, [], 0)
 
 
 def test_a_step_lasts_from_the_first_to_the_last_stage_of_the_ranks_that_train(tmp_path):

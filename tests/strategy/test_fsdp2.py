@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.fake import FakeStrategy
-from lightrft.strategy.fsdp2.sharding import find_blocks
+from lightrft.strategy.fsdp2.sharding import find_blocks, find_ends
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.optimizers import AdamSettings, MasterWeightsAdamW
 from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
@@ -406,6 +406,20 @@ def test_another_number_of_ranks_continues_a_checkpoint(two_ranks, folder, expec
 def test_blocks_are_what_the_model_must_not_split():
     model = build()
     assert find_blocks(model) == list(model.model.model.layers)
+
+
+def test_ends_with_a_matrix_of_their_own_are_units():
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 128, "intermediate_size": 96, "num_key_value_heads": 2}
+    for is_tied in (False, True):
+        config = AutoConfig.for_model("qwen2", tie_word_embeddings=is_tied, **sizes)
+        model = AutoModelForCausalLM.from_config(config)
+        assert find_ends(model) == ([] if is_tied else [model.model.embed_tokens, model.lm_head])
+    # Its embeddings are a block already.
+    assert find_ends(AutoModel.from_config(AutoConfig.for_model("bert", **sizes))) == []
+    assert find_ends(nn.Sequential(nn.Embedding(4, 4))) == []
 
 
 def test_blocks_of_unknown_models_are_their_repeated_layers():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from tests.rollout.agents.test_agents import check_exact
 from lightrft.datasets.files import local_files, read_rows
 from lightrft.datasets.types import DataError
 from lightrft.rewards.types import RewardError
+from lightrft.tools.agents.harbor_agent import _UNPACK
 from lightrft.tools.agents.harbor_tasks import read_task
 
 COMMAND = f"python3 {Path(__file__).with_name('program_of_tasks.py')} {{base_url}} {{row}}"
@@ -95,6 +98,39 @@ def test_programs_reach_neither_the_tests_nor_their_sandbox(play):
     assert [item.reward for item in play(SEES, task={"tests": tests}).sample().scored] == [3.0] * 2
 
 
+def test_an_archive_of_a_program_writes_into_its_folders_alone(tmp_path):
+    """What it writes to the output of what started it is an archive like any other."""
+    app, tests = tmp_path / "app", tmp_path / "tests"
+    tests.mkdir()
+    data, archive = b"forged", io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, kind, link in (
+            ("app/file", tarfile.REGTYPE, ""),
+            ("app/x", tarfile.SYMTYPE, f"{tests}/json.py"),
+            ("app/x", tarfile.REGTYPE, ""),
+            ("app/up", tarfile.SYMTYPE, str(tests)),
+            ("app/up/json.py", tarfile.REGTYPE, ""),
+            ("app/../tests/json.py", tarfile.REGTYPE, ""),
+            ("tests/json.py", tarfile.REGTYPE, ""),
+            ("app/pipe", tarfile.FIFOTYPE, ""),
+        ):
+            entry = tarfile.TarInfo(f"{str(tmp_path).lstrip('/')}/{name}")
+            entry.type, entry.linkname = kind, link
+            entry.size = len(data) if kind == tarfile.REGTYPE else 0
+            tar.addfile(entry, io.BytesIO(data))
+    found = {}
+    exec(_UNPACK, found)
+    found["unpack"](archive.getvalue(), [str(app)])
+    assert list(tests.iterdir()) == []
+    assert sorted(path.name for path in app.iterdir()) == ["file", "up", "x"]
+    assert (app / "file").read_bytes() == data
+
+
+def test_files_that_a_program_closed_are_tested(play):
+    said = "cp data/word.txt answer.txt; chmod 000 answer.txt data/word.txt data"
+    assert play(said).sample().scored[0].reward == 1.0
+
+
 def test_what_a_program_left_at_its_time_limit_is_tested(play):
     said = "cp data/word.txt answer.txt; sleep 1000"
     task = {"toml": f"[agent]\ntimeout_sec = {seconds(5)}\n[environment]\ncpus = 1\n"}
@@ -104,7 +140,7 @@ def test_what_a_program_left_at_its_time_limit_is_tested(play):
 @pytest.mark.parametrize(
     ("said", "task", "told"),
     [
-        ("exit 3", {}, "the program ended with exit code 1"),
+        ("exit 3", {}, "the program ended with exit code 3"),
         ("true", {"tests": "true"}, "the tests wrote no reward.txt"),
         ("true", {"tests": "echo x > /logs/verifier/reward.txt"}, r"number.*, got 'x\\n'"),
         (
@@ -134,6 +170,13 @@ def test_tasks_need_a_sandbox(play):
         ({"docker": "FROM ubuntu\nWORKDIR /a\nCOPY ../x .\n"}, r"COPY \.\./x: there is no such"),
         ({"docker": "FROM ubuntu\nWORKDIR /a\nCOPY --from=b x .\n"}, "'COPY --from=b x .' is not"),
         ({"docker": "FROM ubuntu AS a\nWORKDIR /a\n"}, "'FROM ubuntu AS a' is not supported"),
+        ({"docker": "FROM ubuntu\nWORKDIR /a\nENV A='b\n"}, "No closing quotation"),
+        ({"docker": f"FROM ubuntu\nWORKDIR /a\nENV {40 * 'a=a '}b\n"}, "expected NAME=VALUE"),
+        ({"docker": "FROM ubuntu\nWORKDIR /a\nENV PATH=/a/bin\n"}, "PATH cannot be set"),
+        (
+            {"docker": "FROM ubuntu\nWORKDIR /a\nCOPY data/word.txt /a\n"},
+            "/a is a file of COPY and a folder",
+        ),
         ({"toml": '[environment]\ndocker_image = "x"\n'}, r"environment\.docker_image is not"),
         ({"toml": "[environment]\nallow_internet = true\n"}, r"environment\.allow_internet"),
         ({"toml": '[environment.env]\nA = "${A}"\n'}, r"environment\.env\.A: expected a text"),
@@ -152,6 +195,27 @@ def test_tasks_that_need_more_are_refused_by_name(tmp_path, task, told):
         read_rows(f"harbor:{tmp_path}")
 
 
+def test_files_of_an_image_are_bounded_and_none_is_left_out(tmp_path):
+    folder = write_task(tmp_path, docker="FROM ubuntu\nWORKDIR /a\nCOPY large .\n")
+    with (folder / "environment" / "large").open("wb") as file:
+        file.truncate(33 << 20)
+    with pytest.raises(DataError, match="environment has more than 33554432 bytes"):
+        read_task(folder)
+    (folder / "environment" / "large").write_text("")
+    (folder / "environment" / "alias").symlink_to("large")
+    write_task(tmp_path, docker="FROM ubuntu\nWORKDIR /a\nCOPY alias /b/\n")
+    assert [str(where) for _, where in read_task(folder).copies] == ["/b/alias"]
+    (folder / "environment" / ".dockerignore").write_text("large")
+    with pytest.raises(DataError, match="dockerignore is not supported"):
+        read_task(folder)
+
+
+def test_a_program_has_no_place_in_a_folder_of_the_task(play):
+    docker = f"FROM ubuntu\nWORKDIR /{Path(__file__).parts[1]}/elsewhere\n"
+    with pytest.raises(RewardError, match=r"agent_command names .*: expected it elsewhere"):
+        play("true", task={"docker": docker}).sample()
+
+
 def test_a_folder_without_tasks_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"found no task\.toml"):
         read_rows(f"harbor:{tmp_path}")
@@ -163,6 +227,7 @@ def test_what_says_what_holds_is_taken(tmp_path):
         'workdir = "/work/x"\nmcp_servers = []\n[verifier]\nenv = { B = "b" }\n'
     )
     docker = 'FROM debian:12\nWORKDIR /a\nWORKDIR b\nCOPY data/word.txt \\\n  w.txt\nCMD ["x"]\n'
+    docker += "LABEL by=O'Neil\n"
     task = read_task(write_task(tmp_path, toml=toml, docker=docker))
     assert str(task.workdir) == "/work/x"
     assert [str(where) for _, where in task.copies] == ["/a/b/w.txt"]

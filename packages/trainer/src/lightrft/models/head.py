@@ -183,7 +183,9 @@ class LinearLogprobHead(nn.Module):
             impl="auto" if self.is_fused else "reference",
             workspace=self._workspace if self.is_fused else None,
         )
-        return output.logprobs, output.entropy, mass, None
+        # FSDP2's hooks take no views.
+        logprobs = output.logprobs if self.is_fused else output.logprobs.clone()
+        return logprobs, output.entropy, mass, None
 
     def _sampling_bias(self, hidden: Tensor) -> Tensor | None:
         """The bias [vocab] of the distribution that tokens are drawn from; -inf where forbidden."""

@@ -8,6 +8,8 @@ from lightrft.reporting.files import LOG_FOLDER, JsonLinesFile
 from lightrft.strategy.distributed.deadlines import StageSpan, span_sink
 
 PREFIX = "timeline_"
+# Stands before the spans of each process that wrote the file.
+BEGIN = "begin"
 
 
 def is_kept(step: int) -> bool:
@@ -25,12 +27,15 @@ def rank_timeline(folder: Path, rank: int) -> Iterator[None]:
     What cannot be written, say to a full disk, is left out: a run does not end for it.
     """
     file = JsonLinesFile(folder / LOG_FOLDER / f"{PREFIX}{rank}.jsonl")
+    begins = [{"step": 0, "stage": BEGIN}]
 
     def write(span: StageSpan) -> None:
         if not is_kept(span.step):
             return
         times = {"start": round(span.start, 6), "end": round(span.end, 6)}
         with suppress(OSError):
+            while begins:
+                file.append(begins.pop())
             file.append({"step": span.step, "stage": span.stage, **times})
 
     try:

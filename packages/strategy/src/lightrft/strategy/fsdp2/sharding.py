@@ -105,16 +105,17 @@ def find_ends(module: nn.Module) -> list[nn.Module]:
     """Embedding and output projection of a text model, where each has a matrix of its own.
 
     As units of their own they are gathered and reduced one after the other, beside other work. A
-    tied matrix stays in the root unit; so do all ends of models with towers, which read the
-    embedding elsewhere, too.
+    tied matrix stays in the root unit; so do both of models with vision towers, and an embedding
+    inside of a block.
     """
     from transformers import PreTrainedModel
 
     model = next((child for child in module.modules() if isinstance(child, PreTrainedModel)), None)
     if model is None or _vision_modules(module):
         return []
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    return [end for end in ends if end is not None and _owns_its_parameters(end, module)]
+    inside = {inner for block in find_blocks(module) for inner in block.modules()}
+    ends = {model.get_input_embeddings(), model.get_output_embeddings()} - {None, *inside}
+    return [end for end in module.modules() if end in ends and _owns_its_parameters(end, module)]
 
 
 def _unsplittable_names(module: nn.Module) -> set[str]:
@@ -154,7 +155,7 @@ def _owns_its_parameters(block: nn.Module, module: nn.Module) -> bool:
 
 
 def shard_module(module: nn.Module, plan: ShardingPlan) -> nn.Module:
-    """Shard a model in place: every block is a unit, all else (tied head included) the root unit.
+    """Shard a model in place: every block and end is a unit, all else the root unit.
 
     Parameters that are on the meta device on some rank are filled with those of rank 0, which must
     have real ones: see `shard_empty_module` for the other case.

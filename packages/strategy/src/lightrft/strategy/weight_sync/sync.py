@@ -397,7 +397,7 @@ class WeightSync:
         expected = {name: value for name, value in sent.items() if name in verifiable}
         try:
             check_hashes(expected, self.engine.hash_parameters(list(expected)))
-        except WeightSyncError as error:
+        except RuntimeError as error:  # also of an engine that holds something else now
             self.engine.mark_stale(f"weights changed while it slept: {error}")
 
     def _verify(
@@ -528,7 +528,8 @@ class WeightSync:
         found.update((name, hashes[name]) for name in shared)
         for pair in pairs:
             if not pair.target.verifiable and pair.name not in shared:
-                # A resident one was checked when it was handed over.
+                # A resident one was checked when it was handed over; of a base that the engine read
+                # by itself and cannot show, the canary has to speak.
                 resident_hash = self._sent_hashes.get(pair.name, hashes[pair.name])
                 found[pair.name] = handed_hashes.get(pair.name, resident_hash)
         check_hashes(hashes, found)

@@ -34,9 +34,11 @@ import io, json, os, subprocess, sys, tarfile
 def unpack(data, folders):
     def within(tar):
         for entry in tar:
-            # No link of an entry before it leads elsewhere.
+            # A program may have written the archive: no link of an entry before leads elsewhere.
             place = os.path.realpath("/" + os.path.dirname(entry.name)) + "/"
-            if place.startswith(tuple(folder + "/" for folder in folders)):
+            is_inside = place.startswith(tuple(folder + "/" for folder in folders))
+            is_plain = entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()
+            if is_plain and is_inside and not os.path.islink("/" + entry.name):
                 yield entry
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         tar.extraction_filter = lambda entry, _: entry
@@ -58,10 +60,15 @@ except subprocess.TimeoutExpired:
 except OSError as error:
     sys.exit(words[0] + ": " + error.strerror)
 if ended:
-    sys.exit(1)
+    sys.exit(ended if ended > 0 else 128 - ended)
+def readable(entry):
+    if entry.isreg() or entry.isdir():
+        entry.mode |= 0o700 if entry.isdir() else 0o600
+        os.chmod("/" + entry.name, entry.mode)
+    return entry
 with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as tar:
     for folder in given["folders"]:
-        tar.add(folder)
+        tar.add(folder, filter=readable)
 """
 )
 _TESTS = (
@@ -135,6 +142,12 @@ class TaskProgram(ProgramAgent):
             task = await asyncio.to_thread(read_task, Path(str(row[COLUMN])))
         except DataError as error:
             raise ReportedError(str(error)) from error
+        hidden = [each for each in self._shown if f"/{each.parts[1]}" in task.folders]
+        if hidden:
+            raise ReportedError(
+                f"agent_command names {hidden[0]}, and the task {task.folder.name} has a folder "
+                f"/{hidden[0].parts[1]} of its own: expected it elsewhere"
+            )
         shown = {name: value for name, value in row.items() if name != COLUMN}
         left = await self._start(
             (base_url, key, shown),

@@ -48,9 +48,10 @@ _FORMS: Mapping[str, str] = {
     "FROM": r"[^\s$]+",
     "WORKDIR": r"[^\s$]+",
     "COPY": r"[^-\s\[*?$][^\[*?$]*\s[^\[*?$]+",
-    "ENV": r"(\w+=(\"[^\"$]*\"|[^\s\"$]*)\s*)+",
+    "ENV": r"\w+=[^$]*",
     **dict.fromkeys(("LABEL", "CMD", "EXPOSE", "MAINTAINER"), ".*"),
 }
+_DONE = ("FROM", "WORKDIR", "COPY", "ENV")
 _INSTALLS = re.compile(r"\b(apt|apt-get|apk|dnf|yum|conda|curl|wget|git|npm|npx|pip|pip3|uv|uvx)\s")
 
 
@@ -162,6 +163,8 @@ def _read(folder: Path) -> HarborTask:
     others = [path.name for path in environment.glob("*compose*")]
     if others:
         raise DataError(f"environment/{others[0]}: services are not supported")
+    if (environment / ".dockerignore").exists():
+        raise DataError("environment/.dockerignore is not supported")
     if (environment / "Dockerfile").is_file():
         image.read(read_text(environment / "Dockerfile"))
     workdir = tables["environment"].get("workdir") or image.workdir
@@ -179,12 +182,25 @@ def _read(folder: Path) -> HarborTask:
         agent_seconds=agent_seconds,
         test_seconds=_seconds(tables, "verifier") or 600.0,
     )
+    _check_copies(task)
     for path in (task.workdir, *(where for _, where in task.copies)):
         if not path.is_absolute() or len(path.parts) < 2 or ".." in path.parts:
             raise DataError(f"{path} is no absolute path of a folder")
         if path.parts[1] in _SYSTEM:
             raise DataError(f"{path} lies in a folder that the sandbox has itself")
     return task
+
+
+def _check_copies(task: HarborTask) -> None:
+    """Raises a DataError for what can be no file, is too large, or is the sandbox's own."""
+    places = [where for _, where in task.copies]
+    above = {task.workdir, *task.workdir.parents, *(up for each in places for up in each.parents)}
+    if both := sorted(above.intersection(places)):
+        raise DataError(f"{both[0]} is a file of COPY and a folder: end a folder's name with /")
+    if sum(file.stat().st_size for file, _ in task.copies) > _MAX_BYTES:
+        raise DataError(f"environment has more than {_MAX_BYTES} bytes")
+    if "PATH" in {**task.variables, **task.test_variables}:
+        raise DataError("PATH cannot be set: it is that of the sandbox")
 
 
 def _tables(given: Mapping[str, object]) -> dict[str, dict[str, object]]:
@@ -266,7 +282,10 @@ class _Image:
             form = _FORMS.get(name.upper())
             if form is None or not re.fullmatch(form, rest.strip()):
                 raise DataError(f"environment/Dockerfile: {line[:100]!r} is not supported")
-            self._take(name.upper(), shlex.split(rest))
+            try:
+                self._take(name.upper(), shlex.split(rest) if name.upper() in _DONE else [])
+            except ValueError as error:
+                raise DataError(f"environment/Dockerfile: {line[:100]!r}: {error}") from error
         if self._image not in _IMAGES:
             raise DataError(
                 f"environment/Dockerfile: the image {self._image or 'of none'} is not to be had: "
@@ -285,11 +304,14 @@ class _Image:
                 self._copy(words[:-1], words[-1])
             case "ENV":
                 pairs = [word.partition("=") for word in words]
+                if not all(key and equals for key, equals, _ in pairs):
+                    raise ValueError("expected NAME=VALUE")
                 self.variables |= {key: value for key, _, value in pairs}
 
     def _copy(self, sources: Sequence[str], target: str) -> None:
         where = (self.workdir or PurePosixPath("/")) / target
         for source in sources:
+            name = PurePosixPath(source).name
             path = (self._context / source.lstrip("/")).resolve()
             if not path.exists() or not path.is_relative_to(self._context.resolve()):
                 raise DataError(f"environment/Dockerfile: COPY {source}: there is no such file")
@@ -297,4 +319,4 @@ class _Image:
                 self.copies += files_of(path, where)
             else:
                 is_folder = target.endswith(("/", ".")) or len(sources) > 1
-                self.copies.append((path, where / path.name if is_folder else where))
+                self.copies.append((path, where / name if is_folder else where))

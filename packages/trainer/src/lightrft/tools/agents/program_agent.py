@@ -76,7 +76,7 @@ class ProgramAgent:
             for word in shlex.split(command)
         ]
         self._seconds, self._pays, self._is_unsafe = seconds, pays, sandbox == "unsafe"
-        self._sandbox = Sandbox(sandbox, _limits(seconds))
+        self._sandbox, self._shown = Sandbox(sandbox, _limits(seconds)), list[Path]()
         try:
             self._path = self._show(paths)
             self._check_program()
@@ -172,7 +172,8 @@ class ProgramAgent:
                     "folder below it"
                 )
             hidden = [each for each in paths if not any(map(each.is_relative_to, seen))]
-            self._sandbox.show([*seen[1:], *hidden])
+            self._shown = [*seen[1:], *hidden]
+            self._sandbox.show(self._shown)
         return f"{own}/bin:{_PATH}" if has_own else _PATH
 
     def _check_program(self) -> None:

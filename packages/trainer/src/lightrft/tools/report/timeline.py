@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from lightrft.reporting.files import LOG_FOLDER, JsonLines
-from lightrft.reporting.timeline import PREFIX
+from lightrft.reporting.timeline import BEGIN, PREFIX
 from lightrft.strategy.distributed.deadlines import StageSpan
 
 MAX_STEPS = 12
@@ -36,7 +36,7 @@ class StepTimeline:
 
     Args:
         step: Its number.
-        seconds: From the first stage of a rank that trains to the end of the last one.
+        seconds: From the first stage of the first rank that trains to the end of its last one.
         bars: Of each rank.
         busy: Share of the step that the rank spent in its stages but not in `wait`.
     """
@@ -62,13 +62,15 @@ def read_timelines(folder: Path) -> dict[int, list[StageSpan]]:
 
 def _read(path: Path) -> list[StageSpan]:
     spans: list[StageSpan] = []
+    has_begun = True
     for step, entry in JsonLines(path):
         stage, *times = (entry.get(name) for name in ("stage", "start", "end"))
         start, end = (float(t) if isinstance(t, int | float) else math.nan for t in times)
+        has_begun |= stage == BEGIN
         if not isinstance(stage, str) or not start <= end < math.inf:
             continue
-        if spans and step < spans[-1].step:
-            spans = [span for span in spans if span.step < step]
+        if has_begun:
+            spans, has_begun = [span for span in spans if span.step < step], False
         spans.append(StageSpan(step, stage, start, end))
     return sorted(spans, key=lambda span: span.start)
 
@@ -77,12 +79,12 @@ def step_timelines(folder: Path) -> list[StepTimeline]:
     """The slowest step of a run and others at equal distances, ascending."""
     spans = read_timelines(folder)
     windows: dict[int, tuple[float, float]] = {}
-    # Ranks that only generate work on another step meanwhile: the others say when a step is.
-    for rank in spans:
-        if any(span.stage == "train" for span in spans[rank]):
-            for span in spans[rank]:
-                start, end = windows.get(span.step, (span.start, span.end))
-                windows[span.step] = min(start, span.start), max(end, span.end)
+    # Ranks that only generate work on another step meanwhile, and files of more ranks may be left
+    # of a process before: the first rank that trains says when a step is.
+    first = next((own for own in spans.values() if any(s.stage == "train" for s in own)), [])
+    for span in first:
+        start, end = windows.get(span.step, (span.start, span.end))
+        windows[span.step] = min(start, span.start), max(end, span.end)
     windows = {step: (a, b) for step, (a, b) in sorted(windows.items()) if b > a}
     shown = dict(list(spans.items())[:MAX_RANKS])
     return [_timeline(step, *windows[step], shown) for step in _choose(windows)]
