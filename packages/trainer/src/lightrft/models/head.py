@@ -183,8 +183,7 @@ class LinearLogprobHead(nn.Module):
             impl="auto" if self.is_fused else "reference",
             workspace=self._workspace if self.is_fused else None,
         )
-        # FSDP2's hooks take no views.
-        logprobs = output.logprobs if self.is_fused else output.logprobs.clone()
+        logprobs = output.logprobs if self.is_fused else output.logprobs.clone()  # FSDP2: no view
         return logprobs, output.entropy, mass, None
 
     def _sampling_bias(self, hidden: Tensor) -> Tensor | None:
