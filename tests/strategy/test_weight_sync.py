@@ -245,6 +245,17 @@ def test_without_verification_frozen_parameters_follow_the_actors_identity() -> 
     assert_holds(engine, other)
 
 
+def test_without_verification_what_was_trained_until_it_was_frozen_is_sent_once_more() -> None:
+    actor, engine = tiny_actor(), hf_engine()
+    sync = WeightSync(engine, allow_alias=False, verify=False)
+    num_bytes = sync.sync(module_parameter_source(actor)).num_bytes
+    change_weights(actor)
+    actor.requires_grad_(False)
+    assert sync.sync(module_parameter_source(actor)).num_bytes == num_bytes
+    assert_holds(engine, actor)
+    assert sync.sync(module_parameter_source(actor)).num_bytes == 0
+
+
 def test_an_update_follows_the_engines_protocol_and_sets_the_version_last() -> None:
     module = nn.Linear(4, 3)
     engine = FakeEngine.for_module(EngineConfig(engine_type="fake", model_path=""), module)
@@ -343,7 +354,7 @@ def test_parameters_that_cannot_be_read_back_are_hashed_as_handed_over() -> None
         {name: hash_tensor(value) for name, value in module.named_parameters()}
     )
     module.requires_grad_(False)
-    # It was sent while it was trained, and holds these hashes still.
+    assert sync.sync(module_parameter_source(module)).num_resident_bytes == 0
     resident = sync.sync(module_parameter_source(module))
     assert resident.num_bytes == 0
     assert resident.engine_hash == report.engine_hash

@@ -2,11 +2,12 @@
 
 import ipaddress
 import os
-import resource
 import socket
 from collections.abc import Mapping
 
 import psutil
+
+from lightrft.config.open_files import raise_open_files
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 # A group of gloo has a connection to each other rank. Training and rollouts have one of all ranks
@@ -75,19 +76,14 @@ def allow_open_files(num_ranks: int) -> None:
     Raises:
         NetworkError: It may not open enough for the groups that every run has.
     """
-    own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    wanted = _OTHER_FILES + _FILES_PER_RANK * num_ranks
-    least = _LEAST_FILES_PER_RANK * num_ranks
-    if most != unlimited and most < least:
+    wanted, least = _OTHER_FILES + _FILES_PER_RANK * num_ranks, _LEAST_FILES_PER_RANK * num_ranks
+    most = raise_open_files(wanted)
+    if most is not None and most < least:
         raise NetworkError(
             f"{num_ranks} processes need at least {least} connections each: got a limit of {most} "
             f"open files; raise the hard limit of every node to {wanted} (ulimit -Hn, or "
             "LimitNOFILE of the service that starts them)"
         )
-    if own != unlimited and own < wanted:
-        raised = wanted if most == unlimited else min(wanted, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(own, raised), most))
 
 
 def _check_first_node(environment: Mapping[str, str]) -> None:

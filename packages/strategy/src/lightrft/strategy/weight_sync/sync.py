@@ -321,6 +321,7 @@ class WeightSync:
         self._layout: BucketLayout | None = None
         self._owner: weakref.ref[object] | None = None
         self._sent_hashes: dict[str, int] = {}
+        self._frozen: frozenset[str] = frozenset()
         self._shared = SharedStorage()
 
     def sync(
@@ -367,6 +368,7 @@ class WeightSync:
         if self.verify and transfer.is_aliased and canary is not None:
             self._shared.keep(pairs, hashes, was_scored=found.canary_difference is not None)
         self._sent_hashes = {pair.name: hashes.get(pair.name, 0) for pair in pairs}
+        self._frozen = frozenset(pair.name for pair in pairs if pair.source.frozen)
         end_time = time.perf_counter()
         return WeightSyncReport(
             weights_version=self.engine.weights_version,
@@ -473,8 +475,11 @@ class WeightSync:
         resident = frozenset(
             pair.name
             for pair in pairs
-            # With hashes, a frozen parameter that was changed after all is sent again.
-            if pair.source.frozen and self._sent_hashes.get(pair.name) == hashes.get(pair.name, 0)
+            # One that was trained until now may have changed. With hashes, a frozen parameter that
+            # was changed after all is sent again.
+            if pair.source.frozen
+            and pair.name in self._frozen
+            and self._sent_hashes.get(pair.name) == hashes.get(pair.name, 0)
         )
         return parameters_to_send(pairs, resident)
 

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import inspect
 import queue
-import resource
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.config import ConfigError
+from lightrft.config.open_files import raise_open_files
 from lightrft.config.registry import AGENT_KINDS, load_reference, split_kind, split_reference
 from lightrft.rewards.user_task import finite_number
 from lightrft.rewards.worker import ReportedError
@@ -27,7 +27,7 @@ _MAX_THREADS = 1024
 # Under which the report shows what an agent returned.
 _TOTAL = "agent"
 # Each episode has connections, and that of a program pipes beside them.
-_MAX_OPEN_FILES = 1 << 16
+MAX_OPEN_FILES = 1 << 16
 Agent = Callable[[str, str, dict[str, object]], object]
 
 
@@ -75,7 +75,7 @@ class HostedAgents:
     """
 
     def __init__(self, agent: Agent) -> None:
-        allow_open_files()
+        raise_open_files(MAX_OPEN_FILES)
         self._agent = agent
         self._ended: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -132,14 +132,6 @@ class HostedAgents:
             return await cast("Awaitable[object]", self._agent(*given))
         found = await self._loop.run_in_executor(None, self._agent, *given)
         return await found if inspect.isawaitable(found) else found
-
-
-def allow_open_files() -> None:
-    """Has this process open as many files as it may: by default it is often 1024."""
-    own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _MAX_OPEN_FILES)
-    if own != resource.RLIM_INFINITY and own < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def checked_reward(value: object) -> list[object] | None:

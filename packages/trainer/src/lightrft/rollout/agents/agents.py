@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.open_files import raise_open_files
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.media import Modality
 from lightrft.datasets.suffix import TemplateRefusedError, TurnSuffix
@@ -27,7 +28,7 @@ from lightrft.rollout.agents.agent_pool import (
     AgentTask,
     has_other_rewards,
 )
-from lightrft.rollout.agents.agent_worker import allow_open_files
+from lightrft.rollout.agents.agent_worker import MAX_OPEN_FILES
 from lightrft.rollout.agents.conversations import CalledTurn, Conversations
 from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
 from lightrft.rollout.agents.episodes import AgentEpisode
@@ -97,7 +98,7 @@ class Agents:
         self.end_of_turn = verdict.end_of_turn
         self.chat = ChatIds(tokenizer, verdict.end_of_turn)
         self.special_ids = forging_ids(tokenizer)
-        allow_open_files()
+        raise_open_files(MAX_OPEN_FILES)
         self.pool = AgentPool(config)
         self.endpoint = Endpoint(tokenizer, HttpLimits(call_seconds=config.agent_timeout_seconds))
 
