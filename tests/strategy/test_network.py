@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from tests.ranks import run_multiprocess
 
-from lightrft.config import open_files
 from lightrft.strategy.distributed import network
 
 TWO_NODES = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "first"}
@@ -86,8 +85,8 @@ def test_this_host_can_be_asked():
 def limits(monkeypatch, own, most):
     """The limits of a process, and those that it has set."""
     found = []
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: (own, most))
-    monkeypatch.setattr(open_files.resource, "setrlimit", lambda _, pair: found.append(pair))
+    monkeypatch.setattr(network.resource, "getrlimit", lambda _: (own, most))
+    monkeypatch.setattr(network.resource, "setrlimit", lambda _, pair: found.append(pair))
     return found
 
 

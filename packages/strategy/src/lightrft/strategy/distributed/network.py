@@ -2,12 +2,11 @@
 
 import ipaddress
 import os
+import resource
 import socket
 from collections.abc import Mapping
 
 import psutil
-
-from lightrft.config.open_files import raise_open_files
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 # A group of gloo has a connection to each other rank. Training and rollouts have one of all ranks
@@ -66,6 +65,20 @@ def choose_gloo_interface(environment: Mapping[str, str] = os.environ) -> str | 
         f"nodes cannot reach it: set {VARIABLE} on every node to the interface between the nodes, "
         f"one of {sorted(outside)}"
     )
+
+
+def raise_open_files(wanted: int) -> int | None:
+    """Raises this process's own limit towards a number, as far as the hard limit lets it.
+
+    Returns:
+        The hard limit; None where there is none.
+    """
+    own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    reached = wanted if most == unlimited else min(wanted, most)
+    if own != unlimited and own < reached:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reached, most))
+    return None if most == unlimited else most
 
 
 def allow_open_files(num_ranks: int) -> None:

@@ -367,8 +367,7 @@ class WeightSync:
         self._owner = weakref.ref(source.owner)
         if self.verify and transfer.is_aliased and canary is not None:
             self._shared.keep(pairs, hashes, was_scored=found.canary_difference is not None)
-        self._sent_hashes = {pair.name: hashes.get(pair.name, 0) for pair in pairs}
-        self._frozen = frozenset(pair.name for pair in pairs if pair.source.frozen)
+        self._note_sent(pairs, hashes)
         end_time = time.perf_counter()
         return WeightSyncReport(
             weights_version=self.engine.weights_version,
@@ -385,6 +384,10 @@ class WeightSync:
             verify_seconds=verify_seconds + end_time - verify_start_time,
             is_aliased=transfer.is_aliased,
         )
+
+    def _note_sent(self, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int]) -> None:
+        self._sent_hashes = {pair.name: hashes.get(pair.name, 0) for pair in pairs}
+        self._frozen = frozenset(pair.name for pair in pairs if pair.source.frozen)
 
     def check_resident(self) -> None:
         """Bars the engine if a parameter is not what was sent.

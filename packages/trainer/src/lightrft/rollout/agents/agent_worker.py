@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.config import ConfigError
-from lightrft.config.open_files import raise_open_files
 from lightrft.config.registry import AGENT_KINDS, load_reference, split_kind, split_reference
 from lightrft.rewards.user_task import finite_number
 from lightrft.rewards.worker import ReportedError
+from lightrft.strategy.distributed.network import raise_open_files
 
 # Of agents that are no coroutines, each of which waits in a thread of its own.
 _MAX_THREADS = 1024

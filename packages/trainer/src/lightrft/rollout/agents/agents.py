@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.open_files import raise_open_files
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.media import Modality
 from lightrft.datasets.suffix import TemplateRefusedError, TurnSuffix
@@ -50,6 +49,7 @@ from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import generate
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
 from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.network import raise_open_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
