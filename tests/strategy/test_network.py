@@ -6,6 +6,7 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tests.ranks import run_multiprocess
 
 from lightrft.strategy.distributed import network
@@ -121,7 +122,9 @@ def groups_with_few_files(rank, world_size):
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 3, most))
     process_groups.start_process_group(None)
     process_groups.separate_group(None, timeout=process_groups.DEFAULT_TIMEOUT)
-    return len(os.listdir("/proc/self/fd")) - before
+    taken = len(os.listdir("/proc/self/fd")) - before
+    torch.distributed.barrier()  # a rank that ended would cut off one that still connects
+    return taken
 
 
 @pytest.mark.multiprocess
