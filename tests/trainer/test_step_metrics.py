@@ -13,7 +13,7 @@ from lightrft.rewards.types import RewardError
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.policy_stage import evaluate_prompts
 from lightrft.stages.policy.step_metrics import (
-    record_conversations,
+    conversation_means,
     table_metrics,
 )
 from lightrft.strategy import get_fake_strategy
@@ -136,7 +136,8 @@ def test_turns_and_calls_of_each_tool_are_counted():
         for i, talk in enumerate(talks)
     ]
     metrics = StepMetrics()
-    record_conversations(scored, ("add", "look"), metrics)
+    for mean in conversation_means(scored, ("add", "look")):
+        metrics.add_mean(*mean)
     found = metrics.reduce(get_fake_strategy())
     assert found == pytest.approx(
         {

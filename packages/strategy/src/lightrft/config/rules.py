@@ -451,7 +451,6 @@ RULES: tuple[Rule, ...] = (
         and "rollout_ranks samples the steps to come while one is trained: add rollout_lag 1"
     ),
     lambda c: _splits(c) and not c.fsdp and "rollout_ranks needs FSDP2: add fsdp",
-    _excludes("rollout_ranks", "environment, tools and agent", _has_episodes),
     _excludes(
         "rollout_ranks",
         "reward_pretrain: the ranks that generate hold no reward model",

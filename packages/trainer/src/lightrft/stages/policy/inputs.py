@@ -102,7 +102,8 @@ class PolicyInputs:
             reward_models = prepare_reward_models(config, strategy)
         if strategy.inference_engine is None:
             strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
-        else:  # that of other ranks
+        else:  # that of other ranks, whose environments answer, too
+            self.environments.close()
             strategy.update_engine_weights(models.main.model)
         model_rewards = build_model_rewards(
             config, strategy, reward_models, tokenizer=self.tokenizer, recipes=self.recipes

@@ -191,7 +191,7 @@ class PolicyStage(Stage[PolicyBatch]):
         engine = self.strategy.inference_engine
         if not isinstance(engine, RemoteEngine):
             raise ConfigError("rollout_ranks is of lightrft train and lightrft.trainer.train")
-        return RemoteRollouts(engine.bridge, self.config, self.strategy.context)
+        return RemoteRollouts(engine.bridge, self.config, self.strategy)
 
     def _teacher(self, frozen: FrozenModels) -> TeacherFunction | None:
         """What scores samples for the teachers; None without any."""

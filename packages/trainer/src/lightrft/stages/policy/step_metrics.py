@@ -24,6 +24,9 @@ from lightrft.rewards.types import CountsCosts, RewardFunction
 from lightrft.rollout.source import Samples
 from lightrft.stages.metrics import StepMetrics
 
+# Name, total and number of items of a mean.
+Mean = tuple[str, float, float]
+
 
 def table_metrics(table: RowTable, *, has_rewards: bool = True) -> dict[str, float]:
     """Rewards and lengths of all samples; exact and equal on every rank without communication.
@@ -182,15 +185,8 @@ def record_experience(
     metrics.add_masked_means(means, mask)
     if keeps_rows(config):
         record_staleness(step, metrics)
-    for item in step.samples.scored:
-        shares = repeated_share(item.rollout.completion.sampled_token_ids)
-        metrics.add_mean("repeated_share", shares, 1.0)
-    metrics.add_mean("repeated_share", 0.0, 0.0)
-    if step.samples.tool_names is not None:
-        record_conversations(step.samples.scored, step.samples.tool_names, metrics)
-    for counts in step.samples.agent_counts or ():
-        for name, count in counts.items():
-            metrics.add_mean(f"agent/{name}", count, 1.0)
+    for mean in rollout_means(step.samples):
+        metrics.add_mean(*mean)
 
 
 def record_tallies(reward: RewardFunction, metrics: StepMetrics) -> None:
@@ -203,15 +199,26 @@ def record_tallies(reward: RewardFunction, metrics: StepMetrics) -> None:
             metrics.add_mean(name, total, count)
 
 
-def record_conversations(
-    scored: Sequence[ScoredRollout], tool_names: Sequence[str], metrics: StepMetrics
-) -> None:
-    """Adds turns, calls and their outcomes; of each tool its calls, errors and seconds.
+def rollout_means(samples: Samples) -> list[Mean]:
+    """What this rank's samples say before anything is trained; each rank has the same names."""
+    ids = (item.rollout.completion.sampled_token_ids for item in samples.scored)
+    found = [
+        ("repeated_share", 0.0, 0.0),
+        *(("repeated_share", repeated_share(i), 1.0) for i in ids),
+    ]
+    if samples.tool_names is not None:
+        found += conversation_means(samples.scored, samples.tool_names)
+    for counts in samples.agent_counts or ():
+        found += [(f"agent/{name}", count, 1.0) for name, count in counts.items()]
+    return found
+
+
+def conversation_means(scored: Sequence[ScoredRollout], tool_names: Sequence[str]) -> list[Mean]:
+    """Turns, calls and their outcomes; of each tool its calls, errors and seconds.
 
     Args:
         scored: This rank's samples.
         tool_names: The same on every rank.
-        metrics: Receives the numbers.
     """
     known = [talk for item in scored if (talk := item.rollout.conversation) is not None]
     calls = [call for talk in known for turn in talk.answers for call in turn]
@@ -225,14 +232,16 @@ def record_conversations(
         "episode/restarts": sum(talk.num_restarts for talk in known),
         "episode/failed_share": sum(item.is_masked for item in scored),
     }
-    for name, total in totals.items():
-        metrics.add_mean(name, total, len(known))
+    found: list[Mean] = [(name, total, len(known)) for name, total in totals.items()]
     for name in tool_names:
         own = [call for call in made if call.name == name]
         errors = sum(call.outcome == "error" for call in own)
-        metrics.add_mean(f"tool/{name}/calls", len(own), len(known))
-        metrics.add_mean(f"tool/{name}/error_share", errors, len(own))
-        metrics.add_mean(f"tool/{name}/seconds", sum(call.seconds for call in own), len(own))
+        found += [
+            (f"tool/{name}/calls", len(own), len(known)),
+            (f"tool/{name}/error_share", errors, len(own)),
+            (f"tool/{name}/seconds", sum(call.seconds for call in own), len(own)),
+        ]
+    return found
 
 
 def repeated_share(token_ids: Sequence[int], *, size: int = 4) -> float:

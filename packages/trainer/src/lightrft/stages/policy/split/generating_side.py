@@ -22,12 +22,13 @@ from lightrft.stages.policy.inputs import PolicyInputs
 from lightrft.stages.policy.maker import SampleLogs, sample_ahead, take_step
 from lightrft.stages.policy.rewards import build_trainer_rewards
 from lightrft.stages.policy.split.messages import DrawnReport, SampledStep, Start
-from lightrft.stages.policy.step_metrics import repeated_share
+from lightrft.stages.policy.step_metrics import rollout_means
 from lightrft.strategy.distributed.deadlines import StepTimer
 from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
 from lightrft.strategy.split.bridge import Bridge
 from lightrft.strategy.split.remote_engine import engine_handlers
 from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.weight_sync.sync import WeightSyncReport
 
 
 def generating_config(config: TrainConfig) -> TrainConfig:
@@ -87,17 +88,21 @@ class Generator:
         }
         return own | engine_handlers(self.strategy.session.running, self.bridge)
 
-    def draw(self, number: int, last: int, start: Start | None) -> None:
+    def draw(
+        self, number: int, last: int, start: Start | None, sync: WeightSyncReport | None
+    ) -> None:
         """Gives a step's rows to the ranks that train them, and samples the steps to come.
 
         Args:
             number, last: Of the step, and the last one to sample before it is trained on.
             start: The state to begin with, in the first step of a process.
+            sync: Of the weights that sample, as the ranks that train have proved it.
         """
         if start is not None:
             self._begin(number - 1, start)
         before, timer = self._flights[number - 1], StepTimer(number)
         session = self.strategy.session
+        session.last_weight_sync = sync
         session.take_work()  # of an evaluation
         # The step itself first, where nothing is in flight: the others wait for it.
         missing = range(number, number + (not before.held))
@@ -158,10 +163,9 @@ class Generator:
         """Answers with what all ranks know of a step, and gives the rows to those that train."""
         side, evidence = self.bridge.side, samples.evidence
         samples = SampledStep.held_by(samples, side.num_training)
-        shares = [repeated_share(i.rollout.completion.sampled_token_ids) for i in samples.scored]
         known = replace(samples, scored=(), evidence=None)
         special = None if evidence is None else evidence.special_ids
-        self.bridge.answer(SampledStep(known, special, shares))
+        self.bridge.answer(SampledStep(known, special, rollout_means(samples)))
         give_rows(samples, self.config, number - 1, self.bridge, side.num_training)
         self.logs.write_samples(number, samples.scored, self.strategy.context)
 

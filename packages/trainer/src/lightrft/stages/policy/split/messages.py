@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightrft.rollout.ledger_records import Evidence
 from lightrft.rollout.source import NOTHING_OPEN, Samples
+from lightrft.stages.policy.step_metrics import Mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,12 @@ class SampledStep:
     Args:
         samples: Without rows and evidence; their holders are ranks of the launch.
         special_ids: Of the evidence; None without one.
-        repeated_shares: Of each sample, see `step_metrics.repeated_share`.
+        means: See `step_metrics.rollout_means`.
     """
 
     samples: Samples
     special_ids: frozenset[int] | None
-    repeated_shares: Sequence[float] = ()
+    means: Sequence[Mean] = ()
 
     @property
     def for_training(self) -> Samples:

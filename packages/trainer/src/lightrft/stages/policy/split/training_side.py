@@ -15,8 +15,8 @@ from lightrft.rollout.in_flight import to_bytes
 from lightrft.rollout.source import InFlight, Samples
 from lightrft.stages.policy.split.messages import DrawnReport, SampledStep, Start
 from lightrft.stages.stage import Step, last_sampled_step
-from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.split.bridge import Bridge
+from lightrft.strategy.strategy_base import StrategyBase
 
 MEGABYTE = 2**20
 
@@ -27,11 +27,12 @@ class RemoteRollouts:
     Args:
         bridge: To them.
         config: Of the run.
-        context: Of the ranks that train.
+        strategy: Of the ranks that train.
     """
 
-    def __init__(self, bridge: Bridge, config: TrainConfig, context: DistributedContext) -> None:
-        self.bridge, self._config, self._context = bridge, config, context
+    def __init__(self, bridge: Bridge, config: TrainConfig, strategy: StrategyBase) -> None:
+        self.bridge, self._config = bridge, config
+        self._session, self._context = strategy.session, strategy.context
         self._num_steps: int | None = None
         self._report: DrawnReport | None = None
 
@@ -40,14 +41,14 @@ class RemoteRollouts:
         start = None
         if self._num_steps is None:
             start, self._num_steps = self._start(step, in_flight), step.number - 1
-        last = last_sampled_step(step, self._config)
+        last, sync = last_sampled_step(step, self._config), self._session.last_weight_sync
         with step.timer.stage("wait"):
-            found = self.bridge.ask("draw", step.number, last, start)
+            found = self.bridge.ask("draw", step.number, last, start, sync)
         told = cast("list[SampledStep]", found)
         if self._context.rank == 0:
             for each in told:
-                for share in each.repeated_shares:
-                    step.metrics.add_mean("repeated_share", share, 1.0)
+                for mean in each.means:
+                    step.metrics.add_mean(*mean)
         return told[0].for_training
 
     def _start(self, step: Step, in_flight: InFlight) -> Start:
