@@ -16,7 +16,12 @@ import pytest
 from tests import machine
 from tests.forked_run import Ranks
 from tests.ranks import run_multiprocess
-from tests.trainer.test_killed_episodes import ENVIRONMENT, TEMPLATE, let_random_models_call
+from tests.trainer.test_killed_episodes import (
+    AGENT,
+    ENVIRONMENT,
+    TEMPLATE,
+    let_random_models_call,
+)
 from tests.trainer.test_random_kills import (
     RUN_SECONDS,
     become_launcher,
@@ -47,8 +52,9 @@ PHASES = {
 }
 # Responses of a group are decoded together, so that their bits do not depend on other prompts.
 WHOLE_GROUPS = {"engine_args": {"rows_at_once": "2"}}
+ONE_ROW = {"engine_args": {"rows_at_once": "1"}}
 EPISODES = {
-    "environment": "mixer.py:Mixer",
+    "reward_fn": (),
     "apply_chat_template": True,
     "environment_workers": 1,
     "max_turns": 3,
@@ -56,17 +62,21 @@ EPISODES = {
     "generate_max_len": 6,
     "prompt_max_len": 48,
 }
+MIXER = EPISODES | {"environment": "mixer.py:Mixer"}
+AGENTS = EPISODES | {"agent": "agent.py:run", "max_observation_tokens": 64, **ONE_ROW}
 CASES = {
     "lag 1, 1 + 1": (1, 1, {"eval_steps": 2}),
     "lag 1, 2 + 1": (2, 1, WHOLE_GROUPS | {"dynamic_sampling": True}),
     "streaming, 1 + 2": (
         1,
         2,
-        {"rollout_lag": 2, "stream_chunk": 2, "engine_args": {"rows_at_once": "1"}},
+        {"rollout_lag": 2, "stream_chunk": 2, **ONE_ROW},
     ),
     "lag 1, 2 + 2": (2, 2, {}),
-    "episodes, 1 + 1": (1, 1, EPISODES | {"eval_steps": 2}),
-    "episodes, 1 + 2": (1, 2, EPISODES | {"engine_args": {"rows_at_once": "1"}}),
+    "environment, 1 + 1": (1, 1, MIXER | {"eval_steps": 2}),
+    "environment, 1 + 2": (1, 2, MIXER | ONE_ROW),
+    "agents, 1 + 1": (1, 1, AGENTS),
+    "agents, 2 + 1": (2, 1, AGENTS),
 }
 
 
@@ -93,10 +103,10 @@ def plant_delays(seed, longest, rank):
 def options_of(folder, name, **changes):
     found = settings(folder, "fsdp", name)
     del found["critic_pretrain"]
-    if "environment" in changes:
-        del found["reward_fn"]
-        changes["environment"] = str(folder / changes["environment"])
+    if "apply_chat_template" in changes:
         changes["chat_template"] = str(folder / "template.jinja")
+    for kind in changes.keys() & {"environment", "agent"}:
+        changes[kind] = str(folder / changes[kind])
     return found | {
         "advantage_estimator": "group_norm",
         "rollout_lag": 1,
@@ -127,7 +137,7 @@ def compare(folder, case, *, seeds, longest):
     """The sequential form, and the split one under each schedule."""
     num_training, num_generating, changes = CASES[case]
     one_each = num_training == num_generating
-    calls = (lambda rank: let_random_models_call()) if "environment" in changes else None
+    calls = (lambda rank: let_random_models_call()) if "max_turns" in changes else None
     name = case.replace(" ", "").replace(",", "_").replace("+", "x")
     sequential = options_of(folder, f"{name}_sequential", **changes)
     run_to_end(sequential, num_training, calls)
@@ -151,6 +161,7 @@ def prepared(folder):
     folder = Path(folder)
     write_inputs(folder, 16)
     (folder / "mixer.py").write_text(ENVIRONMENT)
+    (folder / "agent.py").write_text(AGENT)
     (folder / "template.jinja").write_text(TEMPLATE)
     first = options_of(folder, "first", rollout_ranks=1)
     run_to_end(first, 2)
@@ -165,8 +176,8 @@ def compare_all(rank, world_size, folder, num_schedules, longest):
 
 @pytest.mark.parametrize(
     ("num_schedules", "longest"),
-    [(1, 0.02), pytest.param(17, 0.3, marks=pytest.mark.slow)],
-    ids=["6 schedules", "102 schedules"],
+    [(1, 0.02), pytest.param(13, 0.3, marks=pytest.mark.slow)],
+    ids=["8 schedules", "104 schedules"],
 )
 def test_any_split_under_any_delays_is_the_sequential_run(tmp_path, num_schedules, longest):
     done = run_multiprocess(
@@ -189,10 +200,11 @@ def kill_all(rank, world_size, folder, num_kills, seed):
     forms = {
         "split": {"rollout_ranks": 1},
         "streaming": {"rollout_lag": 0, "stream_chunk": 2},
-        "episodes": EPISODES | {"rollout_ranks": 1},
+        "environment": MIXER | {"rollout_ranks": 1},
+        "agents": AGENTS | {"rollout_ranks": 1},
     }
     for form, changes in forms.items():
-        if "environment" in changes:
+        if "max_turns" in changes:
             let_random_models_call()
         whole = options_of(folder, f"{form}_whole", **changes)
         run_to_end(whole, 2)
@@ -210,7 +222,7 @@ def kill_all(rank, world_size, folder, num_kills, seed):
 
 
 @pytest.mark.parametrize(
-    "num_kills", [3, pytest.param(12, marks=pytest.mark.slow)], ids=["3 kills", "12 kills"]
+    "num_kills", [4, pytest.param(12, marks=pytest.mark.slow)], ids=["4 kills", "12 kills"]
 )
 def test_a_run_with_rows_in_flight_that_is_killed_ends_as_the_one_nobody_killed(
     tmp_path, num_kills

@@ -179,10 +179,6 @@ _WITHOUT_AGENTS: tuple[tuple[str, Callable[[RunOptions], bool]], ...] = (
     ("environment: the agent has tools of its own", lambda c: bool(c.environment)),
     ("tools: the agent has its own", lambda c: bool(c.tools)),
     (
-        "rollout_lag: rows in flight are kept by row, and episodes have several",
-        lambda c: c.rollout_lag > 0,
-    ),
-    (
         "dynamic_sampling: which rows to keep is decided by row, and episodes have several",
         lambda c: c.dynamic_sampling,
     ),

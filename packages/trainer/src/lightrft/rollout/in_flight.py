@@ -21,7 +21,7 @@ from lightrft.engines.ledger import LedgerEntry
 from lightrft.records.columns import COLUMNS
 from lightrft.records.rollout import ScoredRollout
 from lightrft.records.sample_ledger import SampleEntry, SampleLedger
-from lightrft.records.table import RowTable, build_table, row_table
+from lightrft.records.table import BRANCH_STEP, RowTable, build_table, row_table
 from lightrft.rewards.types import UNDECIDED, RewardResult
 from lightrft.rollout.ledger_records import Account, Evidence, LedgerError
 from lightrft.rollout.source import (
@@ -125,6 +125,7 @@ class _Samples:
     notes: Mapping[str, _Note] = field(default_factory=dict)
     greedy_notes: Mapping[str, _Note] = field(default_factory=dict)
     entries: tuple[LedgerEntry, ...] = ()
+    agent_counts: tuple[Mapping[str, int], ...] | None = None
 
     @classmethod
     def of(cls, samples: Samples, rank: int) -> Self:
@@ -144,6 +145,7 @@ class _Samples:
             samples.report,
             samples.tool_names,
             evidence is not None,
+            agent_counts=None if samples.agent_counts is None else tuple(samples.agent_counts),
         )
         if evidence is None:
             return found
@@ -210,6 +212,9 @@ def _joined(parts: Sequence[_Samples], own: Sequence[_Samples], world_size: int)
         first.report,
         evidence if first.is_proved else None,
         first.tool_names,
+        None
+        if first.agent_counts is None
+        else [counts for part in own for counts in part.agent_counts or ()],
     )
 
 
@@ -262,7 +267,7 @@ def _sum(ledger: SampleLedger, group_size: int, *, is_dismissed: bool = False) -
     return sum(
         _mixed(entry.request_id, sample_id % group_size)
         for sample_id, entry in ledger.entries.items()
-        if entry.is_dismissed == is_dismissed
+        if entry.is_dismissed == is_dismissed and sample_id < BRANCH_STEP
     )
 
 

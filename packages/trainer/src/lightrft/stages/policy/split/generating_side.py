@@ -163,7 +163,7 @@ class Generator:
         """Answers with what all ranks know of a step, and gives the rows to those that train."""
         side, evidence = self.bridge.side, samples.evidence
         samples = SampledStep.held_by(samples, side.num_training)
-        known = replace(samples, scored=(), evidence=None)
+        known = replace(samples, scored=(), evidence=None, agent_counts=None)
         special = None if evidence is None else evidence.special_ids
         self.bridge.answer(SampledStep(known, special, rollout_means(samples)))
         give_rows(samples, self.config, number - 1, self.bridge, side.num_training)

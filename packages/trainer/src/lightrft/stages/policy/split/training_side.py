@@ -45,10 +45,9 @@ class RemoteRollouts:
         with step.timer.stage("wait"):
             found = self.bridge.ask("draw", step.number, last, start, sync)
         told = cast("list[SampledStep]", found)
-        if self._context.rank == 0:
-            for each in told:
-                for mean in each.means:
-                    step.metrics.add_mean(*mean)
+        is_counted = self._context.rank == 0  # the others have the names alone
+        for name, total, count in (mean for each in told for mean in each.means):
+            step.metrics.add_mean(name, total * is_counted, count * is_counted)
         return told[0].for_training
 
     def _start(self, step: Step, in_flight: InFlight) -> Start:
