@@ -289,7 +289,9 @@ def test_a_run_killed_inside_episodes_ends_as_one_that_nobody_killed(tmp_path, n
 
 
 def run_agents(rank, world_size, folder, num_runs, chain, seed):
-    """Kills every run `chain` times; of four, two are of programs and two of two ranks."""
+    """Kills every run `chain` times; of four, two are of programs, and two of two ranks, which
+    have episodes in flight between steps.
+    """
     kills.become_launcher()
     folder, dice, num_kills = Path(folder), random.Random(seed), 0
     write_inputs(folder)
@@ -302,15 +304,16 @@ def run_agents(rank, world_size, folder, num_runs, chain, seed):
     whole = {}
     for number in range(num_runs):
         size, kind = form = 1 + number % 2, (number + number // 2) % 2
+        lag = size - 1
         own = {"environment": None, "max_observation_tokens": 64, **forms[kind]}
         if form not in whole:
-            options = settings(folder, f"whole_{size}_{kind}") | own
+            options = settings(folder, f"whole_{size}_{kind}", lag) | own
             kills.finish(options, size)
             kills.import_modules(Path(f"{options['output_dir']}.modules"))
             lengths = [len(journal_of(options, step, 0)) for step in range(1, NUM_STEPS + 1)]
             whole[form] = result(options, size), lengths
             assert all(row["agent/branches"] > 1 for row in whole[form][0]["metrics.jsonl"])
-        options = settings(folder, f"killed_{size}_{kind}") | own
+        options = settings(folder, f"killed_{size}_{kind}", lag) | own
         done = killed_run(options, size, *whole[form], num_kills=chain, dice=dice)
         num_kills += len(done)
         print(f"{num_kills} kills, last of {size} ranks, {own}, after {done}", file=sys.stderr)
