@@ -212,10 +212,16 @@ def _joined(parts: Sequence[_Samples], own: Sequence[_Samples], world_size: int)
         first.report,
         evidence if first.is_proved else None,
         first.tool_names,
-        None
-        if first.agent_counts is None
-        else [counts for part in own for counts in part.agent_counts or ()],
+        _agent_counts(parts, own),
     )
+
+
+def _agent_counts(
+    parts: Sequence[_Samples], own: Sequence[_Samples]
+) -> list[Mapping[str, int]] | None:
+    if parts[0].agent_counts is None:
+        return None
+    return [counts for part in own for counts in part.agent_counts or ()]
 
 
 def check_balance(
