@@ -119,11 +119,11 @@ def changes_what_is_held(change):
 
     draw = Generator.draw
 
-    def wrong(generator, number, last, start):
+    def wrong(generator, number, *others):
         if number == 3:
             flights = generator._flights
             flights[2] = replace(flights[2], held=change(flights))
-        draw(generator, number, last, start)
+        draw(generator, number, *others)
 
     Generator.draw = wrong
 
