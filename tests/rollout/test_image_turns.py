@@ -353,3 +353,12 @@ def test_a_model_that_attends_to_images_is_refused():
     config = TrainConfig(environment=f"{CASES}:Album", apply_chat_template=True)
     with pytest.raises(ConfigError, match="models of type mllama attend to images beside the text"):
         Environments(config, encoder.processor.tokenizer, modality=VisionPrompts(encoder))
+
+
+def test_rows_in_flight_may_show_no_images_of_episodes():
+    encoder = tiny("tiny-qwen2.5-vl")[1]
+    options = {"environment": f"{CASES}:Album", "apply_chat_template": True, "rollout_lag": 1}
+    with pytest.raises(ConfigError, match="rollout_lag keeps rows with the media of their prompts"):
+        Environments(
+            TrainConfig(**options), encoder.processor.tokenizer, modality=VisionPrompts(encoder)
+        )

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests import machine
 from tests.forked_run import Ranks
+from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.ranks import run_multiprocess
 from tests.trainer.test_killed_episodes import (
     AGENT,
@@ -33,6 +34,7 @@ from tests.trainer.test_random_kills import (
     settings,
     write_inputs,
 )
+from tests.trainer.vision_world import write_data
 
 from lightrft.config import TrainConfig
 from lightrft.config.rules import launch_problems
@@ -56,6 +58,7 @@ ONE_ROW = {"engine_args": {"rows_at_once": "1"}}
 EPISODES = {
     "reward_fn": (),
     "apply_chat_template": True,
+    "chat_template": "template.jinja",
     "environment_workers": 1,
     "max_turns": 3,
     "max_observation_tokens": 16,
@@ -64,6 +67,16 @@ EPISODES = {
 }
 MIXER = EPISODES | {"environment": "mixer.py:Mixer"}
 AGENTS = EPISODES | {"agent": "agent.py:run", "max_observation_tokens": 64, **ONE_ROW}
+IMAGES = {
+    "pretrain": "seeing",
+    "prompt_data": "images/train.jsonl",
+    "eval_data": "images/train.jsonl",
+    "apply_chat_template": True,
+    "prompt_max_len": 400,
+    "parity_check_steps": 0,
+}
+# Options whose values are files of a test.
+FILES = {"environment", "agent", "chat_template", "pretrain", "prompt_data", "eval_data"}
 CASES = {
     "lag 1, 1 + 1": (1, 1, {"eval_steps": 2}),
     "lag 1, 2 + 1": (2, 1, WHOLE_GROUPS | {"dynamic_sampling": True}),
@@ -77,6 +90,8 @@ CASES = {
     "environment, 1 + 2": (1, 2, MIXER | ONE_ROW),
     "agents, 1 + 1": (1, 1, AGENTS),
     "agents, 2 + 1": (2, 1, AGENTS),
+    "images, 1 + 1": (1, 1, IMAGES | {"eval_steps": 2}),
+    "images, streaming, 2 + 1": (2, 1, IMAGES | ONE_ROW | {"stream_chunk": 2}),
 }
 
 
@@ -103,10 +118,7 @@ def plant_delays(seed, longest, rank):
 def options_of(folder, name, **changes):
     found = settings(folder, "fsdp", name)
     del found["critic_pretrain"]
-    if "apply_chat_template" in changes:
-        changes["chat_template"] = str(folder / "template.jinja")
-    for kind in changes.keys() & {"environment", "agent"}:
-        changes[kind] = str(folder / changes[kind])
+    changes |= {name: str(folder / changes[name]) for name in FILES & changes.keys()}
     return found | {
         "advantage_estimator": "group_norm",
         "rollout_lag": 1,
@@ -160,6 +172,9 @@ def prepared(folder):
     become_launcher()
     folder = Path(folder)
     write_inputs(folder, 16)
+    write_tiny_vision_model(folder / "seeing", "tiny-qwen2.5-vl", seed=1)
+    (folder / "images").mkdir()
+    write_data(folder / "images")
     (folder / "mixer.py").write_text(ENVIRONMENT)
     (folder / "agent.py").write_text(AGENT)
     (folder / "template.jinja").write_text(TEMPLATE)
@@ -176,8 +191,8 @@ def compare_all(rank, world_size, folder, num_schedules, longest):
 
 @pytest.mark.parametrize(
     ("num_schedules", "longest"),
-    [(1, 0.02), pytest.param(13, 0.3, marks=pytest.mark.slow)],
-    ids=["8 schedules", "104 schedules"],
+    [(1, 0.02), pytest.param(10, 0.3, marks=pytest.mark.slow)],
+    ids=["10 schedules", "100 schedules"],
 )
 def test_any_split_under_any_delays_is_the_sequential_run(tmp_path, num_schedules, longest):
     done = run_multiprocess(
@@ -200,6 +215,7 @@ def kill_all(rank, world_size, folder, num_kills, seed):
     forms = {
         "split": {"rollout_ranks": 1},
         "streaming": {"rollout_lag": 0, "stream_chunk": 2},
+        "images": IMAGES | {"rollout_ranks": 1, "stream_chunk": 2},
         "environment": MIXER | {"rollout_ranks": 1},
         "agents": AGENTS | {"rollout_ranks": 1},
     }
@@ -222,7 +238,7 @@ def kill_all(rank, world_size, folder, num_kills, seed):
 
 
 @pytest.mark.parametrize(
-    "num_kills", [4, pytest.param(12, marks=pytest.mark.slow)], ids=["4 kills", "12 kills"]
+    "num_kills", [5, pytest.param(10, marks=pytest.mark.slow)], ids=["5 kills", "10 kills"]
 )
 def test_a_run_with_rows_in_flight_that_is_killed_ends_as_the_one_nobody_killed(
     tmp_path, num_kills

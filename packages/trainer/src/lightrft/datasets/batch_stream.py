@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
@@ -13,6 +13,11 @@ from lightrft.strategy.sampler import DistributedSampler
 
 Item = TypeVar("Item")
 Batches = DataLoader[Item] | Iterable[Sequence[Item]]
+
+
+def known_items(batches: Batches[Item] | None) -> Iterable[Item]:
+    """All items of a data loader; of other batches none, since reading them uses them up."""
+    return cast("Iterable[Item]", batches.dataset) if isinstance(batches, DataLoader) else ()
 
 
 class BatchStream(Generic[Item]):

@@ -56,7 +56,7 @@ from lightrft.records.batch import (
     join_micro_batches,
     select_rollouts,
 )
-from lightrft.records.media import deliver_media
+from lightrft.records.media import deliver_media, exchange_media
 from lightrft.records.table import (
     RowTable,
     SampleTable,
@@ -474,7 +474,9 @@ def make_experience(
     wanted = wanted_rows(plan, strategy.num_data_ranks, config.sp_size, givers.world_size)
     with timer.stage("exchange"):
         rows = deliver_rows(table, tabulate(samples.scored), wanted, givers)
-        media = deliver_media(table, samples.scored, wanted, strategy.context, delivery.encoder)
+        media = deliver_media(
+            table, samples.scored, wanted, strategy.context, delivery.encoder, givers=givers
+        )
     batch = _batch(samples, rows, media, config, strategy, plan)
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
     if samples.evidence is not None:
@@ -508,7 +510,12 @@ def make_experience(
 
 
 def give_rows(
-    samples: Samples, config: TrainConfig, step: int, bridge: Bridge, num_training: int
+    samples: Samples,
+    config: TrainConfig,
+    step: int,
+    bridge: Bridge,
+    num_training: int,
+    encoder: Encoder,
 ) -> None:
     """Gives the ranks that train the rows of this one that they train; collective with them.
 
@@ -518,11 +525,14 @@ def give_rows(
         step: As for `make_experience`.
         bridge: To them.
         num_training: How many they are.
+        encoder: Of prompts with media.
     """
     table, num_ranks = samples.table, num_training // config.sp_size
     plan = plan_step(table, config, num_ranks, step)
     wanted = wanted_rows(plan, num_ranks, config.sp_size, bridge.world_size)
     deliver_rows(table, tabulate(samples.scored), wanted, bridge)
+    if encoder.reads_media:
+        exchange_media(table, samples.scored, wanted, bridge, encoder)
     if samples.evidence is not None:
         ids = [table.sample_ids[each].tolist() for each in wanted]
         deliver_evidence(samples.evidence, ids, bridge)

@@ -23,7 +23,7 @@ from lightrft.engines.media.sources import FileSource, ImageSource
 from lightrft.engines.types import GenerationRequest, MultiModalInputs
 from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.records.table import RowTable
-from lightrft.strategy.distributed.context import DistributedContext
+from lightrft.strategy.distributed.context import DistributedContext, RowExchange
 
 
 def media_request(prompt: Prompt, request_id: int, encoder: Encoder) -> GenerationRequest:
@@ -115,14 +115,42 @@ class _Sources:
         return encoder.row(self.token_ids, start, self.later)
 
 
+def media_of(prompts: Iterable[Prompt]) -> dict[int, Media]:
+    """The media of each prompt that has some, by its id."""
+    return {prompt.id: prompt.media for prompt in prompts if prompt.media}
+
+
 def deliver_media(
     table: RowTable,
     scored: Sequence[ScoredRollout],
     wanted: Sequence[NDArray[np.int64]],
     context: DistributedContext,
     encoder: Encoder,
+    *,
+    givers: RowExchange | None = None,
 ) -> RowMedia:
     """The media of the rows that this rank wants; collective where the model reads media.
+
+    Args:
+        table, scored, wanted, encoder: See `exchange_media`.
+        context: Of the ranks that train.
+        givers: To the ranks that have the samples, which then call `exchange_media`; None is the
+            ranks that train.
+    """
+    if not encoder.reads_media:
+        return RowMedia()
+    prompts = exchange_media(table, scored, wanted, givers or context, encoder)
+    return RowMedia(prompts, agree_on_kinds(context, RowMedia(prompts).kinds))
+
+
+def exchange_media(
+    table: RowTable,
+    scored: Sequence[ScoredRollout],
+    wanted: Sequence[NDArray[np.int64]],
+    ranks: RowExchange,
+    encoder: Encoder,
+) -> tuple[EncodedPrompt | None, ...]:
+    """The media of the rows that this rank wants, of each; collective.
 
     Original bytes travel, once for each prompt and rank, and pixels are made where rows are
     trained; the rows of a prompt share them. Rows of environments travel each for itself, since
@@ -132,12 +160,10 @@ def deliver_media(
         table: The rows of all ranks.
         scored: The samples of this rank.
         wanted: Which rows of `table` each rank wants, the same on every rank.
-        context: Brings bytes from rank to rank.
+        ranks: Bring bytes from rank to rank.
         encoder: Of the model.
     """
-    if not encoder.reads_media:
-        return RowMedia()
-    rank, own = context.rank, dict[int, _Sources]()
+    rank, own = ranks.rank, dict[int, _Sources]()
     keys: dict[int, int] = {}
     for rollout in (item.rollout for item in scored):
         sources = _Sources.of(rollout)
@@ -150,12 +176,11 @@ def deliver_media(
         for receiver, rows in enumerate(wanted)
     ]
     found = {key: own[key].encode(encoder) for key in _held(table, wanted[rank], rank, keys)}
-    for data in context.exchange_bytes(parts):
+    for data in ranks.exchange_bytes(parts):
         found |= {key: sources.encode(encoder) for key, sources in _unpack(data)}
     rows = wanted[rank]
     pairs = zip(table.sample_ids[rows].tolist(), table.group_ids[rows].tolist(), strict=True)
-    prompts = tuple(found.get(_key_of_row(sample), found.get(group)) for sample, group in pairs)
-    return RowMedia(prompts, agree_on_kinds(context, RowMedia(prompts).kinds))
+    return tuple(found.get(_key_of_row(sample), found.get(group)) for sample, group in pairs)
 
 
 def _key_of_row(sample_id: int) -> int:

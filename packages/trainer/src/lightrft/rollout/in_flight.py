@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Self
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from lightrft.config.files import parse_json, typed
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
+from lightrft.engines.media.media import Media
 from lightrft.records.columns import COLUMNS
 from lightrft.records.rollout import ScoredRollout
 from lightrft.records.sample_ledger import SampleEntry, SampleLedger
@@ -129,10 +130,7 @@ class _Samples:
 
     @classmethod
     def of(cls, samples: Samples, rank: int) -> Self:
-        """The part of a rank.
-
-        Its prompts and responses are of text: options that keep rows exclude other models.
-        """
+        """The part of a rank."""
         evidence, is_first = samples.evidence, rank == 0
         selection, greedy = samples.selection, samples.greedy
         found = cls(
@@ -283,31 +281,98 @@ def _mixed(request_id: int, index: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The rows of one rank."""
+    """The rows of one rank.
+
+    Args:
+        held, stream, balance: See `InFlight`; the prompts in them have no media.
+        media: Digests of those, by id of the prompt.
+    """
 
     held: tuple[_Samples, ...] = ()
     stream: StreamState = NOTHING_OPEN
     balance: int = UNKNOWN
     # Of partial rollouts, which had other rounds: only what is empty goes on.
     groups: tuple[None, ...] = ()
+    media: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def with_prompts(self, change: Callable[[Prompt], Prompt]) -> _Part:
+        """The same with other prompts."""
+
+        def of_notes(notes: Mapping[str, _Note]) -> dict[str, _Note]:
+            return {
+                i: note if note.prompt is None else replace(note, prompt=change(note.prompt))
+                for i, note in notes.items()
+            }
+
+        def of_samples(samples: _Samples) -> _Samples:
+            scored = tuple(
+                replace(item, rollout=replace(item.rollout, prompt=change(item.rollout.prompt)))
+                for item in samples.scored
+            )
+            notes, greedy = of_notes(samples.notes), of_notes(samples.greedy_notes)
+            return replace(samples, scored=scored, notes=notes, greedy_notes=greedy)
+
+        groups = tuple(replace(g, prompt=change(g.prompt)) for g in self.stream.groups)
+        stream = replace(self.stream, groups=groups)
+        return replace(self, held=tuple(map(of_samples, self.held)), stream=stream)
+
+    def seeing(self, media: Mapping[int, Media]) -> _Part:
+        """The same with the media of its prompts.
+
+        Raises:
+            ValueError: They are others than those that its rows were sampled with.
+        """
+
+        def change(prompt: Prompt) -> Prompt:
+            wanted, found = self.media.get(str(prompt.id)), media.get(prompt.id, Media())
+            if wanted is not None and wanted != _digests(found):
+                raise ValueError(f"the images of prompt {prompt.id} are others than they were")
+            return replace(prompt, media=found if wanted else prompt.media)
+
+        return self.with_prompts(change) if self.media else self
 
 
 def to_bytes(flight: InFlight, rank: int) -> bytes:
     """The rows of one rank for a checkpoint."""
+    digests: dict[str, tuple[str, ...]] = {}
+
+    def without_media(prompt: Prompt) -> Prompt:
+        if not prompt.media:
+            return prompt
+        digests[str(prompt.id)] = _digests(prompt.media)
+        return replace(prompt, media=Media())
+
     held = tuple(_Samples.of(samples, rank) for samples in flight.held)
-    return json.dumps(asdict(_Part(held, flight.stream, flight.balance))).encode()
+    part = _Part(held, flight.stream, flight.balance).with_prompts(without_media)
+    return json.dumps(asdict(replace(part, media=digests))).encode()
+
+
+def _digests(media: Media) -> tuple[str, ...]:
+    return tuple(f"{kind} {medium.digest}" for kind in media.kinds for medium in media[kind])
 
 
 def from_parts(
-    parts: Sequence[bytes], num_requests: int, *, rank: int, world_size: int
+    parts: Sequence[bytes],
+    num_requests: int,
+    *,
+    rank: int,
+    world_size: int,
+    media: Mapping[int, Media] | None = None,
 ) -> InFlight:
     """The rows of one of so many ranks, of what each rank wrote.
 
+    Args:
+        parts: By rank, see `to_bytes`.
+        num_requests: See `InFlight`.
+        rank, world_size: Whose rows these are.
+        media: Of the prompts by id, which the parts only name.
+
     Raises:
-        ValueError: A text is none of ours.
+        ValueError: A text is none of ours, or the media are others.
     """
     try:
-        found = [typed(_Part, parse_json(p, "they"), "they", skips_unknown=True) for p in parts]
+        read = [typed(_Part, parse_json(p, "they"), "they", skips_unknown=True) for p in parts]
+        found = [part.seeing(media or {}) for part in read]
         held = [
             _joined(batch, batch[rank::world_size], world_size)
             for batch in zip(*(part.held for part in found), strict=True)

@@ -16,7 +16,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from lightrft.engines.media.encoder import Encoder
 from lightrft.engines.types import GenerationRequest, SamplingParams
+from lightrft.records.media import encode_prompt
 from lightrft.records.rollout import Rollout
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import RolloutGroups, generate
@@ -195,7 +197,7 @@ class _Flight:
                 is_open = group.request_id in request_ids and sample.finish_reason is None
                 if is_open and left > 0:
                     places.append((index, number))
-                    asked.append(_request(group, number, left))
+                    asked.append(_request(group, number, left, self._parts.encoder))
         call = replace(params, n=1, seed=params.seed + _SEED_STEP * self.num_calls)
         found = generate(self._parts.session, call, asked)
         for (index, number), part in zip(places, found, strict=True):
@@ -218,10 +220,13 @@ class _Flight:
         self.facts = [GroupFacts(*row) for part in rows for row in part]
 
 
-def _request(group: OpenGroup, number: int, max_tokens: int) -> GenerationRequest:
+def _request(group: OpenGroup, number: int, max_tokens: int, encoder: Encoder) -> GenerationRequest:
     """Continues a response of a group."""
+    prompt, begun = group.prompt, group.samples[number].token_ids
+    media = encode_prompt(prompt, encoder).continued(begun) if prompt.media else None
     return GenerationRequest(
-        prompt_token_ids=(*group.prompt.token_ids, *group.samples[number].token_ids),
+        prompt_token_ids=(*prompt.token_ids, *begun),
         request_id=group.request_id * len(group.samples) + number,
         max_tokens=max_tokens,
+        encoded=media,
     )

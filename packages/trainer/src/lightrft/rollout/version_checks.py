@@ -70,7 +70,8 @@ class SampledVersions:
 def check_fresh_row(samples: Samples, parts: SourceParts) -> None:
     """Lets each engine score a row that it has just sampled; collective.
 
-    Does nothing where tokens are drawn from another distribution than that of temperature 1.
+    Does nothing where tokens are drawn from another distribution than that of temperature 1, and
+    for rows with media, which engines do not score.
 
     Args:
         samples: Of the step that was sampled now.
@@ -101,14 +102,13 @@ def check_fresh_row(samples: Samples, parts: SourceParts) -> None:
 
 def _short_row(samples: Samples, version: int) -> ScoredRollout | None:
     """The row with most tokens of these weights among those that are short enough."""
-    rows = [
+    known = [
         item
         for item in samples.scored
-        if item.rollout.completion.weights_version == version
-        and len(item.rollout.token_ids) <= MAX_TOKENS
+        if item.rollout.completion.weights_version == version and not item.rollout.media
     ]
-    if not rows:  # the beginnings of long ones do as well
-        rows = [i for i in samples.scored if i.rollout.completion.weights_version == version]
+    # The beginnings of long ones do as well.
+    rows = [item for item in known if len(item.rollout.token_ids) <= MAX_TOKENS] or known
     return max(rows, key=lambda i: len(i.rollout.completion.sampled_token_ids), default=None)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.rules import keeps_rows
 from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.suffix import TemplateRefusedError, TurnSuffix
@@ -79,6 +80,11 @@ class Environments:
         modality = modality or TextModality(tokenizer)
         modality.check_turns()
         self.encoder = modality.encoder
+        if self.encoder.reads_media and keeps_rows(config):
+            raise ConfigError(
+                "rollout_lag keeps rows with the media of their prompts alone, and episodes may "
+                "show others: leave out rollout_lag, or the media with text_only"
+            )
         self.folder = None if folder is None else folder / JOURNAL_FOLDER
         self.pool = pool or EnvironmentPool(config, reads_images="image" in self.encoder.marks)
         self.special_ids = forging_ids(tokenizer)

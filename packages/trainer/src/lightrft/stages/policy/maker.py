@@ -21,6 +21,7 @@ from lightrft.config.rules import keeps_rows
 from lightrft.datasets.batch_stream import BatchStream, check_lengths
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import Encoder
+from lightrft.engines.media.media import Media
 from lightrft.experience.maker import (
     AdvantageSettings,
     Delivery,
@@ -121,6 +122,7 @@ class PolicyMemory:
         num_undecided: Steps in a row of which the reward decided no sample.
         in_flight: Rows that later steps train on.
         rank, world_size: Whose rows these are.
+        media: Of the prompts by id, where rows in flight may have some.
     """
 
     kl: KlController
@@ -129,13 +131,21 @@ class PolicyMemory:
     in_flight: InFlight = field(default_factory=InFlight)
     rank: int = 0
     world_size: int = 1
+    media: Mapping[int, Media] = field(default_factory=dict)
 
     @classmethod
-    def initial(cls, config: TrainConfig, rank: int = 0, world_size: int = 1) -> PolicyMemory:
+    def initial(
+        cls,
+        config: TrainConfig,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        media: Mapping[int, Media] | None = None,
+    ) -> PolicyMemory:
         """The memory of a rank before the first step."""
         kl = KlController(config.init_kl_coef, config.kl_target, config.kl_horizon)
         moments = Moments() if config.reward_running_norm else None
-        return cls(kl, moments, rank=rank, world_size=world_size)
+        return cls(kl, moments, rank=rank, world_size=world_size, media=media or {})
 
     @property
     def num_requests(self) -> int:
@@ -196,6 +206,7 @@ class PolicyMemory:
                 int(stored_number(client_state, "num_requests")),
                 rank=self.rank,
                 world_size=self.world_size,
+                media=self.media,
             ),
             num_undecided=int(stored_number({"num_undecided": 0, **client_state}, "num_undecided")),
         )

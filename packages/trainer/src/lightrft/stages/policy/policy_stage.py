@@ -12,12 +12,13 @@ from torch import nn
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.rules import keeps_rows
-from lightrft.datasets.batch_stream import Batches, planned_steps
+from lightrft.datasets.batch_stream import Batches, known_items, planned_steps
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
 from lightrft.engines.media.families import family_of
 from lightrft.experience.maker import ForwardModels, TeacherFunction
 from lightrft.models import SequenceModel
+from lightrft.records.media import media_of
 from lightrft.records.swapped import position_metrics
 from lightrft.records.table import RowTable
 from lightrft.reporting.alarms import alarms
@@ -142,13 +143,12 @@ class PolicyStage(Stage[PolicyBatch]):
         self._check_options(frozen, parts)
         actor, critic = models.main.model, models.named("critic")
         encoder = prompt_encoder(parts, strategy.unwrap_model(actor))
-        if encoder.reads_media and keeps_rows(self.config):
-            raise ConfigError(
-                "rollout_lag and stream_chunk keep rows, which is for models of text: leave "
-                "them out, or the images with text_only"
-            )
+        keeps_media = encoder.reads_media and keeps_rows(self.config)
         self.memory: PolicyMemory = PolicyMemory.initial(
-            self.config, strategy.context.rank, strategy.world_size
+            self.config,
+            strategy.context.rank,
+            strategy.world_size,
+            media=media_of(known_items(data.prompts)) if keeps_media else {},
         )
         self.maker = ExperienceMaker(
             self.config,
@@ -355,7 +355,7 @@ class PolicyStage(Stage[PolicyBatch]):
             self.config.replaced({"stream_chunk": self.config.stream_chunk or chunk})
         except ConfigError:
             return  # other options exclude it
-        if self.config.stream_chunk is None and not self.maker.encoder.reads_media:
+        if self.config.stream_chunk is None:
             self.strategy.print(
                 f"advice: engines were idle for {idle:.0%} of the step and sampled few responses "
                 f"for {thin:.0%}: --stream_chunk {chunk} waits for no long ones (docs/scaling.md)"

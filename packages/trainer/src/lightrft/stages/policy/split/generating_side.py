@@ -12,6 +12,7 @@ from lightrft.datasets.batch_stream import BatchStream
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.maker import give_rows
+from lightrft.records.media import media_of
 from lightrft.reporting.files import SAMPLES_FILE
 from lightrft.reporting.trajectories import SampleLog
 from lightrft.rollout.in_flight import from_parts, to_bytes
@@ -113,6 +114,7 @@ class Generator:
         drawn += more
         _, left = take_step(before, flight, drawn, self.config, session.context)
         self._flights = {number - 1: before, number: left}
+        self.inputs.environments.encoder.forget()
         work = session.take_work()
         self._report = DrawnReport(
             left.num_requests,
@@ -128,7 +130,11 @@ class Generator:
     def _begin(self, num_steps: int, start: Start) -> None:
         context, self._num_planned = self.strategy.context, start.num_planned
         self._flights[num_steps] = from_parts(
-            start.parts, start.num_requests, rank=context.rank, world_size=context.world_size
+            start.parts,
+            start.num_requests,
+            rank=context.rank,
+            world_size=context.world_size,
+            media=media_of(self.inputs.prompts.prompts),
         )
         loader = self.strategy.setup_dataloader(
             self.inputs.prompts,
@@ -166,7 +172,8 @@ class Generator:
         known = replace(samples, scored=(), evidence=None, agent_counts=None)
         special = None if evidence is None else evidence.special_ids
         self.bridge.answer(SampledStep(known, special, rollout_means(samples)))
-        give_rows(samples, self.config, number - 1, self.bridge, side.num_training)
+        encoder = self.inputs.environments.encoder
+        give_rows(samples, self.config, number - 1, self.bridge, side.num_training, encoder)
         self.logs.write_samples(number, samples.scored, self.strategy.context)
 
     def save(self, num_steps: int) -> None:
@@ -190,7 +197,8 @@ def build_generator(
     config, algorithm = decide(config)
     strategy.setup_inference_engine(strategy.config, config.engine_type)
     reward, _ = build_trainer_rewards(inputs.reward, None, strategy, config)
-    parts = SourceParts(strategy.session, config, inputs.tokenizer, reward)
+    encoder = inputs.environments.encoder
+    parts = SourceParts(strategy.session, config, inputs.tokenizer, reward, encoder=encoder)
     sampler = RolloutSampler(
         parts,
         inputs.environments.source,

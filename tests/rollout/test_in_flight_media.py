@@ -1,0 +1,49 @@
+"""Rows in flight whose prompts have images: a checkpoint names them, and the data bring them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft.datasets.types import Prompt
+from lightrft.engines.media.media import Media
+from lightrft.engines.media.sources import ImageSource
+from lightrft.records.media import media_of
+from lightrft.rollout.in_flight import from_parts, to_bytes
+from lightrft.rollout.source import InFlight, OpenGroup, OpenSample, StreamState
+
+
+def image(content):
+    return ImageSource("row 1", content=content)
+
+
+def prompts(*contents):
+    seeing = Prompt(
+        4, "<image> say", (1, 2, 2), media=Media({"image": tuple(map(image, contents))})
+    )
+    return seeing, Prompt(7, "say", (5,))
+
+
+def in_flight(*found):
+    groups = (OpenGroup(i, each, (OpenSample(),), "temperature") for i, each in enumerate(found))
+    return InFlight(stream=StreamState(tuple(groups)))
+
+
+def test_a_checkpoint_holds_no_images_and_its_rows_get_them_from_the_data():
+    data = prompts(b"one" * 1000, b"two")
+    written = to_bytes(in_flight(*data), 0)
+    assert len(written) < 1500
+    again = from_parts([written], 0, rank=0, world_size=1, media=media_of(data))
+    assert [group.prompt for group in again.stream.groups] == list(data)
+    assert again == in_flight(*data)
+
+
+@pytest.mark.parametrize("contents", [(b"two", b"one"), (b"one",), ()])
+def test_other_images_than_the_rows_were_sampled_with_are_refused(contents):
+    written = to_bytes(in_flight(*prompts(b"one", b"two")), 0)
+    with pytest.raises(ValueError, match="the images of prompt 4 are others than they were"):
+        from_parts([written], 0, rank=0, world_size=1, media=media_of(prompts(*contents)))
+
+
+def test_rows_of_text_need_no_data():
+    kept = in_flight(Prompt(4, "say", (1, 2)))
+    assert from_parts([to_bytes(kept, 0)], 0, rank=0, world_size=1) == kept
