@@ -468,15 +468,13 @@ def make_experience(
         delivery: See `Delivery`.
     """
     config, table, rank = settings.config, samples.table, strategy.data_rank
-    delivery = delivery or Delivery()
-    version, givers = _version(samples, strategy), delivery.generating or strategy.context
+    delivery, context = delivery or Delivery(), strategy.context
+    version, givers = _version(samples, strategy), delivery.generating or context
     plan = plan_step(table, config, strategy.num_data_ranks, step)
     wanted = wanted_rows(plan, strategy.num_data_ranks, config.sp_size, givers.world_size)
     with timer.stage("exchange"):
         rows = deliver_rows(table, tabulate(samples.scored), wanted, givers)
-        media = deliver_media(
-            table, samples.scored, wanted, strategy.context, delivery.encoder, givers=givers
-        )
+        media = deliver_media(table, samples.scored, wanted, context, delivery.encoder, givers)
     batch = _batch(samples, rows, media, config, strategy, plan)
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
     if samples.evidence is not None:
@@ -489,7 +487,7 @@ def make_experience(
                 batch, rows, evidence, made, policy=policy, slices=slices, strategy=strategy
             )
     is_known = config.use_rollout_logprobs or (reuses_policy_logprobs and plan.num_minibatches == 1)
-    with timer.stage("forward"), phase("score", strategy.context.timeout):
+    with timer.stage("forward"), phase("score", context.timeout):
         outputs = compute_outputs(batch, models, slices=slices, scores_actor=not is_known)
     if config.use_rollout_logprobs:
         sampled = torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)
@@ -504,7 +502,7 @@ def make_experience(
         rewards=shaped.rewards,
         greedy_rewards=shaped.greedy_rewards,
         settings=settings,
-        context=strategy.context,
+        context=context,
     )
     return StepExperience(experience, rows, samples, shaped, plan, version)
 

@@ -126,7 +126,6 @@ def deliver_media(
     wanted: Sequence[NDArray[np.int64]],
     context: DistributedContext,
     encoder: Encoder,
-    *,
     givers: RowExchange | None = None,
 ) -> RowMedia:
     """The media of the rows that this rank wants; collective where the model reads media.
