@@ -541,6 +541,7 @@ def unused_by_rules(c: RunOptions) -> list[str]:
         ),
         ("test_timeout_seconds", "--reward_fn unit_tests", "unit_tests" in c.reward_fn),
         ("judge_url", "--reward_fn judge", "judge" in c.reward_fn),
+        ("judge_model", "--reward_fn judge", "judge" in c.reward_fn),
         ("turn_credit", "gamma below 1", c.gamma < 1),
         (
             "kl_estimator",

@@ -283,8 +283,8 @@ class RunOptions(StrategyConfig):
     )
     judge_model: str | None = reward_option(
         None,
-        "Name of the judge's model.",
-        acts_with="judge_url",
+        "Name of the judge's model on judge_url; without that the folder of one, which every rank "
+        "loads on the CPU in a process of its own.",
         commands=DATA_AND_EVAL,
     )
     judge_template: str | None = reward_option(
@@ -292,7 +292,7 @@ class RunOptions(StrategyConfig):
         "Text file with the question to the judge: {response} between marks with {mark}, "
         "{prompt} and {label}; with a rubric {question}; for pairs {first} and {second}, for "
         "rankings {responses} instead.",
-        acts_with="judge_url",
+        acts_with="judge_model",
         path="file",
         commands=DATA_AND_EVAL,
     )
@@ -300,7 +300,7 @@ class RunOptions(StrategyConfig):
         None,
         "TOML file with a table a part, each with question and weight: every response gets a grade "
         "by each of them, and their weighted mean.",
-        acts_with="judge_url",
+        acts_with="judge_model",
         path="file",
         commands=DATA_AND_EVAL,
     )
@@ -310,18 +310,18 @@ class RunOptions(StrategyConfig):
         "responses to a prompt, in both orders; ranking ranks them all, in two orders; verdicts is "
         "pairs for a judge that was trained on both_orders:FILE, with the questions of that.",
         choices=("none", "pairs", "ranking", "verdicts"),
-        acts_with="judge_url",
+        acts_with="judge_model",
     )
     judge_prices: Arguments = reward_option(
         None,
         "Prices of a million tokens of the judge, input=0.5 output=1.5, for the metric judge/cost.",
-        acts_with="judge_url",
+        acts_with="judge_model",
         may_change=True,
     )
     judge_args: Arguments = reward_option(
         None,
         "Fields of the request to the judge, such as max_tokens=2048.",
-        acts_with="judge_url",
+        acts_with="judge_model",
         commands=DATA_AND_EVAL,
     )
     remote_rm_token: str | None = reward_option(

@@ -13,8 +13,9 @@ from lightrft.datasets.chat_ids import RenderingError
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.rollout.agents.conversations import MAX_KEPT_BYTES, CalledTurn
 from lightrft.rollout.agents.endpoint import WaitingCall, too_long
+from lightrft.rollout.agents.episodes import AgentEpisode
 from lightrft.rollout.agents.http_server import HttpError
-from lightrft.rollout.agents.messages import CallOptions, Message, SpokenCall
+from lightrft.rollout.agents.messages import CallOptions, ChatCall, Message, SpokenCall
 from lightrft.rollout.agents.sampling import SamplingRule
 from lightrft.rollout.environments.call_formats import MARKS, MalformedCallError
 from lightrft.rollout.environments.calls import choose_parser
@@ -47,13 +48,13 @@ class AnswerRules:
     max_tokens: int
     max_calls: int | None = None
 
-    def asked(self, waiting: WaitingCall) -> list[CalledTurn]:
+    def asked(self, episode: AgentEpisode, call: ChatCall) -> list[CalledTurn]:
         """The turns of a call, to be sampled.
 
         Raises:
             HttpError: It cannot be answered.
         """
-        episode, options = waiting.holder.episode, waiting.call.options
+        options = call.options
         after = episode.num_calls + options.num_choices
         if self.max_calls is not None and after > self.max_calls:
             text = f"no answers are left: an episode has {self.max_calls}"
@@ -63,12 +64,12 @@ class AnswerRules:
             raise HttpError(413, text, code="episode_too_large")
         self.sampling.params(options)
         try:
-            if waiting.call.tools:
-                choose_parser(self.tool_parser, self.tokenizer, waiting.call.tools)
+            if call.tools:
+                choose_parser(self.tool_parser, self.tokenizer, call.tools)
         except ConfigError as error:
             raise HttpError(400, str(error), code="no_tool_format") from error
         try:
-            turns = episode.talk.ask(waiting.call)
+            turns = episode.talk.ask(call)
         except RenderingError as error:
             raise HttpError(400, str(error), code="refused_by_template") from error
         context = len(turns[0].context)
@@ -140,7 +141,7 @@ def answer_round(
             waiting.resolve(before)
             continue
         try:
-            asked.append((waiting, rules.asked(waiting)))
+            asked.append((waiting, rules.asked(waiting.holder.episode, waiting.call)))
         except HttpError as error:
             waiting.resolve(error)
     _sample(asked, rules, sample)

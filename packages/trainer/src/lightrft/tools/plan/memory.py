@@ -533,6 +533,9 @@ def _models(setup: Setup) -> Iterator[Term]:
             yield Term(f"critic: {term.name}", term.num_bytes, term.is_on_host)
     for name, model in setup.evaluated.items():
         yield Term(name, evaluated(setup, model))
+    if setup.judge is not None:
+        # In the process of each rank's judge, on the host.
+        yield Term("judge", FLOAT * setup.judge.parameters, is_on_host=setup.has_gpu)
 
 
 def _sleeps(setup: Setup) -> bool:

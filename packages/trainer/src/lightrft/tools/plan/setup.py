@@ -373,6 +373,14 @@ class Setup:
             found[f"reward model {index + 1}"] = Model(read_model_size(path), 0, False)
         return found
 
+    @cached_property
+    def judge(self) -> ModelSize | None:
+        """The judge of a folder, which each rank has in a process beside it."""
+        config = self.config
+        if not self.rolls_out or config.judge_model is None or config.judge_url is not None:
+            return None
+        return read_model_size(config.judge_model)
+
     @property
     def has_server_engine(self) -> bool:
         """Whether the engine has weights and a cache of its own on the device."""

@@ -1,4 +1,4 @@
-"""Grades and comparisons by a model behind an OpenAI-compatible server.
+"""Grades and comparisons by a model: of an OpenAI-compatible server, or of a folder.
 
 A response stands between two marks that hold a hash of it, which it cannot name, and the judge ends
 its answer with a line of a known form. Whatever else it answers is an error, never a score.
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from lightrft.config import TrainConfig
 from lightrft.config.files import FileError, lines_of, parse_object
@@ -35,6 +36,7 @@ from lightrft.tools.rewards.http import (
     parse_json,
     shown_address,
 )
+from lightrft.tools.rewards.judge_model import JudgeModel
 from lightrft.tools.rewards.judge_questions import Question, Style, Task, load_style
 from lightrft.tools.rewards.remote import service_address
 from lightrft.tools.rewards.verdicts import VERDICTS, verdict_style
@@ -67,11 +69,64 @@ class _Costs:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+class _Server(Protocol):
+    """What answers questions: its name in errors, and what its answers follow from."""
+
+    shown: str
+    identity: bytes
+
+    def answers(
+        self, bodies: Sequence[bytes], *, seconds: list[float]
+    ) -> Sequence[bytes | HttpError]:
+        """See `JudgeModel.answers`."""
+        ...
+
+    def close(self) -> None:
+        """Ends it; may be called twice."""
+        ...
+
+
+class _ServedJudge:
+    """A judge behind an address; see `JudgeModel`.
+
+    Args:
+        url: Of the server, up to `/v1`.
+        config: `reward_timeout_seconds` is the deadline of a call.
+    """
+
+    def __init__(self, url: str, config: TrainConfig) -> None:
+        base = service_address(url, option="judge_url").rstrip("/")
+        self._url = f"{base}/chat/completions"
+        self.shown, self.identity = shown_address(self._url), self._url.encode()
+        self._headers = {"content-type": "application/json"}
+        key = os.environ.get(KEY_VARIABLE)
+        if key:
+            self._headers["authorization"] = f"Bearer {key}"
+        self._client = HttpClient(
+            HttpLimits(
+                config.reward_timeout_seconds, max_bytes=MAX_ANSWER_BYTES, concurrency=CONCURRENCY
+            ),
+            uses_environment=True,
+        )
+
+    def answers(
+        self, bodies: Sequence[bytes], *, seconds: list[float]
+    ) -> Sequence[bytes | HttpError]:
+        """See `JudgeModel.answers`."""
+        requests = [HttpRequest(self._url, body, headers=self._headers) for body in bodies]
+        return self._client.fetch_all(requests, seconds=seconds)
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._client.close()
+
+
 class JudgeReward:
     """Grades of the judge divided by 10, or how a response compares with others to its prompt.
 
-    An answer that was used before is taken from the run's folder: the key is a hash of address and
-    request, so that nothing that changes the question finds an old answer.
+    An answer that was used before is taken from the run's folder: the key is a hash of address, or
+    of weights and tokenizer, and request, so that nothing that changes the question or the judge of
+    a folder finds an old answer.
 
     Args:
         config: Its `judge_*` options, `reward_timeout_seconds` as the deadline of one call, and
@@ -79,7 +134,7 @@ class JudgeReward:
         name: Of the reward and of its component.
 
     Raises:
-        ConfigError: No address or model, or a template that cannot be used.
+        ConfigError: No model, one that cannot be loaded, or a template that cannot be used.
     """
 
     needs_labels = False
@@ -89,13 +144,11 @@ class JudgeReward:
 
     def __init__(self, config: TrainConfig, name: str = "judge") -> None:
         self.name = name
-        if config.judge_url is None or config.judge_model is None:
+        if config.judge_model is None:
             raise ConfigError(
-                "the reward judge needs --judge_url http://HOST:PORT/v1 and --judge_model NAME"
+                "the reward judge needs --judge_model FOLDER, or --judge_url http://HOST:PORT/v1 "
+                "and --judge_model NAME"
             )
-        base = service_address(config.judge_url, option="judge_url").rstrip("/")
-        self._url = f"{base}/chat/completions"
-        self._shown = shown_address(self._url)
         if config.judge_compare == VERDICTS:
             self._style: Style = verdict_style(name, config)
         else:
@@ -112,15 +165,10 @@ class JudgeReward:
             "n": 1,
             **(config.judge_args or {}),
         }
-        self._headers = {"content-type": "application/json"}
-        key = os.environ.get(KEY_VARIABLE)
-        if key:
-            self._headers["authorization"] = f"Bearer {key}"
-        self._client = HttpClient(
-            HttpLimits(
-                config.reward_timeout_seconds, max_bytes=MAX_ANSWER_BYTES, concurrency=CONCURRENCY
-            ),
-            uses_environment=True,
+        self._server: _Server = (
+            JudgeModel(config.judge_model, self._fields, config)
+            if config.judge_url is None
+            else _ServedJudge(config.judge_url, config)
         )
         self._cache = AnswerCache(Path(config.output_dir) / CACHE_FOLDER)
 
@@ -164,7 +212,7 @@ class JudgeReward:
 
     def close(self) -> None:
         """Ends the connections; may be called twice."""
-        self._client.close()
+        self._server.close()
 
     def _body(self, text: str, media: Media) -> bytes:
         content: object = text
@@ -180,7 +228,8 @@ class JudgeReward:
         Raises:
             RewardError: One is not.
         """
-        keys = [hashlib.sha256(self._url.encode() + b"\0" + body).hexdigest() for body in bodies]
+        start = self._server.identity + b"\0"
+        keys = [hashlib.sha256(start + body).hexdigest() for body in bodies]
         asked = {
             key: (question, body)
             for key, question, body in zip(keys, questions, bodies, strict=True)
@@ -193,7 +242,7 @@ class JudgeReward:
         for key, question in zip(keys, questions, strict=True):
             if key in problems:
                 others = f" ({len(problems)} answers like it)" if len(problems) > 1 else ""
-                where = f"judge {self._shown}, sample {question.index}"
+                where = f"judge {self._server.shown}, sample {question.index}"
                 raise RewardError(f"{where}: {problems[key]}{others}")
         return [self._cache.get(key) or "" for key in keys]
 
@@ -209,13 +258,9 @@ class JudgeReward:
 
     def _ask(self, asked: Mapping[str, tuple[Question, bytes]]) -> dict[str, str]:
         """Puts usable answers into the cache; what is wrong with the others, by key."""
-        requests = [
-            HttpRequest(self._url, body, headers=self._headers) for _, body in asked.values()
-        ]
         seconds: list[float] = []
-        answers: Sequence[bytes | HttpError] = (
-            self._client.fetch_all(requests, seconds=seconds) if requests else []
-        )
+        bodies = [body for _, body in asked.values()]
+        answers = self._server.answers(bodies, seconds=seconds) if bodies else []
         with self._costs.lock:
             self._costs.num_requests += len(seconds)
             self._costs.seconds += sum(seconds)

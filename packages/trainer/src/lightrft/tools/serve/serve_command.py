@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +18,9 @@ from lightrft.reporting.start_bar import end_start_bar
 from lightrft.rollout.environments.call_formats import PARSERS
 
 if TYPE_CHECKING:
-    from lightrft.engines.base import RolloutEngine
     from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
     from lightrft.rollout.agents.episodes import AgentEpisode
-    from lightrft.rollout.agents.rounds import AnswerRules
+    from lightrft.tools.serve.served_model import ServedModel
 
 DEFAULT_PORT = 8000
 # Calls that come within so long are answered in one batch.
@@ -120,36 +118,12 @@ class Service:
     """
 
     def __init__(self, path: Path, config: TrainConfig, *, port: int, key: str | None) -> None:
-        from lightrft.datasets.chat_ids import ChatIds
-        from lightrft.datasets.suffix import TurnSuffix
-        from lightrft.engines.factory import build_engine
-        from lightrft.engines.types import EngineConfig
-        from lightrft.models import load_tokenizer
-        from lightrft.rollout.agents.conversations import Conversations
         from lightrft.rollout.agents.endpoint import Endpoint
-        from lightrft.rollout.agents.episodes import AgentEpisode
-        from lightrft.rollout.agents.rounds import AnswerRules
-        from lightrft.rollout.agents.sampling import ClientSampling
-        from lightrft.rollout.sampler import training_params
+        from lightrft.tools.serve.served_model import ServedModel
 
-        tokenizer = load_tokenizer(str(path), config)
-        self._engine: RolloutEngine = build_engine(EngineConfig("hf", str(path)))
-        end = TurnSuffix(tokenizer).verdict.end_of_turn
-        params = replace(training_params(config), n=1, seed=int(time.time()))
-        if end is not None:
-            params = replace(params, stop_token_ids=(end,))
-        ends = [each for each in (end, tokenizer.eos_token_id) if each is not None]
-        limit = self._engine.max_model_len
-        self._rules: AnswerRules = AnswerRules(
-            tokenizer,
-            config.tool_parser,
-            frozenset(ends),
-            ClientSampling(params),
-            max_tokens=limit or 2**31,
-        )
-        talk = Conversations(ChatIds(tokenizer, end), 0)
-        self._episode: AgentEpisode = AgentEpisode(0, None, 0, 0, {}, talk)  # type: ignore[arg-type]
-        self.endpoint: Endpoint = Endpoint(tokenizer, port=port)
+        self._model: ServedModel = ServedModel(path, config)
+        self._episode: AgentEpisode = self._model.episode()
+        self.endpoint: Endpoint = Endpoint(self._model.tokenizer, port=port)
         self.key = self.endpoint.open(self._episode, key)
 
     def serve(self) -> None:
@@ -168,7 +142,7 @@ class Service:
             self._episode.restart()
             self._episode.known.clear()
         try:
-            answer_round(calls, self._rules, lambda how, asked: self._engine.generate(asked, how))
+            answer_round(calls, self._model.rules, self._model.sample)
         except Exception as error:  # noqa: BLE001 - one request must not end the server
             print(f"a round failed: {type(error).__name__}: {error}", flush=True)
             for call in calls:
@@ -187,7 +161,7 @@ class Service:
     def close(self) -> None:
         """Ends the server."""
         self.endpoint.close()
-        self._engine.close()
+        self._model.engine.close()
 
     def __enter__(self) -> Service:
         return self

@@ -1,0 +1,228 @@
+"""A judge of a folder: a model in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.machine import seconds
+from tests.ranks import run_multiprocess
+from tests.tools.rewards.chain_model import write_chain_model
+
+from lightrft.config import TrainConfig
+from lightrft.rewards import RewardError, build_reward
+from lightrft.strategy.config import ConfigError
+from lightrft.tools.model_presets import write_tiny_model
+from lightrft.tools.plan.memory import Term, _models
+from lightrft.tools.plan.setup import Setup, read_model_size
+from lightrft.tools.rewards.judge import CACHE_FOLDER
+
+DRAWN = {"temperature": 1, "max_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("judged")
+    write_chain_model(folder / "scorer", "Score: ", "37")
+    write_chain_model(folder / "verdicts", "Verdict: ", "AB")
+    write_tiny_model(folder / "policy", "tiny-qwen3", seed=1)
+    (folder / "question.txt").write_text("{prompt} <{mark}>{response}<{mark}>")
+    rows = [json.dumps({"prompt": f"say {'aeiou'[i % 5] * (1 + i)}"}) for i in range(8)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+def config_of(folder, model="scorer", **options) -> TrainConfig:
+    given = {"output_dir": str(folder / "none" / "run"), "judge_args": DRAWN, **options}
+    if given.get("judge_compare", "none") == "none":
+        given["judge_template"] = str(folder / "question.txt")
+    path = str(folder / model)
+    return TrainConfig(reward_fn=("judge",), judge_model=path, **given)
+
+
+def grades(reward, texts):
+    found = reward.score(["task"] * len(texts), texts, [None] * len(texts), {})
+    return [each.reward for each in found]
+
+
+def worker(reward) -> psutil.Process:
+    """The process that holds the model; its parent is the supervisor."""
+    [judge] = reward._functions
+    found = psutil.Process(judge._server._workers.workers[0].pid).children()
+    return found[0]
+
+
+TEXTS = [f"answer {number}" for number in range(12)]
+
+
+def test_an_answer_follows_from_the_weights_and_its_question_alone(folder):
+    with build_reward(["judge"], config=config_of(folder)) as reward:
+        first = grades(reward, TEXTS)
+        tallies = reward.take_tallies()
+    assert set(first) == {0.3, 0.7}
+    assert tallies["judge/requests"] == (12, None)
+    assert tallies["judge/completion_tokens"] == (12 * len("Score: 7!"), 12)
+    with build_reward(["judge"], config=config_of(folder)) as reward:
+        apart = [grades(reward, [text])[0] for text in reversed(TEXTS)]
+    assert apart[::-1] == first
+
+
+def test_both_orders_are_compared_as_by_a_server(folder):
+    config = config_of(folder, "verdicts", judge_compare="verdicts", judge_args={"max_tokens": 16})
+    with build_reward(["judge"], config=config) as reward:
+        # The first letter of equally likely ones: a judge that follows positions.
+        assert grades(reward, ["one", "two", "three"]) == [0.5, 0.5, 0.5]
+        assert reward.take_tallies()["judge/requests"] == (6, None)
+
+
+def test_other_weights_do_not_find_old_answers(folder, tmp_path):
+    shutil.copytree(folder / "scorer", tmp_path / "model")
+    config = replace(config_of(folder), output_dir=str(tmp_path), judge_model=f"{tmp_path}/model")
+    with build_reward(["judge"], config=config) as reward:
+        grades(reward, TEXTS[:2])
+    assert (tmp_path / CACHE_FOLDER).is_dir()
+    write_chain_model(tmp_path / "model", "Score: ", "2")
+    with build_reward(["judge"], config=config) as reward:
+        assert grades(reward, TEXTS[:2]) == [0.2, 0.2]
+
+
+def test_a_judge_that_refuses_or_dies_is_named_and_goes_on(folder):
+    with build_reward(["judge"], config=config_of(folder)) as reward:
+        with pytest.raises(RewardError, match=r"sample 1: .*8192"):
+            grades(reward, [TEXTS[0], "long " * 2000, TEXTS[1]])
+        before = grades(reward, TEXTS[:2])  # which that cost nothing
+        assert reward.take_tallies()["judge/requests"] == (2, None)
+        worker(reward).kill()
+        with pytest.raises(RewardError, match=r"scorer, sample 0: .*SIGKILL.*\(3 answers") as found:
+            grades(reward, TEXTS[4:7])
+        assert "\n" not in str(found.value)
+        assert grades(reward, TEXTS[:2]) == before  # of the cache
+        assert len(grades(reward, TEXTS[4:7])) == 3
+
+
+def test_a_judge_that_hangs_is_ended_at_the_deadline(folder):
+    config = config_of(folder, reward_timeout_seconds=seconds(3))
+    with build_reward(["judge"], config=config) as reward:
+        grades(reward, TEXTS[:1])
+        process = worker(reward)
+        process.suspend()
+        with pytest.raises(RewardError, match="2 questions were not answered within"):
+            grades(reward, TEXTS[1:3])
+        assert not process.is_running()
+
+
+def without_template(folder):
+    shutil.copytree(folder / "scorer", folder / "plain", dirs_exist_ok=True)
+    (folder / "plain" / "chat_template.jinja").unlink(missing_ok=True)
+    file = folder / "plain" / "tokenizer_config.json"
+    values = json.loads(file.read_text())
+    values.pop("chat_template", None)
+    file.write_text(json.dumps(values))
+    return "plain"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("nowhere", {}, "is no folder of a model: give one, of a run RUN/model, or --judge_url"),
+        ("scorer", {"judge_args": {"top_p": 2}}, "judge_args: .*top_p=2"),
+        ("scorer", {"judge_args": {"n": 2}}, "judge_args: n, stream and logprobs"),
+        ("scorer", {"judge_args": {"max_tokens": 0}}, "judge_args: max_tokens must be a whole"),
+        ("scorer", {"judge_args": {"speed": 1}}, "judge_args: speed is not supported"),
+        (without_template, {}, "plain: its chat template renders no question"),
+    ],
+)
+def test_what_cannot_judge_is_refused_at_the_start(folder, model, options, message):
+    name = model if isinstance(model, str) else model(folder)
+    with pytest.raises(ConfigError, match=message) as found:
+        build_reward(["judge"], config=config_of(folder, name, **options))
+    assert "\n" not in str(found.value)
+
+
+def test_a_plan_counts_the_judge_on_the_host(folder):
+    size = read_model_size(str(folder / "policy"))
+    config = config_of(folder)
+    for has_gpu in (False, True):
+        setup = Setup(config, size, 2, 2, has_gpu, 1e12, "hf")
+        judge = read_model_size(config.judge_model)
+        assert Term("judge", 4 * judge.parameters, has_gpu) in list(_models(setup))
+    served = replace(config, judge_url="http://127.0.0.1:1/v1")
+    assert Setup(served, size, 2, 2, False, 1e12, "hf").judge is None
+
+
+class Interrupted(Exception):
+    """Stands for whatever ends a run in the middle."""
+
+
+def train(rank, world_size, values, stops_at):
+    import contextlib
+
+    from lightrft.run.assembly import run_training
+    from lightrft.run.loop import Loop
+    from lightrft.strategy.distributed.process_groups import start_process_group
+
+    original = Loop.update
+
+    def update(self, batch, under_way):
+        if under_way.number == stops_at:
+            raise Interrupted
+        return original(self, batch, under_way)
+
+    Loop.update = update
+    start_process_group(None)
+    with contextlib.suppress(Interrupted):
+        return asdict(run_training(TrainConfig(**values)))["last_metrics"]
+
+
+def run(folder, output, world_size, *, stops_at=None):
+    values = {
+        **asdict(config_of(folder)),
+        "output_dir": str(output),
+        "pretrain": str(folder / "policy"),
+        "prompt_data": str(folder / "rows.jsonl"),
+        "input_key": "prompt",
+        "engine_type": "hf",
+        "fsdp": True,
+        "bf16": False,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 2,
+        "generate_max_len": 6,
+        "prompt_max_len": 64,
+        "init_kl_coef": 0.0,
+        "max_steps": 2,
+        "save_steps": 1,
+        "actor_learning_rate": 1e-3,
+        "save_rollouts": True,
+    }
+    limit = seconds(400)
+    return run_multiprocess(train, world_size, timeout_seconds=limit, args=(values, stops_at))[0]
+
+
+def rollouts(output: Path) -> bytes:
+    return (output / "rollouts.jsonl").read_bytes()
+
+
+@pytest.mark.multiprocess
+def test_a_run_is_judged_alike_on_two_ranks_and_after_an_interruption(folder, tmp_path):
+    whole = run(folder, tmp_path / "whole", 1)
+    assert 0.3 < whole["reward"] < 0.7
+    assert whole["judge/requests"] > 0
+    run(folder, tmp_path / "cut", 1, stops_at=2)
+    run(folder, tmp_path / "cut", 1)
+    assert rollouts(tmp_path / "cut") == rollouts(tmp_path / "whole")
+    run(folder, tmp_path / "two", 2)
+    first, second = (
+        [json.loads(line) for line in rollouts(tmp_path / name).splitlines()[:8]]
+        for name in ("whole", "two")
+    )
+    assert first == second
+    start = json.loads((tmp_path / "whole" / "run.json").read_text())
+    judge = start["models"]["judge_model"]
+    assert judge["path"] == str(folder / "scorer")
+    assert len(judge["weights_sha256"]) == 64
