@@ -70,7 +70,7 @@ class _Costs:
 
 
 class _Server(Protocol):
-    """A model that answers questions: its name in errors, and bytes that its answers follow from."""
+    """A model that answers: its name in errors, and bytes that its answers follow from."""
 
     shown: str
     identity: bytes
