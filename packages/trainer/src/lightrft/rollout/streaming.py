@@ -18,7 +18,7 @@ import numpy as np
 
 from lightrft.engines.media.encoder import Encoder
 from lightrft.engines.types import GenerationRequest, SamplingParams
-from lightrft.records.media import encode_prompt
+from lightrft.records.media import media_request
 from lightrft.records.rollout import Rollout
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import RolloutGroups, generate
@@ -222,11 +222,12 @@ class _Flight:
 
 def _request(group: OpenGroup, number: int, max_tokens: int, encoder: Encoder) -> GenerationRequest:
     """Continues a response of a group."""
+    request_id = group.request_id * len(group.samples) + number
     prompt, begun = group.prompt, group.samples[number].token_ids
-    media = encode_prompt(prompt, encoder).continued(begun) if prompt.media else None
+    media = media_request(prompt, request_id, encoder).encoded
     return GenerationRequest(
         prompt_token_ids=(*prompt.token_ids, *begun),
-        request_id=group.request_id * len(group.samples) + number,
+        request_id=request_id,
         max_tokens=max_tokens,
-        encoded=media,
+        encoded=None if media is None else media.continued(begun),
     )
