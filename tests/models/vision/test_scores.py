@@ -6,10 +6,11 @@ from itertools import accumulate
 
 import pytest
 import torch
+import transformers as hf
 from tests.models.vision.tiny_families import TINY_FAMILIES
-from tests.models.vision.tiny_world import MROPE, PACKABLE, Batch, scored, tiny
+from tests.models.vision.tiny_world import MROPE, PACKABLE, Batch, scored, set_window, tiny
 
-from lightrft.engines.media.families import placeholder_ids
+from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.inputs import token_types
 from lightrft.engines.media.media import RowMedia
 from lightrft.models.actor import Actor
@@ -166,6 +167,23 @@ def test_media_of_another_prompt_are_refused():
         scored(Actor(model), batch, RowMedia((last, None, first)))
 
 
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (hf.Gemma3nConfig, "its tower needs the package timm"),
+        (hf.PaliGemmaConfig, "its prompts see themselves in both directions"),
+        (hf.Qwen2_5OmniConfig, "its positions follow from the lengths of sounds"),
+        (hf.Qwen2_5OmniThinkerConfig, "its positions follow from the lengths of sounds"),
+    ],
+)
+def test_families_that_do_not_fit_are_refused_with_the_reason(config, reason):
+    # Of the type alone: some configurations need packages of their own.
+    named = hf.PretrainedConfig()
+    named.model_type = config.model_type
+    with pytest.raises(ValueError, match=rf"'{config.model_type}' are not supported \({reason}"):
+        family_of(named)
+
+
 @pytest.mark.parametrize("preset", MROPE)
 def test_places_by_count_alone_would_be_wrong(preset):
     model, encoder = tiny(preset)
@@ -243,3 +261,18 @@ def test_selected_rows_share_the_tensors_of_their_prompt():
         p and p.tensors["pixel_values"].data_ptr() for p in (first, first, None, last, last)
     ]
     assert part.kinds == {"image"}
+
+
+@pytest.mark.parametrize("window", [2, 3, 8, 24])
+def test_images_beyond_the_sliding_window_score_as_in_transformers(window):
+    """Of four tokens each: an image sees itself only as far back as the window goes."""
+    model, encoder = tiny("tiny-gemma3")
+    set_window(model, window)
+    batch = Batch(model, encoder)
+    assert max(map(len, batch.rows)) > window
+    with torch.no_grad():
+        alone = [batch.alone(model, i) for i in range(len(batch.rows))]
+        actor = Actor(model)
+        for is_packed in (False, True):
+            actor.pack_samples(is_packed)
+            check_rows(actor, batch, alone)

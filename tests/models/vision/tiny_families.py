@@ -1,4 +1,4 @@
-"""Tiny random vision-language models of nine families, with their processors."""
+"""Tiny random vision-language models of the families, with their processors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -143,8 +143,12 @@ def _qwen3_vl(ids, text, tokenizer, kind=hf.Qwen3VLConfig):
         ),
         **qwen_ids(ids),
     )
+    return config, _qwen3_processor(tokenizer)
+
+
+def _qwen3_processor(tokenizer):
     half = [0.5] * 3
-    return config, lambda template: hf.Qwen3VLProcessor(
+    return lambda template: hf.Qwen3VLProcessor(
         # The engines normalise images and videos with one mean and deviation.
         image_processor=hf.Qwen2VLImageProcessor(
             patch_size=PATCH, image_mean=half, image_std=half, **PIXELS
@@ -153,6 +157,71 @@ def _qwen3_vl(ids, text, tokenizer, kind=hf.Qwen3VLConfig):
         video_processor=hf.Qwen3VLVideoProcessor(
             patch_size=PATCH, size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112 * 8}
         ),
+        chat_template=template,
+    )
+
+
+def _qwen3_5(ids, text, tokenizer):
+    linear = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 32, "value_head_dim": 32}
+    config = hf.Qwen3_5Config(
+        text_config=text
+        | {f"linear_{name}": value for name, value in linear.items()}
+        | {
+            "head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+            "rope_parameters": _rope([6, 5, 5], mrope_interleaved=True, partial_rotary_factor=1.0),
+        },
+        vision_config=_qwen_vision(
+            intermediate_size=128,
+            patch_size=PATCH,
+            out_hidden_size=128,
+            num_position_embeddings=64,
+        ),
+        **qwen_ids(ids),
+    )
+    return config, _qwen3_processor(tokenizer)
+
+
+def _glm4v(ids, text, tokenizer):
+    marks = {
+        "image_token_id": "<|image|>",
+        "video_token_id": "<|video|>",
+        "image_start_token_id": "<|begin_of_image|>",
+        "image_end_token_id": "<|end_of_image|>",
+        "video_start_token_id": "<|begin_of_video|>",
+        "video_end_token_id": "<|end_of_video|>",
+    }
+    config = hf.Glm4vConfig(
+        text_config=text | {"rope_parameters": _rope([4, 2, 2], partial_rotary_factor=0.5)},
+        vision_config=_qwen_vision(
+            intermediate_size=128, out_hidden_size=128, image_size=SIDE, patch_size=PATCH
+        ),
+        tie_word_embeddings=False,
+        **{name: ids[mark] for name, mark in marks.items()},
+    )
+    # Of two frames, as this family counts.
+    size = {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 112 * 112}
+    return config, lambda template: hf.Glm4vProcessor(
+        image_processor=hf.Glm4vImageProcessor(size=size),
+        tokenizer=tokenizer,
+        video_processor=hf.Glm4vVideoProcessor(size=size),
+        chat_template=template,
+    )
+
+
+def _mistral3(ids, text, tokenizer):
+    config = hf.Mistral3Config(
+        text_config=text | {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
+        vision_config=_vision(model_type="pixtral", image_size=2 * SIDE, head_dim=32),
+        image_token_index=ids["[IMG]"],
+        spatial_merge_size=2,
+        tie_word_embeddings=False,
+    )
+    return config, lambda template: hf.PixtralProcessor(
+        image_processor=hf.PixtralImageProcessor(size={"longest_edge": 2 * SIDE}, patch_size=PATCH),
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        spatial_merge_size=2,
         chat_template=template,
     )
 
@@ -402,6 +471,20 @@ TINY_FAMILIES = {
         _idefics3,
         "<image>",
     ),
+    "tiny-qwen3.5": TinyFamily(MARKS, _qwen3_5, IMAGE, "<|video_pad|>"),
+    "tiny-glm4v": TinyFamily(
+        (
+            "<|begin_of_image|>",
+            "<|image|>",
+            "<|end_of_image|>",
+            "<|begin_of_video|>",
+            "<|video|>",
+            "<|end_of_video|>",
+        ),
+        _glm4v,
+        "<|begin_of_image|><|image|><|end_of_image|>",
+    ),
+    "tiny-mistral3": TinyFamily(("[IMG]", "[IMG_BREAK]", "[IMG_END]"), _mistral3, "[IMG]"),
     # The image's mark must be the last id: it has no row in the output projection.
     "tiny-mllama": TinyFamily(("<|image|>",), _mllama, "<|image|>"),
 }

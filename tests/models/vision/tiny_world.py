@@ -13,8 +13,8 @@ from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.media import Media, RowMedia
 from lightrft.engines.media.sources import as_image
 
-PACKABLE = [name for name in TINY_FAMILIES if name != "tiny-mllama"]
-MROPE = ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl"]
+PACKABLE = [name for name in TINY_FAMILIES if name not in ("tiny-mllama", "tiny-qwen3.5")]
+MROPE = ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-qwen3.5", "tiny-glm4v"]
 
 
 def image(width, height, seed=0):
@@ -43,6 +43,14 @@ def tiny(preset):
     twin, _ = build_tiny(preset)
     twin.load_state_dict(model.state_dict())
     return twin.eval(), encoder
+
+
+def set_window(model, window):
+    """Lets the sliding layers of a Gemma 3 see so many tokens."""
+    model.config.text_config.sliding_window = window
+    for module in model.modules():
+        if getattr(module, "is_sliding", False):
+            module.sliding_window = window
 
 
 def prompt(encoder, text, num_images=0, num_videos=0):

@@ -188,11 +188,11 @@ def _visible(
     index = torch.arange(length, device=device)
     distance = index[:, None] - index[None, :]
     mask = distance >= 0
-    if window is not None:
-        mask = mask & (distance < window)
     if has_blocks:
         assert blocks is not None
         mask = mask | ((blocks[:, None] == blocks[None, :]) & (blocks[:, None] >= 0))
+    if window is not None:  # within blocks as well, and backwards alone, as in transformers
+        mask = mask & (distance < window)
     return mask
 
 

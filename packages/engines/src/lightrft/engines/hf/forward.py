@@ -314,6 +314,8 @@ class WholeBatchForward(_CachedForward):
         self._input_ids = torch.tensor(prompts, device=self._device)
         # What tokens after the prompt are given, since they see what its last token sees.
         self._later: dict[str, torch.Tensor] = {}
+        # Places of the last tokens, [3, rows, 1], for models that have three axes.
+        self._places: torch.Tensor | None = None
 
     def start(self) -> torch.Tensor:
         """Runs the prompt of every row."""
@@ -326,6 +328,10 @@ class WholeBatchForward(_CachedForward):
             types = torch.stack(token_types(rows, self._media))
             given[str(family.token_types)] = types.to(self._device)
         self._later = {name: given[name][:, -1:] for name in family.token_axis}
+        if family.has_axes:
+            axes = axes_of_rows(self._model.base_model, rows, self._media)
+            given["position_ids"] = torch.stack(axes, dim=1).to(self._device)
+            self._places = given["position_ids"][..., -1:]
         with ExitStack() as hooks:
             if family.attends_to_images:
                 counts = [prompt.num_images if prompt else 0 for prompt in self._media]
@@ -335,6 +341,9 @@ class WholeBatchForward(_CachedForward):
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
         """Appends one token to every row."""
+        if self._places is not None:
+            self._places = self._places + 1
+            self._later["position_ids"] = self._places
         return self._run(tokens[:, None], **self._later)
 
     def keep(self, rows: torch.Tensor) -> None:

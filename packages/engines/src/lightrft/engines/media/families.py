@@ -344,20 +344,48 @@ def _next_facts(
     return {"image_sizes": [[height, width] for width, height in sizes], "pixel_values": [[tile]]}
 
 
+def _sized_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
+    side = int(config.vision_config.patch_size) * int(config.spatial_merge_size)
+    return {
+        # transformers loses the axis of a single feature.
+        "pixel_values": torch.zeros(1, 3, side, 2 * side),
+        "image_sizes": torch.tensor([[side, 2 * side]]),
+    }
+
+
+def _sized_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
+    own = vars(processor)
+    side = int(own["patch_size"]) * int(own["spatial_merge_size"])
+    return int((tensors["image_sizes"] // side).prod(-1).sum()) if "image_sizes" in tensors else 0
+
+
+def _sized_facts(
+    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
+) -> dict[str, Sequence[object]]:
+    from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
+
+    own = vars(processor)
+    side = int(own["patch_size"]) * int(own["spatial_merge_size"])
+    longest = int(processor.image_processor.size["longest_edge"])
+    pictures = [torch.zeros(()).expand(3, height, width) for width, height in sizes]
+    return {"image_sizes": [get_resize_output_image_size(p, longest, side) for p in pictures]}
+
+
 def _num_images(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
     return tensors["pixel_values"].shape[1] if "pixel_values" in tensors else 0
 
 
-def _qwen(model_type: str, *times: str) -> VisionFamily:
-    names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+def _qwen(model_type: str, *times: str, reads: frozenset[MediumKind] = _PICTURES) -> VisionFamily:
+    pixels: Mapping[MediumKind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
+    names = (*pixels.values(), *_GRIDS.values())
     return VisionFamily(
         model_type,
         dict.fromkeys((*names, *times), "items"),
         _qwen_dummy,
         token_types="mm_token_type_ids",
         has_axes=True,
-        kinds={"image": "pixel_values", "video": "pixel_values_videos"},
-        reads=_PICTURES,
+        kinds={kind: pixels[kind] for kind in sorted(reads)},
+        reads=reads,
         towers=("visual",),
         num_features=_patch_features,
         size_facts=_patch_facts,
@@ -380,6 +408,9 @@ _FAMILIES = (
     _qwen("qwen2_5_vl", "second_per_grid_ts"),
     _qwen("qwen3_vl"),
     _qwen("qwen3_vl_moe"),
+    _qwen("qwen3_5"),
+    # Its images and frames share a placeholder: the model cannot compute both in one pass.
+    _qwen("glm4v", reads=frozenset({"image"})),
     VisionFamily(
         "gemma3",
         {"pixel_values": "items"},
@@ -429,6 +460,13 @@ _FAMILIES = (
         num_features=_next_features,
         size_facts=_next_facts,
     ),
+    VisionFamily(
+        "mistral3",
+        {"pixel_values": "tiled", "image_sizes": "items"},
+        _sized_dummy,
+        num_features=_sized_features,
+        size_facts=_sized_facts,
+    ),
     _split("smolvlm"),
     _split("idefics3"),
     VisionFamily(
@@ -458,6 +496,18 @@ _FAMILIES = (
     ),
 )
 FAMILIES: Mapping[str, VisionFamily] = {family.model_type: family for family in _FAMILIES}
+_OMNI = (
+    "its positions follow from the lengths of sounds as well, and its checkpoint holds models "
+    "that speak, which are not trained"
+)
+# Why some families that are asked for are none of them.
+_REFUSED = {
+    "gemma3n": "its tower needs the package timm, and each layer embeds the token ids once more",
+    "paligemma": "its prompts see themselves in both directions, text included",
+    "qwen2_5_omni": _OMNI,
+    "qwen2_5_omni_thinker": _OMNI,
+    "qwen3_omni_moe": _OMNI,
+}
 
 
 def family_of(config: "PretrainedConfig") -> VisionFamily | None:
@@ -468,10 +518,11 @@ def family_of(config: "PretrainedConfig") -> VisionFamily | None:
     """
     family = FAMILIES.get(config.model_type)
     towers = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
-    if family is None and any(tower is not None for tower in towers):
+    reason = _REFUSED.get(config.model_type)
+    if family is None and (reason or any(tower is not None for tower in towers)):
         raise ValueError(
-            f"vision-language models of type {config.model_type!r} are not supported: expected "
-            f"one of {', '.join(FAMILIES)}"
+            f"vision-language models of type {config.model_type!r} are not supported"
+            f"{(reason and f' ({reason})') or ''}: expected one of {', '.join(FAMILIES)}"
         )
     return family
 
