@@ -82,6 +82,9 @@ class Regression(Stage):
 class RegressionInputs:
     """Nothing is read."""
 
+    def media_digests(self):
+        return ()
+
     def decided(self, config, strategy):
         return config
 

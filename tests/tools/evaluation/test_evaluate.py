@@ -139,7 +139,7 @@ def test_held_out_prompts_are_those_of_the_run_of_the_model(folder, tmp_path):
     assert held_out_prompts(config, None, tokenizer) == frozenset()
     held_out.save(run / "config.toml")
     write_model_run(run / "model", run, run_sha256="a" * 64, stage="policy")
-    texts = {tokenizer.decode(ids) for ids in held_out_prompts(config, None, tokenizer)}
+    texts = {tokenizer.decode(ids) for ids, *_ in held_out_prompts(config, None, tokenizer)}
     assert texts == {"prompt xx", "prompt xxx"}
     everything = held_out_prompts(config, str(folder / "eval.jsonl"), tokenizer)
     assert len(everything) == NUM_PROMPTS

@@ -99,7 +99,7 @@ def test_of_equal_rewards_the_earlier_sample_is_the_best():
 def test_samples_of_all_ranks_are_written_in_one_order_whatever_the_ranks(tmp_path, world_size):
     rng = np.random.default_rng(0)
     scored = [ragged_sample(rng, i, kind="turns") for i in range(12)]
-    held_out = scored[3].rollout.prompt.token_ids
+    held_out = scored[3].rollout.prompt.key
     path = tmp_path / "rollouts.jsonl"
 
     def write(context):
@@ -121,7 +121,7 @@ def test_samples_of_all_ranks_are_written_in_one_order_whatever_the_ranks(tmp_pa
         assert each.is_sampled == list(completion.is_sampled)
         assert (each.reward, each.accuracy) == (item.unshaped, item.accuracy)
         assert each.masked == item.is_masked
-        assert each.held_out == (item.rollout.prompt.token_ids == held_out)
+        assert each.held_out == (item.rollout.prompt.key == held_out)
 
 
 def line(sample_id, response=(5, 6, 2), prompt=(3, 4), **changes):

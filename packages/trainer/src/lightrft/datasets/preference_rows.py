@@ -19,6 +19,7 @@ from lightrft.datasets.supervised_rows import (
     answer_of_ids,
     finite_number,
     read_messages,
+    shown_by_ids,
 )
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
@@ -201,8 +202,6 @@ class PreferenceReader:
 
     def _preference(self, row: Row) -> Preference:
         columns = row.columns
-        if self._kind == _IDS and self._media is not None:
-            self._media.refuse(row, self._config, "answers of token ids")
         if _answer_columns(row) != self._answers:
             raise DataError(
                 "expected rows like the first: pairs only, or labelled answers only, and texts "
@@ -213,16 +212,13 @@ class PreferenceReader:
             if not isinstance(label, bool) and label not in (0, 1):
                 raise DataError(f"column 'label' must be true or false: got {label!r}")
             if self._kind == _IDS:
-                ids = answer_of_ids(columns, self._answers[0], self._vocab_size)
-                return LabelledAnswer(ids, bool(label))
+                return LabelledAnswer(self._ids(row)[0], bool(label))
             if self._kind == _TEXTS:
                 return LabelledAnswer(self._text(row, "completion"), bool(label))
             chat, start = _labelled_chat(columns, answer)
             return LabelledAnswer(self._chat(row, "completion", chat, start), bool(label))
         if self._kind == _IDS:
-            chosen, rejected = (
-                answer_of_ids(columns, name, self._vocab_size) for name in self._answers
-            )
+            chosen, rejected = self._ids(row)
         elif self._kind == _TEXTS:
             chosen, rejected = self._text(row, "chosen"), self._text(row, "rejected")
         else:
@@ -234,6 +230,10 @@ class PreferenceReader:
         if np.array_equal(chosen.token_ids, rejected.token_ids):
             raise DataError(f"{SAME_ANSWERS} tokens: leave the row out")
         return PreferencePair(chosen, rejected, _margin(columns))
+
+    def _ids(self, row: Row) -> list[SupervisedRow]:
+        shown = shown_by_ids(row, self._config, self._media, "answers of token ids")
+        return [answer_of_ids(row.columns, name, self._vocab_size, shown) for name in self._answers]
 
     def _text(self, row: Row, name: str) -> SupervisedRow:
         prompt, answer = row.columns.get("prompt"), row.columns[name]

@@ -68,6 +68,45 @@ class RowMediaReader:
         if self.read(row, "", config).media:
             raise DataError(f"{row.location}: {what} have no images: give texts or messages")
 
+    def of_ids(
+        self, row: Row, config: TrainConfig, token_ids: Sequence[int], what: str
+    ) -> ShownMedia | None:
+        """Images of a row of token ids, which its text before the answer names; None without.
+
+        Args:
+            row: With `prompt_text` where it has media, and `images_sha256` where their bytes are
+                known.
+            config: See `read`.
+            token_ids: That begin with those of `prompt_text`, a token for each feature.
+            what: Rows of this kind, for errors.
+
+        Raises:
+            DataError: There is no text, a file has other bytes, or text and images give other
+                tokens.
+        """
+        text = row.columns.get("prompt_text")
+        read = self.read(row, text if isinstance(text, str) else "", config)
+        if not read.media:
+            return None
+        if self.prompts is None or not isinstance(text, str) or not text:
+            raise DataError(
+                f"{row.location}: {what} have images only beside a column prompt_text, as lightrft "
+                "rows writes it: give texts or messages"
+            )
+        known = row.columns.get("images_sha256")
+        if known is not None and known != [medium.digest for medium in read.media]:
+            raise DataError(
+                f"{row.location}: an image has other bytes than images_sha256 says: bring back the "
+                "files, or write the rows again"
+            )
+        encoded = self.prompts.tokens(text, read.media, row.location)
+        if tuple(token_ids[: len(encoded.token_ids)]) != encoded.token_ids:
+            raise DataError(
+                f"{row.location}: prompt_text and images give other tokens than the row has: take "
+                "the processor, and options such as max_pixels, of the run"
+            )
+        return ShownMedia(text, read.media, encoded.kinds)
+
     def without_marks(
         self, token_ids: Sequence[int], is_trained: NDArray[np.bool_], *, is_answer: bool
     ) -> NDArray[np.bool_]:

@@ -15,6 +15,7 @@ from lightrft.datasets.supervised_rows import (
     SupervisedRow,
     answer_of_ids,
     finite_number,
+    shown_by_ids,
 )
 from lightrft.datasets.types import DataError
 
@@ -50,14 +51,19 @@ def score_reader(
     is_label = config.reward_loss in (None, "bce")
 
     def read(row: Row) -> ScoredAnswer:
-        if reader is not None:
-            reader.refuse(row, config, "scores of token ids")
-        return _scored(row, vocab_size, is_label=is_label)
+        return _scored(row, vocab_size, config, reader, is_label=is_label)
 
     return read
 
 
-def _scored(row: Row, vocab_size: int | None, *, is_label: bool) -> ScoredAnswer:
+def _scored(
+    row: Row,
+    vocab_size: int | None,
+    config: TrainConfig,
+    reader: RowMediaReader | None,
+    *,
+    is_label: bool,
+) -> ScoredAnswer:
     columns = row.columns
     missing = [name for name in ("prompt_ids", RESPONSE, "score") if columns.get(name) is None]
     try:
@@ -68,9 +74,11 @@ def _scored(row: Row, vocab_size: int | None, *, is_label: bool) -> ScoredAnswer
             raise DataError(
                 f"reward_loss bce takes scores of 0 and 1: got {score:g}; give --reward_loss mse"
             )
-        return ScoredAnswer(answer_of_ids(columns, RESPONSE, vocab_size), score)
+        shown = shown_by_ids(row, config, reader, "scores of token ids")
+        return ScoredAnswer(answer_of_ids(columns, RESPONSE, vocab_size, shown), score)
     except DataError as err:
-        raise DataError(f"{row.location}: {err}") from err
+        known = str(err).startswith(row.location)
+        raise err if known else DataError(f"{row.location}: {err}") from err
 
 
 SCORED = JudgementKind(score_reader, lambda found: f"{len(found)} scored answers")

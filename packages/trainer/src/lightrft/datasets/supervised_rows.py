@@ -332,7 +332,9 @@ class RowEncoder:
         if self._reader is not None:
             is_answer = self.train_on != "all"
             trained = self._reader.without_marks(token_ids, trained, is_answer=is_answer)
-            if shown.media:
+            if shown.kinds:
+                pass  # with all features, as a row of token ids has them
+            elif shown.media:
                 token_ids, trained, shown = self._reader.expand(token_ids, trained, shown, location)
             elif not self._reader.marks.isdisjoint(token_ids):
                 raise DataError(
@@ -358,16 +360,18 @@ class RowEncoder:
         if self._turns is not None:
             yield from self._chat(self._turns, row, start)
         elif self.kind == "token ids":
-            if self._reader is not None:
-                self._reader.refuse(row, self._config, "rows of token ids")
             token_ids = _integers(columns, "token_ids", self._vocab_size)
+            shown = None
+            if self._reader is not None:
+                shown = self._reader.of_ids(row, self._config, token_ids, "rows of token ids")
             is_trained = _flags(columns["is_trained"])
             if len(is_trained) != len(token_ids):
                 raise DataError(
                     "column 'is_trained' must hold one 0 or 1 for each of token_ids: got "
                     f"{len(is_trained)} for {len(token_ids)}"
                 )
-            yield _Encoded(token_ids, [self.train_on == "all" or flag == 1 for flag in is_trained])
+            own = [self.train_on == "all" or flag == 1 for flag in is_trained]
+            yield _Encoded(token_ids, own, shown or NOTHING_SHOWN)
         elif self.kind == "text":
             read = self._read(row, _text(columns, "text"))
             text, media = str(read.content), read.media
@@ -457,9 +461,18 @@ def read_messages(content: object, column: str, *, has_parts: bool = False) -> l
 
 
 def answer_of_ids(
-    columns: Mapping[str, object], name: str, vocab_size: int | None
+    columns: Mapping[str, object],
+    name: str,
+    vocab_size: int | None,
+    shown: ShownMedia | None = None,
 ) -> SupervisedRow:
     """The ids of a column behind those of `prompt_ids`, trained alone.
+
+    Args:
+        columns: Of a row.
+        name: Of the column.
+        vocab_size: See `load_supervised`.
+        shown: Media of the prompt, see `shown_by_ids`.
 
     Raises:
         DataError: A column has none, or something else than ids of the vocabulary.
@@ -469,7 +482,16 @@ def answer_of_ids(
         if not ids:
             raise DataError(f"column {column!r} must hold a token or more: got []")
     token_ids = np.array([*prompt, *answer], dtype=np.int32)
-    return SupervisedRow(token_ids, np.arange(len(token_ids)) >= len(prompt))
+    return SupervisedRow(token_ids, np.arange(len(token_ids)) >= len(prompt), shown)
+
+
+def shown_by_ids(
+    row: Row, config: TrainConfig, reader: RowMediaReader | None, what: str
+) -> ShownMedia | None:
+    """The media of `prompt_ids`; see `RowMediaReader.of_ids`."""
+    if reader is None:
+        return None
+    return reader.of_ids(row, config, _integers(row.columns, "prompt_ids", None), what)
 
 
 def _text(columns: Mapping[str, object], name: str) -> str:

@@ -38,6 +38,11 @@ class Prompt:
     teacher_token_ids: tuple[int, ...] = ()
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal prompts: its token ids, and the digests of its media."""
+        return self.token_ids, *(medium.digest for medium in self.media)
+
+    @property
     def images(self) -> tuple[ImageSource, ...]:
         """Its images."""
         return self.media.images

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lightrft.config.files import FileError, parse_json, typed
+from lightrft.engines.media.media import Media
+from lightrft.engines.media.sources import ImageSource
 from lightrft.records.rollout import ScoredRollout
 from lightrft.reporting.files import JsonLinesFile
 from lightrft.reporting.trajectories import spans
@@ -18,6 +23,26 @@ if TYPE_CHECKING:
     from lightrft.strategy.distributed.context import DistributedContext
 
 LARGEST_ID = 2**31 - 1
+# Below a run's folder; files are named by their SHA-256.
+MEDIA_FOLDER = "media"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedMedium:
+    """A medium of a sample, by reference.
+
+    Args:
+        kind: A name in `MEDIA_KINDS`.
+        sha256: Of an image's bytes; of another kind also of what is taken of it.
+        path: Of an image of the prompt: its file, or, where the data held its bytes, that below
+            the run's folder to which they are written. "" of others.
+        is_prompt: It is part of the prompt; else a turn of the response showed it.
+    """
+
+    kind: str
+    sha256: str
+    path: str = ""
+    is_prompt: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +61,8 @@ class RecordedRollout:
         held_out: Its prompt is one of `eval_data`.
         has_media: Its prompt or its response has images or videos.
         weights_version: Of the weights that sampled its end.
+        prompt_text: Of a prompt with media, with one placeholder for each; "" of others.
+        media: Of prompt and response, in order; () also where an older version recorded them.
     """
 
     step: int
@@ -51,6 +78,16 @@ class RecordedRollout:
     held_out: bool
     has_media: bool
     weights_version: int
+    prompt_text: str = ""
+    media: tuple[RecordedMedium, ...] = ()
+
+    @property
+    def prompt_hash(self) -> bytes:
+        """Equal for samples of one prompt: its tokens, and its media."""
+        digest = hashlib.sha256(np.asarray(self.prompt_ids, dtype="<u4").tobytes())
+        for each in self.media:
+            digest.update(each.sha256.encode() if each.is_prompt else b"")
+        return digest.digest()
 
     @property
     def is_sampled(self) -> list[bool]:
@@ -86,15 +123,20 @@ class RolloutLog(JsonLinesFile):
 
     Args:
         path: The file.
-        held_out: Token ids of the prompts of the evaluation.
+        held_out: Keys of the prompts of the evaluation.
         has_rewards: Something scores the responses.
     """
 
     def __init__(
-        self, path: Path, *, held_out: Iterable[tuple[int, ...]] = (), has_rewards: bool = True
+        self,
+        path: Path,
+        *,
+        held_out: Iterable[tuple[object, ...]] = (),
+        has_rewards: bool = True,
     ) -> None:
         super().__init__(path)
         self._held_out, self._has_rewards = frozenset(held_out), has_rewards
+        self._folder, self._sent = path.parent, set[str]()
 
     def log(self, step: int, scored: Sequence[ScoredRollout], context: DistributedContext) -> None:
         """Writes the samples of a step in the order of their ids; collective.
@@ -106,11 +148,16 @@ class RolloutLog(JsonLinesFile):
         """
         own = [self._recorded(step, item) for item in scored]
         # Only the first rank writes.
-        parts = [pickle.dumps(own), *([b""] * (context.world_size - 1))]
-        gathered = context.exchange_bytes(parts)
+        sent = pickle.dumps((own, self._unsaved_images(scored)))
+        gathered = context.exchange_bytes([sent, *([b""] * (context.world_size - 1))])
         if context.rank != 0:
             return
-        found: list[RecordedRollout] = [each for data in gathered for each in pickle.loads(data)]
+        found: list[RecordedRollout] = []
+        for data in gathered:
+            records, images = pickle.loads(data)
+            found += records
+            for digest, content in images.items():
+                self._save_image(digest, content)
         for each in sorted(found, key=lambda each: each.sample_id):
             self.append(asdict(each))
 
@@ -127,7 +174,42 @@ class RolloutLog(JsonLinesFile):
             accuracy=item.accuracy if self._has_rewards else None,
             truncated=completion.finish_reason == "length",
             masked=item.is_masked,
-            held_out=rollout.prompt.token_ids in self._held_out,
+            held_out=rollout.prompt.key in self._held_out,
             has_media=bool(rollout.media),
             weights_version=completion.weights_version,
+            prompt_text=rollout.prompt.text if rollout.prompt.media else "",
+            media=(
+                *_recorded(rollout.prompt.media, is_prompt=True),
+                *(m for later in rollout.later for m in _recorded(later.media, is_prompt=False)),
+            ),
         )
+
+    def _unsaved_images(self, scored: Sequence[ScoredRollout]) -> dict[str, bytes]:
+        """Images of prompts that are no files, by digest, each once."""
+        found = {
+            image.digest: image.read()
+            for item in scored
+            for image in item.rollout.prompt.images
+            if image.path is None and image.digest not in self._sent
+        }
+        self._sent |= {*found}
+        return found
+
+    def _save_image(self, digest: str, content: bytes) -> None:
+        path = self._folder / MEDIA_FOLDER / digest
+        if path.is_file() and path.stat().st_size == len(content):
+            return
+        path.parent.mkdir(exist_ok=True)
+        partial = path.with_name(f"{digest}.partial")
+        partial.write_bytes(content)
+        partial.replace(path)
+
+
+def _recorded(media: Media, *, is_prompt: bool) -> Iterator[RecordedMedium]:
+    for kind in media.kinds:
+        for medium in media[kind]:
+            path = ""
+            if is_prompt and isinstance(medium, ImageSource):
+                saved = f"{MEDIA_FOLDER}/{medium.digest}"
+                path = saved if medium.path is None else str(medium.path.resolve())
+            yield RecordedMedium(kind, medium.digest, path, is_prompt)

@@ -36,7 +36,8 @@ from lightrft.reporting.trackers import build_trackers
 from lightrft.run.callbacks import Callback
 from lightrft.run.loop import Loop, LoopResult
 from lightrft.run.provenance import write_model_run
-from lightrft.run.resume import RunPlan, plan_run
+from lightrft.run.resume import RunPlan, plan_run, require_media
+from lightrft.run.run_inputs import media_sha256
 from lightrft.run.start import end_run, sole_writer, start_run
 from lightrft.run.threads import choose_threads
 from lightrft.stages.metrics import RunAlarmError
@@ -155,8 +156,12 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
         stack.callback(inputs.close)
         folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
         console: RunConsole | None = None
+        media = ""
         if rank == 0:
             stack.enter_context(sole_writer(folder))
+            media = media_sha256(inputs.media_digests())
+            if plan.resumes:
+                require_media(config, media)
             console = _open_console(config, stack)
             _open_folder(config, plan, note)
         stack.enter_context(rank_log(folder, rank))
@@ -173,7 +178,8 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
         config = _ready(config, inputs, strategy, stage)
         loop = Loop(inputs.build(config, strategy), loggers, begin.callbacks)
         stack.callback(loop.close)
-        num_planned, num_resumed = loop.stage.planned_steps(), start_run(config, loop, plan, stage)
+        num_planned = loop.stage.planned_steps()
+        num_resumed = start_run(config, loop, plan, stage, media)
         if console is not None:
             console.plan(num_planned, after=num_resumed)
         result = loop.run(num_planned, stop_request=stop_request)

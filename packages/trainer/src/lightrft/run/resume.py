@@ -9,7 +9,7 @@ from lightrft.config.files import CHECKSUM, FileError, file_sha256, unsealed
 from lightrft.config.options import options_of
 from lightrft.config.toml import without_secrets
 from lightrft.reporting.files import CONFIG_FILE, START_FILE, STEP_FILES, SUMMARY_FILE, read_json
-from lightrft.run.run_inputs import Change, changed_inputs, changed_models
+from lightrft.run.run_inputs import Change, changed_inputs, changed_media, changed_models
 from lightrft.strategy.checkpoints.manifest import checkpoint_folders
 
 
@@ -90,6 +90,16 @@ def _continued(folder: Path, config: TrainConfig) -> RunPlan:
             "give their old values, another --output_dir, or --allow_changes to continue anyway"
         )
     return RunPlan(resumes=True, changes=changes, kept=kept, warnings=warnings)
+
+
+def require_media(config: TrainConfig, media: str) -> None:
+    """Raises a ConfigError if the rows of a continued run have other media than it started with."""
+    changes = changed_media(_read_start(Path(config.output_dir)), media)
+    if changes and not config.allow_changes:
+        raise ConfigError(
+            f"{config.output_dir} cannot be continued exactly, since this changed: {changes[0]}; "
+            "bring back the files, give another --output_dir, or --allow_changes"
+        )
 
 
 def damage_of_records(folder: Path) -> tuple[str, ...]:

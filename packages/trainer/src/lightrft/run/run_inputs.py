@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from lightrft.datasets.files import local_files
 from lightrft.datasets.row_origin import origin_of
 from lightrft.rollout.agents.agent_pool import named_paths
 from lightrft.run.provenance import describe_models, own_functions
+
+# Of the images, videos and sounds of rows, beside the paths of files.
+MEDIA = "media of prompt_data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +41,20 @@ class Change:
         return f"{self.name}: {self.before} -> {self.after}"
 
 
-def describe_inputs(config: TrainConfig) -> dict[str, Mapping[str, object]]:
+def media_sha256(digests: Iterable[bytes]) -> str:
+    """One hash of all media of a run's rows, in order; "" without media."""
+    joined = b"\n".join(digests)
+    return hashlib.sha256(joined).hexdigest() if joined else ""
+
+
+def describe_inputs(config: TrainConfig, media: str = "") -> dict[str, Mapping[str, object]]:
     """Hash and time of the files that decide the numbers of a run, by path; hashes of functions.
 
     Of rows that were made of another run's samples, `origin` and `run` name that run.
+
+    Args:
+        config: Names the files.
+        media: Hash of the media of the rows, which stands under `MEDIA`; "" without.
     """
     found: dict[str, Mapping[str, object]] = {}
     for path in input_files(config):
@@ -51,7 +65,15 @@ def describe_inputs(config: TrainConfig) -> dict[str, Mapping[str, object]]:
             "modified_ns": modified_ns,
             **origin_of(path, digest),
         }
-    return found | {name: {"sha256": digest} for name, digest in own_functions(config).items()}
+    hashes = own_functions(config) | ({MEDIA: media} if media else {})
+    return found | {name: {"sha256": digest} for name, digest in hashes.items()}
+
+
+def changed_media(start: Mapping[str, object], media: str) -> list[Change]:
+    """The media of rows, if they are others than those that a run started with."""
+    recorded = start.get("inputs")
+    old = recorded.get(MEDIA) if isinstance(recorded, Mapping) else None
+    return _difference(MEDIA, "contents", old.get("sha256"), media) if isinstance(old, dict) else []
 
 
 def changed_inputs(start: Mapping[str, object], config: TrainConfig) -> list[Change]:

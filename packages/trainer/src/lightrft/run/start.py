@@ -33,7 +33,9 @@ LOCK_FILE = ".lock"
 Batch = TypeVar("Batch")
 
 
-def start_run(config: TrainConfig, loop: Loop[Batch], plan: RunPlan, stage: str) -> int:
+def start_run(
+    config: TrainConfig, loop: Loop[Batch], plan: RunPlan, stage: str, media: str = ""
+) -> int:
     """Continues from a checkpoint if that is the plan, and writes the first files of the run.
 
     Lines of steps that the checkpoint does not have are removed: they are about to come again.
@@ -50,7 +52,7 @@ def start_run(config: TrainConfig, loop: Loop[Batch], plan: RunPlan, stage: str)
     if strategy.is_rank_0():
         folder = Path(config.output_dir)
         _of_any_folder(config).save(folder / CONFIG_FILE)
-        inputs, models = describe_inputs(config), describe_models(config)
+        inputs, models = describe_inputs(config, media), describe_models(config)
         digest = file_sha256(folder / CONFIG_FILE)
         write_start(
             folder / START_FILE,

@@ -6,7 +6,7 @@ resume, evaluation, logs, alarms, the best model, stops and the report from the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -235,6 +235,10 @@ class StageInputs(Protocol):
 
     def items(self) -> Sequence[Sequence[SupervisedRow]]:
         """Rows to train on, those that are compared together; none where they are sampled."""
+        ...
+
+    def media_digests(self) -> Iterable[bytes]:
+        """A hash of each medium of the rows or prompts to train on, in order; files are read."""
         ...
 
     def close(self) -> None:

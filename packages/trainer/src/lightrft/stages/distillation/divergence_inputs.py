@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -62,6 +62,10 @@ class DivergenceInputs:
     def items(self) -> Sequence[Sequence[SupervisedRow]]:
         """See `StageInputs`."""
         return self.rows.items()
+
+    def media_digests(self) -> Iterator[bytes]:
+        """See `StageInputs`."""
+        return (each for item in self.items() for row in item for each in row.media_digests)
 
     def close(self) -> None:
         """See `StageInputs`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -147,9 +147,14 @@ class PolicyInputs:
         """The log of all samples, or None."""
         if not config.save_rollouts:
             return None
-        held_out = (prompt.token_ids for prompt in self.eval_prompts)
+        held_out = (prompt.key for prompt in self.eval_prompts)
         path = Path(config.output_dir) / ROLLOUTS_FILE
         return RolloutLog(path, held_out=held_out, has_rewards=config.has_rewards)
+
+    def media_digests(self) -> Iterator[bytes]:
+        """See `StageInputs`."""
+        prompts = (self.prompts[index] for index in range(len(self.prompts)))
+        return (each.digest.encode() for prompt in prompts for each in prompt.media)
 
     def items(self) -> tuple[()]:
         """See `StageInputs`."""

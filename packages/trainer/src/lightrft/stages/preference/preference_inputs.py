@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -95,6 +95,10 @@ class PreferenceInputs:
     def items(self) -> Sequence[Sequence[SupervisedRow]]:
         """See `StageInputs`."""
         return [item.rows for item in self.data.rows]
+
+    def media_digests(self) -> Iterator[bytes]:
+        """See `StageInputs`."""
+        return (each for item in self.items() for row in item for each in row.media_digests)
 
     def _store(self, path: Path, stage: PreferenceStage) -> None:
         """Reads the reference's numbers, or computes and writes them; collective.

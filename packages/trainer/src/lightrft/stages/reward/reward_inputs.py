@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -102,6 +102,10 @@ class RewardInputs:
     def items(self) -> Sequence[Sequence[SupervisedRow]]:
         """See `StageInputs`."""
         return [each.rows for each in self.data.rows]
+
+    def media_digests(self) -> Iterator[bytes]:
+        """See `StageInputs`."""
+        return (each for item in self.items() for row in item for each in row.media_digests)
 
     def close(self) -> None:
         """See `StageInputs`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -98,6 +98,10 @@ class SupervisedInputs:
     def items(self) -> Sequence[Sequence[SupervisedRow]]:
         """See `StageInputs`."""
         return [(row,) for row in self.data.rows]
+
+    def media_digests(self) -> Iterator[bytes]:
+        """See `StageInputs`."""
+        return (each for item in self.items() for row in item for each in row.media_digests)
 
     def close(self) -> None:
         """See `StageInputs`."""

@@ -219,8 +219,8 @@ def summarise(
 
 def held_out_prompts(
     config: TrainConfig, source: str | None, tokenizer: PromptTokenizer
-) -> frozenset[tuple[int, ...]]:
-    """Token ids of the prompts that are kept out of rows; none unless samples are saved.
+) -> frozenset[tuple[object, ...]]:
+    """Keys of the prompts that are kept out of rows; none unless samples are saved.
 
     Args:
         config: Of the evaluation.
@@ -243,7 +243,7 @@ def held_out_prompts(
         return frozenset()
     config = config.replaced({"eval_data": source, "max_eval_samples": sys.maxsize})
     prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
-    return frozenset(prompt.token_ids for prompt in prompts)
+    return frozenset(prompt.key for prompt in prompts)
 
 
 def write_result(

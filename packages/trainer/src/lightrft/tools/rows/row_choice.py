@@ -13,7 +13,7 @@ class Sample:
 
     Args:
         place: Of its line in the file, which orders and names samples.
-        prompt, response: Hashes of their token ids.
+        prompt, response: Hashes of their token ids, of the prompt also of its media.
         reward, accuracy: See `RecordedRollout`.
         is_truncated: It has no end that could be learned.
         excluded: Why no row may hold it, a name in `FATES`; "" if one may.
@@ -37,7 +37,7 @@ FATES: Mapping[str, str] = {
     "duplicate": "an earlier sample has the same prompt and response",
     "undecided": "the reward failed or could not be decided",
     "held_out": "the prompt is one of eval_data",
-    "with_media": "images or videos, which rows of token ids do not hold",
+    "with_media": "videos, sounds or images of turns, which rows of token ids do not hold",
     "answered": "an environment wrote parts of it, which pairs and scores do not mark",
 }
 

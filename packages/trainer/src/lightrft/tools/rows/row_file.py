@@ -16,7 +16,7 @@ from lightrft.config.files import MAX_BYTES, FileError, file_sha256, lines_of
 from lightrft.datasets.row_origin import tokens_of, write_origin
 from lightrft.datasets.types import DataError
 from lightrft.reporting.files import CONFIG_FILE, EVAL_FILE, ROLLOUTS_FILE, START_FILE, read_json
-from lightrft.reporting.rollouts import RecordedRollout, read_rollout
+from lightrft.reporting.rollouts import RecordedMedium, RecordedRollout, read_rollout
 from lightrft.run.provenance import run_of_model
 from lightrft.tools.rows.row_choice import (
     CHOICES,
@@ -26,6 +26,9 @@ from lightrft.tools.rows.row_choice import (
     choose,
     count_fates,
 )
+
+# Of a sample that an older version recorded.
+_UNKNOWN = RecordedMedium("image", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ def read_samples(path: Path, *, holds_answers: bool) -> tuple[list[Sample], str]
                     f"{path}: the run measured no rewards, and rows are chosen by rewards: give "
                     "the run some, such as --reward_fn"
                 )
-            prompt, response = _hash(read.prompt_ids), _hash(read.response_ids)
+            prompt, response = read.prompt_hash, _hash(read.response_ids)
             excluded = _excluded(read, holds_answers=holds_answers)
             if not excluded and (prompt, response) in seen:
                 excluded = "duplicate"
@@ -192,7 +195,7 @@ def _excluded(read: RecordedRollout, *, holds_answers: bool) -> str:
     reasons = {
         "held_out": read.held_out,
         "undecided": read.masked or not read.sampled_spans,
-        "with_media": read.has_media,
+        "with_media": read.has_media and not all(each.path for each in read.media or [_UNKNOWN]),
         "answered": not (is_whole or holds_answers),
     }
     return next((name for name, holds in reasons.items() if holds), "")
@@ -209,7 +212,11 @@ def _columns(path: Path, rows: list[Row], request: RowRequest) -> Iterator[dict[
 
         for row in rows:
             chosen = read(row.chosen)
-            origin = {"step": chosen.step, "sample_id": chosen.sample_id}
+            origin = {
+                "step": chosen.step,
+                "sample_id": chosen.sample_id,
+                **_media_columns(chosen, path.parent),
+            }
             if row.rejected is not None:
                 rejected = read(row.rejected)
                 yield {
@@ -237,6 +244,18 @@ def _columns(path: Path, rows: list[Row], request: RowRequest) -> Iterator[dict[
                     "score": chosen.reward,
                     **origin,
                 }
+
+
+def _media_columns(sample: RecordedRollout, run: Path) -> dict[str, object]:
+    """Images by their files and hashes, and the text that has their places; {} without."""
+    if not sample.media:
+        return {}
+    files = [(run / each.path).resolve() for each in sample.media]
+    return {
+        "prompt_text": sample.prompt_text,
+        "images": list(map(str, files)),
+        "images_sha256": [each.sha256 for each in sample.media],
+    }
 
 
 def _no_rows(
