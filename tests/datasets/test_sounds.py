@@ -248,3 +248,13 @@ def test_sounds_travel_as_their_bytes_with_their_rules():
     address = media.data_addresses()[0]
     heard, _ = as_audio(address, name="x", folder=None).decode()
     assert abs(len(heard) - 16000) <= 1
+
+
+@pytest.mark.parametrize("channels", [7, 8, 9, 32])
+def test_sounds_of_many_channels_are_averaged(channels):
+    """PyAV reads beyond its list of planes, and the process ends, where these are eight or more."""
+    loudness = np.linspace(0.1, 0.5, channels)
+    many = np.stack([tone(0.5, 440, 44100, loud) for loud in loudness], axis=1)
+    wave, _ = as_audio(as_wav(many, 44100), name="x", folder=Path()).decode()
+    expected, _ = as_audio(as_wav(many.mean(1), 44100), name="x", folder=Path()).decode()
+    assert np.allclose(wave, expected, atol=1e-6)

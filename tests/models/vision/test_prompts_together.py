@@ -10,8 +10,10 @@ from tests.models.audio import sound_world
 from tests.models.vision.tiny_families import TINY_FAMILIES
 from tests.models.vision.tiny_world import MROPE, image, prompt, tiny
 
+from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import MediaError, as_image
+from lightrft.rollout.single_turn import build_requests
 
 # Of these one call is enough; the other families' inputs do not tell whose they are.
 TOGETHER = [*MROPE, "tiny-qwen3-vl-moe", "tiny-llava", "tiny-gemma3"]
@@ -63,6 +65,22 @@ def test_pictures_of_several_prompts_are_those_of_each(preset, calls):
     encoder.forget()
     encoder.kept_all(prompts)
     assert len(made) == (1 if preset in TOGETHER else len(prompts))
+
+
+def test_requests_of_a_rollout_take_one_call(calls):
+    _, encoder = tiny(MROPE[0])
+    encoder.forget()
+    shown = pictures(encoder)
+    encoded = [encoder.encode(*each) for each in shown]
+    prompts = [
+        Prompt(i, text, own.token_ids, media=media)
+        for i, ((text, media), own) in enumerate(zip(shown, encoded, strict=True))
+    ]
+    made = calls(encoder.processor)
+    found = build_requests([*prompts, Prompt(9, "text", (5,))], range(len(shown) + 1), encoder)
+    assert len(made) == 1
+    for request, own in zip(found, encoded, strict=False):
+        assert_alike(request.encoded, own)
 
 
 def test_sounds_of_several_prompts_are_those_of_each(calls):

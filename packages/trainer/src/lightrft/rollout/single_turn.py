@@ -20,6 +20,9 @@ from lightrft.strategy.engine.generation import PromptBatch
 if TYPE_CHECKING:
     from lightrft.strategy.engine.session import EngineSession, OnFinished
 
+# Prompts whose media are decoded in one call of the processor.
+_TOGETHER = 32
+
 
 class SingleTurnSource:
     """Source of responses that one call of the engine samples.
@@ -87,6 +90,10 @@ def build_requests(
         prompts, request_ids: One id for each prompt.
         encoder: Of prompts with media.
     """
+    if encoder.reads_media:
+        shown = [(prompt.text, prompt.media) for prompt in prompts if prompt.media]
+        for start in range(0, len(shown), _TOGETHER):
+            encoder.kept_all(shown[start : start + _TOGETHER])
     pairs = zip(prompts, request_ids, strict=True)
     return [media_request(prompt, request_id, encoder) for prompt, request_id in pairs]
 

@@ -209,14 +209,18 @@ def _resampled(container: "InputContainer", name: str, rules: SoundRules) -> "ND
     from av import AudioResampler
 
     stream = container.streams.audio[0]
-    resampler = AudioResampler(format="fltp", rate=rules.rate)
+    # Not planar: PyAV reads beyond its list of planes where they are eight or more.
+    resampler = AudioResampler(format="flt", rate=rules.rate)
     pieces: list[NDArray[np.float32]] = []
     seconds = 0.0
     for frame in (*_frames(container, rules), None):
         if frame is not None:
             seconds += frame.samples / frame.sample_rate
         # Channels are mixed here: FFmpeg's mixture of floats is louder than they are.
-        pieces += [out.to_ndarray().mean(0) for out in resampler.resample(frame)]
+        pieces += [
+            out.to_ndarray().reshape(-1, out.layout.nb_channels).mean(1)
+            for out in resampler.resample(frame)
+        ]
     if not pieces:
         raise MediaError(f"{name} has no samples: replace or leave it out")
     length = stream.duration * stream.time_base if stream.duration and stream.time_base else 0
