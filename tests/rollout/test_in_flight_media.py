@@ -47,3 +47,9 @@ def test_other_images_than_the_rows_were_sampled_with_are_refused(contents):
 def test_rows_of_text_need_no_data():
     kept = in_flight(Prompt(4, "say", (1, 2)))
     assert from_parts([to_bytes(kept, 0)], 0, rank=0, world_size=1) == kept
+
+
+def test_two_prompts_of_one_id_do_not_exchange_their_images():
+    (first, _), (second, _) = prompts(b"one"), prompts(b"two")
+    with pytest.raises(ValueError, match="two prompts in flight have the id 4"):
+        to_bytes(in_flight(first, second), 0)

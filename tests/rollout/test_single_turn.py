@@ -96,6 +96,9 @@ def test_requests_carry_ids_text_and_images():
         def kept(self, text, media):
             return SimpleNamespace(token_ids=(1,), text=text, media=media)
 
+        def kept_all(self, prompts):
+            return [self.kept(*each) for each in prompts]
+
     image = object()
     row = Prompt(id=0, text="look", token_ids=(1,), media=Media({"image": (image,)}))
     (request,) = build_requests([row], [12], Encoder())

@@ -280,6 +280,34 @@ def test_a_rank_that_stands_still_for_five_seconds_changes_nothing(tmp_path):
     assert run_multiprocess(stop_for_a_while, 1, timeout_seconds=600, args=(str(tmp_path),)) == [2]
 
 
+def lose_a_picture(rank, world_size, folder):
+    """Files of images that cannot be read while rows are handed over."""
+    folder = prepared(folder)
+    options = options_of(folder, "no_picture", rollout_ranks=1, **IMAGES)
+
+    def plant(rank):
+        import lightrft.records.media as media
+
+        def unreadable(*_):
+            raise OSError("the disk is gone")
+
+        if rank == 1:
+            media._pack = unreadable
+
+    ranks = Ranks(options, 2, plant)
+    codes = ranks.wait(60)
+    ranks.kill(ranks.running())
+    return codes, ranks.log.read_text()
+
+
+def test_an_image_that_cannot_be_read_in_the_exchange_ends_both_sides(tmp_path):
+    given = (str(tmp_path),)
+    ((codes, text),) = run_multiprocess(lose_a_picture, 1, timeout_seconds=400, args=given)
+    assert codes == [1, 1], text[-3000:]
+    assert "OSError: the disk is gone" in text
+    assert "lost the ranks that generate" in text
+
+
 def lose(rank, world_size, folder):
     """What the survivors say, by which rank was lost and how."""
     folder, told = prepared(folder), {}

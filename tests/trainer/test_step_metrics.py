@@ -10,10 +10,12 @@ from lightrft.engines.types import EngineConfig
 from lightrft.records.rollout import AnsweredCall, Conversation
 from lightrft.records.table import SampleTable
 from lightrft.rewards.types import RewardError
+from lightrft.rollout.source import AGENT_COUNTS, Samples
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.policy_stage import evaluate_prompts
 from lightrft.stages.policy.step_metrics import (
     conversation_means,
+    rollout_means,
     table_metrics,
 )
 from lightrft.strategy import get_fake_strategy
@@ -206,3 +208,13 @@ def test_repeated_runs_of_tokens():
 def test_spread_within_groups():
     metrics = table_metrics(table([1.0, 0.0, 0.5, 0.5], [0, 0, 1, 1], [4, 2, 6, 0]))
     assert metrics["group_reward_std"] == pytest.approx(0.25)
+
+
+def test_a_rank_without_episodes_of_agents_has_the_names_of_the_others():
+    none, one = (
+        Samples((), table([1.0], [0], [2]), 1, agent_counts=counts)
+        for counts in ((), (dict.fromkeys(AGENT_COUNTS, 3),))
+    )
+    names = [name for name, _, _ in rollout_means(none)]
+    assert set(names) == {name for name, _, _ in rollout_means(one)}
+    assert all(count == 0 for _, _, count in rollout_means(none))

@@ -645,7 +645,9 @@ def the_kl_weight_begins_at_twice_the_option(patch):
         PolicyMemory,
         "initial",
         lambda original: (
-            lambda config, *a: original(replace(config, init_kl_coef=2 * config.init_kl_coef), *a)
+            lambda config, *a, **k: original(
+                replace(config, init_kl_coef=2 * config.init_kl_coef), *a, **k
+            )
         ),
     )
 

@@ -82,7 +82,9 @@ def strategy_reads(**options):
 
 def memory_reads(**options):
     """The KL controller follows other options."""
-    return calls(PolicyMemory, "initial", lambda o, config, *a: o(changed(config, options), *a))
+    return calls(
+        PolicyMemory, "initial", lambda o, config, *a, **k: o(changed(config, options), *a, **k)
+    )
 
 
 def optimizer_is(change):

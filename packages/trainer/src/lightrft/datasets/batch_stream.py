@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar, cast
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from lightrft.config import TrainConfig
@@ -16,8 +16,10 @@ Batches = DataLoader[Item] | Iterable[Sequence[Item]]
 
 
 def known_items(batches: Batches[Item] | None) -> Iterable[Item]:
-    """All items of a data loader; of other batches none, since reading them uses them up."""
-    return cast("Iterable[Item]", batches.dataset) if isinstance(batches, DataLoader) else ()
+    """All items of a data loader that has them; of others none, since reading uses them up."""
+    if not isinstance(batches, DataLoader) or isinstance(batches.dataset, IterableDataset):
+        return ()
+    return cast("Iterable[Item]", batches.dataset)
 
 
 class BatchStream(Generic[Item]):

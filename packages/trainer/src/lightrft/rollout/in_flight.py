@@ -326,7 +326,10 @@ class _Part:
         def change(prompt: Prompt) -> Prompt:
             wanted, found = self.media.get(str(prompt.id)), media.get(prompt.id, Media())
             if wanted is not None and wanted != _digests(found):
-                raise ValueError(f"the images of prompt {prompt.id} are others than they were")
+                raise ValueError(
+                    f"the images of prompt {prompt.id} are others than they were, or the trainer "
+                    "was made without the data loader that has them"
+                )
             return replace(prompt, media=found if wanted else prompt.media)
 
         return self.with_prompts(change) if self.media else self
@@ -339,7 +342,9 @@ def to_bytes(flight: InFlight, rank: int) -> bytes:
     def without_media(prompt: Prompt) -> Prompt:
         if not prompt.media:
             return prompt
-        digests[str(prompt.id)] = _digests(prompt.media)
+        found = _digests(prompt.media)
+        if digests.setdefault(str(prompt.id), found) != found:
+            raise ValueError(f"two prompts in flight have the id {prompt.id}, and other images")
         return replace(prompt, media=Media())
 
     held = tuple(_Samples.of(samples, rank) for samples in flight.held)

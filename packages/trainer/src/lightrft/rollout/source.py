@@ -143,6 +143,8 @@ class StreamState:
 
 
 NOTHING_OPEN = StreamState()
+# Of an episode of an agent, for metrics.
+AGENT_COUNTS = ("calls", "lost_calls", "branches", "malformed_calls", "restarts")
 
 
 class Decoder(Protocol):

@@ -18,7 +18,7 @@ import numpy as np
 
 from lightrft.engines.media.encoder import Encoder
 from lightrft.engines.types import GenerationRequest, SamplingParams
-from lightrft.records.media import media_request
+from lightrft.records.media import media_request, require_text
 from lightrft.records.rollout import Rollout
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import RolloutGroups, generate
@@ -50,6 +50,8 @@ class StreamSource:
     def sample(self, requests: SampleRequests) -> Samples:
         """See `RolloutSource`."""
         parts = self._parts
+        if parts.config.use_fire:
+            require_text(requests.prompts, "use_fire")
         with requests.timer.stage("rollout"), requests.recording(parts):
             flight = _Flight(parts, requests)
             num_prompts, before = flight.admit(), flight.num_tokens

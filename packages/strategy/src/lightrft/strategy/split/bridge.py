@@ -11,8 +11,8 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import Final, cast
@@ -186,6 +186,15 @@ class Bridge:
                 self._problem = self._problem or error
                 if not self._has_answered:
                     self.answer(None)
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """What is raised within leaves `serve` at once: the other side waits in a collective."""
+        try:
+            yield
+        except Exception as error:
+            self._problem = error
+            raise
 
     def answer(self, result: object) -> None:
         """Gives all ranks that train a result of the command under way.

@@ -14,6 +14,7 @@ from lightrft.records.table import branch_id
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.agents.conversations import CalledTurn, Conversations
 from lightrft.rollout.agents.replies import told
+from lightrft.rollout.source import AGENT_COUNTS
 
 
 @dataclass(slots=True)
@@ -85,13 +86,10 @@ class AgentEpisode:
     def counts(self) -> Mapping[str, int]:
         """Of its calls, for metrics."""
         kept = sum(len(row) for row in self.talk.branches())
-        return {
-            "calls": len(self.talk.turns),
-            "lost_calls": len(self.talk.turns) - kept,
-            "branches": len(self.talk.branches()),
-            "malformed_calls": sum(turn.is_malformed for turn in self.talk.turns),
-            "restarts": self.num_restarts,
-        }
+        num_calls = len(self.talk.turns)
+        num_malformed = sum(turn.is_malformed for turn in self.talk.turns)
+        found = num_calls, num_calls - kept, len(self.talk.branches()), num_malformed
+        return dict(zip(AGENT_COUNTS, (*found, self.num_restarts), strict=True))
 
 
 def _segments(turns: list[CalledTurn]) -> tuple[Segment, ...]:

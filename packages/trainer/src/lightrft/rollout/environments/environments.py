@@ -83,7 +83,7 @@ class Environments:
         if self.encoder.reads_media and keeps_rows(config):
             raise ConfigError(
                 "rollout_lag keeps rows with the media of their prompts alone, and episodes may "
-                "show others: leave out rollout_lag, or the media with text_only"
+                "show others: leave out rollout_lag"
             )
         self.folder = None if folder is None else folder / JOURNAL_FOLDER
         self.pool = pool or EnvironmentPool(config, reads_images="image" in self.encoder.marks)

@@ -143,12 +143,11 @@ class PolicyStage(Stage[PolicyBatch]):
         self._check_options(frozen, parts)
         actor, critic = models.main.model, models.named("critic")
         encoder = prompt_encoder(parts, strategy.unwrap_model(actor))
-        keeps_media = encoder.reads_media and keeps_rows(self.config)
         self.memory: PolicyMemory = PolicyMemory.initial(
             self.config,
             strategy.context.rank,
             strategy.world_size,
-            media=media_of(known_items(data.prompts)) if keeps_media else {},
+            media=media_of(known_items(data.prompts)) if encoder.reads_media else {},
         )
         self.maker = ExperienceMaker(
             self.config,

@@ -21,7 +21,7 @@ from lightrft.records.batch import PolicyOutputs, RolloutBatch
 from lightrft.records.rollout import ScoredRollout
 from lightrft.records.table import RowTable, episodes_of
 from lightrft.rewards.types import CountsCosts, RewardFunction
-from lightrft.rollout.source import Samples
+from lightrft.rollout.source import AGENT_COUNTS, Samples
 from lightrft.stages.metrics import StepMetrics
 
 # Name, total and number of items of a mean.
@@ -208,6 +208,8 @@ def rollout_means(samples: Samples) -> list[Mean]:
     ]
     if samples.tool_names is not None:
         found += conversation_means(samples.scored, samples.tool_names)
+    if samples.agent_counts is not None:
+        found += [(f"agent/{name}", 0.0, 0.0) for name in AGENT_COUNTS]
     for counts in samples.agent_counts or ():
         found += [(f"agent/{name}", count, 1.0) for name, count in counts.items()]
     return found

@@ -173,7 +173,8 @@ class Generator:
         special = None if evidence is None else evidence.special_ids
         self.bridge.answer(SampledStep(known, special, rollout_means(samples)))
         encoder = self.inputs.environments.encoder
-        give_rows(samples, self.config, number - 1, self.bridge, side.num_training, encoder)
+        with self.bridge.meeting():
+            give_rows(samples, self.config, number - 1, self.bridge, side.num_training, encoder)
         self.logs.write_samples(number, samples.scored, self.strategy.context)
 
     def save(self, num_steps: int) -> None:
