@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import Ledger
+from lightrft.engines.media.media import Media
+from lightrft.engines.media.sources import ImageSource
 from lightrft.engines.types import Completion, SamplingParams
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.source import NOTHING_OPEN, SampleRequests, SourceParts
@@ -201,3 +203,12 @@ def test_too_few_prompts_are_said():
         )
         params = SamplingParams(max_tokens=LIMIT, n=SIZE)
         source.sample(SampleRequests([Prompt(0, "", (3, 3))] * 1, range(1), 2, params))
+
+
+def test_hot_first_tokens_are_for_prompts_of_text():
+    image = ImageSource("row 1", content=b"png")
+    prompt = Prompt(0, "<image>", (1,), media=Media({"image": (image,)}))
+    config = TrainConfig(stream_chunk=4, use_fire=True)
+    source = StreamSource(SourceParts(Scripted(), config, None, None))
+    with pytest.raises(ConfigError, match="use_fire continues responses"):
+        source.sample(SampleRequests([prompt], range(1), 1, SamplingParams(n=SIZE)))

@@ -231,5 +231,5 @@ def _request(group: OpenGroup, number: int, max_tokens: int, encoder: Encoder) -
         prompt_token_ids=(*prompt.token_ids, *begun),
         request_id=request_id,
         max_tokens=max_tokens,
-        encoded=None if media is None else media.continued(begun),
+        encoded=media and media.continued(begun),
     )

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -159,10 +158,11 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
         media = ""
         if rank == 0:
             stack.enter_context(sole_writer(folder))
-            media = media_sha256(inputs.media_digests())
+            console = _open_console(config, stack)
+            with phase("hash images and sounds", 60 * config.timeout_minutes):
+                media = media_sha256(inputs.media_digests())
             if plan.resumes:
                 require_media(config, media)
-            console = _open_console(config, stack)
             _open_folder(config, plan, note)
         stack.enter_context(rank_log(folder, rank))
         stack.enter_context(rank_timeline(folder, rank))
@@ -271,7 +271,7 @@ def _finish(
     loop.save_model(config.model_dir)
     loop.save_model(Path(config.output_dir) / EMA_FOLDER, is_average=True)
     strategy.finish_saving()
-    with phase("prove the saved model", timedelta(minutes=config.timeout_minutes)):
+    with phase("prove the saved model", 60 * config.timeout_minutes):
         loop.stage.prove_saved(config.model_dir)
     summary = _summarise(config, strategy, result, num_resumed, started)
     if strategy.is_rank_0():
