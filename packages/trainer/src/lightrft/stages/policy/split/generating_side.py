@@ -198,11 +198,13 @@ def build_generator(
     config, algorithm = decide(config)
     strategy.setup_inference_engine(strategy.config, config.engine_type)
     reward, _ = build_trainer_rewards(inputs.reward, None, strategy, config)
-    encoder = inputs.environments.encoder
-    parts = SourceParts(strategy.session, config, inputs.tokenizer, reward, encoder=encoder)
+    environments = inputs.environments
+    parts = SourceParts(
+        strategy.session, config, inputs.tokenizer, reward, encoder=environments.encoder
+    )
     sampler = RolloutSampler(
         parts,
-        inputs.environments.source,
+        environments.source,
         needs_greedy=algorithm.estimator_traits.needs_greedy_rewards,
     )
     path = Path(config.output_dir) / SAMPLES_FILE
