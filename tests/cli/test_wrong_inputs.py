@@ -319,7 +319,7 @@ REWARDS = {
         REWARD,
         "def f(completions, environments): return [e.score for e in environments]\n",
         "'environments'",
-        "get_reward",
+        "train with --environment",
     ),
     "tokens of TRL": reward(
         REWARD,

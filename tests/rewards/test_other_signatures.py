@@ -135,7 +135,7 @@ def test_arguments_of_a_function_of_verl_come_from_reward_args():
 @pytest.mark.parametrize(
     ("name", "there"),
     [
-        ("environments", "get_reward"),
+        ("environments", "train with --environment"),
         ("completion_ids", "a parameter responses"),
         ("trainer_state", "leave it out"),
         ("reward_router_address", "reward judge"),

@@ -9,6 +9,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import LaterImages, Media
 from lightrft.engines.media.sources import ImageSource
 from lightrft.engines.types import Completion
+from lightrft.rewards.environment_snapshot import KeptEnvironment
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Rollout:
         segments: How the response came about, call by call of the engine.
         conversation: With an environment or tools, what was said and answered.
         later: Images in its observations; they start at places of prompt and response together.
+        environment: What its environment kept, where a reward function reads that.
     """
 
     prompt: Prompt
@@ -101,6 +103,7 @@ class Rollout:
     segments: tuple[Segment, ...] = ()
     conversation: Conversation | None = None
     later: tuple[LaterImages, ...] = ()
+    environment: KeptEnvironment | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -12,11 +12,13 @@ from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARD_KINDS, REWARD_SERVICES, REWARDS, split_kind
 from lightrft.config.toml import read_toml
 from lightrft.rewards.types import (
+    NOT_SCORED,
     CallStyle,
     ChecksLabels,
     Columns,
     CountsCosts,
     Labels,
+    ReadsEnvironments,
     RewardError,
     RewardFunction,
     RewardRecipes,
@@ -64,6 +66,10 @@ class CombinedReward:
         is_apart = len(styles) == len(functions) and all(style.parallel_calls for style in styles)
         self.parallel_calls = max(s.parallel_calls for s in styles) if styles and is_apart else 0
         self.whole_batch = any(style.whole_batch for style in styles)
+        self.reads_environments = any(
+            isinstance(function, ReadsEnvironments) and function.reads_environments
+            for function in functions
+        )
         # Threads call the sum; each function gets no more of them than it takes.
         self._turns = [
             threading.Semaphore(max(1, style.parallel_calls))
@@ -160,6 +166,11 @@ class CombinedReward:
     def _combine(
         self, weights: Mapping[int, float], results: Mapping[int, RewardResult | None]
     ) -> RewardResult | None:
+        if results and all(result is NOT_SCORED for result in results.values()):
+            raise RewardError(
+                f"reward {self.name}: every function returned None for a response: expected a "
+                "number of one of them"
+            )
         components: dict[str, float] = {}
         total = 0.0
         for index, result in sorted(results.items()):

@@ -22,7 +22,7 @@ _OURS = {
 _OPTIONAL = ("data_source", "extra_info")
 # Parameters that nothing is given to, and what to do.
 WITHOUT_COUNTERPART = {
-    "environments": "an environment's method get_reward or its attribute reward pays here",
+    "environments": "it is given what an environment kept: train with --environment",
     "completion_ids": "give the function a parameter responses, which are texts",
     "completions_ids": "give the function a parameter responses, which are texts",
     "response_ids": "give the function a parameter responses, which are texts",

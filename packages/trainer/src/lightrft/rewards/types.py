@@ -17,6 +17,8 @@ MEDIA_COLUMNS = ("images", "videos", "audios")
 # All that is offered beside the columns of the data: of each response also its conversation.
 CONVERSATIONS = "conversations"
 OFFERED_COLUMNS = (*MEDIA_COLUMNS, CONVERSATIONS)
+# Beside these, where an environment is played: of each response what its environment kept.
+ENVIRONMENTS = "environments"
 
 
 class RewardError(RuntimeError):
@@ -38,6 +40,8 @@ class RewardResult:
 
 # In the place of a reward that could not be decided: no failure of the function. Told by identity.
 UNDECIDED = RewardResult(math.nan, {"undecided": 1.0})
+# Where a function says None, as TRL's do of rows that are others' to score. Told by identity.
+NOT_SCORED = RewardResult(0.0)
 
 
 class RewardFunction(Protocol):
@@ -128,6 +132,17 @@ class TakesColumns(Protocol):
     def try_out(self, prompts: Texts, labels: Labels, columns: Columns) -> None:
         """Raises a RewardError if it cannot score responses that are the labels."""
         ...
+
+
+@runtime_checkable
+class ReadsEnvironments(Protocol):
+    """A reward that may read what environments kept at the end of their episodes.
+
+    Args:
+        reads_environments: It does: the column `environments` must be offered.
+    """
+
+    reads_environments: bool
 
 
 @dataclass(frozen=True, slots=True)

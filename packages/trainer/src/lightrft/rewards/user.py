@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.config import TrainConfig
+from lightrft.rewards.environment_snapshot import with_snapshots
 from lightrft.rewards.other_signatures import WITHOUT_COUNTERPART, adapted
 from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError
 from lightrft.rewards.types import (
+    ENVIRONMENTS,
     MEDIA_COLUMNS,
+    NOT_SCORED,
     OFFERED_COLUMNS,
     Columns,
     Labels,
@@ -71,8 +74,9 @@ class FunctionReward:
     present, else the sum; the other entries are components. Of `prompts`, `responses`
     (or `completions`), `labels` and the data's columns the function gets those it has a parameter
     for; under `images`, `videos` and `audios` it gets lists of Pillow images, of frames with their
-    facts and of samples with their rate, and under `conversations` the messages of prompt and
-    response, if it has parameters of these names.
+    facts and of samples with their rate, under `conversations` the messages of prompt and
+    response, and in a run with an environment under `environments` what each episode's kept, if it
+    has parameters of these names.
 
     Args:
         spelling: The name, after what says where the function is and a colon, if there is that.
@@ -90,6 +94,9 @@ class FunctionReward:
         self._signature = signature
         self.whole_batch = signature.whole_batch
         own = {parameter["name"] for parameter in signature.of_kind("KEYWORD_ONLY")}
+        self.reads_environments = (
+            ENVIRONMENTS in self._signature.by_keyword and config.environment is not None
+        )
         given = config.reward_args or {}
         self.options = {key: value for key, value in given.items() if key in own}
 
@@ -100,20 +107,29 @@ class FunctionReward:
         if not responses:
             return []
         self.check_columns(columns)
+        if self.reads_environments and ENVIRONMENTS not in columns:
+            raise RewardError(
+                f"reward function {self._spelling} reads environments, and none was played for "
+                "these responses"
+            )
         given = (prompts, labels, responses, responses)
         offered = {**columns, **dict(zip(ARGUMENTS, given, strict=True))}
         asked = self._signature.by_keyword
         nothing: list[object] = [()] * len(responses)
         offered = {**{name: nothing for name in MEDIA_COLUMNS if name in asked}, **offered}
         # Pixels are large: who takes everything is not given them.
-        left_out = ("completions", *OFFERED_COLUMNS) if self._signature.takes_all else offered
+        apart = ("completions", *OFFERED_COLUMNS, ENVIRONMENTS)
+        left_out = apart if self._signature.takes_all else offered
         chosen = {
             name: list(values)
             for name, values in offered.items()
             if name in asked or name not in left_out
         }
-        results = []
+        results = list[RewardResult]()
         for reward, components in self._call({**chosen, **self.options}, len(responses)):
+            if reward is None and not components:
+                results.append(NOT_SCORED)
+                continue
             total = sum(components.values()) if reward is None else reward
             results.append(RewardResult(total, {self.name: total, **components}))
         return results
@@ -122,6 +138,7 @@ class FunctionReward:
         """Raise a RewardError if a required parameter is no column of the data."""
         required = {name for name, is_required in self._signature.by_keyword.items() if is_required}
         known = {*ARGUMENTS, *OFFERED_COLUMNS, *columns, *self.options}
+        known |= {ENVIRONMENTS} if self.reads_environments else set()
         missing = sorted(required - known)
         if missing:
             names = ", ".join(sorted(columns))
@@ -138,7 +155,7 @@ class FunctionReward:
         Raises:
             RewardError: The function fails, or returns something else than numbers.
         """
-        if not set(MEDIA_COLUMNS) & set(self._signature.by_keyword):
+        if not {*MEDIA_COLUMNS, ENVIRONMENTS} & set(self._signature.by_keyword):
             self.score(prompts, [label or "" for label in labels], labels, columns)
 
     def close(self) -> None:
@@ -173,7 +190,8 @@ class PlainReward(FunctionReward):
 
     def _call(self, arguments: dict[str, object], num_responses: int) -> list[CheckedResult]:
         try:
-            returned = self._function(**with_pixels(arguments))
+            given = with_snapshots(with_pixels(arguments), opens_pickles=False)
+            returned = self._function(**given)
             if can_wait(returned):
                 returned = self._thread.submit(self._loop.settle, returned).result()
             return checked_results(returned, num_responses)

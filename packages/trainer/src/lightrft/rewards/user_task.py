@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict, cast, runtime_checkable
 
 from lightrft.kernels.names import nearest_names
+from lightrft.rewards.environment_snapshot import with_snapshots
 from lightrft.rewards.other_signatures import adapted
 from lightrft.rewards.types import MEDIA_COLUMNS
 from lightrft.rewards.worker import ReportedError
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 MODULE_NAME = "lightrft_user_reward"
 
 
-# Reward, or None for the sum of the components, and components of one response.
+# Reward, or None for the sum of the components, and components of one response; without either
+# the function did not score it.
 CheckedResult = tuple[float | None, dict[str, float]]
 
 
@@ -79,7 +81,9 @@ class UserFunction:
         arguments = cast("dict[str, object]", request)
         responses = arguments.get("responses", arguments.get("completions"))
         seed_generators(self._seed, responses)
-        returned = self._loop.settle(self._function(**with_pixels(arguments)))
+        classes = vars(sys.modules[MODULE_NAME])
+        given = with_snapshots(with_pixels(arguments), opens_pickles=True, classes=classes)
+        returned = self._loop.settle(self._function(**given))
         return checked_results(returned, len(cast("list[object]", responses)))
 
 
@@ -223,6 +227,8 @@ def checked_results(returned: object, num_responses: int) -> list[CheckedResult]
 
 
 def _checked_item(index: int, item: object) -> CheckedResult:
+    if item is None:
+        return None, {}
     if not isinstance(item, Mapping):
         return finite_number(f"result {index}", item), {}
     if not item:

@@ -16,8 +16,10 @@ from lightrft.engines.media.media import MEDIA_KINDS, Media
 from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.records.sample_ledger import FUNCTION, MODELS, SampleLedger
 from lightrft.records.table import RowTable, exchange
+from lightrft.rewards.environment_snapshot import KeptEnvironment
 from lightrft.rewards.types import (
     CONVERSATIONS,
+    ENVIRONMENTS,
     MEDIA_COLUMNS,
     UNDECIDED,
     CallStyle,
@@ -190,6 +192,9 @@ class GroupScorer:
             CONVERSATIONS: [rollout.messages for rollout in rollouts],
             **columns,
         }
+        if any(rollout.environment is not None for rollout in rollouts):
+            kept = [rollout.environment or KeptEnvironment() for rollout in rollouts]
+            offered[ENVIRONMENTS] = kept
         results = self._function.score(texts, responses, labels, offered)
         _check_results(rollouts, results)
         found = [UNDECIDED if result is None else result for result in results]
@@ -277,6 +282,7 @@ def score_rollouts(
     """
     scored: list[ScoredRollout] = []
     for index, (rollout, result) in enumerate(zip(rollouts, results, strict=True)):
+        rollout = replace(rollout, environment=None)  # read by now
         sources = [given[index] for given in (model_results, environment_results) if given]
         if result is None or result is UNDECIDED or None in sources:
             known = UNDECIDED.components if result is UNDECIDED else {}

@@ -19,7 +19,7 @@ from lightrft.engines.ledger import hash_context
 from lightrft.engines.rows import request_seed
 from lightrft.records.rollout import Rollout
 from lightrft.records.sample_ledger import ENVIRONMENT
-from lightrft.rewards.types import RewardResult
+from lightrft.rewards.types import ReadsEnvironments, RewardResult
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.episode_batch import EpisodeBatch
 from lightrft.rollout.environments.journal import (
@@ -327,10 +327,19 @@ class EpisodeSource:
             batch.journal.leave(num_rounds)
             problem = self._round(wave, num_rounds)
             num_rounds += 1
+            problem = self._keep(wave) or problem
             for group in batch.finished_groups():
                 on_group(group)
         batch.journal.leave(num_rounds)
         return num_rounds
+
+    def _keep(self, batch: EpisodeBatch) -> Exception | None:
+        """Keeps what reward functions read of the episodes that have ended."""
+        function = self._parts.reward_function
+        if not (isinstance(function, ReadsEnvironments) and function.reads_environments):
+            return None
+        ended = [e for e in batch.episodes if not e.is_open and e.failure is None]
+        return batch.after_end([e for e in ended if e.kept is None], self._answers.keep)
 
     def _reset(self, batch: EpisodeBatch) -> Exception | None:
         """Begins the episodes; each prompt gets the message of its `reset`."""

@@ -11,6 +11,7 @@ from lightrft.engines.media.media import LaterImages
 from lightrft.engines.types import Completion, Facts
 from lightrft.records.columns import join_facts
 from lightrft.records.rollout import AnsweredCall, Conversation, Rollout, Segment
+from lightrft.rewards.environment_snapshot import KeptEnvironment
 from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.content import Parts, from_json
 from lightrft.rollout.environments.pool import EpisodeError, Host, NoRoomError
@@ -30,6 +31,7 @@ class Episode:
         environment: Its own.
         seeds: Of the draws in `reset`, the same for all samples of a prompt, and of later ones.
         no_room: Why it could not begin yet.
+        kept: What its environment kept at its end, where a reward function reads that.
     """
 
     number: int
@@ -58,6 +60,7 @@ class Episode:
     generation: int = 0
     num_restarts: int = 0
     pending: list[ToolCall] = field(default_factory=list)
+    kept: KeptEnvironment | None = None
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -191,4 +194,5 @@ class Episode:
                 self.num_restarts,
             ),
             later=tuple(self.later),
+            environment=self.kept,
         )

@@ -102,6 +102,17 @@ class EpisodeBatch:
 
     def begin(self, episodes: Sequence[Episode], work: Work) -> None:
         """Begins work on episodes on their hosts; `collect` waits for it."""
+        self.busy |= self._begin(episodes, work)
+
+    def after_end(self, episodes: Sequence[Episode], work: Work) -> Exception | None:
+        """Work on episodes that have ended, waited for alone; see `collect`."""
+        futures = self._begin(episodes, work)
+        problems = [self._outcome(episode, futures[episode.number]) for episode in episodes]
+        return next((problem for problem in problems if problem is not None), None)
+
+    def _begin(
+        self, episodes: Sequence[Episode], work: Work
+    ) -> dict[int, Future[EpisodeError | None]]:
         by_number = {episode.number: episode for episode in episodes}
 
         def on_host(number: int, host: Host) -> None:
@@ -111,7 +122,7 @@ class EpisodeBatch:
                 raise EpisodeError(known)  # a deadline is never decided twice
             work(episode, host)
 
-        self.busy |= self.pool.begin(list(by_number), on_host)
+        return self.pool.begin(list(by_number), on_host)
 
     def collect(self, must_wait: Callable[[], bool]) -> Exception | None:
         """Waits for work on hosts; an error to be raised, unless failures are masked.

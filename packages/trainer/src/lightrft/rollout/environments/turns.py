@@ -17,6 +17,7 @@ from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_prompt, encode_row
 from lightrft.records.rollout import AnsweredCall, Rollout, Segment
 from lightrft.records.sample_ledger import SampleEntry
+from lightrft.rewards.environment_snapshot import KeptEnvironment
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.call_formats import MalformedCallError, ToolCall
 from lightrft.rollout.environments.call_schema import check_call
@@ -417,6 +418,13 @@ class Answers:
         content = from_json(answer.get("content"), f"an image that {call.name} answered with")
         is_last = "ends_episode" in answer
         return AnsweredCall(call.name, arguments, "ok", text, seconds, is_last, content)
+
+    def keep(self, episode: Episode, host: Host) -> None:
+        """Keeps the attributes of an environment for reward functions."""
+        seconds = self.config.tool_timeout_seconds
+        episode.host_on(host, seconds=seconds, stateless=self.spec.stateless)
+        found = host.ask("keep", str(episode.number), seconds=seconds, draws=episode.draws)
+        episode.kept = KeptEnvironment(*cast("tuple[str, dict[str, dict[str, object]]]", found))
 
     def reward(self, episode: Episode, host: Host) -> RewardResult:
         """The reward of an episode by its environment."""

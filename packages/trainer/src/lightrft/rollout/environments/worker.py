@@ -23,6 +23,7 @@ from typing import ClassVar, cast
 
 from lightrft.config import ConfigError
 from lightrft.config.registry import ENVIRONMENT_KINDS, load_reference, split_kind, split_reference
+from lightrft.rewards.environment_snapshot import keep_attributes
 from lightrft.rewards.user_task import finite_number, seed_generators
 from lightrft.rewards.worker import ReportedError
 from lightrft.rollout.environments.calls import ENVIRONMENT_COLUMN
@@ -65,6 +66,11 @@ class Adapted(ABC):
     takes_options: ClassVar[bool] = False
     answers_turns: ClassVar[bool] = False
     is_done = False
+
+    @property
+    def author(self) -> object:
+        """What has the attributes that reward functions read."""
+        return self
 
     @abstractmethod
     def reset(self, **row: object) -> object:
@@ -173,6 +179,8 @@ class HostedEnvironments:
             )
         if operation == "reward":
             return self._reward(episode)
+        if operation == "keep":
+            return self._keep(episode)
         ended = self._episodes.pop(episode, None)
         if isinstance(ended, Adapted):
             ended.close()
@@ -235,6 +243,13 @@ class HostedEnvironments:
             total = parts.pop("reward", None)
             return [sum(parts.values()) if total is None else total, parts]
         return [finite_number("get_reward", reward), {}]
+
+    def _keep(self, episode: str) -> list[object]:
+        """Name of the class, and its public attributes."""
+        environment = self._episodes.get(episode)
+        if isinstance(environment, Adapted):
+            environment = environment.author
+        return [type(environment).__name__, keep_attributes(environment)]
 
     def _parts(self, result: object, name: str) -> Parts:
         """Texts and images of an answer.

@@ -61,6 +61,11 @@ class Conversation(Adapted):
         self._make, self._reward, self._options = make, 0.0, Settings(options)
         self._open = ExitStack()
 
+    @property
+    def author(self) -> object:
+        """See `Adapted`."""
+        return self._environment
+
     def reset(self, **row: object) -> object:
         """Begins with the prompt; what `init` puts at the end of its last message is added."""
         self._environment = self._make(env_config=self._options, extras=dict(row))

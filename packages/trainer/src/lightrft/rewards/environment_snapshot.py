@@ -1,0 +1,152 @@
+"""Attributes of an environment at the end of its episode, for reward functions that read them.
+
+Environments live in processes of their own. What crosses is JSON; other values are in it as
+pickles, which only the process of a reward function opens, and only when they are read.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import io
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import cast
+
+from lightrft.rewards.types import ENVIRONMENTS
+from lightrft.rewards.worker import ReportedError
+
+# Of one attribute; what is longer is no state of an episode.
+MAX_ATTRIBUTE_BYTES = 1 << 20
+_NO_CLASSES: Mapping[str, object] = MappingProxyType({})
+
+
+class UnreadableAttributeError(ReportedError):
+    """An attribute of an environment could not be brought to a reward function."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptEnvironment:
+    """An environment as it crosses processes.
+
+    Args:
+        class_name: Of the author's class.
+        attributes: By name `{"json": value}`, `{"pickle": base64}` or `{"error": text}`.
+    """
+
+    class_name: str = ""
+    attributes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+
+class EnvironmentSnapshot:
+    """The public attributes of an environment, to be read.
+
+    `isinstance` takes it for one of the author's class where the reward's file has that class.
+
+    Args:
+        kept: What was kept.
+        opens_pickles: This process may run what it unpickles.
+        classes: By name, those of the reward's file.
+    """
+
+    __slots__ = ("_classes", "_kept", "_opens_pickles")
+    _classes: Mapping[str, object]
+    _kept: KeptEnvironment
+    _opens_pickles: bool
+
+    def __init__(
+        self,
+        kept: KeptEnvironment,
+        *,
+        opens_pickles: bool,
+        classes: Mapping[str, object] = _NO_CLASSES,
+    ) -> None:
+        for name, value in zip(self.__slots__, (classes, kept, opens_pickles), strict=True):
+            object.__setattr__(self, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        found = self._classes.get(self._kept.class_name)
+        return found if isinstance(found, type) else EnvironmentSnapshot
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        kept = self._kept
+        place = f"attribute {name!r} of the environment {kept.class_name}".rstrip()
+        if name not in kept.attributes:
+            listing = ", ".join(sorted(kept.attributes)) or "none, since its episode failed"
+            raise AttributeError(f"no {place}: kept are its public attributes, {listing}")
+        found = kept.attributes[name]
+        if "json" in found:
+            return found["json"]
+        if "error" in found:
+            raise UnreadableAttributeError(f"{place} cannot be read: {found['error']}")
+        if not self._opens_pickles:
+            raise UnreadableAttributeError(
+                f"{place} is neither number, text, list nor dict, which alone are read in the "
+                "trainer's process: give the reward as FILE.py:FUNCTION"
+            )
+        try:
+            return cast("object", pickle.loads(base64.b64decode(str(found["pickle"]))))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UnreadableAttributeError(f"{place} cannot be read here: {reason}") from error
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"attribute {name!r} cannot be set: environments are to be read here")
+
+    def __repr__(self) -> str:
+        return f"<snapshot of {self._kept.class_name}>"
+
+
+def with_snapshots(
+    arguments: Mapping[str, object],
+    *,
+    opens_pickles: bool,
+    classes: Mapping[str, object] = _NO_CLASSES,
+) -> dict[str, object]:
+    """Arguments of a reward function, its environments to be read; see `EnvironmentSnapshot`."""
+    if ENVIRONMENTS not in arguments:
+        return dict(arguments)
+    kept = cast("Sequence[KeptEnvironment]", arguments[ENVIRONMENTS])
+    shown = [EnvironmentSnapshot(k, opens_pickles=opens_pickles, classes=classes) for k in kept]
+    return {**arguments, ENVIRONMENTS: shown}
+
+
+def keep_attributes(environment: object) -> dict[str, dict[str, object]]:
+    """The public attributes and properties of an environment, methods apart; each for itself."""
+    found = {}
+    for name in dir(environment):
+        if name.startswith("_"):
+            continue
+        try:
+            value: object = getattr(environment, name)
+            if not inspect.isroutine(value):
+                found[name] = _encoded(value)
+        except Exception as error:  # noqa: BLE001 - told to whoever reads it
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+    return found
+
+
+def _encoded(value: object) -> dict[str, object]:
+    try:
+        text = json.dumps(value, allow_nan=False)
+        if len(text) <= MAX_ATTRIBUTE_BYTES and json.loads(text) == value:
+            return {"json": value}
+    except (TypeError, ValueError, RecursionError):
+        pass
+    buffer = _Bounded()
+    pickle.Pickler(buffer).dump(value)
+    return {"pickle": base64.b64encode(buffer.getvalue()).decode()}
+
+
+class _Bounded(io.BytesIO):
+    def write(self, data: object) -> int:
+        written = super().write(cast("bytes", data))
+        if self.tell() > MAX_ATTRIBUTE_BYTES:
+            raise ValueError(f"it has more than {MAX_ATTRIBUTE_BYTES} bytes")
+        return written
