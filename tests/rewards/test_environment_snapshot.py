@@ -14,9 +14,9 @@ from lightrft.rewards import RewardError
 from lightrft.rewards.environment_snapshot import (
     MAX_ATTRIBUTE_BYTES,
     EnvironmentSnapshot,
-    KeptEnvironment,
     keep_attributes,
 )
+from lightrft.rewards.types import KeptEnvironment
 from lightrft.rewards.user import PlainReward, UserReward
 
 FUNCTION = """

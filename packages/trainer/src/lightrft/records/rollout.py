@@ -9,7 +9,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import LaterImages, Media
 from lightrft.engines.media.sources import ImageSource
 from lightrft.engines.types import Completion
-from lightrft.rewards.environment_snapshot import KeptEnvironment
+from lightrft.rewards.types import KeptEnvironment
 
 
 @dataclass(frozen=True, slots=True)

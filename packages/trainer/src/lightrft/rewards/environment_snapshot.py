@@ -12,11 +12,10 @@ import io
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import cast
 
-from lightrft.rewards.types import ENVIRONMENTS
+from lightrft.rewards.types import ENVIRONMENTS, KeptEnvironment
 from lightrft.rewards.worker import ReportedError
 
 # Of one attribute; what is longer is no state of an episode.
@@ -26,19 +25,6 @@ _NO_CLASSES: Mapping[str, object] = MappingProxyType({})
 
 class UnreadableAttributeError(ReportedError):
     """An attribute of an environment could not be brought to a reward function."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeptEnvironment:
-    """An environment as it crosses processes.
-
-    Args:
-        class_name: Of the author's class.
-        attributes: By name `{"json": value}`, `{"pickle": base64}` or `{"error": text}`.
-    """
-
-    class_name: str = ""
-    attributes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
 class EnvironmentSnapshot:

@@ -44,6 +44,19 @@ UNDECIDED = RewardResult(math.nan, {"undecided": 1.0})
 NOT_SCORED = RewardResult(0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class KeptEnvironment:
+    """An environment as it crosses processes.
+
+    Args:
+        class_name: Of the author's class.
+        attributes: By name `{"json": value}`, `{"pickle": base64}` or `{"error": text}`.
+    """
+
+    class_name: str = ""
+    attributes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+
 class RewardFunction(Protocol):
     """Scores responses; holds processes, so it must be closed."""
 

@@ -16,13 +16,13 @@ from lightrft.engines.media.media import MEDIA_KINDS, Media
 from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.records.sample_ledger import FUNCTION, MODELS, SampleLedger
 from lightrft.records.table import RowTable, exchange
-from lightrft.rewards.environment_snapshot import KeptEnvironment
 from lightrft.rewards.types import (
     CONVERSATIONS,
     ENVIRONMENTS,
     MEDIA_COLUMNS,
     UNDECIDED,
     CallStyle,
+    KeptEnvironment,
     RewardError,
     RewardFunction,
     RewardResult,
@@ -191,10 +191,8 @@ class GroupScorer:
             **self._media_columns(rows),
             CONVERSATIONS: [rollout.messages for rollout in rollouts],
             **columns,
+            **_kept_environments(rollouts),
         }
-        if any(rollout.environment is not None for rollout in rollouts):
-            kept = [rollout.environment or KeptEnvironment() for rollout in rollouts]
-            offered[ENVIRONMENTS] = kept
         results = self._function.score(texts, responses, labels, offered)
         _check_results(rollouts, results)
         found = [UNDECIDED if result is None else result for result in results]
@@ -213,6 +211,13 @@ class GroupScorer:
             for name, kind in MEDIA_KINDS.items()
             if kind.plural in MEDIA_COLUMNS
         }
+
+
+def _kept_environments(rollouts: Sequence[Rollout]) -> dict[str, list[KeptEnvironment]]:
+    """What environments kept, by its column; {} where nothing is kept."""
+    if all(rollout.environment is None for rollout in rollouts):
+        return {}
+    return {ENVIRONMENTS: [rollout.environment or KeptEnvironment() for rollout in rollouts]}
 
 
 def _check_results(rollouts: Sequence[Rollout], results: Sequence[RewardResult | None]) -> None:

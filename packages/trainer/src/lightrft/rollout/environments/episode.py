@@ -11,7 +11,7 @@ from lightrft.engines.media.media import LaterImages
 from lightrft.engines.types import Completion, Facts
 from lightrft.records.columns import join_facts
 from lightrft.records.rollout import AnsweredCall, Conversation, Rollout, Segment
-from lightrft.rewards.environment_snapshot import KeptEnvironment
+from lightrft.rewards.types import KeptEnvironment
 from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.content import Parts, from_json
 from lightrft.rollout.environments.pool import EpisodeError, Host, NoRoomError

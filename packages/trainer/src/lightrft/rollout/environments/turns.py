@@ -17,8 +17,7 @@ from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_prompt, encode_row
 from lightrft.records.rollout import AnsweredCall, Rollout, Segment
 from lightrft.records.sample_ledger import SampleEntry
-from lightrft.rewards.environment_snapshot import KeptEnvironment
-from lightrft.rewards.types import RewardResult
+from lightrft.rewards.types import KeptEnvironment, RewardResult
 from lightrft.rollout.environments.call_formats import MalformedCallError, ToolCall
 from lightrft.rollout.environments.call_schema import check_call
 from lightrft.rollout.environments.calls import as_error
