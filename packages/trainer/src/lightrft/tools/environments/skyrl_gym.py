@@ -85,7 +85,8 @@ class Conversation(Adapted):
         """Observations, reward and end after a turn.
 
         Raises:
-            EpisodeLostError: The author's `step` raised, or its answer has another form.
+            EpisodeLostError: The author's `step` raised, its answer has another form, or it
+                replaces what was said.
         """
         try:
             answer = self._environment.step(action)
@@ -94,6 +95,12 @@ class Conversation(Adapted):
         if not isinstance(answer, Mapping) or not {"observations", "reward", "done"} <= set(answer):
             raise EpisodeLostError(
                 "step must return observations, reward and done: got " + str(answer)[:200]
+            )
+        if answer.get("postprocessed_action") not in (None, action):
+            raise EpisodeLostError(
+                f"step returned postprocessed_action {str(answer['postprocessed_action'])[:80]!r}: "
+                "a turn is trained as it was sampled, and stays in the conversation as it is; "
+                "leave it out"
             )
         self._reward += float(cast("float", answer["reward"]))
         self.is_done = bool(answer["done"])

@@ -1,0 +1,96 @@
+"""Five shapes of SkyRL-Gym's environments run unchanged."""
+
+import importlib.util
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from lightrft.rewards.types import RewardError
+from lightrft.rollout.environments.pool import EnvironmentPool
+
+FILE = Path(__file__).with_name("skyrl_environments.py")
+_SPEC = importlib.util.spec_from_file_location(
+    "environment_stage", Path(__file__).with_name("test_environments.py")
+)
+environments = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(environments)
+# Of each shape its row, what the model says, what it is answered, the reward, and options.
+CASES = {
+    "Grade": ({}, ["so\n#### 4"], [[""]], 1.0, {}),
+    "Tries": ({}, ["#### 5", "none", "#### 4"], [["Try again."], ["Try again."], [""]], 1.05, {}),
+    "Search": (
+        {},
+        ["<search>four</search>", "no tag", "<answer>4</answer>"],
+        [
+            ["\n<information>http://s?four&3</information>\n"],
+            ["\n<information>'NoneType' object has no attribute 'group'</information>\n"],
+            [""],
+        ],
+        1.0,
+        {"environment_args": {"search_url": "http://s", "topk": 3}},
+    ),
+    "Query": (
+        {"db_id": "shop", "reward_spec": {"ground_truth": "select 4"}},
+        ["<sql>select a from t</sql>", "<solution>select max(a) from t</solution>"],
+        [["[(3,), (4,)]\n<reminder>3 turns left</reminder>"], [""]],
+        1.0,
+        {},
+    ),
+    "Tools": (
+        {},
+        ["what?", "<tool><python>2+2</python></tool>", "#### 4"],
+        [["ValueError: No <tool>...</tool> block found."], ["4"], [""]],
+        1.0,
+        {},
+    ),
+}
+
+
+def played(tmp_path, monkeypatch, name, **changes):
+    """The first of two equal episodes of a shape, what it was answered, and its reward."""
+    row, turns, _, _, options = CASES[name]
+    row = {"input": "2+2?", "reward_spec": {"ground_truth": "4"}, **row}
+    place = f"skyrl_gym:{FILE}" if name[0].isupper() else "skyrl_gym"
+    monkeypatch.setattr(environments, "CASES", place)
+    monkeypatch.setattr(environments, "pool_of", EnvironmentPool)
+    options = {"max_turns": 4, **options, **changes}
+    stage = environments.Stage(
+        tmp_path, lambda request_id: turns, rows=[row], environment=name, **options
+    )
+    try:
+        rollouts, rewards = stage.sample()
+    finally:
+        stage.environments.close()
+    answers = [[a.text for a in turn] for turn in rollouts[0].conversation.answers]
+    return stage.text(rollouts[0]), answers, rewards[0].reward
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_five_shapes_are_played_and_paid_as_under_skyrl(tmp_path, monkeypatch, name):
+    with sqlite3.connect(tmp_path / "shop.sqlite") as connection:
+        connection.execute("create table t (a int)")
+        connection.execute("insert into t values (3), (4)")
+    options = {"environment_args": {"db_path": str(tmp_path)}} if name == "Query" else {}
+    text, answers, reward = played(tmp_path, monkeypatch, name, **options)
+    assert answers == CASES[name][2]
+    assert reward == pytest.approx(CASES[name][3])
+    for (answer,) in answers[:-1]:
+        assert f"<|im_start|>user\n{answer}<|im_end|>" in text
+
+
+def test_a_turn_is_never_replaced_by_what_an_environment_makes_of_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(CASES, "Rewrites", CASES["Grade"])
+    with pytest.raises(RewardError, match=r"postprocessed_action 'so': .* is trained as it was"):
+        played(tmp_path, monkeypatch, "Rewrites")
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_multi_turn", "aime", "lcb", "searchcode"])
+def test_the_packages_own_classes_run_where_it_is_installed(tmp_path, monkeypatch, name):
+    pytest.importorskip("skyrl_gym")
+    truth = {"ground_truth": "[]" if name == "lcb" else "4"}
+    row = {"reward_spec": truth, "reward_model": truth, "extra_info": {}}
+    monkeypatch.setitem(CASES, name, (row, ["so\nAnswer: 4\n#### 4"], None, None, {}))
+    _, answers, reward = played(tmp_path, monkeypatch, name)
+    assert answers[-1] == [""]
+    assert name in ("lcb", "searchcode") or reward == 1.0
