@@ -131,6 +131,14 @@ def test_data() -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What runs remember of media; uv keeps its own, which is large."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("UV_CACHE_DIR", str(usual / "uv"))
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     """Two tests on one machine must not fight for cores, and sums must not depend on them."""

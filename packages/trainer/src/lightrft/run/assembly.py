@@ -36,7 +36,7 @@ from lightrft.run.callbacks import Callback
 from lightrft.run.loop import Loop, LoopResult
 from lightrft.run.provenance import write_model_run
 from lightrft.run.resume import RunPlan, plan_run, require_media
-from lightrft.run.run_inputs import media_sha256
+from lightrft.run.run_inputs import media_sha256, remembered_media
 from lightrft.run.start import end_run, sole_writer, start_run
 from lightrft.run.threads import choose_threads
 from lightrft.stages.metrics import RunAlarmError
@@ -151,16 +151,18 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
             return _nothing_left(config, plan.summary)
         config, note = _with_learning_rate(config.replaced(plan.kept), stage)
         read = cast("Callable[[TrainConfig], StageInputs]", STAGES.load(stage))
-        inputs = read(config)
-        stack.callback(inputs.close)
         folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
         console: RunConsole | None = None
         media = ""
+        with remembered_media(config, writes=rank == 0):
+            inputs = read(config)
+            stack.callback(inputs.close)
+            if rank == 0:
+                stack.enter_context(sole_writer(folder))
+                console = _open_console(config, stack)
+                with phase("hash images and sounds", 60 * config.timeout_minutes):
+                    media = media_sha256(inputs.media_digests())
         if rank == 0:
-            stack.enter_context(sole_writer(folder))
-            console = _open_console(config, stack)
-            with phase("hash images and sounds", 60 * config.timeout_minutes):
-                media = media_sha256(inputs.media_digests())
             if plan.resumes:
                 require_media(config, media)
             _open_folder(config, plan, note)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lightrft.config import TrainConfig
-from lightrft.config.files import file_sha256
+from lightrft.config.files import FileError, file_sha256, read_object, sealed, typed, unsealed
 from lightrft.config.registry import REGISTRIES, split_kind, split_reference
 from lightrft.config.sources import split_sources
+from lightrft.config.toml import write_whole
 from lightrft.datasets.files import local_files
 from lightrft.datasets.row_origin import origin_of
+from lightrft.engines.media.verdicts import SETTLED_SECONDS, Verdict, Verdicts, keeping
+from lightrft.reporting.files import package_versions
 from lightrft.rollout.agents.agent_pool import named_paths
 from lightrft.run.provenance import describe_models, own_functions
 
@@ -45,6 +51,45 @@ def media_sha256(digests: Iterable[bytes]) -> str:
     """One hash of all media of a run's rows, in order; "" without media."""
     joined = b"\n".join(digests)
     return hashlib.sha256(joined).hexdigest() if joined else ""
+
+
+@contextmanager
+def remembered_media(
+    config: TrainConfig, *, writes: bool, settled_seconds: float = SETTLED_SECONDS
+) -> Iterator[None]:
+    """Within it, what an earlier run of the same data found in files of media is not read again.
+
+    A file of `$XDG_CACHE_HOME/lightrft/media` (`~/.cache`) has it, which is read at the beginning
+    and written at the end, also after an error; where that cannot be done nothing is remembered.
+
+    Args:
+        config: Names the data.
+        writes: Of one rank alone.
+        settled_seconds: See `Verdicts`.
+    """
+    versions = package_versions(("lightrft-engines", "pillow"))
+    data = [config.prompt_data, config.eval_data, config.pretrain_data]
+    name = hashlib.sha256(json.dumps([str(Path.cwd()), data, versions]).encode()).hexdigest()
+    known: dict[str, Verdict] = {}
+    with suppress(RuntimeError, OSError, FileError):
+        held = unsealed(read_object(_cache_folder() / name), name)
+        known = typed(dict[str, Verdict], held["files"], name)
+    verdicts, before = Verdicts(known, settled_seconds=settled_seconds), repr(known)
+    try:
+        with keeping(verdicts):
+            yield
+    finally:
+        if writes and repr(verdicts.by_path) != before:
+            files = {path: asdict(verdict) for path, verdict in verdicts.by_path.items()}
+            with suppress(RuntimeError, OSError):
+                folder = _cache_folder()
+                folder.mkdir(parents=True, exist_ok=True)
+                write_whole(folder / name, sealed({"files": files}))
+
+
+def _cache_folder() -> Path:
+    """Of this user; a RuntimeError of one without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightrft", "media")
 
 
 def describe_inputs(config: TrainConfig, media: str = "") -> dict[str, Mapping[str, object]]:

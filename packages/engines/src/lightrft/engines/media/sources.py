@@ -31,6 +31,7 @@ from lightrft.engines.media.pictures import (
     opened,
     upright_size,
 )
+from lightrft.engines.media.verdicts import verdict_of
 from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
@@ -92,7 +93,9 @@ class FileSource:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of its bytes: two images with one digest are one image."""
-        return hashlib.sha256(self.read()).hexdigest()
+        known = verdict_of(self.path)
+        known.sha256 = known.sha256 or hashlib.sha256(self.read()).hexdigest()
+        return known.sha256
 
     def data_address(self) -> str:
         """Its bytes as `data:image/...;base64,...`; of no particular kind if nothing tells it."""
@@ -131,12 +134,16 @@ class ImageSource(FileSource):
 
     def whole_size(self) -> tuple[int, int]:
         """The same of a file that is not cut off; decodes what does not tell that itself."""
-        content = self.read()
-        with opened(content, self.name) as image:
-            size = upright_size(image, self.name)
-            if not is_whole(content, str(image.format)):
-                as_rgb(image, self.name)
-        return size
+        known = verdict_of(self.path)
+        if not known.size:
+            content = self.read()
+            with opened(content, self.name) as image:
+                size = upright_size(image, self.name)
+                if not is_whole(content, str(image.format)):
+                    as_rgb(image, self.name)
+            known.size = size
+        width, height = known.size
+        return width, height
 
     def decode(self) -> "Image":
         """The image in RGB, upright, what is transparent in white.
