@@ -1,4 +1,4 @@
-"""What was found in files of media, so that those that did not change need not be read again."""
+"""Verdicts on files of media, which need not be read again while they do not change."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ SETTLED_SECONDS = 2.0
 
 @dataclass(slots=True)
 class Verdict:
-    """What is known of a file.
+    """Hash and size of a file.
 
     Args:
         identity: Of the file as it was when it was looked at: device, inode, bytes, and when its
