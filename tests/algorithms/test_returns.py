@@ -159,6 +159,22 @@ def test_the_reward_skips_masked_tokens_and_empty_rows() -> None:
     assert shaped.tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, -2, 0, 0]]
 
 
+def test_what_turns_were_paid_stands_where_they_end_and_the_rest_on_the_last_token() -> None:
+    mask = torch.tensor([[True, True, False, True, True], [True, False, True, False, False]])
+    paid = torch.tensor([[0.0, 0.25, 0.0, 0.0, 0.5], [-1.0, 0.0, 0.0, 0.0, 0.0]])
+    shaped = token_rewards(torch.tensor([1.0, 2.0]), mask, turn_rewards=paid)
+    assert shaped.tolist() == [[0, 0.25, 0, 0, 0.75], [-1, 0, 3, 0, 0]]
+    kl = torch.ones(2, 5)
+    shaped = token_rewards(torch.tensor([1.0, 2.0]), mask, kl=kl, kl_coef=0.5, turn_rewards=paid)
+    assert shaped.sum(-1).tolist() == [1 - 4 * 0.5, 2 - 2 * 0.5]
+    # A turn is credited with what came after it alone.
+    returns = discounted_returns(shaped, mask, gamma=1.0)
+    whole = discounted_returns(
+        token_rewards(torch.tensor([1.0, 2.0]), mask, kl=kl, kl_coef=0.5), mask, gamma=1.0
+    )
+    assert (whole - returns)[mask].tolist() == [0, 0, 0.25, 0.25, 0, -1]
+
+
 def test_a_kl_weight_needs_a_kl_and_may_not_be_negative() -> None:
     with pytest.raises(ValueError, match="kl_coef must be >= 0"):
         token_rewards(torch.ones(1), ALL, kl_coef=0.1)

@@ -65,6 +65,21 @@ class Counter(environment_cases.Counter):
         return super().count_up()
 """
 LATE_SAMPLE = 14
+# Is paid call by call, more for later ones.
+PAYING = """
+import sys
+
+sys.path.insert(0, {cases!r})
+import environment_cases
+
+
+class Counter(environment_cases.Counter):
+    def get_call_reward(self):
+        return self.count / 4
+
+    def get_reward(self):
+        return -0.125
+"""
 # Draws its task in `reset` and its answers in the tool, from three generators without a seed.
 DRAWING = """
 import random
@@ -188,7 +203,14 @@ def alone(folder):
         "turn_credit": "discounted",
         "gamma": 0.9,
     }
-    return run(folder, 1, (padded, packed, late, longer))
+    (folder / "paying.py").write_text(PAYING.format(cases=str(CASES.parent)))
+    paying = {
+        **padded,
+        "environment": f"{folder / 'paying.py'}:Counter",
+        "advantage_estimator": "reinforce",
+        "reward_fn": (),
+    }
+    return run(folder, 1, (padded, packed, late, longer, paying))
 
 
 def assert_same_step(found, expected):
@@ -248,7 +270,7 @@ def test_recorded_samples_mark_what_the_journal_says_was_sampled(alone):
 
 @pytest.mark.timeout(600)
 def test_a_step_on_episodes_does_not_depend_on_the_layout(alone):
-    expected, packed, late, _ = alone
+    expected, packed, late, _, _ = alone
     metrics, output = expected
     assert_same_step(packed, expected)
     assert_same_step(late, expected)
@@ -290,11 +312,23 @@ def test_a_step_on_episodes_does_not_depend_on_the_layout(alone):
 
 @pytest.mark.timeout(600)
 def test_a_step_on_episodes_is_audited_like_any_other(alone):
-    for (_, output), step in ((alone[0], 1), (alone[3], 2)):
+    for (_, output), step in ((alone[0], 1), (alone[3], 2), (alone[4], 1)):
         report = audit_step(output, step)
         assert [row for row in report.rows if row.verdict == DIFFERS] == []
         audited = {row.quantity for row in report.rows if row.verdict != NOT_AUDITED}
         assert {"engine logprobs", "returns", "advantages", "response mask"} <= audited
+
+
+@pytest.mark.timeout(600)
+def test_rewards_of_calls_are_credited_to_the_turns_before_them(alone):
+    paid, seen = (0.25, 0.5), set()
+    for entry in lines(alone[4][1] / "trajectories.jsonl"):
+        starts = [start for start, _ in entry["sampled_spans"]]
+        left = [sum(paid[turn : len(starts) - 1]) - 0.125 for turn in range(len(starts))]
+        assert [entry["returns"][start] for start in starts] == pytest.approx(left)
+        assert entry["reward"] == pytest.approx(left[0])
+        seen.add(len(starts))
+    assert 3 in seen
 
 
 @pytest.mark.timeout(600)

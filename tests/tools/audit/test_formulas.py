@@ -198,7 +198,7 @@ def test_a_failed_row_has_no_part_in_its_group():
 
 def test_returns_whitening_and_gae_have_the_worked_values():
     kl = 0.1 * np.where(MASK, OLD - REF, 0.0)
-    shaped = adv.token_rewards(np.array([1.0, 0.0]), MASK, kl)
+    shaped = adv.token_rewards(np.array([1.0, 0.0]), MASK, kl, np.zeros(MASK.shape))
     found = adv.returns(shaped, MASK, TrainConfig())
     assert found[MASK] == pytest.approx(np.array([1.04, 1.03, 1.06, 0.96, 0.05, 0.07]))
     white, _ = adv.whitened(found, MASK)

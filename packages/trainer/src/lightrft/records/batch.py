@@ -169,9 +169,14 @@ def collate(
 
 
 def _padded_columns(table: SampleTable, attention_mask: Tensor) -> dict[str, Tensor]:
-    """The table's columns of tokens as [batch, seq] tensors; integers become int64."""
+    """The table's columns of tokens as [batch, seq] tensors; integers become int64.
+
+    A rare one that no row has is left out.
+    """
     found, known = {}, table.columns
     for column in COLUMNS.values():
+        if column.is_rare and not known[column.sent_where].any():
+            continue
         if column.is_padded and column.name in known:
             values = torch.from_numpy(table.per_token(column))
             dtype = torch.int64 if issubclass(column.dtype, np.integer) else values.dtype

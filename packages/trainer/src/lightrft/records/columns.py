@@ -77,6 +77,11 @@ class Column:
         """Whether it becomes a [batch, seq] tensor."""
         return self.level in ("token", "response token")
 
+    @property
+    def is_rare(self) -> bool:
+        """Whether most rows have nothing but zeros of it."""
+        return bool(self.sent_where) and self.sent_where == self.implied
+
     def read(self, scored: Sequence[ScoredRollout]) -> Values:
         """The values of samples, one after another."""
         if self.level == "row":
@@ -134,6 +139,23 @@ def _has_mixed_versions(item: ScoredRollout) -> bool:
     return versions is not None and not np.array_equal(versions, _even_versions(item))
 
 
+def _turn_rewards(item: ScoredRollout) -> list[float]:
+    """Of each turn that was answered; () where nothing is paid by turn, or the row is excluded."""
+    conversation = item.rollout.conversation
+    found = [] if conversation is None or item.is_masked else conversation.turn_rewards
+    return found if any(found) else []
+
+
+def _paid(item: ScoredRollout) -> ArrayLike:
+    """The rewards of turns on their last tokens."""
+    is_sampled = np.array(item.rollout.completion.is_sampled, dtype=np.bool_)
+    found, rewards = np.zeros(len(is_sampled)), _turn_rewards(item)
+    if rewards:
+        ends = np.flatnonzero(is_sampled & ~np.append(is_sampled[1:], False))
+        found[ends[: len(rewards)]] = rewards
+    return found
+
+
 _known = partial(Column, level="row", travels="exchange")
 _count = partial(_known, dtype=np.int64, wire="<i4")
 # On the wire, and within a message of tokens, columns have this order.
@@ -177,6 +199,7 @@ COLUMNS: dict[str, Column] = {
             of=lambda item: item.rollout.completion.logprobs_mode == "temperature",
         ),
         _known("has_mixed_versions", np.bool_, of=_has_mixed_versions),
+        _known("has_turn_rewards", np.bool_, of=lambda item: bool(_turn_rewards(item))),
         Column(
             "unshaped_rewards",
             np.float64,
@@ -214,6 +237,13 @@ COLUMNS: dict[str, Column] = {
             wire="runs",
             sent_where="has_mixed_versions",
             implied="weights_versions",
+        ),
+        Column(
+            "turn_rewards",
+            np.float32,
+            of=_paid,
+            sent_where="has_turn_rewards",
+            implied="has_turn_rewards",  # 0 where there are none
         ),
     )
 }

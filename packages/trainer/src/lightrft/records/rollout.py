@@ -40,6 +40,7 @@ class AnsweredCall:
         seconds: Until it came.
         ends_episode: The environment is done; the answer is not shown.
         content: Texts and images in order where there are images; () where `text` is all.
+        reward: Paid with the answer.
     """
 
     name: str
@@ -49,6 +50,7 @@ class AnsweredCall:
     seconds: float = 0.0
     ends_episode: bool = False
     content: tuple[str | ImageSource, ...] = ()
+    reward: float = 0.0
 
     @property
     def shown(self) -> tuple[str | ImageSource, ...]:
@@ -74,6 +76,11 @@ class Conversation:
     turns: tuple[str, ...]
     answers: tuple[tuple[AnsweredCall, ...], ...]
     num_restarts: int = 0
+
+    @property
+    def turn_rewards(self) -> list[float]:
+        """What was paid with the answers to each turn that was answered."""
+        return [sum(answer.reward for answer in turn) for turn in self.answers]
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,9 +124,16 @@ def broadcast_to_tokens(
 
 
 def token_rewards(
-    rewards: Tensor, response_mask: Tensor, *, kl: Tensor | None = None, kl_coef: float = 0.0
+    rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    turn_rewards: Tensor | None = None,
 ) -> Tensor:
     """R_t = -kl_coef kl_t, plus the row's reward on its last response token: [batch, seq].
+
+    Of the row's reward, what its turns were paid stands where they end, the rest on the last token.
 
     A row without response tokens has no place for its reward and stays 0.
 
@@ -135,6 +142,7 @@ def token_rewards(
         response_mask: [batch, seq] bool.
         kl: [batch, seq] per-token estimate against the reference (k1 is the unbiased one here).
         kl_coef: Weight of the penalty.
+        turn_rewards: [batch, seq], 0 outside the response; parts of `rewards`.
 
     Raises:
         ValueError: kl_coef is negative, or not 0 without `kl`.
@@ -143,8 +151,12 @@ def token_rewards(
         raise ValueError(f"kl_coef must be >= 0 and comes with a kl tensor: got {kl_coef}")
     tokens_from_here = response_mask.flip(-1).cumsum(-1).flip(-1)
     is_last = response_mask & (tokens_from_here == 1)
-    by_token = at_least_float32(rewards.detach()).unsqueeze(-1).expand(response_mask.shape)
-    shaped = mask_out(by_token, is_last)
+    rewards = at_least_float32(rewards.detach())
+    if turn_rewards is not None:
+        rewards = rewards - turn_rewards.sum(-1)
+    shaped = mask_out(rewards.unsqueeze(-1).expand(response_mask.shape), is_last)
+    if turn_rewards is not None:
+        shaped = shaped + turn_rewards
     if kl is None:
         return shaped
     return shaped - kl_coef * mask_out(at_least_float32(kl.detach()), response_mask)

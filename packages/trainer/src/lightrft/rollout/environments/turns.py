@@ -412,11 +412,12 @@ class Answers:
         found = host.ask("call", key, seconds=deadline, draws=episode.draws, **asked)
         answer = cast("dict[str, object]", found)
         seconds, text = time.perf_counter() - start, str(answer["text"])
+        reward = float(cast("float", answer.get("reward", 0.0)))
         if "error" in answer:
-            return AnsweredCall(call.name, arguments, "error", text, seconds)
+            return AnsweredCall(call.name, arguments, "error", text, seconds, reward=reward)
         content = from_json(answer.get("content"), f"an image that {call.name} answered with")
         is_last = "ends_episode" in answer
-        return AnsweredCall(call.name, arguments, "ok", text, seconds, is_last, content)
+        return AnsweredCall(call.name, arguments, "ok", text, seconds, is_last, content, reward)
 
     def keep(self, episode: Episode, host: Host) -> None:
         """Keeps the attributes of an environment for reward functions."""
@@ -434,5 +435,6 @@ class Answers:
         answer = host.ask("reward", key, seconds=seconds, draws=episode.draws)
         if answer is None:
             raise EpisodeError("get_reward returned None")
-        total, parts = cast("tuple[float, dict[str, float]]", answer)
+        at_end, parts = cast("tuple[float, dict[str, float]]", answer)
+        total = sum(call.reward for turn in episode.answers for call in turn) + at_end
         return RewardResult(total, {str(episode.environment.spec.name): total, **parts})

@@ -36,7 +36,7 @@ from lightrft.rollout.environments.content import (
     to_json,
 )
 
-NOT_TOOLS = ("reset", "get_reward")
+NOT_TOOLS = ("reset", "get_reward", "get_call_reward")
 # Of an object in its text, which no later process gives it again.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 Tool = Callable[..., object]
@@ -60,12 +60,14 @@ class Adapted(ABC):
         answers_turns: `step(action)` takes all that is said in a turn, and answers as a user does;
             otherwise `step` is a tool that the model calls.
         is_done: The episode has ended; the answer that came with it is not shown.
+        paid: Rewards of steps that no answer has taken along.
     """
 
     takes: ClassVar[tuple[str, ...]] = ("seed",)
     takes_options: ClassVar[bool] = False
     answers_turns: ClassVar[bool] = False
     is_done = False
+    paid = 0.0
 
     @property
     def author(self) -> object:
@@ -76,9 +78,14 @@ class Adapted(ABC):
     def reset(self, **row: object) -> object:
         """Begins the episode; what it returns stands at the end of the user's message."""
 
-    @abstractmethod
     def get_reward(self) -> float:
-        """The reward of the whole episode."""
+        """The reward at the end, beyond those of its answers."""
+        return self.paid
+
+    def get_call_reward(self) -> float:
+        """The rewards of steps since the last time."""
+        found, self.paid = self.paid, 0.0
+        return found
 
     @abstractmethod
     def close(self) -> None:
@@ -148,7 +155,7 @@ class HostedEnvironments:
         return {
             "name": None if make is None else cls.__name__,
             "schemas": self._schemas(instance, own),
-            "has_reward": hasattr(cls, "get_reward")
+            "has_reward": not {"get_reward", "get_call_reward"}.isdisjoint(dir(cls))
             or (self._takes_attribute and _keeps_reward(cls)),
             "takes": _takes(reset) if own is None else own.takes,
             "answers_turns": own is not None and own.answers_turns,
@@ -223,6 +230,10 @@ class HostedEnvironments:
             answer = {"text": as_text({"error": text}), "error": type(error).__name__}
         if os.getpid() != self._pid:
             os._exit(0)  # a tool forked: only the worker itself may answer
+        own = self._episodes.get(episode)
+        if name not in self._tools and hasattr(own, "get_call_reward"):
+            paid = finite_number("get_call_reward", _settled(own.get_call_reward()))
+            return {**answer, "reward": paid}
         return answer
 
     def _reward(self, episode: str) -> list[object] | None:
@@ -231,6 +242,8 @@ class HostedEnvironments:
             return None
         if hasattr(environment, "get_reward"):
             reward = _settled(environment.get_reward())
+        elif hasattr(environment, "get_call_reward"):
+            reward = 0.0
         else:
             reward = getattr(environment, "reward", None)
         if reward is None:

@@ -193,11 +193,15 @@ _GROUP: dict[str, Callable[[_Group], Array]] = {
 ESTIMATORS = (*_GROUP, "gdpo", "remax", "zero", *TOKEN_ESTIMATORS)
 
 
-def token_rewards(rewards: Array, mask: Flags, penalty: Array) -> Array:
-    """The row's reward on its last response token, less the penalty of each token: [rows, seq]."""
-    found = np.where(mask, -penalty, 0.0)
+def token_rewards(rewards: Array, mask: Flags, penalty: Array, paid: Array) -> Array:
+    """The reward of each token: [rows, seq].
+
+    That of a row stands on its last response token, but for what is paid before, less the penalty
+    of each token.
+    """
+    found = np.where(mask, paid - penalty, 0.0)
     for row in np.flatnonzero(mask.any(axis=1)):
-        found[row, np.flatnonzero(mask[row])[-1]] += rewards[row]
+        found[row, np.flatnonzero(mask[row])[-1]] += rewards[row] - paid[row, mask[row]].sum()
     return found
 
 

@@ -129,6 +129,7 @@ class RunValues:
 
 
 VERSIONS = "token_versions"  # among the further columns of samples: -1 where nobody sampled
+TURN_REWARDS = "turn_rewards"  # likewise: paid where a turn ends, a part of the row's reward
 CUT = "is_truncated"  # likewise: rows that the token budget ended
 RAW_TOKENS = ("token_ids", "is_sampled", "rollout_logprobs")
 TOKEN_VALUES = tuple(item.name for item in fields(RunValues) if item.name != "rewards")

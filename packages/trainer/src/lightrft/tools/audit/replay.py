@@ -51,6 +51,7 @@ from lightrft.tools.audit.models import (
 )
 from lightrft.tools.audit.record import (
     COMPONENT,
+    TURN_REWARDS,
     VERSIONS,
     Array,
     Flags,
@@ -416,7 +417,7 @@ def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array, float]:
         error *= enlargement(rewards, scores)
     penalty, moved = _kl_penalty(step, numbers)
     error += moved
-    shaped = token_rewards(rewards, mask, penalty)
+    shaped = token_rewards(rewards, mask, penalty, _paid_by_turn(step))
     if name == "gae" and numbers.values is not None:
         values = numbers.values.own
         advantages = gae(shaped, values, mask, config, policy_lambds(mask, config))
@@ -453,6 +454,15 @@ def _check_advantages(step: Step, name: str, values: Pair, error: float) -> None
         scale=scale,
         floor=lambda: error,
     )
+
+
+def _paid_by_turn(step: Step) -> Array:
+    """Parts of the rows' rewards that stand where turns end: [rows, seq]."""
+    name, facts = step.config.advantage_estimator, step.record.samples.facts
+    is_placed = name in TOKEN_ESTIMATORS and not step.config.reward_running_norm
+    if not is_placed or TURN_REWARDS not in facts:
+        return np.zeros(step.rows.mask.shape)
+    return step.rows.padded(facts[TURN_REWARDS])
 
 
 def _kl_penalty(step: Step, numbers: Numbers) -> tuple[Array, float]:

@@ -106,6 +106,7 @@ class _Episode:
         self.host.start()
         told = self._ask("reset", -1, row=given)
         said = str(told["text"] if isinstance(told, dict) else told or "")
+        paid = 0.0
         for turn in range(self.config.max_turns):
             if policy is None and not self.spec.answers_turns:
                 break
@@ -115,11 +116,12 @@ class _Episode:
                 "dict[str, object]", self._ask("call", turn, name=name, arguments=arguments)
             )
             said = str(told["text"])
+            paid += float(cast("float", told.get("reward", 0.0)))
             if "ends_episode" in told:
                 break
         found = self._ask("reward", self.config.max_turns) if self.spec.has_reward else None
         self.host.forget(str(self.number), seconds=seconds)
-        return None if found is None else float(cast("list[float]", found)[0])
+        return None if found is None else paid + float(cast("list[float]", found)[0])
 
     def _ask(self, operation: str, turn: int, **details: object) -> object:
         seconds, draws = self.config.tool_timeout_seconds, (self.number, turn)

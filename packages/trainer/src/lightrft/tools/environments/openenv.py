@@ -57,7 +57,6 @@ class OpenEnvEpisode(Adapted):
         self._open = ExitStack()
         self._connection: ClientConnection | None = None
         self._state: tuple[object, int] = (None, 0)
-        self._reward = 0.0
 
     def reset(self, **row: object) -> str | None:
         """Begins the episode; the row's columns and its seed go to the server."""
@@ -98,7 +97,7 @@ class OpenEnvEpisode(Adapted):
         return self._taken(answer)
 
     def get_reward(self) -> float:
-        """The sum over the steps, once the server has said whose they are."""
+        """What no answer has taken along, once the server has said whose the steps are."""
         told = self._told_state()
         if told != self._state:
             (episode, count), (own, made) = told, self._state
@@ -106,7 +105,7 @@ class OpenEnvEpisode(Adapted):
                 f"the server answers for episode {episode!r} after {count!r} steps: expected "
                 f"{own!r} after {made}"
             )
-        return self._reward
+        return super().get_reward()
 
     def _told_state(self) -> tuple[object, int]:
         """The server's name of the episode, which need not be ours, and its count of steps."""
@@ -124,7 +123,7 @@ class OpenEnvEpisode(Adapted):
             found = finite_numbers([int(reward) if isinstance(reward, bool) else reward], 1)
             if found is None:
                 raise self._lost(f"a reward is {str(reward)[:200]}, expected a number")
-            self._reward += found[0]
+            self.paid += found[0]
         self.is_done = answer.get("done") is True
         observation = answer.get("observation")
         shown = observation if isinstance(observation, Mapping) else {}

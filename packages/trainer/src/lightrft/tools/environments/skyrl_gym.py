@@ -58,7 +58,7 @@ class Conversation(Adapted):
     answers_turns: ClassVar[bool] = True
 
     def __init__(self, make: Callable[..., TextEnvironment], options: Mapping[str, object]) -> None:
-        self._make, self._reward, self._options = make, 0.0, Settings(options)
+        self._make, self._options = make, Settings(options)
         self._open = ExitStack()
 
     @property
@@ -102,7 +102,7 @@ class Conversation(Adapted):
                 "a turn is trained as it was sampled, and stays in the conversation as it is; "
                 "leave it out"
             )
-        self._reward += float(cast("float", answer["reward"]))
+        self.paid = float(cast("float", answer["reward"]))
         self.is_done = bool(answer["done"])
         said = cast("Sequence[Message]", answer["observations"])
         contents = [message["content"] for message in said]
@@ -110,10 +110,6 @@ class Conversation(Adapted):
             return "\n".join(map(str, contents))
         parts = [_as_parts(content) for content in contents]
         return [part for own in parts for part in ("\n", *own)][1:]
-
-    def get_reward(self) -> float:
-        """The sum over the turns."""
-        return self._reward
 
     def close(self) -> None:
         """Ends the author's environment."""

@@ -293,7 +293,7 @@ def _collective(setup: Setup, num_bytes: float, gpu: Gpu, num_messages: float = 
 
 
 # Of `records.table.row_on_wire`, which a test compares.
-ROW_BYTES = 44
+ROW_BYTES = 45
 COMPONENT_BYTES = 8
 # Framing of one rank's rows, of one sample's evidence and of each call in it, as measured.
 MESSAGE_BYTES = 40
