@@ -175,9 +175,9 @@ def _padded_columns(table: SampleTable, attention_mask: Tensor) -> dict[str, Ten
     """
     found, known = {}, table.columns
     for column in COLUMNS.values():
-        if column.is_rare and not known[column.sent_where].any():
+        if not column.is_padded or column.name not in known:
             continue
-        if column.is_padded and column.name in known:
+        if not column.is_rare or known[column.sent_where].any():
             values = torch.from_numpy(table.per_token(column))
             dtype = torch.int64 if issubclass(column.dtype, np.integer) else values.dtype
             tensor = torch.full(attention_mask.shape, column.fill, dtype=dtype)
