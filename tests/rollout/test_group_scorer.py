@@ -177,6 +177,26 @@ def test_a_function_for_the_whole_batch_gets_one_call():
     assert function.threads == {threading.current_thread().name}
 
 
+def test_a_failed_call_for_the_whole_batch_costs_the_failing_group_alone():
+    class Whole(Apart):
+        def score(self, prompts, *others):
+            if {f"p{each}" for each in self.failing} & set(prompts):
+                raise RewardError("one of them")
+            return super().score(prompts, *others)
+
+    failing = Whole(4, failing=(1,))
+    failing.whole_batch = True
+    found = scored(failing, masks_failures=True)
+    kept = [
+        None if r.group_id == GROUPS[1][0].group_id else e
+        for r, e in zip(ROLLOUTS, EXPECTED, strict=True)
+    ]
+    assert found == kept
+    failing.calls.clear()
+    with pytest.raises(RewardError):
+        scored(failing)
+
+
 def test_a_scorer_that_is_given_up_begins_no_call_and_waits_for_none():
     go_on, begun = threading.Event(), threading.Event()
 

@@ -26,6 +26,8 @@ NO_MIN_P = (
 # Of rows that older weights sampled, where nothing is given; and what leaves it out.
 STALE_CORRECTION, NO_CORRECTION = "tis", "none"
 MAX_SAMPLES = 10**7
+# The judge that is the model which is trained.
+POLICY = "policy"
 # Forms of distillation; those with a wrong gradient by the names that other projects have for them.
 SAMPLED = "sampled"
 FORMS = (SAMPLED, "reverse", "forward", "jsd")
@@ -111,6 +113,10 @@ def _splits(c: RunOptions) -> bool:
 
 def _has_episodes(c: RunOptions) -> bool:
     return bool(c.environment or c.tools or c.agent or c.agent_command)
+
+
+def _judges_by_policy(c: RunOptions) -> bool:
+    return c.judge_model == POLICY and c.judge_url is None
 
 
 def _num_rewards(c: RunOptions) -> int:
@@ -441,6 +447,16 @@ RULES: tuple[Rule, ...] = (
         and "environment, tools and agent need turns: add apply_chat_template"
     ),
     _excludes("stream_chunk", "environment, tools and agent", _has_episodes),
+    _excludes(
+        "stream_chunk",
+        "judge_model policy: the engine is asked where it has no open responses",
+        _judges_by_policy,
+    ),
+    lambda c: (
+        _judges_by_policy(c)
+        and c.engine_tp_size > 1
+        and "judge_model policy: each rank asks an engine of its own: set engine_tp_size 1"
+    ),
     lambda c: (
         _splits(c)
         and c.rollout_lag == 0

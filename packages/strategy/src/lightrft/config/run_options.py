@@ -284,7 +284,8 @@ class RunOptions(StrategyConfig):
     judge_model: str | None = reward_option(
         None,
         "Name of the judge's model on judge_url; without that the folder of one, which every rank "
-        "loads on the CPU in a process of its own.",
+        "loads on the CPU in a process of its own, or policy: the one that is trained, asked "
+        "through the engine.",
         commands=DATA_AND_EVAL,
     )
     judge_template: str | None = reward_option(

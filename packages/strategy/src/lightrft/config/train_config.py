@@ -9,6 +9,7 @@ from lightrft.config.options import ConfigError, options_of
 from lightrft.config.other_names import TABLE_HINT, option_hint
 from lightrft.config.rules import (
     NO_REWARDS,
+    POLICY,
     SAMPLED,
     batch_problems,
     broken_rules,
@@ -102,6 +103,17 @@ class TrainConfig(RunOptions):
     def has_agent(self) -> bool:
         """Whether something that owns its loop calls the model."""
         return self.agent is not None or self.agent_command is not None
+
+    @property
+    def judges_by_policy(self) -> bool:
+        """Whether the reward judge asks the model that is trained."""
+        return self.judge_model == POLICY and self.judge_url is None
+
+    @property
+    def judge_folder(self) -> str | None:
+        """Folder of the reward judge's own model, or None."""
+        is_own = self.judge_url is None and not self.judges_by_policy
+        return self.judge_model if is_own else None
 
     @property
     def max_episode_tokens(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARD_KINDS, REWARD_SERVICES, REWARDS, split_kind
@@ -26,8 +26,12 @@ from lightrft.rewards.types import (
     TakesColumns,
     Tallies,
     Texts,
+    UsesEngine,
 )
 from lightrft.strategy.config import ConfigError
+
+if TYPE_CHECKING:
+    from lightrft.engines.base import RolloutEngine
 
 # Makes a reward of the options and of its spelling: its name, `KIND:WHAT` or an address.
 RewardFactory = Callable[[TrainConfig, str], RewardFunction]
@@ -106,12 +110,16 @@ class CombinedReward:
             return dict(zip(rows, found, strict=True))
 
         count = len(self._functions)
-        if count <= 1:  # in this thread, where a signal can interrupt it
-            by_function = [score(index) for index in range(count)]
-        else:
-            # Functions wait for processes and services, so threads are enough to overlap them.
-            with ThreadPoolExecutor(count, thread_name_prefix="reward") as threads:
-                by_function = list(threads.map(score, range(count)))
+        # In this thread, where a signal can interrupt it: the only one, and those that use it.
+        here = [i for i, each in enumerate(self._functions) if isinstance(each, UsesEngine)]
+        here = list(range(count)) if count <= 1 else here
+        others = [index for index in range(count) if index not in here]
+        # Functions wait for processes and services, so threads are enough to overlap them.
+        with ThreadPoolExecutor(len(others) or 1, thread_name_prefix="reward") as threads:
+            calls = [threads.submit(score, index) for index in others]
+            found = {index: score(index) for index in here}
+            found |= {index: call.result() for index, call in zip(others, calls, strict=True)}
+        by_function = [found[index] for index in range(count)]
         return [
             self._combine(row, {index: by_function[index][i] for index in row})
             for i, row in enumerate(weights)
@@ -146,6 +154,12 @@ class CombinedReward:
         for function in self._functions:
             if isinstance(function, TakesColumns):
                 function.try_out(prompts, labels, columns)
+
+    def use_engine(self, engine: "RolloutEngine") -> None:
+        """See `UsesEngine`."""
+        for function in self._functions:
+            if isinstance(function, UsesEngine):
+                function.use_engine(engine)
 
     def take_tallies(self) -> Tallies:
         """See `CountsCosts`."""

@@ -3,7 +3,10 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from lightrft.engines.base import RolloutEngine
 
 # What is scored, one entry per response; columns by name.
 Texts = Sequence[str]
@@ -108,6 +111,15 @@ class CallStyle(Protocol):
 
     parallel_calls: int
     whole_batch: bool
+
+
+@runtime_checkable
+class UsesEngine(Protocol):
+    """A reward that asks the engine of the run, between batches and in the trainer's thread."""
+
+    def use_engine(self, engine: "RolloutEngine") -> None:
+        """Gives it the engine, which is awake and samples nothing else."""
+        ...
 
 
 @runtime_checkable

@@ -26,6 +26,7 @@ from lightrft.rewards.types import (
     RewardError,
     RewardFunction,
     RewardResult,
+    UsesEngine,
 )
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
@@ -106,7 +107,11 @@ class GroupScorer:
             RewardError: The call of a group failed; of several, that of the first one.
         """
         if self._is_whole:
-            return self._score(rollouts) if rollouts else []
+            try:
+                return self._call(rollouts) if rollouts else []
+            except RewardError:
+                if not self._masks_failures:
+                    raise
         places: dict[int, list[int]] = {}
         for place, rollout in enumerate(rollouts):
             places.setdefault(rollout.group_id, []).append(place)
@@ -317,6 +322,9 @@ def _longest_turn(is_sampled: Sequence[bool]) -> int:
 
 def open_scorer(parts: SourceParts, requests: SampleRequests) -> GroupScorer:
     """A scorer of rollouts of the prompts of these requests."""
+    engine = parts.session.engine
+    if engine is not None and isinstance(parts.reward_function, UsesEngine):
+        parts.reward_function.use_engine(engine)
     return GroupScorer(
         parts.reward_function,
         columns={name for prompt in requests.prompts for name in prompt.columns},

@@ -86,8 +86,7 @@ def describe_models(
         paths["critic_pretrain"] = config.critic_pretrain
     if config.lora_path is not None:
         paths["lora_path"] = config.lora_path
-    if config.judge_url is None:
-        paths["judge_model"] = config.judge_model
+    paths["judge_model"] = config.judge_folder
     for number, scorer in enumerate(config.reward_pretrain, start=1):
         paths["reward_pretrain" if number == 1 else f"reward_pretrain {number}"] = scorer
     return {

@@ -376,10 +376,8 @@ class Setup:
     @cached_property
     def judge(self) -> ModelSize | None:
         """The judge of a folder, which each rank has in a process beside it."""
-        config = self.config
-        if not self.rolls_out or config.judge_model is None or config.judge_url is not None:
-            return None
-        return read_model_size(config.judge_model)
+        folder = self.config.judge_folder
+        return read_model_size(folder) if folder and self.rolls_out else None
 
     @property
     def has_server_engine(self) -> bool:

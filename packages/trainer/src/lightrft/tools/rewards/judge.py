@@ -17,6 +17,7 @@ from typing import Protocol
 from lightrft.config import TrainConfig
 from lightrft.config.files import FileError, lines_of, parse_object
 from lightrft.config.printable import one_line
+from lightrft.engines.base import RolloutEngine
 from lightrft.engines.media.media import Media
 from lightrft.rewards.types import (
     MEDIA_COLUMNS,
@@ -37,6 +38,7 @@ from lightrft.tools.rewards.http import (
     shown_address,
 )
 from lightrft.tools.rewards.judge_model import JudgeModel
+from lightrft.tools.rewards.judge_policy import JudgePolicy
 from lightrft.tools.rewards.judge_questions import Question, Style, Task, load_style
 from lightrft.tools.rewards.remote import service_address
 from lightrft.tools.rewards.verdicts import VERDICTS, verdict_style
@@ -70,10 +72,15 @@ class _Costs:
 
 
 class _Server(Protocol):
-    """A model that answers: its name in errors, and bytes that its answers follow from."""
+    """A model that answers: its name in errors, and bytes that its answers follow from.
+
+    Args:
+        keeps_weights: Its answers to a question are the same for the whole run.
+    """
 
     shown: str
     identity: bytes
+    keeps_weights: bool
 
     def answers(
         self, bodies: Sequence[bytes], *, seconds: list[float]
@@ -93,6 +100,8 @@ class _ServedJudge:
         url: Of the server, up to `/v1`.
         config: `reward_timeout_seconds` is the deadline of a call.
     """
+
+    keeps_weights = True
 
     def __init__(self, url: str, config: TrainConfig) -> None:
         base = service_address(url, option="judge_url").rstrip("/")
@@ -138,17 +147,18 @@ class JudgeReward:
     """
 
     needs_labels = False
-    # As many as requests may be under way.
-    parallel_calls = CONCURRENCY
-    whole_batch = False
 
     def __init__(self, config: TrainConfig, name: str = "judge") -> None:
         self.name = name
         if config.judge_model is None:
             raise ConfigError(
-                "the reward judge needs --judge_model FOLDER, or --judge_url http://HOST:PORT/v1 "
-                "and --judge_model NAME"
+                "the reward judge needs --judge_model FOLDER, --judge_model policy for the one "
+                "that is trained, or --judge_url http://HOST:PORT/v1 and --judge_model NAME"
             )
+        # The engine answers all questions of a rank at once; elsewhere as many requests as these
+        # may be under way.
+        self.whole_batch = config.judges_by_policy
+        self.parallel_calls = 0 if config.judges_by_policy else CONCURRENCY
         if config.judge_compare == VERDICTS:
             self._style: Style = verdict_style(name, config)
         else:
@@ -165,17 +175,27 @@ class JudgeReward:
             "n": 1,
             **(config.judge_args or {}),
         }
-        self._server: _Server = (
-            JudgeModel(config.judge_model, self._fields, config)
-            if config.judge_url is None
-            else _ServedJudge(config.judge_url, config)
-        )
+        self._server = self._open(config)
         self._cache = AnswerCache(Path(config.output_dir) / CACHE_FOLDER)
+
+    def _open(self, config: TrainConfig) -> _Server:
+        if config.judge_url is not None:
+            return _ServedJudge(config.judge_url, config)
+        if config.judges_by_policy:
+            return JudgePolicy(self._fields, config)
+        return JudgeModel(str(config.judge_model), self._fields, config)
+
+    def use_engine(self, engine: RolloutEngine) -> None:
+        """See `UsesEngine`."""
+        if isinstance(self._server, JudgePolicy):
+            self._server.use_engine(engine)
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult | None]:
         """See `RewardFunction.score`."""
+        if not self._server.keeps_weights:
+            self._cache = AnswerCache(None)
         found = [columns[name] for name in MEDIA_COLUMNS if name in columns]
         media = [Media()] * len(responses)
         for column in found:
@@ -327,16 +347,16 @@ class AnswerCache:
     """Texts by key; each rank appends to a file of its own and reads those of all.
 
     Args:
-        folder: Made with the first answer if the folder above it exists; if not, answers are kept
-            in memory only. A line that something changed since it was written is left out, so
-            that its question is asked again.
+        folder: Made with the first answer if the folder above it exists; if not, or None, answers
+            are kept in memory only. A line that something changed since it was written is left
+            out, so that its question is asked again.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._lock = threading.Lock()
         self._answers: dict[str, str] = {}
-        for file in sorted(folder.glob("*.jsonl")):
+        for file in sorted(folder.glob("*.jsonl") if folder else ()):
             with contextlib.suppress(FileError):
                 for line in lines_of(file):
                     self._take(line)
@@ -351,7 +371,7 @@ class AnswerCache:
             if key in self._answers:
                 return
             self._answers[key] = answer
-        if not self._folder.parent.is_dir():
+        if self._folder is None or not self._folder.parent.is_dir():
             return
         self._folder.mkdir(exist_ok=True)
         entry = {"key": key, "answer": answer, "digest": _digest(key, answer)}

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from lightrft.config import TrainConfig
-from lightrft.engines.types import SamplingParams
 from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError
 from lightrft.rewards.worker import ReportedError
-from lightrft.rollout.agents.http_server import HttpError as CallError
-from lightrft.rollout.agents.messages import read_chat, read_json
-from lightrft.rollout.agents.sampling import ClientSampling
 from lightrft.run.provenance import fingerprint, tokenizer_hash
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.http import HttpError
-
-if TYPE_CHECKING:
-    from lightrft.rollout.agents.http_server import HttpResponse
+from lightrft.tools.serve.chat_model import NO_TURNS, judge_tokens
 
 # Of computing or waiting, for large weights on a slow disk.
 START_SECONDS = 600.0
@@ -45,6 +39,8 @@ class JudgeModel:
         ConfigError: There is no model, it cannot be loaded, or it refuses a field.
     """
 
+    keeps_weights = True
+
     def __init__(self, folder: str, fields: Mapping[str, object], config: TrainConfig) -> None:
         path = Path(folder)
         if not (path / "config.json").is_file():
@@ -52,7 +48,7 @@ class JudgeModel:
                 f"judge_model: {folder} is no folder of a model: give one, of a run RUN/model, or "
                 "--judge_url http://HOST:PORT/v1 for a server's model of this name"
             )
-        bound = _checked_fields(fields)
+        bound = judge_tokens(fields)
         self.shown, self._seconds = folder, config.reward_timeout_seconds
         self.identity = f"{fingerprint(path)} {tokenizer_hash(path)}".encode()
         task = WorkerTask(__name__, "JudgeWorker", (folder, bound), start_seconds=START_SECONDS)
@@ -104,23 +100,6 @@ class JudgeModel:
         self._workers.close()
 
 
-def _checked_fields(fields: Mapping[str, object]) -> int:
-    """The most tokens of an answer.
-
-    Raises:
-        ConfigError: A field is none of the protocol, or has no effect on an answer that is whole.
-    """
-    talk = [{"role": "user", "content": "A question."}]
-    try:
-        options = read_chat({**fields, "messages": talk}).options
-        ClientSampling(SamplingParams()).params(options)
-    except CallError as err:
-        raise ConfigError(f"judge_args: {err}") from err
-    if options.num_choices > 1 or options.is_streamed or options.wants_logprobs:
-        raise ConfigError("judge_args: n, stream and logprobs: one answer is read, as a whole")
-    return options.max_tokens or SamplingParams().max_tokens
-
-
 class JudgeWorker:
     """The model, in the worker.
 
@@ -135,7 +114,6 @@ class JudgeWorker:
     def __init__(self, folder: str, max_tokens: int) -> None:
         from lightrft.cli.launch import hide_progress_bars
         from lightrft.datasets.suffix import TemplateRefusedError
-        from lightrft.rollout.agents.replies import reply
         from lightrft.tools.serve.served_model import ServedModel
 
         hide_progress_bars()
@@ -143,22 +121,10 @@ class JudgeWorker:
         try:
             model = ServedModel(Path(folder), config, device="cpu")
         except TemplateRefusedError as err:
-            raise ReportedError(
-                "its chat template renders no question with an answer, or there is none: judge "
-                f"with an instruct model ({str(err)[:200]})"
-            ) from err
+            raise ReportedError(f"{NO_TURNS} ({str(err)[:200]})") from err
         except (OSError, ValueError, RuntimeError) as err:
             raise ReportedError(f"the model cannot be loaded: {str(err)[:300]}") from err
-
-        def answer(body: Mapping[str, object]) -> HttpResponse:
-            call = read_chat(dict(body))
-            turns = model.rules.asked(model.episode(), call)
-            how = model.rules.sampling.params(call.options)
-            for turn, found in zip(turns, model.sample(how, [turns[0].request]), strict=True):
-                model.rules.finish(turn, found)
-            return reply(call, turns, folder, model.tokenizer)
-
-        self._answer: Callable[[Mapping[str, object]], HttpResponse] = answer
+        self._model, self._name = model, folder
 
     def describe(self) -> object:
         """Nothing to say."""
@@ -167,8 +133,9 @@ class JudgeWorker:
     def __call__(self, request: object) -> tuple[str, float]:
         """The answer to the body of one request, and how long it took."""
         began = time.perf_counter()
-        try:
-            body = self._answer(read_json(cast("bytes", request))).body
-        except CallError as err:
-            raise ReportedError(str(err)) from err
-        return cast("bytes", body).decode(), time.perf_counter() - began
+        [answer] = self._model.chat.answers(
+            [cast("bytes", request)], self._name, self._model.engine.generate
+        )
+        if not isinstance(answer, bytes):
+            raise ReportedError(str(answer)) from answer
+        return answer.decode(), time.perf_counter() - began

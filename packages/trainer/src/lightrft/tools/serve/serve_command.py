@@ -122,8 +122,8 @@ class Service:
         from lightrft.tools.serve.served_model import ServedModel
 
         self._model: ServedModel = ServedModel(path, config)
-        self._episode: AgentEpisode = self._model.episode()
-        self.endpoint: Endpoint = Endpoint(self._model.tokenizer, port=port)
+        self._episode: AgentEpisode = self._model.chat.episode()
+        self.endpoint: Endpoint = Endpoint(self._model.chat.tokenizer, port=port)
         self.key = self.endpoint.open(self._episode, key)
 
     def serve(self) -> None:
@@ -142,7 +142,7 @@ class Service:
             self._episode.restart()
             self._episode.known.clear()
         try:
-            answer_round(calls, self._model.rules, self._model.sample)
+            answer_round(calls, self._model.chat.rules, self._model.sample)
         except Exception as error:  # noqa: BLE001 - one request must not end the server
             print(f"a round failed: {type(error).__name__}: {error}", flush=True)
             for call in calls:

@@ -1,0 +1,132 @@
+"""Questions of OpenAI's protocol as requests to an engine, and its samples as answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.chat_ids import ChatIds
+from lightrft.datasets.suffix import TurnSuffix
+from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.rollout.agents.conversations import CalledTurn, Conversations
+from lightrft.rollout.agents.episodes import AgentEpisode
+from lightrft.rollout.agents.http_server import HttpError
+from lightrft.rollout.agents.messages import ChatCall, read_chat, read_json
+from lightrft.rollout.agents.replies import reply
+from lightrft.rollout.agents.rounds import AnswerRules
+from lightrft.rollout.agents.sampling import ClientSampling
+from lightrft.rollout.sampler import training_params
+from lightrft.strategy.config import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NO_TURNS = (
+    "its chat template renders no question with an answer, or there is none: judge with an "
+    "instruct model"
+)
+Generate = Callable[[Sequence[GenerationRequest], SamplingParams], list[Completion]]
+
+
+class ChatModel:
+    """The way that the answers of a model are asked for and read.
+
+    Args:
+        tokenizer: Of the model, with a chat template.
+        config: Sampling where clients say nothing, and the format of calls.
+        limit: Longest question and answer, in tokens; None is unlimited.
+
+    Attributes:
+        rules: Of answers.
+
+    Raises:
+        TemplateRefusedError: The template shows no turns.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, limit: int | None = None
+    ) -> None:
+        end = TurnSuffix(tokenizer).verdict.end_of_turn
+        params = replace(training_params(config), n=1, seed=int(time.time()))
+        if end is not None:
+            params = replace(params, stop_token_ids=(end,))
+        ends = [each for each in (end, tokenizer.eos_token_id) if each is not None]
+        self.tokenizer, self._chat = tokenizer, ChatIds(tokenizer, end)
+        self.rules = AnswerRules(
+            tokenizer,
+            config.tool_parser,
+            frozenset(ends),
+            ClientSampling(params),
+            max_tokens=limit or 2**31,
+        )
+
+    def episode(self) -> AgentEpisode:
+        """An episode without calls."""
+        talk = Conversations(self._chat, 0)
+        return AgentEpisode(0, None, 0, 0, {}, talk)  # type: ignore[arg-type]
+
+    def answers(
+        self, bodies: Sequence[bytes], name: str, generate: Generate
+    ) -> list[bytes | HttpError]:
+        """Answers to questions that have nothing to do with each other.
+
+        Random numbers follow from seed and question, so that equal questions have one answer.
+
+        Args:
+            bodies: Of the requests: one choice each, the same sampling options in all.
+            name: Of the model, as answers have it.
+            generate: Samples completions; called once, unless no question can be asked.
+
+        Returns:
+            The body of each answer, or why the question was refused.
+        """
+        asked: dict[bytes, tuple[ChatCall, list[CalledTurn]] | HttpError] = {}
+        for body in bodies:
+            try:
+                call = read_chat(read_json(body))
+                asked[body] = (call, self.rules.asked(self.episode(), call))
+            except HttpError as refusal:
+                asked[body] = refusal
+        sampled = {
+            turns[0].request_id: (call, turns[0])
+            for found in asked.values()
+            if not isinstance(found, HttpError)
+            for call, turns in (found,)
+        }
+        if sampled:
+            call = next(iter(sampled.values()))[0]
+            requests = [turn.request for _, turn in sampled.values()]
+            for made in generate(requests, self.rules.sampling.params(call.options)):
+                self.rules.finish(sampled[made.request_id][1], made)
+        found_bodies: list[bytes | HttpError] = []
+        for body in bodies:
+            found = asked[body]
+            if isinstance(found, HttpError):
+                found_bodies.append(found)
+                continue
+            call, turn = sampled[found[1][0].request_id]
+            found_bodies.append(cast("bytes", reply(call, [turn], name, self.tokenizer).body))
+        return found_bodies
+
+
+def judge_tokens(fields: Mapping[str, object]) -> int:
+    """The most tokens of a judge's answer.
+
+    Args:
+        fields: Of its requests, beside the messages.
+
+    Raises:
+        ConfigError: A field is none of the protocol, or has no effect on an answer that is whole.
+    """
+    talk = [{"role": "user", "content": "A question."}]
+    try:
+        options = read_chat({**fields, "messages": talk}).options
+        ClientSampling(SamplingParams()).params(options)
+    except HttpError as err:
+        raise ConfigError(f"judge_args: {err}") from err
+    if options.num_choices > 1 or options.is_streamed or options.wants_logprobs:
+        raise ConfigError("judge_args: n, stream and logprobs: one answer is read, as a whole")
+    return options.max_tokens or SamplingParams().max_tokens
