@@ -106,12 +106,9 @@ class GroupScorer:
         Raises:
             RewardError: The call of a group failed; of several, that of the first one.
         """
-        if self._is_whole:
-            try:
-                return self._call(rollouts) if rollouts else []
-            except RewardError:
-                if not self._masks_failures:
-                    raise
+        whole = self._whole(rollouts) if self._is_whole else None
+        if whole is not None:
+            return whole
         places: dict[int, list[int]] = {}
         for place, rollout in enumerate(rollouts):
             places.setdefault(rollout.group_id, []).append(place)
@@ -160,6 +157,15 @@ class GroupScorer:
                 known = self._failed_group
                 self._failed_group = group_id if known is None else min(group_id, known)
             raise
+
+    def _whole(self, rollouts: Sequence[Rollout]) -> GroupResults | None:
+        """The results of one call for everything; None if it failed and groups are to be tried."""
+        try:
+            return self._call(rollouts) if rollouts else []
+        except RewardError:
+            if not self._masks_failures:
+                raise
+        return None
 
     def _score(self, rollouts: Sequence[Rollout]) -> GroupResults:
         try:

@@ -37,8 +37,7 @@ from lightrft.tools.rewards.http import (
     parse_json,
     shown_address,
 )
-from lightrft.tools.rewards.judge_model import JudgeModel
-from lightrft.tools.rewards.judge_policy import JudgePolicy
+from lightrft.tools.rewards.judge_model import JudgeModel, JudgePolicy
 from lightrft.tools.rewards.judge_questions import Question, Style, Task, load_style
 from lightrft.tools.rewards.remote import service_address
 from lightrft.tools.rewards.verdicts import VERDICTS, verdict_style
