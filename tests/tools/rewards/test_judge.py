@@ -540,7 +540,9 @@ def test_prices_are_numbers_of_known_names(judge, tmp_path, prices) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="needs --judge_model FOLDER, --judge_model policy .*, or --judge_url"):
+    with pytest.raises(
+        ConfigError, match=r"needs --judge_model FOLDER, --judge_model policy .*, or --judge_url"
+    ):
         build_reward(["judge"])
     with pytest.raises(ConfigError, match=r"^judge_url: got 'ftp://x', expected http"):
         build_reward(["judge"], config=TrainConfig(judge_url="ftp://x", judge_model="m"))
