@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from lightrft.config import TrainConfig
@@ -77,7 +79,7 @@ def hosted(text, options=None, *, takes_attribute=False):
 
 
 def asked(host, operation, **details):
-    return host({"operation": operation, "episode": "0", "draws": (0, 0), **details})
+    return asyncio.run(host.perform({"operation": operation, "episode": "0", **details}))
 
 
 def test_arguments_reach_the_constructor_of_each_episode(file):

@@ -142,6 +142,7 @@ class WorkerTask:
         memory_bytes: Limit of the worker's address space; None sets none.
         resident_bytes: Memory that the worker and its children may hold together; None sets no
             limit. It is measured four times a second.
+        memory_option: Sets it.
         passed_variables: Variables of the environment that it gets although they are secrets.
         start_seconds: The start, imports included, may take this long, and longer while it has
             neither computed nor waited for so long in sum: a busy machine ends no run.
@@ -153,12 +154,13 @@ class WorkerTask:
     shown_file: str | None = None
     memory_bytes: int | None = None
     resident_bytes: int | None = None
+    memory_option: str = "--reward_memory_gb"
     passed_variables: tuple[str, ...] = ()
     start_seconds: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Started:
+class StartedWorker:
     """A worker that runs.
 
     Args:
@@ -171,15 +173,41 @@ class _Started:
     channel: socket.socket
     output: WorkerOutput
 
+    def pipes(self) -> tuple[int, int, int]:
+        """For requests, answers and what it prints; none of them blocks."""
+        process = self.process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        return process.stdin.fileno(), process.stdout.fileno(), process.stderr.fileno()
+
+    def drain(self) -> None:
+        """Takes what the worker has printed by now."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_MAX_CHUNKS):
+                chunk = os.read(self.pipes()[2], _CHUNK)
+                if not chunk:
+                    return
+                self.output.feed(chunk)
+
 
 class WorkerProcess:
-    """One worker, started on first use and again after it was killed."""
+    """One worker, started on first use and again after it was killed.
 
-    def __init__(self, task: WorkerTask, *, name: str = "") -> None:
+    Args:
+        task: What it runs.
+        name: Shown with what it prints.
+        inherited: File descriptors that it gets, for a handler that reads requests itself.
+    """
+
+    def __init__(
+        self, task: WorkerTask, *, name: str = "", inherited: tuple[int, ...] = ()
+    ) -> None:
         self._task = task
+        self._inherited = inherited
         self._name = name or task.factory
-        self._started: _Started | None = None
-        self._finalizer: weakref.finalize[[_Started], WorkerProcess] | None = None
+        self._started: StartedWorker | None = None
+        self._finalizer: weakref.finalize[[StartedWorker], WorkerProcess] | None = None
         self.num_starts = 0
 
     @property
@@ -217,20 +245,20 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=worker_environment(task.passed_variables) | {"PYTHONHASHSEED": "0"},
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(theirs.fileno(), *self._inherited),
             start_new_session=True,  # Ctrl-C does not hit it
         )
         theirs.close()
         for pipe in (process.stdin, process.stdout, process.stderr):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
-        started = _Started(process, ours, WorkerOutput(self._name))
+        started = StartedWorker(process, ours, WorkerOutput(self._name))
         self._started = started
         self._finalizer = weakref.finalize(self, _end, started)
         self.num_starts += 1
         limit, begun = task.start_seconds, time.monotonic()
         used = Consumption(process.pid, busy_seconds=limit, idle_seconds=limit)
-        message = {"path": sys.path, **asdict(task)}
+        message = {"path": sys.path, "inherited": self._inherited, **asdict(task)}
 
         def is_over() -> bool:
             # Many threads may have computed for long in a short time.
@@ -275,7 +303,7 @@ class WorkerProcess:
 
     def _exchange(
         self,
-        started: _Started,
+        started: StartedWorker,
         message: object,
         seconds: float,
         is_over: Callable[[], bool] = lambda: False,
@@ -288,7 +316,7 @@ class WorkerProcess:
             self.close()
             raise
         except (BrokenPipeError, EOFError) as err:
-            text = self._ending(started)
+            text, _ = self.ending()
             self.close()
             raise WorkerFailedError(text) from err
         finally:
@@ -300,42 +328,46 @@ class WorkerProcess:
             )
         return reply["ok"]
 
-    def _ending(self, started: _Started) -> str:
-        """The end of the worker, in words."""
+    @property
+    def started(self) -> StartedWorker:
+        """The worker that runs."""
+        assert self._started is not None
+        return self._started
+
+    def ending(self) -> tuple[str, bool]:
+        """The end of the worker in words, and whether it held too much memory."""
+        started = self.started
         returncode: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             returncode = started.process.wait(_END_SECONDS)
-        _drain(started)
+        started.drain()
         started.channel.setblocking(False)
         with contextlib.suppress(OSError):
             if started.channel.recv(len(MEMORY_REASON)) == MEMORY_REASON:
                 size = (self._task.resident_bytes or 0) / 1e9
-                return f"it held more than the {size:g} GB that --reward_memory_gb allows"
+                text = f"it held more than the {size:g} GB that {self._task.memory_option} allows"
+                return text, True
         if returncode is None or returncode >= 0:
-            return f"the worker process ended with exit code {returncode}"
+            return f"the worker process ended with exit code {returncode}", False
         name = signal.Signals(-returncode).name
         cause = (
             "the system does so when memory is used up"
             if returncode == -signal.SIGKILL
             else "a crash in native code"
         )
-        return f"the worker process was ended by {name} ({cause})"
+        return f"the worker process was ended by {name} ({cause})", False
 
 
 def _transfer(
-    started: _Started, outgoing: bytes, deadline: float, is_over: Callable[[], bool]
+    started: StartedWorker, outgoing: bytes, deadline: float, is_over: Callable[[], bool]
 ) -> bytes:
     """Sends a frame and reads one, both without blocking beyond the deadline or `is_over`."""
-    process = started.process
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    requests, answers = process.stdin.fileno(), process.stdout.fileno()
+    requests, answers, printed = started.pipes()
     pending, received = memoryview(outgoing), bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_WRITE)
         selector.register(answers, selectors.EVENT_READ)
-        selector.register(process.stderr, selectors.EVENT_READ)
+        selector.register(printed, selectors.EVENT_READ)
         while not _is_complete(received):
             left = deadline - time.monotonic()
             if left <= 0 or is_over():  # also while a worker prints without end
@@ -354,20 +386,9 @@ def _transfer(
                 elif chunk:
                     started.output.feed(chunk)
                 else:
-                    selector.unregister(process.stderr)
-    _drain(started)
+                    selector.unregister(printed)
+    started.drain()
     return bytes(received[FRAME.size :])
-
-
-def _drain(started: _Started) -> None:
-    """Takes what the worker has printed by now."""
-    assert started.process.stderr is not None
-    with contextlib.suppress(BlockingIOError):
-        for _ in range(_MAX_CHUNKS):
-            chunk = os.read(started.process.stderr.fileno(), _CHUNK)
-            if not chunk:
-                return
-            started.output.feed(chunk)
 
 
 def _is_complete(received: bytearray) -> bool:
@@ -377,7 +398,7 @@ def _is_complete(received: bytearray) -> bool:
     return len(received) >= FRAME.size + size
 
 
-def _end(started: _Started) -> None:
+def _end(started: StartedWorker) -> None:
     """Has the supervisor kill the worker and all its descendants, and waits for that."""
     process = started.process
     started.channel.close()

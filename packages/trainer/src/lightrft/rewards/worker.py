@@ -5,7 +5,8 @@ pickles, since columns may hold any object; the worker answers in JSON, so that 
 code made is unpickled in the trainer. The first message is `{"path": ..., "module": ...,
 "factory": ..., "arguments": ..., "memory_bytes": ...}`: the worker imports `module`, calls
 `factory(*arguments)`, answers with what `describe` of the result says, and then answers every
-request with `handler(request)`. `supervisor.py` starts it, and ends it with the trainer.
+request with `handler(request)`, or leaves the pipes to `handler.serve`. `supervisor.py` starts it,
+and ends it with the trainer.
 """
 
 import importlib
@@ -17,7 +18,9 @@ import resource
 import struct
 import sys
 import traceback
-from typing import BinaryIO, Protocol, cast
+from collections.abc import Callable
+from functools import partial
+from typing import BinaryIO, Protocol, cast, runtime_checkable
 
 FRAME = struct.Struct("<Q")
 
@@ -34,6 +37,26 @@ class Handler(Protocol):
         ...
 
 
+@runtime_checkable
+class Server(Protocol):
+    """A handler that reads requests itself, and may answer them in another order."""
+
+    def describe(self) -> object:
+        """See `Handler`."""
+        ...
+
+    def serve(
+        self,
+        requests: BinaryIO,
+        answers: BinaryIO,
+        *,
+        failure: Callable[[BaseException], dict[str, object]],
+        inherited: tuple[int, ...],
+    ) -> None:
+        """Until there are no more requests."""
+        ...
+
+
 class ReportedError(Exception):
     """A failure whose message is complete; it is shown without a traceback."""
 
@@ -42,13 +65,18 @@ def main() -> None:
     """Serves requests until stdin ends."""
     requests, answers = _private_pipes()
     setup = cast("dict[str, object]", _read(requests))
-    handler: Handler | None = None
+    handler: Handler | Server | None = None
     try:
         handler = _start(setup)
         answer = {"ok": handler.describe()}
     except BaseException as err:  # noqa: BLE001 - the parent decides what to do
         answer = _failure(err, setup)
-    _write(answers, answer)
+    write_answer(answers, answer)
+    if isinstance(handler, Server):
+        inherited = cast("tuple[int, ...]", setup["inherited"])
+        failure = partial(_failure, setup=setup)
+        handler.serve(requests, answers, failure=failure, inherited=inherited)
+        return
     while handler is not None:
         request = _read(requests)
         if request is None:
@@ -57,17 +85,17 @@ def main() -> None:
             answer = {"ok": handler(request)}
         except BaseException as err:  # noqa: BLE001 - SystemExit of user code included
             answer = _failure(err, setup)
-        _write(answers, answer)
+        write_answer(answers, answer)
 
 
-def _start(setup: dict[str, object]) -> Handler:
+def _start(setup: dict[str, object]) -> Handler | Server:
     sys.path[:] = cast("list[str]", setup["path"])
     memory_bytes = cast("int | None", setup["memory_bytes"])
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     module = importlib.import_module(str(setup["module"]))
     factory = getattr(module, str(setup["factory"]))
-    return cast("Handler", factory(*cast("tuple[object, ...]", setup["arguments"])))
+    return cast("Handler | Server", factory(*cast("tuple[object, ...]", setup["arguments"])))
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -101,7 +129,8 @@ def _read(pipe: BinaryIO) -> object:
     return pickle.loads(pipe.read(FRAME.unpack(header)[0]))
 
 
-def _write(pipe: BinaryIO, answer: object) -> None:
+def write_answer(pipe: BinaryIO, answer: object) -> None:
+    """Writes a frame."""
     body = json.dumps(answer).encode()
     pipe.write(FRAME.pack(len(body)) + body)
     pipe.flush()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar, cast
 
@@ -13,16 +16,18 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import ENVIRONMENT_KINDS, split_kind, split_reference
 from lightrft.rewards.process import (
     WorkerFailedError,
-    WorkerProcess,
     WorkerTask,
     WorkerTimeoutError,
 )
 from lightrft.rollout.environments.calls import TURN_TOOL
+from lightrft.rollout.environments.shared_worker import SharedWorker, WorkerLostError
 
 Result = TypeVar("Result")
 _TURN_SCHEMA: dict[str, object] = {"parameters": {"properties": {"action": {"type": "string"}}}}
 # Longest answer of a tool that crosses the pipe, in characters for each token that is kept.
 CHARACTERS_PER_TOKEN = 16
+# Operations of one worker; each has a thread that waits for it.
+_MAX_IN_FLIGHT = 256
 
 
 class EpisodeError(RuntimeError):
@@ -73,26 +78,23 @@ class EnvironmentSpec:
 
 
 class Host:
-    """One worker and how often it was started: what it hosted before is gone."""
+    """One worker and how often it was started: what it hosted before is gone.
 
-    def __init__(self, task: WorkerTask) -> None:
-        self._next_task = task
-        self._worker = WorkerProcess(task)
-        self._is_running = False
+    As a piece of work sees it, whose calls never reach a worker that was started later.
+    """
+
+    def __init__(self, workers: _Workers) -> None:
+        self._workers = workers
+        self._worker: SharedWorker | None = None
         self.generation = 0
 
-    def start(self) -> object:
-        """Starts the worker if it does not run; what it says of itself if it was started.
+    def start(self) -> None:
+        """Starts the worker if it does not run.
 
         Raises:
             WorkerFailedError: It cannot be set up.
         """
-        if self._is_running:
-            return None
-        described = self._worker.start()
-        self._is_running = True
-        self.generation += 1
-        return described
+        self._worker, self.generation = self._workers.started()
 
     def ask(
         self,
@@ -103,23 +105,24 @@ class Host:
         draws: tuple[int, int],
         **details: object,
     ) -> object:
-        """One operation on one episode of a worker that runs; its draws follow from `draws`.
+        """One operation on one episode of the worker that was started.
+
+        Its draws follow from `draws`.
 
         Raises:
-            EpisodeError: It failed, hung or died; in the latter cases the worker is gone.
+            EpisodeError: It failed, hung or ended its worker.
             NoRoomError: The environment takes no further episode for now.
+            WorkerLostError: The worker has ended otherwise.
         """
+        if self._worker is None:
+            raise WorkerLostError(is_explained=True)
         try:
             request = {"operation": operation, "episode": episode, "draws": draws, **details}
-            return self._worker.call(request, seconds=seconds)
+            return self._worker.ask(request, seconds=seconds)
         except WorkerTimeoutError as error:
-            self.close()
-            raise EpisodeError(
-                f"{operation} did not return within {seconds:g} s; its worker was killed"
-            ) from error
+            text = f"{operation} did not return within {seconds:g} s; {error}"
+            raise EpisodeError(text) from error
         except WorkerFailedError as error:
-            if not error.kind:  # the process itself ended
-                self.close()
             where = f"\n{error.traceback}" if error.traceback else ""
             found = NoRoomError if error.kind == NoRoomError.__name__ else EpisodeError
             raise found(f"{operation} failed: {error}{where}") from error
@@ -128,20 +131,86 @@ class Host:
         """Closes an episode if the worker still has it.
 
         Raises:
-            EpisodeError: See `ask`.
+            EpisodeError, WorkerLostError: See `ask`.
         """
-        if self._is_running:
+        self._worker = self._workers.current
+        if self._worker is not None and self._worker.is_running:
             self.ask("close", episode, seconds=seconds, draws=(0, 0))
 
-    def restart_with(self, task: WorkerTask) -> None:
-        """Starts with another task from the next time on."""
-        self._next_task = task
+
+class _Workers:
+    """Workers of one task, of which one at a time runs; for any number of threads.
+
+    Args:
+        task: Theirs.
+    """
+
+    def __init__(self, task: WorkerTask) -> None:
+        self.task = task
+        self.current: SharedWorker | None = None
+        self.described: object = None
+        self._generation = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._turns = threading.Condition()
+        self._num_busy = self._num_apart = 0
+        self._is_apart = False
+
+    def started(self) -> tuple[SharedWorker, int]:
+        """The worker that runs, and how many there were with it."""
+        with self._lock:
+            if self._is_closed:
+                raise EpisodeError("the workers have ended")
+            if self.current is None or not self.current.is_running:
+                worker = SharedWorker(self.task)
+                self.described = worker.start()
+                self.current = worker
+                self._generation += 1
+            return self.current, self._generation
+
+    def attempt(self, work: Callable[[Host], Result]) -> Result:
+        """`work(host)`, again from its start as often as the worker ends for another's sake.
+
+        Where nobody knows whose, those that were in flight are made one at a time: then it is known
+        if it ends again.
+        """
+        is_apart = False
+        while True:
+            try:
+                with self._turn(is_apart=is_apart):
+                    return work(Host(self))
+            except WorkerLostError as error:
+                is_apart = not error.is_explained
+
+    @contextlib.contextmanager
+    def _turn(self, *, is_apart: bool) -> Iterator[None]:
+        """Time with others, or with none."""
+        with self._turns:
+            self._num_apart += is_apart
+            self._turns.wait_for(
+                lambda: (
+                    not (self._is_apart or self._num_busy)
+                    if is_apart
+                    else not (self._is_apart or self._num_apart)
+                )
+            )
+            self._num_busy += 1
+            self._is_apart = is_apart
+        try:
+            yield
+        finally:
+            with self._turns:
+                self._num_busy -= 1
+                self._num_apart -= is_apart
+                self._is_apart = False
+                self._turns.notify_all()
 
     def close(self) -> None:
-        """Ends the worker."""
-        self._is_running = False
-        self._worker.close()
-        self._worker = WorkerProcess(self._next_task)
+        """Ends the worker; no other is started."""
+        with self._lock:
+            self._is_closed = True
+            if self.current is not None:
+                self.current.close()
 
 
 class EnvironmentPool:
@@ -163,15 +232,18 @@ class EnvironmentPool:
         count = config.environment_workers or os.cpu_count() or 1
         # Schemas take a library that is slow to import and that no episode needs.
         describing = replace(task, arguments=(*task.arguments[:3], True, *task.arguments[4:]))
-        self._hosts = [Host(describing), *(Host(task) for _ in range(count - 1))]
+        self._workers = [_Workers(describing), *(_Workers(task) for _ in range(count - 1))]
         try:
-            described = cast("dict[str, dict[str, object]]", self._hosts[0].start())
+            self._workers[0].started()
         except WorkerFailedError as error:
             raise ConfigError(f"environment or tools: {error}") from error
-        self._hosts[0].restart_with(task)
+        self._workers[0].task = task
+        described = cast("dict[str, dict[str, object]]", self._workers[0].described)
+        overlap = [spec.pop("waits") for spec in described.values()]
         self.specs = {name: EnvironmentSpec.of(spec) for name, spec in described.items()}
+        num_threads = _MAX_IN_FLIGHT if any(overlap) else 1
         self._threads = [
-            ThreadPoolExecutor(1, thread_name_prefix="environment") for _ in self._hosts
+            ThreadPoolExecutor(num_threads, thread_name_prefix="environment") for _ in self._workers
         ]
 
     def begin(
@@ -179,24 +251,25 @@ class EnvironmentPool:
     ) -> dict[int, Future[Result | EpisodeError]]:
         """`work(number, host)` for each number, all hosts at once; not waited for.
 
-        Episodes of one host take turns. An EpisodeError is a result; others are raised.
+        Episodes of one host take turns, unless there are coroutines. Work begins again where its
+        worker ended for another's sake. An EpisodeError is a result; others are raised.
         """
 
-        def serve(number: int, host: Host) -> Result | EpisodeError:
+        def serve(number: int) -> Result | EpisodeError:
             try:
-                return work(number, host)
+                return self._workers[number % size].attempt(partial(work, number))
             except EpisodeError as error:
                 return error
 
-        size = len(self._hosts)
-        return {n: self._threads[n % size].submit(serve, n, self._hosts[n % size]) for n in numbers}
+        size = len(self._workers)
+        return {number: self._threads[number % size].submit(serve, number) for number in numbers}
 
     def close(self) -> None:
         """Ends the workers; may be called twice."""
         for threads in self._threads:
             threads.shutdown(wait=False, cancel_futures=True)
-        for host in self._hosts:
-            host.close()
+        for workers in self._workers:
+            workers.close()
 
 
 def _task(config: TrainConfig, *, reads_images: bool) -> WorkerTask:
@@ -216,6 +289,7 @@ def _task(config: TrainConfig, *, reads_images: bool) -> WorkerTask:
             not (config.reward_fn or config.remote_rm_url or config.reward_pretrain),
         ),
         resident_bytes=int(1e9 * (config.environment_memory_gb or 0)) or None,
+        memory_option="--environment_memory_gb",
         passed_variables=config.environment_env,
         shown_file=place or None,
     )

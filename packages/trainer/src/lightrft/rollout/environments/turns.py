@@ -368,17 +368,16 @@ class Answers:
         episode.host_on(host, seconds=self.config.tool_timeout_seconds)
 
     def answer_calls(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
-        """Makes the calls of the last turn, in their order.
+        """Makes the calls of the last turn that are not made, in their order.
 
         Answers that the journal of a killed process has must be given again.
         """
         key = (episode.sample_id, len(episode.segments) - 1)
-        known, answered = batch.journal.recorded.answers.get(key, []), episode.answers.pop()
+        known, answered = batch.journal.recorded.answers.get(key, []), episode.answers[-1]
         if episode.pending:
             seconds = self.config.tool_timeout_seconds
             episode.host_on(host, seconds=seconds, stateless=self.spec.stateless)
-        episode.answers.append(answered)
-        for call in episode.pending:
+        for call in episode.pending[len(answered) :]:
             before = known[len(answered)] if len(answered) < len(known) else None
             answer = self._execute_call(episode, call, host, before)
             if before is not None and before.said != answer.said:

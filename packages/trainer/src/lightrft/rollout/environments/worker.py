@@ -1,4 +1,4 @@
-"""Environments and tools as they live in a worker process: many episodes, one call at a time.
+"""Environments and tools as they live in a worker process: many episodes at once.
 
 The author's interface is TRL's: a class with `reset(**row)`, further public methods as tools, and
 optionally `get_reward()`; a function that makes one; or a dict of them, of which each row names
@@ -8,10 +8,8 @@ images, and transformers once for the schemas.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
-import os
 import re
 import sys
 from abc import ABC, abstractmethod
@@ -19,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, cast
+from typing import BinaryIO, ClassVar, cast
 
 from lightrft.config import ConfigError
 from lightrft.config.registry import ENVIRONMENT_KINDS, load_reference, split_kind, split_reference
 from lightrft.rewards.environment_snapshot import keep_attributes
-from lightrft.rewards.user_task import finite_number, seed_generators
+from lightrft.rewards.user_task import finite_number
 from lightrft.rewards.worker import ReportedError
 from lightrft.rollout.environments.calls import ENVIRONMENT_COLUMN
 from lightrft.rollout.environments.content import (
@@ -35,6 +33,8 @@ from lightrft.rollout.environments.content import (
     named,
     to_json,
 )
+from lightrft.rollout.environments.operation_loop import OperationLoop, settled
+from lightrft.rollout.environments.running import Running
 
 NOT_TOOLS = ("reset", "get_reward", "get_call_reward")
 # Of an object in its text, which no later process gives it again.
@@ -124,7 +124,6 @@ class HostedEnvironments:
     ) -> None:
         import numpy.random  # noqa: F401 - only what is imported before an operation is seeded
 
-        self._pid = os.getpid()
         self._reads_images = reads_images
         self._describes = describes
         self._max_characters = max_characters
@@ -160,7 +159,13 @@ class HostedEnvironments:
             "takes": _takes(reset) if own is None else own.takes,
             "answers_turns": own is not None and own.answers_turns,
             "stateless": sorted(self._tools),
+            "waits": self._waits(cls),
         }
+
+    def _waits(self, cls: type[object]) -> bool:
+        """Whether operations are coroutines, which may overlap."""
+        methods = [getattr(cls, name, None) for name in (*NOT_TOOLS, *tool_names(cls))]
+        return any(map(inspect.iscoroutinefunction, (*methods, *self._tools.values())))
 
     def _schemas(self, instance: object, own: type[Adapted] | None) -> list[object]:
         methods = {name: getattr(instance, name) for name in tool_names(type(instance))}
@@ -173,19 +178,28 @@ class HostedEnvironments:
             raise ReportedError(f"{own.__name__} answers whole turns: it takes no tools beside it")
         return [*own.schemas(), *(_schema(name, tool) for name, tool in self._tools.items())]
 
-    def __call__(self, request: object) -> object:
-        """One operation on one episode, with the global generators at what its `draws` say."""
-        asked = cast("dict[str, object]", request)
+    def serve(
+        self,
+        requests: BinaryIO,
+        answers: BinaryIO,
+        *,
+        failure: Callable[[BaseException], dict[str, object]],
+        inherited: tuple[int, ...],
+    ) -> None:
+        """All operations that the trainer asks for."""
+        running = Running(*inherited)
+        OperationLoop(self.perform, failure, answers=answers, running=running).run(requests)
+
+    async def perform(self, asked: dict[str, object]) -> object:
+        """One operation on one episode."""
         operation, episode = str(asked["operation"]), str(asked["episode"])
-        seed_generators(*cast("tuple[int, object]", asked["draws"]))
         if operation == "reset":
-            return self._reset(episode, cast("dict[str, object]", asked["row"]))
+            return await self._reset(episode, cast("dict[str, object]", asked["row"]))
         if operation == "call":
-            return self._call(
-                episode, str(asked["name"]), cast("dict[str, object]", asked["arguments"])
-            )
+            arguments = cast("dict[str, object]", asked["arguments"])
+            return await self._call(episode, str(asked["name"]), arguments)
         if operation == "reward":
-            return self._reward(episode)
+            return await self._reward(episode)
         if operation == "keep":
             return self._keep(episode)
         ended = self._episodes.pop(episode, None)
@@ -193,26 +207,28 @@ class HostedEnvironments:
             ended.close()
         return None
 
-    def _reset(self, episode: str, row: dict[str, object]) -> object:
+    async def _reset(self, episode: str, row: dict[str, object]) -> object:
         if not self._factories:
             return None
         # Where a row chooses, its environment does not get the choice, as in TRL.
         kind = "" if "" in self._factories else str(row.pop(ENVIRONMENT_COLUMN))
         environment = self._factories[kind]()
         self._episodes[episode] = environment
-        message = _settled(environment.reset(**row))  # type: ignore[attr-defined]
+        message = await settled(environment.reset(**row))  # type: ignore[attr-defined]
         name = f"{type(environment).__name__}.reset"
         if message is None or isinstance(message, str):
             return message
         parts = self._parts(message, name)
         return _answer(parts) if has_image(message) else "".join(map(str, parts))
 
-    def _call(self, episode: str, name: str, arguments: dict[str, object]) -> dict[str, object]:
+    async def _call(
+        self, episode: str, name: str, arguments: dict[str, object]
+    ) -> dict[str, object]:
         tool = self._tools.get(name)
         try:
             if tool is None:
                 tool = cast("Tool", getattr(self._episodes[episode], name))
-            result = _settled(tool(**arguments))
+            result = await settled(tool(**arguments))
             answer: dict[str, object] = {}
             if has_image(result):
                 parts = self._parts(result, name)
@@ -228,20 +244,18 @@ class HostedEnvironments:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the model
             text = self._cut(f"{type(error).__name__}: {error}")
             answer = {"text": as_text({"error": text}), "error": type(error).__name__}
-        if os.getpid() != self._pid:
-            os._exit(0)  # a tool forked: only the worker itself may answer
         own = self._episodes.get(episode)
         if name not in self._tools and hasattr(own, "get_call_reward"):
-            paid = finite_number("get_call_reward", _settled(own.get_call_reward()))
+            paid = finite_number("get_call_reward", await settled(own.get_call_reward()))
             return {**answer, "reward": paid}
         return answer
 
-    def _reward(self, episode: str) -> list[object] | None:
+    async def _reward(self, episode: str) -> list[object] | None:
         environment = self._episodes.get(episode)
         if environment is None:
             return None
         if hasattr(environment, "get_reward"):
-            reward = _settled(environment.get_reward())
+            reward = await settled(environment.get_reward())
         elif hasattr(environment, "get_call_reward"):
             reward = 0.0
         else:
@@ -322,13 +336,6 @@ def _takes(reset: Callable[..., object] | None) -> list[str]:
 
 def _answer(parts: Parts) -> dict[str, object]:
     return {"text": named(parts), "content": to_json(parts)}
-
-
-def _settled(result: object) -> object:
-    async def waited() -> object:
-        return await result  # type: ignore[misc]
-
-    return asyncio.run(waited()) if inspect.isawaitable(result) else result
 
 
 def _load(text: str, kind: str) -> object:

@@ -1,0 +1,165 @@
+"""The event loop of a worker, on which the operations of many episodes overlap.
+
+Operations that are no coroutines run one after the other, where no event loop runs: they may have
+one of their own. Coroutines go on between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import os
+import pickle
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO, cast
+
+from lightrft.rewards.worker import FRAME, write_answer
+from lightrft.rollout.environments.running import Running
+from lightrft.rollout.environments.stepped import Operation, Stepped, Work, stepping
+
+# Of what coroutines hand to threads.
+_MAX_THREADS = 1024
+_BEAT_SECONDS = 0.1
+# A coroutine that is late may take so long to end when it is cancelled.
+GRACE_SECONDS = 5.0
+_CHUNK = 1 << 16
+Request = dict[str, object]
+
+
+class OperationLoop:
+    """Performs requests as they come, and answers each when it is done.
+
+    Args:
+        perform: One operation on one episode.
+        failure: What is said of an exception.
+        answers: A pipe to the trainer.
+        running: Shared with it.
+    """
+
+    def __init__(
+        self,
+        perform: Callable[[Request], Coroutine[object, object, object]],
+        failure: Callable[[BaseException], dict[str, object]],
+        *,
+        answers: BinaryIO,
+        running: Running,
+    ) -> None:
+        self._perform, self._failure, self._answers = perform, failure, answers
+        self._work = Work(running)
+        self._received = bytearray()
+        self._waiting: deque[Request] = deque()
+        self._operations: dict[int, Operation] = {}
+        self._tasks: dict[str, set[asyncio.Task[object]]] = {}
+        self._has_ended = False
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
+        self._loop.set_task_factory(self._task)  # type: ignore[arg-type]
+
+    def run(self, requests: BinaryIO) -> None:
+        """Until the trainer sends no more."""
+        os.set_blocking(requests.fileno(), False)
+        self._loop.add_reader(requests.fileno(), self._read, requests.fileno())
+        self._beat()
+        while not self._has_ended:
+            self._loop.run_forever()
+            if self._waiting:
+                self._begin(self._waiting.popleft())
+            if self._waiting:  # coroutines get a turn in between
+                self._loop.call_soon(self._loop.stop)
+
+    def _read(self, pipe: int) -> None:
+        chunk = os.read(pipe, _CHUNK)
+        self._has_ended = not chunk
+        self._received += chunk
+        while len(self._received) >= FRAME.size:
+            stop = FRAME.size + int(FRAME.unpack_from(self._received)[0])
+            if len(self._received) < stop:
+                break
+            self._waiting.append(pickle.loads(self._received[FRAME.size : stop]))
+            del self._received[:stop]
+        if self._waiting or self._has_ended:
+            self._loop.stop()
+
+    def _beat(self) -> None:
+        self._work.running.beat()
+        self._loop.call_later(_BEAT_SECONDS, self._beat)
+
+    def _begin(self, sent: Request) -> None:
+        """An operation up to where it must wait; the rest is a task."""
+        request = cast("Request", sent["request"])
+        number, seconds = cast("tuple[int, float]", (sent["number"], sent["seconds"]))
+        operation = Operation(number, str(request["episode"]), seconds, self._work)
+        self._operations[number] = operation
+        if request["operation"] == "close":
+            for left in self._tasks.pop(operation.episode, ()):
+                left.cancel()
+        seed, call = cast("tuple[int, int]", request["draws"])
+        stepped = Stepped(self._performed(operation, request), operation, (seed, (call,)))
+        context = contextvars.copy_context()
+        try:
+            context.run(stepped.send, None)
+        except StopIteration:
+            return
+        operation.task = self._loop.create_task(stepped, context=context)
+        self._check(operation)
+
+    async def _performed(self, operation: Operation, request: Request) -> None:
+        try:
+            answer = {"ok": await self._perform(request)}
+        except BaseException as error:  # noqa: BLE001 - SystemExit of user code included
+            answer = self._failure(error)
+        self._answer(operation, {"late": "cancelled"} if operation.is_late else answer)
+
+    def _answer(self, operation: Operation, answer: Mapping[str, object]) -> None:
+        self._work.leave_if_forked()
+        if self._operations.pop(operation.number, None) is not None:
+            write_answer(self._answers, {"number": operation.number, **answer})
+
+    def _check(self, operation: Operation) -> None:
+        """Cancels an operation that is late; one that goes on all the same has hung."""
+        if operation.number not in self._operations:
+            return
+        if operation.is_late:
+            self._answer(operation, {"late": "hung"})
+            return
+        left = operation.seconds_left
+        if left <= 0 and operation.task is not None:
+            operation.is_late, left = True, GRACE_SECONDS
+            operation.task.cancel()
+        self._loop.call_later(left, self._check, operation)
+
+    def _task(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        inner: Coroutine[object, object, object],
+        **options: object,
+    ) -> asyncio.Task[object]:
+        """A task; of one that an operation starts it is known whose it is."""
+        made = cast("Callable[..., asyncio.Task[object]]", asyncio.Task)
+        starter = None if isinstance(inner, Stepped) else stepping()
+        if starter is None:
+            return made(inner, loop=loop, **options)
+        task = made(starter.started(inner), loop=loop, **options)
+        # It may outlive the operation, but not the episode.
+        own = self._tasks.setdefault(starter.operation.episode, set())
+        own.add(task)
+        task.add_done_callback(own.discard)
+        return task
+
+
+class _OnTheLoop:
+    """Awaited where what comes next needs the event loop to run."""
+
+    def __await__(self) -> Generator[None]:
+        yield
+
+
+async def settled(result: object) -> object:
+    """A value, or what it gives when it is awaited on the event loop."""
+    if not inspect.isawaitable(result):
+        return result
+    await _OnTheLoop()
+    return await result

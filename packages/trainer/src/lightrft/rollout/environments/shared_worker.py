@@ -1,0 +1,235 @@
+"""A worker process with many operations in flight, answered in any order."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import selectors
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import cast
+
+from lightrft.rewards.consumption import POLL_SECONDS
+from lightrft.rewards.process import (
+    WorkerFailedError,
+    WorkerProcess,
+    WorkerTask,
+    WorkerTimeoutError,
+)
+from lightrft.rewards.worker import FRAME
+from lightrft.rollout.environments.running import Running
+
+_CHUNK = 1 << 16
+
+
+class WorkerLostError(Exception):
+    """The worker has ended, and not by this operation as far as is known.
+
+    Args:
+        is_explained: Another operation is known to have ended it.
+    """
+
+    def __init__(self, *, is_explained: bool) -> None:
+        super().__init__("the worker ended while an operation was in flight")
+        self.is_explained = is_explained
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """An operation in flight."""
+
+    seconds: float
+    answer: Future[object] = field(default_factory=Future)
+
+
+class SharedWorker:
+    """One worker from its start to its end, for any number of threads.
+
+    Coroutines in it overlap and each is cancelled at its own deadline. The worker is killed where
+    the code of one operation runs for longer than that operation may take, or goes on after it was
+    cancelled. The operation that ends the worker, so or otherwise, is told why; the others get a
+    WorkerLostError.
+
+    Args:
+        task: Its handler reads requests itself, by an `OperationLoop`.
+    """
+
+    def __init__(self, task: WorkerTask) -> None:
+        self._running = Running.create()
+        self._process = WorkerProcess(task, inherited=(self._running.memory,))
+        self._lock = threading.Lock()
+        self._asked: dict[int, _Asked] = {}
+        self._unsent = bytearray()
+        self._last_number = 0
+        self._has_ended = self._must_end = False
+        self._wakes, self._wake = os.pipe()
+        self._progress, self._since = self._running.read(), 0.0
+        self._thread = threading.Thread(target=self._serve, name="environment worker", daemon=True)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes operations."""
+        return not self._has_ended
+
+    def start(self) -> object:
+        """Starts it: what it says of itself.
+
+        Raises:
+            WorkerFailedError: It cannot be set up.
+        """
+        try:
+            described = self._process.start()
+        except BaseException:
+            self._has_ended = True
+            self._give_back()
+            raise
+        self._thread.start()
+        return described
+
+    def ask(self, request: object, *, seconds: float) -> object:
+        """The answer to a request; waits for it.
+
+        Raises:
+            WorkerTimeoutError: It took too long; says what was done.
+            WorkerFailedError: The handler raised, or the operation ended the worker.
+            WorkerLostError: The worker has ended for another reason.
+        """
+        asked = _Asked(seconds)
+        with self._lock:
+            if self._has_ended:
+                raise WorkerLostError(is_explained=True)
+            self._last_number += 1
+            sent = {"number": self._last_number, "seconds": seconds, "request": request}
+            body = pickle.dumps(sent)
+            if not self._asked:
+                self._since = time.monotonic()
+            self._asked[self._last_number] = asked
+            self._unsent += FRAME.pack(len(body)) + body
+            os.write(self._wake, b"\0")
+        return asked.answer.result()
+
+    def close(self) -> None:
+        """Kills it and its children, if it runs."""
+        with self._lock:
+            if self._has_ended:
+                return
+            self._must_end = True
+            os.write(self._wake, b"\0")
+        self._thread.join()
+
+    def _serve(self) -> None:
+        """The life of the worker; in a thread of its own."""
+        problem, guilty = self._follow()
+        with self._lock:
+            self._has_ended = True
+            left, self._asked = self._asked, {}
+        if len(left) == 1 and not self._must_end:
+            (guilty,) = left
+        self._process.close()
+        self._give_back()
+        for number, asked in left.items():
+            lost = WorkerLostError(is_explained=guilty in left)
+            asked.answer.set_exception(problem if number == guilty else lost)
+
+    def _follow(self) -> tuple[Exception, int | None]:
+        """Sends and receives until the worker must end: why, and by which operation."""
+        started, received = self._process.started, bytearray()
+        requests, answers, printed = started.pipes()
+        with selectors.DefaultSelector() as selector:
+            for pipe in (answers, printed, self._wakes):
+                selector.register(pipe, selectors.EVENT_READ)
+            while True:
+                if self._must_end:
+                    return WorkerFailedError("it was closed"), None
+                self._set_writes(selector, requests)
+                ready = selector.select(POLL_SECONDS if self._asked else None)
+                for key, _ in ready:
+                    if key.fd == requests:
+                        self._send(requests)
+                        continue
+                    chunk = os.read(key.fd, _CHUNK)
+                    if key.fd == printed and chunk:
+                        started.output.feed(chunk)
+                    elif key.fd == printed:
+                        selector.unregister(printed)
+                    elif key.fd == answers and not chunk:
+                        return self._died()
+                    elif key.fd == answers:
+                        received += chunk
+                hung = self._take(received)
+                if hung is None:
+                    hung = self._stuck()
+                if hung is not None:
+                    return WorkerTimeoutError("its worker was killed"), hung
+
+    def _set_writes(self, selector: selectors.BaseSelector, requests: int) -> None:
+        """Listens for room in the pipe as long as there is something to send."""
+        is_set = requests in selector.get_map()
+        if self._unsent and not is_set:
+            selector.register(requests, selectors.EVENT_WRITE)
+        elif is_set and not self._unsent:
+            selector.unregister(requests)
+
+    def _send(self, requests: int) -> None:
+        with self._lock, contextlib.suppress(BlockingIOError):
+            try:
+                del self._unsent[: os.write(requests, self._unsent[:_CHUNK])]
+            except BrokenPipeError:
+                self._unsent.clear()  # the end of the answers says the rest
+
+    def _take(self, received: bytearray) -> int | None:
+        """Gives answers that are complete to those who wait; the operation that hung, if any."""
+        while len(received) >= FRAME.size:
+            stop = FRAME.size + int(FRAME.unpack_from(received)[0])
+            if len(received) < stop:
+                break
+            answer = cast("dict[str, object]", json.loads(received[FRAME.size : stop]))
+            del received[:stop]
+            number = int(cast("int", answer["number"]))
+            if answer.get("late") == "hung":
+                return number
+            with self._lock:
+                asked = self._asked.pop(number)
+            started = self._process.started
+            started.drain()
+            started.output.end_call()
+            _give(asked.answer, answer)
+        return None
+
+    def _stuck(self) -> int | None:
+        """The operation whose code has run for longer than it may; 0 if nobody knows which."""
+        progress, now = self._running.read(), time.monotonic()
+        with self._lock:
+            asked = dict(self._asked)
+        if progress != self._progress or not asked:
+            self._progress, self._since = progress, now
+            return None
+        own = asked.get(progress[0])
+        limit = max(each.seconds for each in asked.values()) if own is None else own.seconds
+        if now - self._since <= limit:
+            return None
+        return 0 if own is None else progress[0]
+
+    def _died(self) -> tuple[Exception, int | None]:
+        text, is_memory = self._process.ending()
+        # Those that wait may hold more than the one that runs.
+        return WorkerFailedError(text), None if is_memory else self._running.read()[0]
+
+    def _give_back(self) -> None:
+        self._running.close()
+        os.close(self._wakes)
+        os.close(self._wake)
+
+
+def _give(waiting: Future[object], answer: dict[str, object]) -> None:
+    if "late" in answer:
+        waiting.set_exception(WorkerTimeoutError("it was cancelled"))
+    elif "error" in answer:
+        text, kind, shown = (str(answer[name]) for name in ("error", "kind", "traceback"))
+        waiting.set_exception(WorkerFailedError(text, kind=kind, traceback=shown))
+    else:
+        waiting.set_result(answer["ok"])

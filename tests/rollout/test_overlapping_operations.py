@@ -1,0 +1,151 @@
+"""Operations of several episodes that overlap in one worker, and what each has of its own."""
+
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+from tests.machine import seconds
+
+from lightrft.config import TrainConfig
+from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError
+
+HERE = Path(__file__).parent
+CASES = HERE / "overlapping_environments.py"
+
+
+@pytest.fixture(scope="module")
+def pool_of():
+    """Workers are slow to start, so those of one class serve all tests."""
+    pools = {}
+
+    def make(name, *, file=CASES, workers=1):
+        if (name, workers) not in pools:
+            options = {"environment": f"{file}:{name}", "apply_chat_template": True}
+            config = TrainConfig(environment_workers=workers, **options)
+            pools[name, workers] = EnvironmentPool(config)
+        return pools[name, workers]
+
+    yield make
+    for pool in pools.values():
+        pool.close()
+
+
+class Player:
+    """Plays calls of episodes on a pool; each tells its answers and in which worker they came."""
+
+    def __init__(self, pool, *, limit=60.0):
+        self.pool, self.limit = pool, limit
+
+    def play(self, number, calls, host):
+        host.start()
+        told = [self.ask(host, number, "reset", -1, row={})]
+        for place, (name, arguments) in enumerate(calls):
+            answer = self.ask(host, number, "call", place, name=name, arguments=arguments)
+            told.append(answer["text"])
+        told.append(self.ask(host, number, "reward", len(calls)))
+        self.ask(host, number, "close", 0)
+        return told, host.generation
+
+    def ask(self, host, number, operation, place, **details):
+        draws = (number, place)
+        return host.ask(operation, str(number), seconds=self.limit, draws=draws, **details)
+
+    def begin(self, episodes):
+        """Futures of episodes, all begun at once."""
+        return self.pool.begin(
+            list(episodes), lambda number, host: self.play(number, episodes[number], host)
+        )
+
+    def at_once(self, episodes):
+        return {number: future.result() for number, future in self.begin(episodes).items()}
+
+
+def test_coroutines_of_one_worker_wait_for_each_other(pool_of):
+    player = Player(pool_of("Meeting"))
+    found = player.at_once({number: [("meet", {})] * 3 for number in range(2)})
+    assert found[0] == found[1]
+    # A call that fails, in a task as well, is told to its own episode.
+    found = player.at_once({0: [("raise_error", {}), ("exit_in_a_task", {})], 1: [("meet", {})]})
+    assert found[0][0][1] == '{"error": "ValueError: bang"}'
+    assert "SystemExit: 3" in found[0][0][2]
+    assert found[1][0][1].isdigit()
+
+
+def test_functions_take_turns_and_may_run_an_event_loop_of_their_own(pool_of):
+    player = Player(pool_of("Meeting"))
+    episodes = {number: [("own_loop", {})] for number in range(1, 4)} | {0: [("meet", {})]}
+    found = player.at_once(episodes | {4: [("meet", {})]})
+    assert [found[number][0][1] for number in range(1, 4)] == ["ran"] * 3
+
+
+def test_the_time_of_other_episodes_is_not_charged(pool_of):
+    limit = seconds(3)
+    player = Player(pool_of("Meeting"), limit=limit)
+    resting = [("rest", {"seconds": 0.5 * limit})] * 3 + [("open", {"seconds": 0.0})]
+    found = player.at_once({0: [("wait", {})], 1: resting})
+    assert found[0][0][1] == "open"
+    assert found[1][0][1:-1] == ["rested"] * 3 + ["opened"]
+
+
+def test_draws_do_not_depend_on_what_overlaps(pool_of):
+    calls = [("draw", {"count": 3}), ("wait_for_the_task", {}), ("draw", {"count": 1})]
+    episodes = {number: calls for number in range(6)}
+    file = HERE / "drawing_environment.py"
+    one, three = (Player(pool_of("Drawing", file=file, workers=n)) for n in (1, 3))
+    alone = {}
+    for number in episodes:
+        alone |= one.at_once({number: calls})
+    told = {number: texts for number, (texts, _) in alone.items()}
+    assert {number: texts for number, (texts, _) in one.at_once(episodes).items()} == told
+    assert {number: texts for number, (texts, _) in three.at_once(episodes).items()} == told
+    # None of the draws of an episode, its tasks' included, is that of another operation or task.
+    numbers = [word for texts in told.values() for text in texts[:-1] for word in words(text)]
+    assert len(numbers) == len(set(numbers)) == 6 * 3 * (2 + 3 + 12 + 8)
+
+
+def words(text):
+    return "".join(c if c.isdigit() or c == "." else " " for c in text).split()
+
+
+@pytest.mark.parametrize(
+    ("what", "reason", "num_ends"),
+    [
+        ("hang", "it was cancelled", 0),
+        ("hold on", "its worker was killed", 1),
+        ("block", "its worker was killed", 1),
+        ("exit", "exit code 3", 1),
+    ],
+)
+def test_what_ends_a_worker_fails_alone(pool_of, what, reason, num_ends):
+    player = Player(pool_of("Faulty"), limit=seconds(2))
+    calls = [("act", {"what": "wait", "path": ""})] * 3
+    expected = player.at_once({number: calls for number in range(4)})
+    bad = [calls[0], ("act", {"what": what, "path": ""})]
+    futures = player.begin({0: calls, 1: bad, 2: calls, 3: calls})
+    wait(futures.values())
+    failure = futures[1].result()
+    assert isinstance(failure, EpisodeError)
+    assert reason in str(failure)
+    for number in (0, 2, 3):
+        assert futures[number].result()[0] == expected[number][0]
+    # The next episode says in which worker it is.
+    assert player.at_once({7: calls})[7][1] == expected[0][1] + num_ends
+
+
+def test_where_nobody_knows_what_ended_a_worker_calls_are_repeated_one_at_a_time(pool_of, tmp_path):
+    player = Player(pool_of("Faulty"))
+    path = str(tmp_path / "was_killed")
+    calls = [("act", {"what": "be killed", "path": path})]
+    before = player.at_once({9: [("act", {"what": "wait", "path": path})]})[9][1]
+    found = player.at_once({number: calls for number in range(3)})
+    assert {generation for _, generation in found.values()} == {before + 1}
+    assert all(texts[1].startswith("1 ") for texts, _ in found.values())
+
+
+def test_waiting_operations_end_with_their_pool(pool_of):
+    pool = pool_of("Meeting")
+    futures = Player(pool).begin({0: [("meet", {})]})
+    while pool._workers[0].current._last_number < 2:
+        assert not futures[0].done()
+    pool.close()
+    assert isinstance(futures[0].result(), EpisodeError)
