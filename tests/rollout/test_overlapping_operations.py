@@ -89,7 +89,7 @@ def test_the_time_of_other_episodes_is_not_charged(pool_of):
 
 def test_draws_do_not_depend_on_what_overlaps(pool_of):
     calls = [("draw", {"count": 3}), ("wait_for_the_task", {}), ("draw", {"count": 1})]
-    episodes = {number: calls for number in range(6)}
+    episodes = dict.fromkeys(range(6), calls)
     file = HERE / "drawing_environment.py"
     one, three = (Player(pool_of("Drawing", file=file, workers=n)) for n in (1, 3))
     alone = {}
@@ -119,7 +119,7 @@ def words(text):
 def test_what_ends_a_worker_fails_alone(pool_of, what, reason, num_ends):
     player = Player(pool_of("Faulty"), limit=seconds(2))
     calls = [("act", {"what": "wait", "path": ""})] * 3
-    expected = player.at_once({number: calls for number in range(4)})
+    expected = player.at_once(dict.fromkeys(range(4), calls))
     bad = [calls[0], ("act", {"what": what, "path": ""})]
     futures = player.begin({0: calls, 1: bad, 2: calls, 3: calls})
     wait(futures.values())
@@ -137,7 +137,7 @@ def test_where_nobody_knows_what_ended_a_worker_calls_are_repeated_one_at_a_time
     path = str(tmp_path / "was_killed")
     calls = [("act", {"what": "be killed", "path": path})]
     before = player.at_once({9: [("act", {"what": "wait", "path": path})]})[9][1]
-    found = player.at_once({number: calls for number in range(3)})
+    found = player.at_once(dict.fromkeys(range(3), calls))
     assert {generation for _, generation in found.values()} == {before + 1}
     assert all(texts[1].startswith("1 ") for texts, _ in found.values())
 

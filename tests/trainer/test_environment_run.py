@@ -101,6 +101,35 @@ class Counter:
     def get_reward(self):
         return random.random()
 """
+# The same as coroutines, which overlap; how they do depends on the draws.
+WAITING = """
+import asyncio
+import random
+
+import numpy as np
+import torch
+
+
+async def draw():
+    await asyncio.sleep(0.02 * random.random())
+    return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    async def reset(self, **row):
+        return f"{(await draw())[0]}"[:6]
+
+    async def count_up(self) -> str:
+        \"\"\"Count.\"\"\"
+        self.count += 1
+        return f"{self.count} {await draw()} {await asyncio.gather(draw(), draw())}"[:40]
+
+    async def get_reward(self):
+        return (await draw())[0]
+"""
 REWARD = """
 def score(responses):
     return [(sum(map(ord, text)) % 7) / 7 for text in responses]
@@ -393,6 +422,22 @@ def test_two_runs_of_one_seed_are_equal_though_their_environment_draws_without_o
     told = [event["told"] for event in events if event["event"] == "reset"]
     assert len(told) == 16
     assert len(set(told)) == 4
+
+
+@pytest.mark.timeout(600)
+def test_coroutines_that_overlap_draw_what_they_drew_in_any_number_of_processes(folder):
+    (folder / "waiting.py").write_text(WAITING)
+    one = {"fsdp": True, "environment": f"{folder / 'waiting.py'}:Counter"}
+    first, several = run(folder, 1, [one, {**one, "environment_workers": 3}])
+    files = ("trajectories.jsonl", "model/model.safetensors")
+    for name in files:
+        assert (first[1] / name).read_bytes() == (several[1] / name).read_bytes()
+    (two,) = run(folder, 2, [one])
+    assert_same_step(two, first)
+    assert_same_episodes(two, first)
+    events = events_of((first[1] / "journal" / FILE).read_text())
+    answers = [event["call"]["text"] for event in events if event["event"] == "answer"]
+    assert len(set(answers)) == len(answers) > 8
 
 
 def test_two_processes_give_the_step_of_one(folder, alone):

@@ -33,7 +33,9 @@ _SPEC.loader.exec_module(kills)
 NUM_STEPS = 3
 # Answers follow from all that was said before.
 ENVIRONMENT = '''
+import asyncio
 import os
+import random
 import time
 
 
@@ -41,14 +43,15 @@ class Mixer:
     def reset(self, seed: int = 0, **row):
         self.state = seed % 1009
 
-    def mix(self, number: int) -> str:
+    async def mix(self, number: int) -> str:
         """Mix a number in.
 
         Args:
             number: Any.
         """
-        time.sleep(0.02)
-        self.state = (self.state * 31 + number + 7) % 1009
+        drawn = random.randrange(9)
+        await asyncio.sleep(0.02)
+        self.state = (self.state * 31 + number + drawn + random.randrange(9)) % 1009
         return str(self.state)
 
     def get_reward(self) -> float:
@@ -59,6 +62,16 @@ class Moody(Mixer):
     def reset(self, **row):
         super().reset(**row)
         self.state += os.urandom(1)[0] % 2
+
+    def mix(self, number: int) -> str:
+        """Mix a number in.
+
+        Args:
+            number: Any.
+        """
+        time.sleep(0.02)
+        self.state = (self.state * 31 + number + 7) % 1009
+        return str(self.state)
 '''
 # A function, and a program.
 AGENT = """
