@@ -20,8 +20,14 @@ class Meeting:
         await self.two.wait()
         return os.getpid()
 
-    async def wait(self) -> str:
-        """Wait until somebody opens."""
+    async def wait(self, path: str) -> str:
+        """Wait until somebody opens.
+
+        Args:
+            path: A file that says so.
+        """
+        with open(path, "w", encoding="utf-8"):
+            pass
         await self.opened.wait()
         return "open"
 

@@ -4,7 +4,7 @@ from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
-from tests.machine import seconds
+from tests.machine import seconds, wait_until
 
 from lightrft.config import TrainConfig
 from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError
@@ -78,11 +78,11 @@ def test_functions_take_turns_and_may_run_an_event_loop_of_their_own(pool_of):
     assert [found[number][0][1] for number in range(1, 4)] == ["ran"] * 3
 
 
-def test_the_time_of_other_episodes_is_not_charged(pool_of):
+def test_the_time_of_other_episodes_is_not_charged(pool_of, tmp_path):
     limit = seconds(3)
     player = Player(pool_of("Meeting"), limit=limit)
     resting = [("rest", {"seconds": 0.5 * limit})] * 3 + [("open", {"seconds": 0.0})]
-    found = player.at_once({0: [("wait", {})], 1: resting})
+    found = player.at_once({0: [("wait", {"path": str(tmp_path / "waits")})], 1: resting})
     assert found[0][0][1] == "open"
     assert found[1][0][1:-1] == ["rested"] * 3 + ["opened"]
 
@@ -142,10 +142,9 @@ def test_where_nobody_knows_what_ended_a_worker_calls_are_repeated_one_at_a_time
     assert all(texts[1].startswith("1 ") for texts, _ in found.values())
 
 
-def test_waiting_operations_end_with_their_pool(pool_of):
-    pool = pool_of("Meeting")
-    futures = Player(pool).begin({0: [("meet", {})]})
-    while pool._workers[0].current._last_number < 2:
-        assert not futures[0].done()
+def test_waiting_operations_end_with_their_pool(pool_of, tmp_path):
+    pool, path = pool_of("Meeting", workers=2), tmp_path / "waits"
+    futures = Player(pool).begin({0: [("wait", {"path": str(path)})]})
+    assert wait_until(path.exists)
     pool.close()
     assert isinstance(futures[0].result(), EpisodeError)

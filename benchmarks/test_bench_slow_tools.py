@@ -1,0 +1,214 @@
+"""32 episodes whose tools wait for 0.5 s: one round of calls, and a whole step.
+
+    OMP_NUM_THREADS=1 uv run pytest benchmarks/test_bench_slow_tools.py -s
+
+A round is one call of each episode, as a coroutine in one worker and as a function in several. A
+step is that of a tiny model, each episode with two calls, one rank that generates beside one that
+trains. It is compared with the larger of two times: what the same step takes on one rank that does
+both, with tools that wait for nothing, and the time of all tools over how many run at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+from tests.forked_run import Ranks
+from tests.ranks import run_multiprocess
+from tests.trainer.test_killed_episodes import TEMPLATE, let_random_models_call, settings
+from tests.trainer.test_random_kills import become_launcher, import_modules, write_inputs
+
+from lightrft.config import TrainConfig
+from lightrft.rollout.environments.pool import EnvironmentPool
+
+NUM_EPISODES, TOOL_SECONDS, NUM_ROUNDS, NUM_STEPS, NUM_CALLS = 32, 0.5, 3, 6, 2
+# Beside the tool's time: episodes of one worker at once, or of several workers.
+MAX_ROUND = {"coroutines, 1 worker": 2.0, "functions, 16 workers": 4.0}
+ENVIRONMENT = """
+import asyncio
+import time
+
+
+class Waiting:
+    def reset(self, **row):
+        self.state = 0
+
+    async def mix(self, number: int) -> str:
+        \"\"\"Mix a number in.
+
+        Args:
+            number: Any.
+        \"\"\"
+        await asyncio.sleep({seconds})
+        return self.mixed(number)
+
+    def _mixed(self, number):
+        self.state = (self.state * 31 + number + 7) % 1009
+        return str(self.state)
+
+    def get_reward(self) -> float:
+        return float(self.state % 5)
+
+
+class Blocking(Waiting):
+    def mix(self, number: int) -> str:
+        \"\"\"Mix a number in.
+
+        Args:
+            number: Any.
+        \"\"\"
+        time.sleep({seconds})
+        return self._mixed(number)
+""".replace("self.mixed", "self._mixed")
+
+
+def write_environment(folder, name, seconds):
+    path = folder / f"{name}.py"
+    path.write_text(ENVIRONMENT.format(seconds=seconds))
+    return path
+
+
+def a_round(pool):
+    """Seconds until every episode has had one call answered."""
+
+    def begin(number, host):
+        host.start()
+        host.ask("reset", str(number), seconds=60.0, draws=(number, -1), row={})
+
+    def call(number, host):
+        host.start()
+        asked = {"name": "mix", "arguments": {"number": number}}
+        return host.ask("call", str(number), seconds=60.0, draws=(number, 0), **asked)
+
+    numbers = range(NUM_EPISODES)
+    for future in pool.begin(numbers, begin).values():
+        assert future.result() is None
+    start = time.perf_counter()
+    texts = [future.result()["text"] for future in pool.begin(numbers, call).values()]
+    seconds = time.perf_counter() - start
+    assert texts == [str(number + 7) for number in numbers]
+    return seconds
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("name", "workers"), [("Waiting", 1), ("Blocking", 8), ("Blocking", 16)])
+def test_a_round_of_calls(benchmark, tmp_path, capsys, name, workers):
+    path = write_environment(tmp_path, "slow", TOOL_SECONDS)
+    options = {"environment": f"{path}:{name}", "apply_chat_template": True}
+    pool = EnvironmentPool(TrainConfig(environment_workers=workers, **options))
+    try:
+        a_round(pool)
+        rounds = [a_round(pool) for _ in range(NUM_ROUNDS)]
+        benchmark.pedantic(a_round, args=(pool,), rounds=1, iterations=1)
+    finally:
+        pool.close()
+    ratio = statistics.median(rounds) / TOOL_SECONDS
+    kind = "coroutines" if name == "Waiting" else "functions"
+    form = f"{kind}, {workers} worker{'s' * (workers > 1)}"
+    with capsys.disabled():
+        load = os.getloadavg()[0]
+        shown = " ".join(f"{seconds:.2f}" for seconds in rounds)
+        print(f"\n{form}: {ratio:.2f} of the tool's time ({shown} s), load {load:.1f}")
+    benchmark.extra_info.update(form=form, ratio=ratio, rounds=rounds)
+    assert ratio <= MAX_ROUND.get(form, float("inf"))
+
+
+FORMS = {
+    "no waits, one rank": (1, 0.0, {"environment_workers": 1}),
+    "coroutines, split": (2, TOOL_SECONDS, {"environment_workers": 1}),
+    "coroutines, split, late_join": (
+        2,
+        TOOL_SECONDS,
+        {"environment_workers": 1, "late_join": True},
+    ),
+    "functions, 16 workers, split, late_join": (
+        2,
+        TOOL_SECONDS,
+        {"environment_workers": 16, "late_join": True},
+    ),
+}
+AT_ONCE = {"coroutines": NUM_EPISODES, "functions": 16}
+
+
+def measure(options, num_ranks) -> float:
+    """Median seconds from one step's end to the next one's."""
+    ranks = Ranks(options, num_ranks, prepare)
+    codes = ranks.wait(600)
+    assert codes == [0] * num_ranks, ranks.log.read_text()[-4000:]
+    times = [float(line) for line in Path(options["output_dir"], "times").read_text().split()]
+    return statistics.median(b - a for a, b in itertools.pairwise(times[1:]))
+
+
+def prepare(rank: int) -> None:
+    """Every turn calls; steps leave their times in a file."""
+    from lightrft.run.loop import Loop
+
+    let_random_models_call()
+    end_step = Loop._end_step
+
+    def timed(loop, step, metrics, *, is_last):
+        found = end_step(loop, step, metrics, is_last=is_last)
+        if loop.strategy.is_rank_0():
+            with Path(loop.stage.config.output_dir, "times").open("a") as stream:
+                stream.write(f"{time.perf_counter()}\n")
+        return found
+
+    Loop._end_step = timed
+
+
+def measure_all(rank: int, world_size: int, folder: str, num_tokens: int) -> dict[str, list[float]]:
+    become_launcher()
+    place = Path(folder)
+    write_inputs(place, 256)
+    (place / "template.jinja").write_text(TEMPLATE)
+    found: dict[str, list[float]] = {name: [] for name in FORMS}
+    for number in range(-1, NUM_ROUNDS):
+        for index, (name, (num_ranks, seconds, changes)) in enumerate(FORMS.items()):
+            path = write_environment(place, f"tools_{index}", seconds)
+            kind = "Blocking" if name.startswith("functions") else "Waiting"
+            options = settings(place, f"run_{index}_{number}") | {
+                "environment": f"{path}:{kind}",
+                "advantage_estimator": "group_norm",
+                "rollout_batch_size": NUM_EPISODES // 4,
+                "n_samples_per_prompt": 4,
+                "train_batch_size": NUM_EPISODES,
+                "micro_train_batch_size": 8,
+                "generate_max_len": num_tokens,
+                "max_turns": NUM_CALLS + 1,
+                "max_steps": NUM_STEPS,
+                "save_steps": -1,
+                "num_threads": 1,
+                "timeout_minutes": 10.0,
+                **({"rollout_lag": 1, "rollout_ranks": 1} if num_ranks == 2 else {}),
+                **changes,
+            }
+            measured = measure(options, num_ranks)
+            if number < 0:  # imports and first calls
+                import_modules(Path(f"{options['output_dir']}.modules"))
+            else:
+                found[name].append(measured)
+    return found
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("num_tokens", [8, 64])
+def test_a_step_with_slow_tools(tmp_path, capsys, num_tokens):
+    given = (str(tmp_path), num_tokens)
+    (found,) = run_multiprocess(measure_all, 1, timeout_seconds=2900, args=given)
+    alone = found.pop("no waits, one rank")
+    lines = [f"no waits, one rank: {statistics.median(alone):.2f} s"]
+    for name, steps in found.items():
+        tools = NUM_EPISODES * NUM_CALLS * TOOL_SECONDS / AT_ONCE[name.partition(",")[0]]
+        bounds = [max(each, tools) for each in alone]
+        ratio = statistics.median(a / b for a, b in zip(steps, bounds, strict=True))
+        shown = f"{statistics.median(steps):.2f} s, tools {tools:.2f} s"
+        lines.append(f"{name}: {shown}, ratio {ratio:.2f}")
+    with capsys.disabled():
+        print(f"\nturns of {num_tokens} tokens, load {os.getloadavg()[0]:.1f}")
+        print(json.dumps({"alone": alone, **found}))
+        print("\n".join(lines))
