@@ -1,4 +1,4 @@
-"""What a worker does at the moment, in memory that the trainer reads also when it has ended."""
+"""The present work of a worker, in memory that the trainer reads also when it has ended."""
 
 from __future__ import annotations
 
