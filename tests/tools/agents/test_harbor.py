@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import re
 import tarfile
 from pathlib import Path
 
 import pytest
+from tests.datasets.chat_families import family_tokenizer
 from tests.machine import seconds
 from tests.rollout.agents.agent_stage import AgentStage
 from tests.rollout.agents.test_agents import check_exact
 
+from lightrft.config import TrainConfig
+from lightrft.datasets import load_prompts
 from lightrft.datasets.files import local_files, read_rows
 from lightrft.datasets.types import DataError
 from lightrft.rewards.types import RewardError
@@ -188,11 +192,28 @@ def test_tasks_need_a_sandbox(play):
         ({"tests": None}, r"it has no tests/test\.sh"),
     ],
 )
-def test_tasks_that_need_more_are_refused_by_name(tmp_path, task, told):
-    write_task(tmp_path / "good")
+def test_tasks_that_need_more_are_left_out_by_name(tmp_path, task, told):
     write_task(tmp_path / "words", **task)
-    with pytest.raises(DataError, match=f"1 of 2 tasks .* task words: .*{told}"):
+    with pytest.raises(DataError, match=f"left out 1 of 1 rows: task words: .*{told}.*none is"):
         read_rows(f"harbor:{tmp_path}")
+    write_task(tmp_path / "good")
+    (row,) = read_rows(f"harbor:{tmp_path}")
+    assert row.columns["task"] == "good"
+    assert re.match(f"left out 1 of 2 rows: task words: .*{told}", row.remark)
+
+
+def test_what_is_left_out_is_said_once_and_counted(tmp_path):
+    write_task(tmp_path / "good")
+    write_task(tmp_path / "other")
+    for number in range(5):
+        write_task(tmp_path / f"bad{number}", docker="FROM node\n")
+    config = TrainConfig(input_key="input")
+    found = load_prompts(f"harbor:{tmp_path}", family_tokenizer("Qwen2.5"), config)
+    assert [prompt.columns["task"] for prompt in found] == ["good", "other"]
+    first, line = found.report.summary().splitlines()
+    assert ": 2 prompts of" in first
+    named = "; ".join(f"task bad{number}: [^;]+ in whose place [^;]+" for number in range(3))
+    assert re.search(f"left out 5 of 7 rows: {named}; and 2 more, which `lightrft data", line)
 
 
 def test_files_of_an_image_are_bounded_and_none_is_left_out(tmp_path):

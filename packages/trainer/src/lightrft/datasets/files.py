@@ -13,7 +13,7 @@ from lightrft.config.files import FileError, kind_of, lines_of, parse_json, read
 from lightrft.config.printable import one_line
 from lightrft.config.registry import DATA_SOURCES, split_kind
 from lightrft.config.sources import probability_problem, split_sources
-from lightrft.datasets.types import DataError
+from lightrft.datasets.types import DataError, LeftOutError
 from lightrft.kernels.names import first_line
 from lightrft.utils.hub import is_hub_reachable
 
@@ -26,8 +26,10 @@ MAX_EXPANSION, MIN_PARQUET_BYTES = 1000, 2**28
 PARQUET_ROWS = 1024
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<configuration>[\w.-]+))?\Z")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
-# The rows of (source, split).
-RowSource = Callable[[str, str], Iterator[Mapping[str, object]]]
+# The rows of (source, split), and in the place of one that is left out the reason.
+RowSource = Callable[[str, str], Iterator[Mapping[str, object] | LeftOutError]]
+# Of the rows that are left out.
+_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,13 @@ class Row:
         columns: Values by column name.
         location: `file:line` of a JSONL row, `file, row n` of others; for error messages.
         folder: To which paths in it are relative.
+        remark: On the rows of its source that were left out; "" without any.
     """
 
     columns: Mapping[str, object]
     location: str
     folder: Path = Path()
+    remark: str = ""
 
 
 def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
@@ -58,14 +62,25 @@ def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
     Raises:
         DataError: nothing there, unknown format, malformed content, or no rows.
     """
-    rows = []
+    rows, left_out = [], []
     for item in scan_rows(path, split=split):
-        if isinstance(item, DataError):
+        if isinstance(item, LeftOutError):
+            left_out.append(str(item))
+        elif isinstance(item, DataError):
             raise item
-        rows.append(item)
+        else:
+            rows.append(item)
+    if not left_out:
+        if not rows:
+            raise DataError(f"{path} holds no rows: expected at least one")
+        return rows
+    remark = f"left out {len(left_out)} of {len(rows) + len(left_out)} rows: "
+    remark += "; ".join(left_out[:_SHOWN])
+    if len(left_out) > _SHOWN:
+        remark += f"; and {len(left_out) - _SHOWN} more, which `lightrft data check` names"
     if not rows:
-        raise DataError(f"{path} holds no rows: expected at least one")
-    return rows
+        raise DataError(f"{path}: {remark}; none is left")
+    return [replace(row, remark=remark) for row in rows]
 
 
 def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataError]:
@@ -82,7 +97,8 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
         load = _load_rows
     if load is not None:
         for number, columns in enumerate(load(str(path), split), start=1):
-            yield Row(columns, f"{path}[{split}], row {number}")
+            place = f"{path}[{split}], row {number}"
+            yield columns if isinstance(columns, DataError) else Row(columns, place)
         return
     for file in _files(Path(path), split):
         for item in _reader(file)(file):

@@ -40,6 +40,7 @@ class LoadReport:
         too_long_examples: Places of the first of them.
         num_without_label: Prompts kept that have no reference answer.
         max_prompt_tokens: Longest prompt kept, in tokens.
+        remarks: On rows that sources left out.
     """
 
     path: str
@@ -49,16 +50,17 @@ class LoadReport:
     too_long_examples: tuple[str, ...]
     num_without_label: int
     max_prompt_tokens: int
+    remarks: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """One line for a log."""
+        """A line for a log, and one for each remark."""
         line = f"{self.path}: {self.num_prompts} prompts of at most {self.max_prompt_tokens} tokens"
         if self.num_too_long:
             examples = ", ".join(self.too_long_examples)
             line += f"; dropped {self.num_too_long} over-long (first: {examples})"
         if self.num_without_label:
             line += f"; {self.num_without_label} without label"
-        return line
+        return "\n".join((line, *(f"{self.path}: {remark}" for remark in self.remarks)))
 
 
 class PromptDataset(Dataset[Prompt]):
@@ -157,6 +159,7 @@ def _build(
         too_long_examples=tuple(too_long[:_MAX_EXAMPLES]),
         num_without_label=sum(prompt.label is None for prompt in prompts),
         max_prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
+        remarks=tuple(filter(None, dict.fromkeys(row.remark for row in rows))),
     )
     return PromptDataset(prompts, report=report)
 

@@ -11,6 +11,10 @@ class DataError(ValueError):
     """A data file cannot be used; the message names the file, the line and the remedy."""
 
 
+class LeftOutError(DataError):
+    """A row that its source cannot give, and that is left out; the others are read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of a prompt data set, rendered and tokenised.

@@ -19,12 +19,11 @@ from typing import cast
 from lightrft.config import ConfigError
 from lightrft.config.files import FileError, read_bytes, read_text
 from lightrft.config.toml import read_toml
-from lightrft.datasets.types import DataError
+from lightrft.datasets.types import DataError, LeftOutError
 
 PREFIX, COLUMN = "harbor:", "harbor"
 # Of a task's files, and of its tests.
 _MAX_BYTES = 32 << 20
-_SHOWN = 3
 TESTS, LOGS = "/tests", "/logs"
 _SYSTEM = frozenset(
     ("bin", "dev", "lib", "lib32", "lib64", "logs", "proc", "sbin", "sys", "tests", "tmp", "usr")
@@ -85,34 +84,29 @@ class HarborTask:
         return sorted(f"/{top}" for top in tops)
 
 
-def task_rows(text: str, split: str) -> Iterator[Mapping[str, object]]:
+def task_rows(text: str, split: str) -> Iterator[Mapping[str, object] | LeftOutError]:
     """A row for each task: `input`, its instruction; `task`, its name; and `harbor`, its folder.
+
+    In the place of one that cannot be played without containers stands the reason.
 
     Args:
         text: `harbor:FOLDER`, a task's or one with folders of tasks.
         split: Has no meaning: all tasks are in each.
 
     Raises:
-        DataError: There is no task, or some are refused.
+        DataError: There is no task.
     """
     del split
     folder = Path(text.removeprefix(PREFIX)).absolute()
     own = [folder] if (folder / "task.toml").is_file() else sorted(folder.glob("*/task.toml"))
     if not own:
         raise DataError(f"{text}: found no task.toml in it or in a folder of it")
-    tasks, refused = [], []
     for path in own:
         try:
-            tasks.append(read_task(path if path.is_dir() else path.parent))
+            task = read_task(path if path.is_dir() else path.parent)
         except DataError as error:
-            refused.append(str(error))
-    if refused:
-        more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
-        raise DataError(
-            f"{text}: {len(refused)} of {len(own)} tasks cannot be played without containers, "
-            f"leave them out: {'; '.join(refused[:_SHOWN])}{more}"
-        )
-    for task in tasks:
+            yield LeftOutError(str(error))
+            continue
         yield {"input": task.instruction, "task": task.folder.name, COLUMN: str(task.folder)}
 
 
