@@ -15,6 +15,8 @@ import json
 import os
 import statistics
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,7 +47,7 @@ class Waiting:
             number: Any.
         \"\"\"
         await asyncio.sleep({seconds})
-        return self.mixed(number)
+        return self._mixed(number)
 
     def _mixed(self, number):
         self.state = (self.state * 31 + number + 7) % 1009
@@ -64,7 +66,7 @@ class Blocking(Waiting):
         \"\"\"
         time.sleep({seconds})
         return self._mixed(number)
-""".replace("self.mixed", "self._mixed")
+"""
 
 
 def write_environment(folder, name, seconds):
@@ -135,20 +137,25 @@ FORMS = {
 AT_ONCE = {"coroutines": NUM_EPISODES, "functions": 16}
 
 
-def measure(options, num_ranks) -> float:
+def measure(options, num_ranks, num_stops) -> float:
     """Median seconds from one step's end to the next one's."""
-    ranks = Ranks(options, num_ranks, prepare)
+    ranks = Ranks(options, num_ranks, partial(prepare, num_stops))
     codes = ranks.wait(600)
     assert codes == [0] * num_ranks, ranks.log.read_text()[-4000:]
     times = [float(line) for line in Path(options["output_dir"], "times").read_text().split()]
     return statistics.median(b - a for a, b in itertools.pairwise(times[1:]))
 
 
-def prepare(rank: int) -> None:
-    """Every turn calls; steps leave their times in a file."""
+def prepare(num_stops: int, rank: int) -> None:
+    """Every turn calls, and ends at one of so many tokens; steps leave their times in a file."""
+    import lightrft.rollout.sampler as sampling
     from lightrft.run.loop import Loop
 
     let_random_models_call()
+    own = sampling.training_params
+    sampling.training_params = lambda config: replace(
+        own(config), stop_token_ids=tuple(range(num_stops))
+    )
     end_step = Loop._end_step
 
     def timed(loop, step, metrics, *, is_last):
@@ -161,7 +168,7 @@ def prepare(rank: int) -> None:
     Loop._end_step = timed
 
 
-def measure_all(rank: int, world_size: int, folder: str, num_tokens: int) -> dict[str, list[float]]:
+def measure_all(rank: int, world_size: int, folder: str, num_stops: int) -> dict[str, list[float]]:
     become_launcher()
     place = Path(folder)
     write_inputs(place, 256)
@@ -178,7 +185,7 @@ def measure_all(rank: int, world_size: int, folder: str, num_tokens: int) -> dic
                 "n_samples_per_prompt": 4,
                 "train_batch_size": NUM_EPISODES,
                 "micro_train_batch_size": 8,
-                "generate_max_len": num_tokens,
+                "generate_max_len": 64,
                 "max_turns": NUM_CALLS + 1,
                 "max_steps": NUM_STEPS,
                 "save_steps": -1,
@@ -187,7 +194,7 @@ def measure_all(rank: int, world_size: int, folder: str, num_tokens: int) -> dic
                 **({"rollout_lag": 1, "rollout_ranks": 1} if num_ranks == 2 else {}),
                 **changes,
             }
-            measured = measure(options, num_ranks)
+            measured = measure(options, num_ranks, num_stops)
             if number < 0:  # imports and first calls
                 import_modules(Path(f"{options['output_dir']}.modules"))
             else:
@@ -196,9 +203,9 @@ def measure_all(rank: int, world_size: int, folder: str, num_tokens: int) -> dic
 
 
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("num_tokens", [8, 64])
-def test_a_step_with_slow_tools(tmp_path, capsys, num_tokens):
-    given = (str(tmp_path), num_tokens)
+@pytest.mark.parametrize("num_stops", [90, 8], ids=["short turns", "long turns"])
+def test_a_step_with_slow_tools(tmp_path, capsys, num_stops):
+    given = (str(tmp_path), num_stops)
     (found,) = run_multiprocess(measure_all, 1, timeout_seconds=2900, args=given)
     alone = found.pop("no waits, one rank")
     lines = [f"no waits, one rank: {statistics.median(alone):.2f} s"]
@@ -209,6 +216,6 @@ def test_a_step_with_slow_tools(tmp_path, capsys, num_tokens):
         shown = f"{statistics.median(steps):.2f} s, tools {tools:.2f} s"
         lines.append(f"{name}: {shown}, ratio {ratio:.2f}")
     with capsys.disabled():
-        print(f"\nturns of {num_tokens} tokens, load {os.getloadavg()[0]:.1f}")
+        print(f"\nturns end at {num_stops} of 262 tokens, load {os.getloadavg()[0]:.1f}")
         print(json.dumps({"alone": alone, **found}))
         print("\n".join(lines))

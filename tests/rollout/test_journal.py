@@ -264,6 +264,26 @@ def test_late_episodes_join_later_rounds_with_the_same_tokens(tmp_path):
     assert [sorted(t) for t in known[:count]] == [sorted(t) for t in rounds[:count]]
 
 
+def test_episodes_that_missed_a_round_do_not_wait_for_those_that_took_part(tmp_path):
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+
+    def script(request_id):
+        # The third is late in its first turn; in their second the others wait for its second.
+        if request_id < 2:
+            return ["done"]
+        if request_id == 2:
+            calls = [("pass_gate", first, False)], [("pass_gate", second, True)]
+        else:
+            calls = [], [("pass_gate", first, True), ("pass_gate", second, False)]
+        turns = ["".join(call(n, path=p, opens=o) for n, p, o in turn) for turn in calls]
+        return [turns[0] or call("count_up"), turns[1], "done"]
+
+    options = {"environment_workers": 4, "tools": (f"{CASES}:pass_gate",), "prompt_max_len": 2000}
+    options |= {"generate_max_len": 800, "max_len": 8000}
+    played = Played(tmp_path / "run", script, late_join=True, **options)
+    assert [len(r.conversation.turns) for r in played.rollouts] == [1, 1, 3, 3, 3, 3]
+
+
 def test_each_batch_of_dynamic_sampling_has_a_journal(tmp_path):
     played = Played(tmp_path / "run", dynamic_sampling=True, max_num_gen_batches=3)
     played.path.unlink()

@@ -553,7 +553,8 @@ class RunOptions(StrategyConfig):
     late_join: bool = rollout_option(
         False,
         "Let an episode whose tool is busy join a later round, once half of the others are "
-        "ready; off, a round waits for all, and timing changes no bit.",
+        "ready or all that took no part in the last one; off, a round waits for all, and timing "
+        "changes no bit.",
         acts_with="environment or tools or agent or agent_command",
         commands=EVAL,
     )

@@ -143,7 +143,7 @@ class EpisodeSource:
 
     Episodes of all ranks go in lock step: a round samples one turn of each, then answers its calls.
     A round waits for all its tools on all ranks, so timing changes nothing; with `late_join` it
-    waits for half of this rank's episodes, and the others join a later one.
+    waits for half of this rank's episodes, or for all that took no part in the one before.
 
     Args:
         environments: Of the run.
@@ -369,6 +369,7 @@ class EpisodeSource:
         for episode in waiting:
             self._turns.parse_turn(batch, episode)
         calling = [episode for episode in waiting if episode.is_open]
+        late = set(batch.busy)
         batch.begin(calling, partial(self._answers.answer_calls, batch))
 
         def must_wait() -> bool:
@@ -378,6 +379,8 @@ class EpisodeSource:
                 return any(e.number in batch.busy and e.sample_id in own for e in open_episodes)
             if not self._parts.config.late_join:
                 return True
+            if late and not late & batch.busy.keys():
+                return False  # or those that took no part would wait for calls that just began
             return 2 * (len(open_episodes) - len(batch.busy)) < len(open_episodes)
 
         return batch.collect(must_wait)
