@@ -341,8 +341,9 @@ class TrainOptions(TypedDict, total=False):
     """Worker processes that host the environments or agents of one rank; unset is one a
     core."""
     late_join: bool
-    """Let an episode whose tool is busy join a later round, once half of the others are ready;
-    off, a round waits for all, and timing changes no bit."""
+    """Let an episode whose tool is busy join a later round, once half of the others are ready
+    or all that took no part in the last one; off, a round waits for all, and timing changes no
+    bit."""
     chat_template: str | None
     """File with a Jinja chat template in place of the tokenizer's."""
     chat_template_args: Mapping[str, str | int | float | bool] | None
