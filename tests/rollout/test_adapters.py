@@ -253,6 +253,7 @@ class Server:
 
     def __init__(self):
         self.fault, self.sessions, self.lock = None, [], threading.Lock()
+        self.schema = SCHEMA
         self.room = threading.Semaphore(100)
         self.server = serve(self.session, "127.0.0.1", 0, process_request=self.describe)
         self.port = self.server.socket.getsockname()[1]
@@ -262,7 +263,7 @@ class Server:
     def describe(self, connection, request):
         if request.path != "/schema":
             return None
-        body = json.dumps(SCHEMA).encode()
+        body = json.dumps(self.schema).encode()
         headers = Headers({"Content-Length": str(len(body)), "Connection": "close"})
         return Response(http.HTTPStatus.OK, "OK", headers, body)
 

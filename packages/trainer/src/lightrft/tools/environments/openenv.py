@@ -10,9 +10,11 @@ Wire: https://github.com/meta-pytorch/OpenEnv, `core/env_server/http_server.py`,
 from __future__ import annotations
 
 import json
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit, urlunsplit
 
@@ -35,9 +37,14 @@ MAX_MESSAGE_BYTES = 1 << 20
 CONNECT_SECONDS = 10.0
 # Below the deadline of the worker by default, so that it goes on hosting its other episodes.
 MESSAGE_SECONDS = 50.0
+# Until a server without room is asked again.
+_ROOM_SECONDS = 0.1
 # Errors after which the episode is where it was before.
 _HARMLESS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 _FULL = "CAPACITY_REACHED"
+# Of the action of a server whose tools are MCP's.
+_TOOL_FIELDS = {"tool_name", "arguments"}
+_LIST_TOOLS = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
 _OWN_FIELDS = ("done", "reward", "metadata")
 
 
@@ -46,7 +53,7 @@ class ActionRefusedError(ValueError):
 
 
 class OpenEnvEpisode(Adapted):
-    """One session of a server; the rewards of its steps add up.
+    """One session of a server; tools of MCP are methods of their names.
 
     Args:
         address: `ws://HOST:PORT/ws`.
@@ -57,9 +64,9 @@ class OpenEnvEpisode(Adapted):
         self._open = ExitStack()
         self._connection: ClientConnection | None = None
         self._state: tuple[object, int] = (None, 0)
+        self._num_tool_calls = 0
 
-    def reset(self, **row: object) -> str | None:
-        """Begins the episode; the row's columns and its seed go to the server."""
+    def _connect(self) -> None:
         from websockets.sync.client import connect
 
         try:
@@ -74,6 +81,10 @@ class OpenEnvEpisode(Adapted):
             )
         except (OSError, TimeoutError, ValueError) as error:
             raise self._lost(f"no connection: {error}") from error
+
+    def reset(self, **row: object) -> str | None:
+        """Begins the episode; the row's columns and its seed go to the server."""
+        self._connect()
         asked = {**row, "episode_id": uuid.uuid4().hex}
         try:
             first = self._taken(self._ask("reset", asked))
@@ -89,18 +100,65 @@ class OpenEnvEpisode(Adapted):
             ActionRefusedError: The server refuses it; the episode goes on.
             EpisodeLostError: The episode is gone.
         """
+        return self._taken(self._act(action))
+
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return partial(self._use, name)
+
+    def _use(self, tool: str, /, **arguments: object) -> str:
+        """The result of a tool of MCP, as text."""
+        action = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
+        answer = self._act(action)
+        self._num_tool_calls += 1
+        self._taken(answer)
+        found = answer.get("observation")
+        observation = found if isinstance(found, Mapping) else {}
+        error, result = observation.get("error"), observation.get("result")
+        if error:
+            raise ActionRefusedError(
+                str(error.get("message") if isinstance(error, dict) else error)
+            )
+        return _as_text(result)
+
+    def _act(self, action: Mapping[str, object]) -> Mapping[str, object]:
         if self.is_done:
             raise ActionRefusedError("the episode has ended")
         answer = self._ask("step", action)
         episode, count = self._state
         self._state = (episode, count + 1)
-        return self._taken(answer)
+        return answer
+
+    def tools(self) -> list[Mapping[str, object]]:
+        """MCP's tools of the server, each with `name`, `description` and its schema; [] if none.
+
+        Raises:
+            EpisodeLostError: The server does not answer.
+            NoRoomError: It has no room for a session.
+        """
+        self._connect()
+        try:
+            answers: list[Mapping[str, object]] = []
+            with suppress(ActionRefusedError):
+                answers.append(self._ask("mcp", _LIST_TOOLS))
+            if not answers or "result" not in answers[0]:  # before version 0.10
+                with suppress(ActionRefusedError):
+                    answers.append(self._ask("step", {"type": "list_tools"}))
+        finally:
+            self.close()
+        for answer in answers:
+            shown = answer.get("result") or answer.get("observation")
+            if isinstance(shown, Mapping) and isinstance(shown.get("tools"), list):
+                return cast("list[Mapping[str, object]]", shown["tools"])
+        return []
 
     def get_reward(self) -> float:
         """What no answer has taken along, once the server has said whose the steps are."""
-        told = self._told_state()
-        if told != self._state:
-            (episode, count), (own, made) = told, self._state
+        told, (own, made) = self._told_state(), self._state
+        # Some servers do not count the calls of tools.
+        if told not in ((own, made), (own, made - self._num_tool_calls)):
+            episode, count = told
             raise self._lost(
                 f"the server answers for episode {episode!r} after {count!r} steps: expected "
                 f"{own!r} after {made}"
@@ -147,12 +205,13 @@ class OpenEnvEpisode(Adapted):
             reason = str(err) or type(err).__name__
             raise self._lost(f"{kind} was not answered: {reason}") from err
         is_told = isinstance(details, dict)
-        if kind == "reset" and is_told and details.get("code") == _FULL:
+        if kind in ("reset", "mcp") and is_told and details.get("code") == _FULL:
             self.close()
             raise NoRoomError(f"OpenEnv at {self._address}: {details.get('message')}")
-        if found == "error" and is_told and details.get("code") in _HARMLESS:
+        harmless = _HARMLESS if kind != "mcp" else (*_HARMLESS, "UNKNOWN_TYPE")
+        if found == "error" and is_told and details.get("code") in harmless:
             raise ActionRefusedError(str(details.get("message")))
-        if found != ("state" if kind == "state" else "observation") or not is_told:
+        if found != (kind if kind in ("state", "mcp") else "observation") or not is_told:
             raise self._lost(f"{kind} was answered by {str(answer)[:200]}")
         return details
 
@@ -186,7 +245,7 @@ def connect(address: str) -> type[Adapted]:
     path = parts.path.rstrip("/")
     socket = urlunsplit((schemes[parts.scheme], parts.netloc, f"{path}/ws", "", ""))
     plain = schemes[parts.scheme].replace("ws", "http")
-    schema = _step_schema(urlunsplit((plain, parts.netloc, f"{path}/schema", "", "")))
+    step = _step_schema(urlunsplit((plain, parts.netloc, f"{path}/schema", "", "")))
 
     class Session(OpenEnvEpisode):
         def __init__(self) -> None:
@@ -194,14 +253,69 @@ def connect(address: str) -> type[Adapted]:
 
         @classmethod
         def schemas(cls) -> list[object]:
-            return [schema]
+            return _shown_tools(socket, step)
 
     Session.__name__ = "openenv"
     return Session
 
 
-def _step_schema(address: str) -> object:
-    """The server's schema of actions as that of a tool."""
+def _shown_tools(address: str, step: Mapping[str, object]) -> list[object]:
+    """The tools of a server of MCP, or its one action.
+
+    Raises:
+        ReportedError: It does not say what tools it has, or one cannot be called by its name.
+    """
+    parameters = cast("Mapping[str, Mapping[str, object]]", step["parameters"])
+    names = set(parameters["properties"]) - {"type"}
+    if names and not names >= _TOOL_FIELDS:
+        return [_function(step)]
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            found = OpenEnvEpisode(address).tools()
+            break
+        except NoRoomError as error:
+            if time.monotonic() > deadline:
+                raise ReportedError(
+                    f"environment openenv: its tools are not known: {error}"
+                ) from error
+            time.sleep(_ROOM_SECONDS)
+        except EpisodeLostError as error:
+            raise ReportedError(f"environment openenv: its tools are not known: {error}") from error
+    return [_function(_as_function(tool)) for tool in found] or [_function(step)]
+
+
+def _function(described: Mapping[str, object]) -> object:
+    return {"type": "function", "function": described}
+
+
+def _as_function(tool: Mapping[str, object]) -> Mapping[str, object]:
+    """A tool of MCP as chat templates take it."""
+    name = tool.get("name") if isinstance(tool, Mapping) else None
+    if not isinstance(name, str) or not name or name.startswith("_") or hasattr(Adapted, name):
+        raise ReportedError(
+            f"environment openenv: a tool has the name {name!r}, by which it cannot be called: "
+            "rename it in the server"
+        )
+    schema = tool.get("input_schema") or tool.get("inputSchema") or {}
+    parameters = {"properties": {}, **cast("Mapping[str, object]", schema), "type": "object"}
+    description = str(tool.get("description") or f"Call {name}.")
+    return {"name": name, "description": description, "parameters": parameters}
+
+
+def _as_text(result: object) -> str:
+    """What a tool returned: its value, else its texts."""
+    if isinstance(result, Mapping) and result.get("data") is not None:
+        result = result["data"]
+    elif isinstance(result, Mapping) and isinstance(result.get("content"), Sequence):
+        texts = [part.get("text") for part in result["content"] if isinstance(part, Mapping)]
+        if all(isinstance(text, str) for text in texts):
+            return "\n".join(map(str, texts))
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+def _step_schema(address: str) -> Mapping[str, object]:
+    """The server's schema of actions as that of a function."""
     client = HttpClient(HttpLimits(CONNECT_SECONDS, max_bytes=MAX_MESSAGE_BYTES))
     try:
         described = parse_json(client.fetch(HttpRequest(address)))
@@ -217,5 +331,4 @@ def _step_schema(address: str) -> object:
     properties.pop("metadata", None)
     parameters = {**action, "type": "object", "properties": properties}
     described_as = str(action.get("description") or "Act in the environment.")
-    function = {"name": TURN_TOOL, "description": described_as, "parameters": parameters}
-    return {"type": "function", "function": function}
+    return {"name": TURN_TOOL, "description": described_as, "parameters": parameters}
