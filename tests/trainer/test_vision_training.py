@@ -250,7 +250,9 @@ def test_an_audit_of_images_sees_what_is_computed_from_scores(
     assert fault in found
 
 
-@pytest.mark.parametrize("preset", ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl"])
+@pytest.mark.parametrize(
+    "preset", ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-glm4v"]
+)
 def test_limits_of_pixels_scale_images_of_a_saved_processor(preset, models, data, tmp_path):
     image = ImageSource("a photograph", path=data / "0_0.png")
     text = TINY_FAMILIES[preset].image
@@ -258,11 +260,12 @@ def test_limits_of_pixels_scale_images_of_a_saved_processor(preset, models, data
     def num_tokens(**limits):
         vision = load_modality(config_of(data, models(preset), tmp_path, **limits), None)
         encoded = vision.encoder.encode(text, Media({"image": [image]}))
+        counts = 2 if preset == "tiny-glm4v" else 1  # as two frames
         assert (
             encoded.sizes["images_kwargs"]["size"].items()
             >= {
-                "longest_edge": limits.get("max_pixels", 112 * 112),
-                "shortest_edge": limits.get("min_pixels", 56 * 56),
+                "longest_edge": counts * limits.get("max_pixels", 112 * 112),
+                "shortest_edge": counts * limits.get("min_pixels", 56 * 56),
             }.items()
         )
         return len(encoded.token_ids)
@@ -270,6 +273,9 @@ def test_limits_of_pixels_scale_images_of_a_saved_processor(preset, models, data
     assert num_tokens(max_pixels=56 * 56) < num_tokens() < num_tokens(min_pixels=112 * 112)
 
 
-def test_limits_of_pixels_are_refused_where_sizes_are_fixed(models, data, tmp_path):
-    with pytest.raises(ConfigError, match="are of the Qwen-VL families: Gemma3Processor"):
-        load_modality(config_of(data, models("tiny-gemma3"), tmp_path, max_pixels=56 * 56), None)
+@pytest.mark.parametrize(
+    ("preset", "name"), [("tiny-gemma3", "Gemma3Processor"), ("tiny-mistral3", "PixtralProcessor")]
+)
+def test_limits_of_pixels_are_refused_where_sizes_are_fixed(preset, name, models, data, tmp_path):
+    with pytest.raises(ConfigError, match=f"Qwen-VL families and GLM-4V: {name}"):
+        load_modality(config_of(data, models(preset), tmp_path, max_pixels=56 * 56), None)

@@ -29,6 +29,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.files import FileError, read_object, read_text
 from lightrft.config.options import short
 from lightrft.config.printable import one_line
+from lightrft.engines.hf.tower import use_fast_tower
 from lightrft.engines.media.families import family_of
 from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.kernels.names import first_line
@@ -322,6 +323,7 @@ def load_model(
                 mismatched=report["mismatched_keys"],
             )
     use_short_attention(model)
+    use_fast_tower(model)
     return model
 
 

@@ -28,6 +28,7 @@ from lightrft.engines.hf.attention import use_attention
 from lightrft.engines.hf.decode import RowForward, StopRule, decode, stop_token_table
 from lightrft.engines.hf.forward import ModelTraits, PlainForward, WholeBatchForward
 from lightrft.engines.hf.layers import module_outputs
+from lightrft.engines.hf.tower import use_fast_tower
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import EncodedPrompt
 from lightrft.engines.rows import RawCompletion, Row
@@ -213,6 +214,7 @@ def build_model(config: EngineConfig, module: nn.Module | None) -> tuple[PreTrai
             model = _rebuild(module, dtype)
             unwritten = _copy_weights(module, model)
     use_attention(model, None if attention is None else str(attention))
+    use_fast_tower(model)
     model.requires_grad_(False)
     model.eval()
     head = model.get_output_embeddings()

@@ -343,16 +343,22 @@ def load_modality(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Mo
     return VisionPrompts(PromptEncoder(processor, family))
 
 
+# How often the size of a processor counts each pixel: GLM-4V's is that of two frames.
+_PIXEL_COUNTS = {"Qwen": 1, "Glm4v": 2}
+
+
 def limit_pixels(processor: ProcessorMixin, config: TrainConfig) -> None:
     """Sets the sizes to which a processor scales media; it is saved with the model."""
+    name = type(processor).__name__
+    counts = next((n for family, n in _PIXEL_COUNTS.items() if name.startswith(family)), None)
     given = {"longest_edge": config.max_pixels, "shortest_edge": config.min_pixels}
-    wanted = {name: value for name, value in given.items() if value is not None}
+    wanted = {edge: value * (counts or 0) for edge, value in given.items() if value is not None}
     if not wanted:
         return
     size = dict(processor.image_processor.size)
-    if set(size) != {"longest_edge", "shortest_edge"} or "Qwen" not in type(processor).__name__:
+    if set(size) != {"longest_edge", "shortest_edge"} or counts is None:
         raise ConfigError(
-            f"max_pixels and min_pixels are of the Qwen-VL families: {type(processor).__name__} "
+            f"max_pixels and min_pixels are of the Qwen-VL families and GLM-4V: {name} "
             "scales images to sizes of its own; leave them out"
         )
     processor.image_processor.size = {**size, **wanted}
