@@ -121,20 +121,12 @@ def test_a_round_of_calls(benchmark, tmp_path, capsys, name, workers):
 
 
 FORMS = {
-    "no waits, one rank": (1, 0.0, {"environment_workers": 1}),
-    "coroutines, split": (2, TOOL_SECONDS, {"environment_workers": 1}),
-    "coroutines, split, late_join": (
-        2,
-        TOOL_SECONDS,
-        {"environment_workers": 1, "late_join": True},
-    ),
-    "functions, 16 workers, split, late_join": (
-        2,
-        TOOL_SECONDS,
-        {"environment_workers": 16, "late_join": True},
-    ),
+    "no waits, one rank": {"environment_workers": 1},
+    "coroutines, 1 worker": {"environment_workers": 1},
+    "functions, 8 workers, late_join": {"environment_workers": 8, "late_join": True},
+    "functions, 16 workers, late_join": {"environment_workers": 16, "late_join": True},
 }
-AT_ONCE = {"coroutines": NUM_EPISODES, "functions": 16}
+SPLIT = {"rollout_lag": 1, "rollout_ranks": 1}
 
 
 def measure(options, num_ranks, num_stops) -> float:
@@ -175,7 +167,8 @@ def measure_all(rank: int, world_size: int, folder: str, num_stops: int) -> dict
     (place / "template.jinja").write_text(TEMPLATE)
     found: dict[str, list[float]] = {name: [] for name in FORMS}
     for number in range(-1, NUM_ROUNDS):
-        for index, (name, (num_ranks, seconds, changes)) in enumerate(FORMS.items()):
+        for index, (name, changes) in enumerate(FORMS.items()):
+            num_ranks, seconds = (2, TOOL_SECONDS) if index else (1, 0.0)
             path = write_environment(place, f"tools_{index}", seconds)
             kind = "Blocking" if name.startswith("functions") else "Waiting"
             options = settings(place, f"run_{index}_{number}") | {
@@ -191,7 +184,7 @@ def measure_all(rank: int, world_size: int, folder: str, num_stops: int) -> dict
                 "save_steps": -1,
                 "num_threads": 1,
                 "timeout_minutes": 10.0,
-                **({"rollout_lag": 1, "rollout_ranks": 1} if num_ranks == 2 else {}),
+                **(SPLIT if num_ranks == 2 else {}),
                 **changes,
             }
             measured = measure(options, num_ranks, num_stops)
@@ -210,7 +203,9 @@ def test_a_step_with_slow_tools(tmp_path, capsys, num_stops):
     alone = found.pop("no waits, one rank")
     lines = [f"no waits, one rank: {statistics.median(alone):.2f} s"]
     for name, steps in found.items():
-        tools = NUM_EPISODES * NUM_CALLS * TOOL_SECONDS / AT_ONCE[name.partition(",")[0]]
+        workers = FORMS[name]["environment_workers"]
+        at_once = NUM_EPISODES if name.startswith("coroutines") else workers
+        tools = NUM_EPISODES * NUM_CALLS * TOOL_SECONDS / at_once
         bounds = [max(each, tools) for each in alone]
         ratio = statistics.median(a / b for a, b in zip(steps, bounds, strict=True))
         shown = f"{statistics.median(steps):.2f} s, tools {tools:.2f} s"

@@ -103,6 +103,23 @@ class Faulty:
         return f"{self.count} {random.random()}"
 
 
+class Hungry:
+    """Holds what it is told to hold while others wait."""
+
+    def reset(self, **row):
+        self.kept = b""
+
+    async def hold(self, megabytes: int) -> str:
+        """Hold memory.
+
+        Args:
+            megabytes: So much.
+        """
+        self.kept = bytearray(megabytes << 20)
+        await asyncio.sleep(1.0)
+        return "held"
+
+
 def killed(path):
     """In a thread: nobody's operation runs."""
     time.sleep(0.3)

@@ -18,9 +18,9 @@ def pool_of():
     """Workers are slow to start, so those of one class serve all tests."""
     pools = {}
 
-    def make(name, *, file=CASES, workers=1):
+    def make(name, *, file=CASES, workers=1, **options):
         if (name, workers) not in pools:
-            options = {"environment": f"{file}:{name}", "apply_chat_template": True}
+            options |= {"environment": f"{file}:{name}", "apply_chat_template": True}
             config = TrainConfig(environment_workers=workers, **options)
             pools[name, workers] = EnvironmentPool(config)
         return pools[name, workers]
@@ -140,6 +140,14 @@ def test_where_nobody_knows_what_ended_a_worker_calls_are_repeated_one_at_a_time
     found = player.at_once(dict.fromkeys(range(3), calls))
     assert {generation for _, generation in found.values()} == {before + 1}
     assert all(texts[1].startswith("1 ") for texts, _ in found.values())
+
+
+def test_an_episode_that_holds_too_much_memory_fails_alone(pool_of):
+    player = Player(pool_of("Hungry", environment_memory_gb=0.8))
+    sizes = {0: 1, 1: 1500, 2: 1}
+    futures = player.begin({n: [("hold", {"megabytes": size})] for n, size in sizes.items()})
+    assert [futures[number].result()[0][1] for number in (0, 2)] == ["held", "held"]
+    assert "--environment_memory_gb" in str(futures[1].result())
 
 
 def test_waiting_operations_end_with_their_pool(pool_of, tmp_path):
