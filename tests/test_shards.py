@@ -10,7 +10,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 # Not below tests/: they measure, and are no tests of the suite.
-OF_BENCHMARKS = {"overheads", "decoder"}
+OF_BENCHMARKS = {"overheads", "decoder", "peers_speed"}
 # Their fast tests need what only the shard has: many examples, packages that are in no lock.
 WHOLE = {"fuzz", "fuzz_files", "trackers"}
 NEEDS_A_PACKAGE = re.compile(r"^\w*( = )?pytest\.importorskip\(", re.MULTILINE)

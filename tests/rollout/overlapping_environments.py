@@ -1,8 +1,11 @@
 """Environments whose operations are coroutines; run in worker processes by the tests."""
 
 import asyncio
+import gc
 import os
 import random
+import signal
+import struct
 import threading
 import time
 
@@ -83,6 +86,14 @@ class Faulty:
         """
         self.count += 1
         if what == "hang":
+            await asyncio.Event().wait()
+        if what == "unknown signal":
+            os.kill(os.getpid(), signal.SIGRTMIN + 6)
+        if what.startswith("forge"):
+            loops = [each for each in gc.get_objects() if type(each).__name__ == "OperationLoop"]
+            body = {"forge a number": b'{"number": 1000000}', "forge text": b"{"}.get(what, b"")
+            loops[0]._answers.write(struct.pack("<Q", len(body) or 1000) + body)
+            loops[0]._answers.flush()
             await asyncio.Event().wait()
         if what == "hold on":
             while True:

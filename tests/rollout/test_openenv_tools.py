@@ -158,7 +158,7 @@ def test_actions_of_other_servers_stay_one_tool(serve):
 
 
 def test_a_tool_that_cannot_be_called_is_refused_by_name(serve):
-    for name in ("reset", "get_reward", "_hidden", ""):
+    for name in ("reset", "get_reward", "step", "tools", "_hidden", ""):
         with pytest.raises(ReportedError, match=f"the name '{name}', by which it cannot be called"):
             opened(serve(tools=[{"name": name, "input_schema": {}}])).schemas()
 

@@ -1,5 +1,9 @@
 """Operations of several episodes that overlap in one worker, and what each has of its own."""
 
+import io
+import json
+import os
+import pickle
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -7,7 +11,10 @@ import pytest
 from tests.machine import seconds, wait_until
 
 from lightrft.config import TrainConfig
+from lightrft.rewards.worker import FRAME
+from lightrft.rollout.environments.operation_loop import OperationLoop
 from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError
+from lightrft.rollout.environments.running import Running
 
 HERE = Path(__file__).parent
 CASES = HERE / "overlapping_environments.py"
@@ -140,6 +147,41 @@ def test_where_nobody_knows_what_ended_a_worker_calls_are_repeated_one_at_a_time
     found = player.at_once(dict.fromkeys(range(3), calls))
     assert {generation for _, generation in found.values()} == {before + 1}
     assert all(texts[1].startswith("1 ") for texts, _ in found.values())
+
+
+@pytest.mark.parametrize(
+    "what", ["unknown signal", "forge a number", "forge text", "forge a beginning"]
+)
+def test_whatever_an_episode_does_to_its_worker_it_fails_and_nobody_waits(pool_of, what, tmp_path):
+    player = Player(pool_of("Faulty"), limit=seconds(4))
+    path = str(tmp_path / "file")
+    futures = player.begin({0: [("act", {"what": what, "path": path})]})
+    assert wait(futures.values(), timeout=seconds(60)).done
+    assert isinstance(futures[0].result(), EpisodeError)
+    after = player.at_once({1: [("act", {"what": "nothing", "path": path})]})
+    assert after[1][0][1].startswith("1 ")
+
+
+def test_an_answer_that_cannot_be_written_is_an_error_of_its_operation():
+    async def perform(request):
+        nested = []
+        for _ in range(5000):
+            nested = [nested]
+        return nested
+
+    requests, sending = os.pipe()
+    answers, request = io.BytesIO(), {"operation": "call", "episode": "0", "draws": (0, 0)}
+    body = pickle.dumps({"number": 7, "seconds": 60.0, "request": request})
+    os.write(sending, FRAME.pack(len(body)) + body)
+    os.close(sending)
+    running = Running.create()
+    loop = OperationLoop(perform, lambda e: {"error": str(e)}, answers=answers, running=running)
+    with open(requests, "rb") as stream:
+        loop.run(stream)
+    running.close()
+    answer = json.loads(answers.getvalue()[FRAME.size :])
+    assert answer["number"] == 7
+    assert "recursion" in answer["error"]
 
 
 def test_an_episode_that_holds_too_much_memory_fails_alone(pool_of):

@@ -239,7 +239,8 @@ def alone(folder):
         "advantage_estimator": "reinforce",
         "reward_fn": (),
     }
-    return run(folder, 1, (padded, packed, late, longer, paying))
+    limited = {**paying, "reward_clip": 0.3}
+    return run(folder, 1, (padded, packed, late, longer, paying, limited))
 
 
 def assert_same_step(found, expected):
@@ -299,7 +300,7 @@ def test_recorded_samples_mark_what_the_journal_says_was_sampled(alone):
 
 @pytest.mark.timeout(600)
 def test_a_step_on_episodes_does_not_depend_on_the_layout(alone):
-    expected, packed, late, _, _ = alone
+    expected, packed, late, *_ = alone
     metrics, output = expected
     assert_same_step(packed, expected)
     assert_same_step(late, expected)
@@ -341,7 +342,7 @@ def test_a_step_on_episodes_does_not_depend_on_the_layout(alone):
 
 @pytest.mark.timeout(600)
 def test_a_step_on_episodes_is_audited_like_any_other(alone):
-    for (_, output), step in ((alone[0], 1), (alone[3], 2), (alone[4], 1)):
+    for (_, output), step in ((alone[0], 1), (alone[3], 2), (alone[4], 1), (alone[5], 1)):
         report = audit_step(output, step)
         assert [row for row in report.rows if row.verdict == DIFFERS] == []
         audited = {row.quantity for row in report.rows if row.verdict != NOT_AUDITED}
@@ -358,6 +359,10 @@ def test_rewards_of_calls_are_credited_to_the_turns_before_them(alone):
         assert entry["reward"] == pytest.approx(left[0])
         seen.add(len(starts))
     assert 3 in seen
+    for entry in lines(alone[5][1] / "trajectories.jsonl"):
+        starts = [start for start, _ in entry["sampled_spans"]]
+        whole = min(sum(paid[: len(starts) - 1]) - 0.125, 0.3)
+        assert [entry["returns"][start] for start in starts] == pytest.approx([whole] * len(starts))
 
 
 @pytest.mark.timeout(600)

@@ -58,7 +58,7 @@ def lengths(request):
 
 def ask(url, **options):
     return RemoteReward(url, **options).score(
-        ["p1 ", "p2 "], ["a", "bcd"], ["1", None], {"level": [3, 4]}
+        ["p1 ", "p2 "], ["a", "bcd"], ["1", None], {"level": [3, 4], "environments": [object()] * 2}
     )
 
 

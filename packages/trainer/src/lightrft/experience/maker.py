@@ -214,8 +214,9 @@ def _estimate(
         gamma = turn_discounts(mask, gamma=config.gamma)
     if advantage_traits(settings.estimator).is_token_level:
         local = rewards[rows].to(mask.device, torch.float32)
-        # A running scale is of whole rewards.
-        paid = None if config.reward_running_norm else rollouts.facts.get("turn_rewards")
+        # A running scale and a limit are of whole rewards.
+        is_changed = config.reward_running_norm or config.reward_clip > 0
+        paid = None if is_changed else rollouts.facts.get("turn_rewards")
         shaped = token_rewards(local, mask, kl=kl, kl_coef=settings.kl_coef, turn_rewards=paid)
         return estimate_token_advantages(
             settings.estimator,

@@ -349,7 +349,8 @@ class WorkerProcess:
                 return text, True
         if returncode is None or returncode >= 0:
             return f"the worker process ended with exit code {returncode}", False
-        name = signal.Signals(-returncode).name
+        known = {each.value: each.name for each in signal.Signals}
+        name = known.get(-returncode, f"signal {-returncode}")
         cause = (
             "the system does so when memory is used up"
             if returncode == -signal.SIGKILL

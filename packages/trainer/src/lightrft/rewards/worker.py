@@ -71,7 +71,7 @@ def main() -> None:
         answer = {"ok": handler.describe()}
     except BaseException as err:  # noqa: BLE001 - the parent decides what to do
         answer = _failure(err, setup)
-    write_answer(answers, answer)
+    write_frame(answers, framed(answer))
     if isinstance(handler, Server):
         inherited = cast("tuple[int, ...]", setup["inherited"])
         failure = partial(_failure, setup=setup)
@@ -85,7 +85,7 @@ def main() -> None:
             answer = {"ok": handler(request)}
         except BaseException as err:  # noqa: BLE001 - SystemExit of user code included
             answer = _failure(err, setup)
-        write_answer(answers, answer)
+        write_frame(answers, framed(answer))
 
 
 def _start(setup: dict[str, object]) -> Handler | Server:
@@ -129,10 +129,15 @@ def _read(pipe: BinaryIO) -> object:
     return pickle.loads(pipe.read(FRAME.unpack(header)[0]))
 
 
-def write_answer(pipe: BinaryIO, answer: object) -> None:
-    """Writes a frame."""
+def framed(answer: object) -> bytes:
+    """An answer as it is written."""
     body = json.dumps(answer).encode()
-    pipe.write(FRAME.pack(len(body)) + body)
+    return FRAME.pack(len(body)) + body
+
+
+def write_frame(pipe: BinaryIO, frame: bytes) -> None:
+    """Writes all of it at once."""
+    pipe.write(frame)
     pipe.flush()
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, cast
 
-from lightrft.rewards.worker import FRAME, write_answer
+from lightrft.rewards.worker import FRAME, framed, write_frame
 from lightrft.rollout.environments.running import Running
 from lightrft.rollout.environments.stepped import Operation, Stepped, Work, stepping
 
@@ -115,8 +115,13 @@ class OperationLoop:
 
     def _answer(self, operation: Operation, answer: Mapping[str, object]) -> None:
         self._work.leave_if_forked()
-        if self._operations.pop(operation.number, None) is not None:
-            write_answer(self._answers, {"number": operation.number, **answer})
+        if self._operations.pop(operation.number, None) is None:
+            return
+        try:
+            frame = framed({"number": operation.number, **answer})
+        except (TypeError, ValueError, RecursionError) as error:
+            frame = framed({"number": operation.number, **self._failure(error)})
+        write_frame(self._answers, frame)
 
     def _check(self, operation: Operation) -> None:
         """Cancels an operation that is late; one that goes on all the same has hung."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import selectors
@@ -13,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import cast
 
+from lightrft.kernels.names import first_line
 from lightrft.rewards.consumption import POLL_SECONDS
 from lightrft.rewards.process import (
     WorkerFailedError,
@@ -67,7 +69,7 @@ class SharedWorker:
         self._last_number = 0
         self._has_ended = self._must_end = False
         self._wakes, self._wake = os.pipe()
-        self._progress, self._since = self._running.read(), 0.0
+        self._progress, self._since, self._grown = self._running.read(), 0.0, 0.0
         self._thread = threading.Thread(target=self._serve, name="environment worker", daemon=True)
 
     @property
@@ -123,7 +125,12 @@ class SharedWorker:
 
     def _serve(self) -> None:
         """The life of the worker; in a thread of its own."""
-        problem, guilty = self._follow()
+        problem: Exception
+        try:
+            problem, guilty = self._follow()
+        except Exception as error:  # noqa: BLE001 - code of environments may write anything
+            text = f"its answers cannot be read: {type(error).__name__}: {first_line(error)}"
+            problem, guilty = WorkerFailedError(text), self._running.read()[0]
         with self._lock:
             self._has_ended = True
             left, self._asked = self._asked, {}
@@ -160,6 +167,7 @@ class SharedWorker:
                         return self._died()
                     elif key.fd == answers:
                         received += chunk
+                        self._grown = time.monotonic()
                 hung = self._take(received)
                 if hung is None:
                     hung = self._stuck()
@@ -198,7 +206,14 @@ class SharedWorker:
             started.drain()
             started.output.end_call()
             _give(asked.answer, answer)
+        if received and time.monotonic() - self._grown > self._longest():
+            raise ValueError("an answer was begun and not ended")
         return None
+
+    def _longest(self) -> float:
+        """Seconds that one of the operations in flight may take."""
+        with self._lock:
+            return max((each.seconds for each in self._asked.values()), default=math.inf)
 
     def _stuck(self) -> int | None:
         """The operation whose code has run for longer than it may; 0 if nobody knows which."""

@@ -169,14 +169,17 @@ class HostedEnvironments:
 
     def _schemas(self, instance: object, own: type[Adapted] | None) -> list[object]:
         methods = {name: getattr(instance, name) for name in tool_names(type(instance))}
-        twice = sorted(set(methods) & set(self._tools))
+        shown = [] if own is None else own.schemas()
+        functions = cast("list[dict[str, dict[str, str]]]", shown)
+        names = [each["function"]["name"] for each in functions] or list(methods)
+        twice = sorted({each for each in names if names.count(each) > 1 or each in self._tools})
         if twice:
-            raise ReportedError(f"tools must differ: {twice[0]!r} is a method and a function")
+            raise ReportedError(f"tools must differ: {twice[0]!r} is one twice, or a function, too")
         if own is None:
             return [_schema(name, tool) for name, tool in {**methods, **self._tools}.items()]
         if own.answers_turns and self._tools:
             raise ReportedError(f"{own.__name__} answers whole turns: it takes no tools beside it")
-        return [*own.schemas(), *(_schema(name, tool) for name, tool in self._tools.items())]
+        return [*shown, *(_schema(name, tool) for name, tool in self._tools.items())]
 
     def serve(
         self,

@@ -458,8 +458,9 @@ def _check_advantages(step: Step, name: str, values: Pair, error: float) -> None
 
 def _paid_by_turn(step: Step) -> Array:
     """Parts of the rows' rewards that stand where turns end: [rows, seq]."""
-    name, facts = step.config.advantage_estimator, step.record.samples.facts
-    is_placed = name in TOKEN_ESTIMATORS and not step.config.reward_running_norm
+    config, facts = step.config, step.record.samples.facts
+    is_whole = config.reward_running_norm or config.reward_clip > 0
+    is_placed = config.advantage_estimator in TOKEN_ESTIMATORS and not is_whole
     if not is_placed or TURN_REWARDS not in facts:
         return np.zeros(step.rows.mask.shape)
     return step.rows.padded(facts[TURN_REWARDS])

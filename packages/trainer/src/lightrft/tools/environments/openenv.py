@@ -292,7 +292,12 @@ def _function(described: Mapping[str, object]) -> object:
 def _as_function(tool: Mapping[str, object]) -> Mapping[str, object]:
     """A tool of MCP as chat templates take it."""
     name = tool.get("name") if isinstance(tool, Mapping) else None
-    if not isinstance(name, str) or not name or name.startswith("_") or hasattr(Adapted, name):
+    if (
+        not isinstance(name, str)
+        or not name
+        or name.startswith("_")
+        or hasattr(OpenEnvEpisode, name)
+    ):
         raise ReportedError(
             f"environment openenv: a tool has the name {name!r}, by which it cannot be called: "
             "rename it in the server"

@@ -21,7 +21,14 @@ from lightrft.config.options import MASK, mask_address
 from lightrft.config.printable import one_line
 from lightrft.engines.media.media import Media
 from lightrft.rewards.build import numbered, reward_urls
-from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
+from lightrft.rewards.types import (
+    ENVIRONMENTS,
+    Columns,
+    Labels,
+    RewardError,
+    RewardResult,
+    Texts,
+)
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.http import (
     HttpClient,
@@ -84,7 +91,11 @@ class RemoteReward:
         if not responses:
             return []
         request = {
-            **{name: [*map(_sendable, values)] for name, values in columns.items()},
+            **{
+                name: [*map(_sendable, values)]
+                for name, values in columns.items()
+                if name != ENVIRONMENTS
+            },
             "queries": [p + r for p, r in zip(prompts, responses, strict=True)],
             "prompts": list(prompts),
             "responses": list(responses),
