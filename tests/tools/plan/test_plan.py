@@ -187,8 +187,8 @@ def received_by_hand(world_size):
     num_samples = config.rollout_batch_size * config.n_samples_per_prompt
     prompt, response = config.prompt_max_len, config.generate_max_len / 2
     from_others = (world_size - 1) / world_size
-    # 44 bytes a row and 8 for its reward; 40 around the rows of a rank.
-    scalars = from_others * (num_samples * (44 + 8) + 40 * world_size)
+    # 45 bytes a row and 8 for its reward; 40 around the rows of a rank.
+    scalars = from_others * (num_samples * (45 + 8) + 40 * world_size)
     # int32 ids and float32 logprobs; once more as evidence, with 90 and 70 around them.
     ids_and_logprobs = 4 * prompt + (4 + 4) * response
     sample = 2 * ids_and_logprobs + 90 + 70
