@@ -65,7 +65,8 @@ class ToolServer(Server):
         state["step_count"] += self.counts
         is_right = data["arguments"].get("n") == state["target"]
         told = {"tool_name": data["tool_name"], **self.result(data)}
-        given = {"reward": 1.0 if is_right else -0.25, "done": is_right}
+        is_done = is_right or data["arguments"].get("word") == "last"
+        given = {"reward": 1.0 if is_right else -0.25, "done": is_done}
         return {"type": "observation", "data": {"observation": told, **given}}
 
     def listed(self, request):
@@ -80,7 +81,7 @@ class ToolServer(Server):
 
     def result(self, data):
         word = data["arguments"].get("word")
-        if word == "fail":
+        if word in ("fail", "last"):
             return {"result": None, "error": {"error_type": "execution_error", "message": "no net"}}
         if word == "image":
             return {"result": [{"type": "image", "image": "/etc/hostname"}], "error": None}
@@ -136,6 +137,15 @@ def test_each_tool_is_shown_and_called_by_its_name(stage, serve):  # noqa: F811
     assert rewards[0].reward == 0.25
     asked = server.sessions[-1]["asked"][2]
     assert asked["data"]["type"] == "call_tool"
+
+
+def test_a_tool_that_fails_may_end_the_episode(stage, serve):  # noqa: F811
+    server = serve()
+    turns = [call("look_up", word="last"), "never said"]
+    rollouts, rewards = stage(turns, "openenv:http", f"//127.0.0.1:{server.port}").sample()
+    [[answer]] = rollouts[0].conversation.answers
+    assert (answer.outcome, answer.ends_episode) == ("error", True)
+    assert rewards[0].reward == -0.25
 
 
 @pytest.mark.parametrize("lists", ["mcp", "step"])

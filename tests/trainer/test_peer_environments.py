@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,17 +47,20 @@ def calling(parser, tokenizer, schemas):
 def train_each(rank, world_size, runs):
     import lightrft.rollout.environments.specs as specs
     import lightrft.rollout.sampler as sampling
+    import lightrft.stages.policy.inputs as inputs
+    from lightrft.reporting.trajectories import SampleLog
     from lightrft.run.assembly import run_training
     from lightrft.strategy.distributed.process_groups import start_process_group
 
     sampling.training_params = with_stops
     specs.choose_parser = calling
+    inputs.SampleLog = partial(SampleLog, num_samples=16)
     start_process_group(None)
     return [asdict(run_training(TrainConfig(**values)))["last_metrics"] for values in runs]
 
 
-@pytest.mark.timeout(600)
-def test_a_step_on_the_classes_of_trl_and_of_skyrl_gym(tmp_path):
+def runs_in(tmp_path):
+    """Options of a run on TRL's shapes, and of one on SkyRL-Gym's."""
     write_tiny_model(tmp_path / "model", "tiny-qwen3", seed=1)
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     (tmp_path / "reward.py").write_text(LETTERS)
@@ -88,7 +92,7 @@ def test_a_step_on_the_classes_of_trl_and_of_skyrl_gym(tmp_path):
         "max_observation_tokens": 64,
         "tool_parser": "hermes",
     }
-    runs = [
+    return [
         {
             **common,
             "environment": f"{SHAPES / 'trl_environments.py'}:SHAPES",
@@ -107,18 +111,24 @@ def test_a_step_on_the_classes_of_trl_and_of_skyrl_gym(tmp_path):
             "output_dir": str(tmp_path / "of_skyrl"),
         },
     ]
+
+
+@pytest.mark.timeout(600)
+def test_a_step_on_the_classes_of_trl_and_of_skyrl_gym(tmp_path):
+    runs, seen = runs_in(tmp_path), set()
     ((of_trl, of_skyrl),) = run_multiprocess(train_each, 1, timeout_seconds=400, args=(runs,))
     for metrics in (of_trl, of_skyrl):
         assert math.isfinite(metrics["grad_norm"])
         assert metrics["grad_norm"] > 0
         assert metrics["episode/turns"] > 1.2
     samples = [json.loads(line) for line in (tmp_path / "of_trl/samples.jsonl").open()]
-    assert len(samples) == 8
+    assert len(samples) == 16
     for sample in samples:
         calls = [call for turn in sample["turns"] for call in turn["calls"]]
         num_ok = sum(call["outcome"] == "ok" for call in calls)
         paid = sample["components"]
         name = calls[0]["name"] if calls else None
+        seen.add(name)
         if name == "increment" and "Scored" in paid:
             assert paid["Scored"] == num_ok
         if name == "slide":
@@ -127,3 +137,4 @@ def test_a_step_on_the_classes_of_trl_and_of_skyrl_gym(tmp_path):
             assert paid["state_reward"] == pytest.approx(0.2)
         if name == "take":
             assert paid["left_reward"] == pytest.approx(1 / (5 - num_ok))
+    assert seen >= {"increment", "slide", "echo", "take"}

@@ -115,7 +115,8 @@ def _has_episodes(c: RunOptions) -> bool:
     return bool(c.environment or c.tools or c.agent or c.agent_command)
 
 
-def _judges_by_policy(c: RunOptions) -> bool:
+def judges_by_policy(c: RunOptions) -> bool:
+    """Whether the reward judge asks the model that is trained."""
     return c.judge_model == POLICY and c.judge_url is None
 
 
@@ -450,10 +451,10 @@ RULES: tuple[Rule, ...] = (
     _excludes(
         "stream_chunk",
         "judge_model policy: the engine is asked where it has no open responses",
-        _judges_by_policy,
+        judges_by_policy,
     ),
     lambda c: (
-        _judges_by_policy(c)
+        judges_by_policy(c)
         and c.engine_tp_size > 1
         and "judge_model policy: each rank asks an engine of its own: set engine_tp_size 1"
     ),

@@ -9,11 +9,11 @@ from lightrft.config.options import ConfigError, options_of
 from lightrft.config.other_names import TABLE_HINT, option_hint
 from lightrft.config.rules import (
     NO_REWARDS,
-    POLICY,
     SAMPLED,
     batch_problems,
     broken_rules,
     correction_of,
+    judges_by_policy,
     unused_by_rules,
 )
 from lightrft.config.run_options import RunOptions
@@ -106,8 +106,8 @@ class TrainConfig(RunOptions):
 
     @property
     def judges_by_policy(self) -> bool:
-        """Whether the reward judge asks the model that is trained."""
-        return self.judge_model == POLICY and self.judge_url is None
+        """See `rules.judges_by_policy`."""
+        return judges_by_policy(self)
 
     @property
     def judge_folder(self) -> str | None:

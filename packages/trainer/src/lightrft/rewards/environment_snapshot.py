@@ -1,7 +1,8 @@
 """Attributes of an environment at the end of its episode, for reward functions that read them.
 
 Environments live in processes of their own. What crosses is JSON; other values are in it as
-pickles, which only the process of a reward function opens, and only when they are read.
+pickles, which only the process of a reward function opens, and only when they are read. What a
+model made an environment do may have written them: they make values of known types, and no code.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import inspect
 import io
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from types import MappingProxyType
 from typing import cast
 
@@ -20,6 +23,19 @@ from lightrft.rewards.worker import ReportedError
 
 # Of one attribute; what is longer is no state of an episode.
 MAX_ATTRIBUTE_BYTES = 1 << 20
+# What values are made of, by module.
+_MAKERS: Mapping[str, frozenset[str]] = {
+    "builtins": frozenset(("bytearray", "complex", "frozenset", "range", "set", "slice")),
+    "collections": frozenset(("Counter", "OrderedDict", "defaultdict", "deque")),
+    "datetime": frozenset(("date", "datetime", "time", "timedelta", "timezone")),
+    "decimal": frozenset(("Decimal",)),
+    "fractions": frozenset(("Fraction",)),
+    "pathlib": frozenset(("Path", "PosixPath", "PurePath", "PurePosixPath")),
+    "pathlib._local": frozenset(("Path", "PosixPath", "PurePath", "PurePosixPath")),
+    "numpy": frozenset(("dtype", "ndarray")),
+    "numpy._core.multiarray": frozenset(("_reconstruct", "scalar")),
+    "numpy._core.numeric": frozenset(("_frombuffer",)),
+}
 _NO_CLASSES: Mapping[str, object] = MappingProxyType({})
 
 
@@ -77,7 +93,7 @@ class EnvironmentSnapshot:
                 "trainer's process: give the reward as FILE.py:FUNCTION"
             )
         try:
-            return cast("object", pickle.loads(base64.b64decode(str(found["pickle"]))))
+            return _Values(io.BytesIO(base64.b64decode(str(found["pickle"])))).load()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise UnreadableAttributeError(f"{place} cannot be read here: {reason}") from error
@@ -128,6 +144,21 @@ def _encoded(value: object) -> dict[str, object]:
     buffer = _Bounded()
     pickle.Pickler(buffer).dump(value)
     return {"pickle": base64.b64encode(buffer.getvalue()).decode()}
+
+
+class _Values(pickle.Unpickler):
+    """Reads values of the types of `_MAKERS`."""
+
+    def find_class(self, module: str, name: str) -> object:
+        """What makes a value. Nothing can be set on it: a pickle may do so with what it names."""
+        if name not in _MAKERS.get(module, ()):
+            raise pickle.UnpicklingError(
+                f"it holds {module}.{name}: keep numbers, texts, lists, dicts, sets, dates, paths "
+                "and arrays of NumPy"
+            )
+        found = cast("Callable[..., object]", getattr(import_module(module), name))
+        # Itself an argument of what makes arrays, and without attributes to set.
+        return found if (module, name) == ("numpy", "ndarray") else partial(found)
 
 
 class _Bounded(io.BytesIO):

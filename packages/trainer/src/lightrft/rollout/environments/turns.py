@@ -412,11 +412,17 @@ class Answers:
         answer = cast("dict[str, object]", found)
         seconds, text = time.perf_counter() - start, str(answer["text"])
         reward = float(cast("float", answer.get("reward", 0.0)))
-        if "error" in answer:
-            return AnsweredCall(call.name, arguments, "error", text, seconds, reward=reward)
         content = from_json(answer.get("content"), f"an image that {call.name} answered with")
-        is_last = "ends_episode" in answer
-        return AnsweredCall(call.name, arguments, "ok", text, seconds, is_last, content, reward)
+        return AnsweredCall(
+            call.name,
+            arguments,
+            "error" if "error" in answer else "ok",
+            text,
+            seconds,
+            ends_episode="ends_episode" in answer,
+            content=content,
+            reward=reward,
+        )
 
     def keep(self, episode: Episode, host: Host) -> None:
         """Keeps the attributes of an environment for reward functions."""

@@ -239,15 +239,14 @@ class HostedEnvironments:
                 answer |= _answer(tuple(cut))
             else:
                 answer["text"] = self._cut(as_text(result))
-            environment = self._episodes.get(episode)
-            if isinstance(environment, Adapted) and environment.is_done:
-                answer["ends_episode"] = "yes"
         except EpisodeLostError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the model
             text = self._cut(f"{type(error).__name__}: {error}")
             answer = {"text": as_text({"error": text}), "error": type(error).__name__}
         own = self._episodes.get(episode)
+        if isinstance(own, Adapted) and own.is_done:
+            answer["ends_episode"] = "yes"
         if name not in self._tools and hasattr(own, "get_call_reward"):
             paid = finite_number("get_call_reward", await settled(own.get_call_reward()))
             return {**answer, "reward": paid}

@@ -11,7 +11,6 @@ from typing import cast
 from lightrft.config import TrainConfig
 from lightrft.datasets.suffix import TemplateRefusedError
 from lightrft.engines.base import RolloutEngine
-from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.models import load_tokenizer
 from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError
 from lightrft.rewards.types import RewardError
@@ -163,19 +162,13 @@ class JudgePolicy:
         asked = [body for body in dict.fromkeys(bodies) if body not in self._answers]
         if asked:
             began = time.perf_counter()
-            found = self._chat.answers(asked, self.shown, self._generate)
+            found = self._chat.answers(asked, self.shown, self._engine.generate)
             num_sampled = sum(isinstance(each, bytes) for each in found)
             taken = time.perf_counter() - began
             seconds += [taken / num_sampled] * num_sampled if num_sampled else []
             for body, each in zip(asked, found, strict=True):
                 self._answers[body] = each if isinstance(each, bytes) else HttpError(str(each))
         return [self._answers[body] for body in bodies]
-
-    def _generate(
-        self, requests: Sequence[GenerationRequest], how: SamplingParams
-    ) -> list[Completion]:
-        assert self._engine is not None
-        return self._engine.generate(requests, how)
 
     def close(self) -> None:
         """Nothing: the engine is the run's."""

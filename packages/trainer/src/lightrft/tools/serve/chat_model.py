@@ -14,7 +14,7 @@ from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.rollout.agents.conversations import CalledTurn, Conversations
 from lightrft.rollout.agents.episodes import AgentEpisode
 from lightrft.rollout.agents.http_server import HttpError
-from lightrft.rollout.agents.messages import ChatCall, read_chat, read_json
+from lightrft.rollout.agents.messages import read_chat, read_json
 from lightrft.rollout.agents.replies import reply
 from lightrft.rollout.agents.rounds import AnswerRules
 from lightrft.rollout.agents.sampling import ClientSampling
@@ -83,33 +83,28 @@ class ChatModel:
         Returns:
             The body of each answer, or why the question was refused.
         """
-        asked: dict[bytes, tuple[ChatCall, list[CalledTurn]] | HttpError] = {}
+        asked: list[CalledTurn | HttpError] = []
         for body in bodies:
             try:
-                call = read_chat(read_json(body))
-                asked[body] = (call, self.rules.asked(self.episode(), call))
+                asked += self.rules.asked(self.episode(), read_chat(read_json(body)))
             except HttpError as refusal:
-                asked[body] = refusal
-        sampled = {
-            turns[0].request_id: (call, turns[0])
-            for found in asked.values()
-            if not isinstance(found, HttpError)
-            for call, turns in (found,)
-        }
-        if sampled:
-            call = next(iter(sampled.values()))[0]
-            requests = [turn.request for _, turn in sampled.values()]
-            for made in generate(requests, self.rules.sampling.params(call.options)):
-                self.rules.finish(sampled[made.request_id][1], made)
-        found_bodies: list[bytes | HttpError] = []
-        for body in bodies:
-            found = asked[body]
-            if isinstance(found, HttpError):
-                found_bodies.append(found)
-                continue
-            call, turn = sampled[found[1][0].request_id]
-            found_bodies.append(cast("bytes", reply(call, [turn], name, self.tokenizer).body))
-        return found_bodies
+                asked.append(refusal)
+        turns = [each for each in asked if not isinstance(each, HttpError)]
+        sampled = dict[int, Completion]()
+        if turns:
+            params = self.rules.sampling.params(turns[0].call.options)
+            requests = {turn.request_id: turn.request for turn in turns}
+            sampled = {made.request_id: made for made in generate([*requests.values()], params)}
+        return [
+            each
+            if isinstance(each, HttpError)
+            else self._told(each, sampled[each.request_id], name)
+            for each in asked
+        ]
+
+    def _told(self, turn: CalledTurn, made: Completion, name: str) -> bytes:
+        self.rules.finish(turn, made)
+        return cast("bytes", reply(turn.call, [turn], name, self.tokenizer).body)
 
 
 def judge_tokens(fields: Mapping[str, object]) -> int:
