@@ -120,7 +120,8 @@ def train_each(rank, world_size, runs):
     from lightrft.run.assembly import run_training
     from lightrft.strategy.distributed.process_groups import start_process_group
 
-    start_process_group(None)
+    if not runs[0].get("rollout_ranks"):  # each side has a group of its own
+        start_process_group(None)
     return [asdict(run_training(TrainConfig(**values)))["last_metrics"] for values in runs]
 
 
@@ -170,6 +171,16 @@ def test_a_policy_that_judges_is_trained_alike_on_one_process_and_two(folder):
     _, with_lag = run(folder, 1, "lag", rollout_lag=1)
     assert len(with_lag) == 32
     assert set(with_lag.values()) == {0.3, 0.7}
+    assert run(folder, 2, "split", rollout_lag=1, rollout_ranks=1)[1] == with_lag
+
+
+@pytest.mark.vllm
+@pytest.mark.multiprocess
+@pytest.mark.timeout(900)
+def test_a_policy_that_vllm_samples_judges_through_it(folder):
+    metrics, rewards = run(folder, 1, "vllm", engine_type="vllm", max_len=1024)
+    assert set(rewards.values()) == {0.3, 0.7}
+    assert 0 < metrics["judge/requests"] <= 16
 
 
 @pytest.mark.multiprocess
