@@ -307,7 +307,9 @@ class Server:
                 shown = {"episode_id": state["episode_id"], "step_count": state["step_count"]}
                 if self.fault == "another episode" and number > 1:
                     shown["episode_id"] = None
-                if self.fault == "another count" and number > 1:
+                if self.fault in ("no name", "another count"):
+                    shown["episode_id"] = ""
+                if self.fault in ("another count", "own count") and number > 1:
                     shown["step_count"] += 1
                 if self.fault == "own names":
                     shown = {
@@ -423,8 +425,9 @@ def test_a_reward_of_another_episode_does_not_count(server, fault):
         episode.get_reward()
 
 
-def test_a_server_names_and_counts_its_episodes_as_it_likes(server):
-    server.fault = "own names"
+@pytest.mark.parametrize("habit", ["own names", "own count", "no name"])
+def test_a_server_names_and_counts_its_episodes_as_it_likes(server, habit):
+    server.fault = habit
     episode = begun(server)
     episode.step(number=1)
     episode.step(number=7)

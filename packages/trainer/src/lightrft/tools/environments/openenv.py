@@ -2,7 +2,8 @@
 
 OpenEnv's own client connects again by itself, and then plays on in a new environment that was
 never reset. Here an episode ends with its connection, and before a reward counts the server must
-say that it is of this episode and of as many steps as were made.
+name the episode that it named after `reset`, or say as many steps as were made where it has no
+names.
 
 Wire: https://github.com/meta-pytorch/OpenEnv, `core/env_server/http_server.py`, version 0.10.
 """
@@ -155,10 +156,10 @@ class OpenEnvEpisode(Adapted):
 
     def get_reward(self) -> float:
         """What no answer has taken along, once the server has said whose the steps are."""
-        told, (own, made) = self._told_state(), self._state
-        # Some servers do not count the calls of tools.
-        if told not in ((own, made), (own, made - self._num_tool_calls)):
-            episode, count = told
+        (episode, count), (own, made) = self._told_state(), self._state
+        # Servers count what they like, such as legal moves alone, or those of an opponent, too.
+        is_counted = bool(own) or count in (made, made - self._num_tool_calls)
+        if episode != own or not is_counted:
             raise self._lost(
                 f"the server answers for episode {episode!r} after {count!r} steps: expected "
                 f"{own!r} after {made}"
