@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
     if shutil.which(words[0]) is None:
         sys.exit(f"no command {words[0]}")
     events, status = record(words)
-    header = {"version": 2, "width": COLUMNS, "height": ROWS, "command": " ".join(words)}
+    shown = " ".join([Path(words[0]).name, *words[1:]])
+    header = {"version": 2, "width": COLUMNS, "height": ROWS, "command": shown}
     lines = [json.dumps(header), *(json.dumps([round(t, 3), "o", text]) for t, text in events)]
     path.write_text("\n".join(lines) + "\n", "utf-8")
     silence, began = longest_silence(events)

@@ -117,7 +117,7 @@ def test_a_line_fits_the_terminal(width, num_steps):
 
 def test_what_is_under_way():
     assert bar_text("step 1/4", None, None) == ""
-    assert bar_text("step 1/4", None, ("short", 0.5)) == ""
+    assert bar_text("step 1/4", None, ("short", 0.25)) == ""
     assert bar_text("step 1/4", None, ("load the models", 62.0)).split()[-1] == "1:02"
     bar = bar_text("step 1/4", ("generate", 32, 128), ("generate", 3.0))
     assert (bar.count("#"), bar.count("-")) == (5, 15)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 BAR_WIDTH = 20
 NAME_WIDTH = 20
 # A line about less flickers.
-LONG_PHASE_SECONDS = 1.0
+LONG_PHASE_SECONDS = 0.5
 # Every number of a step's line has this many columns, so that each stands below the one before.
 NUMBER_WIDTH = 5
 # Metric, label, most decimals and unit of what a step's line shows.
@@ -238,7 +238,7 @@ class TerminalScreen:
         self._live = Live(
             get_renderable=self._render,
             console=self._console,
-            refresh_per_second=2,
+            refresh_per_second=4,
             transient=True,
             redirect_stderr=sys.stderr.isatty(),
         )

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 # Silence after which the line comes, and how often its seconds are shown.
-INTERVAL_SECONDS = 0.5
+INTERVAL_SECONDS = 0.3
 _ERASE = "\r\x1b[2K"
 
 
