@@ -5,7 +5,13 @@ import torch
 from torch import nn
 
 from lightrft.engines import EngineConfig, GenerationRequest, SamplingParams
+from lightrft.engines.hf import engine as module
 from lightrft.engines.hf.engine import FewRowsLinear, HFEngine, use_few_rows_products
+
+
+@pytest.fixture(autouse=True)
+def small_weights_too(monkeypatch):
+    monkeypatch.setattr(module, "_MIN_WEIGHT", 1)
 
 
 def layers(*, bias: bool) -> tuple[nn.Linear, nn.Linear]:
@@ -77,3 +83,10 @@ def test_the_number_of_rows_changes_no_token(tiny_model):
     for one, other in zip(together, few, strict=True):
         assert one.output_token_ids == other.output_token_ids
         assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-5)
+
+
+def test_a_small_weight_is_left_as_it_is(monkeypatch):
+    monkeypatch.setattr(module, "_MIN_WEIGHT", 97 * 160)
+    model = nn.Sequential(nn.Linear(96, 160), nn.Linear(97, 160))
+    use_few_rows_products(model)
+    assert [type(layer) for layer in model] == [nn.Linear, FewRowsLinear]

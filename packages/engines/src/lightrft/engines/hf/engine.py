@@ -42,6 +42,8 @@ _logger = logging.getLogger(__name__)
 # weight decides, with more the arithmetic.
 _MIN_ROWS = 12
 _MAX_ROWS = 64
+# A smaller weight stays in the cache, and turning the result round costs more than it brings.
+_MIN_WEIGHT = 500_000
 
 
 class HFEngine(RolloutEngine):
@@ -325,10 +327,10 @@ class FewRowsLinear(nn.Linear):
 
 
 def use_few_rows_products(model: nn.Module) -> None:
-    """Makes the float32 linear layers that a model has on the CPU `FewRowsLinear`s, in place."""
+    """Makes the large float32 linear layers that a model has on the CPU `FewRowsLinear`s."""
     for module in model.modules():
         # A subclass has a forward of its own.
-        if type(module) is not nn.Linear:
+        if type(module) is not nn.Linear or module.weight.numel() < _MIN_WEIGHT:
             continue
         if module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
             module.__class__ = FewRowsLinear
