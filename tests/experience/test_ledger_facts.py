@@ -20,8 +20,9 @@ from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.rollout import dynamic, sampler, scoring
 from lightrft.rollout.in_flight import from_parts, to_bytes
 from lightrft.rollout.ledger_records import LedgerError
+from lightrft.rollout.open_groups import NOTHING_OPEN
 from lightrft.rollout.sampler import RolloutSampler
-from lightrft.rollout.source import NOTHING_OPEN, InFlight, SourceParts
+from lightrft.rollout.source import InFlight, SourceParts
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.distributed.deadlines import StepTimer
 

@@ -24,6 +24,7 @@ class ThreadWorld:
     def __init__(self, size):
         self.size = size
         self.received = [0] * size
+        self.said = []
         self._barrier = threading.Barrier(size, timeout=seconds(30))
         self._posted = [None] * size
 
@@ -65,6 +66,9 @@ class ThreadRank:
 
     def get_rank(self):
         return self.rank
+
+    def print(self, text):
+        self.world.said.append(text)
 
     def _count(self, found):
         others = (data for sender, data in enumerate(found) if sender != self.rank)

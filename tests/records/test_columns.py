@@ -37,7 +37,8 @@ from lightrft.rollout.environments.journal import Journal, read_journal
 from lightrft.rollout.environments.journal_lines import FORMAT, event_line
 from lightrft.rollout.in_flight import from_parts, to_bytes
 from lightrft.rollout.ledger_records import LedgerError, deliver_evidence, take_evidence
-from lightrft.rollout.source import InFlight, OpenGroup, OpenSample, StreamState
+from lightrft.rollout.open_groups import OpenGroup, OpenSample, StreamState
+from lightrft.rollout.source import InFlight
 
 _SPEC = importlib.util.spec_from_file_location(
     "exchange_cases", Path(__file__).with_name("exchange_cases.py")

@@ -9,7 +9,8 @@ from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import ImageSource
 from lightrft.records.media import media_of
 from lightrft.rollout.in_flight import from_parts, to_bytes
-from lightrft.rollout.source import InFlight, OpenGroup, OpenSample, StreamState
+from lightrft.rollout.open_groups import OpenGroup, OpenSample, StreamState
+from lightrft.rollout.source import InFlight
 
 
 def image(content):

@@ -15,7 +15,8 @@ from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import ImageSource
 from lightrft.engines.types import Completion, SamplingParams
 from lightrft.rewards.types import RewardResult
-from lightrft.rollout.source import NOTHING_OPEN, SampleRequests, SourceParts
+from lightrft.rollout.open_groups import NOTHING_OPEN
+from lightrft.rollout.source import SampleRequests, SourceParts
 from lightrft.rollout.stream_order import GroupFacts, groups_to_train
 from lightrft.rollout.streaming import StreamSource
 

@@ -22,8 +22,8 @@ from lightrft.records.table import deliver_rows, tabulate
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.in_flight import from_parts, to_bytes
 from lightrft.rollout.ledger_records import deliver_evidence
+from lightrft.rollout.open_groups import NOTHING_OPEN
 from lightrft.rollout.source import (
-    NOTHING_OPEN,
     InFlight,
     SampleRequests,
     SourceParts,

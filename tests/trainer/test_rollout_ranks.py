@@ -88,6 +88,7 @@ CASES = {
     "lag 1, 2 + 2": (2, 2, {}),
     "environment, 1 + 1": (1, 1, MIXER | {"eval_steps": 2}),
     "environment, 1 + 2": (1, 2, MIXER | ONE_ROW),
+    "environment, streaming, 2 + 1": (2, 1, MIXER | ONE_ROW | {"stream_chunk": 4}),
     "agents, 1 + 1": (1, 1, AGENTS),
     "agents, 2 + 1": (2, 1, AGENTS),
     "images, 1 + 1": (1, 1, IMAGES | {"eval_steps": 2}),

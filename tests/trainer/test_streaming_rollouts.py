@@ -215,7 +215,7 @@ def test_delays_change_nothing(build_world):
 
 def test_a_version_off_by_one_is_found(build_world):
     """By the ledger gate, before anything is trained."""
-    from lightrft.rollout.source import OpenSample
+    from lightrft.rollout.open_groups import OpenSample
 
     world = world_of(build_world)
     rows_of(world, 1)
@@ -238,7 +238,7 @@ def test_a_version_off_by_one_is_found(build_world):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"environment": "e.py:E", "apply_chat_template": True}, "environment, tools and agent"),
+        ({"agent": "a.py:run", "apply_chat_template": True}, "stream_chunk excludes agent"),
         ({"stop": ("x",)}, "stop: a text may begin"),
         ({"stream_prompts": 2561}, "max_staleness"),
         ({"stream_prompts": 511}, "stream_prompts must lie between"),

@@ -447,7 +447,21 @@ RULES: tuple[Rule, ...] = (
         and not c.apply_chat_template
         and "environment, tools and agent need turns: add apply_chat_template"
     ),
-    _excludes("stream_chunk", "environment, tools and agent", _has_episodes),
+    _excludes(
+        "stream_chunk",
+        "agent and agent_command, whose programs cannot be brought back in the middle",
+        lambda c: bool(c.agent or c.agent_command),
+    ),
+    _excludes(
+        "stream_chunk",
+        "environment openenv: the server's sessions do not outlive the run's process",
+        lambda c: split_kind(c.environment or "")[0] == "openenv",
+    ),
+    _excludes(
+        "stream_chunk",
+        "late_join: tokens decide when an open episode goes on, and no time",
+        lambda c: c.late_join,
+    ),
     _excludes(
         "stream_chunk",
         "judge_model policy: the engine is asked where it has no open responses",

@@ -25,15 +25,8 @@ from lightrft.records.sample_ledger import SampleEntry, SampleLedger
 from lightrft.records.table import BRANCH_STEP, RowTable, build_table, row_table
 from lightrft.rewards.types import UNDECIDED, RewardResult
 from lightrft.rollout.ledger_records import Account, Evidence, LedgerError
-from lightrft.rollout.source import (
-    NOTHING_OPEN,
-    UNKNOWN,
-    InFlight,
-    Samples,
-    Selection,
-    StreamReport,
-    StreamState,
-)
+from lightrft.rollout.open_groups import NOTHING_OPEN, StreamState
+from lightrft.rollout.source import UNKNOWN, InFlight, Samples, Selection, StreamReport
 from lightrft.strategy.distributed.context import DistributedContext
 
 _MODULUS = 2**61 - 1

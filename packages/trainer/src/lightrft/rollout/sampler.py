@@ -13,23 +13,23 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
 from lightrft.records.table import BRANCH_STEP, RowTable, episodes_of
+from lightrft.rollout.open_groups import NOTHING_OPEN, StreamState
 from lightrft.rollout.scoring import require_rewards
 from lightrft.rollout.single_turn import SingleTurnSource
 from lightrft.rollout.source import (
-    NOTHING_OPEN,
     RolloutSource,
     SampleRequests,
     Samples,
     SourceParts,
-    StreamState,
     own_positions,
 )
 from lightrft.strategy.distributed.deadlines import StepTimer
 
-# Makes the source of the responses to a batch of prompts.
 if TYPE_CHECKING:
     from lightrft.datasets.media import Modality
+    from lightrft.rollout.environments.open_episodes import OpenEpisodes
 
+# Makes the source of the responses to a batch of prompts.
 MakeSource = Callable[[SourceParts], RolloutSource]
 
 
@@ -127,12 +127,20 @@ def build_source(
     if parts.config.stream_chunk is not None:
         from lightrft.rollout.streaming import StreamSource
 
-        source = StreamSource(parts)
+        source = StreamSource(parts, _open_episodes(batches) if parts.config.has_episodes else None)
     if parts.config.dynamic_sampling:
         from lightrft.rollout.dynamic import DynamicSource
 
         return DynamicSource(source, parts)
     return source
+
+
+def _open_episodes(batches: RolloutSource) -> OpenEpisodes | None:
+    """What plays the episodes of a source over several steps."""
+    from lightrft.rollout.environments.environments import EpisodeSource
+    from lightrft.rollout.environments.open_episodes import OpenEpisodes
+
+    return OpenEpisodes(batches.work) if isinstance(batches, EpisodeSource) else None
 
 
 class RolloutSampler:

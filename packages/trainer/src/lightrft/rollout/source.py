@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
-from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
-from lightrft.engines.types import Completion, Facts, FinishReason, LogprobsMode, SamplingParams
-from lightrft.records.columns import join_facts
-from lightrft.records.rollout import ScoredRollout, Segment
+from lightrft.engines.types import SamplingParams
+from lightrft.records.rollout import ScoredRollout
 from lightrft.records.sample_ledger import SampleLedger
 from lightrft.records.table import RowTable
 from lightrft.rewards.types import RewardFunction
 from lightrft.rollout.ledger_records import Evidence
+from lightrft.rollout.open_groups import NOTHING_OPEN, StreamState
 from lightrft.strategy.distributed.deadlines import StepTimer
 
 if TYPE_CHECKING:
@@ -29,120 +28,6 @@ if TYPE_CHECKING:
     from lightrft.strategy.engine.session import EngineSession
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSample:
-    """A response so far.
-
-    Args:
-        token_ids: Sampled so far.
-        logprobs: fp32 logprob of each token under the weights that sampled it.
-        versions: Version of those weights, for each token.
-        finish_reason: None while it goes on.
-        segments: The calls of the engine that sampled it.
-        facts: As in `Completion`.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    versions: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
-    segments: tuple[Segment, ...] = ()
-    facts: Facts = field(default_factory=dict)
-
-    def extended(self, part: Completion, *, max_tokens: int) -> OpenSample:
-        """The response with a further part.
-
-        Args:
-            part: Sampled after it by the engine.
-            max_tokens: Length at which a response ends.
-        """
-        token_ids = (*self.token_ids, *part.output_token_ids)
-        is_over = part.finish_reason != "length" or len(token_ids) >= max_tokens
-        return OpenSample(
-            token_ids,
-            (*self.logprobs, *part.output_logprobs),
-            (*self.versions, *(part.weights_version for _ in part.output_token_ids)),
-            part.finish_reason if is_over else None,
-            (*self.segments, Segment(part.request_id, part.sample_index)),
-            join_facts((len(self.token_ids), self.facts), (len(part.output_token_ids), part.facts)),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class OpenGroup:
-    """A prompt and its responses so far.
-
-    Args:
-        request_id: Number of the prompt in the run.
-        prompt: The data row.
-        samples: One a response.
-        logprobs_mode: As in `Completion`.
-        begun, complete: Rounds of its first token and of the last one of all responses; 0 is not
-            yet.
-    """
-
-    request_id: int
-    prompt: Prompt
-    samples: tuple[OpenSample, ...]
-    logprobs_mode: LogprobsMode
-    begun: int = 0
-    complete: int = 0
-
-    @property
-    def facts(self) -> tuple[int, int, int, int]:
-        """Of a `GroupFacts`."""
-        num_tokens = sum(len(sample.token_ids) for sample in self.samples)
-        return self.request_id, self.begun, self.complete, num_tokens
-
-    def completions(self) -> list[Completion]:
-        """The finished responses as completions of the prompt."""
-        return [
-            Completion(
-                request_id=self.request_id,
-                sample_index=index,
-                prompt_token_ids=self.prompt.token_ids,
-                output_token_ids=sample.token_ids,
-                output_logprobs=sample.logprobs,
-                logprobs_mode=self.logprobs_mode,
-                finish_reason=sample.finish_reason or "abort",
-                weights_version=max(sample.versions, default=-1),
-                facts=sample.facts,
-            )
-            for index, sample in enumerate(self.samples)
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class StreamState:
-    """State that streaming rollouts leave to the next round, on one rank.
-
-    Args:
-        groups: Of this rank, ordered by request id; those without tokens have not begun.
-        num_calls: Calls of the engine so far; each has random numbers of its own.
-        num_rounds: So far.
-        entries: Of the engine's ledger, on these groups.
-        num_groups: Of all ranks.
-    """
-
-    groups: tuple[OpenGroup, ...] = ()
-    num_calls: int = 0
-    num_rounds: int = 0
-    entries: tuple[LedgerEntry, ...] = ()
-    num_groups: int = 0
-
-    def with_entries(self, entries: Iterable[LedgerEntry]) -> StreamState:
-        """The same with those entries that belong to its groups."""
-        calls = {
-            (segment.request_id, segment.sample_index)
-            for group in self.groups
-            for sample in group.samples
-            for segment in sample.segments
-        }
-        kept = (entry for entry in entries if entry.key[:2] in calls)
-        return replace(self, entries=tuple(kept))
-
-
-NOTHING_OPEN = StreamState()
 # Of an episode of an agent, for metrics.
 AGENT_COUNTS = ("calls", "lost_calls", "branches", "malformed_calls", "restarts")
 

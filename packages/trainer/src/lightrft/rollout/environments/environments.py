@@ -16,12 +16,11 @@ from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.suffix import TemplateRefusedError, TurnSuffix
 from lightrft.engines.ledger import hash_context
-from lightrft.engines.rows import request_seed
 from lightrft.records.rollout import Rollout
-from lightrft.records.sample_ledger import ENVIRONMENT
-from lightrft.rewards.types import ReadsEnvironments, RewardResult
+from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.episode_batch import EpisodeBatch
+from lightrft.rollout.environments.episode_work import EpisodeWork
 from lightrft.rollout.environments.journal import (
     JOURNAL_FOLDER,
     Journal,
@@ -29,9 +28,9 @@ from lightrft.rollout.environments.journal import (
     remove_further_ranks,
     sampling_facts,
 )
-from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
+from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError
 from lightrft.rollout.environments.specs import EnvironmentSpecs
-from lightrft.rollout.environments.turns import Answers, Observations, Turns
+from lightrft.rollout.environments.turns import Observations, Turns
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import generate
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
@@ -82,8 +81,8 @@ class Environments:
         self.encoder = modality.encoder
         if self.encoder.reads_media and keeps_rows(config):
             raise ConfigError(
-                "rollout_lag keeps rows with the media of their prompts alone, and episodes may "
-                "show others: leave out rollout_lag"
+                "rollout_lag and stream_chunk keep rows with the media of their prompts alone, and "
+                "episodes may show others: leave them out"
             )
         self.folder = None if folder is None else folder / JOURNAL_FOLDER
         self.pool = pool or EnvironmentPool(config, reads_images="image" in self.encoder.marks)
@@ -153,11 +152,7 @@ class EpisodeSource:
     def __init__(self, environments: Environments, parts: SourceParts) -> None:
         self._environments, self._parts = environments, parts
         self._turns = environments.turns
-        self._answers = Answers(
-            parts.config,
-            environments.spec,
-            repeats_stateless=environments.encoder.reads_media,
-        )
+        self.work = EpisodeWork(environments, parts)
 
     def sample(self, requests: SampleRequests) -> Samples:
         """See `RolloutSource`.
@@ -201,24 +196,9 @@ class EpisodeSource:
 
     def _batch(self, requests: SampleRequests) -> EpisodeBatch:
         """The episodes of a call, `params.n` of each prompt, with their journal."""
-        params, end = requests.params, self._environments.suffix.verdict.end_of_turn
-        if end is not None:
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
         episodes = self._episodes(requests)
         journal = self._open_journal(requests, episodes)
-        damage = journal.damage
-        notes = [] if damage is None else [f"{damage}: what follows is sampled again"]
-        return EpisodeBatch(
-            self._parts.session,
-            params,
-            self._environments.pool,
-            episodes,
-            journal,
-            masks_failures=self._parts.config.reward_failure == "mask",
-            observe=self._turns.observe,
-            notes=notes,
-            ledger=requests.ledger,
-        )
+        return self.work.batch(episodes, requests.params, journal=journal, ledger=requests.ledger)
 
     def _episodes(self, requests: SampleRequests) -> list[Episode]:
         episodes: list[Episode] = []
@@ -226,27 +206,11 @@ class EpisodeSource:
         requests.ledger.ask(requests.prompts, requests.positions, params.n, requests.request_ids)
         rows = zip(requests.prompts, requests.request_ids, requests.positions, strict=True)
         for prompt, request_id, group_id in rows:
-            environment = self._environments.specs.of(prompt.row)
-            # Samples are compared with each other, so that they must have one task.
-            seed = request_seed(params.seed, request_id, 0) % 2**31
             for index in range(params.n):
-                own = request_id * params.n + index
-                seeds = (seed, request_seed(params.seed, own, 1) % 2**31)
-                known = dict(zip(("seed", "sample_seed"), seeds, strict=True))
-                known["max_turns"] = self._parts.config.max_turns
-                given = {name: known[name] for name in environment.spec.takes}
-                episodes.append(
-                    Episode(
-                        number=len(episodes),
-                        prompt=prompt,
-                        request_id=own,
-                        group_id=group_id,
-                        sample_id=group_id * params.n + index,
-                        row=given | dict(prompt.row),
-                        environment=environment,
-                        seeds=seeds,
-                    )
-                )
+                episode = self.work.new_episode(prompt, request_id, index, params)
+                episode.number = len(episodes)
+                episode.group_id, episode.sample_id = group_id, group_id * params.n + index
+                episodes.append(episode)
         return episodes
 
     def _open_journal(self, requests: SampleRequests, episodes: list[Episode]) -> Journal:
@@ -290,7 +254,7 @@ class EpisodeSource:
         wave, num_rounds = batch, 0
         deadline = time.monotonic() + self._parts.config.tool_timeout_seconds
         while True:
-            problem = self._reset(wave)
+            problem = self.work.reset(wave)
             waiting = [episode for episode in wave.episodes if episode.no_room is not None]
             begun = [episode for episode in wave.episodes if episode.no_room is None]
             counts = self._parts.context.gather_objects((len(waiting), len(begun)))
@@ -303,7 +267,7 @@ class EpisodeSource:
             elif waiting:
                 time.sleep(_ROOM_SECONDS)
             num_rounds = self._play(batch, begun, on_group, problem, num_rounds)
-            results |= self._finish(replace(batch, episodes=begun))
+            results |= self.work.finish(replace(batch, episodes=begun))
             if not any(count for count, _ in counts) or not any(
                 self._parts.context.gather_objects(bool(waiting))
             ):
@@ -327,32 +291,11 @@ class EpisodeSource:
             batch.journal.leave(num_rounds)
             problem = self._round(wave, num_rounds)
             num_rounds += 1
-            problem = self._keep(wave) or problem
+            problem = self.work.keep(wave) or problem
             for group in batch.finished_groups():
                 on_group(group)
         batch.journal.leave(num_rounds)
         return num_rounds
-
-    def _keep(self, batch: EpisodeBatch) -> Exception | None:
-        """Keeps what reward functions read of the episodes that have ended."""
-        function = self._parts.reward_function
-        if not (isinstance(function, ReadsEnvironments) and function.reads_environments):
-            return None
-        ended = [e for e in batch.episodes if not e.is_open and e.failure is None]
-        return batch.after_end([e for e in ended if e.kept is None], self._answers.keep)
-
-    def _reset(self, batch: EpisodeBatch) -> Exception | None:
-        """Begins the episodes; each prompt gets the message of its `reset`."""
-        for episode in batch.episodes:
-            episode.no_room = None
-        problem = batch.each(batch.episodes, self._answers.reset)
-        for episode in batch.episodes:
-            if episode.failure is None and episode.no_room is None:
-                try:
-                    self._turns.prepare(batch, episode)
-                except EpisodeError as error:
-                    problem = batch.failed(episode, error) or problem
-        return problem
 
     def _round(self, batch: EpisodeBatch, number: int) -> Exception | None:
         """One turn of each episode that waits for none, and the calls in it; collective."""
@@ -364,13 +307,13 @@ class EpisodeSource:
             asked = [self._turns.request(batch, episode) for episode in waiting]
             found = generate(batch.session, batch.one_turn, asked)
         for episode, completion in zip(waiting, found, strict=True):
-            self._turns.append(episode, completion)
+            self._turns.append(batch, episode, completion)
         batch.journal.round(number, waiting)
         for episode in waiting:
             self._turns.parse_turn(batch, episode)
         calling = [episode for episode in waiting if episode.is_open]
         late = set(batch.busy)
-        batch.begin(calling, partial(self._answers.answer_calls, batch))
+        batch.begin(calling, partial(self.work.answers.answer_calls, batch))
 
         def must_wait() -> bool:
             open_episodes = [e for e in batch.episodes if e.is_open]
@@ -384,27 +327,6 @@ class EpisodeSource:
             return 2 * (len(open_episodes) - len(batch.busy)) < len(open_episodes)
 
         return batch.collect(must_wait)
-
-    def _finish(self, batch: EpisodeBatch) -> dict[int, RewardResult | None]:
-        """Rewards of the environments by number of the episode; None where one failed."""
-        rewards: dict[int, RewardResult] = {}
-
-        def reward(episode: Episode, host: Host) -> None:
-            found = rewards[episode.number] = self._answers.reward(episode, host)
-            entry = batch.ledger.of(episode.sample_id)
-            entry.reward_is(ENVIRONMENT, found, episode.context)
-
-        problem = batch.each([e for e in batch.episodes if e.failure is None], reward)
-        batch.close(self._parts.config.tool_timeout_seconds)
-        batch.is_open_anywhere(problem)
-        results: dict[int, RewardResult | None] = {}
-        for episode in batch.episodes:
-            found = None if episode.failure is not None else rewards[episode.number]
-            batch.journal.end(
-                episode, None if found is None else [found.reward, dict(found.components)]
-            )
-            results[episode.number] = found
-        return results
 
 
 def forging_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

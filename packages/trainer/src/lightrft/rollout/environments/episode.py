@@ -18,6 +18,10 @@ from lightrft.rollout.environments.pool import EpisodeError, Host, NoRoomError
 from lightrft.rollout.environments.specs import RowEnvironment
 
 
+class OtherAnswerError(EpisodeError):
+    """An environment that was to be brought back answered otherwise than before."""
+
+
 @dataclass(slots=True)
 class Episode:
     """An episode in progress.
@@ -30,6 +34,8 @@ class Episode:
         row: Arguments of `reset`.
         environment: Its own.
         seeds: Of the draws in `reset`, the same for all samples of a prompt, and of later ones.
+        is_cut: Its last turn goes on.
+        max_sampled: Tokens that it may have sampled for now; None is as many as it wants.
         no_room: Why it could not begin yet.
         kept: What its environment kept at its end, where a reward function reads that.
     """
@@ -52,6 +58,8 @@ class Episode:
     answers: list[list[AnsweredCall]] = field(default_factory=list)
     last: Completion | None = None
     is_open: bool = True
+    is_cut: bool = False
+    max_sampled: int | None = None
     failure: EpisodeError | None = None
     no_room: NoRoomError | None = None
     reset_message: str | None = None
@@ -68,9 +76,30 @@ class Episode:
         return (*self.prompt.token_ids, *self.token_ids)
 
     @property
+    def num_turns(self) -> int:
+        """Turns that have begun."""
+        return len(self.turn_texts)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model sampled."""
+        return sum(self.sampled)
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether it goes on for now."""
+        return self.is_open and (self.max_sampled is None or self.num_sampled < self.max_sampled)
+
+    @property
+    def turn_so_far(self) -> tuple[int, ...]:
+        """Ids of a turn that goes on."""
+        return self.last.output_token_ids if self.is_cut and self.last is not None else ()
+
+    @property
     def is_answered(self) -> bool:
         """Whether the calls of the last turn are, so that their answers can be appended."""
-        return self.is_open and 0 < len(self.segments) == len(self.answers)
+        is_so = self.is_open and 0 < self.num_turns == len(self.answers)
+        return is_so and not self.segments[-1].observation
 
     @property
     def num_calls(self) -> int:
@@ -82,13 +111,22 @@ class Episode:
         """What the draws of the next call follow from, whatever worker makes it, and when."""
         return self.seeds[1], self.num_calls
 
-    def add_turn(self, turn: Completion, text: str) -> None:
-        """Appends a turn that was sampled."""
+    def add_turn(self, turn: Completion, text: str, *, is_cut: bool = False) -> None:
+        """Appends what was sampled of a turn.
+
+        Args:
+            turn: The part that one call of the engine sampled.
+            text: Of the whole turn so far.
+            is_cut: The turn goes on.
+        """
         self._extend(turn.output_token_ids, turn.output_logprobs, turn.weights_version, turn.facts)
         self.sampled += [True] * len(turn.output_token_ids)
         self.segments.append(Segment(turn.request_id, turn.sample_index))
+        if self.is_cut and self.last is not None:
+            turn = _joined(self.last, turn)
+            self.turn_texts.pop()
         self.turn_texts.append(text)
-        self.last = turn
+        self.last, self.is_cut = turn, is_cut
 
     def add_observation(self, found: Observation) -> None:
         """Appends ids that nobody sampled."""
@@ -122,7 +160,7 @@ class Episode:
         ):
             turns.clear()
         self.facts = {}
-        self.last, self.is_open, self.generation = None, True, -1
+        self.last, self.is_open, self.is_cut, self.generation = None, True, False, -1
         self.num_restarts += 1
 
     def host_on(
@@ -134,7 +172,8 @@ class Episode:
         need not be made.
 
         Raises:
-            EpisodeError: It cannot be reset, or answers otherwise.
+            EpisodeError: It cannot be reset.
+            OtherAnswerError: It answers otherwise.
         """
         host.start()
         if self.generation == host.generation:
@@ -145,7 +184,7 @@ class Episode:
         answer = host.ask("reset", key, seconds=seconds, draws=draws, row=self.row)
         message = answer["text"] if isinstance(answer, dict) else answer
         if not is_new and message != self.reset_message:
-            raise EpisodeError("reset answered otherwise when it was repeated")
+            raise OtherAnswerError("reset answered otherwise when it was repeated")
         self.reset_message = None if message is None else str(message)
         self.reset_parts = () if message is None else (str(message),)
         if isinstance(answer, dict):
@@ -158,7 +197,7 @@ class Episode:
             draws = (self.seeds[1], number)
             again = host.ask("call", key, seconds=seconds, draws=draws, **asked)
             if not isinstance(again, dict) or again["text"] != call.text:
-                raise EpisodeError(f"{call.name} answered otherwise when it was repeated")
+                raise OtherAnswerError(f"{call.name} answered otherwise when it was repeated")
         self.generation = host.generation
 
     def as_rollout(self) -> Rollout:
@@ -196,3 +235,15 @@ class Episode:
             later=tuple(self.later),
             environment=self.kept,
         )
+
+
+def _joined(turn: Completion, part: Completion) -> Completion:
+    """A turn and the part that a further call of the engine sampled."""
+    lengths = len(turn.output_token_ids), len(part.output_token_ids)
+    return replace(
+        part,
+        prompt_token_ids=turn.prompt_token_ids,
+        output_token_ids=(*turn.output_token_ids, *part.output_token_ids),
+        output_logprobs=(*turn.output_logprobs, *part.output_logprobs),
+        facts=join_facts((lengths[0], turn.facts), (lengths[1], part.facts)),
+    )

@@ -117,7 +117,7 @@ class EpisodeBatch:
 
         def on_host(number: int, host: Host) -> None:
             episode = by_number[number]
-            known = self.journal.recorded.failures.get((episode.sample_id, len(episode.segments)))
+            known = self.journal.recorded.failures.get((episode.sample_id, episode.num_turns))
             if known is not None and self.masks_failures:
                 raise EpisodeError(known)  # a deadline is never decided twice
             work(episode, host)
@@ -185,9 +185,9 @@ class EpisodeBatch:
         return RewardError(f"the environment failed for prompt {episode.prompt.id}: {error}")
 
     def is_open_anywhere(self, problem: Exception | None) -> bool:
-        """Whether any rank has an open episode; raises on all ranks if one has a problem."""
+        """Whether any rank has an episode that goes on; raises on all if one has a problem."""
         own = (
-            sum(episode.is_open for episode in self.episodes),
+            sum(episode.may_sample for episode in self.episodes),
             None if problem is None else str(problem),
             tuple(self.notes),
         )

@@ -294,7 +294,7 @@ class Journal:
             self._write(
                 episode,
                 "turn",
-                turn=len(episode.segments) - 1,
+                turn=episode.num_turns - 1,
                 request_id=last.request_id,
                 text=episode.turn_texts[-1],
                 context_hash=hash_context(last.prompt_token_ids),
@@ -312,7 +312,7 @@ class Journal:
         """A call of the last turn and its answer."""
         found = asdict(replace(call, content=()))  # its images are named in the text
         del found["content"]
-        self._write(episode, "answer", turn=len(episode.segments) - 1, call=found)
+        self._write(episode, "answer", turn=episode.num_turns - 1, call=found)
 
     def observation(self, episode: Episode) -> None:
         """What was appended after the last turn."""
@@ -320,14 +320,14 @@ class Journal:
         self._write(
             episode,
             "observation",
-            turn=len(episode.segments) - 1,
+            turn=episode.num_turns - 1,
             token_ids=segment.observation,
             text_spans=segment.text_spans,
         )
 
     def failed(self, episode: Episode, failure: str) -> None:
         """The environment failed, and the episode is left out."""
-        self._write(episode, "failed", turn=len(episode.segments), failure=failure)
+        self._write(episode, "failed", turn=episode.num_turns, failure=failure)
 
     def again(self, episode: Episode, reason: str) -> None:
         """The episode starts over, and nothing that was followed of it counts any more."""

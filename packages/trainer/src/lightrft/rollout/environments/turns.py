@@ -202,15 +202,19 @@ class Turns:
             EpisodeError: The prompt is empty, too long, or images do not fit it.
         """
         num_images = len(episode.prompt.images)
-        episode.prompt = self._with_reset_message(episode)
+        episode.prompt = self.with_reset_message(episode)
         before = batch.journal.recorded.resets.get(episode.sample_id)
         has_images = episode.prompt.images[num_images:]
         if has_images and before is not None and before["told"] != episode.reset_message:
             # Tokens alone do not tell one image from another.
             batch.start_over(episode, ChangedAnswerError("reset answered otherwise"))
 
-    def _with_reset_message(self, episode: Episode) -> Prompt:
-        """The prompt with texts and images at the end of its last user message."""
+    def with_reset_message(self, episode: Episode) -> Prompt:
+        """The prompt with texts and images of `reset` at the end of its last user message.
+
+        Raises:
+            EpisodeError: See `prepare`.
+        """
         prompt, given = episode.prompt, episode.reset_parts
         messages = [dict(message) for message in prompt.messages]
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
@@ -253,22 +257,36 @@ class Turns:
         return replace(prompt, text=text, token_ids=encoded.token_ids)
 
     def request(self, batch: EpisodeBatch, episode: Episode) -> GenerationRequest:
-        """Of the next turn, which has random numbers of its own in whatever round."""
-        context = episode.context
+        """Of the next call, which has random numbers of its own in whatever round."""
+        context, so_far = episode.context, len(episode.turn_so_far)
+        most = self._turn_tokens(batch, episode) - so_far
+        if episode.max_sampled is not None:
+            most = min(most, episode.max_sampled - episode.num_sampled)
         media = encode_row(episode.as_rollout(), self.encoder)
         if media is not None:
             media = media.continued(context[len(media.token_ids) :])
         return GenerationRequest(
             prompt_token_ids=context,
             request_id=episode.request_id + TURN_STEP * len(episode.segments),
-            max_tokens=self.observations.turn_tokens(len(context), batch.params.max_tokens),
+            max_tokens=most,
             encoded=media,
         )
 
-    def append(self, episode: Episode, turn: Completion) -> None:
-        """Appends a turn that was sampled."""
-        text = self.tokenizer.decode(turn.output_token_ids, skip_special_tokens=True)
-        episode.add_turn(turn, str(text))
+    def append(self, batch: EpisodeBatch, episode: Episode, part: Completion) -> None:
+        """Appends what was sampled of a turn; where an episode may have no more, it goes on."""
+        ids = (*episode.turn_so_far, *part.output_token_ids)
+        is_cut = (
+            episode.max_sampled is not None
+            and part.finish_reason == "length"
+            and len(ids) < self._turn_tokens(batch, episode)
+        )
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        episode.add_turn(part, str(text), is_cut=is_cut)
+
+    def _turn_tokens(self, batch: EpisodeBatch, episode: Episode) -> int:
+        """Most tokens of the turn that is sampled now."""
+        before = len(episode.context) - len(episode.turn_so_far)
+        return self.observations.turn_tokens(before, batch.params.max_tokens)
 
     def parse_turn(self, batch: EpisodeBatch, episode: Episode) -> None:
         """Finds the calls of the last turn, or ends the episode.
@@ -286,7 +304,7 @@ class Turns:
         wrong = () if problem is None else (AnsweredCall("", {}, "malformed", as_error(problem)),)
         episode.answers.append([*wrong])
         told = batch.ledger.of(episode.sample_id).answers
-        told[len(episode.segments) - 1] = [answer.shown for answer in wrong]
+        told[episode.num_turns - 1] = [answer.shown for answer in wrong]
         for answer in wrong:
             batch.journal.answer(episode, answer)
 
@@ -295,7 +313,7 @@ class Turns:
         turn = episode.last
         if turn is None or turn.finish_reason != "stop":
             return False
-        if len(episode.segments) >= self.config.max_turns:
+        if episode.num_turns >= self.config.max_turns:
             return False
         size = len(episode.context)
         return self.observations.has_room(turn.output_token_ids, size, count)
@@ -335,14 +353,14 @@ class Turns:
         """Notes a fault where a turn is followed by anything but what was answered to it."""
         completion, stop = rollout.completion, 0
         context = len(completion.prompt_token_ids)
-        for number, segment in enumerate(rollout.segments):
+        # A turn may have several calls of the engine; each but the last ends in an observation.
+        shown = (segment for segment in rollout.segments if segment.observation)
+        for number, segment in enumerate(shown):
             start, answers = stop, entry.answers.get(number, [])
             while stop < len(completion.is_sampled) and completion.is_sampled[stop]:
                 stop += 1
             turn = completion.output_token_ids[start:stop]
-            if segment.observation and not self.observations.shows(
-                segment, turn, context + stop, answers
-            ):
+            if not self.observations.shows(segment, turn, context + stop, answers):
                 entry.fault = f"turn {number}: what the model was shown is not what was answered"
                 return
             stop += len(segment.observation)
@@ -372,7 +390,7 @@ class Answers:
 
         Answers that the journal of a killed process has must be given again.
         """
-        key = (episode.sample_id, len(episode.segments) - 1)
+        key = (episode.sample_id, episode.num_turns - 1)
         known, answered = batch.journal.recorded.answers.get(key, []), episode.answers[-1]
         if episode.pending:
             seconds = self.config.tool_timeout_seconds

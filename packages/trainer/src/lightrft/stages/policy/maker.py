@@ -33,9 +33,10 @@ from lightrft.experience.maker import (
 from lightrft.records.batch import RolloutBatch
 from lightrft.records.rollout import ScoredRollout
 from lightrft.rewards.types import RewardError
+from lightrft.rollout.open_groups import NOTHING_OPEN
 from lightrft.rollout.sampler import RolloutSampler, training_params
 from lightrft.rollout.scoring import MAX_FAILURES_IN_A_ROW
-from lightrft.rollout.source import NOTHING_OPEN, UNKNOWN, InFlight, Samples
+from lightrft.rollout.source import UNKNOWN, InFlight, Samples
 from lightrft.stages.policy.algorithm import Algorithm
 from lightrft.stages.policy.models import is_deterministic
 from lightrft.stages.stage import Step, last_sampled_step, stored_number

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightrft.rollout.ledger_records import Evidence
-from lightrft.rollout.source import NOTHING_OPEN, Samples
+from lightrft.rollout.open_groups import NOTHING_OPEN
+from lightrft.rollout.source import Samples
 from lightrft.stages.policy.step_metrics import Mean
 
 

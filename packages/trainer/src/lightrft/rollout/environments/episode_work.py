@@ -1,0 +1,151 @@
+"""Work on episodes that does not depend on how their turns are sampled: beginning, end, reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightrft.datasets.types import Prompt
+from lightrft.engines.rows import request_seed
+from lightrft.engines.types import SamplingParams
+from lightrft.records.sample_ledger import ENVIRONMENT, SampleLedger
+from lightrft.rewards.types import ReadsEnvironments, RewardResult
+from lightrft.rollout.environments.episode import Episode
+from lightrft.rollout.environments.episode_batch import EpisodeBatch
+from lightrft.rollout.environments.journal import Journal
+from lightrft.rollout.environments.pool import EpisodeError, Host
+from lightrft.rollout.environments.turns import Answers
+from lightrft.rollout.source import SourceParts
+
+if TYPE_CHECKING:
+    from lightrft.rollout.environments.environments import Environments
+
+
+class EpisodeWork:
+    """Work on the episodes of a run.
+
+    Args:
+        environments: Of the run.
+        parts: Of the run.
+    """
+
+    def __init__(self, environments: Environments, parts: SourceParts) -> None:
+        self.environments, self.parts = environments, parts
+        self.turns = environments.turns
+        self.answers = Answers(
+            parts.config,
+            environments.spec,
+            repeats_stateless=environments.encoder.reads_media,
+        )
+
+    def new_episode(
+        self, prompt: Prompt, request_id: int, index: int, params: SamplingParams
+    ) -> Episode:
+        """An episode that has not begun.
+
+        Args:
+            prompt: The data row.
+            request_id: Number of the prompt in the run.
+            index: Of the sample in its group.
+            params: Of the run.
+        """
+        environment = self.environments.specs.of(prompt.row)
+        # Samples are compared with each other, so that they must have one task.
+        seed = request_seed(params.seed, request_id, 0) % 2**31
+        own = request_id * params.n + index
+        seeds = (seed, request_seed(params.seed, own, 1) % 2**31)
+        known = dict(zip(("seed", "sample_seed"), seeds, strict=True))
+        known["max_turns"] = self.parts.config.max_turns
+        given = {name: known[name] for name in environment.spec.takes}
+        return Episode(
+            number=own,
+            prompt=prompt,
+            request_id=own,
+            group_id=request_id,
+            sample_id=own,
+            row=given | dict(prompt.row),
+            environment=environment,
+            seeds=seeds,
+        )
+
+    def batch(
+        self,
+        episodes: Sequence[Episode],
+        params: SamplingParams,
+        *,
+        journal: Journal,
+        ledger: SampleLedger,
+    ) -> EpisodeBatch:
+        """Episodes that are sampled together.
+
+        Args:
+            episodes: This rank's.
+            params: Of the run; turns end as the chat template ends them.
+            journal, ledger: See `EpisodeBatch`.
+        """
+        end = self.environments.suffix.verdict.end_of_turn
+        if end is not None:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
+        damage = journal.damage
+        return EpisodeBatch(
+            self.parts.session,
+            params,
+            self.environments.pool,
+            episodes,
+            journal,
+            masks_failures=self.parts.config.reward_failure == "mask",
+            observe=self.turns.observe,
+            notes=[] if damage is None else [f"{damage}: what follows is sampled again"],
+            ledger=ledger,
+        )
+
+    def reset(self, batch: EpisodeBatch) -> Exception | None:
+        """Begins the episodes; each prompt gets the message of its `reset`."""
+        for episode in batch.episodes:
+            episode.no_room = None
+        problem = batch.each(batch.episodes, self.answers.reset)
+        for episode in batch.episodes:
+            if episode.failure is None and episode.no_room is None:
+                try:
+                    self.turns.prepare(batch, episode)
+                except EpisodeError as error:
+                    problem = batch.failed(episode, error) or problem
+        return problem
+
+    def keep(self, batch: EpisodeBatch) -> Exception | None:
+        """Keeps what reward functions read of the episodes that have ended."""
+        function = self.parts.reward_function
+        if not (isinstance(function, ReadsEnvironments) and function.reads_environments):
+            return None
+        ended = [e for e in batch.episodes if not e.is_open and e.failure is None]
+        return batch.after_end([e for e in ended if e.kept is None], self.answers.keep)
+
+    def finish(
+        self, batch: EpisodeBatch, problem: Exception | None = None
+    ) -> dict[int, RewardResult | None]:
+        """Rewards of the environments by number of the episode, and their ends; collective.
+
+        Args:
+            batch: Of episodes that have ended.
+            problem: Of this rank, raised on all.
+
+        Returns:
+            None where an environment failed.
+        """
+        rewards: dict[int, RewardResult] = {}
+
+        def reward(episode: Episode, host: Host) -> None:
+            found = rewards[episode.number] = self.answers.reward(episode, host)
+            entry = batch.ledger.of(episode.sample_id)
+            entry.reward_is(ENVIRONMENT, found, episode.context)
+
+        found = batch.each([e for e in batch.episodes if e.failure is None], reward)
+        batch.close(self.parts.config.tool_timeout_seconds)
+        batch.is_open_anywhere(problem or found)
+        results: dict[int, RewardResult | None] = {}
+        for episode in batch.episodes:
+            own = None if episode.failure is not None else rewards[episode.number]
+            batch.journal.end(episode, None if own is None else [own.reward, dict(own.components)])
+            results[episode.number] = own
+        return results

@@ -1,0 +1,312 @@
+"""Open episodes: in each round they sample further turns, their environments stay in the workers.
+
+An open episode samples as many tokens as its group may have, over as many turns as these are; its
+calls are answered in between and waited for. A turn that is cut goes on in the next round. Between
+rounds an episode is a value, `OpenSample`; its environment waits in its worker for the same value,
+and is brought back wherever it has seen another one or none: it is reset with the same seeds, and
+all calls are made again. One that answers otherwise starts over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING
+
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import Completion, FinishReason, SamplingParams
+from lightrft.records.rollout import Rollout
+from lightrft.records.sample_ledger import ENVIRONMENT, SampleEntry, SampleLedger
+from lightrft.rewards.types import RewardResult
+from lightrft.rollout.environments.episode import Episode, OtherAnswerError
+from lightrft.rollout.environments.episode_batch import ChangedAnswerError, EpisodeBatch
+from lightrft.rollout.environments.episode_work import EpisodeWork
+from lightrft.rollout.environments.journal import Journal
+from lightrft.rollout.environments.pool import Host
+from lightrft.rollout.open_groups import EpisodeState, OpenGroup, OpenSample
+from lightrft.rollout.open_turns import Part
+from lightrft.rollout.scoring import finished_samples, open_scorer
+from lightrft.rollout.single_turn import generate
+from lightrft.rollout.source import SampleRequests, Samples
+
+if TYPE_CHECKING:
+    from lightrft.engines.media.sources import ImageSource
+
+# Episodes of an evaluation, in the same workers, have the numbers below it.
+_FIRST_NUMBER = 2**32
+
+
+@dataclass(slots=True)
+class _Hosted:
+    """An episode that this process knows.
+
+    Args:
+        number: By which a worker knows its environment; None once that has ended.
+        prompt: With the message of `reset`.
+        sample: That it has come to; None while it goes on.
+        generation: Of the worker.
+    """
+
+    number: int | None
+    prompt: Prompt
+    sample: OpenSample | None = None
+    generation: int = 0
+
+
+class OpenEpisodes:
+    """See `OpenResponses`.
+
+    Args:
+        work: On the episodes of the run.
+    """
+
+    def __init__(self, work: EpisodeWork) -> None:
+        self._work = work
+        self._hosted: dict[int, _Hosted] = {}
+
+    def begin(self, request_id: int, prompt: Prompt, params: SamplingParams) -> OpenGroup:
+        """See `OpenResponses`."""
+        own = range(request_id * params.n, (request_id + 1) * params.n)
+        samples = tuple(OpenSample(episode=EpisodeState(each)) for each in own)
+        return OpenGroup(request_id, prompt, samples, params.logprobs_mode)
+
+    def extended(self, groups: Sequence[OpenGroup], part: Part) -> list[OpenGroup]:
+        """See `OpenResponses`.
+
+        Raises:
+            RewardError: An environment failed on some rank, and failures are not masked.
+        """
+        self._forget_others(groups)
+        ledger, places, episodes = SampleLedger(), list[tuple[int, int]](), list[Episode]()
+        numbers = self._free_numbers()
+        for place, group in enumerate(groups):
+            for index, sample in enumerate(group.samples):
+                if part.takes(group, sample):
+                    episode = self._going_on(group, index, part.params, numbers)
+                    episode.max_sampled = part.lengths[group.request_id]
+                    ledger.of(episode.sample_id).answers = _answers(sample)
+                    episodes.append(episode)
+                    places.append((place, index))
+        batch = self._work.batch(episodes, part.params, journal=Journal(None, {}), ledger=ledger)
+        problem = self._host(batch, [groups[place].prompt for place, _ in places])
+        while batch.is_open_anywhere(problem):
+            problem = self._round(batch)
+        problem = self._work.keep(batch)
+        ended = replace(batch, episodes=[e for e in episodes if not e.is_open])
+        rewards = self._work.finish(ended, problem)
+        found = list(groups)
+        for (place, index), episode in zip(places, episodes, strict=True):
+            samples = list(found[place].samples)
+            samples[index] = self._left(episode, ledger, rewards.get(episode.number))
+            found[place] = found[place].extended(samples, part.round_number)
+        return found
+
+    def finished(
+        self, groups: Sequence[OpenGroup], group_ids: Sequence[int], requests: SampleRequests
+    ) -> Samples:
+        """See `OpenResponses`."""
+        parts, environments = self._work.parts, self._work.environments
+        prompts, ids = [group.prompt for group in groups], [group.request_id for group in groups]
+        requests.ledger.ask(prompts, group_ids, requests.params.n, ids)
+        rollouts, rewards = list[Rollout](), list[RewardResult | None]()
+        for group, group_id in zip(groups, group_ids, strict=True):
+            for index, sample in enumerate(group.samples):
+                episode = self._episode(group, index, requests.params)
+                self._hosted.pop(episode.sample_id, None)
+                episode.group_id = group_id
+                episode.sample_id = group_id * len(group.samples) + index
+                rollouts.append(episode.as_rollout())
+                rewards.append(_state(sample).reward)
+                entry = requests.ledger.of(episode.sample_id)
+                _note(entry, episode.prompt, sample)
+                if parts.config.ledger_gate:
+                    self._work.turns.check_observations(rollouts[-1], entry)
+        samples = finished_samples(
+            parts,
+            requests,
+            rollouts,
+            scorer=open_scorer(parts, replace(requests, prompts=prompts)),
+            environment_results=rewards,
+            special_ids=environments.special_ids,
+            carried=requests.stream.entries,
+        )
+        return replace(samples, tool_names=environments.tool_names)
+
+    def _forget_others(self, groups: Sequence[OpenGroup]) -> None:
+        """Ends environments of episodes that are in no group: their step was given up."""
+        known = {g.request_id * len(g.samples) + i for g in groups for i in range(len(g.samples))}
+        lost = [self._hosted.pop(each).number for each in self._hosted.keys() - known]
+        seconds = self._work.parts.config.tool_timeout_seconds
+
+        def forget(number: int, host: Host) -> None:
+            host.forget(str(number), seconds=seconds)
+
+        numbers = [number for number in lost if number is not None]
+        wait(self._work.environments.pool.begin(numbers, forget).values())
+
+    def _free_numbers(self) -> Iterator[int]:
+        """The smallest ones, so that workers have equally many episodes."""
+        taken = {each.number for each in self._hosted.values()}
+        return (number for number in count(_FIRST_NUMBER) if number not in taken)
+
+    def _going_on(
+        self, group: OpenGroup, index: int, params: SamplingParams, numbers: Iterator[int]
+    ) -> Episode:
+        """An episode that goes on, with its environment if that is where it should be."""
+        episode, sample = self._episode(group, index, params), group.samples[index]
+        hosted = self._hosted.get(episode.sample_id)
+        if hosted is None:
+            hosted = _Hosted(next(numbers), episode.prompt)
+            self._hosted[episode.sample_id] = hosted
+        if hosted.number is None:
+            hosted.number = next(numbers)
+        episode.number = hosted.number
+        if episode.segments:
+            episode.generation = hosted.generation if hosted.sample is sample else -1
+        # If this part is given up, nobody knows where its environment is.
+        hosted.sample = None
+        return episode
+
+    def _episode(self, group: OpenGroup, index: int, params: SamplingParams) -> Episode:
+        """An episode as a part has left it."""
+        sample = group.samples[index]
+        state = _state(sample)
+        episode = self._work.new_episode(group.prompt, group.request_id, index, params)
+        hosted = self._hosted.get(episode.sample_id)
+        episode.request_id, episode.num_restarts = state.request_id, state.num_restarts
+        episode.reset_message = state.message
+        episode.reset_parts = () if state.message is None else (state.message,)
+        if hosted is not None and hosted.sample is sample:
+            episode.prompt = hosted.prompt
+        elif sample.segments:
+            episode.prompt = self._work.turns.with_reset_message(episode)
+        episode.token_ids, episode.logprobs = list(sample.token_ids), list(sample.logprobs)
+        episode.sampled, episode.versions = list(state.sampled), list(sample.versions)
+        episode.facts, episode.segments = sample.facts, list(sample.segments)
+        episode.turn_texts, episode.kept = list(state.turns), state.kept
+        episode.answers = [list(turn) for turn in state.answers]
+        episode.is_open, episode.is_cut = sample.finish_reason is None, state.is_cut
+        if sample.segments:
+            episode.last = _last_turn(episode.prompt, group, sample)
+        return episode
+
+    def _host(self, batch: EpisodeBatch, prompts: Sequence[Prompt]) -> Exception | None:
+        """Brings environments back that are not where they should be, and begins new episodes.
+
+        Args:
+            batch: Of episodes that go on.
+            prompts: Of each, without the message of `reset`.
+        """
+        away = [e for e in batch.episodes if e.segments and e.generation < 0]
+        problem = batch.each(away, self._bring_back)
+        new = []
+        for episode, prompt in zip(batch.episodes, prompts, strict=True):
+            if not episode.segments and episode.is_open:
+                # Also of one that starts over: what `reset` says now counts.
+                episode.prompt, episode.generation = prompt, 0
+                new.append(episode)
+        problem = self._work.reset(replace(batch, episodes=new)) or problem
+        for episode in new:
+            if episode.no_room is not None:
+                problem = batch.failed(episode, episode.no_room) or problem
+        return problem
+
+    def _bring_back(self, episode: Episode, host: Host) -> None:
+        seconds = self._work.parts.config.tool_timeout_seconds
+        stateless = self._work.environments.spec.stateless
+        try:
+            episode.host_on(host, seconds=seconds, stateless=stateless)
+        except OtherAnswerError as error:
+            raise ChangedAnswerError(str(error)) from error
+
+    def _round(self, batch: EpisodeBatch) -> Exception | None:
+        """A turn, or a part of one, of each episode that may sample, and its calls; collective."""
+        turns = self._work.turns
+        going = [episode for episode in batch.episodes if episode.may_sample]
+        asked = [turns.request(batch, episode) for episode in going]
+        found = generate(batch.session, batch.one_turn, asked)
+        for episode, completion in zip(going, found, strict=True):
+            turns.append(batch, episode, completion)
+        whole = [episode for episode in going if not episode.is_cut]
+        for episode in whole:
+            turns.parse_turn(batch, episode)
+        calling = [episode for episode in whole if episode.is_open]
+        return batch.each(calling, partial(self._work.answers.answer_calls, batch))
+
+    def _left(
+        self, episode: Episode, ledger: SampleLedger, reward: RewardResult | None
+    ) -> OpenSample:
+        """An episode as a part leaves it."""
+        entry, last = ledger.of(episode.sample_id), episode.last
+        noted = (entry.answers.get(turn, []) for turn in range(len(episode.answers)))
+        reason: FinishReason = "abort" if last is None else last.finish_reason
+        state = EpisodeState(
+            request_id=episode.request_id,
+            message=episode.reset_message,
+            sampled=tuple(episode.sampled),
+            turns=tuple(episode.turn_texts),
+            answers=tuple(map(tuple, episode.answers)),
+            noted=tuple(tuple(tuple(map(str, shown)) for shown in turn) for turn in noted),
+            num_last=0 if last is None else len(last.output_token_ids),
+            last_reason=reason,
+            is_cut=episode.is_cut,
+            has_failed=episode.failure is not None,
+            num_restarts=episode.num_restarts,
+            reward=reward,
+            scored=tuple(sorted(entry.scored)),
+            kept=episode.kept,
+        )
+        found = OpenSample(
+            tuple(episode.token_ids),
+            tuple(episode.logprobs),
+            tuple(episode.versions),
+            None if episode.is_open else reason,
+            tuple(episode.segments),
+            episode.facts,
+            state,
+        )
+        number = episode.number if episode.is_open else None
+        hosted = _Hosted(number, episode.prompt, found, episode.generation)
+        self._hosted[episode.sample_id] = hosted
+        return found
+
+
+def _state(sample: OpenSample) -> EpisodeState:
+    if sample.episode is None:
+        raise ValueError("the rows in flight are responses of one turn: start without environment")
+    return sample.episode
+
+
+def _answers(sample: OpenSample) -> dict[int, list[tuple[str | ImageSource, ...]]]:
+    """What was to be shown, turn by turn, as ledgers have it."""
+    return {turn: list(shown) for turn, shown in enumerate(_state(sample).noted)}
+
+
+def _last_turn(prompt: Prompt, group: OpenGroup, sample: OpenSample) -> Completion:
+    """The last turn so far."""
+    state, segment = _state(sample), sample.segments[-1]
+    stop = len(sample.token_ids) - len(segment.observation)
+    start = stop - state.num_last
+    return Completion(
+        segment.request_id,
+        segment.sample_index,
+        (*prompt.token_ids, *sample.token_ids[:start]),
+        sample.token_ids[start:stop],
+        sample.logprobs[start:stop],
+        group.logprobs_mode,
+        state.last_reason,
+        sample.versions[stop - 1],
+    )
+
+
+def _note(entry: SampleEntry, prompt: Prompt, sample: OpenSample) -> None:
+    """What was written down of an episode in earlier steps."""
+    state = _state(sample)
+    entry.prompt, entry.answers = prompt, _answers(sample)
+    entry.has_failed |= state.has_failed
+    if state.reward is not None:
+        entry.reward_is(ENVIRONMENT, state.reward)
+        entry.scored.update(state.scored)

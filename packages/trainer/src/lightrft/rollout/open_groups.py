@@ -1,0 +1,181 @@
+"""Groups whose responses go on in later steps: the state of streaming rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightrft.datasets.types import Prompt
+from lightrft.engines.ledger import LedgerEntry
+from lightrft.engines.types import Completion, Facts, FinishReason, LogprobsMode
+from lightrft.records.columns import join_facts
+from lightrft.records.rollout import AnsweredCall, Segment
+from lightrft.rewards.types import KeptEnvironment, RewardResult
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeState:
+    """What an episode has beside its tokens, so that it can go on in another process.
+
+    Args:
+        request_id: Of its first call of the engine; another one after each start.
+        message: What `reset` said.
+        sampled: Of each token, whether the model sampled it.
+        turns: What was said in each, special tokens removed.
+        answers: Calls of each turn that was answered.
+        noted: Texts that were to be shown of them, written down as they came, turn by turn.
+        num_last, last_reason: Tokens of the last turn so far, and why its last call ended.
+        is_cut: The last turn goes on.
+        has_failed: Its environment did.
+        num_restarts: As in `Conversation`.
+        reward, scored: By the environment, and hashes of the ids that it was given to.
+        kept: What its environment kept, where a reward function reads that.
+    """
+
+    request_id: int
+    message: str | None = None
+    sampled: tuple[bool, ...] = ()
+    turns: tuple[str, ...] = ()
+    answers: tuple[tuple[AnsweredCall, ...], ...] = ()
+    noted: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    num_last: int = 0
+    last_reason: FinishReason = "abort"
+    is_cut: bool = False
+    has_failed: bool = False
+    num_restarts: int = 0
+    reward: RewardResult | None = None
+    scored: tuple[str, ...] = ()
+    kept: KeptEnvironment | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSample:
+    """A response so far.
+
+    Args:
+        token_ids: Sampled so far.
+        logprobs: fp32 logprob of each token under the weights that sampled it.
+        versions: Version of those weights, for each token.
+        finish_reason: None while it goes on.
+        segments: The calls of the engine that sampled it.
+        facts: As in `Completion`.
+        episode: Of an episode, whose tokens include observations, of version -1.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    segments: tuple[Segment, ...] = ()
+    facts: Facts = field(default_factory=dict)
+    episode: EpisodeState | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model sampled."""
+        return len(self.token_ids) if self.episode is None else sum(self.episode.sampled)
+
+    def extended(self, part: Completion, *, max_tokens: int) -> OpenSample:
+        """The response with a further part.
+
+        Args:
+            part: Sampled after it by the engine.
+            max_tokens: Length at which a response ends.
+        """
+        token_ids = (*self.token_ids, *part.output_token_ids)
+        is_over = part.finish_reason != "length" or len(token_ids) >= max_tokens
+        return OpenSample(
+            token_ids,
+            (*self.logprobs, *part.output_logprobs),
+            (*self.versions, *(part.weights_version for _ in part.output_token_ids)),
+            part.finish_reason if is_over else None,
+            (*self.segments, Segment(part.request_id, part.sample_index)),
+            join_facts((len(self.token_ids), self.facts), (len(part.output_token_ids), part.facts)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A prompt and its responses so far.
+
+    Args:
+        request_id: Number of the prompt in the run.
+        prompt: The data row.
+        samples: One a response.
+        logprobs_mode: As in `Completion`.
+        begun, complete: Rounds of its first token and of the last one of all responses; 0 is not
+            yet.
+    """
+
+    request_id: int
+    prompt: Prompt
+    samples: tuple[OpenSample, ...]
+    logprobs_mode: LogprobsMode
+    begun: int = 0
+    complete: int = 0
+
+    @property
+    def facts(self) -> tuple[int, int, int, int]:
+        """Of a `GroupFacts`."""
+        num_tokens = sum(sample.num_sampled for sample in self.samples)
+        return self.request_id, self.begun, self.complete, num_tokens
+
+    def extended(self, samples: Sequence[OpenSample], round_number: int) -> OpenGroup:
+        """The same after a round in which its responses went on."""
+        is_complete = all(sample.finish_reason is not None for sample in samples)
+        return replace(
+            self,
+            samples=tuple(samples),
+            begun=self.begun or round_number,
+            complete=round_number if is_complete else 0,
+        )
+
+    def completions(self) -> list[Completion]:
+        """The finished responses as completions of the prompt."""
+        return [
+            Completion(
+                request_id=self.request_id,
+                sample_index=index,
+                prompt_token_ids=self.prompt.token_ids,
+                output_token_ids=sample.token_ids,
+                output_logprobs=sample.logprobs,
+                logprobs_mode=self.logprobs_mode,
+                finish_reason=sample.finish_reason or "abort",
+                weights_version=max(sample.versions, default=-1),
+                facts=sample.facts,
+            )
+            for index, sample in enumerate(self.samples)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """State that streaming rollouts leave to the next round, on one rank.
+
+    Args:
+        groups: Of this rank, ordered by request id; those without tokens have not begun.
+        num_calls: Calls of the engine so far; each has random numbers of its own.
+        num_rounds: So far.
+        entries: Of the engine's ledger, on these groups.
+        num_groups: Of all ranks.
+    """
+
+    groups: tuple[OpenGroup, ...] = ()
+    num_calls: int = 0
+    num_rounds: int = 0
+    entries: tuple[LedgerEntry, ...] = ()
+    num_groups: int = 0
+
+    def with_entries(self, entries: Iterable[LedgerEntry]) -> StreamState:
+        """The same with those entries that belong to its groups."""
+        calls = {
+            (segment.request_id, segment.sample_index)
+            for group in self.groups
+            for sample in group.samples
+            for segment in sample.segments
+        }
+        kept = (entry for entry in entries if entry.key[:2] in calls)
+        return replace(self, entries=tuple(kept))
+
+
+NOTHING_OPEN = StreamState()

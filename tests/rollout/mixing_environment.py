@@ -1,0 +1,66 @@
+"""Environments whose answers follow from all that was said before; run in worker processes."""
+
+import os
+import random
+import time
+
+
+class Mixer:
+    def reset(self, sample_seed: int, target: int = 0, **row):
+        self.state = (sample_seed + target) % 1009
+        return f" {self.state} {random.randrange(99)}"
+
+    def mix(self, number: int) -> str:
+        """Mix a number in.
+
+        Args:
+            number: Any.
+        """
+        self.state = (self.state * 31 + number + random.randrange(9)) % 1009
+        return f"now {self.state}"
+
+    def get_reward(self) -> dict:
+        return {"mixed": self.state % 7, "drawn": random.random()}
+
+
+class Late(Mixer):
+    """Takes its time, and gives it to others."""
+
+    async def mix(self, number: int) -> str:
+        """Mix a number in.
+
+        Args:
+            number: Any.
+        """
+        import asyncio
+
+        await asyncio.sleep(os.urandom(1)[0] / 12800)
+        return super().mix(number)
+
+
+class Moody(Mixer):
+    """Answers otherwise from a moment on, which a file says."""
+
+    def mix(self, number: int) -> str:
+        """Mix a number in.
+
+        Args:
+            number: Any.
+        """
+        mood = os.path.exists(os.environ["MOOD"])
+        return super().mix(number + 500 * mood)
+
+
+class Leaving(Mixer):
+    """Ends its process now and then, and others' with it."""
+
+    def mix(self, number: int) -> str:
+        """Mix a number in.
+
+        Args:
+            number: Any.
+        """
+        if os.urandom(1)[0] < 40:
+            time.sleep(0.01)
+            os._exit(1)
+        return super().mix(number)

@@ -1,0 +1,516 @@
+"""Episodes that go on over several steps: what they sample, when, and that nobody notices how."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.engines.fake_engine import FakeEngine
+
+from lightrft.config import TrainConfig
+from lightrft.datasets import load_prompts
+from lightrft.engines.types import EngineConfig
+from lightrft.experience.ledger_gate import rebuild
+from lightrft.rewards.types import RewardResult
+from lightrft.rollout.environments.environments import Environments
+from lightrft.rollout.environments.pool import EnvironmentPool
+from lightrft.rollout.in_flight import from_parts, to_bytes
+from lightrft.rollout.open_groups import NOTHING_OPEN
+from lightrft.rollout.sampler import build_source, training_params
+from lightrft.rollout.source import InFlight, SampleRequests, SourceParts, own_positions
+from lightrft.rollout.stream_order import GroupFacts, groups_to_train
+
+HERE = Path(__file__).parent
+
+
+def module_of(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    found = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+families = module_of("chat_families", HERE.parent / "datasets" / "chat_families.py")
+cases = module_of("exchange_cases", HERE.parent / "records" / "exchange_cases.py")
+TOKENIZER = families.family_tokenizer("Qwen2.5")
+HEADER = TOKENIZER("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+SIZE, WANTED, NUM_PROMPTS, LIMIT = 2, 2, 22, 150
+POOLS = {}
+
+
+def config_of(environment="Mixer", **options):
+    return TrainConfig(
+        **{
+            "environment": f"{HERE / 'mixing_environment.py'}:{environment}",
+            "apply_chat_template": True,
+            "n_samples_per_prompt": SIZE,
+            "rollout_batch_size": WANTED,
+            "train_batch_size": SIZE * WANTED,
+            "micro_train_batch_size": 1,
+            "generate_max_len": LIMIT,
+            "prompt_max_len": 700,
+            "max_turns": 4,
+            "max_len": 3000,
+            "environment_workers": 2,
+            "label_key": None,
+            "bf16": False,
+            "max_staleness": 3,
+            **options,
+        }
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_pools():
+    yield
+    for pool in POOLS.values():
+        pool.close()
+    POOLS.clear()
+
+
+def pool_of(config, rank):
+    """Workers are slow to start: one pool of each class and rank serves all tests."""
+    key = config.environment, rank
+    if key not in POOLS:
+        POOLS[key] = EnvironmentPool(config)
+    return POOLS[key]
+
+
+def digest(*items):
+    return int.from_bytes(hashlib.sha256(repr(items).encode()).digest()[:8], "big")
+
+
+def say(request, index):
+    """The rest of a turn, which follows from all before it; some are long, and some are cut."""
+    ids = list(request.prompt_token_ids)
+    start = max(i for i in range(len(ids)) if ids[i : i + len(HEADER)] == HEADER) + len(HEADER)
+    before, so_far = ids[:start], ids[start:]
+    number = digest(before)
+    words = "ab" * (number % 12 if number % 5 else 20 + number % 60)
+    call = json.dumps({"name": "mix", "arguments": {"number": number % 1009}})
+    text = f"{words}\n<tool_call>\n{call}\n</tool_call>" if number % 4 else f"{words} done"
+    turn = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
+    assert turn[: len(so_far)] == so_far
+    rest = turn[len(so_far) :]
+    places = range(len(so_far), len(turn))
+    return rest, [-(1 + digest(number, place) % 1000) / 256 for place in places]
+
+
+class Session:
+    """An engine of one rank."""
+
+    shares_engine, last_weight_sync = False, None
+
+    def __init__(self, context, script=say):
+        self.context = context
+        self.engine = FakeEngine(EngineConfig("fake", ""), script=script)
+        self.engine._eos_ids = (TOKENIZER.eos_token_id,)
+        self.engine.set_weights_version(0)
+        self.calls = []
+
+    def gather_and_generate(self, batch, params, on_finished, *, sleep_engine):
+        self.calls.append([(r.request_id, r.max_tokens) for r in batch.token_ids])
+        return self.engine.generate(batch.token_ids, params) if batch.token_ids else []
+
+
+class Lengths:
+    name, needs_labels = "lengths", False
+
+    def score(self, prompts, responses, labels, columns):
+        return [RewardResult(float(len(text) % 5)) for text in responses]
+
+
+def prompts_of(environments, tmp_path, count=NUM_PROMPTS):
+    rows = [{"input": f"Mix {i}.", "target": i} for i in range(count)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    return load_prompts(data, environments.prompt_tokenizer, environments.config).prompts
+
+
+class Player:
+    """One rank of a run: it samples step after step."""
+
+    def __init__(self, config, tmp_path, context=None, *, script=say, reward=None, stops=()):
+        self.config = config
+        self.context = context or cases.ThreadRank(cases.ThreadWorld(1), 0)
+        self.environments = Environments(config, TOKENIZER, pool=pool_of(config, self.context.rank))
+        self.session = Session(self.context, script)
+        parts = SourceParts(self.session, config, TOKENIZER, reward or Lengths())
+        batches = self.environments.source(parts)
+        self.source = build_source(parts, batches, needs_greedy=False)
+        self.prompts = prompts_of(self.environments, tmp_path)
+        self.params = replace(training_params(config), stop_token_ids=tuple(stops))
+        self.stream, self.first, self.drawn, self.number = NOTHING_OPEN, 0, 0, 0
+
+    def draw(self):
+        if self.drawn >= len(self.prompts):
+            return ()
+        positions = own_positions(self.context, WANTED, first=self.drawn)
+        self.drawn += WANTED
+        return [self.prompts[i] for i in positions]
+
+    def whole(self):
+        """All episodes in one synchronous step."""
+        count = len(self.prompts)
+        return self.source.sample(SampleRequests(self.prompts, range(count), count, self.params))
+
+    def step(self):
+        self.session.engine.set_weights_version(self.number)
+        left = (len(self.prompts) // WANTED - self.number) * WANTED
+        has_all = self.stream.num_groups >= WANTED and self.stream.num_groups + WANTED > left
+        samples = self.source.sample(
+            SampleRequests(
+                () if has_all else self.draw(),
+                own_positions(self.context, WANTED),
+                WANTED,
+                self.params,
+                self.first,
+                next_prompts=self.draw,
+                stream=self.stream,
+                most_groups=left,
+            )
+        )
+        self.number += 1
+        self.first, self.stream = self.first + samples.num_prompts, samples.stream
+        return samples
+
+    def resumed(self):
+        """The same in another process, from a checkpoint."""
+        part = to_bytes(InFlight(self.first, stream=self.stream), self.context.rank)
+        found = from_parts([part], self.first, rank=0, world_size=1)
+        assert found.stream == self.stream
+        self.stream = found.stream
+
+
+def content(rollout):
+    found = rollout.completion
+    return (
+        found.prompt_token_ids,
+        found.output_token_ids,
+        found.output_logprobs,
+        found.is_sampled,
+        found.finish_reason,
+        rollout.response_text,
+        rollout.messages,
+    )
+
+
+def paid(item):
+    """Parts of the reward; its sum has the name of the class."""
+    return {name: value for name, value in item.components.items() if name.islower()}
+
+
+def by_episode(samples):
+    """Content and reward, by prompt and place in its group."""
+    return {
+        (item.rollout.prompt.id, item.rollout.sample_id % SIZE): (
+            content(item.rollout),
+            item.reward,
+            paid(item),
+        )
+        for item in samples.scored
+    }
+
+
+def sampled_of(rollout):
+    return sum(rollout.completion.is_sampled)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Every episode as the synchronous source plays it."""
+    return by_episode(Player(config_of(), tmp_path_factory.mktemp("whole")).whole())
+
+
+def play(player, breaks=()):
+    found = []
+    for number in range(len(player.prompts) // WANTED):
+        if number in breaks:
+            player.resumed()
+        found.append(player.step())
+    assert player.stream.groups == ()
+    return found
+
+
+def simulated(lengths, *, chunk, in_flight, max_staleness):
+    """What each step trains on, and the version of every token, by the rule alone.
+
+    Args:
+        lengths: By episode, tokens that the model samples.
+    """
+    num_prompts = len(lengths) // SIZE
+    open_groups, num_begun, steps = [], 0, []
+    for number in range(1, num_prompts // WANTED + 1):
+        left = num_prompts - (number - 1) * WANTED
+        waiting = [each for each in open_groups if not each["begun"]]
+        while num_begun < num_prompts and (
+            len(open_groups) < WANTED
+            or (len(open_groups) < in_flight and len(open_groups) + WANTED <= left)
+            or (not waiting and len(open_groups) + WANTED <= left)
+        ):
+            for _ in range(WANTED):
+                open_groups.append({"id": num_begun, "begun": 0, "waited": 0})
+                num_begun += 1
+            waiting = open_groups
+        for each in sorted(open_groups, key=lambda e: e["id"])[:in_flight]:
+            each["begun"] = each["begun"] or number
+        facts = []
+        for each in open_groups:
+            if each["begun"]:
+                longest = max(lengths[each["id"], i] for i in range(SIZE))
+                whole_at = each["begun"] + -(-longest // chunk) - 1
+                complete = whole_at if whole_at <= number else 0
+                facts.append(GroupFacts(each["id"], each["begun"], complete, 0))
+        chosen = groups_to_train(facts, WANTED, round_number=number, max_staleness=max_staleness)
+        taken = sorted((e.complete or number, e.request_id, e.begun) for e in chosen)
+        versions = {
+            (i, index): [min(begun + j // chunk, number) - 1 for j in range(lengths[i, index])]
+            for _, i, begun in taken
+            for index in range(SIZE)
+        }
+        steps.append(([i for _, i, _ in taken], versions))
+        gone = {each.request_id for each in chosen}
+        open_groups = [each for each in open_groups if each["id"] not in gone]
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_step_trains_what_a_simulation_of_the_rule_says(tmp_path, whole, seed):
+    rng = np.random.default_rng(seed)
+    chunk, bound = int(rng.integers(9, 150)), int(rng.integers(1, 4))
+    in_flight = int(rng.integers(WANTED, (bound + 1) * WANTED + 1))
+    options = {"stream_chunk": chunk, "stream_prompts": in_flight, "max_staleness": bound}
+    player = Player(config_of(**options), tmp_path)
+    lengths = {key: sum(found[0][3]) for key, found in whole.items()}
+    expected = simulated(lengths, chunk=chunk, in_flight=in_flight, max_staleness=bound)
+    sampled = Counter()
+    for number, (ids, versions) in enumerate(expected):
+        samples = player.step()
+        assert [i.rollout.prompt.id for i in samples.scored[::SIZE]] == sorted(ids)
+        order = sorted(samples.scored, key=lambda item: item.rollout.sample_id)
+        played = by_episode(samples)
+        assert [item.rollout.prompt.id for item in order[::SIZE]] == ids
+        for item in order:
+            rollout = item.rollout
+            key = rollout.prompt.id, rollout.sample_id % SIZE
+            assert played[key] == whole[key]
+            own = [v for v in rollout.token_versions if v >= 0]
+            assert own == versions[key]
+            mask = [v >= 0 for v in rollout.token_versions]
+            assert mask == list(rollout.completion.is_sampled)
+            right = rebuild(rollout.sample_id, samples.evidence)
+            assert tuple(right.token_ids.tolist()) == rollout.token_ids
+            num_prompt = len(rollout.completion.prompt_token_ids)
+            assert right.versions[num_prompt:].tolist() == list(rollout.token_versions)
+            assert samples.evidence.ledger.entries[rollout.sample_id].problem == ""
+            sampled[sampled_of(rollout)] += 1
+        for group in player.stream.groups:
+            for index, sample in enumerate(group.samples):
+                since = number + 2 - group.begun if group.begun else 0
+                length = lengths[group.prompt.id, index]
+                assert sample.num_sampled == min(length, chunk * since)
+    assert sampled == Counter(lengths.values())
+    num_versions = [len(set(each)) for _, versions in expected for each in versions.values()]
+    assert max(num_versions) > 1 or in_flight == WANTED
+
+
+def facts(samples):
+    """All that a step trains on, in its order, but for the time that calls took."""
+    ordered = sorted(samples.scored, key=lambda item: item.rollout.sample_id)
+    return [
+        (
+            content(item.rollout),
+            item.rollout.token_versions,
+            [segment.request_id for segment in item.rollout.segments],
+            item.reward,
+            paid(item),
+            item.is_masked,
+        )
+        for item in ordered
+    ]
+
+
+STREAM = {"stream_chunk": 50, "stream_prompts": 6, "max_staleness": 3}
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory):
+    """A run that nothing disturbs, step by step."""
+    found = play(Player(config_of(**STREAM), tmp_path_factory.mktemp("streamed")))
+    assert sum(len(set(f[1]) - {-1}) > 2 for step in map(facts, found) for f in step) > 2
+    return list(map(facts, found))
+
+
+def test_with_long_chunks_every_step_is_the_synchronous_one(tmp_path, monkeypatch):
+    """With random numbers of a real engine: turns have the same ids of requests."""
+    from lightrft.rollout.environments import specs
+    from lightrft.rollout.environments.calls import ToolCall
+
+    def calls(text, *others):
+        return [ToolCall("mix", {"number": len(text)})] if len(text) % 5 else []
+
+    monkeypatch.setattr(specs, "choose_parser", lambda *given: calls)
+    given = {"script": None, "stops": range(9)}
+    plain = Player(config_of(), tmp_path, **given)
+    options = {"stream_chunk": 4 * LIMIT, "stream_prompts": WANTED}
+    player = Player(config_of(**options), tmp_path, **given)
+    lengths = set()
+    for number in range(4):
+        plain.session.engine.set_weights_version(number)
+        requests = SampleRequests(
+            plain.draw(), range(WANTED), WANTED, plain.params, number * WANTED
+        )
+        expected = facts(plain.source.sample(requests))
+        assert facts(player.step()) == expected
+        lengths |= {len(each[2]) for each in expected}
+    assert len(lengths) > 2
+
+
+def test_delays_of_tools_change_nothing(tmp_path, streamed):
+    player = Player(config_of("Late", **STREAM), tmp_path)
+    assert list(map(facts, play(player)[:7])) == streamed[:7]
+
+
+def test_two_ranks_play_the_episodes_of_one(tmp_path, streamed):
+    world = cases.ThreadWorld(2)
+
+    def one_rank(context):
+        return list(map(facts, play(Player(config_of(**STREAM), tmp_path, context))))
+
+    for number, (mine, theirs) in enumerate(zip(*world.run(one_rank), strict=True)):
+        key = lambda fact: fact[0][0]  # noqa: E731 - the prompt names the episode
+        assert sorted(mine + theirs, key=key) == sorted(streamed[number], key=key)
+
+
+@pytest.mark.parametrize("breaks", [(1,), (3, 4), range(11)])
+def test_a_resumed_run_goes_on_in_the_middle_of_episodes(tmp_path, streamed, breaks):
+    found = play(Player(config_of(**STREAM), tmp_path), breaks)
+    assert list(map(facts, found)) == streamed
+
+
+def test_a_step_that_was_given_up_is_sampled_again_with_the_same_numbers(tmp_path, streamed):
+    player, found = Player(config_of(**STREAM), tmp_path), []
+    generate = player.session.gather_and_generate
+    for number in range(len(streamed)):
+        before, left = (player.stream, player.first, player.drawn), [number % 4]
+
+        def failing(*given, left=left, **named):
+            left[0] -= 1
+            if left[0] == -1:
+                raise OSError("lost")
+            return generate(*given, **named)
+
+        player.session.gather_and_generate = failing
+        try:
+            found.append(player.step())
+        except OSError:
+            player.stream, player.first, player.drawn = before
+            player.session.engine.ledger.take()
+            player.session.gather_and_generate = generate
+            found.append(player.step())
+    assert list(map(facts, found)) == streamed
+
+
+def test_an_environment_that_answers_otherwise_after_a_resume_starts_over(
+    tmp_path, streamed, monkeypatch
+):
+    mood = tmp_path / "mood"
+    monkeypatch.setenv("MOOD", str(mood))
+    player = Player(config_of("Moody", environment_env=("MOOD",), **STREAM), tmp_path)
+    found = [player.step() for _ in range(4)]
+    assert list(map(facts, found)) == streamed[:4]
+    mood.touch()
+    player.resumed()
+    after = [player.step()]
+    said = player.context.world.said
+    assert said
+    assert all("starts over: mix answered otherwise" in text for text in said)
+    for group in player.stream.groups:
+        for sample in group.samples:
+            most = STREAM["stream_chunk"] * (6 - group.begun) if group.begun else 0
+            assert sample.num_sampled == most or (sample.finish_reason and most)
+    while player.number < len(streamed):
+        after.append(player.step())
+    restarts = 0
+    for samples in after:
+        for item in samples.scored:
+            restarts += item.rollout.conversation.num_restarts
+            right = rebuild(item.rollout.sample_id, samples.evidence)
+            assert tuple(right.token_ids.tolist()) == item.rollout.token_ids
+            assert samples.evidence.ledger.entries[item.rollout.sample_id].problem == ""
+    assert restarts == len(said)
+    assert player.stream.groups == ()
+
+
+def test_episodes_of_a_worker_that_ended_are_brought_back(tmp_path, streamed, whole):
+    player = Player(config_of("Leaving", reward_failure="mask", **STREAM), tmp_path)
+    found = play(player, (4,))
+    masked = [item.is_masked for each in found for item in each.scored]
+    assert 0 < sum(masked) < len(masked)
+    for samples in found:
+        for key, played in by_episode(samples).items():
+            item = next(
+                i
+                for i in samples.scored
+                if (i.rollout.prompt.id, i.rollout.sample_id % SIZE) == key
+            )
+            assert item.is_masked or played == whole[key]
+
+
+class Reading(Lengths):
+    """Pays what environments kept."""
+
+    reads_environments = True
+
+    def score(self, prompts, responses, labels, columns):
+        return [
+            RewardResult(float(each.attributes["state"]["json"]))
+            for each in columns["environments"]
+        ]
+
+
+def test_reward_functions_read_environments_that_ended_in_earlier_steps(tmp_path):
+    player = Player(config_of(**STREAM), tmp_path, reward=Reading())
+    for samples in play(player, range(11)):
+        for item in samples.scored:
+            state = round(item.reward - item.components["Mixer"])
+            assert state % 7 == item.components["mixed"]
+
+
+def test_an_observation_that_is_not_the_answer_is_found(tmp_path):
+    player = Player(config_of(**STREAM), tmp_path)
+    player.step()
+    changed = []
+
+    def other(sample):
+        seen = sample.segments[-1].observation if sample.segments else ()
+        if not seen or changed or sample.finish_reason:
+            return sample
+        changed.append(True)
+        place = len(sample.token_ids) - len(seen) + sample.segments[-1].text_spans[0][0]
+        ids = list(sample.token_ids)
+        ids[place] += 1
+        segment = replace(sample.segments[-1], observation=tuple(ids[len(ids) - len(seen) :]))
+        segments = (*sample.segments[:-1], segment)
+        return replace(sample, token_ids=tuple(ids), segments=segments)
+
+    problems = []
+    while player.number < 11:
+        groups = tuple(
+            replace(group, samples=tuple(map(other, group.samples)))
+            for group in player.stream.groups
+        )
+        player.stream = replace(player.stream, groups=groups)
+        samples = player.step()
+        problems += [e.problem for e in samples.evidence.ledger.entries.values() if e.problem]
+    assert changed
+    assert [text.split(": ")[1] for text in problems] == [
+        "what the model was shown is not what was answered"
+    ]
