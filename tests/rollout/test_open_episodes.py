@@ -16,13 +16,21 @@ from tests.engines.fake_engine import FakeEngine
 
 from lightrft.config import TrainConfig
 from lightrft.datasets import load_prompts
+from lightrft.datasets.types import Prompt
 from lightrft.engines.types import EngineConfig
 from lightrft.experience.ledger_gate import rebuild
+from lightrft.records.rollout import AnsweredCall
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.environments import Environments
 from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.in_flight import from_parts, to_bytes
-from lightrft.rollout.open_groups import NOTHING_OPEN
+from lightrft.rollout.open_groups import (
+    NOTHING_OPEN,
+    EpisodeState,
+    OpenGroup,
+    OpenSample,
+    StreamState,
+)
 from lightrft.rollout.sampler import build_source, training_params
 from lightrft.rollout.source import InFlight, SampleRequests, SourceParts, own_positions
 from lightrft.rollout.stream_order import GroupFacts, groups_to_train
@@ -514,3 +522,25 @@ def test_an_observation_that_is_not_the_answer_is_found(tmp_path):
     assert [text.split(": ")[1] for text in problems] == [
         "what the model was shown is not what was answered"
     ]
+
+
+def test_what_a_model_says_in_calls_can_be_read_back_from_a_checkpoint():
+    """Numbers of any size, and values as deep as calls may be."""
+    from lightrft.rollout.environments.call_formats import MalformedCallError, ToolCall
+    from lightrft.rollout.environments.call_schema import check_call
+
+    schemas = {"f": {"parameters": {"properties": {"a": {}}}}}
+
+    def nested(depth):
+        return json.loads("[" * depth + "]" * depth)
+
+    for value in (10**30, [10**30], {"b": -(10**400)}, nested(98)):
+        arguments = check_call(ToolCall("f", {"a": value}), schemas)
+        call = AnsweredCall("f", arguments, "ok", "answer")
+        state = EpisodeState(1, answers=((call,),), noted=((("answer",),),))
+        group = OpenGroup(1, Prompt(0, "", (1,)), (OpenSample(episode=state),), "temperature", 1)
+        stream = StreamState((group,))
+        part = to_bytes(InFlight(stream=stream), 0)
+        assert from_parts([part], 0, rank=0, world_size=1).stream == stream
+    with pytest.raises(MalformedCallError, match="nested deeper than 100 levels"):
+        check_call(ToolCall("f", {"a": nested(150)}), schemas)

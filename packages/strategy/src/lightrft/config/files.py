@@ -275,7 +275,7 @@ def _typed(kind: object, value: object, place: object, skips: bool) -> object:
             values = require_object(value, place)
             return {n: _typed(items[1], v, f"{place}.{n}", skips) for n, v in values.items()}
     is_long = isinstance(value, int) and abs(value) >= 2**64
-    if kind is not typing.Any and (is_long or not accepts(value, kind)):
+    if kind not in (typing.Any, object) and (is_long or not accepts(value, kind)):
         raise FileError(f"{place}: got {short(value)}, expected {type_name(kind)}")
     return value
 

@@ -10,7 +10,7 @@ from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.types import Completion, Facts, FinishReason, LogprobsMode
 from lightrft.records.columns import join_facts
 from lightrft.records.rollout import AnsweredCall, Segment
-from lightrft.rewards.types import KeptEnvironment, RewardResult
+from lightrft.rewards.types import RewardResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class EpisodeState:
         has_failed: Its environment did.
         num_restarts: As in `Conversation`.
         reward, scored: By the environment, and hashes of the ids that it was given to.
-        kept: What its environment kept, where a reward function reads that.
+        kept: JSON of what its environment kept, where a reward function reads that, or "": values
+            of others, which a checkpoint holds as a text.
     """
 
     request_id: int
@@ -45,7 +46,7 @@ class EpisodeState:
     num_restarts: int = 0
     reward: RewardResult | None = None
     scored: tuple[str, ...] = ()
-    kept: KeptEnvironment | None = None
+    kept: str = ""
 
 
 @dataclass(frozen=True, slots=True)

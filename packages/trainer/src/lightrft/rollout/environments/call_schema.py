@@ -9,9 +9,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import cast
 
+from lightrft.config.files import require_flat
 from lightrft.rollout.environments.call_formats import Arguments, MalformedCallError, ToolCall
 
 Schema = Mapping[str, object]
+# Of lists and objects in arguments: a checkpoint has them within other ones.
+_MAX_DEPTH = 100
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -61,6 +64,7 @@ def check_call(call: ToolCall, schemas: Mapping[str, Schema]) -> Arguments:
     try:
         # They go to another process and into files.
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        require_flat(found, call.name, max_depth=_MAX_DEPTH)
     except (TypeError, ValueError, RecursionError) as error:
         raise MalformedCallError(f"{call.name}: the arguments are no JSON: {error}") from error
     return found
@@ -162,7 +166,7 @@ def _check_bounds(value: object, schema: Schema) -> None:
 
 
 def _check_number(value: float, schema: Schema) -> None:
-    if math.isnan(value) or math.isinf(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"must be a finite number: got {value}")
     for name, sign in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
         bound = schema.get(name)

@@ -9,6 +9,7 @@ all calls are made again. One that answers otherwise starts over.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, FinishReason, SamplingParams
 from lightrft.records.rollout import Rollout
 from lightrft.records.sample_ledger import ENVIRONMENT, SampleEntry, SampleLedger
-from lightrft.rewards.types import RewardResult
+from lightrft.rewards.types import KeptEnvironment, RewardResult
 from lightrft.rollout.environments.episode import Episode, OtherAnswerError
 from lightrft.rollout.environments.episode_batch import ChangedAnswerError, EpisodeBatch
 from lightrft.rollout.environments.episode_work import EpisodeWork
@@ -186,7 +187,8 @@ class OpenEpisodes:
         episode.token_ids, episode.logprobs = list(sample.token_ids), list(sample.logprobs)
         episode.sampled, episode.versions = list(state.sampled), list(sample.versions)
         episode.facts, episode.segments = sample.facts, list(sample.segments)
-        episode.turn_texts, episode.kept = list(state.turns), state.kept
+        episode.turn_texts = list(state.turns)
+        episode.kept = KeptEnvironment(*json.loads(state.kept)) if state.kept else None
         episode.answers = [list(turn) for turn in state.answers]
         episode.is_open, episode.is_cut = sample.finish_reason is None, state.is_cut
         if sample.segments:
@@ -240,7 +242,7 @@ class OpenEpisodes:
         self, episode: Episode, ledger: SampleLedger, reward: RewardResult | None
     ) -> OpenSample:
         """An episode as a part leaves it."""
-        entry, last = ledger.of(episode.sample_id), episode.last
+        entry, last, kept = ledger.of(episode.sample_id), episode.last, episode.kept
         noted = (entry.answers.get(turn, []) for turn in range(len(episode.answers)))
         reason: FinishReason = "abort" if last is None else last.finish_reason
         state = EpisodeState(
@@ -257,7 +259,7 @@ class OpenEpisodes:
             num_restarts=episode.num_restarts,
             reward=reward,
             scored=tuple(sorted(entry.scored)),
-            kept=episode.kept,
+            kept="" if kept is None else json.dumps([kept.class_name, dict(kept.attributes)]),
         )
         found = OpenSample(
             tuple(episode.token_ids),
