@@ -64,3 +64,33 @@ class Leaving(Mixer):
             time.sleep(0.01)
             os._exit(1)
         return super().mix(number)
+
+
+class Talker:
+    """In SkyRL-Gym's form: it answers all that is said, and pays by turn."""
+
+    def __init__(self, env_config=None, extras={}):  # noqa: B006
+        self.turns, self.state = 0, extras["sample_seed"] % 1009
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        self.turns += 1
+        self.state = (self.state * 31 + len(action) + random.randrange(9)) % 1009
+        done = self.turns >= 2 + self.state % 3
+        said = [] if done else [{"role": "user", "content": f"{self.state} more"}]
+        reward = self.state % 5 / 4
+        return {"observations": said, "reward": reward, "done": done, "metadata": {}}
+
+    def close(self):
+        pass
+
+
+def mix(number: int) -> str:
+    """Mix a number.
+
+    Args:
+        number: Any.
+    """
+    return f"mixed {number * 7 % 1009}"

@@ -53,10 +53,10 @@ SIZE, WANTED, NUM_PROMPTS, LIMIT = 2, 2, 22, 150
 POOLS = {}
 
 
-def config_of(environment="Mixer", **options):
+def config_of(kind="Mixer", **options):
     return TrainConfig(
         **{
-            "environment": f"{HERE / 'mixing_environment.py'}:{environment}",
+            "environment": f"{HERE / 'mixing_environment.py'}:{kind}",
             "apply_chat_template": True,
             "n_samples_per_prompt": SIZE,
             "rollout_batch_size": WANTED,
@@ -85,7 +85,7 @@ def close_pools():
 
 def pool_of(config, rank):
     """Workers are slow to start: one pool of each class and rank serves all tests."""
-    key = config.environment, rank
+    key = config.environment, config.tools, rank
     if key not in POOLS:
         POOLS[key] = EnvironmentPool(config)
     return POOLS[key]
@@ -151,9 +151,10 @@ class Player:
         self.environments = Environments(config, TOKENIZER, pool=pool_of(config, self.context.rank))
         self.session = Session(self.context, script)
         parts = SourceParts(self.session, config, TOKENIZER, reward or Lengths())
-        batches = self.environments.source(parts)
-        self.source = build_source(parts, batches, needs_greedy=False)
+        self.batches = self.environments.source(parts)
+        self.source = build_source(parts, self.batches, needs_greedy=False)
         self.prompts = prompts_of(self.environments, tmp_path)
+        self.knows_end = True
         self.params = replace(training_params(config), stop_token_ids=tuple(stops))
         self.stream, self.first, self.drawn, self.number = NOTHING_OPEN, 0, 0, 0
 
@@ -172,7 +173,8 @@ class Player:
     def step(self):
         self.session.engine.set_weights_version(self.number)
         left = (len(self.prompts) // WANTED - self.number) * WANTED
-        has_all = self.stream.num_groups >= WANTED and self.stream.num_groups + WANTED > left
+        num_open = self.stream.num_groups
+        has_all = self.knows_end and num_open >= WANTED and num_open + WANTED > left
         samples = self.source.sample(
             SampleRequests(
                 () if has_all else self.draw(),
@@ -182,7 +184,7 @@ class Player:
                 self.first,
                 next_prompts=self.draw,
                 stream=self.stream,
-                most_groups=left,
+                most_groups=left if self.knows_end else None,
             )
         )
         self.number += 1
@@ -401,6 +403,69 @@ def test_two_ranks_play_the_episodes_of_one(tmp_path, streamed):
 def test_a_resumed_run_goes_on_in_the_middle_of_episodes(tmp_path, streamed, breaks):
     found = play(Player(config_of(**STREAM), tmp_path), breaks)
     assert list(map(facts, found)) == streamed
+
+
+def test_ranks_go_on_with_the_episodes_of_others(tmp_path, streamed):
+    """Three steps on two ranks, and the rest on one."""
+    world = cases.ThreadWorld(2)
+
+    def one_rank(context):
+        player = Player(config_of(**STREAM), tmp_path, context)
+        for _ in range(3):
+            player.step()
+        return to_bytes(InFlight(player.first, stream=player.stream), context.rank), player
+
+    parts, (before, _) = zip(*world.run(one_rank), strict=True)
+    player = Player(config_of(**STREAM), tmp_path)
+    player.first, player.drawn, player.number = before.first, before.drawn, 3
+    player.stream = from_parts(parts, player.first, rank=0, world_size=1).stream
+    while player.number < len(streamed):
+        assert facts(player.step()) == streamed[player.number - 1]
+
+
+def test_an_evaluation_between_steps_disturbs_no_open_episode(tmp_path, streamed):
+    player, evaluated = Player(config_of(**STREAM), tmp_path), []
+    for expected in streamed:
+        assert facts(player.step()) == expected
+        player.session.engine.ledger.take()
+        prompts = player.prompts[:5]
+        requests = SampleRequests(prompts, range(5), 5, player.params, is_recorded=False)
+        evaluated.append(by_episode(player.batches.sample(requests)))
+    assert evaluated == evaluated[:1] * len(streamed)
+
+
+FORMS = {
+    "turns": {"environment": f"skyrl_gym:{HERE / 'mixing_environment.py'}:Talker"},
+    "tools alone": {"environment": None, "tools": (f"{HERE / 'mixing_environment.py'}:mix",)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_of_environments_stay_open_too(tmp_path, form):
+    plain = Player(config_of(**FORMS[form]), tmp_path)
+    expected, found = by_episode(plain.whole()), {}
+    player = Player(config_of(**STREAM, **FORMS[form]), tmp_path)
+    for samples in play(player, (2, 5, 6)):
+        found |= by_episode(samples)
+    assert found == expected
+    assert any(len(each[0][-1]) > 4 for each in found.values())
+
+
+def test_groups_that_teach_nothing_are_left_out_in_resumed_runs_alike(tmp_path):
+    """Dynamic sampling: a batch of it is a round."""
+    options = {"dynamic_sampling": True, "max_num_gen_batches": 3, **STREAM}
+    runs = []
+    for breaks in ((), (1, 2)):
+        player, steps = Player(config_of(**options), tmp_path, reward=Lengths()), []
+        for number in range(3):
+            if number in breaks:
+                player.resumed()
+            player.knows_end = False
+            samples = player.step()
+            steps.append((facts(samples), samples.selection.num_groups, samples.num_rounds))
+        runs.append(steps)
+    assert runs[0] == runs[1]
+    assert sum(each[1] for each in runs[0]) >= 3 * WANTED
 
 
 def test_a_step_that_was_given_up_is_sampled_again_with_the_same_numbers(tmp_path, streamed):

@@ -349,6 +349,8 @@ class PolicyStage(Stage[PolicyBatch]):
         if self._is_advised or metrics["global_step"] < 3 or idle + thin <= MAX_WAITING_SHARE:
             return
         self._is_advised = True
+        if self.config.has_episodes and self.maker.encoder.reads_media:
+            return  # its environments may show what no checkpoint holds
         chunk = -(-int(table.sampled_lengths.mean()) // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
         try:
             self.config.replaced({"stream_chunk": self.config.stream_chunk or chunk})
