@@ -15,7 +15,7 @@ from lightrft.rewards.types import RewardResult
 
 @dataclass(frozen=True, slots=True)
 class EpisodeState:
-    """What an episode has beside its tokens, so that it can go on in another process.
+    """State of an episode beside its tokens, so that it can go on in another process.
 
     Args:
         request_id: Of its first call of the engine; another one after each start.

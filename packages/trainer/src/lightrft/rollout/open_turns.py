@@ -21,7 +21,7 @@ _SEED_STEP = 2_000_003
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What open responses sample at once.
+    """A part of open responses, sampled at once.
 
     Args:
         lengths: By request id of the groups that take part, tokens up to which each of their

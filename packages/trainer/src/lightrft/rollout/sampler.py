@@ -136,7 +136,7 @@ def build_source(
 
 
 def _open_episodes(batches: RolloutSource) -> OpenEpisodes | None:
-    """What plays the episodes of a source over several steps."""
+    """Plays the episodes of a source over several steps."""
     from lightrft.rollout.environments.environments import EpisodeSource
     from lightrft.rollout.environments.open_episodes import OpenEpisodes
 

@@ -28,7 +28,7 @@ from lightrft.rollout.stream_order import GroupFacts, groups_to_train, in_order
 
 
 class OpenResponses(Protocol):
-    """What becomes of open responses: those of one turn, or episodes."""
+    """Open responses, of one turn or episodes: how they begin, go on and are handed over."""
 
     def begin(self, request_id: int, prompt: Prompt, params: SamplingParams) -> OpenGroup:
         """A group without tokens."""
