@@ -609,3 +609,18 @@ def test_what_a_model_says_in_calls_can_be_read_back_from_a_checkpoint():
         assert from_parts([part], 0, rank=0, world_size=1).stream == stream
     with pytest.raises(MalformedCallError, match="nested deeper than 100 levels"):
         check_call(ToolCall("f", {"a": nested(150)}), schemas)
+
+
+def test_an_episode_that_reaches_its_bound_in_a_cut_turn_ends_there(tmp_path):
+    bound = {"prompt_max_len": 900, "max_len": 900 + LIMIT}
+    plain = Player(config_of(**bound), tmp_path)
+    longest = max(len(prompt.token_ids) for prompt in plain.prompts)
+    bound = {"prompt_max_len": longest + 20, "max_len": longest + 20 + 2 * LIMIT}
+    expected = by_episode(Player(config_of(**bound), tmp_path).whole())
+    found = {}
+    for samples in play(Player(config_of(**STREAM, **bound), tmp_path), (3,)):
+        found |= by_episode(samples)
+    assert found == expected
+    full = [f[0] for f in expected.values() if len(f[0][0]) + len(f[0][1]) == bound["max_len"]]
+    assert full
+    assert any(each[4] == "length" and len(each[6]) > 2 for each in full)
