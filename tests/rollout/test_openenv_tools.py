@@ -121,7 +121,7 @@ def test_each_tool_is_shown_and_called_by_its_name(stage, serve):  # noqa: F811
         "never said",
     ]
     played = stage(turns, "openenv:http", f"//127.0.0.1:{server.port}")
-    assert played.environments.tool_names == ("answer", "look_up")
+    assert played.environments.specs.tool_names == ("answer", "look_up")
     rollouts, rewards = played.sample()
     text = rollouts[0].prompt.text
     assert '"name": "look_up", "description": "Look a word up."' in text

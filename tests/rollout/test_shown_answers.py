@@ -9,7 +9,7 @@ import pytest
 from lightrft.experience import maker
 from lightrft.experience.maker import AdvantageSettings, ForwardModels, make_experience
 from lightrft.rewards.build import CombinedReward
-from lightrft.rollout.environments.environments import EpisodeSource
+from lightrft.rollout.environments.episode_work import EpisodeWork
 from lightrft.rollout.environments.turns import Observations, Turns
 from lightrft.rollout.ledger_records import LedgerError
 from lightrft.rollout.sampler import RolloutSampler
@@ -137,13 +137,13 @@ def answers_of_the_turn_before(patch):
 
 
 def rewards_of_the_neighbour(patch):
-    right = EpisodeSource._finish
+    right = EpisodeWork.finish
 
-    def turned(self, batch):
-        found = right(self, batch)
+    def turned(self, batch, problem=None):
+        found = right(self, batch, problem)
         return dict(zip(found, reversed(found.values()), strict=True))
 
-    patch.setattr(EpisodeSource, "_finish", turned)
+    patch.setattr(EpisodeWork, "finish", turned)
 
 
 def failures_forgotten(patch):

@@ -175,7 +175,7 @@ def test_rows_choose_among_several_environments(tmp_path):
     ]
     stage = chosen(tmp_path, lambda request_id: turns[request_id // 2], rows)
     own = [{"guess"}, {"close", "columns", "fixed", "inherited", "later"}, {"count_up", "slowly"}]
-    assert stage.environments.tool_names == tuple(sorted(set.union(*own)))
+    assert stage.environments.specs.tool_names == tuple(sorted(set.union(*own)))
     rollouts, rewards = stage.sample()
     # Each prompt shows the tools of its environment alone, whether or not `reset` added to it.
     for rollout, names in zip(rollouts, [s for s in own for _ in range(2)], strict=True):

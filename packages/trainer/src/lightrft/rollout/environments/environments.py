@@ -115,11 +115,6 @@ class Environments:
             )
 
     @property
-    def tool_names(self) -> tuple[str, ...]:
-        """Of the tools, sorted."""
-        return tuple(sorted(self.spec.functions))
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """Remarks before a run: where serving will differ from training."""
         return tuple(
@@ -152,7 +147,13 @@ class EpisodeSource:
     def __init__(self, environments: Environments, parts: SourceParts) -> None:
         self._environments, self._parts = environments, parts
         self._turns = environments.turns
-        self.work = EpisodeWork(environments, parts)
+        self.work = EpisodeWork(
+            parts,
+            environments.pool,
+            environments.specs,
+            environments.turns,
+            environments.special_ids,
+        )
 
     def sample(self, requests: SampleRequests) -> Samples:
         """See `RolloutSource`.
@@ -171,7 +172,7 @@ class EpisodeSource:
                 environment_results=results,
                 special_ids=self._environments.special_ids,
             )
-        return replace(samples, tool_names=self._environments.tool_names)
+        return replace(samples, tool_names=self.work.specs.tool_names)
 
     def rollouts(
         self, requests: SampleRequests, on_group: OnGroup

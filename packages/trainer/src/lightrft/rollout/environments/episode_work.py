@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.rows import request_seed
@@ -14,29 +13,35 @@ from lightrft.rewards.types import ReadsEnvironments, RewardResult
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.episode_batch import EpisodeBatch
 from lightrft.rollout.environments.journal import Journal
-from lightrft.rollout.environments.pool import EpisodeError, Host
-from lightrft.rollout.environments.turns import Answers
+from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
+from lightrft.rollout.environments.specs import EnvironmentSpecs
+from lightrft.rollout.environments.turns import Answers, Turns
 from lightrft.rollout.source import SourceParts
-
-if TYPE_CHECKING:
-    from lightrft.rollout.environments.environments import Environments
 
 
 class EpisodeWork:
     """Work on the episodes of a run.
 
     Args:
-        environments: Of the run.
         parts: Of the run.
+        pool: Hosts.
+        specs: Of the environments.
+        turns: As ids and as text.
+        special_ids: Ids that no text of an observation may have.
     """
 
-    def __init__(self, environments: Environments, parts: SourceParts) -> None:
-        self.environments, self.parts = environments, parts
-        self.turns = environments.turns
+    def __init__(
+        self,
+        parts: SourceParts,
+        pool: EnvironmentPool,
+        specs: EnvironmentSpecs,
+        turns: Turns,
+        special_ids: frozenset[int],
+    ) -> None:
+        self.parts, self.pool, self.specs, self.turns = parts, pool, specs, turns
+        self.special_ids = special_ids
         self.answers = Answers(
-            parts.config,
-            environments.spec,
-            repeats_stateless=environments.encoder.reads_media,
+            parts.config, specs.whole, repeats_stateless=turns.encoder.reads_media
         )
 
     def new_episode(
@@ -50,7 +55,7 @@ class EpisodeWork:
             index: Of the sample in its group.
             params: Of the run.
         """
-        environment = self.environments.specs.of(prompt.row)
+        environment = self.specs.of(prompt.row)
         # Samples are compared with each other, so that they must have one task.
         seed = request_seed(params.seed, request_id, 0) % 2**31
         own = request_id * params.n + index
@@ -84,14 +89,14 @@ class EpisodeWork:
             params: Of the run; turns end as the chat template ends them.
             journal, ledger: See `EpisodeBatch`.
         """
-        end = self.environments.suffix.verdict.end_of_turn
+        end = self.turns.observations.suffix.verdict.end_of_turn
         if end is not None:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
         damage = journal.damage
         return EpisodeBatch(
             self.parts.session,
             params,
-            self.environments.pool,
+            self.pool,
             episodes,
             journal,
             masks_failures=self.parts.config.reward_failure == "mask",

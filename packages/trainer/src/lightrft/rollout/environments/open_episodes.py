@@ -109,7 +109,7 @@ class OpenEpisodes:
         self, groups: Sequence[OpenGroup], group_ids: Sequence[int], requests: SampleRequests
     ) -> Samples:
         """See `OpenResponses`."""
-        parts, environments = self._work.parts, self._work.environments
+        parts = self._work.parts
         prompts, ids = [group.prompt for group in groups], [group.request_id for group in groups]
         requests.ledger.ask(prompts, group_ids, requests.params.n, ids)
         rollouts, rewards = list[Rollout](), list[RewardResult | None]()
@@ -131,10 +131,10 @@ class OpenEpisodes:
             rollouts,
             scorer=open_scorer(parts, replace(requests, prompts=prompts)),
             environment_results=rewards,
-            special_ids=environments.special_ids,
+            special_ids=self._work.special_ids,
             carried=requests.stream.entries,
         )
-        return replace(samples, tool_names=environments.tool_names)
+        return replace(samples, tool_names=self._work.specs.tool_names)
 
     def _forget_others(self, groups: Sequence[OpenGroup]) -> None:
         """Ends environments of episodes that are in no group: their step was given up."""
@@ -146,7 +146,7 @@ class OpenEpisodes:
             host.forget(str(number), seconds=seconds)
 
         numbers = [number for number in lost if number is not None]
-        wait(self._work.environments.pool.begin(numbers, forget).values())
+        wait(self._work.pool.begin(numbers, forget).values())
 
     def _free_numbers(self) -> Iterator[int]:
         """The smallest ones, so that workers have equally many episodes."""
@@ -218,7 +218,7 @@ class OpenEpisodes:
 
     def _bring_back(self, episode: Episode, host: Host) -> None:
         seconds = self._work.parts.config.tool_timeout_seconds
-        stateless = self._work.environments.spec.stateless
+        stateless = self._work.specs.whole.stateless
         try:
             episode.host_on(host, seconds=seconds, stateless=stateless)
         except OtherAnswerError as error:

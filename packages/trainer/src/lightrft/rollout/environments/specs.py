@@ -125,6 +125,11 @@ class EnvironmentSpecs:
             for name, spec in specs.items()
         }
 
+    @property
+    def tool_names(self) -> tuple[str, ...]:
+        """Of all tools, sorted."""
+        return tuple(sorted(self.whole.functions))
+
     def of(self, columns: Mapping[str, object]) -> RowEnvironment:
         """The environment of a row."""
         return self._by_name[name_of(columns, self._by_name)]
