@@ -103,9 +103,10 @@ def test_a_turn_after_an_answer_with_images_scores_as_the_trainer_scores_it(worl
     error, completions = world.error(rows)
     assert error < 1e-5
     assert [c.prompt_token_ids for c in completions] == [r.token_ids for r in rows for _ in "12"]
-    pictures = (Media({"image": [image(width, 84, 5)]}) for width in (56, 112))
-    sizes = [len(world.encoder.encode(prompt(world.encoder, "?", 1), m).token_ids) for m in pictures]
-    if sizes[0] == sizes[1]:  # ids are the same for whatever pictures
+    shown = [Media({"image": [image(width, 84, 5)]}) for width in (56, 112)]
+    text = prompt(world.encoder, "?", 1)
+    small, large = (world.encoder.encode(text, each).token_ids for each in shown)
+    if small == large:  # ids are the same for whatever pictures
         return
     exchanged = [replace(row, media=Media({"image": row.media.images[::-1]})) for row in rows]
     with pytest.raises(ValueError, match="vLLM reads a prompt with") as refused:
