@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.engines.fake_engine import FakeEngine
 
-from lightrft.datasets.suffix import Observation
+from lightrft.datasets.rendered import Rendered
 from lightrft.datasets.types import Prompt
 from lightrft.engines.rows import cut_at_token, joined
 from lightrft.engines.types import Completion, EngineConfig, GenerationRequest, SamplingParams
@@ -97,7 +97,7 @@ def sampled(num_rows=8, first=0):
             episode = episode_of(sample_id, tuple(rng.integers(2, 90, 3).tolist()))
             for turn in range(1 + sample_id % 2):
                 if turn:
-                    episode.add_observation(Observation((91, 5, 6), ((1, 3),)))
+                    episode.add_observation(Rendered((91, 5, 6), ((1, 3),)))
                 episode.add_turn(turn_of(engine, episode, turn, int(rng.integers(1, 7))), "")
             is_masked = sample_id == first + 3
             reward = 0.0 if is_masked else 1.0
@@ -319,7 +319,7 @@ def test_it_is_in_the_journal(planted, tmp_path):
         turns.append(turn_of(engine, episode, number, 4))
         episode.add_turn(turns[-1], "")
         journal.round(number, [episode])
-        episode.add_observation(Observation((8,), ()))
+        episode.add_observation(Rendered((8,), ()))
     journal.leave(0)
     journal.close()
     found = read_journal(path)

@@ -8,7 +8,8 @@ from tests.engines.fake_engine import FakeEngine
 from tests.experience.test_ledger_gate import OneRank, check
 from tests.rollout.agents.agent_stage import families
 
-from lightrft.datasets.chat_ids import ChatIds, Rendered
+from lightrft.datasets.chat_ids import ChatIds
+from lightrft.datasets.rendered import Rendered
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import EngineConfig, SamplingParams
 from lightrft.records.sample_ledger import FUNCTION, SampleLedger

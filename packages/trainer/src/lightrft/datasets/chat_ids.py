@@ -3,7 +3,7 @@
 What was sampled is never rendered again. A conversation that goes on is rendered from a neutral
 beginning whose assistant turn holds a random word, as in `lightrft.datasets.suffix`; what follows
 that turn is what is appended. Texts of messages are encoded so that none of them can become a
-special token.
+special token or the place of an image.
 """
 
 from __future__ import annotations
@@ -11,33 +11,35 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, cast
+
+from lightrft.datasets.rendered import PieceIds, Rendered
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
+from lightrft.engines.media.sources import ImageSource
+from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightrft.datasets.media import VisionPrompts
+
+# Its content is a text, or a tuple of texts and images in order.
 Message = dict[str, object]
+# Of a text among messages: number of its message, and of the part in it.
+Slot = tuple[int, int]
 # Arguments of calls stand in some templates as objects, in others as JSON.
 _FORMS = (False, True)
+_IMAGE = {"type": "image"}
 
 
 class RenderingError(ValueError):
     """The chat template cannot render a conversation; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """Messages as token ids.
-
-    Args:
-        token_ids: Of them.
-        text_spans: [start, stop) of those that are text from outside and were encoded apart.
-    """
-
-    token_ids: tuple[int, ...]
-    text_spans: tuple[tuple[int, int], ...] = ()
+class ImageRenderingError(RenderingError):
+    """An image of a conversation cannot be shown; the message says why."""
 
 
 class ChatIds:
@@ -46,19 +48,31 @@ class ChatIds:
     Args:
         tokenizer: With a chat template.
         end_of_turn: Id that ends an assistant turn; None where the next turn's first token does.
-        arguments: Variables of the template.
+        encoder: Of images.
+        renderer: Applies the template where that is the processor's; None is the tokenizer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_of_turn: int | None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_of_turn: int | None,
+        *,
+        encoder: Encoder = TEXT_ENCODER,
+        renderer: PreTrainedTokenizerBase | VisionPrompts | None = None,
+    ) -> None:
         self._tokenizer, self._end = tokenizer, end_of_turn
+        self.encoder, self.renderer = encoder, renderer or tokenizer
         name = None if end_of_turn is None else tokenizer.convert_ids_to_tokens(end_of_turn)
         self._end_text = str(name or "")
         added = tokenizer.added_tokens_decoder.items()
         ids = {*tokenizer.all_special_ids, *(i for i, each in added if each.special)}
+        self._places = set(tokenizer.convert_tokens_to_ids([*encoder.placeholders]))
+        ids |= self._places
         self.special_ids = frozenset(ids)
         self._names = {str(tokenizer.convert_ids_to_tokens(i)): i for i in sorted(ids)}
         longest_first = sorted(self._names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._pieces = PieceIds(self._ids, encoder, end_of_turn, self._end_text)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Rendered:
         """A conversation from its beginning, up to where the assistant speaks.
@@ -70,9 +84,8 @@ class ChatIds:
             RenderingError: The template refuses it, or a call or a tool names a special token.
         """
         self._check_frames(messages, tools)
-        forging = [n for n, each in enumerate(messages) if self.forges(str(each["content"]))]
-        frame, texts = self._cut(messages, forging, self._whole(tools))
-        return self._joined(frame, texts, self._ids)
+        frame, texts = self._cut(messages, _slots(messages, self.forges), self._whole(tools))
+        return self._joined(messages, frame, lambda own: self._pieces.whole(frame, texts, own))
 
     def suffix(
         self, turn: Sequence[int], calls: Sequence[Message], messages: Sequence[Message]
@@ -88,17 +101,10 @@ class ChatIds:
             RenderingError: The template refuses them after such a turn.
         """
         self._check_frames(messages, ())
-        filled = [n for n, each in enumerate(messages) if each["content"]]
-        frame, texts = self._cut(messages, filled, self._after(calls))
-        last = next(reversed(turn), None)
-        own = [] if self._end is None or self._end == last else [self._end]
-        # Without an end of turns, the stop token that was sampled is the next turn's first.
-        skips = self._end is None and self._ids(frame[0])[:1] == [last]
-        found = self._joined(frame, texts, self._anchored)
-        ids = found.token_ids[1:] if skips else found.token_ids
-        shift = len(own) - int(skips)
-        spans = tuple((start + shift, stop + shift) for start, stop in found.text_spans)
-        return Rendered((*own, *ids), spans)
+        frame, texts = self._cut(messages, _slots(messages, bool), self._after(calls))
+        return self._joined(
+            messages, frame, lambda own: self._pieces.after(turn, frame, texts, own)
+        )
 
     def text(self, text: str) -> Rendered:
         """A text that the model is to continue; no part of it is a special token."""
@@ -122,12 +128,12 @@ class ChatIds:
     def _render(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
         problem = ""
         for as_text in _FORMS:
-            given = [with_arguments(each, as_text=as_text) for each in messages]
+            given = [for_template(each, as_text=as_text) for each in messages]
             try:
                 return cast(
                     "str",
-                    self._tokenizer.apply_chat_template(
-                        cast("list[dict[str, str]]", given),
+                    self.renderer.apply_chat_template(
+                        given,
                         tools=list(tools) or None,
                         tokenize=False,
                         add_generation_prompt=True,
@@ -175,18 +181,14 @@ class ChatIds:
     def _cut(
         self,
         messages: Sequence[Message],
-        marked: Sequence[int],
+        slots: Sequence[Slot],
         render: Callable[[Sequence[Message]], str],
     ) -> tuple[list[str], list[str]]:
         """The template's pieces around some texts, and these as the template writes them."""
-        marks = {number: f"Q{secrets.token_hex(8)}Z" for number in marked}
+        marks = {slot: f"Q{secrets.token_hex(8)}Z" for slot in slots}
 
-        def shown(real: int | None = None) -> str:
-            found = [
-                {**each, "content": marks[n]} if n in marks and n != real else each
-                for n, each in enumerate(messages)
-            ]
-            return render(found)
+        def shown(real: Slot | None = None) -> str:
+            return render(_filled(messages, {s: mark for s, mark in marks.items() if s != real}))
 
         rest, frame = shown(), list[str]()
         for mark in marks.values():
@@ -196,49 +198,54 @@ class ChatIds:
             frame.append(before)
         frame.append(rest)
         # One rendering where it tells; one for each text where a template writes it otherwise.
-        given = [str(messages[number]["content"]) for number in marks]
+        given = [str(parts_of(messages[n])[part]) for n, part in marks]
         texts = _fitting(frame, given, render(messages)) if marks else []
         if texts is None:
-            texts = [self._written(number, frame, marks, shown, messages) for number in marks]
+            pairs = zip(marks, given, strict=True)
+            texts = [self._written(slot, frame, marks, shown, text) for slot, text in pairs]
         return frame, texts
 
     @staticmethod
     def _written(
-        number: int,
+        slot: Slot,
         frame: list[str],
-        marks: dict[int, str],
-        shown: Callable[[int | None], str],
-        messages: Sequence[Message],
+        marks: dict[Slot, str],
+        shown: Callable[[Slot | None], str],
+        text: str,
     ) -> str:
         """A text as the template writes it: trimmed, as JSON ...; else as it is."""
-        names, place = list(marks.values()), list(marks).index(number)
+        names, place = list(marks.values()), list(marks).index(slot)
         before = "".join(piece + name for piece, name in zip(frame, names[:place], strict=False))
         before += frame[place]
         after = frame[place + 1] + "".join(
             name + piece for name, piece in zip(names[place + 1 :], frame[place + 2 :], strict=True)
         )
-        whole = shown(number)
+        whole = shown(slot)
         fits = len(whole) >= len(before) + len(after)
         if fits and whole.startswith(before) and whole.endswith(after):
             return whole[len(before) : len(whole) - len(after)]
-        return str(messages[number]["content"])
+        return text
 
     def _joined(
-        self, frame: Sequence[str], texts: Sequence[str], ids_of: Callable[[str], list[int]]
+        self,
+        messages: Sequence[Message],
+        frame: Sequence[str],
+        join: Callable[[list[ImageSource]], Rendered],
     ) -> Rendered:
-        found, spans = ids_of(frame[0]), list[tuple[int, int]]()
-        for text, piece in zip(texts, frame[1:], strict=True):
-            start = len(found)
-            found += self._ids(text, split_special_tokens=True)
-            spans.append((start, len(found)))
-            found += self._anchored(piece)
-        return Rendered(tuple(found), tuple(spans))
-
-    def _anchored(self, text: str) -> list[int]:
-        """Ids of a piece of the template, as they are in the middle of a conversation."""
-        # Some tokenizers put a space before the first word of a text, but not after the anchor.
-        ids = self._ids(self._end_text + text)
-        return ids if self._end is None else ids[1:]
+        """The pieces with the images of messages."""
+        images = [part for part in chain(*map(parts_of, messages)) if not isinstance(part, str)]
+        if sum(map(self.encoder.num_places, frame)) != len(images):
+            raise ImageRenderingError("the chat template drops or repeats an image")
+        try:
+            found = join(images)
+        except (ValueError, TypeError, IndexError) as error:
+            if not images:
+                raise
+            raise ImageRenderingError(f"an image cannot be shown: {first_line(error)}") from error
+        texts = (found.token_ids[start:stop] for start, stop in found.text_spans)
+        if self._places and not self._places.isdisjoint(chain(*texts)):
+            raise RenderingError("a text holds what the model reads as the place of an image")
+        return found
 
     def _ids(self, text: str, **options: bool) -> list[int]:
         found = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
@@ -259,8 +266,38 @@ def _fitting(frame: Sequence[str], texts: Sequence[str], whole: str) -> list[str
     return found if place == len(whole) else None
 
 
-def with_arguments(message: Message, *, as_text: bool) -> Message:
-    """A message whose calls have their arguments as an object, or as JSON."""
+def parts_of(message: Message) -> tuple[str | ImageSource, ...]:
+    """Texts and images of a message, in order."""
+    content = message["content"]
+    return content if isinstance(content, tuple) else (cast("str", content),)
+
+
+def _slots(messages: Sequence[Message], is_wanted: Callable[[str], bool]) -> list[Slot]:
+    """Those texts of messages that are wanted."""
+    return [
+        (number, place)
+        for number, each in enumerate(messages)
+        for place, part in enumerate(parts_of(each))
+        if isinstance(part, str) and is_wanted(part)
+    ]
+
+
+def _filled(messages: Sequence[Message], texts: Mapping[Slot, str]) -> list[Message]:
+    """Messages with other texts."""
+    found: list[Message] = []
+    for number, each in enumerate(messages):
+        parts = [texts.get((number, i), part) for i, part in enumerate(parts_of(each))]
+        is_parts = isinstance(each["content"], tuple)
+        found.append({**each, "content": tuple(parts) if is_parts else parts[0]})
+    return found
+
+
+def for_template(message: Message, *, as_text: bool) -> Message:
+    """A message whose calls have their arguments as an object, or as JSON; images are parts."""
+    if isinstance(message["content"], tuple):
+        own = parts_of(message)
+        parts = [{"type": "text", "text": p} if isinstance(p, str) else _IMAGE for p in own]
+        message = {**message, "content": parts}
     calls = cast("list[dict[str, object]]", message.get("tool_calls") or [])
     if as_text or not calls:
         return message

@@ -272,9 +272,9 @@ class VisionPrompts:
         family = self.encoder.family
         if family.attends_to_images:
             raise ConfigError(
-                f"models of type {family.model_type} attend to images beside the text, which turns "
-                "of an environment cannot extend: take another family, or leave environment and "
-                "tools out"
+                f"models of type {family.model_type} attend to images beside the text, which later "
+                "turns cannot extend: take another family, or leave environment, tools and agent "
+                "out"
             )
 
     def read(self, row: Row, config: TrainConfig) -> MediaRow:

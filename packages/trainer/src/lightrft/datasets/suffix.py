@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, cast
 
+from lightrft.datasets.rendered import PieceIds, Rendered
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
-from lightrft.engines.media.media import LaterImages, Media
 from lightrft.engines.media.sources import ImageSource
 
 if TYPE_CHECKING:
@@ -37,21 +37,6 @@ CALL_ID = "call00000"
 
 class TemplateRefusedError(ValueError):
     """The chat template cannot carry turns with observations; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """Texts and images that are appended to a turn.
-
-    Args:
-        token_ids: Its ids.
-        text_spans: [start, stop) of those that are text from outside.
-        later: Images in it; they start at places of `token_ids`.
-    """
-
-    token_ids: tuple[int, ...]
-    text_spans: tuple[tuple[int, int], ...]
-    later: tuple[LaterImages, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +99,14 @@ class TurnSuffix:
         self._mark = f"Q{secrets.token_hex(8)}Z"
         self._end = self._end_of_turn()
         self._end_text = "" if self._end is None else tokenizer.convert_ids_to_tokens(self._end)
+        self._pieces = PieceIds(self._ids, encoder, self._end, self._end_text)
         self._frames: dict[Shape, tuple[str, ...]] = {}
         role = self._find_role()
         self.verdict = TemplateVerdict(
             role, self._end, self._shows_tools(tools), self._differences(role, tools, has_system)
         )
 
-    def after(self, turn: Sequence[int], answers: Sequence[str | Content]) -> Observation:
+    def after(self, turn: Sequence[int], answers: Sequence[str | Content]) -> Rendered:
         """The suffix of a sampled turn: its missing end, the observations, the next header.
 
         Args:
@@ -132,27 +118,8 @@ class TurnSuffix:
         frame = self._frame(shape)
         texts = [part for part in chain(*contents) if isinstance(part, str)]
         images = [part for part in chain(*contents) if not isinstance(part, str)]
-        last = next(reversed(turn), None)
-        found = [] if self._end is None or self._end == last else [self._end]
-        spans: list[tuple[int, int]] = []
-        later: list[LaterImages] = []
-        for index, piece in enumerate(frame):
-            if index:
-                start = len(found)
-                found += self._ids(
-                    self._shown(frame, shape, texts, index - 1), split_special_tokens=True
-                )
-                spans.append((start, len(found)))
-            own = tuple(images[: self._encoder.num_places(piece)])
-            del images[: len(own)]
-            ids = self._as_template(piece, own)
-            # Without an end of turns, the stop token that was sampled is the next turn's first.
-            is_there = index == 0 and self._end is None and ids[:1] == [last]
-            if own:
-                skipped, text = int(self._end is not None) + is_there, self._end_text + piece
-                later.append(LaterImages(len(found), skipped, text, own))
-            found += ids[1:] if is_there else ids
-        return Observation(tuple(found), tuple(spans), tuple(later))
+        shown = [self._shown(frame, shape, texts, index) for index in range(len(texts))]
+        return self._pieces.after(turn, frame, shown, images)
 
     def _render(self, messages: list[Message], **options: object) -> str:
         given: dict[str, object] = {"tools": None, "add_generation_prompt": True, **options}
@@ -300,16 +267,6 @@ class TurnSuffix:
         names = [self._tokenizer.convert_ids_to_tokens(i) for i in self._special]
         places = [place for name in names if (place := text.find(name)) >= 0]
         return min(places, default=None)
-
-    def _as_template(self, text: str, images: tuple[ImageSource, ...]) -> list[int]:
-        """Ids of a piece of the template, as they are in the middle of a conversation."""
-        whole = self._end_text + text
-        if images and self._encoder.reads_media:
-            ids = list(self._encoder.kept(whole, Media({"image": images})).token_ids)
-        else:
-            ids = self._ids(whole)
-        # Some tokenizers put a space before the first word of a text, but not after the anchor.
-        return ids if self._end is None else ids[1:]
 
     def _ids(self, text: str, **options: bool) -> list[int]:
         """Ids of a text; with `split_special_tokens` nothing in it becomes a special token."""

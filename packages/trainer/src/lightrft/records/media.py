@@ -71,8 +71,38 @@ def encode_row(rollout: Rollout, encoder: Encoder) -> EncodedPrompt | None:
     Raises:
         ConfigError: There are media, and the model reads text only.
     """
-    start = encode_prompt(rollout.prompt, encoder) if rollout.prompt.media else None
-    return encoder.row(rollout.token_ids, start, rollout.later)
+    return _encoded(rollout.token_ids, rollout.prompt, rollout.later, encoder)
+
+
+def encode_context(
+    token_ids: Sequence[int],
+    prompt: Prompt | None,
+    later: Sequence[LaterImages],
+    encoder: Encoder,
+) -> EncodedPrompt | None:
+    """All ids that a turn continues, with their media; None without media.
+
+    Args:
+        token_ids: Of the context.
+        prompt: With which it begins; None where all its images are later ones.
+        later: Images behind the prompt.
+        encoder: Of the model.
+
+    Raises:
+        ValueError: The ids are not those of their media.
+    """
+    media = _encoded(token_ids, prompt, later, encoder)
+    return None if media is None else media.continued(token_ids[len(media.token_ids) :])
+
+
+def _encoded(
+    token_ids: Sequence[int],
+    prompt: Prompt | None,
+    later: Sequence[LaterImages],
+    encoder: Encoder,
+) -> EncodedPrompt | None:
+    start = encode_prompt(prompt, encoder) if prompt is not None and prompt.media else None
+    return encoder.row(token_ids, start, later)
 
 
 def require_text(prompts: Sequence[Prompt], option: str) -> None:

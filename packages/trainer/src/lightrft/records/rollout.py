@@ -140,6 +140,13 @@ class Rollout:
         return sum((each.media for each in self.later), self.prompt.media)
 
     @property
+    def prompt_media(self) -> Media:
+        """Of what the first turn was given, in order."""
+        stop = len(self.completion.prompt_token_ids)
+        shown = (each.media for each in self.later if each.start < stop)
+        return sum(shown, self.prompt.media)
+
+    @property
     def images(self) -> tuple[ImageSource, ...]:
         """Of prompt and response, in order."""
         return self.media.images

@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Self
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.media.media import MEDIA_KINDS, Media
 from lightrft.records.rollout import Rollout, ScoredRollout
@@ -199,7 +198,7 @@ class GroupScorer:
         ]
         given = list(zip(texts, labels, rest or [{}] * len(rows), strict=True))
         offered: dict[str, Sequence[object]] = {
-            **self._media_columns(rows),
+            **self._media_columns(rollouts),
             CONVERSATIONS: [rollout.messages for rollout in rollouts],
             **columns,
             **_kept_environments(rollouts),
@@ -213,12 +212,13 @@ class GroupScorer:
             entry.reward_is(FUNCTION, result, rollout.token_ids)
         return found
 
-    def _media_columns(self, rows: Sequence[Prompt]) -> dict[str, list[Media]]:
+    def _media_columns(self, rollouts: Sequence[Rollout]) -> dict[str, list[Media]]:
         """The media of each prompt by their columns; {} for prompts of text."""
         if not self._has_media:
             return {}
+        given = [rollout.prompt_media for rollout in rollouts]
         return {
-            kind.plural: [Media({name: row.media[name]}) for row in rows]
+            kind.plural: [Media({name: media[name]}) for media in given]
             for name, kind in MEDIA_KINDS.items()
             if kind.plural in MEDIA_COLUMNS
         }
@@ -336,7 +336,8 @@ def open_scorer(parts: SourceParts, requests: SampleRequests) -> GroupScorer:
         columns={name for prompt in requests.prompts for name in prompt.columns},
         masks_failures=parts.config.reward_failure == "mask",
         ledger=requests.ledger,
-        has_media=any(prompt.media for prompt in requests.prompts),
+        has_media=any(prompt.media for prompt in requests.prompts)
+        or (parts.config.has_agent and parts.encoder.reads_media),
     )
 
 

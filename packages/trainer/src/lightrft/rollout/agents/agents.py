@@ -7,13 +7,15 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.chat_ids import ChatIds
-from lightrft.datasets.media import Modality
+from lightrft.datasets.media import Modality, as_parts
 from lightrft.datasets.suffix import TemplateRefusedError, TurnSuffix
+from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.rows import request_seed
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
@@ -36,11 +38,12 @@ from lightrft.rollout.agents.replies import told
 from lightrft.rollout.agents.rounds import AnswerRules, answer_round
 from lightrft.rollout.agents.sampling import RunSampling
 from lightrft.rollout.agents.shown import fault_of
-from lightrft.rollout.environments.environments import forging_ids
+from lightrft.rollout.environments.environments import check_turns, forging_ids
 from lightrft.rollout.environments.journal import (
     JOURNAL_FOLDER,
     Journal,
     RecordedTurn,
+    images_fact,
     journal_path,
     remove_further_ranks,
     sampling_facts,
@@ -69,10 +72,10 @@ class Agents:
         config: Its option `agent` and those that say they act with it.
         tokenizer: Of the model.
         folder: Of the run, for the journal; None writes none.
-        modality: Renders and encodes prompts; media are refused.
+        modality: Renders and encodes prompts.
 
     Raises:
-        ConfigError: The agent or the chat template is not what it must be.
+        ConfigError: The agent, the chat template or the model's family is not what it must be.
     """
 
     answers_calls = True
@@ -86,17 +89,17 @@ class Agents:
         folder: Path | None = None,
         modality: Modality,
     ) -> None:
-        if modality.encoder.reads_media:
-            raise ConfigError("agents work with models of text only: leave out --agent")
+        check_turns(modality, config)
         self.config, self.tokenizer = config, tokenizer
         self.encoder, self.prompt_tokenizer = modality.encoder, modality.renderer
         self.folder = None if folder is None else folder / JOURNAL_FOLDER
         try:
-            verdict = TurnSuffix(tokenizer).verdict
+            verdict = TurnSuffix(modality.renderer, encoder=self.encoder).verdict
         except TemplateRefusedError as error:
             raise ConfigError(str(error)) from error
         self.end_of_turn = verdict.end_of_turn
-        self.chat = ChatIds(tokenizer, verdict.end_of_turn)
+        end, renderer = verdict.end_of_turn, modality.renderer
+        self.chat = ChatIds(tokenizer, end, encoder=self.encoder, renderer=renderer)
         self.special_ids = forging_ids(tokenizer)
         raise_open_files(MAX_OPEN_FILES)
         self.pool = AgentPool(config)
@@ -198,7 +201,7 @@ class AgentSource:
                         prompt=prompt,
                         group_id=group_id,
                         sample_id=group_id * params.n + index,
-                        row=seeds | dict(prompt.row),
+                        row=seeds | shown_row(prompt),
                         talk=Conversations(self._agents.chat, own),
                     )
                 )
@@ -217,6 +220,7 @@ class AgentSource:
             RunSampling(params, takes_stops=not self._parts.session.shares_engine),
             config.max_episode_tokens,
             config.max_agent_calls,
+            agents.encoder,
         )
 
     def _open_journal(
@@ -244,6 +248,7 @@ class AgentSource:
                     "schemas": [],
                     "answers_turns": True,
                 },
+                **images_fact(chain(*(e.prompt.images for e in episodes))),
             },
             vocab_size=None if engine is None else engine.vocab_size,
         )
@@ -297,6 +302,9 @@ def note_episode(
         entry = ledger.of(row.sample_id)
         entry.group_id, entry.prompt = episode.group_id, row.prompt
         entry.fault = fault_of(turns, episode.talk.chat, tokenizer)
+        sent = [image.digest for turn in turns[-1:] for image in turn.call.images]
+        if turns and sent != [image.digest for image in row.images]:
+            entry.fault = "its images are not those that its client sent"
     first = ledger.of(episode.sample_id)
     first.has_failed = bool(episode.failure)
     times = Counter(segment.request_id for row in rows for segment in row.segments)
@@ -306,6 +314,22 @@ def note_episode(
     result = _result_of(episode)
     if result is not None:
         first.reward_is(ENVIRONMENT, result, rows[0].token_ids)
+
+
+def shown_row(prompt: Prompt) -> dict[str, object]:
+    """What an agent gets of a row: its messages as clients send them, images in their addresses."""
+    images, messages = iter(prompt.images), list[dict[str, object]]()
+    for message in prompt.messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [
+                {"type": "image_url", "image_url": {"url": next(images).data_address()}}
+                if part == {"type": "image"}
+                else part
+                for part in as_parts(content)
+            ]
+        messages.append({**message, "content": content})
+    return {**prompt.row, **({"prompt": messages} if messages else {})}
 
 
 def _result_of(episode: AgentEpisode) -> RewardResult | None:
@@ -354,6 +378,7 @@ class CallJournal(Journal):
                     "parent": parent,
                     "told": None,
                     "prompt_token_ids": turn.before.token_ids,
+                    **images_fact(chain(*(each.images for each in turn.before.later))),
                 }
             )
             own = turn.sampled

@@ -107,17 +107,17 @@ def _messages(number: int, item: object) -> Iterator[Json]:
         text = _joined(blocks)
         yield {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
         return
-    blocks = _blocks(where, item.get("content"), {"text", "tool_result"})
+    blocks = _blocks(where, item.get("content"), {"text", "image", "tool_result"})
     results = [block for block in blocks if block["type"] == "tool_result"]
     for block in results:
-        content = _blocks(where, block.get("content") or "", {"text"})
+        content = _blocks(where, block.get("content") or "", {"text", "image"})
         yield {
             "role": "tool",
             "tool_call_id": block.get("tool_use_id"),
-            "content": _joined(content),
+            "content": _parts(where, content),
         }
     if len(results) < len(blocks):
-        yield {"role": "user", "content": _joined(blocks)}
+        yield {"role": "user", "content": _parts(where, blocks)}
 
 
 def _blocks(where: str, content: object, kinds: set[str]) -> list[Json]:
@@ -132,6 +132,7 @@ def _blocks(where: str, content: object, kinds: set[str]) -> list[Json]:
             raise refused(text, "messages")
         own = {
             "text": {"text", "citations"},
+            "image": {"source"},
             "tool_use": {"id", "name", "input"},
             "tool_result": {"tool_use_id", "content", "is_error"},
         }[kind]
@@ -142,6 +143,27 @@ def _blocks(where: str, content: object, kinds: set[str]) -> list[Json]:
         if kind == "text" and not isinstance(block.get("text"), str):
             raise refused(f"{where}: a block of text has a text", "messages")
     return content
+
+
+def _parts(where: str, blocks: Sequence[Json]) -> list[Json]:
+    """Texts and images as OpenAI's protocol has them."""
+    found: list[Json] = []
+    for block in blocks:
+        if block["type"] == "text":
+            found.append({"type": "text", "text": block["text"]})
+        elif block["type"] == "image":
+            given = block.get("source")
+            source: Json = given if isinstance(given, dict) else {}
+            if source.get("type") != "base64":
+                kind = str(source.get("type"))[:60]
+                raise refused(
+                    f"{where}: the source of an image must be of type base64: got {kind!r}; no "
+                    "file is read and nothing is fetched",
+                    "messages",
+                )
+            address = f"data:{source.get('media_type')};base64,{source.get('data')}"
+            found.append({"type": "image_url", "image_url": {"url": address}})
+    return found
 
 
 def _joined(blocks: Sequence[Json]) -> str:

@@ -13,9 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from lightrft.datasets.chat_ids import ChatIds, Message as TemplateMessage, Rendered
+from lightrft.datasets.chat_ids import ChatIds, Message as TemplateMessage
+from lightrft.datasets.rendered import Rendered
 from lightrft.engines.ledger import hash_context
+from lightrft.engines.media.encoder import Encoder
+from lightrft.engines.media.media import LaterImages
 from lightrft.engines.types import Completion, GenerationRequest
+from lightrft.records.media import encode_context
 from lightrft.rollout.agents.messages import ChatCall, Json, Message, SpokenCall, chain_of
 
 # Of what an episode holds, by rough count; ids and their log-probabilities take the most.
@@ -62,6 +66,18 @@ class CalledTurn:
         return tuple(chain.from_iterable(reversed(pieces)))
 
     @property
+    def later(self) -> tuple[LaterImages, ...]:
+        """Images in the context; they start at places of it."""
+        found, stop, turn = list[LaterImages](), len(self.context), self
+        while True:
+            start = stop - len(turn.before.token_ids)
+            own = [replace(each, start=each.start + start) for each in turn.before.later]
+            found, parent = own + found, turn.parent
+            if parent is None:
+                return tuple(found)
+            stop, turn = start - len(parent.sampled.output_token_ids), parent
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """Context and answer."""
         return (*self.context, *self.sampled.output_token_ids)
@@ -78,14 +94,15 @@ class CalledTurn:
         return self.completion
 
     @property
-    def order(self) -> tuple[tuple[int, ...], str, int]:
+    def order(self) -> tuple[tuple[int, ...], list[str], str, int]:
         """Place among turns, whenever they were asked."""
-        return self.context, self.call.options.mark, self.copy
+        return self.context, _digests(self.later), self.call.options.mark, self.copy
 
-    @property
-    def request(self) -> GenerationRequest:
-        """The request to the engine."""
-        return GenerationRequest(self.context, self.request_id, max_tokens=self.max_tokens)
+    def request(self, encoder: Encoder) -> GenerationRequest:
+        """The request to the engine, with the images of its context."""
+        ids, bound = self.context, self.max_tokens
+        media = encode_context(ids, None, self.later, encoder)
+        return GenerationRequest(ids, self.request_id, max_tokens=bound, encoded=media)
 
 
 @dataclass(slots=True)
@@ -131,7 +148,12 @@ class Conversations:
         call = self._kept_once(call)
         parent, before = self._place(call)
         context = before.token_ids if parent is None else (*parent.token_ids, *before.token_ids)
-        digest, found = hash_context(context) + call.options.mark, []
+        # Places of images have the same ids whatever they show.
+        images = "".join(image.digest for image in call.images)
+        digest, found = hash_context(context) + images + call.options.mark, []
+        self.kept_bytes += sum(
+            self.chat.encoder.kept(each.text, each.media).num_bytes for each in before.later
+        )
         for _ in range(call.options.num_choices):
             copy = self._copies[digest]
             self._copies[digest] += 1
@@ -204,9 +226,14 @@ class Conversations:
         return None, self.chat.prompt(template_messages(call.messages), call.tools)
 
 
-def _among_siblings(turn: CalledTurn) -> tuple[tuple[int, ...], str, int]:
+def _among_siblings(turn: CalledTurn) -> tuple[tuple[int, ...], list[str], str, int]:
     """The order of turns with one parent, whose contexts differ in the end alone."""
-    return turn.before.token_ids, turn.call.options.mark, turn.copy
+    own = turn.before
+    return own.token_ids, _digests(own.later), turn.call.options.mark, turn.copy
+
+
+def _digests(later: Sequence[LaterImages]) -> list[str]:
+    return [image.digest for each in later for image in each.images]
 
 
 def _kept(turns: Sequence[CalledTurn]) -> set[CalledTurn]:
@@ -225,7 +252,7 @@ def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
     names = {call.id: call.name for message in messages for call in message.calls}
     found: list[TemplateMessage] = []
     for message in messages:
-        item: TemplateMessage = {"role": message.role, "content": message.text}
+        item: TemplateMessage = {"role": message.role, "content": message.content or message.text}
         if message.calls:
             item["tool_calls"] = template_calls(message.calls)
         if message.role == "tool":

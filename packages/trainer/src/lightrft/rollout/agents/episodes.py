@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from lightrft.datasets.types import Prompt
+from lightrft.engines.media.media import Media
 from lightrft.engines.types import Completion
 from lightrft.records.columns import join_facts
 from lightrft.records.rollout import Conversation, Rollout, Segment
@@ -68,7 +69,9 @@ class AgentEpisode:
                 self.talk.episode_id, 0, prompt.token_ids, (), (), "temperature", "abort"
             )
         else:
-            prompt = replace(self.prompt, token_ids=turns[0].context, messages=())
+            # Its agent has chosen what to show of the row, and what else.
+            ids, none = turns[0].context, Media()
+            prompt = replace(self.prompt, token_ids=ids, messages=(), media=none)
             completion = _joined(turns)
         texts = tuple(told(turn).text for turn in turns)
         return Rollout(
@@ -80,6 +83,7 @@ class AgentEpisode:
             token_versions=_versions(turns),
             segments=_segments(turns),
             conversation=Conversation(texts, (), self.num_restarts),
+            later=turns[-1].later if turns else (),
         )
 
     @property

@@ -7,9 +7,15 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from itertools import chain, groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
 
 from lightrft.rollout.agents.http_server import HttpError
+from lightrft.rollout.environments.content import Parts, named
+
+if TYPE_CHECKING:
+    from lightrft.engines.media.sources import ImageSource
 
 Json = dict[str, object]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -98,25 +104,45 @@ class Message:
 
     Args:
         role: Who speaks.
-        text: "" where there is none.
+        text: "" where there is none; images by their digests.
         calls: Of an assistant.
         call_id: Of a result: the call that it answers.
+        content: Texts and images in order where there are images; () where `text` is all.
     """
 
     role: Role
     text: str
     calls: tuple[SpokenCall, ...] = ()
     call_id: str = ""
+    content: Parts = ()
+
+    @property
+    def shown(self) -> Parts:
+        """What the model is to see, in order."""
+        return self.content or (self.text,)
+
+    @property
+    def texts(self) -> list[str]:
+        """Those in it that are not empty."""
+        return [part for part in self.shown if isinstance(part, str) and part]
+
+    @property
+    def images(self) -> list[ImageSource]:
+        """Those in it, in order."""
+        return [part for part in self.content if not isinstance(part, str)]
 
     @property
     def key(self) -> object:
         """What makes it the same message; ids of an assistant's calls are the client's affair."""
-        return self.role, self.text, [call.key for call in self.calls], self.call_id
+        own = [part if isinstance(part, str) else [part.digest] for part in self.content]
+        return self.role, own or self.text, [call.key for call in self.calls], self.call_id
 
     @property
     def num_bytes(self) -> int:
         """Roughly what it takes in memory."""
-        return 4 * len(self.text) + sum(4 * len(call.arguments) for call in self.calls) + 400
+        size = sum(len(image.read()) for image in self.images)
+        size += 4 * len(self.text) + sum(4 * len(call.arguments) for call in self.calls)
+        return size + 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +188,11 @@ class ChatCall:
     text: str | None
     tools: tuple[Json, ...]
     options: CallOptions
+
+    @property
+    def images(self) -> list[ImageSource]:
+        """Those of its messages, in order."""
+        return [*chain(*(message.images for message in self.messages))]
 
     @property
     def tools_key(self) -> bytes:
@@ -367,28 +398,64 @@ def _message(number: int, item: object) -> Message:
     if filled:
         raise refused(f"{where}.{filled[0]} is not supported", "messages")
     calls = _calls(where, item.get("tool_calls") or [])
-    text = _text(where, item.get("content"))
+    content = _content(where, item.get("content"), takes_images=role in ("user", "tool"))
+    text = named(content)
     if not text and not calls and item.get("content") is None:
         raise refused(f"{where} has no content", "messages")
     call_id = item.get("tool_call_id", "")
     if role == "tool" and (not isinstance(call_id, str) or not call_id):
         raise refused(f"{where} needs the tool_call_id of the call that it answers", "messages")
-    return Message(role, text, calls, str(call_id))
+    return Message(role, text, calls, str(call_id), () if content in ((), (text,)) else content)
 
 
-def _text(where: str, content: object) -> str:
+def _content(where: str, content: object, *, takes_images: bool) -> Parts:
+    """Texts, none beside another one, and images in order."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return (content,) if content else ()
     if not isinstance(content, list):
         raise refused(f"{where}.content must be a text or a list of parts", "messages")
-    texts = []
+    parts: list[str | ImageSource] = []
     for part in content:
         found: Json = part if isinstance(part, dict) else {}
         kind, text = found.get("type"), found.get("text")
-        if kind != "text" or not isinstance(text, str):
+        if kind == "image_url" and takes_images:
+            parts.append(_image(where, found))
+        elif kind == "text" and isinstance(text, str):
+            parts.append(text)
+        else:
             raise refused(f"{where}: parts of type {_shown(kind)} are not supported", "messages")
-        texts.append(text)
-    return "".join(texts)
+    runs = groupby(parts, key=lambda part: isinstance(part, str))
+    joined = [[named(tuple(run))] if is_text else [*run] for is_text, run in runs]
+    return tuple(part for part in chain(*joined) if part)
+
+
+def _image(where: str, part: Json) -> ImageSource:
+    """An image with its bytes in its address: nothing is read from files, nor fetched."""
+    from lightrft.engines.media.sources import ImageSource, MediaError, as_image
+
+    given = part["image_url"] if isinstance(part.get("image_url"), dict) else {}
+    own = cast("Json", given)
+    unknown = sorted({*part, *own} - {"type", "image_url", "url", "detail"})
+    if unknown or own.get("detail") not in (None, "auto"):
+        name = unknown[0] if unknown else "detail"
+        raise refused(
+            f"{where}: {name[:60]!r} of an image_url is not supported: sizes are options of the "
+            "run (--max_pixels)",
+            "messages",
+        )
+    head, _, data = str(own.get("url")).partition(",")
+    if not head.lower().startswith("data:") or not head.lower().endswith(";base64"):
+        raise refused(
+            f"{where}: an image_url must be a data URL (data:image/png;base64,...): got "
+            f"{_shown(own.get('url'))}; no file is read and nothing is fetched",
+            "messages",
+        )
+    try:
+        found = as_image(f"data:,{data}", name=f"{where}: an image", folder=Path())
+    except MediaError as error:
+        raise HttpError(400, str(error), code="invalid_image") from error
+    # Named by what it is, wherever it stands in a history.
+    return ImageSource(f"image {found.digest[:16]}", content=found.content)
 
 
 def _calls(where: str, found: object) -> tuple[SpokenCall, ...]:

@@ -134,7 +134,7 @@ def _add(messages: list[Json], where: str, item: object) -> None:
     kind = item.get("type", "message")
     if kind == "message":
         _check_parts(where, item, {"role", "content"})
-        message: Json = {"role": item.get("role"), "content": _text(where, item.get("content"))}
+        message: Json = {"role": item.get("role"), "content": _parts(where, item.get("content"))}
         messages.append(message)
     elif kind == "function_call":
         _check_parts(where, item, {"call_id", "name", "arguments"})
@@ -146,7 +146,7 @@ def _add(messages: list[Json], where: str, item: object) -> None:
         messages[-1]["tool_calls"] = [*(before if isinstance(before, list) else []), called]
     elif kind == "function_call_output":
         _check_parts(where, item, {"call_id", "output"})
-        content = _text(where, item.get("output"))
+        content = _parts(where, item.get("output"))
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     else:
         raise refused(f"{where}: items of type {str(kind)[:60]!r} are not supported", "input")
@@ -158,19 +158,24 @@ def _check_parts(where: str, item: Json, own: set[str]) -> None:
         raise refused(f"{where} has {unknown[0][:60]!r}, which is not supported", "input")
 
 
-def _text(where: str, content: object) -> str:
+def _parts(where: str, content: object) -> object:
+    """A text, or parts as they stand in chats."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise refused(f"{where}: expected a text or a list of parts", "input")
-    texts = []
+    parts: list[Json] = []
     for part in content:
         found: Json = part if isinstance(part, dict) else {}
-        if found.get("type") not in _TEXTS or not isinstance(found.get("text"), str):
+        if found.get("type") == "input_image":
+            own = {"url" if n == "image_url" else n: v for n, v in found.items() if n != "type"}
+            parts.append({"type": "image_url", "image_url": own})
+        elif found.get("type") in _TEXTS and isinstance(found.get("text"), str):
+            parts.append({"type": "text", "text": found["text"]})
+        else:
             kind = str(found.get("type"))[:60]
             raise refused(f"{where}: parts of type {kind!r} are not supported", "input")
-        texts.append(str(found["text"]))
-    return "".join(texts)
+    return parts
 
 
 def _tool(item: object) -> Json:

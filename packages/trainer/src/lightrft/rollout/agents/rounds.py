@@ -9,13 +9,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError
-from lightrft.datasets.chat_ids import RenderingError
+from lightrft.datasets.chat_ids import ImageRenderingError, RenderingError
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.rollout.agents.conversations import MAX_KEPT_BYTES, CalledTurn
 from lightrft.rollout.agents.endpoint import WaitingCall, too_long
 from lightrft.rollout.agents.episodes import AgentEpisode
 from lightrft.rollout.agents.http_server import HttpError
-from lightrft.rollout.agents.messages import CallOptions, ChatCall, Message, SpokenCall
+from lightrft.rollout.agents.messages import (
+    CallOptions,
+    ChatCall,
+    Message,
+    SpokenCall,
+    refused,
+)
 from lightrft.rollout.agents.sampling import SamplingRule
 from lightrft.rollout.environments.call_formats import MARKS, MalformedCallError
 from lightrft.rollout.environments.calls import choose_parser
@@ -39,6 +46,7 @@ class AnswerRules:
         sampling: Of calls.
         max_tokens: Of a history and its answer.
         max_calls: Of an episode; None does not bound them.
+        encoder: Of images.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -47,6 +55,7 @@ class AnswerRules:
     sampling: SamplingRule
     max_tokens: int
     max_calls: int | None = None
+    encoder: Encoder = TEXT_ENCODER
 
     def asked(self, episode: AgentEpisode, call: ChatCall) -> list[CalledTurn]:
         """The turns of a call, to be sampled.
@@ -63,6 +72,8 @@ class AnswerRules:
             text = f"the conversations of an episode take at most {MAX_KEPT_BYTES} bytes"
             raise HttpError(413, text, code="episode_too_large")
         self.sampling.params(options)
+        if call.images and "image" not in self.encoder.marks:
+            raise refused("images are not supported: the model reads text only", "messages")
         try:
             if call.tools:
                 choose_parser(self.tool_parser, self.tokenizer, call.tools)
@@ -71,7 +82,9 @@ class AnswerRules:
         try:
             turns = episode.talk.ask(call)
         except RenderingError as error:
-            raise HttpError(400, str(error), code="refused_by_template") from error
+            is_image = isinstance(error, ImageRenderingError)
+            code = "invalid_image" if is_image else "refused_by_template"
+            raise HttpError(400, str(error), code=code) from error
         context = len(turns[0].context)
         room = self.max_tokens - context
         if room < 1 or not context:
@@ -168,6 +181,6 @@ def _sample(
     # Ranks that share an engine all make each of its calls.
     for params, turns in (groups or {rules.sampling.params(CallOptions()): []}).items():
         turns.sort(key=lambda turn: turn.order)
-        found = sample(params, [turn.request for turn in turns])
+        found = sample(params, [turn.request(rules.encoder) for turn in turns])
         for turn, completion in zip(turns, found, strict=True):
             rules.finish(turn, completion)

@@ -6,7 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from lightrft.datasets.chat_ids import ChatIds, Message as TemplateMessage, with_arguments
+from lightrft.datasets.chat_ids import ChatIds, Message as TemplateMessage, for_template
+from lightrft.datasets.rendered import Rendered
+from lightrft.engines.media.media import Media
+from lightrft.records.media import encode_context
 from lightrft.rollout.agents.conversations import CalledTurn, template_messages
 from lightrft.rollout.agents.messages import Message
 
@@ -34,6 +37,9 @@ def _fault_before(turn: CalledTurn, chat: ChatIds, tokenizer: PreTrainedTokenize
     messages, parent = turn.call.messages, turn.parent
     if not messages:
         return "" if not _specials(turn.before.token_ids[1:], chat) else "a text has special tokens"
+    images = [image for each in turn.later for image in each.images]
+    if [image.digest for image in images] != [image.digest for image in turn.call.images]:
+        return "other images were shown than were sent"
     if parent is None:
         return _fault_of_prompt(turn, chat, tokenizer)
     own = parent.call.messages
@@ -43,29 +49,45 @@ def _fault_before(turn: CalledTurn, chat: ChatIds, tokenizer: PreTrainedTokenize
     if not _says(parent, messages[len(own)], tokenizer):
         return "its history has another answer than the one that was sampled"
     ids, spans = turn.before.token_ids, turn.before.text_spans
-    texts = [message.text for message in new if message.text]
+    texts = [text for message in new for text in message.texts]
     if len(texts) != len(spans):
         return "another number of messages was shown than was sent"
     for text, (start, stop) in zip(texts, spans, strict=True):
         forms = text, text.strip(), json.dumps(text), json.dumps(text, ensure_ascii=False)
         if ids[start:stop] not in [_ids(form, tokenizer) for form in forms]:
             return "another text was shown than was sent"
-    written = _written_after(turn, new, chat, tokenizer)
+    written = _written_after(turn, new, chat)
+    try:
+        ids = _unexpanded(turn.before, chat)
+    except ValueError:
+        return "the places of images are not those that the processor makes"
     if written is not None and _specials(ids, chat) != written:
         return "other special tokens were shown than the chat template writes"
     return ""
 
 
+def _unexpanded(shown: Rendered, chat: ChatIds) -> tuple[int, ...]:
+    """Ids with one place for each image, as chat templates write them.
+
+    Raises:
+        ValueError: The places are not those of the images.
+    """
+    media = encode_context(shown.token_ids, None, shown.later, chat.encoder)
+    return shown.token_ids if media is None else media.request_token_ids
+
+
 def _fault_of_prompt(turn: CalledTurn, chat: ChatIds, tokenizer: PreTrainedTokenizerBase) -> str:
     """A prompt has the ids that transformers gives the whole conversation."""
-    if any(chat.forges(message.text) for message in turn.call.messages):
+    if _forges(turn, chat):
         return ""
-    messages = template_messages(turn.call.messages)
+    messages, media = template_messages(turn.call.messages), Media({"image": turn.call.images})
     for as_text in (False, True):
-        text = _rendered(messages, turn.call.tools, tokenizer, as_text=as_text)
+        text = _rendered(messages, turn.call.tools, chat, as_text=as_text)
         if text is None:
             continue
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if media:
+            ids = chat.encoder.kept(text, media).token_ids
         if tuple(cast("list[int]", ids)) == turn.before.token_ids:
             return ""
     return "the prompt has other tokens than the chat template gives it"
@@ -74,14 +96,14 @@ def _fault_of_prompt(turn: CalledTurn, chat: ChatIds, tokenizer: PreTrainedToken
 def _rendered(
     messages: Sequence[TemplateMessage],
     tools: Sequence[TemplateMessage],
-    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatIds,
     *,
     as_text: bool,
     asks: bool = True,
 ) -> str | None:
-    given = [with_arguments(each, as_text=as_text) for each in messages]
+    given = [for_template(each, as_text=as_text) for each in messages]
     try:
-        found = tokenizer.apply_chat_template(
+        found = chat.renderer.apply_chat_template(
             given,
             tools=list(tools) or None,
             tokenize=False,
@@ -96,19 +118,18 @@ def _written_after(
     turn: CalledTurn,
     new: Sequence[Message],
     chat: ChatIds,
-    tokenizer: PreTrainedTokenizerBase,
 ) -> list[int] | None:
     """Special tokens that the template writes after a turn; None where that cannot be told.
 
     Both conversations have the turn; what the longer one has more is what follows it.
     """
-    if any(chat.forges(message.text) for message in turn.call.messages):
+    if _forges(turn, chat):
         return None
     messages = template_messages(turn.call.messages)
     head = messages[: len(messages) - len(new)]
     for as_text in (False, True):
-        whole = _rendered(messages, turn.call.tools, tokenizer, as_text=as_text)
-        before = _rendered(head, turn.call.tools, tokenizer, as_text=as_text, asks=False)
+        whole = _rendered(messages, turn.call.tools, chat, as_text=as_text)
+        before = _rendered(head, turn.call.tools, chat, as_text=as_text, asks=False)
         if whole is None or before is None:
             continue
         first, all_of = chat.specials_of(before), chat.specials_of(whole)
@@ -118,6 +139,10 @@ def _written_after(
         ends = first[-1:] if own and own[-1:] != tuple(first[-1:]) else []
         return [*ends, *all_of[len(first) :]]
     return None
+
+
+def _forges(turn: CalledTurn, chat: ChatIds) -> bool:
+    return any(chat.forges(text) for message in turn.call.messages for text in message.texts)
 
 
 def _specials(ids: Sequence[int], chat: ChatIds) -> list[int]:

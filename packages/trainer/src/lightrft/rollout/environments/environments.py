@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -24,6 +24,7 @@ from lightrft.rollout.environments.episode_work import EpisodeWork
 from lightrft.rollout.environments.journal import (
     JOURNAL_FOLDER,
     Journal,
+    images_fact,
     journal_path,
     remove_further_ranks,
     sampling_facts,
@@ -77,13 +78,8 @@ class Environments:
     ) -> None:
         self.config = config
         modality = modality or TextModality(tokenizer)
-        modality.check_turns()
+        check_turns(modality, config)
         self.encoder = modality.encoder
-        if self.encoder.reads_media and keeps_rows(config):
-            raise ConfigError(
-                "rollout_lag and stream_chunk keep rows with the media of their prompts alone, and "
-                "episodes may show others: leave them out"
-            )
         self.folder = None if folder is None else folder / JOURNAL_FOLDER
         self.pool = pool or EnvironmentPool(config, reads_images="image" in self.encoder.marks)
         self.special_ids = forging_ids(tokenizer)
@@ -222,7 +218,6 @@ class EpisodeSource:
         context, sync = self._parts.context, self._parts.session.last_weight_sync
         spec = self._environments.spec
         prompts = [i for e in episodes for i in (e.request_id, *e.prompt.token_ids)]
-        images = [image.digest for e in episodes for image in e.prompt.images]
         header = {
             "step": step,
             "batch": requests.batch,
@@ -232,7 +227,7 @@ class EpisodeSource:
             "prompts": hash_context(prompts),
             "sampling": sampling_facts(params),
             "environment": {**asdict(spec), "stateless": sorted(spec.stateless)},
-            **({"images": sha256("".join(images).encode()).hexdigest()} if images else {}),
+            **images_fact(chain(*(e.prompt.images for e in episodes))),
         }
         engine = self._parts.session.engine
         journal = Journal(
@@ -328,6 +323,16 @@ class EpisodeSource:
             return 2 * (len(open_episodes) - len(batch.busy)) < len(open_episodes)
 
         return batch.collect(must_wait)
+
+
+def check_turns(modality: Modality, config: TrainConfig) -> None:
+    """Raises a ConfigError if episodes of several turns cannot show what the model reads."""
+    modality.check_turns()
+    if modality.encoder.reads_media and keeps_rows(config):
+        raise ConfigError(
+            "rollout_lag and stream_chunk keep rows with the media of their prompts alone, and "
+            "episodes may show others: leave them out"
+        )
 
 
 def forging_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightrft.datasets.suffix import Observation
+from lightrft.datasets.rendered import Rendered
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import LaterImages
 from lightrft.engines.types import Completion, Facts
@@ -128,7 +128,7 @@ class Episode:
         self.turn_texts.append(text)
         self.last, self.is_cut = turn, is_cut
 
-    def add_observation(self, found: Observation) -> None:
+    def add_observation(self, found: Rendered) -> None:
         """Appends ids that nobody sampled."""
         ids, place = found.token_ids, len(self.context)
         self.later += [replace(each, start=each.start + place) for each in found.later]

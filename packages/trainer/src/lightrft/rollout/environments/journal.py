@@ -17,13 +17,15 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import cast
 
 from lightrft.config.files import lines_of
 from lightrft.engines.ledger import LedgerEntry, hash_context
+from lightrft.engines.media.sources import ImageSource
 from lightrft.engines.types import Completion, FinishReason, LogprobsMode, SamplingParams
 from lightrft.records.rollout import AnsweredCall
 from lightrft.rollout.environments.episode import Episode
@@ -210,6 +212,12 @@ def sampling_facts(params: SamplingParams) -> list[float]:
     """Seed and distribution, as a header has them; min_p, which older ones lack, where it cuts."""
     facts = params.distribution
     return [params.seed, *(facts if params.min_p else facts[:-1])]
+
+
+def images_fact(images: Iterable[ImageSource]) -> dict[str, str]:
+    """What names images, whose places have the same ids whatever they show; {} without any."""
+    digests = "".join(image.digest for image in images)
+    return {"images": sha256(digests.encode()).hexdigest()} if digests else {}
 
 
 def remove_further_ranks(folder: Path, step: int, batch: int, world_size: int) -> None:

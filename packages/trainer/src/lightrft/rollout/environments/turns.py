@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, cast
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.media import as_parts
-from lightrft.datasets.suffix import Content, Observation, TurnSuffix
+from lightrft.datasets.rendered import Rendered
+from lightrft.datasets.suffix import Content, TurnSuffix
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import Encoder
 from lightrft.engines.media.media import Media
 from lightrft.engines.types import Completion, GenerationRequest
-from lightrft.records.media import encode_prompt, encode_row
+from lightrft.records.media import encode_context, encode_prompt
 from lightrft.records.rollout import AnsweredCall, Rollout, Segment
 from lightrft.records.sample_ledger import SampleEntry
 from lightrft.rewards.types import KeptEnvironment, RewardResult
@@ -69,7 +70,7 @@ class Observations:
 
     def after(
         self, turn: Sequence[int], context_length: int, answers: Sequence[str | Content]
-    ) -> Observation | None:
+    ) -> Rendered | None:
         """The ids after a turn; None if its images leave no room for another turn.
 
         Args:
@@ -262,9 +263,7 @@ class Turns:
         most = self._turn_tokens(batch, episode) - so_far
         if episode.max_sampled is not None:
             most = min(most, episode.max_sampled - episode.num_sampled)
-        media = encode_row(episode.as_rollout(), self.encoder)
-        if media is not None:
-            media = media.continued(context[len(media.token_ids) :])
+        media = encode_context(context, episode.prompt, episode.later, self.encoder)
         return GenerationRequest(
             prompt_token_ids=context,
             request_id=episode.request_id + TURN_STEP * len(episode.segments),
