@@ -1,4 +1,4 @@
-"""Whole runs on an environment that shows images, in one process and on two ranks."""
+"""Whole runs on an environment and an agent that show images, in one process and on two ranks."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,9 @@ from lightrft.rollout.environments.call_formats import ToolCall
 
 pytestmark = pytest.mark.shard("vision")
 
-CASES = Path(__file__).parent.parent / "rollout" / "image_environments.py"
+ROLLOUT = Path(__file__).parent.parent / "rollout"
+ALBUM = ("--environment", f"{ROLLOUT / 'image_environments.py'}:Album")
+AGENT = ("--agent", f"{ROLLOUT / 'agents' / 'image_agents.py'}:album")
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "episode/turns", "response_length")
 
 
@@ -35,7 +37,7 @@ def write_rows(folder):
     return folder / "rows.jsonl"
 
 
-def train(model, rows, output, *words):
+def train(model, rows, output, plays, *words):
     """Two steps; random models seldom end a turn and write no calls: here all do."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sampling, "training_params", with_stops)
@@ -49,8 +51,6 @@ def train(model, rows, output, *words):
                 "--prompt_data",
                 str(rows),
                 "--apply_chat_template",
-                "--system_prompt",
-                "Turn the pages.",
                 "--label_key",
                 "number",
                 "--reward_fn",
@@ -58,8 +58,7 @@ def train(model, rows, output, *words):
                 "--engine_type",
                 "hf",
                 "--no_bf16",
-                "--environment",
-                f"{CASES}:Album",
+                *plays,
                 "--environment_workers",
                 "1",
                 "--max_turns",
@@ -94,7 +93,8 @@ def lines(path):
 def test_a_run_shows_and_trains_the_images_of_all_turns(tmp_path, capsys):
     write_tiny_vision_model(tmp_path / "model", "tiny-qwen2.5-vl", seed=1)
     output = tmp_path / "out"
-    assert train(tmp_path / "model", write_rows(tmp_path), output) == ExitCode.OK
+    words = (ALBUM, "--system_prompt", "Turn the pages.")
+    assert train(tmp_path / "model", write_rows(tmp_path), output, *words) == ExitCode.OK
     steps = lines(output / "metrics.jsonl")
     assert len(steps) == 2
     for step in steps:
@@ -118,6 +118,24 @@ def test_a_run_shows_and_trains_the_images_of_all_turns(tmp_path, capsys):
     assert "only runs of models of text can be replayed" in told
 
 
+def test_a_run_trains_on_what_an_agent_shows(tmp_path):
+    write_tiny_vision_model(tmp_path / "model", "tiny-qwen2.5-vl", seed=1)
+    output = tmp_path / "out"
+    words = (AGENT, "--save_rollouts")
+    assert train(tmp_path / "model", write_rows(tmp_path), output, *words) == ExitCode.OK
+    for step in lines(output / "metrics.jsonl"):
+        assert step["logprob_diff_max/media"] < 1e-5
+        assert step["agent/branches"] == 2
+        assert step["agent/calls"] == 4
+    assert len(lines(output / "metrics.jsonl")) == 2
+    samples, rows = (lines(output / f"{name}.jsonl") for name in ("samples", "rollouts"))
+    assert {len(sample["images"]) for sample in samples} <= {2, 4}
+    assert sorted(len(row["media"]) for row in rows) == [2] * 16 + [4] * 16
+    assert main(["report", str(output)]) == ExitCode.OK
+    page = (output / "report.html").read_text()
+    assert all(image in page for sample in samples for image in sample["images"])
+
+
 def train_rank(rank, world_size, *arguments):
     """One rank of a run."""
 
@@ -127,19 +145,36 @@ def train_rank(rank, world_size, *arguments):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "preset", ["tiny-qwen2.5-vl", "tiny-gemma3", "tiny-smolvlm", "tiny-llava-onevision"]
+    ("preset", "plays"),
+    [
+        ("tiny-qwen2.5-vl", ALBUM),
+        ("tiny-gemma3", ALBUM),
+        ("tiny-smolvlm", ALBUM),
+        ("tiny-llava-onevision", ALBUM),
+        ("tiny-qwen2.5-vl", AGENT),
+        ("tiny-smolvlm", AGENT),
+    ],
 )
-def test_two_ranks_take_the_steps_of_one_process(preset, tmp_path):
+def test_two_ranks_take_the_steps_of_one_process(preset, plays, tmp_path):
     """Packed, so that rows of several ranks lie in one stream, with their images delivered."""
     write_tiny_vision_model(tmp_path / "model", preset, seed=1)
-    rows, found = write_rows(tmp_path), {}
+    rows, found, ids = write_rows(tmp_path), {}, {}
     for world_size, more in ((1, ()), (2, ("--packing_samples",))):
         output = tmp_path / str(world_size)
-        arguments = (tmp_path / "model", rows, output, "--prompt_max_len", "400", *more)
+        words = ("--prompt_max_len", "800", "--save_rollouts", *more)
+        arguments = (tmp_path / "model", rows, output, plays, *words)
         run_multiprocess(train_rank, world_size, timeout_seconds=280, args=arguments)
         found[world_size] = lines(output / "metrics.jsonl")
+        ids[world_size] = {
+            (row["step"], row["sample_id"]): (row["response_ids"], row["media"])
+            for row in lines(output / "rollouts.jsonl")
+        }
     assert len(found[1]) == len(found[2]) == 2
+    assert [*ids[1]] == [*ids[2]]
+    first = {key for key in ids[1] if key[0] == 1}
+    assert all(ids[1][key] == ids[2][key] for key in first)
+    compared = [name for name in COMPARED if name in found[1][0]]
     for one, other in zip(found[1], found[2], strict=True):
-        for name in COMPARED:
+        for name in compared:
             assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
         assert other["logprob_diff_max/media"] < 1e-5

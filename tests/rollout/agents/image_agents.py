@@ -72,11 +72,3 @@ async def by_other_clients(base_url, api_key, row):
     ]
     await other.messages.create(model="policy", max_tokens=8, messages=messages)
     return 1.0
-
-
-async def asks(base_url, api_key, row):
-    """What the row says, and the status and error of the answer as a failure."""
-    async with Client(base_url, api_key) as client:
-        talk = [{"role": "user", "content": row["content"]}]
-        answer = await client.post(talk)
-    raise ValueError(f"{answer.status_code} {answer.json()['error']['message']}")

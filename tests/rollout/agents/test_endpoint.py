@@ -190,7 +190,7 @@ def test_options_of_the_run_win_and_the_difference_is_noted(desk):
         ({"messages": [*TALK, {"role": "assistant", "content": "x"}]}, "last message"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "image_url",
+            "image_url must be a data URL",
         ),
         ({"messages": [{"role": "user", "content": "x", "mood": "bad"}]}, "mood"),
     ],

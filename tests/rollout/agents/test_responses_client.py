@@ -86,7 +86,7 @@ def test_an_answer_that_was_cut_is_incomplete(desk, client):
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [TOOL | {"strict": True}]}, "strict"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        ({"input": [{"role": "user", "content": IMAGE}]}, "input_image"),
+        ({"input": [{"role": "user", "content": IMAGE}]}, "image_url must be a data URL"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "reasoning"),
         ({"input": [{"type": "function_call_output", "output": "2"}]}, "tool_call_id"),
         ({"input": [{"role": "user", "content": "a", "name": "b"}]}, "name"),

@@ -24,6 +24,8 @@ from lightrft.rollout.agents.messages import ChatCall, Json, Message, SpokenCall
 
 # Of what an episode holds, by rough count; ids and their log-probabilities take the most.
 MAX_KEPT_BYTES = 1 << 28
+# Of the pixels of its images, as the model reads them.
+MAX_PIXEL_BYTES = 1 << 32
 _BYTES_A_TOKEN = 100
 
 
@@ -115,6 +117,7 @@ class Conversations:
 
     Attributes:
         kept_bytes: Roughly what its turns hold; at most `MAX_KEPT_BYTES` is for callers to see to.
+        pixel_bytes: Of all its images; at most `MAX_PIXEL_BYTES` likewise.
     """
 
     chat: ChatIds
@@ -127,6 +130,7 @@ class Conversations:
     _messages: dict[Message, Message] = field(default_factory=dict)
     _tools: dict[bytes, tuple[Json, ...]] = field(default_factory=dict)
     kept_bytes: int = 0
+    pixel_bytes: int = 0
 
     def again(self, call: ChatCall, *, is_retry: bool) -> list[CalledTurn] | None:
         """The answers to an equal call that the client never got; None if there are none.
@@ -151,7 +155,7 @@ class Conversations:
         # Places of images have the same ids whatever they show.
         images = "".join(image.digest for image in call.images)
         digest, found = hash_context(context) + images + call.options.mark, []
-        self.kept_bytes += sum(
+        self.pixel_bytes += sum(
             self.chat.encoder.kept(each.text, each.media).num_bytes for each in before.later
         )
         for _ in range(call.options.num_choices):

@@ -12,7 +12,7 @@ from lightrft.config import ConfigError
 from lightrft.datasets.chat_ids import ImageRenderingError, RenderingError
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
-from lightrft.rollout.agents.conversations import MAX_KEPT_BYTES, CalledTurn
+from lightrft.rollout.agents.conversations import MAX_KEPT_BYTES, MAX_PIXEL_BYTES, CalledTurn
 from lightrft.rollout.agents.endpoint import WaitingCall, too_long
 from lightrft.rollout.agents.episodes import AgentEpisode
 from lightrft.rollout.agents.http_server import HttpError
@@ -68,8 +68,12 @@ class AnswerRules:
         if self.max_calls is not None and after > self.max_calls:
             text = f"no answers are left: an episode has {self.max_calls}"
             raise HttpError(403, text, code="call_limit")
-        if episode.talk.kept_bytes > MAX_KEPT_BYTES:
-            text = f"the conversations of an episode take at most {MAX_KEPT_BYTES} bytes"
+        talk = episode.talk
+        if talk.kept_bytes > MAX_KEPT_BYTES or talk.pixel_bytes > MAX_PIXEL_BYTES:
+            text = (
+                f"the conversations of an episode take at most {MAX_KEPT_BYTES} bytes, and the "
+                f"pixels of its images {MAX_PIXEL_BYTES}"
+            )
             raise HttpError(413, text, code="episode_too_large")
         self.sampling.params(options)
         if call.images and "image" not in self.encoder.marks:
@@ -80,7 +84,7 @@ class AnswerRules:
         except ConfigError as error:
             raise HttpError(400, str(error), code="no_tool_format") from error
         try:
-            turns = episode.talk.ask(call)
+            turns = talk.ask(call)
         except RenderingError as error:
             is_image = isinstance(error, ImageRenderingError)
             code = "invalid_image" if is_image else "refused_by_template"
