@@ -51,6 +51,8 @@ def train(model, rows, output, plays, *words):
                 "--prompt_data",
                 str(rows),
                 "--apply_chat_template",
+                "--system_prompt",
+                "Turn the pages.",
                 "--label_key",
                 "number",
                 "--reward_fn",
@@ -93,8 +95,7 @@ def lines(path):
 def test_a_run_shows_and_trains_the_images_of_all_turns(tmp_path, capsys):
     write_tiny_vision_model(tmp_path / "model", "tiny-qwen2.5-vl", seed=1)
     output = tmp_path / "out"
-    words = (ALBUM, "--system_prompt", "Turn the pages.")
-    assert train(tmp_path / "model", write_rows(tmp_path), output, *words) == ExitCode.OK
+    assert train(tmp_path / "model", write_rows(tmp_path), output, ALBUM) == ExitCode.OK
     steps = lines(output / "metrics.jsonl")
     assert len(steps) == 2
     for step in steps:

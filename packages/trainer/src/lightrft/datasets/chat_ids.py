@@ -108,8 +108,9 @@ class ChatIds:
 
     def text(self, text: str) -> Rendered:
         """A text that the model is to continue; no part of it is a special token."""
-        ids = self._tokenizer(text, split_special_tokens=True)["input_ids"]
-        return Rendered(tuple(cast("list[int]", ids)))
+        ids = cast("list[int]", self._tokenizer(text, split_special_tokens=True)["input_ids"])
+        self._refuse_places(ids)
+        return Rendered(tuple(ids))
 
     def forges(self, text: str) -> bool:
         """Whether a text holds the name of a special token."""
@@ -242,10 +243,14 @@ class ChatIds:
             if not images:
                 raise
             raise ImageRenderingError(f"an image cannot be shown: {first_line(error)}") from error
-        texts = (found.token_ids[start:stop] for start, stop in found.text_spans)
-        if self._places and not self._places.isdisjoint(chain(*texts)):
-            raise RenderingError("a text holds what the model reads as the place of an image")
+        for start, stop in found.text_spans:
+            self._refuse_places(found.token_ids[start:stop])
         return found
+
+    def _refuse_places(self, ids: Sequence[int]) -> None:
+        """Some places are no special tokens, and stay what they are in texts."""
+        if not self._places.isdisjoint(ids):
+            raise RenderingError("a text holds what the model reads as the place of an image")
 
     def _ids(self, text: str, **options: bool) -> list[int]:
         found = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]

@@ -37,7 +37,7 @@ from lightrft.rollout.agents.http_server import HttpLimits
 from lightrft.rollout.agents.replies import told
 from lightrft.rollout.agents.rounds import AnswerRules, answer_round
 from lightrft.rollout.agents.sampling import RunSampling
-from lightrft.rollout.agents.shown import fault_of
+from lightrft.rollout.agents.shown import are_sent, fault_of
 from lightrft.rollout.environments.environments import check_turns, forging_ids
 from lightrft.rollout.environments.journal import (
     JOURNAL_FOLDER,
@@ -302,8 +302,7 @@ def note_episode(
         entry = ledger.of(row.sample_id)
         entry.group_id, entry.prompt = episode.group_id, row.prompt
         entry.fault = fault_of(turns, episode.talk.chat, tokenizer)
-        sent = [image.digest for turn in turns[-1:] for image in turn.call.images]
-        if turns and sent != [image.digest for image in row.images]:
+        if turns and not are_sent(row.images, turns[-1]):
             entry.fault = "its images are not those that its client sent"
     first = ledger.of(episode.sample_id)
     first.has_failed = bool(episode.failure)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 from lightrft.datasets.chat_ids import ChatIds, Message as TemplateMessage, for_template
 from lightrft.datasets.rendered import Rendered
 from lightrft.engines.media.media import Media
+from lightrft.engines.media.sources import ImageSource
 from lightrft.records.media import encode_context
 from lightrft.rollout.agents.conversations import CalledTurn, template_messages
 from lightrft.rollout.agents.messages import Message
@@ -37,17 +39,27 @@ def _fault_before(turn: CalledTurn, chat: ChatIds, tokenizer: PreTrainedTokenize
     messages, parent = turn.call.messages, turn.parent
     if not messages:
         return "" if not _specials(turn.before.token_ids[1:], chat) else "a text has special tokens"
-    images = [image for each in turn.later for image in each.images]
-    if [image.digest for image in images] != [image.digest for image in turn.call.images]:
+    if not are_sent(chain(*(each.images for each in turn.later)), turn):
         return "other images were shown than were sent"
     if parent is None:
         return _fault_of_prompt(turn, chat, tokenizer)
     own = parent.call.messages
-    new = messages[len(own) + 1 :]
     if [m.key for m in messages[: len(own)]] != [m.key for m in own]:
         return "its history is another conversation's"
     if not _says(parent, messages[len(own)], tokenizer):
         return "its history has another answer than the one that was sampled"
+    return _fault_of_suffix(turn, messages[len(own) + 1 :], chat, tokenizer)
+
+
+def are_sent(images: Iterable[ImageSource], turn: CalledTurn) -> bool:
+    """Whether images are those that the client sent for a turn, in their order."""
+    return [image.digest for image in images] == [image.digest for image in turn.call.images]
+
+
+def _fault_of_suffix(
+    turn: CalledTurn, new: Sequence[Message], chat: ChatIds, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """What was appended has the texts of new messages, and nothing else but the template's own."""
     ids, spans = turn.before.token_ids, turn.before.text_spans
     texts = [text for message in new for text in message.texts]
     if len(texts) != len(spans):
