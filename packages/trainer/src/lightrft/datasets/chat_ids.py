@@ -66,11 +66,13 @@ class ChatIds:
         self._end_text = str(name or "")
         added = tokenizer.added_tokens_decoder.items()
         ids = {*tokenizer.all_special_ids, *(i for i, each in added if each.special)}
-        self._places = set(tokenizer.convert_tokens_to_ids([*encoder.placeholders]))
+        # Some processors look for a name that is no token of its own.
+        places = (tokenizer.convert_tokens_to_ids(name) for name in encoder.placeholders)
+        self._places = {i for i in places if i not in (None, tokenizer.unk_token_id)}
         ids |= self._places
         self.special_ids = frozenset(ids)
         self._names = {str(tokenizer.convert_ids_to_tokens(i)): i for i in sorted(ids)}
-        longest_first = sorted(self._names, key=len, reverse=True)
+        longest_first = sorted({*self._names, *encoder.placeholders}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._pieces = PieceIds(self._ids, encoder, end_of_turn, self._end_text)
 
@@ -118,7 +120,8 @@ class ChatIds:
 
     def specials_of(self, text: str) -> list[int]:
         """Special tokens of a text that the chat template wrote, in their order."""
-        return [self._names[name] for name in self._pattern.findall(text)]
+        found = self._pattern.findall(text)
+        return [self._names[name] for name in found if name in self._names]
 
     def _check_frames(self, messages: Sequence[Message], tools: Sequence[Message]) -> None:
         """Refuses special tokens where they cannot be told from the template's own."""
