@@ -358,7 +358,7 @@ def test_a_model_that_attends_to_images_is_refused():
 def test_rows_in_flight_may_show_no_images_of_episodes():
     encoder = tiny("tiny-qwen2.5-vl")[1]
     options = {"environment": f"{CASES}:Album", "apply_chat_template": True, "rollout_lag": 1}
-    with pytest.raises(ConfigError, match="rollout_lag keeps rows with the media of their prompts"):
+    with pytest.raises(ConfigError, match="keep rows with the media of their prompts alone"):
         Environments(
             TrainConfig(**options), encoder.processor.tokenizer, modality=VisionPrompts(encoder)
         )

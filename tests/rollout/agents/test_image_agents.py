@@ -431,7 +431,7 @@ def test_a_reward_function_gets_the_images_that_the_first_turn_was_given(tmp_pat
     ("preset", "options", "reason"),
     [
         ("tiny-mllama", {}, "models of type mllama attend to images beside the text"),
-        ("tiny-gemma3", {"rollout_lag": 1}, "rollout_lag keeps rows with the media of their"),
+        ("tiny-gemma3", {"rollout_lag": 1}, "keep rows with the media of their prompts alone"),
     ],
 )
 def test_what_episodes_with_images_cannot_be_is_refused_at_the_start(preset, options, reason):
