@@ -124,8 +124,8 @@ def read_step(run: Path, step: int | None, config: TrainConfig) -> tuple[int, li
             by_step.setdefault(int(match[1]), []).append(path)
     if not by_step:
         raise NotARunError(
-            f"{run} has no journal of a step: runs with --environment or --tools write them, but not "
-            "with --stream_chunk"
+            f"{run} has no journal of a step: runs with --environment or --tools write them, but "
+            "not with --stream_chunk"
         )
     step = max(by_step) if step is None else step
     if step not in by_step:
