@@ -6,7 +6,7 @@ from tests.rollout.agents.test_endpoint import TALK, Desk, body_of, http
 
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.engines.types import Completion
-from lightrft.rollout.agents import rounds
+from lightrft.rollout.agents import conversations as conversations_module
 from lightrft.rollout.agents.conversations import Conversations
 from lightrft.rollout.agents.http_server import HttpLimits
 from lightrft.rollout.agents.messages import Message, read_chat
@@ -121,7 +121,7 @@ def test_calls_that_differ_are_numbered_whichever_comes_first():
 
 
 def test_the_memory_of_an_episode_is_bounded(desk, monkeypatch):
-    monkeypatch.setattr(rounds, "MAX_KEPT_BYTES", 10_000)
+    monkeypatch.setattr(conversations_module, "MAX_KEPT_BYTES", 10_000)
     talks = ([{"role": "user", "content": f"{count} " * 20}] for count in range(40))
     codes = [desk.post(messages=talk) for talk in talks]
     assert codes[0].status_code == 200

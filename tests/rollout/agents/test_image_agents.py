@@ -30,7 +30,7 @@ from lightrft.engines.types import Completion, EngineConfig, SamplingParams
 from lightrft.records.media import encode_context, encode_row
 from lightrft.rewards.build import CombinedReward
 from lightrft.rewards.types import RewardResult
-from lightrft.rollout.agents import rounds
+from lightrft.rollout.agents import conversations
 from lightrft.rollout.agents.agents import Agents
 from lightrft.rollout.agents.conversations import CalledTurn, Conversations
 from lightrft.rollout.agents.episodes import AgentEpisode
@@ -350,14 +350,16 @@ def test_images_are_what_users_and_tools_show(role):
 def test_a_model_of_text_refuses_images_by_name():
     desk = Desk()
     desk.rules = replace(desk.rules, encoder=TEXT_ENCODER)
-    with pytest.raises(HttpError, match="images are not supported: the model reads text only"):
+    with pytest.raises(
+        HttpError, match="images are not supported: of this model only text is read"
+    ):
         desk.ask(said(squares(1)))
 
 
 def test_the_pixels_of_an_episode_are_bounded(monkeypatch):
-    monkeypatch.setattr(rounds, "MAX_PIXEL_BYTES", 100_000)
+    monkeypatch.setattr(conversations, "MAX_PIXEL_BYTES", 100_000)
     desk = Desk()
-    with pytest.raises(HttpError, match="the pixels of its images 100000") as refusal:
+    with pytest.raises(HttpError, match="and the pixels of its images") as refusal:
         for number in range(40):
             desk.ask(said(squares(number)))
     assert (refusal.value.status, refusal.value.code) == (413, "episode_too_large")

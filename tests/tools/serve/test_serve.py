@@ -4,6 +4,9 @@ import threading
 
 import httpx
 import pytest
+from tests.models.vision.tiny_families import write_tiny_vision_model
+from tests.rollout.agents.image_agents import said
+from tests.rollout.image_environments import squares
 
 from lightrft.cli.errors import UsageError
 from lightrft.config import TrainConfig
@@ -59,6 +62,30 @@ def test_options_of_clients_count(service):
 def test_texts_beyond_the_model_are_refused(service):
     answer = post(service, messages=[{"role": "user", "content": "long " * 20_000}])
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_images_are_shown_to_models_that_read_them(service, tmp_path):
+    shown = [said("Look.", squares(1, (84, 84)))]
+    refused = post(service, messages=shown).json()["error"]["message"]
+    assert refused == "images are not supported: of this model only text is read"
+    write_tiny_vision_model(tmp_path / "model", "tiny-qwen2.5-vl", seed=1)
+    path, config = served(tmp_path / "model", "hermes")
+    with Service(path, config, port=0, key="sk-own") as seeing:
+        threading.Thread(target=seeing.serve, daemon=True).start()
+        first = post(seeing, messages=shown, logprobs=True).json()
+        other = post(seeing, messages=[said("Look.", squares(2, (84, 84)))], logprobs=True).json()
+        assert first["usage"]["prompt_tokens"] == other["usage"]["prompt_tokens"]
+        told = [each["choices"][0]["logprobs"]["content"] for each in (first, other)]
+        assert told[0] != told[1]
+
+
+def test_a_model_whose_images_no_turn_can_follow_answers_texts(tmp_path):
+    write_tiny_vision_model(tmp_path / "model", "tiny-mllama", seed=1)
+    path, config = served(tmp_path / "model", "hermes")
+    with Service(path, config, port=0, key="sk-own") as texts:
+        threading.Thread(target=texts.serve, daemon=True).start()
+        assert post(texts, messages=TALK).status_code == 200
+        assert post(texts, messages=[said("Look.", squares(1))]).status_code == 400
 
 
 def test_what_is_served(model, tmp_path):

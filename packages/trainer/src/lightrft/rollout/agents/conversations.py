@@ -116,8 +116,8 @@ class Conversations:
         episode_id: Of the episode; fixes the random numbers of its calls.
 
     Attributes:
-        kept_bytes: Roughly what its turns hold; at most `MAX_KEPT_BYTES` is for callers to see to.
-        pixel_bytes: Of all its images; at most `MAX_PIXEL_BYTES` likewise.
+        kept_bytes: Roughly what its turns hold.
+        pixel_bytes: Of all its images.
     """
 
     chat: ChatIds
@@ -131,6 +131,11 @@ class Conversations:
     _tools: dict[bytes, tuple[Json, ...]] = field(default_factory=dict)
     kept_bytes: int = 0
     pixel_bytes: int = 0
+
+    @property
+    def fullness(self) -> float:
+        """Part of what it may hold; at most 1 is for callers to see to."""
+        return max(self.kept_bytes / MAX_KEPT_BYTES, self.pixel_bytes / MAX_PIXEL_BYTES)
 
     def again(self, call: ChatCall, *, is_retry: bool) -> list[CalledTurn] | None:
         """The answers to an equal call that the client never got; None if there are none.

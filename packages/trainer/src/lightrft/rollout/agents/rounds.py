@@ -69,7 +69,7 @@ class AnswerRules:
             text = f"no answers are left: an episode has {self.max_calls}"
             raise HttpError(403, text, code="call_limit")
         talk = episode.talk
-        if talk.kept_bytes > MAX_KEPT_BYTES or talk.pixel_bytes > MAX_PIXEL_BYTES:
+        if talk.fullness > 1:
             text = (
                 f"the conversations of an episode take at most {MAX_KEPT_BYTES} bytes, and the "
                 f"pixels of its images {MAX_PIXEL_BYTES}"
@@ -77,7 +77,7 @@ class AnswerRules:
             raise HttpError(413, text, code="episode_too_large")
         self.sampling.params(options)
         if call.images and "image" not in self.encoder.marks:
-            raise refused("images are not supported: the model reads text only", "messages")
+            raise refused("images are not supported: of this model only text is read", "messages")
         try:
             if call.tools:
                 choose_parser(self.tool_parser, self.tokenizer, call.tools)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.chat_ids import ChatIds
+from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.rollout.agents.conversations import CalledTurn, Conversations
@@ -38,6 +39,7 @@ class ChatModel:
         tokenizer: Of the model, with a chat template.
         config: Sampling where clients say nothing, and the format of calls.
         limit: Longest question and answer, in tokens; None is unlimited.
+        modality: Renders and encodes images; None is that of a model of text.
 
     Attributes:
         rules: Of answers.
@@ -47,20 +49,28 @@ class ChatModel:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, limit: int | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: TrainConfig,
+        limit: int | None = None,
+        modality: Modality | None = None,
     ) -> None:
-        end = TurnSuffix(tokenizer).verdict.end_of_turn
+        modality = modality or TextModality(tokenizer)
+        encoder, renderer = modality.encoder, modality.renderer
+        end = TurnSuffix(renderer, encoder=encoder).verdict.end_of_turn
         params = replace(training_params(config), n=1, seed=int(time.time()))
         if end is not None:
             params = replace(params, stop_token_ids=(end,))
         ends = [each for each in (end, tokenizer.eos_token_id) if each is not None]
-        self.tokenizer, self._chat = tokenizer, ChatIds(tokenizer, end)
+        self.tokenizer = tokenizer
+        self._chat = ChatIds(tokenizer, end, encoder=encoder, renderer=renderer)
         self.rules = AnswerRules(
             tokenizer,
             config.tool_parser,
             frozenset(ends),
             ClientSampling(params),
             max_tokens=limit or 2**31,
+            encoder=encoder,
         )
 
     def episode(self) -> AgentEpisode:

@@ -133,14 +133,14 @@ class Service:
 
     def answer(self, calls: Sequence[WaitingCall]) -> None:
         """Answers calls in one batch."""
-        from lightrft.rollout.agents.conversations import MAX_KEPT_BYTES
         from lightrft.rollout.agents.http_server import HttpError
         from lightrft.rollout.agents.rounds import answer_round
 
         talk = self._episode.talk
-        if len(talk.turns) > _MAX_KNOWN or talk.kept_bytes > MAX_KEPT_BYTES // 2:
+        if len(talk.turns) > _MAX_KNOWN or talk.fullness > 0.5:
             self._episode.restart()
             self._episode.known.clear()
+            talk.chat.encoder.forget()
         try:
             answer_round(calls, self._model.chat.rules, self._model.sample)
         except Exception as error:  # noqa: BLE001 - one request must not end the server

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.datasets.media import Modality, TextModality
 from lightrft.engines.factory import build_engine
 from lightrft.engines.types import Completion, EngineConfig, GenerationRequest, SamplingParams
 from lightrft.models import load_tokenizer
+from lightrft.stages.policy.inputs import load_modality
 from lightrft.tools.serve.chat_model import ChatModel
 
 
@@ -28,7 +31,12 @@ class ServedModel:
         tokenizer = load_tokenizer(str(path), config)
         options = {} if device is None else {"device": device}
         self.engine = build_engine(EngineConfig("hf", str(path), options=options))
-        self.chat = ChatModel(tokenizer, config, self.engine.max_model_len)
+        modality: Modality = load_modality(replace(config, pretrain=str(path)), tokenizer)
+        try:
+            modality.check_turns()
+        except ConfigError:  # text alone, then: no later turn could go on from its images
+            modality = TextModality(tokenizer)
+        self.chat = ChatModel(tokenizer, config, self.engine.max_model_len, modality)
 
     def sample(self, how: SamplingParams, asked: list[GenerationRequest]) -> list[Completion]:
         """Completions, as `answer_round` takes them."""
