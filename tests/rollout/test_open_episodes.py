@@ -21,6 +21,7 @@ from lightrft.engines.types import EngineConfig
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.records.rollout import AnsweredCall
 from lightrft.rewards.types import RewardResult
+from lightrft.rollout.environments import specs
 from lightrft.rollout.environments.environments import Environments
 from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.in_flight import from_parts, to_bytes
@@ -153,7 +154,9 @@ class Player:
         parts = SourceParts(self.session, config, TOKENIZER, reward or Lengths())
         self.batches = self.environments.source(parts)
         self.source = build_source(parts, self.batches, needs_greedy=False)
-        self.prompts = prompts_of(self.environments, tmp_path)
+        own = tmp_path / str(self.context.rank)  # ranks are threads: each writes its own file
+        own.mkdir(exist_ok=True)
+        self.prompts = prompts_of(self.environments, own)
         self.knows_end = True
         self.params = replace(training_params(config), stop_token_ids=tuple(stops))
         self.stream, self.first, self.drawn, self.number = NOTHING_OPEN, 0, 0, 0
@@ -360,7 +363,6 @@ def streamed(tmp_path_factory):
 
 def test_with_long_chunks_every_step_is_the_synchronous_one(tmp_path, monkeypatch):
     """With random numbers of a real engine: turns have the same ids of requests."""
-    from lightrft.rollout.environments import specs
     from lightrft.rollout.environments.calls import ToolCall
 
     def calls(text, *others):
@@ -403,6 +405,33 @@ def test_two_ranks_play_the_episodes_of_one(tmp_path, streamed):
 def test_a_resumed_run_goes_on_in_the_middle_of_episodes(tmp_path, streamed, breaks):
     found = play(Player(config_of(**STREAM), tmp_path), breaks)
     assert list(map(facts, found)) == streamed
+
+
+def test_open_episodes_keep_the_prompt_that_they_began_with(tmp_path, streamed, monkeypatch):
+    """A chat template may write another text by now, of the date, say."""
+    player = Player(config_of(**STREAM), tmp_path)
+    for _ in range(4):
+        player.step()
+    is_open = {group.prompt.id for group in player.stream.groups if group.begun}
+    render = specs.ToolTokenizer.apply_chat_template
+
+    def another_day(tokenizer, *given, **named):
+        return f"Monday. {render(tokenizer, *given, **named)}"
+
+    monkeypatch.setattr(specs.ToolTokenizer, "apply_chat_template", another_day)
+    later = Player(config_of(**STREAM), tmp_path)
+    player.resumed()
+    later.stream, later.first, later.drawn = player.stream, player.first, player.drawn
+    later.number, seen = 4, set()
+    expected = [fact[0] for step in streamed for fact in step]
+    while not is_open <= seen:
+        samples = later.step()
+        for item in samples.scored:
+            if item.rollout.prompt.id in is_open:
+                seen.add(item.rollout.prompt.id)
+                assert content(item.rollout) in expected
+                right = rebuild(item.rollout.sample_id, samples.evidence)
+                assert tuple(right.token_ids.tolist()) == item.rollout.token_ids
 
 
 def test_ranks_go_on_with_the_episodes_of_others(tmp_path, streamed):

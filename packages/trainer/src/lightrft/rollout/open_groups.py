@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightrft.datasets.types import Prompt
@@ -20,6 +20,8 @@ class EpisodeState:
     Args:
         request_id: Of its first call of the engine; another one after each start.
         message: What `reset` said.
+        prompt_text, prompt_ids, messages: The prompt with it, as it was rendered then: rendered
+            again it may be another one. Of an episode that has begun.
         sampled: Of each token, whether the model sampled it.
         turns: What was said in each, special tokens removed.
         answers: Calls of each turn that was answered.
@@ -35,6 +37,9 @@ class EpisodeState:
 
     request_id: int
     message: str | None = None
+    prompt_text: str = ""
+    prompt_ids: tuple[int, ...] = ()
+    messages: tuple[Mapping[str, object], ...] = ()
     sampled: tuple[bool, ...] = ()
     turns: tuple[str, ...] = ()
     answers: tuple[tuple[AnsweredCall, ...], ...] = ()

@@ -46,13 +46,11 @@ class _Hosted:
 
     Args:
         number: By which a worker knows its environment; None once that has ended.
-        prompt: With the message of `reset`.
         sample: That it has come to; None while it goes on.
         generation: Of the worker.
     """
 
     number: int | None
-    prompt: Prompt
     sample: OpenSample | None = None
     generation: int = 0
 
@@ -160,7 +158,7 @@ class OpenEpisodes:
         episode, sample = self._episode(group, index, params), group.samples[index]
         hosted = self._hosted.get(episode.sample_id)
         if hosted is None:
-            hosted = _Hosted(next(numbers), episode.prompt)
+            hosted = _Hosted(next(numbers))
             self._hosted[episode.sample_id] = hosted
         if hosted.number is None:
             hosted.number = next(numbers)
@@ -176,14 +174,16 @@ class OpenEpisodes:
         sample = group.samples[index]
         state = _state(sample)
         episode = self._work.new_episode(group.prompt, group.request_id, index, params)
-        hosted = self._hosted.get(episode.sample_id)
         episode.request_id, episode.num_restarts = state.request_id, state.num_restarts
         episode.reset_message = state.message
         episode.reset_parts = () if state.message is None else (state.message,)
-        if hosted is not None and hosted.sample is sample:
-            episode.prompt = hosted.prompt
-        elif sample.segments:
-            episode.prompt = self._work.turns.with_reset_message(episode)
+        if state.prompt_ids:
+            episode.prompt = replace(
+                group.prompt,
+                text=state.prompt_text,
+                token_ids=state.prompt_ids,
+                messages=state.messages,
+            )
         episode.token_ids, episode.logprobs = list(sample.token_ids), list(sample.logprobs)
         episode.sampled, episode.versions = list(state.sampled), list(sample.versions)
         episode.facts, episode.segments = sample.facts, list(sample.segments)
@@ -248,6 +248,9 @@ class OpenEpisodes:
         state = EpisodeState(
             request_id=episode.request_id,
             message=episode.reset_message,
+            prompt_text=episode.prompt.text,
+            prompt_ids=episode.prompt.token_ids,
+            messages=episode.prompt.messages,
             sampled=tuple(episode.sampled),
             turns=tuple(episode.turn_texts),
             answers=tuple(map(tuple, episode.answers)),
@@ -271,7 +274,7 @@ class OpenEpisodes:
             state,
         )
         number = episode.number if episode.is_open else None
-        hosted = _Hosted(number, episode.prompt, found, episode.generation)
+        hosted = _Hosted(number, found, episode.generation)
         self._hosted[episode.sample_id] = hosted
         return found
 

@@ -203,14 +203,14 @@ class Turns:
             EpisodeError: The prompt is empty, too long, or images do not fit it.
         """
         num_images = len(episode.prompt.images)
-        episode.prompt = self.with_reset_message(episode)
+        episode.prompt = self._with_reset_message(episode)
         before = batch.journal.recorded.resets.get(episode.sample_id)
         has_images = episode.prompt.images[num_images:]
         if has_images and before is not None and before["told"] != episode.reset_message:
             # Tokens alone do not tell one image from another.
             batch.start_over(episode, ChangedAnswerError("reset answered otherwise"))
 
-    def with_reset_message(self, episode: Episode) -> Prompt:
+    def _with_reset_message(self, episode: Episode) -> Prompt:
         """The prompt with texts and images of `reset` at the end of its last user message.
 
         Raises:
