@@ -122,7 +122,11 @@ def test_draws_do_not_depend_on_the_order_of_arrival(stage):
 
 
 def test_a_retry_gets_the_answer_that_was_lost(stage):
-    played = stage("retries", script=lambda request: (time.sleep(0.3), played.drawn(request))[1])
+    def script(request):
+        time.sleep(seconds(0.3))  # the client has gone, and the server has seen it
+        return played.drawn(request)
+
+    played = stage("retries", script=script)
     samples = played.sample()
     assert len(samples.scored) == 2
     check_exact(played, samples)
