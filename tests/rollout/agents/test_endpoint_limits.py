@@ -13,8 +13,14 @@ import pytest
 from tests.machine import seconds, wait_until
 from tests.rollout.agents.test_endpoint import TALK, Desk
 
+from lightrft.datasets.chat_ids import MAX_IMAGES, MAX_PIXELS
 from lightrft.rollout.agents.conversations import MAX_KEPT_BYTES
-from lightrft.rollout.agents.http_server import HttpLimits, HttpResponse, HttpServer
+from lightrft.rollout.agents.http_server import (
+    MEDIA_LIMITS,
+    HttpLimits,
+    HttpResponse,
+    HttpServer,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -279,4 +285,13 @@ def test_the_documented_limits_are_the_true_ones():
     ):
         assert f"\n| {what} | {value} |" in page
     assert f"{own.call_seconds:g} s of `lightrft serve`" in page
+    for what, size in (
+        ("body for a model that reads images", MEDIA_LIMITS.max_body_bytes),
+        (
+            "bodies of all calls that wait for a model that reads images",
+            MEDIA_LIMITS.max_held_bytes,
+        ),
+    ):
+        assert f"\n| {what} | {size >> 20} MiB |" in page
+    assert f"| {MAX_IMAGES}, and {MAX_PIXELS} pixels together |" in page
     assert f"{MAX_KEPT_BYTES >> 20} MiB | 413 `episode_too_large`" in page

@@ -23,8 +23,10 @@ from lightrft.datasets import load_prompts
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.suffix import TurnSuffix
+from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.encoder import TEXT_ENCODER
+from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import as_image
 from lightrft.engines.types import Completion, EngineConfig, SamplingParams
 from lightrft.records.media import encode_context, encode_row
@@ -36,11 +38,12 @@ from lightrft.rollout.agents.conversations import CalledTurn, Conversations
 from lightrft.rollout.agents.episodes import AgentEpisode
 from lightrft.rollout.agents.http_server import HttpError
 from lightrft.rollout.agents.messages import Message, read_chat
-from lightrft.rollout.agents.rounds import AnswerRules
+from lightrft.rollout.agents.rounds import AnswerRules, answer_round
 from lightrft.rollout.agents.sampling import RunSampling
 from lightrft.rollout.agents.shown import fault_of
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.source import SampleRequests, SourceParts
+from lightrft.stages.policy.inputs import require_images
 from lightrft.stages.policy.parity import PARITY_LIMITS
 from lightrft.strategy import get_fake_strategy
 
@@ -200,6 +203,13 @@ class Desk:
 
 
 YES = Message("assistant", "Yes.")
+# The texts of a message side by side.
+IMAGES_FIRST = (
+    "{% for message in messages %}"
+    "{% for part in message.content if part.type == 'image' %}<|image_pad|>{% endfor %}"
+    "{% for part in message.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+    "<|end|>{% endfor %}"
+)
 SAID = {"role": "assistant", "content": "Yes."}
 PNG = address_of(squares(1))
 
@@ -304,10 +314,10 @@ def torn():
     return f"data:image/png;base64,{base64.b64encode(data[:-999]).decode()}"
 
 
-def huge():
+def huge(side=60_000):
     """Its header says that it is as large as that."""
     data = bytes_of(squares(1))
-    header = data[:16] + struct.pack(">II", 60_000, 60_000) + data[24:]
+    header = data[:16] + struct.pack(">II", side, side) + data[24:]
     data = header[:29] + struct.pack(">I", zlib.crc32(header[12:29])) + header[33:]
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
@@ -328,7 +338,9 @@ REFUSED = {
     "too long": (said(squares(1, (601, 2)))["content"], "aspect ratio"),
     "detail": ([{"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}], "'detail'"),
     "video": ([{"type": "video_url", "video_url": {"url": PNG}}], "'video_url' are not supported"),
-    "no room": (said(*[squares(n) for n in range(80)])["content"], "no answer fits"),
+    "no room": (said(*[squares(n, (112, 112)) for n in range(60)])["content"], "no answer"),
+    "many": (said(*map(squares, range(65)))["content"], "65 new images at once: at most 64"),
+    "large": (address(huge(6000)), "36000000 pixels: at most 33554432 are read at once"),
 }
 
 
@@ -364,6 +376,55 @@ def test_the_pixels_of_an_episode_are_bounded(monkeypatch):
             desk.ask(said(squares(number)))
     assert (refusal.value.status, refusal.value.code) == (413, "episode_too_large")
     assert 1 < len(desk.talk.turns) < 20
+
+
+def test_pixels_are_counted_and_kept_once_and_those_of_refused_calls_not_at_all():
+    desk = Desk(max_tokens=2000)
+    desk.encoder.forget()
+    first = said("Look.", squares(1))
+    for _ in range(3):
+        desk.ask(first)
+    kept = desk.encoder.num_kept, desk.talk.pixel_bytes
+    assert kept == (1, desk.encoder.bytes_since(0))
+    torn_one = {"type": "image_url", "image_url": {"url": torn()}}
+    content = [*said(squares(2), "and", squares(3), "and")["content"], torn_one]
+    for message in ({"role": "user", "content": content}, said(*map(squares, range(4, 64)))):
+        with pytest.raises(HttpError):
+            Desk.ask(desk, first, SAID, message, said("long " * 2000))
+        assert (desk.encoder.num_kept, desk.talk.pixel_bytes) == kept
+
+
+def test_choices_of_one_call_share_their_pixels():
+    desk, taken = Desk(max_tokens=2000), []
+
+    def sample(params, requests):
+        taken.extend(requests)
+        return [
+            Completion(r.request_id, 0, r.prompt_token_ids, (5,), (-1.0,), "temperature", "length")
+            for r in requests
+        ]
+
+    content = said("Look.", squares(1), "or", squares(2))
+    call = read_chat({"model": "policy", "messages": [content], "n": 3})
+    episode = AgentEpisode(0, None, 0, 0, {}, desk.talk)
+    holder = SimpleNamespace(episode=episode, is_open=True)
+    waiting = SimpleNamespace(
+        holder=holder, call=call, is_gone=False, is_retry=False, resolve=lambda _: None
+    )
+    assert len(answer_round([waiting], desk.rules, sample)) == 3
+    assert len({id(request.encoded) for request in taken}) == 1 < len(taken)
+
+
+def test_special_tokens_are_not_forged_by_escapes_or_over_an_image():
+    desk = Desk(max_tokens=2000)
+    escaped = json.dumps({"a": "<|end|>"}).replace("<", "\\u003c")
+    assert "<" not in escaped
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": escaped}}
+    with pytest.raises(HttpError, match="a call or a tool holds the name of a special token"):
+        desk.ask(said("Look."), {**SAID, "tool_calls": [call]}, said("And?"))
+    desk.chat.renderer.chat_template = IMAGES_FIRST
+    turn = desk.ask(said("x<|en", squares(1), "d|>y"))
+    assert turn.before.token_ids.count(desk.end) == 1  # the template's own
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, "tiny-smolvlm"])
@@ -441,3 +502,10 @@ def test_what_episodes_with_images_cannot_be_is_refused_at_the_start(preset, opt
     config = TrainConfig(**options_of(1, agent=f"{CASES}:album", **options))
     with pytest.raises(ConfigError, match=reason):
         Agents(config, encoder.processor.tokenizer, modality=VisionPrompts(encoder))
+
+
+def test_rows_with_films_are_refused_by_their_numbers():
+    picture, film = Media({"image": [squares_source(1, (28, 28))]}), Media({"video": [object()]})
+    require_images([Prompt(0, "", (1,), media=picture)])
+    with pytest.raises(DataError, match="row 4 of the prompts: agents are shown images alone"):
+        require_images([Prompt(3, "", (1,), media=picture + film)])

@@ -12,6 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
@@ -32,6 +33,9 @@ Slot = tuple[int, int]
 # Arguments of calls stand in some templates as objects, in others as JSON.
 _FORMS = (False, True)
 _IMAGE = {"type": "image"}
+# Of images that are rendered at once: what decoding them may take is known before.
+MAX_IMAGES = 64
+MAX_PIXELS = 1 << 25
 
 
 class RenderingError(ValueError):
@@ -125,7 +129,12 @@ class ChatIds:
 
     def _check_frames(self, messages: Sequence[Message], tools: Sequence[Message]) -> None:
         """Refuses special tokens where they cannot be told from the template's own."""
-        framed = [(each.get("tool_calls"), each.get("name")) for each in messages]
+        # Templates write arguments as they were sent, or as the objects that they mean.
+        forms = [*messages]
+        for each in messages:
+            with suppress(RenderingError):
+                forms.append(for_template(each, as_text=False))
+        framed = [(each.get("tool_calls"), each.get("name")) for each in forms]
         if self.forges(json.dumps([*framed, *tools], ensure_ascii=False)):
             raise RenderingError("a call or a tool holds the name of a special token")
 
@@ -241,6 +250,7 @@ class ChatIds:
         if sum(map(self.encoder.num_places, frame)) != len(images):
             raise ImageRenderingError("the chat template drops or repeats an image")
         try:
+            _check_sizes(images)
             found = join(images)
         except (ValueError, TypeError, IndexError) as error:
             if not images:
@@ -281,13 +291,26 @@ def parts_of(message: Message) -> tuple[str | ImageSource, ...]:
 
 
 def _slots(messages: Sequence[Message], is_wanted: Callable[[str], bool]) -> list[Slot]:
-    """Those texts of messages that are wanted."""
-    return [
-        (number, place)
-        for number, each in enumerate(messages)
-        for place, part in enumerate(parts_of(each))
-        if isinstance(part, str) and is_wanted(part)
-    ]
+    """Those texts of messages that are wanted, alone or with the others of their message."""
+    found = []
+    for number, each in enumerate(messages):
+        texts = {i: part for i, part in enumerate(parts_of(each)) if isinstance(part, str)}
+        # Templates may write two texts with an image between them as one.
+        are_wanted = is_wanted("".join(texts.values()))
+        found += [(number, i) for i, text in texts.items() if are_wanted or is_wanted(text)]
+    return found
+
+
+def _check_sizes(images: Sequence[ImageSource]) -> None:
+    """Raises a ValueError for more than can be decoded at once, by the headers of files."""
+    if len(images) > MAX_IMAGES:
+        raise ValueError(f"{len(images)} new images at once: at most {MAX_IMAGES} are read")
+    num_pixels = sum(width * height for width, height in (image.size() for image in images))
+    if num_pixels > MAX_PIXELS:
+        raise ValueError(
+            f"the new images have {num_pixels} pixels: at most {MAX_PIXELS} are read at once; "
+            "scale them"
+        )
 
 
 def _filled(messages: Sequence[Message], texts: Mapping[Slot, str]) -> list[Message]:

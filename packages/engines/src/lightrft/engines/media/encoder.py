@@ -72,7 +72,17 @@ class TextEncoder:
         del bounds
         return media
 
-    def forget(self) -> None:
+    @property
+    def num_kept(self) -> int:
+        """None: see `PromptEncoder`."""
+        return 0
+
+    def bytes_since(self, number: int) -> int:
+        """None: see `PromptEncoder`."""
+        del number
+        return 0
+
+    def forget(self, number: int = 0) -> None:
         """Does nothing: see `PromptEncoder`."""
 
 
@@ -361,6 +371,8 @@ class PromptEncoder:
         )
 
     def _joined(self, given: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        if len(given) == 1:  # without a copy
+            return dict(given[0])
         names = dict.fromkeys(name for tensors in given for name in tensors)
         return {n: self.family.join(n, [tensors.get(n) for tensors in given]) for n in names}
 
@@ -368,9 +380,19 @@ class PromptEncoder:
         """Number of images that a rendered text has places for."""
         return text.count(self.marks["image"]) if "image" in self.marks else 0
 
-    def forget(self) -> None:
-        """Frees the tensors of all prompts."""
-        self._kept.clear()
+    @property
+    def num_kept(self) -> int:
+        """Number of prompts whose tensors are kept."""
+        return len(self._kept)
+
+    def bytes_since(self, number: int) -> int:
+        """Memory of the prompts that are kept since there were so many."""
+        return sum(encoded.num_bytes for encoded in [*self._kept.values()][number:])
+
+    def forget(self, number: int = 0) -> None:
+        """Frees the tensors of all prompts but the first so many."""
+        for key in [*self._kept][number:]:
+            del self._kept[key]
 
 
 def _key(text: str, media: Media) -> tuple[str, ...]:

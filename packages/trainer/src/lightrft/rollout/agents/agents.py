@@ -33,7 +33,7 @@ from lightrft.rollout.agents.agent_worker import MAX_OPEN_FILES
 from lightrft.rollout.agents.conversations import CalledTurn, Conversations
 from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
 from lightrft.rollout.agents.episodes import AgentEpisode
-from lightrft.rollout.agents.http_server import HttpLimits
+from lightrft.rollout.agents.http_server import MEDIA_LIMITS, HttpLimits
 from lightrft.rollout.agents.replies import told
 from lightrft.rollout.agents.rounds import AnswerRules, answer_round
 from lightrft.rollout.agents.sampling import RunSampling
@@ -103,7 +103,9 @@ class Agents:
         self.special_ids = forging_ids(tokenizer)
         raise_open_files(MAX_OPEN_FILES)
         self.pool = AgentPool(config)
-        self.endpoint = Endpoint(tokenizer, HttpLimits(call_seconds=config.agent_timeout_seconds))
+        limits = MEDIA_LIMITS if self.encoder.reads_media else HttpLimits()
+        limits = replace(limits, call_seconds=config.agent_timeout_seconds)
+        self.endpoint = Endpoint(tokenizer, limits)
 
     def source(self, parts: SourceParts) -> AgentSource:
         """The source of the episodes of a run."""

@@ -127,7 +127,7 @@ def _blocks(where: str, content: object, kinds: set[str]) -> list[Json]:
         raise refused(f"{where}: expected a text or a list of blocks", "messages")
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             text = f"{where}: blocks of type {str(kind)[:60]!r} are not supported"
             raise refused(text, "messages")
         own = {

@@ -17,7 +17,7 @@ from lightrft.datasets.chat_ids import ChatIds, Message as TemplateMessage
 from lightrft.datasets.rendered import Rendered
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.media.encoder import Encoder
-from lightrft.engines.media.media import LaterImages
+from lightrft.engines.media.media import EncodedPrompt, LaterImages
 from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_context
 from lightrft.rollout.agents.messages import ChatCall, Json, Message, SpokenCall, chain_of
@@ -100,11 +100,14 @@ class CalledTurn:
         """Place among turns, whenever they were asked."""
         return self.context, _digests(self.later), self.call.options.mark, self.copy
 
-    def request(self, encoder: Encoder) -> GenerationRequest:
+    def encoded(self, encoder: Encoder) -> EncodedPrompt | None:
+        """The context with its images; None without any."""
+        return encode_context(self.context, None, self.later, encoder)
+
+    def request(self, encoded: EncodedPrompt | None) -> GenerationRequest:
         """The request to the engine, with the images of its context."""
-        ids, bound = self.context, self.max_tokens
-        media = encode_context(ids, None, self.later, encoder)
-        return GenerationRequest(ids, self.request_id, max_tokens=bound, encoded=media)
+        bound = self.max_tokens
+        return GenerationRequest(self.context, self.request_id, max_tokens=bound, encoded=encoded)
 
 
 @dataclass(slots=True)
@@ -117,7 +120,7 @@ class Conversations:
 
     Attributes:
         kept_bytes: Roughly what its turns hold.
-        pixel_bytes: Of all its images.
+        pixel_bytes: Of its images, as the model reads them; callers count them.
     """
 
     chat: ChatIds
@@ -160,9 +163,6 @@ class Conversations:
         # Places of images have the same ids whatever they show.
         images = "".join(image.digest for image in call.images)
         digest, found = hash_context(context) + images + call.options.mark, []
-        self.pixel_bytes += sum(
-            self.chat.encoder.kept(each.text, each.media).num_bytes for each in before.later
-        )
         for _ in range(call.options.num_choices):
             copy = self._copies[digest]
             self._copies[digest] += 1

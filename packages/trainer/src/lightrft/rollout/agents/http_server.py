@@ -49,6 +49,10 @@ class HttpLimits:
     call_seconds: float = 600.0
 
 
+# Where each call repeats the images of its history.
+MEDIA_LIMITS = HttpLimits(max_body_bytes=1 << 26, max_held_bytes=1 << 31)
+
+
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
     """A request that has arrived in full.

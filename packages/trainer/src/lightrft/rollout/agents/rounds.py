@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,12 @@ from lightrft.config import ConfigError
 from lightrft.datasets.chat_ids import ImageRenderingError, RenderingError
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
-from lightrft.rollout.agents.conversations import MAX_KEPT_BYTES, MAX_PIXEL_BYTES, CalledTurn
+from lightrft.rollout.agents.conversations import (
+    MAX_KEPT_BYTES,
+    MAX_PIXEL_BYTES,
+    CalledTurn,
+    Conversations,
+)
 from lightrft.rollout.agents.endpoint import WaitingCall, too_long
 from lightrft.rollout.agents.episodes import AgentEpisode
 from lightrft.rollout.agents.http_server import HttpError
@@ -83,6 +88,22 @@ class AnswerRules:
                 choose_parser(self.tool_parser, self.tokenizer, call.tools)
         except ConfigError as error:
             raise HttpError(400, str(error), code="no_tool_format") from error
+        encoder = talk.chat.encoder
+        num_kept = encoder.num_kept
+        try:
+            turns = self._turns(talk, call)
+        except HttpError:
+            encoder.forget(num_kept)
+            raise
+        talk.pixel_bytes += encoder.bytes_since(num_kept)
+        room = self.max_tokens - len(turns[0].context)
+        for turn in turns:
+            wanted = turn.max_tokens or self.sampling.max_tokens
+            turn.max_tokens = min(wanted, self.sampling.max_tokens, room)
+        episode.num_calls = after
+        return turns
+
+    def _turns(self, talk: Conversations, call: ChatCall) -> list[CalledTurn]:
         try:
             turns = talk.ask(call)
         except RenderingError as error:
@@ -90,13 +111,8 @@ class AnswerRules:
             code = "invalid_image" if is_image else "refused_by_template"
             raise HttpError(400, str(error), code=code) from error
         context = len(turns[0].context)
-        room = self.max_tokens - context
-        if room < 1 or not context:
+        if not 0 < context < self.max_tokens:
             raise too_long(context, self.max_tokens)
-        for turn in turns:
-            wanted = turn.max_tokens or self.sampling.max_tokens
-            turn.max_tokens = min(wanted, self.sampling.max_tokens, room)
-        episode.num_calls = after
         return turns
 
     def finish(self, turn: CalledTurn, completion: Completion) -> None:
@@ -185,6 +201,13 @@ def _sample(
     # Ranks that share an engine all make each of its calls.
     for params, turns in (groups or {rules.sampling.params(CallOptions()): []}).items():
         turns.sort(key=lambda turn: turn.order)
-        found = sample(params, [turn.request(rules.encoder) for turn in turns])
+        # The choices of one call share the pixels of their context.
+        media = {id(turn.before): turn.encoded(rules.encoder) for turn in _of_calls(turns)}
+        found = sample(params, [turn.request(media[id(turn.before)]) for turn in turns])
         for turn, completion in zip(turns, found, strict=True):
             rules.finish(turn, completion)
+
+
+def _of_calls(turns: Sequence[CalledTurn]) -> Iterable[CalledTurn]:
+    """One turn of each call: what was rendered for it belongs to it alone."""
+    return {id(turn.before): turn for turn in turns}.values()

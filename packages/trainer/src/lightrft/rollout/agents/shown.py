@@ -154,7 +154,7 @@ def _written_after(
 
 
 def _forges(turn: CalledTurn, chat: ChatIds) -> bool:
-    return any(chat.forges(text) for message in turn.call.messages for text in message.texts)
+    return any(chat.forges("".join(message.texts)) for message in turn.call.messages)
 
 
 def _specials(ids: Sequence[int], chat: ChatIds) -> list[int]:

@@ -191,6 +191,8 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
         )
     if keeps_rows(config):
         _require_json(prompts.prompts)
+    if config.has_agent:
+        require_images(prompts.prompts)
     teacher_rows = TeacherRows.of_run(prompts.prompts, config)
     prove_teachers(config, tokenizer, [prompt.token_ids for prompt in prompts.prompts[:64]])
     eval_prompts: tuple[Prompt, ...] = ()
@@ -209,6 +211,17 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
         recipes,
         teacher_rows,
     )
+
+
+def require_images(prompts: Iterable[Prompt]) -> None:
+    """Raises a DataError if a prompt has media that agents are not shown."""
+    for prompt in prompts:
+        others = [kind for kind in prompt.media.kinds if kind != "image"]
+        if others:
+            raise DataError(
+                f"row {prompt.id + 1} of the prompts: agents are shown images alone, and it has "
+                f"{' and '.join(others)}: leave the row out"
+            )
 
 
 def _require_json(prompts: Iterable[Prompt]) -> None:

@@ -103,7 +103,8 @@ class ChatModel:
         sampled = dict[int, Completion]()
         if turns:
             params = self.rules.sampling.params(turns[0].call.options)
-            requests = {turn.request_id: turn.request(self.rules.encoder) for turn in turns}
+            encoder = self.rules.encoder
+            requests = {turn.request_id: turn.request(turn.encoded(encoder)) for turn in turns}
             sampled = {made.request_id: made for made in generate([*requests.values()], params)}
         return [
             each

@@ -119,11 +119,14 @@ class Service:
 
     def __init__(self, path: Path, config: TrainConfig, *, port: int, key: str | None) -> None:
         from lightrft.rollout.agents.endpoint import Endpoint
+        from lightrft.rollout.agents.http_server import MEDIA_LIMITS
         from lightrft.tools.serve.served_model import ServedModel
 
         self._model: ServedModel = ServedModel(path, config)
         self._episode: AgentEpisode = self._model.chat.episode()
-        self.endpoint: Endpoint = Endpoint(self._model.chat.tokenizer, port=port)
+        chat = self._model.chat
+        limits = MEDIA_LIMITS if chat.rules.encoder.reads_media else None
+        self.endpoint: Endpoint = Endpoint(chat.tokenizer, limits, port=port)
         self.key = self.endpoint.open(self._episode, key)
 
     def serve(self) -> None:
