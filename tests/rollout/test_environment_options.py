@@ -97,6 +97,24 @@ def test_arguments_that_the_class_does_not_take_are_refused_at_the_start(file, m
         hosted("openenv:http://127.0.0.1:9", {"width": 3})
 
 
+def test_an_episode_that_begins_again_closes_its_environment(monkeypatch):
+    class Counted(Adapted):
+        ended = 0
+
+        def reset(self, **row):
+            return None
+
+        def close(self):
+            Counted.ended += 1
+            raise OSError("gone already")
+
+    monkeypatch.setattr(ENVIRONMENT_KINDS, "load", lambda kind: lambda rest: Counted)
+    host = hosted("openenv:http://127.0.0.1:9")
+    for _ in range(3):
+        asked(host, "reset", row={})
+    assert Counted.ended == 2
+
+
 def test_arguments_are_the_env_config_of_a_skyrl_gym_class(file):
     prompt = [{"role": "user", "content": "q"}]
     host = hosted(f"skyrl_gym:{file}:Talk", {"url": "u", "k": 2})

@@ -137,9 +137,8 @@ def test_an_episode_that_is_answered_otherwise_starts_over_alone(whole, tmp_path
     text = edited(whole.lines, 5, "2", "9")
     again = Played(tmp_path / "run", lines=text)
     assert again.restarts == [5]
-    assert "sample 5 starts over: turn 1: count_up answered '2', where the journal says '9'" in (
-        capsys.readouterr().out
-    )
+    says = "turn 1: count_up answered '2', where the journal says '9'"
+    assert f"sample 1 of prompt 2 starts over: {says}" in capsys.readouterr().out
     assert again.ids == whole.ids  # of a script
     assert again.num_requests == 4  # its four turns
     assert [r.reward for r in again.rewards] == [r.reward for r in whole.rewards]

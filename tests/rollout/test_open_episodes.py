@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.engines.fake_engine import FakeEngine
 
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets import load_prompts
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import EngineConfig
@@ -32,6 +32,7 @@ from lightrft.rollout.open_groups import (
     OpenSample,
     StreamState,
 )
+from lightrft.rollout.open_turns import OpenTurns, Part
 from lightrft.rollout.sampler import build_source, training_params
 from lightrft.rollout.source import InFlight, SampleRequests, SourceParts, own_positions
 from lightrft.rollout.stream_order import GroupFacts, groups_to_train
@@ -530,10 +531,22 @@ def test_an_environment_that_answers_otherwise_after_a_resume_starts_over(
     assert list(map(facts, found)) == streamed[:4]
     mood.touch()
     player.resumed()
+    generate, counts = player.session.gather_and_generate, []
+
+    def counting(*given, **named):
+        parts = generate(*given, **named)
+        counts.append(sum(len(part.output_token_ids) for part in parts))
+        return parts
+
+    player.session.gather_and_generate = counting
     after = [player.step()]
+    assert after[0].report.num_sampled_tokens == sum(counts)
     said = player.context.world.said
+    open_prompts = {item.rollout.prompt.id for item in after[0].scored}
+    open_prompts |= {group.prompt.id for group in player.stream.groups}
+    names = {f"sample {index} of prompt {i}" for i in open_prompts for index in range(SIZE)}
     assert said
-    assert all("starts over: mix answered otherwise" in text for text in said)
+    assert {text.split(" starts over: mix answered otherwise")[0] for text in said} <= names
     for group in player.stream.groups:
         for sample in group.samples:
             most = STREAM["stream_chunk"] * (6 - group.begun) if group.begun else 0
@@ -616,6 +629,36 @@ def test_an_observation_that_is_not_the_answer_is_found(tmp_path):
     assert [text.split(": ")[1] for text in problems] == [
         "what the model was shown is not what was answered"
     ]
+
+
+OTHERS = {
+    "generate_max_len: 150 -> 40": {"generate_max_len": 40},
+    "n_samples_per_prompt: 2 -> 4": {"n_samples_per_prompt": 4, "train_batch_size": 8},
+    "max_observation_tokens": {"max_observation_tokens": 16},
+    "environment or tools: given -> none": {"environment": None},
+}
+
+
+@pytest.mark.parametrize("says", OTHERS)
+def test_open_responses_do_not_go_on_under_other_options(tmp_path, says):
+    player = Player(config_of(**STREAM), tmp_path)
+    player.step()
+    player.resumed()
+    config = config_of(**STREAM).replaced(OTHERS[says])
+    parts = SourceParts(player.session, config, TOKENIZER, Lengths())
+    episodes = player.batches if config.environment else None
+    player.source = build_source(parts, episodes, needs_greedy=False)
+    with pytest.raises(ConfigError, match=f"has open responses.*{says}"):
+        player.step()
+
+
+def test_responses_of_one_turn_are_not_made_of_open_episodes(tmp_path):
+    player = Player(config_of(**STREAM), tmp_path)
+    player.step()
+    part = Part({}, player.params, 2, 2)
+    turns = OpenTurns(SourceParts(player.session, player.config, TOKENIZER, Lengths()))
+    with pytest.raises(ValueError, match="are episodes: start with their environment"):
+        turns.extended(player.stream.groups, part)
 
 
 def test_what_a_model_says_in_calls_can_be_read_back_from_a_checkpoint():

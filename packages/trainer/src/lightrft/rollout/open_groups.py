@@ -29,7 +29,7 @@ class EpisodeState:
         num_last, last_reason: Tokens of the last turn so far, and why its last call ended.
         is_cut: The last turn goes on.
         has_failed: Its environment did.
-        num_restarts: As in `Conversation`.
+        num_restarts, num_forgotten: As in `Episode`.
         reward, scored: By the environment, and hashes of the ids that it was given to.
         kept: JSON of what its environment kept, where a reward function reads that, or "": values
             of others, which a checkpoint holds as a text.
@@ -49,6 +49,7 @@ class EpisodeState:
     is_cut: bool = False
     has_failed: bool = False
     num_restarts: int = 0
+    num_forgotten: int = 0
     reward: RewardResult | None = None
     scored: tuple[str, ...] = ()
     kept: str = ""
@@ -121,10 +122,12 @@ class OpenGroup:
     complete: int = 0
 
     @property
-    def facts(self) -> tuple[int, int, int, int]:
+    def facts(self) -> tuple[int, int, int, int, int]:
         """Of a `GroupFacts`."""
         num_tokens = sum(sample.num_sampled for sample in self.samples)
-        return self.request_id, self.begun, self.complete, num_tokens
+        states = (sample.episode for sample in self.samples)
+        num_forgotten = sum(0 if each is None else each.num_forgotten for each in states)
+        return self.request_id, self.begun, self.complete, num_tokens, num_forgotten
 
     def extended(self, samples: Sequence[OpenSample], round_number: int) -> OpenGroup:
         """The same after a round in which its responses went on."""
@@ -164,6 +167,7 @@ class StreamState:
         num_rounds: So far.
         entries: Of the engine's ledger, on these groups.
         num_groups: Of all ranks.
+        options: Those of the run that open responses depend on, as shown to the user.
     """
 
     groups: tuple[OpenGroup, ...] = ()
@@ -171,6 +175,7 @@ class StreamState:
     num_rounds: int = 0
     entries: tuple[LedgerEntry, ...] = ()
     num_groups: int = 0
+    options: Mapping[str, str] = field(default_factory=dict)
 
     def with_entries(self, entries: Iterable[LedgerEntry]) -> StreamState:
         """The same with those entries that belong to its groups."""

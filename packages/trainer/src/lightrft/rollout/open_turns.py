@@ -59,8 +59,14 @@ class OpenTurns:
         return OpenGroup(request_id, prompt, (OpenSample(),) * params.n, params.logprobs_mode)
 
     def extended(self, groups: Sequence[OpenGroup], part: Part) -> list[OpenGroup]:
-        """See `OpenResponses`; one call of the engine."""
+        """See `OpenResponses`; one call of the engine.
+
+        Raises:
+            ValueError: The groups are of episodes.
+        """
         params, found = part.params, list(groups)
+        if any(sample.episode is not None for group in groups for sample in group.samples):
+            raise ValueError("the rows in flight are episodes: start with their environment")
         places, asked = [], []
         for index, group in enumerate(groups):
             for number, sample in enumerate(group.samples):

@@ -12,12 +12,14 @@ class GroupFacts:
         request_id: Number of its prompt in the run.
         begun, complete: Rounds of its first and of its last token; 0 is not yet.
         num_tokens: Sampled so far.
+        num_forgotten: Sampled beside them, by episodes that then started over.
     """
 
     request_id: int
     begun: int
     complete: int
     num_tokens: int
+    num_forgotten: int = 0
 
 
 def groups_to_train(

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.records.media import require_text
@@ -25,6 +26,16 @@ from lightrft.rollout.open_groups import OpenGroup, StreamState
 from lightrft.rollout.open_turns import OpenTurns, Part
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts, StreamReport
 from lightrft.rollout.stream_order import GroupFacts, groups_to_train, in_order
+
+# Options whose other values would not have let open responses come to where they are.
+_FIXED = (
+    "n_samples_per_prompt",
+    "generate_max_len",
+    "prompt_max_len",
+    "max_len",
+    "max_turns",
+    "max_observation_tokens",
+)
 
 
 class OpenResponses(Protocol):
@@ -57,13 +68,20 @@ class StreamSource:
         self._parts, self._responses = parts, responses or OpenTurns(parts)
 
     def sample(self, requests: SampleRequests) -> Samples:
-        """See `RolloutSource`."""
+        """See `RolloutSource`.
+
+        Raises:
+            ConfigError: Responses are open that began under other options.
+        """
         parts = self._parts
+        options = _fixed_options(parts.config)
+        if requests.stream.num_groups:
+            _require_same(requests.stream.options, options)
         if parts.config.use_fire:
             require_text(requests.prompts, "use_fire")
         with requests.timer.stage("rollout"), requests.recording(parts):
             flight = _Flight(parts, requests, self._responses)
-            num_prompts, before = flight.admit(), flight.num_tokens
+            num_prompts, before = flight.admit(), flight.num_sampled
             flight.sample_round()
             order, num_waited = flight.finish_chosen()
         first = requests.positions.start - parts.context.rank
@@ -72,19 +90,33 @@ class StreamSource:
         group_ids = [places[group.request_id] for group in asked]
         samples = self._responses.finished(asked, group_ids, requests)
         left = tuple(group for group in flight.own if group.request_id not in places)
-        state = StreamState(left, flight.num_calls, flight.round_number)
+        state = StreamState(left, flight.num_calls, flight.round_number, options=options)
         state = replace(state, num_groups=len(flight.facts) - len(order))
         if samples.evidence is not None:
             state = state.with_entries(samples.evidence.entries.values())
         still_open = [each for each in flight.begun() if each.request_id not in places]
         report = StreamReport(
-            # An episode that starts over forgets some.
-            num_sampled_tokens=max(0, flight.num_tokens - before),
+            num_sampled_tokens=flight.num_sampled - before,
             num_open=len(still_open),
             num_open_tokens=sum(each.num_tokens for each in still_open),
             num_waited=num_waited,
         )
         return replace(samples, num_prompts=num_prompts, stream=state, report=report)
+
+
+def _fixed_options(config: TrainConfig) -> dict[str, str]:
+    found = {name: repr(config.__dict__[name]) for name in _FIXED}
+    return {**found, "environment or tools": "given" if config.has_episodes else "none"}
+
+
+def _require_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    then = {name: before.get(name, "unknown") for name in now}
+    changes = [f"{name}: {then[name]} -> {now[name]}" for name in now if then[name] != now[name]]
+    if changes:
+        raise ConfigError(
+            f"the checkpoint has open responses (stream_chunk), and {', '.join(changes)}: give "
+            "the old values, or another --output_dir to start anew"
+        )
 
 
 class _Flight:
@@ -158,9 +190,9 @@ class _Flight:
         return [each.request_id for each in order], len(waited)
 
     @property
-    def num_tokens(self) -> int:
-        """Of all groups in flight."""
-        return sum(each.num_tokens for each in self.facts)
+    def num_sampled(self) -> int:
+        """Tokens that were sampled for all groups in flight."""
+        return sum(each.num_tokens + each.num_forgotten for each in self.facts)
 
     def begun(self) -> list[GroupFacts]:
         """Facts of the groups that have begun."""
@@ -173,8 +205,8 @@ class _Flight:
         self.own = self._responses.extended(self.own, part)
 
     def _tell(self) -> None:
-        """Tells all ranks of the groups of this one, in 16 bytes each; collective."""
-        own = np.array([each.facts for each in self.own], np.int32).reshape(-1, 4)
+        """Tells all ranks of the groups of this one, in 20 bytes each; collective."""
+        own = np.array([each.facts for each in self.own], np.int32).reshape(-1, 5)
         told = self._parts.context.gather_bytes(own.tobytes())
-        rows = (np.frombuffer(data, np.int32).reshape(-1, 4).tolist() for data in told)
+        rows = (np.frombuffer(data, np.int32).reshape(-1, 5).tolist() for data in told)
         self.facts = [GroupFacts(*row) for part in rows for row in part]

@@ -37,6 +37,7 @@ class Episode:
         is_cut: Its last turn goes on.
         max_sampled: Tokens that it may have sampled for now; None is as many as it wants.
         no_room: Why it could not begin yet.
+        num_restarts, num_forgotten: Of its starts over, and the tokens that it had sampled then.
         kept: What its environment kept at its end, where a reward function reads that.
     """
 
@@ -67,6 +68,7 @@ class Episode:
     later: list[LaterImages] = field(default_factory=list)
     generation: int = 0
     num_restarts: int = 0
+    num_forgotten: int = 0
     pending: list[ToolCall] = field(default_factory=list)
     kept: KeptEnvironment | None = None
 
@@ -147,6 +149,7 @@ class Episode:
 
     def start_over(self) -> None:
         """Forgets all turns; the prompt stays."""
+        self.num_forgotten += self.num_sampled
         for turns in (
             self.token_ids,
             self.logprobs,

@@ -73,7 +73,8 @@ class EpisodeBatch:
 
     def start_over(self, episode: Episode, error: ChangedAnswerError) -> None:
         """Forgets an episode but its prompt, and says so."""
-        self.notes.append(f"sample {episode.sample_id} starts over: {error}")
+        index = episode.sample_id % self.params.n
+        self.notes.append(f"sample {index} of prompt {episode.prompt.id} starts over: {error}")
         self.journal.again(episode, str(error))
         if self.session.engine is not None:
             self.session.engine.ledger.discard({turn.request_id for turn in episode.segments})

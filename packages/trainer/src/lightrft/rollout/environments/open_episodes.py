@@ -175,6 +175,7 @@ class OpenEpisodes:
         state = _state(sample)
         episode = self._work.new_episode(group.prompt, group.request_id, index, params)
         episode.request_id, episode.num_restarts = state.request_id, state.num_restarts
+        episode.num_forgotten = state.num_forgotten
         episode.reset_message = state.message
         episode.reset_parts = () if state.message is None else (state.message,)
         if state.prompt_ids:
@@ -260,6 +261,7 @@ class OpenEpisodes:
             is_cut=episode.is_cut,
             has_failed=episode.failure is not None,
             num_restarts=episode.num_restarts,
+            num_forgotten=episode.num_forgotten,
             reward=reward,
             scored=tuple(sorted(entry.scored)),
             kept="" if kept is None else json.dumps([kept.class_name, dict(kept.attributes)]),

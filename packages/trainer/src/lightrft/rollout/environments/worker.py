@@ -14,6 +14,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -205,16 +206,21 @@ class HostedEnvironments:
             return await self._reward(episode)
         if operation == "keep":
             return self._keep(episode)
+        self._end(episode)
+        return None
+
+    def _end(self, episode: str) -> None:
         ended = self._episodes.pop(episode, None)
         if isinstance(ended, Adapted):
             ended.close()
-        return None
 
     async def _reset(self, episode: str, row: dict[str, object]) -> object:
         if not self._factories:
             return None
         # Where a row chooses, its environment does not get the choice, as in TRL.
         kind = "" if "" in self._factories else str(row.pop(ENVIRONMENT_COLUMN))
+        with suppress(Exception):  # of an episode that starts over, or of a step given up
+            self._end(episode)
         environment = self._factories[kind]()
         self._episodes[episode] = environment
         message = await settled(environment.reset(**row))  # type: ignore[attr-defined]
