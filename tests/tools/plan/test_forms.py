@@ -203,12 +203,11 @@ def test_a_form_that_does_not_fit_is_never_the_fastest():
     assert form_table(nothing, Lengths(((1,),))).endswith("no form fits")
 
 
-def test_what_a_run_may_not_have_says_so(tmp_path):
+def test_what_a_run_may_not_have_says_so():
     lengths = Lengths.lognormal(0.9, 500, 1024, 8)
     alone = compare_forms(long_run(1024, gpus=1), GPU, lengths)
     assert "of 1 ranks no two parts" in alone[3].problem
-    (tmp_path / "calls.py").write_text("class Calls:\n    pass\n")
-    episodes = long_run(1024, environment=f"{tmp_path}/calls.py:Calls", apply_chat_template=True)
+    episodes = long_run(1024, environment="openenv:http://127.0.0.1:9", apply_chat_template=True)
     found = {each.name: each for each in compare_forms(episodes, GPU, lengths)}
     assert "stream_chunk" in found[STREAMING].problem
     assert found[STREAMING].problem.startswith("refused: ")
