@@ -33,9 +33,10 @@ from lightrft.rollout.open_groups import (
     StreamState,
 )
 from lightrft.rollout.open_turns import OpenTurns, Part
-from lightrft.rollout.sampler import build_source, training_params
+from lightrft.rollout.sampler import RolloutSampler, build_source, training_params
 from lightrft.rollout.source import InFlight, SampleRequests, SourceParts, own_positions
 from lightrft.rollout.stream_order import GroupFacts, groups_to_train
+from lightrft.strategy.distributed.deadlines import StepTimer
 
 HERE = Path(__file__).parent
 
@@ -650,6 +651,15 @@ def test_open_responses_do_not_go_on_under_other_options(tmp_path, says):
     player.source = build_source(parts, episodes, needs_greedy=False)
     with pytest.raises(ConfigError, match=f"has open responses.*{says}"):
         player.step()
+
+
+def test_open_responses_are_not_dropped_by_a_run_that_does_not_stream(tmp_path):
+    player = Player(config_of(**STREAM), tmp_path)
+    player.step()
+    parts = SourceParts(player.session, config_of(), TOKENIZER, Lengths())
+    sampler = RolloutSampler(parts)
+    with pytest.raises(ConfigError, match="prompts: give stream_chunk as before"):
+        sampler.collect([], first_request_id=0, timer=StepTimer(), stream=player.stream)
 
 
 def test_responses_of_one_turn_are_not_made_of_open_episodes(tmp_path):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
@@ -186,8 +186,16 @@ class RolloutSampler:
             stream: State that the round before left to the source.
             most_groups: See `SampleRequests`.
             step: Of the run, for the journal of environments; None writes none.
+
+        Raises:
+            ConfigError: Responses are open, and nothing streams.
         """
         engine, context = self._parts.session.engine, self._parts.context
+        if stream.num_groups and self._parts.config.stream_chunk is None:
+            raise ConfigError(
+                f"the checkpoint has the open responses to {stream.num_groups} prompts: give "
+                "stream_chunk as before, or another --output_dir to start anew"
+            )
         if engine is not None:
             engine.ledger.take()  # of a step that was given up
         num_prompts = len(prompts) * context.world_size
