@@ -27,16 +27,6 @@ from lightrft.rollout.open_turns import OpenTurns, Part
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts, StreamReport
 from lightrft.rollout.stream_order import GroupFacts, groups_to_train, in_order
 
-# Options whose other values would not have let open responses come to where they are.
-_FIXED = (
-    "n_samples_per_prompt",
-    "generate_max_len",
-    "prompt_max_len",
-    "max_len",
-    "max_turns",
-    "max_observation_tokens",
-)
-
 
 class OpenResponses(Protocol):
     """Open responses, of one turn or episodes: how they begin, go on and are handed over."""
@@ -105,8 +95,17 @@ class StreamSource:
 
 
 def _fixed_options(config: TrainConfig) -> dict[str, str]:
-    found = {name: repr(config.__dict__[name]) for name in _FIXED}
-    return {**found, "environment or tools": "given" if config.has_episodes else "none"}
+    """Those whose other values would not have let open responses come to where they are."""
+    values = {
+        "n_samples_per_prompt": config.n_samples_per_prompt,
+        "generate_max_len": config.generate_max_len,
+        "prompt_max_len": config.prompt_max_len,
+        "max_len": config.max_len,
+        "max_turns": config.max_turns,
+        "max_observation_tokens": config.max_observation_tokens,
+        "environment or tools": "given" if config.has_episodes else "none",
+    }
+    return {name: str(value) for name, value in values.items()}
 
 
 def _require_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
