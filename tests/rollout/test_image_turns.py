@@ -45,6 +45,18 @@ def close_pools():
     POOLS.clear()
 
 
+def noted_requests(engine):
+    """The requests that an engine gets from now on."""
+    found, generate = [], engine.generate
+
+    def noted(requests, *others, **named):
+        found.extend(requests)
+        return generate(requests, *others, **named)
+
+    engine.generate = noted
+    return found
+
+
 class Stage:
     """Two rows, of which one has an image, in episodes of up to three turns."""
 
@@ -91,14 +103,7 @@ class Stage:
         self.strategy.session.last_weight_sync = SimpleNamespace(engine_hash=17)
         self.engine = HFEngine(EngineConfig("hf", ""), module=self.model)
         self.strategy.inference_engine = self.engine
-        self.actor, self.requests = None, []
-        generate = self.engine.generate
-
-        def noted(requests, *others, **named):
-            self.requests += requests
-            return generate(requests, *others, **named)
-
-        self.engine.generate = noted
+        self.actor, self.requests = None, noted_requests(self.engine)
 
     def sample(self):
         # Random models seldom end: here bytes below 90 do.

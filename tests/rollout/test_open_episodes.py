@@ -653,6 +653,21 @@ def test_open_responses_do_not_go_on_under_other_options(tmp_path, says):
         player.step()
 
 
+def test_checkpoints_that_name_no_options_go_on(tmp_path):
+    player = Player(config_of(**STREAM), tmp_path)
+    player.step()
+    player.resumed()
+    player.stream = replace(player.stream, options={})
+    player.step()
+    assert player.stream.options
+
+
+def test_a_source_of_other_episodes_is_refused(tmp_path):
+    player = Player(config_of(**STREAM), tmp_path)
+    with pytest.raises(TypeError, match="plays no episodes of a SingleTurnSource"):
+        RolloutSampler(SourceParts(player.session, player.config, TOKENIZER, Lengths()))
+
+
 def test_open_responses_are_not_dropped_by_a_run_that_does_not_stream(tmp_path):
     player = Player(config_of(**STREAM), tmp_path)
     player.step()

@@ -16,7 +16,7 @@ from tests.rollout.agents.agent_stage import options_of
 from tests.rollout.agents.image_agents import address_of, said
 from tests.rollout.agents.test_agents import check_exact
 from tests.rollout.image_environments import bytes_of, squares
-from tests.rollout.test_image_turns import LOGPROB, PRESETS, error
+from tests.rollout.test_image_turns import LOGPROB, PRESETS, error, noted_requests
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets import load_prompts
@@ -74,14 +74,7 @@ class Stage:
         self.engine = HFEngine(EngineConfig("hf", ""), module=self.model)
         self.strategy.inference_engine = self.engine
         self.reward = reward or CombinedReward((), ())
-        self.actor, self.requests = None, []
-        generate = self.engine.generate
-
-        def noted(requests, *others, **named):
-            self.requests += requests
-            return generate(requests, *others, **named)
-
-        self.engine.generate = noted
+        self.actor, self.requests = None, noted_requests(self.engine)
 
     def sample(self):
         # Random models seldom end: here bytes below 90 do.
@@ -143,8 +136,9 @@ def test_images_are_shown_once_and_other_pixels_are_another_branch(preset, playe
             (request,) = (r for r in stage.requests if r.request_id == segment.request_id)
             assert request.encoded.token_ids == request.prompt_token_ids
             assert rollout.token_ids[: len(request.prompt_token_ids)] == request.prompt_token_ids
-            shown = request.encoded.media.images
-            assert shown == rollout.images[: len(shown)]
+            # Encoders know a picture by its digest, whatever file had it.
+            shown = [image.digest for image in request.encoded.media.images]
+            assert shown == [image.digest for image in rollout.images[: len(shown)]]
         # The first message is in no suffix, and the suffixes begin where they belong.
         for later in rollout.later[1:]:
             assert not {"Look", "without"} & set(later.text.split())

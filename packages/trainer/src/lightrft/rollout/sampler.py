@@ -135,12 +135,18 @@ def build_source(
     return source
 
 
-def _open_episodes(batches: RolloutSource) -> OpenEpisodes | None:
-    """Plays the episodes of a source over several steps."""
+def _open_episodes(batches: RolloutSource) -> OpenEpisodes:
+    """Plays the episodes of a source over several steps.
+
+    Raises:
+        TypeError: The source plays none that can be brought back.
+    """
     from lightrft.rollout.environments.environments import EpisodeSource
     from lightrft.rollout.environments.open_episodes import OpenEpisodes
 
-    return OpenEpisodes(batches.work) if isinstance(batches, EpisodeSource) else None
+    if not isinstance(batches, EpisodeSource):
+        raise TypeError(f"stream_chunk plays no episodes of a {type(batches).__name__}")
+    return OpenEpisodes(batches.work)
 
 
 class RolloutSampler:
