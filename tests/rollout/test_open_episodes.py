@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import json
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -128,7 +130,9 @@ class Session:
 
     def gather_and_generate(self, batch, params, on_finished, *, sleep_engine):
         self.calls.append([(r.request_id, r.max_tokens) for r in batch.token_ids])
-        return self.engine.generate(batch.token_ids, params) if batch.token_ids else []
+        told = on_finished if len(self.calls) % 2 else None  # not every engine tells
+        asked = batch.token_ids
+        return self.engine.generate(asked, params, on_finished=told) if asked else []
 
 
 class Lengths:
@@ -151,9 +155,11 @@ class Player:
     def __init__(self, config, tmp_path, context=None, *, script=say, reward=None, stops=()):
         self.config = config
         self.context = context or cases.ThreadRank(cases.ThreadWorld(1), 0)
-        self.environments = Environments(config, TOKENIZER, pool=pool_of(config, self.context.rank))
+        # Ranks are threads here, and a tokenizer is no thread's while it splits special tokens.
+        tokenizer = copy.deepcopy(TOKENIZER)
+        self.environments = Environments(config, tokenizer, pool=pool_of(config, self.context.rank))
         self.session = Session(self.context, script)
-        parts = SourceParts(self.session, config, TOKENIZER, reward or Lengths())
+        parts = SourceParts(self.session, config, tokenizer, reward or Lengths())
         self.batches = self.environments.source(parts)
         self.source = build_source(parts, self.batches, needs_greedy=False)
         own = tmp_path / str(self.context.rank)  # ranks are threads: each writes its own file
@@ -238,6 +244,11 @@ def sampled_of(rollout):
     return sum(rollout.completion.is_sampled)
 
 
+def turns_of(played):
+    """Tokens that the model sampled in each turn."""
+    return [len(list(run)) for is_own, run in groupby(played[0][3]) if is_own]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Every episode as the synchronous source plays it."""
@@ -254,13 +265,29 @@ def play(player, breaks=()):
     return found
 
 
-def simulated(lengths, *, chunk, in_flight, max_staleness):
+def ages_of(turns, chunk, lag):
+    """After how many rounds each token is sampled, and the episode has ended, by the rule alone.
+
+    Args:
+        turns: Tokens that the model samples in each.
+        lag: Rounds from a turn to the next one, or to the end.
+    """
+    ages, age = [], 0
+    for length in turns:
+        for _ in range(length):
+            age = max(age, len(ages) // chunk)
+            ages.append(age)
+        age += lag
+    return ages, age
+
+
+def simulated(ages, *, in_flight, max_staleness):
     """What each step trains on, and the version of every token, by the rule alone.
 
     Args:
-        lengths: By episode, tokens that the model samples.
+        ages: By episode, see `ages_of`.
     """
-    num_prompts = len(lengths) // SIZE
+    num_prompts = len(ages) // SIZE
     open_groups, num_begun, steps = [], 0, []
     for number in range(1, num_prompts // WANTED + 1):
         left = num_prompts - (number - 1) * WANTED
@@ -279,14 +306,13 @@ def simulated(lengths, *, chunk, in_flight, max_staleness):
         facts = []
         for each in open_groups:
             if each["begun"]:
-                longest = max(lengths[each["id"], i] for i in range(SIZE))
-                whole_at = each["begun"] + -(-longest // chunk) - 1
+                whole_at = each["begun"] + max(ages[each["id"], i][1] for i in range(SIZE))
                 complete = whole_at if whole_at <= number else 0
                 facts.append(GroupFacts(each["id"], each["begun"], complete, 0))
         chosen = groups_to_train(facts, WANTED, round_number=number, max_staleness=max_staleness)
         taken = sorted((e.complete or number, e.request_id, e.begun) for e in chosen)
         versions = {
-            (i, index): [min(begun + j // chunk, number) - 1 for j in range(lengths[i, index])]
+            (i, index): [min(begun + age, number) - 1 for age in ages[i, index][0]]
             for _, i, begun in taken
             for index in range(SIZE)
         }
@@ -296,15 +322,16 @@ def simulated(lengths, *, chunk, in_flight, max_staleness):
     return steps
 
 
+@pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(6))
-def test_every_step_trains_what_a_simulation_of_the_rule_says(tmp_path, whole, seed):
+def test_every_step_trains_what_a_simulation_of_the_rule_says(tmp_path, whole, seed, lag):
     rng = np.random.default_rng(seed)
     chunk, bound = int(rng.integers(9, 150)), int(rng.integers(1, 4))
     in_flight = int(rng.integers(WANTED, (bound + 1) * WANTED + 1))
     options = {"stream_chunk": chunk, "stream_prompts": in_flight, "max_staleness": bound}
-    player = Player(config_of(**options), tmp_path)
-    lengths = {key: sum(found[0][3]) for key, found in whole.items()}
-    expected = simulated(lengths, chunk=chunk, in_flight=in_flight, max_staleness=bound)
+    player = Player(config_of(tool_lag=lag, **options), tmp_path)
+    ages = {key: ages_of(turns_of(found), chunk, lag) for key, found in whole.items()}
+    expected = simulated(ages, in_flight=in_flight, max_staleness=bound)
     sampled = Counter()
     for number, (ids, versions) in enumerate(expected):
         samples = player.step()
@@ -329,9 +356,10 @@ def test_every_step_trains_what_a_simulation_of_the_rule_says(tmp_path, whole, s
         for group in player.stream.groups:
             for index, sample in enumerate(group.samples):
                 since = number + 2 - group.begun if group.begun else 0
-                length = lengths[group.prompt.id, index]
-                assert sample.num_sampled == min(length, chunk * since)
-    assert sampled == Counter(lengths.values())
+                own, end = ages[group.prompt.id, index]
+                assert sample.num_sampled == sum(age < since for age in own)
+                assert (sample.finish_reason is not None) == (end < since)
+    assert sampled == Counter(len(own) for own, _ in ages.values())
     num_versions = [len(set(each)) for _, versions in expected for each in versions.values()]
     assert max(num_versions) > 1 or in_flight == WANTED
 
@@ -355,10 +383,20 @@ def facts(samples):
 STREAM = {"stream_chunk": 50, "stream_prompts": 6, "max_staleness": 3}
 
 
+# A chunk holds most turns, so that episodes wait for answers and not for their chunks.
+LATE = {"stream_chunk": 120, "stream_prompts": 8, "max_staleness": 5, "tool_lag": 1}
+LATER = {"stream_chunk": 150, "stream_prompts": 14, "max_staleness": 9, "tool_lag": 2}
+
+
+@pytest.fixture(scope="module", params=[STREAM, LATE, LATER], ids=["waited for", "late", "later"])
+def stream(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def streamed(tmp_path_factory):
+def streamed(stream, tmp_path_factory):
     """A run that nothing disturbs, step by step."""
-    found = play(Player(config_of(**STREAM), tmp_path_factory.mktemp("streamed")))
+    found = play(Player(config_of(**stream), tmp_path_factory.mktemp("streamed")))
     assert sum(len(set(f[1]) - {-1}) > 2 for step in map(facts, found) for f in step) > 2
     return list(map(facts, found))
 
@@ -387,16 +425,16 @@ def test_with_long_chunks_every_step_is_the_synchronous_one(tmp_path, monkeypatc
     assert len(lengths) > 2
 
 
-def test_delays_of_tools_change_nothing(tmp_path, streamed):
-    player = Player(config_of("Late", **STREAM), tmp_path)
+def test_delays_of_tools_change_nothing(tmp_path, stream, streamed):
+    player = Player(config_of("Late", **stream), tmp_path)
     assert list(map(facts, play(player)[:7])) == streamed[:7]
 
 
-def test_two_ranks_play_the_episodes_of_one(tmp_path, streamed):
+def test_two_ranks_play_the_episodes_of_one(tmp_path, stream, streamed):
     world = cases.ThreadWorld(2)
 
     def one_rank(context):
-        return list(map(facts, play(Player(config_of(**STREAM), tmp_path, context))))
+        return list(map(facts, play(Player(config_of(**stream), tmp_path, context))))
 
     for number, (mine, theirs) in enumerate(zip(*world.run(one_rank), strict=True)):
         key = lambda fact: fact[0][0]  # noqa: E731 - the prompt names the episode
@@ -404,14 +442,16 @@ def test_two_ranks_play_the_episodes_of_one(tmp_path, streamed):
 
 
 @pytest.mark.parametrize("breaks", [(1,), (3, 4), range(11)])
-def test_a_resumed_run_goes_on_in_the_middle_of_episodes(tmp_path, streamed, breaks):
-    found = play(Player(config_of(**STREAM), tmp_path), breaks)
+def test_a_resumed_run_goes_on_in_the_middle_of_episodes(tmp_path, stream, streamed, breaks):
+    found = play(Player(config_of(**stream), tmp_path), breaks)
     assert list(map(facts, found)) == streamed
 
 
-def test_open_episodes_keep_the_prompt_that_they_began_with(tmp_path, streamed, monkeypatch):
+def test_open_episodes_keep_the_prompt_that_they_began_with(
+    tmp_path, stream, streamed, monkeypatch
+):
     """A chat template may write another text by now, of the date, say."""
-    player = Player(config_of(**STREAM), tmp_path)
+    player = Player(config_of(**stream), tmp_path)
     for _ in range(4):
         player.step()
     is_open = {group.prompt.id for group in player.stream.groups if group.begun}
@@ -421,7 +461,7 @@ def test_open_episodes_keep_the_prompt_that_they_began_with(tmp_path, streamed, 
         return f"Monday. {render(tokenizer, *given, **named)}"
 
     monkeypatch.setattr(specs.ToolTokenizer, "apply_chat_template", another_day)
-    later = Player(config_of(**STREAM), tmp_path)
+    later = Player(config_of(**stream), tmp_path)
     player.resumed()
     later.stream, later.first, later.drawn = player.stream, player.first, player.drawn
     later.number, seen = 4, set()
@@ -436,26 +476,26 @@ def test_open_episodes_keep_the_prompt_that_they_began_with(tmp_path, streamed, 
                 assert tuple(right.token_ids.tolist()) == item.rollout.token_ids
 
 
-def test_ranks_go_on_with_the_episodes_of_others(tmp_path, streamed):
+def test_ranks_go_on_with_the_episodes_of_others(tmp_path, stream, streamed):
     """Three steps on two ranks, and the rest on one."""
     world = cases.ThreadWorld(2)
 
     def one_rank(context):
-        player = Player(config_of(**STREAM), tmp_path, context)
+        player = Player(config_of(**stream), tmp_path, context)
         for _ in range(3):
             player.step()
         return to_bytes(InFlight(player.first, stream=player.stream), context.rank), player
 
     parts, (before, _) = zip(*world.run(one_rank), strict=True)
-    player = Player(config_of(**STREAM), tmp_path)
+    player = Player(config_of(**stream), tmp_path)
     player.first, player.drawn, player.number = before.first, before.drawn, 3
     player.stream = from_parts(parts, player.first, rank=0, world_size=1).stream
     while player.number < len(streamed):
         assert facts(player.step()) == streamed[player.number - 1]
 
 
-def test_an_evaluation_between_steps_disturbs_no_open_episode(tmp_path, streamed):
-    player, evaluated = Player(config_of(**STREAM), tmp_path), []
+def test_an_evaluation_between_steps_disturbs_no_open_episode(tmp_path, stream, streamed):
+    player, evaluated = Player(config_of(**stream), tmp_path), []
     for expected in streamed:
         assert facts(player.step()) == expected
         player.session.engine.ledger.take()
@@ -499,8 +539,10 @@ def test_groups_that_teach_nothing_are_left_out_in_resumed_runs_alike(tmp_path):
     assert sum(each[1] for each in runs[0]) >= 3 * WANTED
 
 
-def test_a_step_that_was_given_up_is_sampled_again_with_the_same_numbers(tmp_path, streamed):
-    player, found = Player(config_of(**STREAM), tmp_path), []
+def test_a_step_that_was_given_up_is_sampled_again_with_the_same_numbers(
+    tmp_path, stream, streamed
+):
+    player, found = Player(config_of(**stream), tmp_path), []
     generate = player.session.gather_and_generate
     for number in range(len(streamed)):
         before, left = (player.stream, player.first, player.drawn), [number % 4]
@@ -523,13 +565,21 @@ def test_a_step_that_was_given_up_is_sampled_again_with_the_same_numbers(tmp_pat
 
 
 def test_an_environment_that_answers_otherwise_after_a_resume_starts_over(
-    tmp_path, streamed, monkeypatch
+    tmp_path, stream, streamed, monkeypatch
 ):
-    mood = tmp_path / "mood"
+    mood = tmp_path.parent / "mood"  # the workers of both forms look there
+    mood.unlink(missing_ok=True)
     monkeypatch.setenv("MOOD", str(mood))
-    player = Player(config_of("Moody", environment_env=("MOOD",), **STREAM), tmp_path)
+    player = Player(config_of("Moody", environment_env=("MOOD",), **stream), tmp_path)
     found = [player.step() for _ in range(4)]
-    assert list(map(facts, found)) == streamed[:4]
+    while not any(
+        sample.finish_reason is None and sample.episode.answers
+        for group in player.stream.groups
+        for sample in group.samples
+    ):
+        found.append(player.step())
+    num_before = len(found)
+    assert list(map(facts, found)) == streamed[:num_before]
     mood.touch()
     player.resumed()
     generate, counts = player.session.gather_and_generate, []
@@ -550,8 +600,10 @@ def test_an_environment_that_answers_otherwise_after_a_resume_starts_over(
     assert {text.split(" starts over: mix answered otherwise")[0] for text in said} <= names
     for group in player.stream.groups:
         for sample in group.samples:
-            most = STREAM["stream_chunk"] * (6 - group.begun) if group.begun else 0
-            assert sample.num_sampled == most or (sample.finish_reason and most)
+            most = stream["stream_chunk"] * (num_before + 2 - group.begun) if group.begun else 0
+            assert sample.num_sampled <= most
+            is_full = "tool_lag" in stream or sample.num_sampled == most
+            assert is_full or (sample.finish_reason and most)
     while player.number < len(streamed):
         after.append(player.step())
     restarts = 0
@@ -565,8 +617,8 @@ def test_an_environment_that_answers_otherwise_after_a_resume_starts_over(
     assert player.stream.groups == ()
 
 
-def test_episodes_of_a_worker_that_ended_are_brought_back(tmp_path, streamed, whole):
-    player = Player(config_of("Leaving", reward_failure="mask", **STREAM), tmp_path)
+def test_episodes_of_a_worker_that_ended_are_brought_back(tmp_path, stream, streamed, whole):
+    player = Player(config_of("Leaving", reward_failure="mask", **stream), tmp_path)
     found = play(player, (4,))
     masked = [item.is_masked for each in found for item in each.scored]
     assert 0 < sum(masked) < len(masked)
@@ -636,7 +688,10 @@ OTHERS = {
     "generate_max_len: 150 -> 40": {"generate_max_len": 40},
     "n_samples_per_prompt: 2 -> 4": {"n_samples_per_prompt": 4, "train_batch_size": 8},
     "max_observation_tokens": {"max_observation_tokens": 16},
-    "environment or tools: given -> none": {"environment": None},
+    "environment and tools: Mixer -> none": {"environment": None},
+    "environment and tools: Mixer -> Late": {
+        "environment": f"{HERE / 'mixing_environment.py'}:Late"
+    },
 }
 
 

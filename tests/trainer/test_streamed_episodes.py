@@ -31,6 +31,8 @@ from lightrft.tools.model_presets import write_tiny_model
 kills = episodes.kills
 NUM_STEPS = 5
 STREAM = {"stream_chunk": 4, "stream_prompts": 8, "max_staleness": 2}
+# Episodes wait for answers and not for their chunks.
+LATE = {"tool_lag": 1, "stream_chunk": 8, "max_staleness": 4}
 # Says in a file that it was asked.
 NOTED = '''
 import sys
@@ -102,6 +104,7 @@ def run_all(rank, world_size, folder, num_runs, chain, seed):
     for number in range(num_runs):
         size = 1 + number % 2
         lag = {"rollout_lag": int(number % 4 == 3)}
+        lag |= LATE if number % 3 == 1 else {}
         form = (size, *lag.values())
         if form not in whole:
             options, before = settings(folder, f"whole_{number}", **lag), num_calls(folder)
@@ -197,8 +200,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_command_streams_episodes_and_its_steps_are_audited(folder):
-    assert train(folder) == ExitCode.OK
+@pytest.mark.parametrize(
+    "words", [(), ("--tool_lag", "1", "--stream_chunk", "10")], ids=["waited for", "late"]
+)
+def test_the_command_streams_episodes_and_its_steps_are_audited(folder, words):
+    assert train(folder, *words) == ExitCode.OK
     rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").open()]
     assert len(rows) == 4
     assert max(row["staleness/max"] for row in rows) > 0

@@ -429,6 +429,13 @@ RULES: tuple[Rule, ...] = (
         )
     ),
     lambda c: (
+        c.tool_lag > c.max_staleness
+        and (
+            "tool_lag must be at most max_staleness, or all episodes would be waited for: got "
+            f"{c.tool_lag} and {c.max_staleness}"
+        )
+    ),
+    lambda c: (
         c.stream_prompts is not None
         and not 1 <= c.stream_prompts / c.rollout_batch_size <= c.max_staleness + 1
         and (
@@ -459,7 +466,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _excludes(
         "stream_chunk",
-        "late_join: tokens decide when an open episode goes on, and no time",
+        "late_join: rounds decide when an open episode goes on, and no time: use tool_lag",
         lambda c: c.late_join,
     ),
     _excludes(
@@ -574,6 +581,11 @@ def unused_by_rules(c: RunOptions) -> list[str]:
         ("judge_url", "--reward_fn judge", "judge" in c.reward_fn),
         ("judge_model", "--reward_fn judge", "judge" in c.reward_fn),
         ("turn_credit", "gamma below 1", c.gamma < 1),
+        (
+            "tool_lag",
+            "stream_chunk and environment or tools",
+            c.stream_chunk is not None and bool(c.environment or c.tools),
+        ),
         (
             "kl_estimator",
             "the KL in the reward: as a loss k1 has no expected gradient",

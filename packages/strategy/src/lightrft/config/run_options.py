@@ -416,7 +416,8 @@ class RunOptions(StrategyConfig):
     )
     stream_prompts: int | None = rollout_option(
         None,
-        "Prompts in flight with stream_chunk; unset is 1.5 rollout_batch_size.",
+        "Prompts in flight with stream_chunk; unset is 1.5 rollout_batch_size, and with tool_lag "
+        "tool_lag * (max_turns - 1) more of them, up to max_staleness + 1.",
         at_least=1,
         acts_with="stream_chunk",
     )
@@ -426,6 +427,12 @@ class RunOptions(StrategyConfig):
         "with stream_chunk.",
         at_least=1,
         acts_with="stream_chunk",
+    )
+    tool_lag: int = rollout_option(
+        0,
+        "Rounds of stream_chunk that pass between a turn of an episode and the next one, while its "
+        "tools, or its reward, take their time; 0 waits for them within the round.",
+        at_least=0,
     )
     environment: str | None = rollout_option(
         None,

@@ -92,7 +92,10 @@ class TrainConfig(RunOptions):
     @property
     def num_prompts_in_flight(self) -> int:
         """Prompts that streaming rollouts keep open over all ranks."""
-        return self.stream_prompts or -(-3 * self.rollout_batch_size // 2)
+        waiting = self.tool_lag * (self.max_turns - 1) if self.has_episodes else 0
+        most = (self.max_staleness + 1) * self.rollout_batch_size
+        usual = -(-3 * self.rollout_batch_size // 2) + waiting * self.rollout_batch_size
+        return self.stream_prompts or min(most, usual)
 
     @property
     def has_episodes(self) -> bool:

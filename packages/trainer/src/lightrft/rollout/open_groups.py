@@ -28,6 +28,7 @@ class EpisodeState:
         noted: Texts that were to be shown of them, written down as they came, turn by turn.
         num_last, last_reason: Tokens of the last turn so far, and why its last call ended.
         is_cut: The last turn goes on.
+        due: Round in which it goes on at the earliest.
         has_failed: Its environment did.
         num_restarts, num_forgotten: As in `Episode`.
         reward, scored: By the environment, and hashes of the ids that it was given to.
@@ -47,6 +48,7 @@ class EpisodeState:
     num_last: int = 0
     last_reason: FinishReason = "abort"
     is_cut: bool = False
+    due: int = 0
     has_failed: bool = False
     num_restarts: int = 0
     num_forgotten: int = 0

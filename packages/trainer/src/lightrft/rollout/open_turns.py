@@ -40,8 +40,9 @@ class Part:
         """Whether a response of a group samples something."""
         if group.request_id not in self.lengths or sample.finish_reason is not None:
             return False
-        most = self.lengths[group.request_id]
-        return most is None or sample.num_sampled < most
+        most, state = self.lengths[group.request_id], sample.episode
+        is_due = state is None or state.due <= self.round_number
+        return most is None or (is_due and sample.num_sampled < most)
 
 
 class OpenTurns:

@@ -103,9 +103,15 @@ def _fixed_options(config: TrainConfig) -> dict[str, str]:
         "max_len": config.max_len,
         "max_turns": config.max_turns,
         "max_observation_tokens": config.max_observation_tokens,
-        "environment or tools": "given" if config.has_episodes else "none",
+        "environment and tools": _names_of(config),
     }
     return {name: str(value) for name, value in values.items()}
+
+
+def _names_of(config: TrainConfig) -> str:
+    """Classes and functions, whose files may have moved."""
+    given = (() if config.environment is None else (config.environment,)) + config.tools
+    return ", ".join(each.rpartition(":")[2] for each in given) or "none"
 
 
 def _require_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:

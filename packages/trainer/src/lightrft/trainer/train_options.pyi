@@ -292,10 +292,14 @@ class TrainOptions(TypedDict, total=False):
     """Tokens that an open response samples between two updates: steps train on the groups that
     are complete, the others go on. Unset waits for all responses of a step."""
     stream_prompts: int | None
-    """Prompts in flight with stream_chunk; unset is 1.5 rollout_batch_size."""
+    """Prompts in flight with stream_chunk; unset is 1.5 rollout_batch_size, and with tool_lag
+    tool_lag * (max_turns - 1) more of them, up to max_staleness + 1."""
     max_staleness: int
     """Updates between the first token of a response and the step that trains on it, at most,
     with stream_chunk."""
+    tool_lag: int
+    """Rounds of stream_chunk that pass between a turn of an episode and the next one, while its
+    tools, or its reward, take their time; 0 waits for them within the round."""
     environment: str | None
     """Class FILE.py:NAME whose reset(**row) begins an episode and whose other public methods
     are tools of the model; get_reward() is added to the reward. A dict of classes is chosen

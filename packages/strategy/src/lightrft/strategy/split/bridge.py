@@ -27,7 +27,9 @@ from lightrft.strategy.distributed.process_groups import Side
 
 _FOREVER: Final = timedelta(days=30)
 _LONGEST_BEAT: Final = 10.0
-_POLL_SECONDS: Final = 0.002
+# A wait ends late by this share of it, within bounds: short ones are many.
+_LATE_SHARE: Final = 1 / 16
+_PAUSES: Final = (2e-5, 2e-3)
 END: Final = "end"
 
 
@@ -263,7 +265,7 @@ class Bridge:
     def _wait(self, begin: Callable[[], dist.Work]) -> None:
         """Waits for a collective as long as both sides live; else ends the process."""
         try:
-            work = begin()
+            work, begun = begin(), time.monotonic()
             while not work.is_completed():
                 silence = self._lifeline.silence()
                 if silence is not None:
@@ -271,7 +273,9 @@ class Bridge:
                     line = f"deadline: {self.side.describe(self.rank)}: {silence}"
                     print(line, file=sys.stderr, flush=True)  # noqa: T201
                     end_process(line, HANG_EXIT_CODE)
-                time.sleep(_POLL_SECONDS)
+                shortest, longest = _PAUSES
+                pause = _LATE_SHARE * (time.monotonic() - begun)
+                time.sleep(min(longest, max(shortest, pause)))
             work.wait()
         except RuntimeError as error:
             others = "train" if self.side.generates else "generate"

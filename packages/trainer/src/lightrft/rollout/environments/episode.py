@@ -11,7 +11,7 @@ from lightrft.engines.media.media import LaterImages
 from lightrft.engines.types import Completion, Facts
 from lightrft.records.columns import join_facts
 from lightrft.records.rollout import AnsweredCall, Conversation, Rollout, Segment
-from lightrft.rewards.types import KeptEnvironment
+from lightrft.rewards.types import KeptEnvironment, RewardResult
 from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.content import Parts, from_json
 from lightrft.rollout.environments.pool import EpisodeError, Host, NoRoomError
@@ -37,7 +37,9 @@ class Episode:
         is_cut: Its last turn goes on.
         max_sampled: Tokens that it may have sampled for now; None is as many as it wants.
         no_room: Why it could not begin yet.
+        is_late: Its last turn is answered, or rewarded, while other episodes go on.
         num_restarts, num_forgotten: Of its starts over, and the tokens that it had sampled then.
+        reward: By its environment.
         kept: What its environment kept at its end, where a reward function reads that.
     """
 
@@ -60,6 +62,7 @@ class Episode:
     last: Completion | None = None
     is_open: bool = True
     is_cut: bool = False
+    is_late: bool = False
     max_sampled: int | None = None
     failure: EpisodeError | None = None
     no_room: NoRoomError | None = None
@@ -70,6 +73,7 @@ class Episode:
     num_restarts: int = 0
     num_forgotten: int = 0
     pending: list[ToolCall] = field(default_factory=list)
+    reward: RewardResult | None = None
     kept: KeptEnvironment | None = None
 
     @property
@@ -90,12 +94,18 @@ class Episode:
     @property
     def may_sample(self) -> bool:
         """Whether it goes on for now."""
-        return self.is_open and (self.max_sampled is None or self.num_sampled < self.max_sampled)
+        is_free = self.is_open and not self.is_late
+        return is_free and (self.max_sampled is None or self.num_sampled < self.max_sampled)
 
     @property
     def turn_so_far(self) -> tuple[int, ...]:
         """Ids of a turn that goes on."""
         return self.last.output_token_ids if self.is_cut and self.last is not None else ()
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the last turn is whole, and not yet searched for calls."""
+        return self.is_open and not self.is_cut and len(self.answers) < self.num_turns
 
     @property
     def is_answered(self) -> bool:

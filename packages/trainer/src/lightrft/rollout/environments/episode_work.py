@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.rows import request_seed
@@ -118,13 +119,26 @@ class EpisodeWork:
                     problem = batch.failed(episode, error) or problem
         return problem
 
+    @property
+    def _is_kept(self) -> bool:
+        """Whether reward functions read environments."""
+        function = self.parts.reward_function
+        return isinstance(function, ReadsEnvironments) and function.reads_environments
+
     def keep(self, batch: EpisodeBatch) -> Exception | None:
         """Keeps what reward functions read of the episodes that have ended."""
-        function = self.parts.reward_function
-        if not (isinstance(function, ReadsEnvironments) and function.reads_environments):
+        if not self._is_kept:
             return None
         ended = [e for e in batch.episodes if not e.is_open and e.failure is None]
         return batch.after_end([e for e in ended if e.kept is None], self.answers.keep)
+
+    def reward(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
+        """The reward of an episode that has ended; runs in a thread of the host."""
+        if self._is_kept and episode.kept is None:
+            self.answers.keep(episode, host)
+        found = episode.reward = self.answers.reward(episode, host)
+        entry = batch.ledger.of(episode.sample_id)
+        entry.reward_is(ENVIRONMENT, found, episode.context)
 
     def finish(
         self, batch: EpisodeBatch, problem: Exception | None = None
@@ -138,19 +152,13 @@ class EpisodeWork:
         Returns:
             None where an environment failed.
         """
-        rewards: dict[int, RewardResult] = {}
-
-        def reward(episode: Episode, host: Host) -> None:
-            found = rewards[episode.number] = self.answers.reward(episode, host)
-            entry = batch.ledger.of(episode.sample_id)
-            entry.reward_is(ENVIRONMENT, found, episode.context)
-
-        found = batch.each([e for e in batch.episodes if e.failure is None], reward)
+        unpaid = [e for e in batch.episodes if e.failure is None and e.reward is None]
+        found = batch.each(unpaid, partial(self.reward, batch))
         batch.close(self.parts.config.tool_timeout_seconds)
         batch.is_open_anywhere(problem or found)
         results: dict[int, RewardResult | None] = {}
         for episode in batch.episodes:
-            own = None if episode.failure is not None else rewards[episode.number]
+            own = None if episode.failure is not None else episode.reward
             batch.journal.end(episode, None if own is None else [own.reward, dict(own.components)])
             results[episode.number] = own
         return results

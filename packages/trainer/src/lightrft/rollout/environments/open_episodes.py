@@ -1,7 +1,10 @@
 """Open episodes: in each round they sample further turns, their environments stay in the workers.
 
 An open episode samples as many tokens as its group may have, over as many turns as these are; its
-calls are answered in between and waited for. A turn that is cut goes on in the next round. Between
+calls are answered in between and waited for. A turn that is cut goes on in the next round. With
+`tool_lag` an episode has at most one whole turn a round: its calls, or its reward, are made while
+others go on, and waited for when it goes on itself, so many rounds later; this too follows from
+tokens and rounds alone. Between
 rounds an episode is a value, `OpenSample`; its environment waits in its worker for the same value,
 and is brought back wherever it has seen another one or none: it is reset with the same seeds, and
 all calls are made again. One that answers otherwise starts over.
@@ -11,14 +14,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
 from lightrft.datasets.types import Prompt
-from lightrft.engines.types import Completion, FinishReason, SamplingParams
+from lightrft.engines.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
 from lightrft.records.rollout import Rollout
 from lightrft.records.sample_ledger import ENVIRONMENT, SampleEntry, SampleLedger
 from lightrft.rewards.types import KeptEnvironment, RewardResult
@@ -26,7 +34,7 @@ from lightrft.rollout.environments.episode import Episode, OtherAnswerError
 from lightrft.rollout.environments.episode_batch import ChangedAnswerError, EpisodeBatch
 from lightrft.rollout.environments.episode_work import EpisodeWork
 from lightrft.rollout.environments.journal import Journal
-from lightrft.rollout.environments.pool import Host
+from lightrft.rollout.environments.pool import EpisodeError, Host
 from lightrft.rollout.open_groups import EpisodeState, OpenGroup, OpenSample
 from lightrft.rollout.open_turns import Part
 from lightrft.rollout.scoring import finished_samples, open_scorer
@@ -40,6 +48,21 @@ if TYPE_CHECKING:
 _FIRST_NUMBER = 2**32
 
 
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """An episode whose last turn is answered, or rewarded, while others go on.
+
+    Args:
+        episode: With that turn, and what comes of it.
+        entry: Its own.
+        answered: Done with it.
+    """
+
+    episode: Episode
+    entry: SampleEntry
+    answered: Future[EpisodeError | None]
+
+
 @dataclass(slots=True)
 class _Hosted:
     """An episode that this process knows.
@@ -48,11 +71,19 @@ class _Hosted:
         number: By which a worker knows its environment; None once that has ended.
         sample: That it has come to; None while it goes on.
         generation: Of the worker.
+        late: The episode beyond that sample.
     """
 
     number: int | None
     sample: OpenSample | None = None
     generation: int = 0
+    late: _Late | None = None
+
+    def settle(self) -> None:
+        """Waits until nothing is asked of the environment."""
+        if self.late is not None:
+            wait([self.late.answered])
+            self.late = None
 
 
 class OpenEpisodes:
@@ -80,22 +111,20 @@ class OpenEpisodes:
         """
         self._forget_others(groups)
         ledger, places, episodes = SampleLedger(), list[tuple[int, int]](), list[Episode]()
+        batch = self._work.batch(episodes, part.params, journal=Journal(None, {}), ledger=ledger)
         numbers = self._free_numbers()
         for place, group in enumerate(groups):
             for index, sample in enumerate(group.samples):
                 if part.takes(group, sample):
-                    episode = self._going_on(group, index, part.params, numbers)
+                    episode = self._going_on(batch, group, index, numbers)
                     episode.max_sampled = part.lengths[group.request_id]
-                    ledger.of(episode.sample_id).answers = _answers(sample)
                     episodes.append(episode)
                     places.append((place, index))
-        batch = self._work.batch(episodes, part.params, journal=Journal(None, {}), ledger=ledger)
         problem = self._host(batch, [groups[place].prompt for place, _ in places])
         while batch.is_open_anywhere(problem):
-            problem = self._round(batch)
-        problem = self._work.keep(batch)
-        ended = replace(batch, episodes=[e for e in episodes if not e.is_open])
-        rewards = self._work.finish(ended, problem)
+            problem = self._round(batch, part.round_number + self._work.parts.config.tool_lag)
+        ended = replace(batch, episodes=[e for e in episodes if not e.is_open and not e.is_late])
+        rewards = self._work.finish(ended, self._work.keep(ended))
         found = list(groups)
         for (place, index), episode in zip(places, episodes, strict=True):
             samples = list(found[place].samples)
@@ -137,13 +166,15 @@ class OpenEpisodes:
     def _forget_others(self, groups: Sequence[OpenGroup]) -> None:
         """Ends environments of episodes that are in no group: their step was given up."""
         known = {g.request_id * len(g.samples) + i for g in groups for i in range(len(g.samples))}
-        lost = [self._hosted.pop(each).number for each in self._hosted.keys() - known]
+        lost = [self._hosted.pop(each) for each in self._hosted.keys() - known]
+        for hosted in lost:
+            hosted.settle()
         seconds = self._work.parts.config.tool_timeout_seconds
 
         def forget(number: int, host: Host) -> None:
             host.forget(str(number), seconds=seconds)
 
-        numbers = [number for number in lost if number is not None]
+        numbers = [hosted.number for hosted in lost if hosted.number is not None]
         wait(self._work.pool.begin(numbers, forget).values())
 
     def _free_numbers(self) -> Iterator[int]:
@@ -152,14 +183,23 @@ class OpenEpisodes:
         return (number for number in count(_FIRST_NUMBER) if number not in taken)
 
     def _going_on(
-        self, group: OpenGroup, index: int, params: SamplingParams, numbers: Iterator[int]
+        self, batch: EpisodeBatch, group: OpenGroup, index: int, numbers: Iterator[int]
     ) -> Episode:
         """An episode that goes on, with its environment if that is where it should be."""
-        episode, sample = self._episode(group, index, params), group.samples[index]
-        hosted = self._hosted.get(episode.sample_id)
+        sample, sample_id = group.samples[index], group.request_id * len(group.samples) + index
+        hosted = self._hosted.get(sample_id)
+        if hosted is not None and hosted.late is not None and hosted.sample is sample:
+            late, hosted.late, hosted.sample = hosted.late, None, None
+            batch.busy[late.episode.number] = late.answered
+            batch.ledger.entries[sample_id] = late.entry
+            late.episode.is_late = False
+            return late.episode
+        episode = self._episode(group, index, batch.params)
+        batch.ledger.of(sample_id).answers = _answers(sample)
         if hosted is None:
             hosted = _Hosted(next(numbers))
-            self._hosted[episode.sample_id] = hosted
+            self._hosted[sample_id] = hosted
+        hosted.settle()
         if hosted.number is None:
             hosted.number = next(numbers)
         episode.number = hosted.number
@@ -203,7 +243,12 @@ class OpenEpisodes:
             batch: Of episodes that go on.
             prompts: Of each, without the message of `reset`.
         """
-        away = [e for e in batch.episodes if e.segments and e.generation < 0]
+        waiting = [e for e in batch.episodes if e.number not in batch.busy]
+        unanswered = [e for e in waiting if e.is_unanswered]
+        for episode in unanswered:
+            self._work.turns.parse_turn(batch, episode)
+        batch.begin(unanswered, partial(self._answer_again, batch))
+        away = [e for e in waiting if e.segments and e.generation < 0 and e not in unanswered]
         problem = batch.each(away, self._bring_back)
         new = []
         for episode, prompt in zip(batch.episodes, prompts, strict=True):
@@ -225,25 +270,72 @@ class OpenEpisodes:
         except OtherAnswerError as error:
             raise ChangedAnswerError(str(error)) from error
 
-    def _round(self, batch: EpisodeBatch) -> Exception | None:
-        """A turn, or a part of one, of each episode that may sample, and its calls; collective."""
-        turns = self._work.turns
-        going = [episode for episode in batch.episodes if episode.may_sample]
-        asked = [turns.request(batch, episode) for episode in going]
-        found = generate(batch.session, batch.one_turn, asked)
-        for episode, completion in zip(going, found, strict=True):
-            turns.append(batch, episode, completion)
-        whole = [episode for episode in going if not episode.is_cut]
-        for episode in whole:
-            turns.parse_turn(batch, episode)
-        calling = [episode for episode in whole if episode.is_open]
-        return batch.each(calling, partial(self._work.answers.answer_calls, batch))
+    def _answer_again(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
+        self._bring_back(episode, host)
+        self._answer(batch, episode, host)
+
+    def _answer(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
+        """The calls of a turn, or the reward of an episode that ends in it."""
+        work = self._work.answers.answer_calls if episode.is_open else self._work.reward
+        work(batch, episode, host)
+
+    def _round(self, batch: EpisodeBatch, due: int) -> Exception | None:
+        """A turn, or a part of one, of each episode that may sample, and its calls; collective.
+
+        Args:
+            batch: Of episodes that go on.
+            due: Round in which those go on whose calls are not waited for.
+        """
+        asked, going = list[GenerationRequest](), dict[int, Episode]()
+        for episode in batch.episodes:
+            if episode.may_sample:
+                asked.append(self._work.turns.request(batch, episode))
+                going[asked[-1].request_id] = episode
+
+        def take(finished: Sequence[Completion]) -> None:
+            for completion in finished:
+                self._take(batch, going.pop(completion.request_id), completion, due)
+
+        found = generate(batch.session, batch.one_turn, asked, take)
+        # Not every engine says when it has finished one.
+        take([completion for completion in found if completion.request_id in going])
+        return batch.collect(lambda: True)
+
+    def _take(
+        self, batch: EpisodeBatch, episode: Episode, completion: Completion, due: int
+    ) -> None:
+        """Appends what was sampled, and begins what the environment does with a whole turn."""
+        self._work.turns.append(batch, episode, completion)
+        if episode.is_cut:
+            return
+        episode.is_late = self._work.parts.config.tool_lag > 0 and episode.max_sampled is not None
+        hosted, entry = self._hosted[episode.sample_id], batch.ledger.of(episode.sample_id)
+        if episode.is_late:
+            hosted.sample = self._so_far(episode, entry, None, due)
+        self._work.turns.parse_turn(batch, episode)
+        if episode.is_open or episode.is_late:
+            batch.begin([episode], partial(self._answer, batch))
+        if episode.is_late:
+            hosted.late = _Late(episode, entry, batch.busy.pop(episode.number))
 
     def _left(
         self, episode: Episode, ledger: SampleLedger, reward: RewardResult | None
     ) -> OpenSample:
         """An episode as a part leaves it."""
-        entry, last, kept = ledger.of(episode.sample_id), episode.last, episode.kept
+        hosted = self._hosted[episode.sample_id]
+        if hosted.sample is not None:
+            return hosted.sample
+        found = self._so_far(episode, ledger.of(episode.sample_id), reward)
+        hosted.sample, hosted.generation = found, episode.generation
+        if not episode.is_open:
+            hosted.number = None
+        return found
+
+    def _so_far(
+        self, episode: Episode, entry: SampleEntry, reward: RewardResult | None, due: int = 0
+    ) -> OpenSample:
+        """An episode as a value."""
+        last, kept = episode.last, episode.kept
         noted = (entry.answers.get(turn, []) for turn in range(len(episode.answers)))
         reason: FinishReason = "abort" if last is None else last.finish_reason
         state = EpisodeState(
@@ -259,6 +351,7 @@ class OpenEpisodes:
             num_last=0 if last is None else len(last.output_token_ids),
             last_reason=reason,
             is_cut=episode.is_cut,
+            due=due,
             has_failed=episode.failure is not None,
             num_restarts=episode.num_restarts,
             num_forgotten=episode.num_forgotten,
@@ -266,7 +359,7 @@ class OpenEpisodes:
             scored=tuple(sorted(entry.scored)),
             kept="" if kept is None else json.dumps([kept.class_name, dict(kept.attributes)]),
         )
-        found = OpenSample(
+        return OpenSample(
             tuple(episode.token_ids),
             tuple(episode.logprobs),
             tuple(episode.versions),
@@ -275,10 +368,6 @@ class OpenEpisodes:
             episode.facts,
             state,
         )
-        number = episode.number if episode.is_open else None
-        hosted = _Hosted(number, found, episode.generation)
-        self._hosted[episode.sample_id] = hosted
-        return found
 
 
 def _state(sample: OpenSample) -> EpisodeState:
