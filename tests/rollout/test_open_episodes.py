@@ -126,13 +126,17 @@ class Session:
         self.engine = FakeEngine(EngineConfig("fake", ""), script=script)
         self.engine._eos_ids = (TOKENIZER.eos_token_id,)
         self.engine.set_weights_version(0)
-        self.calls = []
+        self.calls, self.fails = [], False
 
     def gather_and_generate(self, batch, params, on_finished, *, sleep_engine):
         self.calls.append([(r.request_id, r.max_tokens) for r in batch.token_ids])
-        told = on_finished if len(self.calls) % 2 else None  # not every engine tells
+        told = on_finished if self.fails or len(self.calls) % 2 else None  # not every engine tells
         asked = batch.token_ids
-        return self.engine.generate(asked, params, on_finished=told) if asked else []
+        found = self.engine.generate(asked, params, on_finished=told) if asked else []
+        if self.fails:
+            self.fails = False
+            raise OSError("lost")
+        return found
 
 
 class Lengths:
@@ -272,12 +276,13 @@ def ages_of(turns, chunk, lag):
         turns: Tokens that the model samples in each.
         lag: Rounds from a turn to the next one, or to the end.
     """
-    ages, age = [], 0
+    ages, age, left = [], 0, chunk
     for length in turns:
         for _ in range(length):
-            age = max(age, len(ages) // chunk)
+            age, left = (age, left) if left else (age + 1, chunk)
             ages.append(age)
-        age += lag
+            left -= 1
+        age, left = age + lag, chunk if lag else left
     return ages, age
 
 
@@ -562,6 +567,40 @@ def test_a_step_that_was_given_up_is_sampled_again_with_the_same_numbers(
             player.session.gather_and_generate = generate
             found.append(player.step())
     assert list(map(facts, found)) == streamed
+
+
+def say_twice(request, index):
+    """As `say`, with two calls in a turn."""
+    ids, logprobs = say(request, index)
+    text = TOKENIZER.decode(ids)
+    place = text.find("\n<tool_call>")
+    if place < 0 or len(ids) < 30:
+        return ids, logprobs
+    end = text.index("<|im_end|>")
+    twice = TOKENIZER(text[:end] + text[place:], add_special_tokens=False)["input_ids"]
+    return twice, logprobs[:1] * len(twice)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_calls_of_a_step_that_was_given_up_do_not_reach_the_step_done_again(tmp_path, lag):
+    """The engine fails after turns have ended, whose calls are under way."""
+    options = {**STREAM, "stream_chunk": 200, "tool_lag": lag}
+    runs = []
+    for fails in (False, True):
+        player, found = Player(config_of("Late", **options), tmp_path, script=say_twice), []
+        for _ in range(6):
+            before = player.stream, player.first, player.drawn
+            player.session.fails = fails
+            try:
+                found.append(player.step())
+            except OSError:
+                player.stream, player.first, player.drawn = before
+                player.session.engine.ledger.take()
+                found.append(player.step())
+        runs.append([list(map(content, (i.rollout for i in s.scored))) for s in found])
+    assert runs[0] == runs[1]
+    counts = {text.count("<tool_call>") for step in runs[0] for each in step for text in [each[5]]}
+    assert max(counts) > 2
 
 
 def test_an_environment_that_answers_otherwise_after_a_resume_starts_over(

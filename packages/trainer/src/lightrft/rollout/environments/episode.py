@@ -174,6 +174,7 @@ class Episode:
             turns.clear()
         self.facts = {}
         self.last, self.is_open, self.is_cut, self.generation = None, True, False, -1
+        self.reward = self.kept = None
         self.num_restarts += 1
 
     def host_on(

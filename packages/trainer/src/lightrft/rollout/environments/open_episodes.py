@@ -117,7 +117,7 @@ class OpenEpisodes:
             for index, sample in enumerate(group.samples):
                 if part.takes(group, sample):
                     episode = self._going_on(batch, group, index, numbers)
-                    episode.max_sampled = part.lengths[group.request_id]
+                    episode.max_sampled = self._most(episode, part.lengths[group.request_id])
                     episodes.append(episode)
                     places.append((place, index))
         problem = self._host(batch, [groups[place].prompt for place, _ in places])
@@ -182,6 +182,13 @@ class OpenEpisodes:
         taken = {each.number for each in self._hosted.values()}
         return (number for number in count(_FIRST_NUMBER) if number not in taken)
 
+    def _most(self, episode: Episode, length: int | None) -> int | None:
+        """Tokens that an episode may have after a part; while it waited, it has saved none."""
+        config = self._work.parts.config
+        if length is None or config.stream_chunk is None or not config.tool_lag:
+            return length
+        return min(length, episode.num_sampled + config.stream_chunk)
+
     def _going_on(
         self, batch: EpisodeBatch, group: OpenGroup, index: int, numbers: Iterator[int]
     ) -> Episode:
@@ -244,12 +251,12 @@ class OpenEpisodes:
             prompts: Of each, without the message of `reset`.
         """
         waiting = [e for e in batch.episodes if e.number not in batch.busy]
+        away = [e for e in waiting if e.segments and e.generation < 0]
+        problem = batch.each(away, self._bring_back)
         unanswered = [e for e in waiting if e.is_unanswered]
         for episode in unanswered:
             self._work.turns.parse_turn(batch, episode)
-        batch.begin(unanswered, partial(self._answer_again, batch))
-        away = [e for e in waiting if e.segments and e.generation < 0 and e not in unanswered]
-        problem = batch.each(away, self._bring_back)
+        problem = batch.each(unanswered, partial(self._answer, batch)) or problem
         new = []
         for episode, prompt in zip(batch.episodes, prompts, strict=True):
             if not episode.segments and episode.is_open:
@@ -269,10 +276,6 @@ class OpenEpisodes:
             episode.host_on(host, seconds=seconds, stateless=stateless)
         except OtherAnswerError as error:
             raise ChangedAnswerError(str(error)) from error
-
-    def _answer_again(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
-        self._bring_back(episode, host)
-        self._answer(batch, episode, host)
 
     def _answer(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
         """The calls of a turn, or the reward of an episode that ends in it."""
@@ -296,9 +299,13 @@ class OpenEpisodes:
             for completion in finished:
                 self._take(batch, going.pop(completion.request_id), completion, due)
 
-        found = generate(batch.session, batch.one_turn, asked, take)
-        # Not every engine says when it has finished one.
-        take([completion for completion in found if completion.request_id in going])
+        try:
+            found = generate(batch.session, batch.one_turn, asked, take)
+            # Not every engine says when it has finished one.
+            take([completion for completion in found if completion.request_id in going])
+        except BaseException:
+            wait(batch.busy.values())  # or they would ask what the step is done again with
+            raise
         return batch.collect(lambda: True)
 
     def _take(
