@@ -331,7 +331,7 @@ def simulated(ages, *, in_flight, max_staleness):
 @pytest.mark.parametrize("seed", range(6))
 def test_every_step_trains_what_a_simulation_of_the_rule_says(tmp_path, whole, seed, lag):
     rng = np.random.default_rng(seed)
-    chunk, bound = int(rng.integers(9, 150)), int(rng.integers(1, 4))
+    chunk, bound = int(rng.integers(9, 150)), int(rng.integers(max(1, lag), 4))
     in_flight = int(rng.integers(WANTED, (bound + 1) * WANTED + 1))
     options = {"stream_chunk": chunk, "stream_prompts": in_flight, "max_staleness": bound}
     player = Player(config_of(tool_lag=lag, **options), tmp_path)
