@@ -89,6 +89,11 @@ CASES = {
     "environment, 1 + 1": (1, 1, MIXER | {"eval_steps": 2}),
     "environment, 1 + 2": (1, 2, MIXER | ONE_ROW),
     "environment, streaming, 2 + 1": (2, 1, MIXER | ONE_ROW | {"stream_chunk": 4}),
+    "environment, tool_lag, 1 + 1": (
+        1,
+        1,
+        MIXER | {"stream_chunk": 6, "tool_lag": 1, "max_staleness": 3},
+    ),
     "agents, 1 + 1": (1, 1, AGENTS),
     "agents, 2 + 1": (2, 1, AGENTS),
     "images, 1 + 1": (1, 1, IMAGES | {"eval_steps": 2}),
