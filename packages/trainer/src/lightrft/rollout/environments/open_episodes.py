@@ -303,7 +303,7 @@ class OpenEpisodes:
             found = generate(batch.session, batch.one_turn, asked, take)
             # Not every engine says when it has finished one.
             take([completion for completion in found if completion.request_id in going])
-        except BaseException:
+        except Exception:
             wait(batch.busy.values())  # or they would ask what the step is done again with
             raise
         return batch.collect(lambda: True)
