@@ -206,6 +206,16 @@ class Player:
         self.first, self.stream = self.first + samples.num_prompts, samples.stream
         return samples
 
+    def step_or_again(self):
+        """A step, which is done again if the engine fails."""
+        before = self.stream, self.first, self.drawn
+        try:
+            return self.step()
+        except OSError:
+            self.stream, self.first, self.drawn = before
+            self.session.engine.ledger.take()
+            return self.step()
+
     def resumed(self):
         """The same in another process, from a checkpoint."""
         part = to_bytes(InFlight(self.first, stream=self.stream), self.context.rank)
@@ -550,7 +560,7 @@ def test_a_step_that_was_given_up_is_sampled_again_with_the_same_numbers(
     player, found = Player(config_of(**stream), tmp_path), []
     generate = player.session.gather_and_generate
     for number in range(len(streamed)):
-        before, left = (player.stream, player.first, player.drawn), [number % 4]
+        left = [number % 4]
 
         def failing(*given, left=left, **named):
             left[0] -= 1
@@ -559,13 +569,7 @@ def test_a_step_that_was_given_up_is_sampled_again_with_the_same_numbers(
             return generate(*given, **named)
 
         player.session.gather_and_generate = failing
-        try:
-            found.append(player.step())
-        except OSError:
-            player.stream, player.first, player.drawn = before
-            player.session.engine.ledger.take()
-            player.session.gather_and_generate = generate
-            found.append(player.step())
+        found.append(player.step_or_again())
     assert list(map(facts, found)) == streamed
 
 
@@ -589,14 +593,8 @@ def test_calls_of_a_step_that_was_given_up_do_not_reach_the_step_done_again(tmp_
     for fails in (False, True):
         player, found = Player(config_of("Late", **options), tmp_path, script=say_twice), []
         for _ in range(6):
-            before = player.stream, player.first, player.drawn
             player.session.fails = fails
-            try:
-                found.append(player.step())
-            except OSError:
-                player.stream, player.first, player.drawn = before
-                player.session.engine.ledger.take()
-                found.append(player.step())
+            found.append(player.step_or_again())
         runs.append([list(map(content, (i.rollout for i in s.scored))) for s in found])
     assert runs[0] == runs[1]
     counts = {text.count("<tool_call>") for step in runs[0] for each in step for text in [each[5]]}
@@ -721,6 +719,18 @@ def test_an_observation_that_is_not_the_answer_is_found(tmp_path):
     assert [text.split(": ")[1] for text in problems] == [
         "what the model was shown is not what was answered"
     ]
+
+
+def test_tool_lag_acts_with_episodes_of_a_stream_and_opens_more_of_them():
+    assert config_of(**STREAM).num_prompts_in_flight == 6
+    given = {"stream_chunk": 50, "max_staleness": 9}
+    assert config_of(**given).num_prompts_in_flight == 3
+    assert config_of(**given, tool_lag=1).num_prompts_in_flight == 3 + 3 * WANTED
+    assert config_of(**given, tool_lag=9).num_prompts_in_flight == 10 * WANTED
+    says = "tool_lag acts only with stream_chunk and environment or tools"
+    assert says in config_of(tool_lag=1).unused_options()
+    with pytest.raises(ConfigError, match=r"tool_lag must be at most max_staleness.* got 4 and 3"):
+        config_of(**STREAM, tool_lag=4)
 
 
 OTHERS = {

@@ -4,10 +4,10 @@ More prompts are in flight than a step trains on. In each round, one of every st
 response samples up to `stream_chunk` further tokens under the present weights; whole groups are
 trained, the others stay on their rank. What is sampled depends on tokens and rounds, never on time:
 an open response has min(its length, stream_chunk x the rounds since its first) tokens, of an
-episode those that the model samples, and fewer where `tool_lag` lets it wait. Groups are
-trained in the order of (round in which they were complete, request id); none is dropped. A group
-that would become older than `max_staleness` rounds is waited for, and so are the oldest ones where
-too few are whole.
+episode those that the model samples, and fewer where `tool_lag` lets it wait. Groups are trained in
+the order of (round in which they were complete, request id); none is dropped. A group that would
+become older than `max_staleness` rounds is waited for, and so are the oldest ones where too few are
+whole.
 
 Source: Kimi Team 2025 (k1.5), arXiv:2501.12599, sec. 2.6.2; rounds and bounds are our own.
 """

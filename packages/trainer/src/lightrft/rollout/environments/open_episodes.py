@@ -4,10 +4,9 @@ An open episode samples as many tokens as its group may have, over as many turns
 calls are answered in between and waited for. A turn that is cut goes on in the next round. With
 `tool_lag` an episode has at most one whole turn a round: its calls, or its reward, are made while
 others go on, and waited for when it goes on itself, so many rounds later; this too follows from
-tokens and rounds alone. Between
-rounds an episode is a value, `OpenSample`; its environment waits in its worker for the same value,
-and is brought back wherever it has seen another one or none: it is reset with the same seeds, and
-all calls are made again. One that answers otherwise starts over.
+tokens and rounds alone. Between rounds an episode is a value, `OpenSample`; its environment waits
+in its worker for the same value, and is brought back wherever it has seen another one or none: it
+is reset with the same seeds, and all calls are made again. One that answers otherwise starts over.
 """
 
 from __future__ import annotations
