@@ -380,9 +380,23 @@ def measure_run(root: Path) -> dict[str, Measured]:
 
 
 def read_accepted(root: Path) -> dict[str, int]:
-    """The accepted maximum of each measure of the tree at `root`; empty if it names none."""
+    """Return the accepted maximum of each measure of the tree at `root`; empty if it names none.
+
+    A table `[added."CAPABILITY"]` adds its numbers to the others and says its `reason`.
+
+    Raises:
+        ValueError: A capability has no reason, or adds to a measure that is not accepted.
+    """
     path = root / "scripts/accepted_code.toml"
-    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    accepted = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for name, costs in accepted.pop("added", {}).items():
+        if not str(costs.pop("reason", "")).strip():
+            raise ValueError(f"{path}: added.{name!r} has no reason: say what the code is for")
+        for measure, tokens in costs.items():
+            if measure not in accepted:
+                raise ValueError(f"{path}: added.{name!r} names {measure!r}, which is no measure")
+            accepted[measure] += tokens
+    return accepted
 
 
 def excesses(measured: dict[str, Measured], accepted: dict[str, int]) -> list[str]:

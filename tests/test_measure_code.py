@@ -61,6 +61,20 @@ def test_every_measure_has_an_accepted_value():
     }
 
 
+def test_a_capability_adds_its_tokens_and_says_why(tmp_path):
+    path = tmp_path / "scripts/accepted_code.toml"
+    path.parent.mkdir()
+    added = '[added."proof"]\ncore_tokens = 5\n'
+    path.write_text(f'core_tokens = 10\n{added}reason = "It finds wrong heads."\n')
+    assert measures.read_accepted(tmp_path) == {"core_tokens": 15}
+    path.write_text(f"core_tokens = 10\n{added}")
+    with pytest.raises(ValueError, match="has no reason"):
+        measures.read_accepted(tmp_path)
+    path.write_text(f'core_token = 10\n{added}reason = "It finds wrong heads."\n')
+    with pytest.raises(ValueError, match="is no measure"):
+        measures.read_accepted(tmp_path)
+
+
 def test_published_signatures_exist():
     modules = measures.read_modules(ROOT)
     for entry in measures.PUBLISHED:
