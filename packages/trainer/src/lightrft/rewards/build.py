@@ -5,12 +5,14 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARD_KINDS, REWARD_SERVICES, REWARDS, split_kind
 from lightrft.config.toml import read_toml
+from lightrft.engines.media.media import Media
 from lightrft.rewards.types import (
     NOT_SCORED,
     CallStyle,
@@ -100,7 +102,8 @@ class CombinedReward:
                     [prompts[i] for i in rows],
                     [responses[i] for i in rows],
                     [labels[i] for i in rows],
-                    {name: [values[i] for i in rows] for name, values in columns.items()},
+                    # Copies: what a function does to its row reaches no other response or function.
+                    {name: [_apart(values[i]) for i in rows] for name, values in columns.items()},
                 )
             if len(found) != len(rows):
                 raise RewardError(
@@ -110,10 +113,9 @@ class CombinedReward:
             return dict(zip(rows, found, strict=True))
 
         count = len(self._functions)
-        # In this thread, where a signal can interrupt it: the only one, and those that use it.
-        here = [i for i, each in enumerate(self._functions) if isinstance(each, UsesEngine)]
-        here = list(range(count)) if count <= 1 else here
-        others = [index for index in range(count) if index not in here]
+        # In this thread, where signals work: the only one, and those that run in this process.
+        others = [i for i, each in enumerate(self._functions) if count > 1 and _is_elsewhere(each)]
+        here = [index for index in range(count) if index not in others]
         # Functions wait for processes and services, so threads are enough to overlap them.
         with ThreadPoolExecutor(len(others) or 1, thread_name_prefix="reward") as threads:
             calls = [threads.submit(score, index) for index in others]
@@ -282,6 +284,16 @@ def load_recipes(path: str | Path, *, column: str, names: Sequence[str]) -> Rewa
     if not recipes:
         raise ConfigError(f"reward_recipe: {path} has no tables")
     return RewardRecipes(column, recipes)
+
+
+def _apart(value: object) -> object:
+    """A value that shares nothing which can be changed; media cannot."""
+    return value if isinstance(value, Media) else deepcopy(value)
+
+
+def _is_elsewhere(function: RewardFunction) -> bool:
+    """Whether it computes in other processes, so that it may be called in any thread."""
+    return isinstance(function, CallStyle) and function.parallel_calls > 0
 
 
 def _check_arguments(functions: Sequence[RewardFunction], config: TrainConfig) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -126,7 +127,7 @@ class FunctionReward:
             if name in asked or name not in left_out
         }
         results = list[RewardResult]()
-        for reward, components in self._call({**chosen, **self.options}, len(responses)):
+        for reward, components in self._call({**chosen, **deepcopy(self.options)}, len(responses)):
             if reward is None and not components:
                 results.append(NOT_SCORED)
                 continue

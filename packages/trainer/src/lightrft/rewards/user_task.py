@@ -9,6 +9,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict, cast, runtime_checkable
@@ -93,16 +94,20 @@ def with_bytes(arguments: Mapping[str, object]) -> dict[str, object]:
 
 
 def with_pixels(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Arguments in which media are lists of what they decode to, once for each prompt of a call."""
-    found: dict[tuple[str, ...], list[object]] = {}
+    """Arguments in which media are lists of what they decode to, once for each prompt of a call.
 
-    def decoded(media: "Media") -> list[object]:
+    Each response has pixels of its own, which a function may draw on.
+    """
+    decoded: dict[tuple[str, ...], list[object]] = {}
+
+    def pixels(media: "Media") -> list[object]:
         key = tuple(medium.digest for medium in media)
-        if key not in found:
-            found[key] = [medium.decode() for medium in media]
-        return found[key]
+        if key in decoded:
+            return deepcopy(decoded[key])
+        decoded[key] = [medium.decode() for medium in media]
+        return decoded[key]
 
-    return _with_media(arguments, decoded)
+    return _with_media(arguments, pixels)
 
 
 def _with_media(
