@@ -21,9 +21,9 @@ def test_rows_become_prompts_with_ids_labels_and_columns(write, tokenizer) -> No
     path = write("a.jsonl", ROWS)
     dataset = load_prompts(path, tokenizer)
     assert list(dataset) == [
-        Prompt(0, "one two", (1, 3, 4), "2", {"level": 1}),
-        Prompt(1, "two", (1, 4), "3", {"level": 2}),
-        Prompt(2, "three three three", (1, 5, 5, 5), None, {"level": 3}),
+        Prompt(0, "one two", (1, 3, 4), "2", ROWS[0]),
+        Prompt(1, "two", (1, 4), "3", ROWS[1]),
+        Prompt(2, "three three three", (1, 5, 5, 5), None, ROWS[2]),
     ]
     assert len(dataset) == 3
     assert collate_prompts([dataset[0], dataset[1]]) == [dataset[0], dataset[1]]
@@ -96,7 +96,7 @@ def test_gsm8k_with_its_own_column_names(test_data, tokenizer) -> None:
     assert dataset.report.num_without_label == 0
     assert dataset[0].text.startswith("Janet")
     assert dataset[0].label.endswith("#### 18")
-    assert dataset[0].columns == {}
+    assert dataset[0].columns == {"question": dataset[0].text, "answer": dataset[0].label}
 
 
 def test_a_wrong_input_key_names_the_columns_and_the_nearest(write, tokenizer, test_data) -> None:
@@ -119,7 +119,7 @@ def test_a_misspelt_label_key_is_an_error_but_the_default_may_be_absent(write, t
         load_prompts(path, tokenizer, TrainConfig(label_key="golden"))
     assert load_prompts(path, tokenizer)[0].label is None
     unlabelled = load_prompts(path, tokenizer, TrainConfig(label_key=None))
-    assert unlabelled[0].columns == {"gold": "1"}
+    assert unlabelled[0].columns == {"input": "one", "gold": "1"}
 
 
 @pytest.mark.parametrize(
@@ -170,3 +170,19 @@ def test_labels_that_are_not_text_become_json(write, tokenizer) -> None:
         write("a.jsonl", [{"input": "one", "label": label} for label in labels]), tokenizer
     )
     assert [prompt.label for prompt in dataset] == ["1.5", '["a", "\u00e4"]', '{"k": 1}', "true"]
+
+
+def test_prompt_and_label_are_columns_under_their_own_names_as_json_holds_them(
+    write, tokenizer
+) -> None:
+    chat = TrainConfig(input_key="chat", label_key="gold", apply_chat_template=True)
+    rows = [{"chat": MESSAGES, "gold": 5}, {"chat": "two", "gold": {"k": [1]}}]
+    first, second = load_prompts(write("a.jsonl", rows), tokenizer, chat)
+    assert first.columns == rows[0]
+    assert first.label == "5"
+    assert second.columns == rows[1]
+    as_conversations = chat.replaced({"input_key": "conversations"})
+    (named,) = load_prompts(
+        write("b.jsonl", [{"conversations": MESSAGES, "gold": 5}]), tokenizer, as_conversations
+    )
+    assert named.columns == {"gold": 5}

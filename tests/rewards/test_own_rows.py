@@ -116,6 +116,8 @@ def test_functions_of_this_process_run_in_its_thread_one_after_another(tmp_path)
     with REWARDS.lent({"timed": timed, "again": timed, "mine": mine}):
         names = ["timed", f"{path}:apart", "again", "mine"]
         with build_reward(names) as reward:
-            results = reward.score(["p"] * 2, ["r"] * 2, [None] * 2, {"meta": [{"answer": 1.0}] * 2})
+            results = reward.score(
+                ["p"] * 2, ["r"] * 2, [None] * 2, {"meta": [{"answer": 1.0}] * 2}
+            )
     assert [result.reward for result in results] == [4.0, 4.0]
     assert mine.threads == {"MainThread"}

@@ -368,8 +368,7 @@ def check_data(config: TrainConfig) -> CheckedData:
                 columns = frozenset(row.columns) & (columns or frozenset(row.columns))
                 if len(examples) < NUM_EXAMPLES:
                     examples.append((prompt, row))
-    names = (columns or frozenset()) - {config.input_key, config.label_key}
-    return CheckedData(names, tuple(labels), tuple(examples))
+    return CheckedData(columns or frozenset(), tuple(labels), tuple(examples))
 
 
 def check_reward(config: TrainConfig, data: CheckedData) -> None:

@@ -1,5 +1,6 @@
 """Prompts and whole texts of data files, tokenised and counted."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -185,7 +186,7 @@ def build_prompts(
         DataError: A row cannot be used.
     """
     columns = media_columns(config).values()
-    used = {config.input_key, config.label_key, *chain.from_iterable(columns)}
+    media_names = {*chain.from_iterable(columns)}
     reader: Modality = TextModality(tokenizer, has_model=has_model)
     if isinstance(tokenizer, VisionPrompts):
         reader = tokenizer
@@ -197,11 +198,12 @@ def build_prompts(
     prompts = []
     for offset, (row, own) in enumerate(zip(rows, read, strict=True)):
         text, token_ids = next(tokenised) if is_plain[offset] else ("", ())
-        others = {name: value for name, value in row.columns.items() if name not in used}
+        others = {name: value for name, value in row.columns.items() if name not in media_names}
         prompt = Prompt(first_id + offset, text, token_ids, label_of(row, config), others)
         prompt = reader.prompt(row, replace(prompt, media=own.media), own.content)
         if not isinstance(own.content, str):
             prompt = replace(prompt, messages=tuple(own.content))
+        prompt = replace(prompt, columns=_with_own_names(row, prompt, config))
         prompts.append(_for_episodes(prompt, row) if config.has_episodes else prompt)
     if config.teacher_prompt_column is None:
         return prompts
@@ -209,6 +211,23 @@ def build_prompts(
     return [
         replace(prompt, teacher_token_ids=ids) for prompt, ids in zip(prompts, shown, strict=True)
     ]
+
+
+def _with_own_names(row: Row, prompt: Prompt, config: TrainConfig) -> dict[str, object]:
+    """The columns of a prompt, its own and the label's as JSON can hold them.
+
+    Kept rows and reward services are JSON, and messages may hold media, labels dates. For rewards
+    `conversations` are prompt and response, so that a prompt of that name is left out.
+    """
+    columns = dict(prompt.columns)
+    key, label_key = config.input_key, config.label_key
+    if not isinstance(columns.get(key, ""), str):
+        columns[key] = [dict(message) for message in prompt.messages]
+    if key == "conversations":
+        columns.pop(key, None)
+    if label_key is not None and not isinstance(columns.get(label_key, ""), str):
+        columns[label_key] = None if prompt.label is None else json.loads(prompt.label)
+    return columns
 
 
 def _for_episodes(prompt: Prompt, row: Row) -> Prompt:

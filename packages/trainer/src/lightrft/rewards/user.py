@@ -12,6 +12,7 @@ from lightrft.rewards.environment_snapshot import with_snapshots
 from lightrft.rewards.other_signatures import WITHOUT_COUNTERPART, adapted
 from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError
 from lightrft.rewards.types import (
+    CONVERSATIONS,
     ENVIRONMENTS,
     MEDIA_COLUMNS,
     NOT_SCORED,
@@ -36,7 +37,6 @@ from lightrft.rewards.user_task import (
 )
 from lightrft.strategy.config import ConfigError
 
-# The last two are one: TRL's functions call responses completions.
 ARGUMENTS = ("prompts", "labels", "responses", "completions")
 
 
@@ -71,6 +71,9 @@ class Signature:
 class FunctionReward:
     """A function `f(prompts=, responses=, labels=, **columns)`, wherever it runs.
 
+    Where it has a parameter `completions` and the row's prompt is messages, `prompts` and
+    `completions` are messages, as TRL gives them.
+
     It returns one number or one dict of numbers per response. Of a dict, `reward` is the reward if
     present, else the sum; the other entries are components. Of `prompts`, `responses`
     (or `completions`), `labels` and the data's columns the function gets those it has a parameter
@@ -94,6 +97,7 @@ class FunctionReward:
         self.name = spelling.rpartition(":")[2]
         self._signature = signature
         self.whole_batch = signature.whole_batch
+        self._input_key, self._label_key = config.input_key, config.label_key
         own = {parameter["name"] for parameter in signature.of_kind("KEYWORD_ONLY")}
         self.reads_environments = (
             ENVIRONMENTS in self._signature.by_keyword and config.environment is not None
@@ -113,11 +117,8 @@ class FunctionReward:
                 f"reward function {self._spelling} reads environments, and none was played for "
                 "these responses"
             )
-        given = (prompts, labels, responses, responses)
-        offered = {**columns, **dict(zip(ARGUMENTS, given, strict=True))}
+        offered = self._offered(prompts, responses, labels, columns)
         asked = self._signature.by_keyword
-        nothing: list[object] = [()] * len(responses)
-        offered = {**{name: nothing for name in MEDIA_COLUMNS if name in asked}, **offered}
         # Pixels are large: who takes everything is not given them.
         apart = ("completions", *OFFERED_COLUMNS, ENVIRONMENTS)
         left_out = apart if self._signature.takes_all else offered
@@ -126,14 +127,46 @@ class FunctionReward:
             for name, values in offered.items()
             if name in asked or name not in left_out
         }
+        try:
+            checked = self._call({**chosen, **deepcopy(self.options)}, len(responses))
+        except RewardError as error:
+            if all(isinstance(each, str) for each in chosen.get("completions", ())):
+                raise
+            hint = "completions are messages here, since prompts are; responses are texts"
+            raise RewardError(f"{error}\n{hint}") from error
         results = list[RewardResult]()
-        for reward, components in self._call({**chosen, **deepcopy(self.options)}, len(responses)):
+        for reward, components in checked:
             if reward is None and not components:
                 results.append(NOT_SCORED)
                 continue
             total = sum(components.values()) if reward is None else reward
             results.append(RewardResult(total, {self.name: total, **components}))
         return results
+
+    def _offered(
+        self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
+    ) -> dict[str, Sequence[object]]:
+        """All that the function may ask for, by name."""
+        answers = [[{"role": "assistant", "content": response}] for response in responses]
+        asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        nothing: list[object] = [()] * len(responses)
+        offered: dict[str, Sequence[object]] = {
+            **dict.fromkeys(MEDIA_COLUMNS, nothing),
+            CONVERSATIONS: [[*each, *said] for each, said in zip(asked, answers, strict=True)],
+            **columns,
+            **dict(zip(ARGUMENTS, (prompts, labels, responses, responses), strict=True)),
+        }
+        if "completions" not in self._signature.by_keyword:
+            return offered
+        # TRL's signature: of a row whose prompt is messages, prompt and response are, too. Under
+        # the name of whole conversations there is no prompt.
+        own = columns.get(self._input_key, ()) if self._input_key != CONVERSATIONS else ()
+        chats = {i: cast("list[object]", c) for i, c in enumerate(own) if isinstance(c, list)}
+        whole = cast("Sequence[list[object]]", columns.get(CONVERSATIONS, ()))
+        said = {i: whole[i][len(chat) :] if whole else answers[i] for i, chat in chats.items()}
+        offered["prompts"] = [chats.get(i, prompt) for i, prompt in enumerate(prompts)]
+        offered["completions"] = [said.get(i, text) for i, text in enumerate(responses)]
+        return offered
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise a RewardError if a required parameter is no column of the data."""
@@ -239,8 +272,9 @@ class UserReward(FunctionReward):
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]
-        """The function has a parameter `labels` without a default."""
-        return self._signature.by_keyword.get("labels", False)
+        """It has a parameter `labels`, or one of the label's column, without a default."""
+        asked = self._signature.by_keyword
+        return any(asked.get(name or "", False) for name in ("labels", self._label_key))
 
     def close(self) -> None:
         """Ends the worker processes; may be called twice."""
