@@ -4,7 +4,6 @@ import dataclasses
 import math
 
 import pytest
-import torch
 from tests.trainer.test_parity import plant
 
 from lightrft.engines.hf.engine import HFEngine
@@ -130,17 +129,3 @@ def compare_with_a_forward(build, monkeypatch):
 def test_the_forward_stays_where_somebody_needs_it(build_world, options):
     world = build_world(**{**SINGLE, **options})
     assert world.trainer.make_experience().outputs.old_logprobs is not None
-
-
-def test_dropout_keeps_the_forward(build_world):
-    world = build_world(**SINGLE)
-    model = world.strategy.unwrap_model(world.trainer.actor)
-    assert world.trainer.make_experience().outputs.old_logprobs is None
-    from lightrft.stages.policy.models import is_deterministic
-
-    assert is_deterministic(model)
-    model.config.attention_dropout = 0.1
-    assert not is_deterministic(model)
-    model.config.attention_dropout = 0.0
-    model.extra = torch.nn.Dropout(0.1)
-    assert not is_deterministic(model)

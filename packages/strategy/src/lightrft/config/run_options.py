@@ -979,7 +979,8 @@ class RunOptions(StrategyConfig):
     )
     lora_dropout: float = training_option(
         0.0,
-        "Probability of leaving an input of an adapter out.",
+        "Probability of leaving an input of an adapter out; without effect in reinforcement, where "
+        "the ratios to earlier logprobs would be random.",
         at_least=0,
         at_most=0.99,
         acts_with="lora_rank",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 
 Batch = TypeVar("Batch")
+# Dropout that acts in a stage: all that the model's configuration asks for, that of adapters, none.
+KeptDropout = Literal["model", "adapters", "none"]
 NO_LENGTHS = np.zeros(0, dtype=np.int64)
 
 
@@ -155,6 +157,7 @@ class Stage(Protocol, Generic[Batch]):
         text_part: What is saved beside the model (tokenizer or processor), or None.
         syncs_engine: The rollout engine follows the main model.
         item_name: Word for what the loader gives, in the plural.
+        kept_dropout: Dropout that acts while the models are updated.
     """
 
     config: TrainConfig
@@ -165,6 +168,7 @@ class Stage(Protocol, Generic[Batch]):
     text_part: object | None = None
     syncs_engine: bool = False
     item_name: str = "rows"
+    kept_dropout: KeptDropout = "adapters"
 
     def planned_steps(self) -> int:
         """Steps of a whole run, those before a resume included."""

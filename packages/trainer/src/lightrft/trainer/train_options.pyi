@@ -476,7 +476,8 @@ class TrainOptions(TypedDict, total=False):
     """Adapters to start from, a folder in PEFT's format such as model/adapter of a run; of the
     same lora_rank, lora_alpha and layers. A reference is the model without them."""
     lora_dropout: float
-    """Probability of leaving an input of an adapter out."""
+    """Probability of leaving an input of an adapter out; without effect in reinforcement, where
+    the ratios to earlier logprobs would be random."""
     target_modules: Sequence[str]
     """Layers that get adapters: last names of linear layers, regular expressions for whole
     names (language_model.* is the text of a vision-language model), or all-linear."""

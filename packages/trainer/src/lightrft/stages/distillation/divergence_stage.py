@@ -18,7 +18,7 @@ from lightrft.models.types import ActorOutput
 from lightrft.stages.distillation.own_samples import OwnSamples
 from lightrft.stages.distillation.served_rows import ServedRows, ask_for_rows
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.models import configure_models, turn_off_dropout
+from lightrft.stages.policy.models import configure_models
 from lightrft.stages.policy.teacher import is_own_teacher, require_zero
 from lightrft.stages.stage import Step, TrainedModels, Work
 from lightrft.stages.supervised.padded_rows import PaddedRows
@@ -45,6 +45,7 @@ class DivergenceStage(SupervisedStage):
     """
 
     name = "divergence"
+    kept_dropout = "adapters"
 
     def __init__(
         self,
@@ -58,8 +59,7 @@ class DivergenceStage(SupervisedStage):
         servers: Mapping[str, LogprobServer],
     ) -> None:
         super().__init__(config, strategy, models, data, held_out)
-        configure_models(config, strategy, list(teachers.values()))
-        turn_off_dropout(strategy.unwrap_model(models.main.model))
+        configure_models(config, strategy, list(teachers.values()), kept=self.kept_dropout)
         self.teachers, self.servers = teachers, servers
         self.syncs_engine = config.offpolicy_fraction < 1
         self.proves_zero = False

@@ -195,6 +195,8 @@ def unused_algorithm_options(
         and not algorithm.estimator_traits.needs_critic
         and config.__dict__[name] != entry.default
     ]
+    if config.lora_dropout:
+        found.append("lora_dropout is off in reinforcement, where it would change the ratios")
     if config.kl_target is not None and not has_reference:
         found.append("kl_target acts only with a reference model and init_kl_coef > 0")
     return found

@@ -30,6 +30,7 @@ from lightrft.experience.maker import (
     make_experience,
     score_actor,
 )
+from lightrft.models import Actor
 from lightrft.records.batch import RolloutBatch
 from lightrft.records.rollout import ScoredRollout
 from lightrft.rewards.types import RewardError
@@ -38,7 +39,6 @@ from lightrft.rollout.sampler import RolloutSampler, training_params
 from lightrft.rollout.scoring import MAX_FAILURES_IN_A_ROW
 from lightrft.rollout.source import UNKNOWN, InFlight, Samples
 from lightrft.stages.policy.algorithm import Algorithm
-from lightrft.stages.policy.models import is_deterministic
 from lightrft.stages.stage import Step, last_sampled_step, stored_number
 from lightrft.strategy.distributed.deadlines import StepTimer, phase
 
@@ -506,7 +506,7 @@ class ExperienceMaker:
         return (
             not self.config.asks_policy_first
             and self._corrects_in_pass()
-            and is_deterministic(self.strategy.unwrap_model(self.actor))
+            and isinstance(self.strategy.unwrap_model(self.actor), Actor)
             and self.trains_actor(step)
             and not has_kl_reward
             and not is_logged

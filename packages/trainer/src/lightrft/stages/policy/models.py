@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,13 +23,19 @@ from lightrft.models.loading import ModelLoadError, load_config
 from lightrft.models.sequence_model import freeze
 from lightrft.models.weight_files import count_model
 from lightrft.stages.policy.algorithm import build_estimator
-from lightrft.stages.stage import TrainedModel, TrainedModels
+from lightrft.stages.stage import KeptDropout, TrainedModel, TrainedModels
 from lightrft.strategy.backend import AnyModel, PreparedModel, inner_module
 from lightrft.strategy.weight_sync.parameter_source import engine_source
 from lightrft.strategy.weight_sync.verification import common_hashes, model_hash
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
+
+
+# Attributes in which layers keep the share of weights, paths or layers that they drop, or noise.
+NOISE = re.compile(
+    r"(dropout(_p|_prob|_rate|_ratio)?|pdrop|drop_(prob|path)|layerdrop|^(input_)?jitter_noise)$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +177,17 @@ def trained_model(
 
 
 def configure_models(
-    config: TrainConfig, strategy: StrategyBase, models: Sequence[nn.Module | None]
+    config: TrainConfig,
+    strategy: StrategyBase,
+    models: Sequence[nn.Module | None],
+    *,
+    kept: KeptDropout,
 ) -> None:
-    """Lays out samples, heads and activations of all models as configured.
+    """Lays out samples, heads and activations of all models as configured; ends dropout.
+
+    Args:
+        config, strategy, models: Options, what prepared the models, and the models.
+        kept: Dropout that acts while the stage trains.
 
     Raises:
         ConfigError: A model cannot be packed, or `sp_size` is not the strategy's.
@@ -184,6 +199,8 @@ def configure_models(
         )
     for model in models:
         module = None if model is None else strategy.unwrap_model(model)
+        if module is not None and kept != "model":
+            turn_off_dropout(module, keeps_adapters=kept == "adapters")
         if isinstance(module, SequenceModel):
             module.pack_samples(bool(config.packing_samples))
             configure_model(module, config)
@@ -205,41 +222,24 @@ def configure_model(model: SequenceModel, config: TrainConfig) -> None:
             model.enable_router_sums()
 
 
-def is_deterministic(model: nn.Module) -> bool:
-    """Whether two forward passes in training mode agree: no dropout, as far as can be told."""
-    if not isinstance(model, Actor):
-        return False
-    has_layers = any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in model.modules())
-    return not has_layers and not _has_dropout(model.config.to_dict())
+def turn_off_dropout(model: nn.Module, *, keeps_adapters: bool) -> None:
+    """Sets all dropout of a model, and other noise of its training mode, to 0.
 
+    A ratio to a reference, to an earlier pass or to another score is of the model as it is: with
+    dropout it would be that of two random parts of it.
 
-def turn_off_dropout(model: nn.Module) -> None:
-    """Sets all dropout of a model to 0 but that of adapters, which is asked for by an option.
-
-    A reference, or a score that is compared with another one, is of the model as it is: with
-    dropout the ratio of the two would be that of two random parts of it.
+    Args:
+        model: Is changed in place; its configuration, which is saved, stays.
+        keeps_adapters: Leave that of adapters, which is asked for by an option.
     """
     for name, module in model.named_modules():
-        if "lora_dropout" in name:
+        if keeps_adapters and "lora_dropout" in name:
             continue
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for attribute, value in vars(module).items():
-            # Layers keep the share of attention weights that they drop under names like these.
-            if isinstance(value, float) and attribute.endswith(
-                ("dropout", "pdrop", "dropout_prob")
-            ):
+            if isinstance(value, float) and NOISE.search(attribute):
                 setattr(module, attribute, 0.0)
-
-
-def _has_dropout(settings: Mapping[object, object]) -> bool:
-    for name, value in settings.items():
-        if isinstance(value, dict) and _has_dropout(value):
-            return True
-        is_dropout = str(name).endswith(("dropout", "pdrop", "dropout_prob"))
-        if is_dropout and isinstance(value, int | float) and value > 0:
-            return True
-    return False
 
 
 BF16_BYTES = 2

@@ -122,6 +122,8 @@ class PolicyStage(Stage[PolicyBatch]):
 
     syncs_engine = True
     item_name = "prompts"
+    # Adapters' too: the old logprobs of an update come from another pass than the new ones.
+    kept_dropout = "none"
     _is_advised = False
 
     def __init__(
@@ -224,6 +226,7 @@ class PolicyStage(Stage[PolicyBatch]):
             config,
             strategy,
             (actor, None if critic is None else critic.model, *frozen.all),
+            kept=self.kept_dropout,
         )
         reason = why_loss_outside(
             config, algorithm.loss_traits, strategy.unwrap_model(actor), algorithm.corrections

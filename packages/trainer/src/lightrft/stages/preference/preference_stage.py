@@ -24,7 +24,7 @@ from lightrft.experience.minibatches import micro_slices, plan_minibatches
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.lora import LoraActor
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.models import configure_models, turn_off_dropout
+from lightrft.stages.policy.models import configure_models
 from lightrft.stages.preference.preference_objective import (
     PreferenceObjective,
     StepCounts,
@@ -162,8 +162,7 @@ class PreferenceStage(Stage[PreferenceBatch]):
         self._pixels = RowPixels.of(data.encoder, rows)
         self._stored: Mapping[int, tuple[float, ...]] = {}
         self._trained_accuracy = math.nan
-        configure_models(config, strategy, [models.main.model, reference])
-        turn_off_dropout(strategy.unwrap_model(models.main.model))
+        configure_models(config, strategy, [models.main.model, reference], kept=self.kept_dropout)
         if reference is not None:
             reference.eval()
         size = config.train_batch_size // strategy.world_size

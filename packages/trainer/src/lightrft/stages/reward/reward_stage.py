@@ -24,7 +24,7 @@ from lightrft.datasets.step_rows import LabelledSteps
 from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
 from lightrft.models.score_heads import score_weights
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.models import configure_models, turn_off_dropout
+from lightrft.stages.policy.models import configure_models
 from lightrft.stages.reward.comparisons import (
     BINS,
     Comparisons,
@@ -120,8 +120,7 @@ class RewardStage(Stage[JudgementBatch]):
         self._weights = score_weights(self.model_config)
         self._losses = build_losses(config, self._weights, is_paired=data.is_paired)
         self._has_trained = False
-        configure_models(config, strategy, [models.main.model])
-        turn_off_dropout(strategy.unwrap_model(models.main.model))
+        configure_models(config, strategy, [models.main.model], kept=self.kept_dropout)
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
         num_rows = max(len(each.rows) for each in data.rows)

@@ -23,6 +23,7 @@ from lightrft.models.types import ActorOutput, TokenLossFunction
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.models import configure_models
 from lightrft.stages.stage import (
+    KeptDropout,
     Stage,
     Step,
     TrainedModels,
@@ -118,6 +119,8 @@ class SupervisedStage(Stage[RowBatch]):
     """
 
     name = "sft"
+    # Nothing is compared with the loss.
+    kept_dropout: KeptDropout = "model"
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class SupervisedStage(Stage[RowBatch]):
         self.data, self.held_out = data, held_out
         self._loss = LOSSES[config.sft_loss]
         self._pixels = RowPixels.of(data.encoder, (*data.rows, *held_out))
-        configure_models(config, strategy, [models.main.model])
+        configure_models(config, strategy, [models.main.model], kept=self.kept_dropout)
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
         self._cut = bounded_by_tokens(config)

@@ -416,7 +416,7 @@ def unrecomputable(step: Step) -> dict[str, str]:
     config, found = step.config, {}
     if config.aux_loss_coef > 0:
         found["actor"] = "the balance of experts is not recomputed"
-    elif config.lora_rank > 0 and config.lora_dropout > 0:
+    elif config.lora_rank > 0 and config.lora_dropout > 0 and not step.is_reinforced:
         found["actor"] = "dropout is random"
     for model, facts in step.record.facts.optimizers.items():
         if facts.kind not in KNOWN:
