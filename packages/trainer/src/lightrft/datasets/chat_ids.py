@@ -17,6 +17,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 from lightrft.datasets.rendered import PieceIds, Rendered
+from lightrft.datasets.text_ids import frame_ids
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.media.sources import ImageSource
 from lightrft.kernels.names import first_line
@@ -114,7 +115,7 @@ class ChatIds:
 
     def text(self, text: str) -> Rendered:
         """A text that the model is to continue; no part of it is a special token."""
-        ids = cast("list[int]", self._tokenizer(text, split_special_tokens=True)["input_ids"])
+        ids = [*frame_ids(self._tokenizer)[0], *self._ids(text, split_special_tokens=True)]
         self._refuse_places(ids)
         return Rendered(tuple(ids))
 

@@ -58,6 +58,9 @@ class ChatTurns:
     Raises:
         DataError: It has none, or the template fails on a question and an answer or drops the
             answer.
+
+    Attributes:
+        end: Id that ends a turn; None where the next message's first token does.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class ChatTurns:
         if _MARK not in text:
             raise DataError("the chat template drops what the assistant says: give another")
         first = self._ids(text.rpartition(_MARK)[2].lstrip())[:1]
-        self._end = first[0] if first and first[0] in self._special else None
+        self.end = first[0] if first and first[0] in self._special else None
 
     def conversation(
         self, messages: Sequence[Message], tools: object = None
@@ -144,10 +147,10 @@ class ChatTurns:
         start: int,
     ) -> Turn:
         """The turn from `start` of the ids to the token that ends it."""
-        ends = [i for i in range(start, len(whole)) if whole[i] == self._end]
+        ends = [i for i in range(start, len(whole)) if whole[i] == self.end]
         if len(ends) > 1:
             raise DataError(
-                f"message {place + 1} has {self._tokenizer.convert_ids_to_tokens(self._end)!r} in "
+                f"message {place + 1} has {self._tokenizer.convert_ids_to_tokens(self.end)!r} in "
                 "its text, which would end the turn in its middle: leave it out"
             )
         if ends:
@@ -156,7 +159,7 @@ class ChatTurns:
             [*messages[: place + 2]] if place + 1 < len(messages) else [*messages, _QUESTION]
         )
         later = self._ids(self._render(following, tools))[: len(whole) + 1]
-        if self._end is None and later[:-1] == whole and later[-1] in self._special:
+        if self.end is None and later[:-1] == whole and later[-1] in self._special:
             return Turn(later, start)
         raise DataError(
             f"message {place + 1} ends in {self._tokenizer.decode(whole[-8:])!r}, which is no "
@@ -234,6 +237,14 @@ class ChatTurns:
     def _ids(self, text: str) -> tuple[int, ...]:
         # The template writes the special tokens itself.
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Id that ends a turn of the tokenizer's chat template; None without, or if it has no turns."""
+    try:
+        return ChatTurns(tokenizer).end
+    except DataError:
+        return None
 
 
 def _otherwise(prompt: str, answered: str, place: int) -> str:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row
 from lightrft.datasets.row_media import RowMediaReader
-from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.supervised_rows import SupervisedRow, remark_of
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 
@@ -104,5 +104,7 @@ class JudgementKind(Generic[Judgement]):
         summary = f"{path}: {self.describe(found)}"
         if len(found) < len(every):
             summary += f"; dropped {len(every) - len(found)} over-long"
+        remark = remark_of(row for one in found for row in one.rows)
+        summary = "; ".join(filter(None, (summary, remark)))
         encoder = TEXT_ENCODER if reader is None else reader.encoder
         return JudgedRows(found, summary, is_paired=self.is_paired, encoder=encoder)

@@ -19,6 +19,7 @@ from lightrft.datasets.supervised_rows import (
     answer_of_ids,
     finite_number,
     read_messages,
+    remark_of,
     shown_by_ids,
 )
 from lightrft.datasets.types import DataError
@@ -156,6 +157,7 @@ def load_preferences(
     if too_long:
         examples = ", ".join(too_long[:_MAX_EXAMPLES])
         summary += f"; dropped {len(too_long)} over-long (first: {examples})"
+    summary = "; ".join(filter(None, (summary, remark_of(part for e in found for part in e.rows))))
     encoder = TEXT_ENCODER if reader is None else reader.encoder
     return PreferenceRows(found, summary, encoder=encoder)
 

@@ -23,6 +23,7 @@ from lightrft.datasets.render import (
     teacher_prompt_ids,
     tokenise,
 )
+from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError, Prompt
 
 _TOKENIZER_BATCH = 1000
@@ -104,8 +105,8 @@ def load_prompts(
     Args:
         path: A JSONL, JSON or Parquet file, a folder with one per split, or the name of a data
             set; several of them separated by commas.
-        tokenizer: A Hugging Face tokenizer. Special tokens are added unless the chat template
-            writes them.
+        tokenizer: A Hugging Face tokenizer, whose beginning of a text is put before those that no
+            chat template writes.
         config: Its options `input_key`, `label_key`, `apply_chat_template`, `system_prompt`,
             `input_template`, `prompt_max_len` and `seed` count; None takes their defaults. The
             default `label` may be absent from the data; another name may not.
@@ -152,6 +153,9 @@ def _build(
             f"{path}: all {num_rows} prompts exceed prompt_max_len = {config.prompt_max_len} "
             "tokens; raise --prompt_max_len"
         )
+    remarks = [*dict.fromkeys(row.remark for row in rows)]
+    if not config.apply_chat_template:
+        remarks.append(prompt_remark(tokenizer, [each.text for each in prompts if not each.media]))
     report = LoadReport(
         path=path,
         num_rows=num_rows,
@@ -160,7 +164,7 @@ def _build(
         too_long_examples=tuple(too_long[:_MAX_EXAMPLES]),
         num_without_label=sum(prompt.label is None for prompt in prompts),
         max_prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
-        remarks=tuple(filter(None, dict.fromkeys(row.remark for row in rows))),
+        remarks=tuple(filter(None, remarks)),
     )
     return PromptDataset(prompts, report=report)
 

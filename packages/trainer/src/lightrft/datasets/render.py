@@ -9,6 +9,7 @@ from typing import Protocol, cast, runtime_checkable
 from lightrft.config import TrainConfig
 from lightrft.config.rules import PROMPT_SLOT
 from lightrft.datasets.files import Row
+from lightrft.datasets.text_ids import TextTokenizer, prompt_ids
 from lightrft.datasets.types import DataError
 
 # Some million tokens, more than any model takes.
@@ -25,16 +26,10 @@ INPUT_KEYS = (
 )
 
 
-class PromptTokenizer(Protocol):
+class PromptTokenizer(TextTokenizer, Protocol):
     """The interface of a Hugging Face tokenizer that prompts need."""
 
     chat_template: str | None
-
-    def __call__(
-        self, text: list[str], *, add_special_tokens: bool
-    ) -> Mapping[str, list[list[int]]]:
-        """Token ids under the key `input_ids`."""
-        ...
 
     # No signature: transformers' names texts alone as contents, templates take parts of media, too.
     @property
@@ -136,9 +131,10 @@ def tokenise(
                 f"{row.location}: the rendered prompt has half of a surrogate pair, which is no "
                 f"character: got {text[:80]!r}"
             ) from err
-    # A chat template writes the special tokens itself.
-    add_special_tokens = not config.apply_chat_template
-    token_ids = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+    if config.apply_chat_template:  # which writes the special tokens itself
+        token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    else:
+        token_ids = prompt_ids(tokenizer, texts)
     for row, text, ids in zip(rows, texts, token_ids, strict=True):
         if not ids:
             raise DataError(f"{row.location}: the prompt has no tokens: {text[:80]!r}")

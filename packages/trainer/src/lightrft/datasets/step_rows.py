@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.chat_turns import end_of_turn
 from lightrft.datasets.files import Row
 from lightrft.datasets.judged_rows import JudgementKind
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.text_ids import TextIds
 from lightrft.datasets.types import DataError
 
 if TYPE_CHECKING:
@@ -54,15 +56,17 @@ def step_reader(
             "leave apply_chat_template and chat_template out, or give whole answers"
         )
 
+    encode = TextIds(tokenizer, end_of_turn(tokenizer))
+
     def read(row: Row) -> LabelledSteps:
         if reader is not None:
             reader.refuse(row, config, "labelled steps")
-        return _labelled(row, tokenizer)
+        return _labelled(row, encode)
 
     return read
 
 
-def _labelled(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledSteps:
+def _labelled(row: Row, encode: TextIds) -> LabelledSteps:
     prompt, steps, labels = (row.columns.get(name) for name in ("prompt", STEPS, "labels"))
     if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels):
         raise DataError(
@@ -77,7 +81,7 @@ def _labelled(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledSteps:
             f"{row.location}: prompt must be a text, and completions texts that are not empty: got "
             f"{str(prompt)[:80]!r} and {str(steps)[:80]!r}"
         )
-    answer = _encoded(prompt, texts, tokenizer)
+    answer = _encoded(prompt, texts, encode)
     if answer.num_trained != len(texts):
         raise DataError(
             f"{row.location}: the tokenizer ends two steps in one token: give longer steps"
@@ -85,20 +89,15 @@ def _labelled(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledSteps:
     return LabelledSteps(answer, tuple(labels))
 
 
-def _encoded(
-    prompt: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
-) -> SupervisedRow:
-    encoded = tokenizer(prompt + SEPARATOR.join(texts), return_offsets_mapping=True)
-    token_ids, stops = list(encoded["input_ids"]), [stop for _, stop in encoded["offset_mapping"]]
-    end: int | None = tokenizer.eos_token_id
-    if end is not None and token_ids[-1:] != [end]:
-        token_ids.append(end)
+def _encoded(prompt: str, texts: Sequence[str], encode: TextIds) -> SupervisedRow:
+    whole = encode(prompt + SEPARATOR.join(texts))
+    token_ids, stops = whole.token_ids, whole.stops
     is_end = np.zeros(len(token_ids), dtype=np.bool_)
     is_end[-1] = True
     lengths = (len(text) + len(SEPARATOR) for text in texts[:-1])
     for place in list(accumulate(lengths, initial=len(prompt)))[1:]:
         is_end[next(token for token, stop in enumerate(stops) if stop >= place)] = True
-    return SupervisedRow(np.array(token_ids, dtype=np.int32), is_end)
+    return SupervisedRow(np.array(token_ids, dtype=np.int32), is_end, remarks=whole.remarks)
 
 
 def _describe(found: Sequence[LabelledSteps]) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.chat_turns import ChatTurns, Message, Turn
+from lightrft.datasets.chat_turns import ChatTurns, Message, Turn, end_of_turn
 from lightrft.datasets.files import Row, read_sources
 from lightrft.datasets.media import Content, MediaRow, as_parts, media_columns
 from lightrft.datasets.render import teacher_name
 from lightrft.datasets.row_media import NOTHING_SHOWN, RowMediaReader, ShownMedia
+from lightrft.datasets.text_ids import TextIds, counted
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.media.media import Media
@@ -68,12 +69,14 @@ class SupervisedRow:
         is_trained: [tokens] bool; never the first, which follows nothing.
         shown: Its images and videos; None without.
         teacher: Name of its teacher; "" where there is one alone, or none.
+        remarks: What of its text was read otherwise than it stands.
     """
 
     token_ids: NDArray[np.int32]
     is_trained: NDArray[np.bool_]
     shown: ShownMedia | None = None
     teacher: str = ""
+    remarks: tuple[str, ...] = ()
 
     @property
     def media_digests(self) -> tuple[bytes, ...]:
@@ -187,7 +190,12 @@ def _summary(encoder: RowEncoder, found: Sequence[SupervisedRow], num_split: int
         text += f"; {num_shown} with images or videos"
     if encoder.num_unmatched:
         text += f"; dropped {encoder.num_unmatched} without a match of train_on_regex"
-    return text
+    return "; ".join(filter(None, (text, remark_of(found))))
+
+
+def remark_of(rows: Iterable[SupervisedRow]) -> str:
+    """How many texts were read otherwise than they stand, in one line; "" without any."""
+    return counted(remark for row in rows for remark in row.remarks)
 
 
 def kind_of(row: Row) -> str:
@@ -213,11 +221,13 @@ class _Encoded:
     Args:
         token_ids, is_trained: Of equal length.
         shown: Text that it begins with, and media, of which there may be none.
+        remarks: See `SupervisedRow`.
     """
 
     token_ids: Sequence[int]
     is_trained: Sequence[bool]
     shown: ShownMedia = NOTHING_SHOWN
+    remarks: tuple[str, ...] = ()
 
 
 def as_text(message: Message) -> Message:
@@ -342,7 +352,12 @@ class RowEncoder:
                     "leave it out"
                 )
         ids = np.array(token_ids, dtype=np.int32)
-        return SupervisedRow(ids, trained, shown if shown.media else None)
+        media = shown if shown.media else None
+        return SupervisedRow(ids, trained, media, remarks=encoded.remarks)
+
+    @cached_property
+    def _texts(self) -> TextIds:
+        return TextIds(self._tokenizer, end_of_turn(self._tokenizer))
 
     @property
     def media_encoder(self) -> Encoder:
@@ -364,44 +379,32 @@ class RowEncoder:
             shown = None
             if self._reader is not None:
                 shown = self._reader.of_ids(row, self._config, token_ids, "rows of token ids")
-            is_trained = _flags(columns["is_trained"])
-            if len(is_trained) != len(token_ids):
+            flags = _flags(columns["is_trained"])
+            if len(flags) != len(token_ids):
                 raise DataError(
                     "column 'is_trained' must hold one 0 or 1 for each of token_ids: got "
-                    f"{len(is_trained)} for {len(token_ids)}"
+                    f"{len(flags)} for {len(token_ids)}"
                 )
-            own = [self.train_on == "all" or flag == 1 for flag in is_trained]
+            own = [self.train_on == "all" or flag == 1 for flag in flags]
             yield _Encoded(token_ids, own, shown or NOTHING_SHOWN)
         elif self.kind == "text":
             read = self._read(row, _text(columns, "text"))
             text, media = str(read.content), read.media
-            # As prompts of `lightrft train`: processors add no special tokens.
-            ids = self._tokenizer(text, add_special_tokens=not media)["input_ids"]
-            token_ids = self._closed(ids)
-            yield _Encoded(token_ids, [True] * len(token_ids), ShownMedia(text, media))
+            whole = self._texts(text, has_media=bool(media))
+            is_trained = [True] * len(whole.token_ids)
+            yield _Encoded(whole.token_ids, is_trained, ShownMedia(text, media), whole.remarks)
         else:
             read = self._read(row, _text(columns, "prompt"))
             completion = _text(columns, "completion")
             prompt, media = str(read.content), read.media
-            encoded = self._tokenizer(
-                prompt + completion, return_offsets_mapping=True, add_special_tokens=not media
-            )
-            ends = [stop for _, stop in encoded["offset_mapping"]]
+            whole = self._texts(prompt + completion, has_media=bool(media))
             # A token that holds the end of the prompt and the beginning of the completion is
             # sampled with the completion.
-            first = next((i for i, stop in enumerate(ends) if stop > len(prompt)), len(ends))
-            token_ids = self._closed(encoded["input_ids"])
+            first = next(i for i, stop in enumerate([*whole.stops, math.inf]) if stop > len(prompt))
             if self.train_on == "all":
                 first = 0
-            own = [place >= first for place in range(len(token_ids))]
-            yield _Encoded(token_ids, own, ShownMedia(prompt, media))
-
-    def _closed(self, token_ids: Sequence[int]) -> list[int]:
-        """The ids with the end-of-sequence token behind them, if there is one."""
-        end: int | None = self._tokenizer.eos_token_id
-        if end is None or list(token_ids[-1:]) == [end]:
-            return [*token_ids]
-        return [*token_ids, end]
+            own = [place >= first for place in range(len(whole.token_ids))]
+            yield _Encoded(whole.token_ids, own, ShownMedia(prompt, media), whole.remarks)
 
     def _chat(self, chat: ChatTurns, row: Row, start: int) -> Iterator[_Encoded]:
         tools, read = _tools(row.columns), self._read(row, self._messages(row.columns))

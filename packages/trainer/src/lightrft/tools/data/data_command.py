@@ -22,6 +22,7 @@ from lightrft.config.registry import Registry
 from lightrft.config.sources import split_sources
 from lightrft.datasets.files import Row, scan_rows
 from lightrft.datasets.render import PromptTokenizer, check_tokenizer, render
+from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError
 from lightrft.tools.data.certificate import Certificate, certify
 from lightrft.tools.data.probes import FORMS
@@ -280,6 +281,9 @@ def check(request: Request) -> int:
     found = check_rows(shown, reader, config, has_model=tokenizer is not None)
     show_samples(found, tokenizer, max_new_tokens=config.generate_max_len)
     show_check(found, prompt_max_len=config.prompt_max_len, in_tokens=tokenizer is not None)
+    if not config.apply_chat_template:
+        remark = prompt_remark(reader, [row.text for row in found.rows if not row.media])
+        say(f"prompts read otherwise than they stand: {remark or 0}")
     usable = found.rows if tokenizer is None else found.usable
     scores = bool(config.reward_fn or config.remote_rm_url)
     certificate = certify(usable, config) if scores and usable else None

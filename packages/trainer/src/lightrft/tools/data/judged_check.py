@@ -44,6 +44,7 @@ from lightrft.tools.data.supervised_check import (
     read_source,
     show_lengths,
     show_problems,
+    show_remarks,
     show_text,
 )
 
@@ -215,6 +216,7 @@ def show_numbers(found: JudgedCheck, config: TrainConfig) -> None:
     if found.pairs:
         show_places("pairs whose rejected answer is chosen elsewhere", found.contradictions)
         show_places("pairs of which one answer begins the other", found.beginnings)
+    show_remarks(answers)
     show_labels(found.judgements)
     show_bias(found.judgements)
     show_problems(found.problems)

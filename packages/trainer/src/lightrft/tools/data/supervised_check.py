@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,6 +21,7 @@ from lightrft.datasets.supervised_rows import (
     RowEncoder,
     SupervisedRow,
     kind_of,
+    remark_of,
 )
 from lightrft.datasets.types import DataError
 from lightrft.tools.data.data_command import (
@@ -196,6 +197,7 @@ def show_numbers(found: SupervisedCheck, config: TrainConfig) -> None:
         [f"{place} = {first}" for place, first in found.duplicates],
     )
     say(f"conversations in one row per turn: {found.num_split}")
+    show_remarks(row for _, row in found.rows)
     num_empty = sum(NOTHING_TRAINED in problem for problem in found.problems)
     say(f"rows without a trained token: {num_empty}")
     show_run(lengths, trained, config)
@@ -211,6 +213,11 @@ def show_lengths(rows: Sequence[SupervisedRow]) -> tuple[np.ndarray, np.ndarray]
             shown = (f"{name} {np.quantile(counts, q):g}" for name, q in QUANTILES.items())
             say(f"{what}: {', '.join(shown)}")
     return lengths, trained
+
+
+def show_remarks(rows: Iterable[SupervisedRow]) -> None:
+    """Print what of the texts was read otherwise than it stands."""
+    say(f"texts read otherwise than they stand: {remark_of(rows) or 0}")
 
 
 def show_problems(problems: Sequence[str]) -> None:
