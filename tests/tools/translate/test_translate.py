@@ -44,7 +44,7 @@ def test_a_script_of_twenty_lines_trains(folder, capsys):
     out = capsys.readouterr().out
     assert "wrote rewards.py, rows.jsonl, run.toml to run" in out
     assert "next: lightrft train --config run/run.toml" in out
-    assert "model_init_kwargs = {'a': 1}: nothing here has this name" in out
+    assert "model_init_kwargs = {'a': 1}: a model is what its folder says" in out
     assert "report_to" not in out
     config = TrainConfig.load(folder / "run/run.toml")
     expected = {
@@ -159,7 +159,7 @@ def test_what_has_no_counterpart_is_said(arguments, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("x = 1\n", "expected a call of GRPOTrainer or GRPOConfig: found none"),
+        ("x = 1\n", "expected a call of GRPOTrainer, SFTTrainer, DPOTrainer"),
         ("def (", "expected a Python script"),
         ("GRPOConfig(temperature=-1)\n", "temperature"),
         ("GRPOConfig(num_generations=0)\n", "num_generations: got 0, expected an integer from 1"),
@@ -182,3 +182,197 @@ def test_files_are_not_written_over(folder, capsys):
     assert main(["config", "translate", "grpo.py", "run"]) == 2
     assert "run has run.toml: give another folder" in capsys.readouterr().err
     assert (folder / "run/run.toml").read_text() == "max_steps = 1\n"
+
+
+CHAT = """\
+import re
+from datasets import load_dataset
+from peft import LoraConfig
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+NAME = "tiny"
+RATE = 1e-5
+PATTERN = re.compile(r"\\d+")
+
+class Watch(TrainerCallback):
+    pass
+
+def found(text):
+    return PATTERN.search(text)
+
+def correct(completions, answer, **kwargs):
+    return [float(found(c[0]["content"]) is not None) for c in completions]
+
+def form(completions, **kwargs):
+    return [float(c[0]["content"].startswith("<")) for c in completions]
+
+def main():
+    data = load_dataset("json", data_files="rows.jsonl", split="train")
+    data = data.map(lambda row: {"prompt": [{"role": "user", "content": row["q"]}]})
+    args = GRPOConfig(
+        output_dir="out", learning_rate=RATE, reward_weights=[0.2, 1.0], max_steps=4,
+        warmup_steps=1, report_to=["tensorboard", "trackio"], num_generations=8, top_k=0,
+    )
+    trainer = GRPOTrainer(
+        model=NAME, args=args, train_dataset=data.shuffle(seed=1),
+        processing_class=AutoTokenizer.from_pretrained(NAME),
+        reward_funcs=[form, correct], callbacks=[Watch()],
+        peft_config=LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj"], bias="none"),
+    )
+    trainer.train()
+"""
+
+
+def translated(folder, capsys, text):
+    """The options that a script becomes, and the lines that a person looks at."""
+    (folder / "script.py").write_text(text)
+    assert main(["config", "translate", "script.py", "made"]) == 0
+    written = (folder / "made/run.toml").read_text().splitlines()
+    capsys.readouterr()
+    looks = [line.removeprefix("# look: ") for line in written if line.startswith("# look: ")]
+    return TrainConfig.load(folder / "made/run.toml"), looks
+
+
+def test_a_script_in_the_style_of_trls_pages_leaves_two_lines_to_look_at(folder, capsys):
+    config, looks = translated(folder, capsys, CHAT)
+    expected = {
+        "reward_weights": (0.2, 1.0),
+        "use_tensorboard": True,
+        "loggers": ("trackio",),
+        "lr_warmup_ratio": 0.25,
+        "actor_learning_rate": 1e-5,
+        "pretrain": "tiny",
+        "prompt_data": "rows.jsonl",
+        "lora_rank": 4,
+        "lora_alpha": 32,
+        "target_modules": ("q_proj",),
+        "top_k": -1,
+        "apply_chat_template": True,
+        "reward_fn": ("made/rewards.py:form", "made/rewards.py:correct"),
+    }
+    assert {name: config.__dict__[name] for name in expected} == expected
+    (changed,) = [line for line in looks if line.startswith("train_dataset: .map(")]
+    assert "is not carried out" in changed
+    (callbacks,) = [line for line in looks if line not in changed]
+    assert "Watch()" in callbacks
+    assert "end_step" in callbacks
+    rewards = (folder / "made/rewards.py").read_text()
+    assert "PATTERN = re.compile" in rewards
+    assert "def found" in rewards
+    assert "trl" not in rewards
+    assert "Watch" not in rewards
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("adam_betas", None),
+        ("target_modules", ["q_proj", "v_proj"]),
+        ("stop", ["</s>", "\n"]),
+    ],
+)
+def test_lists_are_tuples_wherever_an_option_takes_several(folder, capsys, option, value):
+    given = "" if value is None else f", {option}={value!r}"
+    text = f"GRPOConfig(output_dir='o'{given})\nLoraConfig()\n"
+    config, _ = translated(folder, capsys, text)
+    assert config.__dict__[option] == tuple(value or (0.9, 0.999))
+
+
+def test_the_first_row_of_a_file_says_whether_prompts_are_messages(folder, capsys):
+    (folder / "a.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}]}\n')
+    (folder / "b.jsonl").write_text('{"prompt": "a"}\n')
+    for name, is_chat in (("a", True), ("b", False)):
+        rows = f"load_dataset('json', data_files='{name}.jsonl')['train']"
+        text = f"GRPOTrainer(model='m', train_dataset={rows})"
+        config, looks = translated(folder, capsys, text)
+        assert (config.apply_chat_template, looks) == (is_chat, [])
+        (folder / "made/run.toml").unlink()
+
+
+SFT = """\
+from datasets import Dataset, load_dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+model = AutoModelForCausalLM.from_pretrained("tiny")
+rows = Dataset.from_dict({"prompt": ["1+1=", "1+2="], "completion": ["2", "3"]})
+held = Dataset.from_list([{"prompt": "1+3=", "completion": "4"}])
+config = SFTConfig(
+    output_dir="out", per_device_train_batch_size=1, gradient_accumulation_steps=2, bf16=False,
+    num_train_epochs=1, weight_decay=0.01, max_length=None, logging_steps=1, report_to="none",
+)
+SFTTrainer(
+    model, args=config, train_dataset=rows, eval_dataset=held, peft_config=LoraConfig(r=2),
+).train()
+"""
+
+
+def test_an_sft_script_trains(folder, capsys):
+    config, looks = translated(folder, capsys, SFT)
+    expected = {
+        "train_batch_size": 2,
+        "micro_train_batch_size": 1,
+        "actor_learning_rate": 2e-5,
+        "max_epochs": 1,
+        "l2": 0.01,
+        "lora_rank": 2,
+        "lora_alpha": 8,
+        "prompt_data": "made/rows.jsonl",
+        "eval_data": "made/eval_rows.jsonl",
+    }
+    assert {name: config.__dict__[name] for name in expected} == expected
+    assert [line.split(":")[0] for line in looks] == ["max_length = None", "target_modules"]
+    write_tiny_model(folder / "tiny", "tiny-qwen3")
+    assert main(["sft", "--config", "made/run.toml", "--fsdp"]) == 0
+    assert (folder / "out/summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "expected"),
+    [
+        (
+            "DPOConfig(beta=0.2, loss_type=['sigmoid', 'bco_pair'], loss_weights=[0.8, 0.2])",
+            "prefer",
+            {
+                "preference_loss": ("sigmoid", "bco_pair"),
+                "preference_weights": (0.8, 0.2),
+                "preference_args": {"beta": 0.2},
+                "actor_learning_rate": 1e-6,
+                "max_row_tokens": 1024,
+            },
+        ),
+        (
+            "DPOConfig(label_smoothing=0.1)",
+            "prefer",
+            {"preference_loss": ("cdpo",), "preference_args": {"label_smoothing": 0.1}},
+        ),
+        (
+            "KTOConfig(desirable_weight=2.0)",
+            "prefer",
+            {"preference_loss": ("kto",), "preference_args": {"desirable_weight": 2.0}},
+        ),
+        (
+            "RewardConfig(center_rewards_coefficient=0.01)",
+            "reward",
+            {"centering_coef": 0.01, "actor_learning_rate": 1e-4},
+        ),
+        ("SFTConfig(loss_type='dft', max_length=64)", "sft", {"sft_loss": "dft"}),
+        ("SFTConfig(assistant_only_loss=True)", "sft", {"train_on": "assistant"}),
+        ("SFTConfig(completion_only_loss=False)", "sft", {"train_on": "all"}),
+        ("SFTConfig(run_name='a', report_to='wandb')", "sft", {"wandb_run_name": "a"}),
+    ],
+)
+def test_scripts_of_other_trainers_are_those_of_other_commands(folder, text, command, expected):
+    (folder / "script.py").write_text(text)
+    script = read_script(folder / "script.py")
+    assert script.command == command
+    config = TrainConfig.from_args(translate(script.arguments, script=script).options)
+    assert {name: config.__dict__[name] for name in expected} == expected
+
+
+def test_a_script_of_two_trainers_is_two_scripts(folder, capsys):
+    (folder / "both.py").write_text("SFTConfig(seed=1)\nDPOConfig(seed=1)\n")
+    assert main(["config", "translate", "both.py", "made"]) == 2
+    assert "expected one trainer, found DPOTrainer and SFTTrainer" in capsys.readouterr().err

@@ -227,8 +227,9 @@ def _choice_problem(name: str, value: object, info: OptionInfo) -> str | None:
     if not wrong:
         return None
     listing = list(info.choices or ())
-    near = difflib.get_close_matches(str(wrong[0]), [str(c) for c in listing], n=1)
+    near = difflib.get_close_matches(str(wrong[0]), map(str, listing), n=1)
     hint_text = f" (did you mean {near[0]!r}?)" if near else ""
+    hint_text = word_of_the_field(str(wrong[0])) or hint_text
     own = "" if isinstance(info.choices, tuple) else ", FILE.py:NAME or MODULE:NAME"
     return f"{name}: got {short(wrong[0])}, expected one of {listing}{own}{hint_text}"
 
@@ -303,8 +304,31 @@ def _range_problem(number: float, info: OptionInfo) -> str | None:
     return " and ".join(bounds) or None
 
 
+# Words of the field for what is a command, an option or a choice here; registries add theirs.
+ALGORITHMS: dict[str, str] = {
+    "distillation": "lightrft distill",
+    "dpo": "lightrft prefer",
+    "gkd": "lightrft distill",
+    "grpo": "lightrft train as it is: advantage_estimator group_norm with policy_loss ppo",
+    "ppo": "lightrft train --advantage_estimator gae",
+    "rm": "lightrft reward",
+    "rlvr": "lightrft train",
+}
+
+
+def word_of_the_field(name: str) -> str:
+    """Return the end of an error sentence that says what an algorithm's name is here, or ""."""
+    there = ALGORITHMS.get(name.lower().replace("-", "_"), "")
+    return there and f"; {name} is {there}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error sentence: the nearest known names, or all of them if none is near."""
+    """Return the end of an error sentence: the nearest known names, or all if none is near.
+
+    A word of the field is answered with what it is here, never with another of like letters.
+    """
+    if meaning := word_of_the_field(name):
+        return meaning
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3)
     return f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(known)}"

@@ -1,8 +1,15 @@
 """Options of TRL 1.16, verl 0.9 and OpenRLHF 0.11, and what they are called here."""
 
-from collections.abc import Collection
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Collection, Mapping
+from functools import cache
+from pathlib import Path
 
-from lightrft.config.options import did_you_mean
+from lightrft.config.files import read_text
+from lightrft.config.options import SFT, did_you_mean
 
 # No option of a run, but of the commands that start it.
 PROCESSES = "nproc_per_node"
@@ -13,10 +20,16 @@ OTHER_NAMES: dict[str, str] = {
     # TRL, with what it has from transformers
     "adam_beta1": "adam_betas, both numbers",
     "adam_beta2": "adam_betas, both numbers",
-    "beta": "init_kl_coef",
+    "chat_template_kwargs": "chat_template_args",
+    "beta": "init_kl_coef, with use_kl_loss and kl_estimator k3",
     "dataset_name": "prompt_data",
     "delta": "dual_clip",
-    "dtype": "bf16",
+    "dtype": "bf16, true for bfloat16 and false for float32",
+    "dataset_config": "prompt_data, OWNER/NAME:CONFIGURATION",
+    "dataset_test_split": "eval_split",
+    "dataset_train_split": "prompt_split",
+    "deepspeed": "zero_stage, without a file; or fsdp",
+    "fp16": "bf16, true or false: there is no float16",
     "epsilon": "eps_clip",
     "epsilon_high": "eps_clip_high",
     "generation_batch_size": "rollout_batch_size, in prompts",
@@ -30,8 +43,8 @@ OTHER_NAMES: dict[str, str] = {
     "max_completion_length": "generate_max_len",
     "max_new_tokens": "generate_max_len",
     "max_grad_norm": "max_norm",
-    "max_prompt_length": "prompt_max_len",
-    "max_tool_calling_iterations": "max_turns",
+    "max_prompt_length": "prompt_max_len, above which prompts are refused, not cut",
+    "max_tool_calling_iterations": "max_turns, which counts the answer after the last call, too",
     "model": "pretrain",
     "model_name_or_path": "pretrain",
     "num_generations": "n_samples_per_prompt",
@@ -40,20 +53,22 @@ OTHER_NAMES: dict[str, str] = {
     "train_dataset": "prompt_data",
     "eval_dataset": "eval_data",
     "optim": "adam_8bit, for adamw_8bit; without it AdamW",
-    "per_device_eval_batch_size": "micro_rollout_batch_size",
-    "per_device_train_batch_size": "micro_train_batch_size",
+    "peft_config": "lora_rank, with lora_alpha, lora_dropout and target_modules",
+    "per_device_eval_batch_size": "micro_rollout_batch_size, in samples of one forward pass",
+    "per_device_train_batch_size": "micro_train_batch_size, with train_batch_size for an update",
     "report_to": "use_wandb, use_tensorboard or loggers",
-    "resume_from_checkpoint": "load_checkpoint",
+    "run_name": "wandb_run_name",
+    "resume_from_checkpoint": "load_checkpoint, of what is in output_dir",
     "reward_funcs": "reward_fn",
     "router_aux_loss_coef": "aux_loss_coef",
     "save_total_limit": "max_ckpt_num",
-    "scale_rewards": "advantage_estimator",
+    "scale_rewards": "advantage_estimator, group_norm, group_mean_batch_std or dr_grpo",
     "top_entropy_quantile": "high_entropy_token_ratio",
-    "use_peft": "lora_rank",
+    "use_peft": "lora_rank, above 0",
     "use_vllm": "engine_type, vllm",
     "vllm_enable_sleep_mode": "enable_engine_sleep",
     "vllm_gpu_memory_utilization": "engine_mem_util",
-    "vllm_importance_sampling_correction": "off_policy_correction",
+    "vllm_importance_sampling_correction": "off_policy_correction, a name such as tis",
     "vllm_tensor_parallel_size": "engine_tp_size",
     "warmup_steps": "lr_warmup_ratio, a share of all steps",
     "weight_decay": "l2",
@@ -103,14 +118,14 @@ OTHER_NAMES: dict[str, str] = {
     "num_epochs": "num_episodes",
     "num_gpus": PROCESSES,
     # OpenRLHF
-    "agent_func_path": "environment",
+    "agent_func_path": "environment, FILE.py:CLASS",
     "algo.advantage.estimator": "advantage_estimator",
     "algo.kl.estimator": "kl_estimator",
     "algo.kl.horizon": "kl_horizon",
     "algo.kl.init_coef": "init_kl_coef",
     "algo.kl.target": "kl_target",
     "algo.kl.use_loss": "use_kl_loss",
-    "async_enable": "rollout_lag",
+    "async_enable": "rollout_lag, 1",
     "ckpt.load_enable": "load_checkpoint",
     "ckpt.max_mem": "max_ckpt_mem",
     "ckpt.max_num": "max_ckpt_num",
@@ -143,12 +158,16 @@ OTHER_NAMES: dict[str, str] = {
     "train.micro_batch_size": "micro_train_batch_size",
 }
 _ROWS = {
+    "epochs": "max_epochs",
+    "max_completion_length": "max_row_tokens, of prompt and answer together",
+    "max_prompt_length": "max_row_tokens, of prompt and answer together",
     "max_length": "max_row_tokens, above which rows are left out",
     "max_seq_length": "max_row_tokens, above which rows are left out",
+    "num_epochs": "max_epochs",
     "num_train_epochs": "max_epochs",
-    "packing": "packing_samples",
+    "packing": "packing_samples, which packs micro-batches: batches count rows",
     "padding_free": "packing_samples",
-    "per_device_eval_batch_size": "micro_train_batch_size",
+    "per_device_eval_batch_size": "micro_train_batch_size, which evaluations take, too",
     "total_epochs": "max_epochs",
 }
 _PREFERENCE_VALUES = ("beta", "label_smoothing", "desirable_weight", "undesirable_weight")
@@ -184,10 +203,85 @@ NAMES_OF_COMMANDS: dict[str, dict[str, str]] = {
         "max_length": "max_row_tokens, above which rows are left out",
         "max_new_tokens": "generate_max_len",
         "num_train_epochs": "num_episodes, or max_epochs on given rows",
-        "packing": "packing_samples",
+        "packing": "packing_samples, which packs micro-batches: batches count rows",
         "teacher_model_name_or_path": "teacher",
-        "teacher_model_server_url": "teacher, an address",
+        "teacher_model_server_url": "teacher",
     },
+}
+
+
+# Documented options that this version does not implement, with what to do instead. They are
+# refused: an option that were accepted and ignored would change nothing without a word.
+_METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
+_REWARD_MODELS = "reward models run in the trainer's processes"
+_TRACE = "use --save_trajectories, which writes trajectories.jsonl"
+_FILES = "--pretrain_data takes one source, of which the split train is used"
+
+UNAVAILABLE: dict[str, str] = {
+    "disable_ds_ckpt": "checkpoints are written every --save_steps; -1 writes none on the way",
+    "save_hf_ckpt": "the final model is always written in Hugging Face format",
+    "mark_high_entropy_tokens": _TRACE,
+    "trajectory_analysis": _TRACE,
+    "print_replay_buffer_stats": _METRICS,
+    "pretrain_data_probs": _FILES,
+    "pretrain_split": _FILES,
+    "normalize_advantages": "--policy_loss gspo always works this way",
+    "use_sequence_rewards": "--policy_loss gspo always works this way",
+    "normalize_reward_for_critic": "scale the reward in your reward function",
+    "save_value_network": "the critic is part of every checkpoint",
+    "actor_init_on_gpu": "weights are loaded on the device they are trained on",
+    "flash_attn": "attention is torch's scaled_dot_product_attention",
+    "gradient_checkpointing_use_reentrant": "checkpointing is never re-entrant",
+    "disable_fast_tokenizer": "the tokenizer saved with the model is used",
+    "disable_logprobs_flashattn": "attention is torch's scaled_dot_product_attention",
+    "no_shard_vit": "--mixed_mm_data keeps the vision tower in FSDP2's root unit",
+    "initial_model_shard_size": "the reference model is sharded over all processes",
+    "load_in_4bit": "weights are never quantised in training",
+    "rm_use_engine": _REWARD_MODELS,
+    "rm_engine_cudagraph": _REWARD_MODELS,
+    "value_head_prefix": "the critic's head is always called value_head",
+    "reference_key": "use --label_key; other columns reach the reward function by name",
+    "fps": 'videos bring their own: {"frames": [...], "fps": 2}',
+    "processor": "the processor that was saved with the model is used",
+    "system_prompt_path": "give the text itself by --system_prompt, or in a --config file",
+    "ckpt_path_local": "use --ckpt_path",
+    "train_data": "use --prompt_data",
+    "task_instruction": "use --system_prompt",
+    "loss_type": "use --reward_loss of lightrft reward",
+    "margin": "give lightrft reward rows with a column margin",
+    "pooling_method": "use --reward_pooling last or attention (for attn) of lightrft reward",
+    "scale_for_train": "use --reward_loss hps of lightrft reward",
+    "probing_layer": "lightrft reward reads the last layer",
+    "heads_types": "use --reward_heads of lightrft reward",
+    "gspo_alpha": "use --eps_clip_low and --eps_clip_high with --policy_loss gspo",
+    "clip_range": "use --eps_clip",
+    "clip_range_lower": "use --eps_clip_low",
+    "clip_range_higher": "use --eps_clip_high",
+    "use_clip_higher": "use --eps_clip_high",
+    "mirror_tau": "use --init_kl_coef with --use_kl_loss",
+    "use_length_penalty": "use --overlong_buffer",
+    "length_penalty_coef": "use --overlong_buffer_penalty_factor",
+    "baseline_type": "use --advantage_estimator",
+    "normalize_reward": "use --reward_running_norm",
+    "save_interval": "use --save_steps",
+    "use_ms": "models and data are read from local paths",
+    # Of TRL and transformers.
+    "attn_implementation": "attention is chosen by model and device, and proved at the start",
+    "dataset_num_proc": "rows are read by one process",
+    "dataset_text_field": "texts stand in the column text: rename the column of your rows",
+    "device": "the GPUs of CUDA_VISIBLE_DEVICES are used, the CPU where there is none",
+    "device_map": "models are divided over the processes of --nproc_per_node",
+    "model_init_kwargs": "a model is what its folder says, in float32 or --bf16",
+    "neftune_noise_alpha": "no noise is added to embeddings",
+    "no_cuda": "set CUDA_VISIBLE_DEVICES to nothing to train on a CPU",
+    "processing_class": "the tokenizer saved with the model is used",
+    "push_to_hub": "lightrft export writes a folder, hf upload sends it",
+    "ref_model": "the reference is the model that the run begins with",
+    "tokenizer": "the tokenizer saved with the model is used",
+    "torch_compile": "use --compile_backend",
+    "torch_dtype": "use --bf16, or --no_bf16 for float32",
+    "use_cpu": "set CUDA_VISIBLE_DEVICES to nothing to train on a CPU",
+    "use_liger_kernel": "use --fused_linear_logprob",
 }
 
 
@@ -197,18 +291,93 @@ A_DATA_FILE = "give a JSONL, JSON or Parquet file, or the name of a data set"
 A_REWARD = "give boxed_math, gsm8k or FILE.py:FUNCTION"
 
 
-def option_hint(name: str, known: Collection[str], command: str = "train") -> str:
-    """The end of a sentence about an unknown option: its name here, or the nearest known ones.
+_ENTRY = re.compile(r"(\w+), (\w+)=\.\.\.")
+
+
+def _meaning(name: str, command: str) -> str:
+    """Return what a name is here: an option, with what else it needs after a comma; or ""."""
+    last = name.rpartition(".")[2]
+    by_command = NAMES_OF_COMMANDS.get(command, {})
+    return by_command.get(last) or OTHER_NAMES.get(name) or OTHER_NAMES.get(last) or ""
+
+
+def same_option(name: str, command: str) -> tuple[str, str] | None:
+    """Return the option that a name of another library is, with its entry ("" for all of it).
+
+    None is for a name that means something else here, in another unit, or nothing.
+    """
+    there = _meaning(name, command)
+    if (entry := _ENTRY.fullmatch(there)) is not None:
+        return entry[1], entry[2]
+    is_whole = "." not in name or name in OTHER_NAMES
+    return (there, "") if is_whole and there.isidentifier() else None
+
+
+def taken_as(name: str, option: str, entry: str) -> str:
+    """Return how the line about names of other libraries shows one of them."""
+    return f"{name} is {option}{entry and f' {entry}=...'}"
+
+
+@cache
+def said_once(text: str) -> None:
+    """Prints a line on the first process of a run that nobody else started."""
+    if os.environ.get("RANK", "0") == "0" and "LIGHTRFT_LAUNCHED" not in os.environ:
+        print(f"lightrft: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def with_our_names(
+    values: Mapping[str, object], known: Collection[str], command: str = "train"
+) -> tuple[dict[str, object], list[str]]:
+    """Return values by the names of our options, and a line for each option given twice.
+
+    Names of other libraries that mean the same are taken, which one printed line says.
 
     Args:
-        name: As it was given; groups before a dot may say more.
-        known: Options that could have been given.
-        command: It was given to.
+        values: Values by name.
+        known: Options that may be given.
+        command: Command that takes them.
     """
-    last = name.rpartition(".")[2]
-    own = NAMES_OF_COMMANDS.get(command, {})
-    there = own.get(last) or OTHER_NAMES.get(name) or OTHER_NAMES.get(last) or last
+    places = {name: same_option(name, command) for name in values if name not in known}
+    same = {n: place for n, place in places.items() if place is not None and place[0] in known}
+    ours = {name: value for name, value in values.items() if name not in same}
+    problems, taken = [], []
+    for name, (option, entry) in same.items():
+        taken.append(taken_as(name, option, entry))
+        before = ours.get(option)
+        entries = before if entry and isinstance(before, Mapping) else {}
+        if before is not None and (entry in entries or not entries):
+            problems.append(f"{name} and {option} are one option: give one of them")
+        ours[option] = {**entries, entry: values[name]} if entry else values[name]
+    if taken:
+        said_once(f"names of other libraries: {', '.join(taken)}")
+    return ours, problems
+
+
+def _is_of_transformers(name: str) -> bool:
+    """Return whether transformers' TrainingArguments have this name; nothing is imported."""
+    spec = importlib.util.find_spec("transformers")
+    places = [] if spec is None else spec.submodule_search_locations or []
+    files = [Path(place) / "training_args.py" for place in places]
+    texts = [read_text(file) for file in files if file.is_file()]
+    return any(re.search(rf"^    {re.escape(name)}: ", text, re.MULTILINE) for text in texts)
+
+
+def option_hint(name: str, known: Collection[str], command: str = "train") -> str:
+    """Return the end of a sentence about an unknown option: its name here, or the nearest known.
+
+    Args:
+        name: Name as it was typed; groups before a dot may say more.
+        known: Options that could have been typed.
+        command: Command that it was given to.
+    """
+    there = _meaning(name, command) or name.rpartition(".")[2]
     first = there.split()[0].rstrip(",")
     if there != name and (first in known or first == PROCESSES):
         return f"; here it is {there}"
-    return did_you_mean(name, known)
+    if name in UNAVAILABLE:
+        return f": {UNAVAILABLE[name]}"
+    if there != name or _is_of_transformers(name):
+        return f": nothing in lightrft {command} corresponds to it"
+    flag = "--help_all" if command in ("train", *SFT) else "--help"
+    near, knows_none, _ = did_you_mean(name, known).partition("; known")
+    return f"; lightrft {command} {flag} lists all" if knows_none else near

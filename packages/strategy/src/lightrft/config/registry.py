@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
-from lightrft.config.options import ConfigError, accepts, coerce, did_you_mean
+from lightrft.config.options import ALGORITHMS, ConfigError, accepts, coerce, did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -492,6 +492,15 @@ REGISTRIES = {
     "reward_loss": REWARD_LOSSES,
     "loggers": LOGGERS,
 }
+for _command, _registries in (
+    ("train", (POLICY_LOSSES, ADVANTAGE_ESTIMATORS)),
+    ("prefer", (PREFERENCE_LOSSES,)),
+    ("reward", (REWARD_LOSSES,)),
+):
+    for _registry in _registries:
+        for _name in _registry:
+            _what = f"a choice of {_registry.kind} of lightrft {_command}"
+            ALGORITHMS.setdefault(_name.replace("-", "_"), _what)
 
 
 def register(option_name: str, name: str) -> Callable[[Object], Object]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from lightrft.config.options import ConfigError, options_of
-from lightrft.config.other_names import TABLE_HINT, option_hint
+from lightrft.config.other_names import TABLE_HINT, option_hint, with_our_names
 from lightrft.config.rules import (
     NO_REWARDS,
     SAMPLED,
@@ -151,20 +151,27 @@ class TrainConfig(RunOptions):
         if found:
             raise ConfigError("invalid configuration:\n  " + "\n  ".join(found))
 
-    def replaced(self, changes: Mapping[str, object]) -> Self:
-        """The configuration with other values, checked anew.
+    def replaced(self, changes: Mapping[str, object], command: str = "train") -> Self:
+        """Return the configuration with other values, checked anew.
+
+        Args:
+            changes: Values by name, also by those of other libraries that mean the same.
+            command: Command that would take them.
 
         Raises:
             TypeError: A name is no option; the message names the nearest.
             ConfigError: The values are wrong together.
         """
         known = options_of(type(self))
-        unknown = [
-            f"no option {name!r}{option_hint(name, known)}" for name in changes if name not in known
+        ours, problems = with_our_names(changes, known, command)
+        problems += [
+            f"no option {name!r}{option_hint(name, known, command)}"
+            for name in ours
+            if name not in known
         ]
-        if unknown:
-            raise TypeError("; ".join(unknown))
-        return type(self).from_args({**self.__dict__, **changes})
+        if problems:
+            raise TypeError("; ".join(problems))
+        return type(self).from_args({**self.__dict__, **ours})
 
     @property
     def teacher_places(self) -> dict[str, str]:
@@ -222,10 +229,11 @@ class TrainConfig(RunOptions):
             FileError: It cannot be read.
             ConfigError: It is not TOML, or holds unknown keys or wrong values.
         """
-        config = cls.from_args(read_toml(Path(path)))
-        if config.extra_args:
-            known = options_of(cls)
-            lines = [
+        known = options_of(cls)
+        ours, problems = with_our_names(read_toml(Path(path)), known)
+        config = cls.from_args(ours)
+        if problems or config.extra_args:
+            lines = [f"{path}: {problem}" for problem in problems] + [
                 f"{path}: unknown option {name!r}"
                 + (TABLE_HINT if isinstance(value, Mapping) else option_hint(name, known))
                 for name, value in config.extra_args.items()

@@ -18,66 +18,18 @@ from lightrft.config.options import (
     options_of,
     type_hints,
 )
-from lightrft.config.other_names import NAMES_OF_COMMANDS, TABLE_HINT, option_hint
+from lightrft.config.other_names import (
+    NAMES_OF_COMMANDS,
+    TABLE_HINT,
+    UNAVAILABLE,
+    option_hint,
+    said_once,
+    same_option,
+    taken_as,
+    with_our_names,
+)
 from lightrft.config.toml import read_toml
 from lightrft.utils.arguments import add_arguments
-
-# Documented options that this version does not implement, with what to do instead. They are
-# refused: an option that were accepted and ignored would change nothing without a word.
-_METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
-_REWARD_MODELS = "reward models run in the trainer's processes"
-_TRACE = "use --save_trajectories, which writes trajectories.jsonl"
-_FILES = "--pretrain_data takes one source, of which the split train is used"
-
-UNAVAILABLE: dict[str, str] = {
-    "disable_ds_ckpt": "checkpoints are written every --save_steps; -1 writes none on the way",
-    "save_hf_ckpt": "the final model is always written in Hugging Face format",
-    "mark_high_entropy_tokens": _TRACE,
-    "trajectory_analysis": _TRACE,
-    "print_replay_buffer_stats": _METRICS,
-    "pretrain_data_probs": _FILES,
-    "pretrain_split": _FILES,
-    "normalize_advantages": "--policy_loss gspo always works this way",
-    "use_sequence_rewards": "--policy_loss gspo always works this way",
-    "normalize_reward_for_critic": "scale the reward in your reward function",
-    "save_value_network": "the critic is part of every checkpoint",
-    "actor_init_on_gpu": "weights are loaded on the device they are trained on",
-    "flash_attn": "attention is torch's scaled_dot_product_attention",
-    "gradient_checkpointing_use_reentrant": "checkpointing is never re-entrant",
-    "disable_fast_tokenizer": "the tokenizer saved with the model is used",
-    "disable_logprobs_flashattn": "attention is torch's scaled_dot_product_attention",
-    "no_shard_vit": "--mixed_mm_data keeps the vision tower in FSDP2's root unit",
-    "initial_model_shard_size": "the reference model is sharded over all processes",
-    "load_in_4bit": "weights are never quantised in training",
-    "rm_use_engine": _REWARD_MODELS,
-    "rm_engine_cudagraph": _REWARD_MODELS,
-    "value_head_prefix": "the critic's head is always called value_head",
-    "reference_key": "use --label_key; other columns reach the reward function by name",
-    "fps": 'videos bring their own: {"frames": [...], "fps": 2}',
-    "processor": "the processor that was saved with the model is used",
-    "system_prompt_path": "give the text itself by --system_prompt, or in a --config file",
-    "ckpt_path_local": "use --ckpt_path",
-    "train_data": "use --prompt_data",
-    "task_instruction": "use --system_prompt",
-    "loss_type": "use --reward_loss of lightrft reward",
-    "margin": "give lightrft reward rows with a column margin",
-    "pooling_method": "use --reward_pooling last or attention (for attn) of lightrft reward",
-    "scale_for_train": "use --reward_loss hps of lightrft reward",
-    "probing_layer": "lightrft reward reads the last layer",
-    "heads_types": "use --reward_heads of lightrft reward",
-    "gspo_alpha": "use --eps_clip_low and --eps_clip_high with --policy_loss gspo",
-    "clip_range": "use --eps_clip",
-    "clip_range_lower": "use --eps_clip_low",
-    "clip_range_higher": "use --eps_clip_high",
-    "use_clip_higher": "use --eps_clip_high",
-    "mirror_tau": "use --init_kl_coef with --use_kl_loss",
-    "use_length_penalty": "use --overlong_buffer",
-    "length_penalty_coef": "use --overlong_buffer_penalty_factor",
-    "baseline_type": "use --advantage_estimator",
-    "normalize_reward": "use --reward_running_norm",
-    "save_interval": "use --save_steps",
-    "use_ms": "models and data are read from local paths",
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -205,13 +157,14 @@ def parse_options(
         UsageError: Arguments that cannot be read, or a file that does not exist.
         ConfigError: A file is not TOML.
     """
-    parsed, unknown = parser.parse_known_args(normalise(argv))
     command = parser.command if isinstance(parser, Parser) else "train"
+    arguments, twice = with_our_flags(normalise(argv), parser, command)
+    parsed, unknown = parser.parse_known_args(arguments)
     known = available_options(command)
     flags = {name: value for name, value in vars(parsed).items() if name in known}
     files = [*first_files(parsed), *map(Path, parsed.config)]
     config, problems = merge_options(files, flags, command)
-    return config, parsed, unknown_flags(unknown, command) + problems
+    return config, parsed, twice + unknown_flags(unknown, command) + problems
 
 
 def merge_options(
@@ -230,7 +183,9 @@ def merge_options(
     for path in files:
         if not path.is_file():
             raise UsageError(f"--config: no such file: {path}")
-        for name, value in read_toml(path).items():
+        ours, twice = with_our_names(read_toml(path), known, command)
+        problems += [f"{path}: {problem}" for problem in twice]
+        for name, value in ours.items():
             if name in known:
                 values[name] = coerce(value, hints[name])
             elif name not in options and isinstance(value, Mapping):
@@ -255,11 +210,7 @@ def unknown_name(name: str, command: str = "train") -> str:
             return f"{name} is an option of lightrft {other}, not of lightrft {command}"
     if name in available_options(command):
         return f"{name} is no option of lightrft {command}"
-    hint = option_hint(name, available_options(command), command)
-    if hint.startswith("; known"):
-        flag = "--help_all" if command in ("train", *SFT) else "--help"
-        hint = f"; lightrft {command} {flag} lists all"
-    return f"unknown option {name!r}{hint}"
+    return f"unknown option {name!r}{option_hint(name, available_options(command), command)}"
 
 
 def unknown_flags(arguments: Sequence[str], command: str = "train") -> list[str]:
@@ -275,6 +226,39 @@ def unknown_flags(arguments: Sequence[str], command: str = "train") -> list[str]
         )
         return [unknown_name(name, command) for name in named] + ([usage] if bare else [])
     return [unknown_name(flag.removeprefix("--").split("=")[0], command) for flag in flags]
+
+
+def with_our_flags(
+    arguments: Sequence[str], parser: argparse.ArgumentParser, command: str
+) -> tuple[list[str], list[str]]:
+    """Return arguments by our flags, and a line for each flag that is given by both names.
+
+    Flags of other libraries that mean the same are taken, which one printed line says.
+    """
+    ours, problems, taken = list[str](), list[str](), list[str]()
+    flags = parser._option_string_actions
+    typed = {argument.partition("=")[0] for argument in arguments}
+    awaits_value = False
+    for argument in arguments:
+        flag, sign, value = argument.partition("=")
+        name = flag.removeprefix("--").removeprefix("no_")
+        same = same_option(name, command) if flag.startswith("--") and flag not in flags else None
+        option, entry = same or ("", "")
+        target = flag.replace(name, option)
+        if same is None or target not in flags:
+            is_value = awaits_value and not flag.startswith("--")
+            ours[-1:] = [ours[-1] + argument] if is_value else [*ours[-1:], argument]
+            awaits_value = False
+            continue
+        awaits_value = bool(entry) and not sign
+        taken.append(taken_as(name, option, entry))
+        if not entry and target in typed:
+            problems.append(f"--{name} and {target} are one option: give one of them")
+        typed.add(target)
+        ours += [target, f"{entry}={value}"] if entry else [target + sign + value]
+    if taken:
+        said_once(f"names of other libraries: {', '.join(taken)}")
+    return ours, problems
 
 
 def normalise(arguments: Sequence[str]) -> list[str]:

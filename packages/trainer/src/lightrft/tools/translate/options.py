@@ -1,4 +1,4 @@
-"""A script of TRL's GRPO as the folder of a run, where both can do it."""
+"""A script of TRL as the folder of a run, where both can do it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,38 @@ from pathlib import Path
 
 from lightrft.cli.errors import UsageError
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.other_names import OTHER_NAMES
+from lightrft.config.other_names import option_hint, same_option
+from lightrft.config.registry import LOGGERS
 from lightrft.config.toml import format_toml
+from lightrft.datasets.files import Row, local_files, scan_rows
 from lightrft.tools.translate.script import Script, read_script
 
-OPTIONS_FILE, REWARD_FILE, ROWS_FILE = "run.toml", "rewards.py", "rows.jsonl"
+OPTIONS_FILE, REWARD_FILE = "run.toml", "rewards.py"
+# File of the rows of a data set that is written down.
+ROWS_FILES = {"prompt_data": "rows.jsonl", "eval_data": "eval_rows.jsonl"}
 
-# What a script leaves out has TRL's value, not ours (GRPOConfig of TRL 1.16).
+# What a script leaves out has TRL's value, not ours (configurations of TRL 1.16).
 DEFAULTS: dict[str, object] = {
-    "learning_rate": 1e-6,
     "lr_scheduler_type": "linear",
     "warmup_ratio": 0.0,
     "num_train_epochs": 3,
-    "max_completion_length": 512,
-    "loss_type": "dapo",
-    "scale_rewards": "group",
     "adam_beta1": 0.9,
     "adam_beta2": 0.999,
-    "beta": 0.0,
     "bf16": True,
+}
+_OF_ROWS = {"max_length": 1024}
+DEFAULTS_OF: dict[str, dict[str, object]] = {
+    "grpo": {
+        "learning_rate": 1e-6,
+        "max_completion_length": 512,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "beta": 0.0,
+    },
+    "sft": {"learning_rate": 2e-5, **_OF_ROWS},
+    "dpo": {"learning_rate": 1e-6, **_OF_ROWS},
+    "kto": {"learning_rate": 1e-6, "loss_type": "kto", **_OF_ROWS},
+    "reward": {"learning_rate": 1e-4, **_OF_ROWS},
 }
 _LOSSES = {
     "grpo": {"loss_agg_mode": "seq-mean-token-mean"},
@@ -37,6 +50,11 @@ _LOSSES = {
     "cispo": {"policy_loss": "cispo", "loss_agg_mode": "token-mean"},
     "sapo": {"policy_loss": "sapo"},
 }
+_SFT_LOSSES: dict[str, Mapping[str, object]] = {
+    "nll": {},
+    "chunked_nll": {},
+    "dft": {"sft_loss": "dft"},
+}
 _SCALES = {"group": "group_norm", "batch": "group_mean_batch_std", "none": "dr_grpo"}
 _SCHEDULES: dict[str, Mapping[str, object]] = {
     "linear": {"lr_scheduler": "linear"},
@@ -45,9 +63,12 @@ _SCHEDULES: dict[str, Mapping[str, object]] = {
     "cosine": {"lr_scheduler": "cosine_with_min_lr", "min_lr_ratio": 0.0},
 }
 # Sizes, which are counted in other units here.
-_SIZES = {
+_ROW_SIZES: dict[str, int | None] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
+}
+_SIZES = {
+    **_ROW_SIZES,
     "num_generations": 8,
     "steps_per_generation": None,
     "generation_batch_size": None,
@@ -58,8 +79,18 @@ _WITHOUT_EFFECT = (
     "remove_unused_columns",
     "log_completions",
     "logging_dir",
+    "logging_first_step",
     "disable_tqdm",
     "use_cpu",
+    "dataset_num_proc",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "gradient_checkpointing_kwargs",
+    "overwrite_output_dir",
+    "save_only_model",
+    "task_type",
+    "trust_remote_code",
+    "use_liger_kernel",
 )
 
 
@@ -68,38 +99,55 @@ class Translation:
     """Options, and what a person has to look at.
 
     Args:
-        options: By our names.
-        notes: A line each.
+        command: Command that takes the options.
+        loss: Trainer of TRL: grpo, sft, dpo, kto, reward.
+        options: Values by our names.
+        notes: Lines about what has no counterpart.
     """
 
+    command: str
+    loss: str
     options: dict[str, object] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def translate(arguments: Mapping[str, object], processes: int = 1) -> Translation:
-    """The options of a run of TRL.
+def translate(
+    arguments: Mapping[str, object], processes: int = 1, script: Script | None = None
+) -> Translation:
+    """Return the options of a run of TRL.
 
     Args:
-        arguments: Of GRPOConfig and GRPOTrainer.
-        processes: Of the run; sizes that TRL counts by process are of all here.
+        arguments: Values of a trainer, its configuration and its LoraConfig by name.
+        processes: Processes of the run; sizes that TRL counts by process are of all here.
+        script: Script they are from; None is one of GRPOTrainer.
 
     Raises:
         UsageError: A size is no positive integer.
     """
-    found = Translation()
-    values = {**DEFAULTS, **arguments}
-    sizes = {name: values.pop(name, default) for name, default in _SIZES.items()}
-    updates = _sizes(sizes, processes, found)
-    iterations = _size({"num_iterations": 1, **values}, "num_iterations") or 1
-    _steps(values, updates * iterations, found)
+    made = Translation(*(("train", "grpo") if script is None else (script.command, script.loss)))
+    values = {**DEFAULTS, **DEFAULTS_OF[made.loss], **arguments}
+    samples = made.command == "train"
+    names = _SIZES if samples else _ROW_SIZES
+    sizes = {name: values.pop(name, default) for name, default in names.items()}
+    updates = 1
+    if samples:
+        updates = _sizes(sizes, processes, made)
+        updates *= _size({"num_iterations": 1, **values}, "num_iterations") or 1
+    else:
+        rows = _size(sizes, "per_device_train_batch_size") or 1
+        update = rows * (_size(sizes, "gradient_accumulation_steps") or 1) * processes
+        made.options |= {"train_batch_size": update, "micro_train_batch_size": rows}
+    _warm_up(values)
+    _steps(values, updates, made)
     betas = (values.pop("adam_beta1"), values.pop("adam_beta2"))
-    found.options["adam_betas"] = betas
+    made.options["adam_betas"] = betas
+    special = {**_SPECIAL, **_SPECIAL_OF[made.command]}
     for name, value in values.items():
-        if name in _SPECIAL:
-            _SPECIAL[name](value, found)
+        if name in special:
+            special[name](value, made)
         elif name not in _WITHOUT_EFFECT:
-            _named(name, value, found)
-    return found
+            _named(name, value, made)
+    return made
 
 
 def _size(sizes: Mapping[str, object], name: str) -> int | None:
@@ -156,17 +204,30 @@ def _steps(values: dict[str, object], updates: int, found: Translation) -> None:
         values.pop("max_steps", None)
 
 
+def _warm_up(values: dict[str, object]) -> None:
+    """Turns steps of warm-up into a share of all steps, where their number is known."""
+    steps, total = values.get("warmup_steps"), values.get("max_steps")
+    if isinstance(steps, float) and steps < 1:
+        values["warmup_ratio"] = values.pop("warmup_steps")
+    elif isinstance(steps, int) and isinstance(total, int) and total > 0:
+        values["warmup_ratio"] = round(steps / total, 6)
+        del values["warmup_steps"]
+
+
 def _named(name: str, value: object, found: Translation) -> None:
-    """An option of one name there and here, or a note."""
-    there = OTHER_NAMES.get(name, name)
+    """Notes an option that means the same there and here, or a line."""
     if value is None:
         return
-    if there in TrainConfig.__dataclass_fields__:
-        found.options[there] = value
-    elif name in OTHER_NAMES:
-        found.notes.append(f"{name} = {value!r}: here it is {there}")
+    option, entry = same_option(name, found.command) or (name, "")
+    if entry:
+        entries = found.options.get(option)
+        found.options[option] = {**(entries if isinstance(entries, dict) else {}), entry: value}
+    elif option in TrainConfig.__dataclass_fields__:
+        found.options[option] = value
     else:
-        found.notes.append(f"{name} = {value!r}: nothing here has this name")
+        hint = option_hint(name, TrainConfig.__dataclass_fields__, found.command)
+        here = hint[2:] if hint.startswith(("; here", ": ")) else "nothing here has this name"
+        found.notes.append(f"{name} = {value!r}: {here}")
 
 
 def _beta(value: object, found: Translation) -> None:
@@ -202,8 +263,73 @@ def _model(value: object, found: Translation) -> None:
 
 
 def _trackers(value: object, found: Translation) -> None:
-    if value not in ("none", None, []):
-        _named("report_to", value, found)
+    switches = {"tensorboard": "use_tensorboard", "wandb": "use_wandb"}
+    receivers: list[str] = []
+    for each in value if isinstance(value, list | tuple) else [value]:
+        if each in switches:
+            found.options[switches[each]] = True
+        elif each in LOGGERS:
+            receivers.append(str(each))
+        elif each not in ("none", None):
+            _named("report_to", each, found)
+    if receivers:
+        found.options["loggers"] = tuple(receivers)
+
+
+def _strategy(option: str) -> Callable[[object, Translation], None]:
+    """Return what a strategy says of an option that counts steps."""
+
+    def choose(value: object, found: Translation) -> None:
+        if str(value) == "no":
+            found.options.pop(option, None)
+        elif str(value) != "steps":
+            found.notes.append(f"{value!r} instead of steps: choose {option}, in steps")
+
+    return choose
+
+
+def _length(value: object, found: Translation) -> None:
+    if value is None:
+        found.notes.append(
+            "max_length = None: choose max_row_tokens, above which rows are left out"
+        )
+        return
+    found.options["max_row_tokens"] = value
+    found.notes.append(f"max_length = {value!r}: longer rows are left out here, TRL cuts them")
+
+
+def _preference_losses(value: object, found: Translation) -> None:
+    found.options["preference_loss"] = value if isinstance(value, list) else [value]
+
+
+def _smoothing(value: object, found: Translation) -> None:
+    if value:
+        _named("label_smoothing", value, found)
+        given = found.options.get("preference_loss", ["sigmoid"])
+        names = given if isinstance(given, list) else [given]
+        found.options["preference_loss"] = ["cdpo" if e == "sigmoid" else e for e in names]
+
+
+def _trained(option: str, *, by_default: bool) -> Callable[[object, Translation], None]:
+    """Return what a switch of the trained tokens says; its usual value follows from the rows."""
+
+    def choose(value: object, found: Translation) -> None:
+        if value is True:
+            found.options["train_on"] = option
+        elif value is False and by_default:
+            found.options["train_on"] = "all"
+
+    return choose
+
+
+def _text_field(value: object, found: Translation) -> None:
+    if value != "text":
+        _named("dataset_text_field", value, found)
+
+
+def _top_k(value: object, found: Translation) -> None:
+    if value is not None and value != -1:
+        found.options["top_k"] = value or -1
 
 
 def _engine(value: object, found: Translation) -> None:
@@ -219,17 +345,44 @@ def _optimizer(value: object, found: Translation) -> None:
         found.notes.append(f"optim: {value!r} has no counterpart, AdamW is taken")
 
 
-_SPECIAL: dict[str, Callable[[object, Translation], None]] = {
-    "beta": _beta,
-    "loss_type": _choice("loss_type", _LOSSES),
+_Special = Callable[[object, Translation], None]
+_SPECIAL: dict[str, _Special] = {
+    "eval_strategy": _strategy("eval_steps"),
+    "logging_strategy": _strategy("logging_steps"),
+    "save_strategy": _strategy("save_steps"),
     "lr_scheduler_type": _choice("lr_scheduler_type", _SCHEDULES),
-    "scale_rewards": _scale,
-    "importance_sampling_level": _level,
     "model": _model,
     "optim": _optimizer,
+    "r": lambda value, found: _named("lora_r", value, found),
+    "bias": lambda value, found: None if value == "none" else _named("bias", value, found),
+    "target_modules": lambda value, found: found.options.update(
+        {} if value is None else {"target_modules": value}
+    ),
     "report_to": _trackers,
-    "use_vllm": _engine,
     "warmup_ratio": lambda value, found: _named("lr_warmup_ratio", value, found),
+}
+_SPECIAL_OF: dict[str, dict[str, _Special]] = {
+    "train": {
+        "beta": _beta,
+        "importance_sampling_level": _level,
+        "loss_type": _choice("loss_type", _LOSSES),
+        "scale_rewards": _scale,
+        "top_k": _top_k,
+        "use_vllm": _engine,
+    },
+    "sft": {
+        "assistant_only_loss": _trained("assistant", by_default=False),
+        "completion_only_loss": _trained("completion", by_default=True),
+        "dataset_text_field": _text_field,
+        "loss_type": _choice("loss_type", _SFT_LOSSES),
+        "max_length": _length,
+    },
+    "prefer": {
+        "loss_type": _preference_losses,
+        "max_length": _length,
+        "label_smoothing": _smoothing,
+    },
+    "reward": {"max_length": _length},
 }
 
 
@@ -237,54 +390,60 @@ def translate_script(path: Path, folder: Path, processes: int = 1) -> str:
     """Writes options, rewards and rows of a script, and says what a person has to look at.
 
     Args:
-        path: Of the script, which is read and not run.
+        path: Script, which is read and not run.
         folder: A new one, or one without files of these names.
-        processes: Of the run.
+        processes: Processes of the run.
 
     Raises:
         UsageError: No such script, or files in the folder that would be lost.
         ConfigError: The script's options contradict each other.
     """
     script = read_script(path)
-    found = translate(script.arguments, processes)
-    found.notes += [f"{name}: cannot be read from {text!r}" for name, text in script.unread.items()]
-    files = _files(script, folder)
-    options = found.options | _places(script, folder)
+    made = translate(script.arguments, processes, script)
+    notes = made.notes + script.notes
+    notes += [f"{name}: cannot be read from {text!r}" for name, text in script.unread.items()]
+    options = made.options | _places(script, folder)
+    if script.command == "train" and "apply_chat_template" not in options:
+        options["apply_chat_template"] = _has_messages(script, str(options.get("prompt_data")))
     lacking = [name for name in ("pretrain", "prompt_data") if name not in options]
-    found.notes += [f"{name} is missing: add it to {OPTIONS_FILE}" for name in lacking]
+    notes += [f"{name} is missing: add it to {OPTIONS_FILE}" for name in lacking]
     try:
-        config = TrainConfig(**options)  # type: ignore[arg-type]
+        config = TrainConfig.from_args(options)
     except ConfigError as err:
         raise ConfigError(f"{path}: {err}") from err
     values = {name: config.__dict__[name] for name in options}
     lines = [f"{name} = {format_toml(value)}" for name, value in values.items()]
-    notes = [f"# look: {note}" for note in found.notes]
-    files[OPTIONS_FILE] = "\n".join([*notes, *lines]) + "\n"
+    looks = [f"# look: {note}" for note in notes]
+    files = _files(script) | {OPTIONS_FILE: "\n".join([*looks, *lines]) + "\n"}
     kept = [name for name in files if (folder / name).exists()]
     if kept:
         raise UsageError(f"{folder} has {', '.join(kept)}: give another folder")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, "utf-8")
-    command = f"lightrft train --config {folder / OPTIONS_FILE}"
-    return "\n".join([f"wrote {', '.join(files)} to {folder}", *found.notes, f"next: {command}"])
+    command = f"lightrft {script.command} --config {folder / OPTIONS_FILE}"
+    return "\n".join([f"wrote {', '.join(files)} to {folder}", *notes, f"next: {command}"])
 
 
-def _files(script: Script, folder: Path) -> dict[str, str]:
-    files = {}
-    if script.rewards:
-        files[REWARD_FILE] = script.reward_source
-    if script.rows:
-        files[ROWS_FILE] = "".join(json.dumps(row) + "\n" for row in script.rows)
+def _files(script: Script) -> dict[str, str]:
+    files = {REWARD_FILE: script.reward_source} if script.rewards else {}
+    for option, rows in script.rows.items():
+        files[ROWS_FILES[option]] = "".join(json.dumps(row) + "\n" for row in rows)
     return files
 
 
 def _places(script: Script, folder: Path) -> dict[str, object]:
-    """Options that name the files, and columns as TRL calls them."""
-    found: dict[str, object] = {"input_key": "prompt"}
+    """Return options that name the files, and columns as TRL calls them."""
+    places: dict[str, object] = {"input_key": "prompt"} if script.command == "train" else {}
     if script.rewards:
-        found["reward_fn"] = tuple(f"{folder / REWARD_FILE}:{name}" for name in script.rewards)
-    if script.rows:
-        found["prompt_data"] = str(folder / ROWS_FILE)
-        found["apply_chat_template"] = isinstance(script.rows[0].get("prompt"), list)
-    return found
+        places["reward_fn"] = tuple(f"{folder / REWARD_FILE}:{name}" for name in script.rewards)
+    return places | {option: str(folder / ROWS_FILES[option]) for option in script.rows}
+
+
+def _has_messages(script: Script, source: str) -> bool:
+    """Return whether prompts are messages: as the first row says, else as the rewards read them."""
+    rows = list(script.rows.get("prompt_data", ()))
+    if not rows and local_files(source, "train"):
+        first = next(iter(scan_rows(source)), None)
+        rows = [first.columns] if isinstance(first, Row) else []
+    return isinstance(rows[0].get("prompt"), list) if rows else script.reads_messages

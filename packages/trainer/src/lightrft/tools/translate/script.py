@@ -3,161 +3,318 @@
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightrft.cli.errors import UsageError
 
-CONFIG, TRAINER = "GRPOConfig", "GRPOTrainer"
-# Modules of which a reward function needs nothing.
-_OF_TRAINING = ("trl", "datasets", "accelerate")
+# TRL's trainers by the first part of their names, and the command that does the same.
+COMMANDS = {
+    "GRPO": "train",
+    "SFT": "sft",
+    "DPO": "prefer",
+    "KTO": "prefer",
+    "Reward": "reward",
+}
+_GENERAL_CONFIG = "TrainingArguments"
 # Data sets of these names are files, whose endings say the same.
-_FORMATS = ("json", "parquet", "csv", "text", "arrow")
+_FORMATS = ("json", "parquet", "csv")
+# Options of a data set by the argument that brings it: rows, their part, and the file of literals.
+DATA_SETS = {
+    "train_dataset": ("prompt_data", "prompt_split"),
+    "eval_dataset": ("eval_data", "eval_split"),
+}
+# Methods of a data set that leave its rows as they are.
+_SAME_ROWS = ("shuffle", "flatten_indices", "with_format", "set_format")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Script:
     """The contents of a script.
 
     Args:
-        arguments: Of the configuration and the trainer, by name; those whose value is written down.
-        unread: Source of the others.
+        command: Command of lightrft that does the same.
+        loss: Trainer whose loss the configuration leaves out: sft, dpo, kto ...
+        arguments: Values of the configuration, the trainer and the adapters by name, as far as
+            they are written down; and options that name a data set, by ours.
+        unread: Source of the other values.
+        notes: Sentences about what a person has to look at.
         rewards: Names of reward functions that the script defines, in order.
-        reward_source: Its imports, constants and functions, for a file of their own.
-        rows: Of a data set that is written down in the script.
+        reward_source: These functions and what they need of the script, for a file of their own.
+        rows: Rows that are written down in the script, by the option that names their file.
     """
 
-    arguments: dict[str, object]
-    unread: dict[str, str]
-    rewards: tuple[str, ...]
-    reward_source: str
-    rows: tuple[dict[str, object], ...] = field(default=())
+    command: str
+    loss: str
+    arguments: dict[str, object] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    rewards: tuple[str, ...] = ()
+    reward_source: str = ""
+    rows: dict[str, tuple[Mapping[str, object], ...]] = field(default_factory=dict)
+
+    @property
+    def reads_messages(self) -> bool:
+        """Whether a reward looks at contents of messages: then the script's prompts are chats."""
+        return any(text in self.reward_source for text in ("['content']", ".get('content'"))
 
 
 def read_script(path: Path) -> Script:
-    """The script at a path.
+    """Return what the script at a path says.
 
     Raises:
-        UsageError: It is no Python, or calls no trainer or configuration that is known.
+        UsageError: It is no Python, calls no trainer or configuration that is known, or several.
     """
     try:
         tree = ast.parse(path.read_text("utf-8"))
     except (OSError, SyntaxError, ValueError) as err:
         raise UsageError(f"{path}: expected a Python script: {err}") from err
+    kind, calls = _calls(tree, path)
+    script = Script(COMMANDS[kind], kind.lower())
+    names = _Names(tree)
     given: dict[str, ast.expr] = {}
-    for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and _last_name(call.func) in (CONFIG, TRAINER):
-            given |= {each.arg: each.value for each in call.keywords if each.arg}
-    if not given:
-        raise UsageError(f"{path}: expected a call of {TRAINER} or {CONFIG}: found none")
+    for call in calls:
+        if call.args and _last_name(call.func) == f"{kind}Trainer":
+            given["model"] = call.args[0]
+        given |= {each.arg: each.value for each in call.keywords if each.arg}
+        if any(each.arg is None for each in call.keywords):
+            script.notes.append(f"{ast.unparse(call)[:80]}: what ** brings cannot be read")
     given.pop("args", None)
-    script = Script({}, {}, _own_rewards(tree, given), _reward_source(tree))
-    _read_rewards(_listed(given.pop("reward_funcs", None)), script)
-    names = _assigned(tree)
-    rows: tuple[dict[str, object], ...] = ()
-    for name, value in given.items():
-        value = names.get(value.id, value) if isinstance(value, ast.Name) else value
-        rows = _read_argument(name, value, script) or rows
-    return replace(script, rows=rows)
-
-
-def _own_rewards(tree: ast.Module, given: Mapping[str, ast.expr]) -> tuple[str, ...]:
-    """Reward functions that the script defines."""
+    rewards = [names.value_of(each) for each in _listed(given.pop("reward_funcs", None), names)]
     functions = {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
-    rewards = _listed(given.get("reward_funcs"))
-    return tuple(e.id for e in rewards if isinstance(e, ast.Name) and e.id in functions)
-
-
-def _read_rewards(rewards: Sequence[ast.expr], script: Script) -> None:
-    """Notes reward models, and the source of what is neither that nor a function of the script."""
     for each in rewards:
-        if isinstance(each, ast.Constant):
-            script.arguments["reward_pretrain"] = each.value
-        elif not (isinstance(each, ast.Name) and each.id in script.rewards):
-            script.unread["reward_funcs"] = ast.unparse(each)
+        _read_reward(each, functions, script)
+    script.reward_source = "\n".join(map(ast.unparse, _needed(tree, script.rewards))) + "\n"
+    for name, value in given.items():
+        _read_argument(name, names.value_of(value), script, names)
+    return script
 
 
-def _read_argument(name: str, value: ast.expr, script: Script) -> tuple[dict[str, object], ...]:
-    """Notes an argument; the rows of a data set that is written down are the result."""
+def _calls(tree: ast.Module, path: Path) -> tuple[str, list[ast.Call]]:
+    """Return the kind of trainer, and the calls that configure it, in order."""
+    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call)]
+    wanted = {f"{kind}{end}": kind for kind in COMMANDS for end in ("Config", "Trainer")}
+    named = [(wanted[name], each) for each in calls if (name := _last_name(each.func)) in wanted]
+    kinds = sorted({kind for kind, _ in named})
+    if not any(call.keywords for _, call in named):
+        trainers = ", ".join(f"{kind}Trainer" for kind in COMMANDS)
+        raise UsageError(f"{path}: expected a call of {trainers} or of its Config: found none")
+    if len(kinds) > 1:
+        trainers = " and ".join(f"{kind}Trainer" for kind in kinds)
+        raise UsageError(f"{path}: expected one trainer, found {trainers}: give each a script")
+    general = [each for each in calls if _last_name(each.func) == _GENERAL_CONFIG]
+    return kinds[0], [*general, *(call for _, call in named)]
+
+
+class _Names:
+    """Values of a script's names, as far as each is assigned before it is used."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._assigned: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                if isinstance(target, ast.Name) and isinstance(node, ast.Assign):
+                    self._assigned.setdefault(target.id, []).append(node.value)
+
+    def value_of(self, node: ast.expr) -> ast.expr:
+        """Return the last value that a name got above the place where it is used."""
+        while isinstance(node, ast.Name):
+            above = [e for e in self._assigned.get(node.id, []) if e.lineno < node.lineno]
+            if not above:
+                break
+            node = max(above, key=lambda each: each.lineno)
+        return node
+
+    def literal(self, node: ast.expr) -> object:
+        """Return the value of an expression of literals and of names of literals.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        outer = self
+
+        class Filled(ast.NodeTransformer):
+            def visit_Name(self, node: ast.Name) -> ast.expr:
+                value = outer.value_of(node)
+                return node if isinstance(value, ast.Name) else self.visit(value)
+
+        try:
+            return ast.literal_eval(Filled().visit(copy.deepcopy(node)))
+        except (ValueError, TypeError, RecursionError) as err:
+            raise ValueError(f"no literal: {ast.unparse(node)}") from err
+
+
+def _read_reward(reward: ast.expr, functions: set[str], script: Script) -> None:
+    """Notes a function of the script, a reward model, or what is neither."""
+    if isinstance(reward, ast.Constant):
+        script.arguments["reward_pretrain"] = (reward.value,)
+    elif isinstance(reward, ast.Name) and reward.id in functions:
+        script.rewards += (reward.id,)
+    else:
+        script.unread["reward_funcs"] = ast.unparse(reward)
+
+
+def _read_argument(name: str, value: ast.expr, script: Script, names: _Names) -> None:
+    """Notes an argument of the configuration or the trainer."""
+    call = _last_name(value.func) if isinstance(value, ast.Call) else ""
     try:
-        script.arguments[name] = ast.literal_eval(value)
+        script.arguments[name] = names.literal(value)
     except ValueError:
-        found = _data_set(value)
-        if isinstance(found, tuple):
-            return found
-        if found is None:
-            script.unread[name] = ast.unparse(value)
+        if name in DATA_SETS:
+            _read_data_set(name, value, script, names)
+        elif name == "callbacks":
+            script.notes.append(
+                f"callbacks = {ast.unparse(value)}: write them as lightrft.trainer.Callback with "
+                "end_step(step, metrics), and call lightrft.trainer from Python with them"
+            )
+        elif call == "LoraConfig" and isinstance(value, ast.Call):
+            _read_adapters(value, script, names)
+        elif call == "from_pretrained" and isinstance(value, ast.Call):
+            _read_pretrained(name, value, script, names)
         else:
-            script.arguments.update(found)
-    return ()
+            script.unread[name] = ast.unparse(value)
 
 
-def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
-    """The last value of each name of the module."""
-    return {
-        target.id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+def _read_adapters(call: ast.Call, script: Script, names: _Names) -> None:
+    """Notes the arguments of a LoraConfig, with PEFT's values for what it leaves out."""
+    script.arguments |= {"r": 8, "lora_alpha": 8}
+    for each in call.keywords:
+        try:
+            script.arguments[str(each.arg)] = names.literal(each.value)
+        except ValueError:
+            if each.arg != "task_type":
+                script.unread[str(each.arg)] = ast.unparse(each.value)
+    if script.arguments.get("target_modules") is None:
+        script.notes.append(
+            "target_modules: PEFT chooses layers by the model, mostly q_proj and v_proj: all "
+            "linear layers get adapters here unless target_modules is set"
+        )
+
+
+def _read_pretrained(name: str, call: ast.Call, script: Script, names: _Names) -> None:
+    """Notes a model or tokenizer that is read from a folder or the hub."""
+    try:
+        place = names.literal(call.args[0])
+    except (ValueError, IndexError):
+        place = None
+    if name == "model" and place is not None:
+        script.arguments["model"] = place
+        script.notes += [
+            f"{each.arg} = {ast.unparse(each.value)}: the model is read without it"
+            for each in call.keywords
+        ]
+    elif name == "model" or place not in (None, script.arguments.get("model")):
+        script.unread[name] = ast.unparse(call)
 
 
 def _last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def _listed(node: ast.expr | None) -> list[ast.expr]:
+def _listed(node: ast.expr | None, names: _Names) -> Sequence[ast.expr]:
     if node is None:
         return []
-    return list(node.elts) if isinstance(node, ast.List | ast.Tuple) else [node]
+    named = names.value_of(node)
+    return named.elts if isinstance(named, ast.List | ast.Tuple) else [node]
 
 
-def _data_set(
-    node: ast.expr,
-) -> Mapping[str, object] | tuple[dict[str, object], ...] | None:
-    """Options that name a data set, or the rows of one that is written down; None is neither."""
-    if not isinstance(node, ast.Call):
-        return None
+def _read_data_set(name: str, value: ast.expr, script: Script, names: _Names) -> None:
+    """Notes the options of a data set, or the rows of one that is written down."""
+    option, split = DATA_SETS[name]
+    changes: list[str] = []
+    node, part = value, None
+    while True:
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            part, node = str(node.slice.value), names.value_of(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            inner = names.value_of(node.func.value)
+            if not isinstance(inner, ast.Call | ast.Subscript):
+                break
+            if node.func.attr not in _SAME_ROWS:
+                changes.append(f".{node.func.attr}({', '.join(map(ast.unparse, node.args))})")
+            node = inner
+        else:
+            break
     try:
-        first = ast.literal_eval(node.args[0])
-        named = {each.arg: ast.literal_eval(each.value) for each in node.keywords if each.arg}
-    except (ValueError, IndexError):
-        return None
-    if _last_name(node.func) == "from_list" and isinstance(first, list):
+        read = _rows_or_source(node, part, names)
+    except (ValueError, IndexError, TypeError, AttributeError):
+        script.unread[name] = ast.unparse(value)
+        return
+    if isinstance(read, tuple):
+        script.rows[option] = read
+    else:
+        script.arguments |= {option: read["source"]} | ({split: p} if (p := read["part"]) else {})
+    script.notes += [
+        f"{name}: {change} is not carried out: give rows that are changed by it already "
+        "(Dataset.to_json writes them)"
+        for change in reversed(changes)
+    ]
+
+
+def _rows_or_source(
+    node: ast.expr, part: str | None, names: _Names
+) -> tuple[Mapping[str, object], ...] | dict[str, str]:
+    """Return the rows of a data set that is written down, or its name with its part.
+
+    Raises:
+        ValueError, IndexError, TypeError, AttributeError: It is neither.
+    """
+    if not isinstance(node, ast.Call):
+        raise ValueError("no call")
+    maker = _last_name(node.func)
+    first = names.literal(node.args[0])
+    named = {each.arg: names.literal(each.value) for each in node.keywords if each.arg}
+    if maker == "from_list" and isinstance(first, list):
         return tuple(first)
-    if _last_name(node.func) != "load_dataset" or not isinstance(first, str):
-        return None
-    if first in _FORMATS:
-        files = named.get("data_files")
-        files = [files] if isinstance(files, str) else files
-        if not isinstance(files, list | tuple) or named.get("split", "train") != "train":
-            return None
-        return {"prompt_data": ",".join(map(str, files))}
-    if len(node.args) > 1:
-        first = f"{first}:{ast.literal_eval(node.args[1])}"
-    return {"prompt_data": first, "prompt_split": named.get("split", "train")}
+    if maker == "from_dict" and isinstance(first, dict):
+        return tuple(
+            dict(zip(first, values, strict=True)) for values in zip(*first.values(), strict=True)
+        )
+    if maker != "load_dataset" or not isinstance(first, str):
+        raise ValueError("no data set")
+    chosen = str(named.get("split") or part or "train")
+    if first not in _FORMATS:
+        names_of_it = [first, *(str(names.literal(each)) for each in node.args[1:])]
+        configuration = named.get("name")
+        names_of_it += [str(configuration)] if configuration else []
+        return {"source": ":".join(names_of_it), "part": chosen}
+    files = named.get("data_files")
+    if isinstance(files, dict):
+        files = files[chosen] if named.get("split") or part else None
+    elif chosen != "train":
+        raise ValueError("a part of files")
+    files = [files] if isinstance(files, str) else files
+    if not isinstance(files, list | tuple):
+        raise ValueError("no files")
+    return {"source": ",".join(map(str, files)), "part": ""}
 
 
-def _reward_source(tree: ast.Module) -> str:
-    return "\n".join(ast.unparse(node) for node in _kept(tree)) + "\n"
+def _needed(tree: ast.Module, names: Sequence[str]) -> list[ast.stmt]:
+    """Return the statements of a module that define some names and all that these use."""
+    wanted, kept = set(names), set[int]()
+    while True:
+        more = [
+            place
+            for place, node in enumerate(tree.body)
+            if place not in kept and wanted & {*_defined(node)}
+        ]
+        if not more:
+            return [tree.body[place] for place in sorted(kept)]
+        kept.update(more)
+        nodes = (each for place in more for each in ast.walk(tree.body[place]))
+        wanted |= {each.id for each in nodes if isinstance(each, ast.Name)}
 
 
-def _kept(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Imports but those of training, constants and functions."""
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            if (node.module or "").partition(".")[0] not in _OF_TRAINING:
-                yield node
-        elif isinstance(node, ast.Import):
-            if not any(each.name.partition(".")[0] in _OF_TRAINING for each in node.names):
-                yield node
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node
-        elif isinstance(node, ast.Assign):
-            try:
-                ast.literal_eval(node.value)
-            except ValueError:
-                continue
-            yield node
+def _defined(node: ast.stmt) -> Iterator[str]:
+    """Yields the names that a statement of a module defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+        return
+    for each in ast.walk(node):
+        if isinstance(each, ast.Import | ast.ImportFrom):
+            yield from (name.asname or name.name.partition(".")[0] for name in each.names)
+        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            yield each.id
