@@ -133,7 +133,11 @@ CONFIGURATION = {
     "length": usage("generate_max_len", "-1", generate_max_len="-1"),
     "fraction": usage("max_steps", "'1.5'", max_steps="1.5"),
     "text for number": usage("actor_learning_rate", "'fast'", actor_learning_rate="fast"),
-    "temperature": usage("temperature", "> 0", temperature="0"),
+    "temperature": usage("temperature", ">= 1e-05", temperature="0"),
+    "tiny temperature": usage("temperature", ">= 1e-05", temperature="1e-320"),
+    "tiny first temperature": usage(
+        "first_token_temperature", ">= 1e-05", use_fire="", first_token_temperature="1e-9"
+    ),
     "share": usage("lr_warmup_ratio", "<= 1", lr_warmup_ratio="3"),
     "off with 0": usage("save_steps", "-1 (off)", save_steps="0"),
     "kl of the loss": usage(

@@ -4,12 +4,14 @@ import threading
 
 import httpx
 import pytest
+from tests.machine import wait_until
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.rollout.agents.image_agents import said
 from tests.rollout.image_environments import squares
 
 from lightrft.cli.errors import UsageError
 from lightrft.config import TrainConfig
+from lightrft.rollout.agents.endpoint import Endpoint
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.serve.serve_command import Service, build_parser, run, served
 
@@ -57,6 +59,48 @@ def test_options_of_clients_count(service):
     assert wrong.status_code == 400
     assert "top_p=2.0" in wrong.json()["error"]["message"]
     assert post(service, "completions", prompt="Once", n=2).json()["choices"][1]["index"] == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-38, 9e-6])
+def test_a_temperature_that_no_logit_can_be_divided_by_is_refused(service, temperature):
+    answer = post(service, messages=TALK, temperature=temperature)
+    assert answer.status_code == 400
+    assert "(expected 0 or >= 1e-05)" in answer.json()["error"]["message"]
+    assert post(service, messages=TALK, temperature=1e-5).status_code == 200
+
+
+def test_a_call_that_fails_fails_alone(service, monkeypatch, capsys):
+    """Four calls wait while one is answered, and make one round; one of them breaks the engine."""
+    sample, sizes, first = service._model.sample, [], threading.Event()
+
+    def breaks(how, asked):
+        sizes.append(len(asked))
+        if not first.is_set():
+            first.set()
+            assert wait_until(lambda: service.endpoint.events.qsize() == 4)
+        if any(len(each.prompt_token_ids) > 60 for each in asked):
+            raise FloatingPointError("the logits are not finite\nand more")
+        return sample(how, asked)
+
+    monkeypatch.setattr(service._model, "sample", breaks)
+    answers = {}
+
+    def ask(number):
+        text = "x " * (100 if number == 2 else number)
+        talk = [{"role": "user", "content": text}]
+        answers[number] = post(service, messages=talk, temperature=0.5).status_code
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(5)]
+    threads[0].start()
+    assert first.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {0: 200, 1: 200, 2: 500, 3: 200, 4: 200}
+    assert sizes[:2] == [1, 4]
+    shown = capsys.readouterr().out
+    assert shown == "a call failed: FloatingPointError: the logits are not finite\n"
 
 
 def test_texts_beyond_the_model_are_refused(service):
@@ -108,3 +152,10 @@ def test_wrong_calls_are_usage_errors(model, monkeypatch):
     with pytest.raises(UsageError, match="holds no model"):
         run([str(model / "none")])
     assert build_parser().parse_args([str(model)]).port == 8000
+    with pytest.raises(UsageError, match="--port: got '70000', expected a number >= 0 and <= 65535"):
+        run([str(model), "--port", "70000"])
+
+
+def test_whatever_keeps_the_endpoint_from_starting_is_its_caller_s():
+    with pytest.raises(OverflowError):
+        Endpoint(None, port=70_000)

@@ -20,6 +20,10 @@ FinishReason = Literal["stop", "length", "abort"]
 Facts = Mapping[str, tuple[float, ...]]
 
 
+# Logits are divided by it in float32: below, they could overflow.
+MIN_TEMPERATURE = 1e-5
+
+
 class EngineStatus(Enum):
     """Presence of the engine's weights and cache in memory (seed names)."""
 
@@ -32,7 +36,8 @@ class SamplingParams:
     """Distribution that completions are drawn from, and their ends.
 
     Args:
-        temperature: Softmax temperature; 0 is greedy (ties go to the lowest token id).
+        temperature: Softmax temperature, at least `MIN_TEMPERATURE`; 0 is greedy (ties go to the
+            lowest token id).
         top_p: Keep the smallest set of tokens whose probability reaches this; 1 keeps all.
         top_k: Keep the k most likely tokens; -1 keeps all.
         min_p: Keep tokens with at least this share of the top token's probability; 0 keeps all.
@@ -61,10 +66,11 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        is_warm = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf
         problems = [
             f"{name}={value!r} (expected {expected})"
             for name, value, expected, is_valid in (
-                ("temperature", self.temperature, ">= 0", self.temperature >= 0),
+                ("temperature", self.temperature, f"0 or >= {MIN_TEMPERATURE:g}", is_warm),
                 ("top_p", self.top_p, "in (0, 1]", 0 < self.top_p <= 1),
                 ("top_k", self.top_k, "-1 or >= 1", self.top_k == -1 or self.top_k >= 1),
                 ("min_p", self.min_p, "in [0, 1]", 0 <= self.min_p <= 1),

@@ -33,6 +33,7 @@ from lightrft.config.registry import (
     TRAIN_ON,
 )
 from lightrft.config.strategy_config import ENGINE_TYPES, Arguments, StrategyConfig
+from lightrft.engines.types import MIN_TEMPERATURE
 
 
 @dataclass(kw_only=True)
@@ -138,6 +139,12 @@ class RunOptions(StrategyConfig):
         "audios",
         "Column with the sounds of a prompt: paths relative to the file, bytes, base64 or arrays "
         "with a sampling_rate. The default also finds a column called audio.",
+        commands=(*DATA_AND_EVAL, *SFT),
+    )
+    media_root: str | None = data_option(
+        None,
+        "Folder in which media of rows may lie, beside that of the data file; / allows every file.",
+        may_change=True,
         commands=(*DATA_AND_EVAL, *SFT),
     )
     text_only: bool = data_option(
@@ -350,7 +357,7 @@ class RunOptions(StrategyConfig):
     temperature: float = rollout_option(
         1.0,
         "Sampling temperature.",
-        above=0,
+        at_least=MIN_TEMPERATURE,
         common=True,
         commands=EVAL,
     )
@@ -387,7 +394,7 @@ class RunOptions(StrategyConfig):
     first_token_temperature: float = rollout_option(
         10.0,
         "Temperature of the first token with use_fire.",
-        above=0,
+        at_least=MIN_TEMPERATURE,
         acts_with="use_fire",
     )
     max_num_gen_batches: int = rollout_option(

@@ -57,15 +57,18 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True)
 class at_least:  # noqa: N801 - a type of argument reads like a function
-    """A type of argument: whole numbers from `lowest`."""
+    """A type of argument: whole numbers from `lowest`, to `highest` where there is one."""
 
     lowest: int
+    highest: int | None = None
 
     def __call__(self, text: str) -> int:
         """The number in `text`."""
         if text.lstrip("+-").isdecimal() and len(text) < 20 and int(text) >= self.lowest:
-            return int(text)
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number >= {self.lowest}")
+            if self.highest is None or int(text) <= self.highest:
+                return int(text)
+        bounds = f">= {self.lowest}" + (f" and <= {self.highest}" if self.highest else "")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number {bounds}")
 
 
 def finite(text: str) -> float:

@@ -1,5 +1,6 @@
 """Rows of JSONL, JSON and Parquet files and of data sets, each with the place it came from."""
 
+import os
 import random
 import re
 import sys
@@ -41,12 +42,14 @@ class Row:
         location: `file:line` of a JSONL row, `file, row n` of others; for error messages.
         folder: To which paths in it are relative.
         remark: On the rows of its source that were left out; "" without any.
+        roots: Folders, beside that one, in which files that it names may lie.
     """
 
     columns: Mapping[str, object]
     location: str
     folder: Path = Path()
     remark: str = ""
+    roots: tuple[Path, ...] = ()
 
 
 def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
@@ -89,8 +92,9 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
     Raises:
         DataError: nothing there, or no row of it can be read.
     """
-    kind, _ = split_kind(str(path), DATA_SOURCES)
+    kind, source = split_kind(str(path), DATA_SOURCES)
     load: RowSource | None = None
+    roots = _roots(source)
     if kind is not None:
         load = cast("RowSource", DATA_SOURCES.load(kind))
     elif is_hub_name(str(path)) or any((Path(path) / name).is_file() for name in SAVED_FILES):
@@ -98,11 +102,23 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
     if load is not None:
         for number, columns in enumerate(load(str(path), split), start=1):
             place = f"{path}[{split}], row {number}"
-            yield columns if isinstance(columns, DataError) else Row(columns, place)
+            yield columns if isinstance(columns, DataError) else Row(columns, place, roots=roots)
         return
     for file in _files(Path(path), split):
         for item in _reader(file)(file):
-            yield item if isinstance(item, DataError) else replace(item, folder=file.parent)
+            is_row = isinstance(item, Row)
+            yield replace(item, folder=file.parent, roots=roots) if is_row else item
+
+
+def _roots(source: str) -> tuple[Path, ...]:
+    """Folders in which files that the rows of a source name may lie."""
+    if os.path.exists(source):
+        return (Path(source) if os.path.isdir(source) else Path(source).parent,)
+    if not is_hub_name(source):
+        return ()
+    from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE), Path(HF_HOME, "datasets")
 
 
 def is_hub_name(text: str) -> bool:

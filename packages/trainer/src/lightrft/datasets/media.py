@@ -1,9 +1,11 @@
 """Media of data rows: their columns, their sources, and their places in prompts."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from lightrft.config import ConfigError, TrainConfig
@@ -86,11 +88,30 @@ def media_row(row: Row, content: Content, config: TrainConfig, encoder: Encoder)
         _check_bare_marks(row, content, encoder)
     else:
         found = with_media(content, column_media(row, config), row)
+    _check_places(row, found.media, config)
     found = replace(found, media=encoder.fitted(found.media, frame_bounds(config)))
     for kind in found.media.kinds:
         _check_count(row, kind, len(found.media[kind]), config)
     _check_texts(row, found.content, encoder)
     return found
+
+
+def _check_places(row: Row, media: Media, config: TrainConfig) -> None:
+    """Raises a DataError if a row names a file that it may not read, links followed.
+
+    A row that names the SHA-256 of a file shows nothing that its writer did not have.
+    """
+    allowed = [row.folder, *row.roots, *([Path(config.media_root)] if config.media_root else [])]
+    roots = [os.path.realpath(folder) for folder in allowed]
+    hashes = row.columns.get("images_sha256")
+    known = hashes if isinstance(hashes, list) else []
+    for file in (file for medium in media for file in medium.files if file.path is not None):
+        path = Path(os.path.realpath(str(file.path)))
+        if not any(path.is_relative_to(root) for root in roots) and file.digest not in known:
+            raise DataError(
+                f"{row.location}: {path} is outside of {roots[0]}, where the media of its rows "
+                "lie: move it there, or name a folder with --media_root (/ allows every file)"
+            )
 
 
 def frame_bounds(config: TrainConfig) -> MediaBounds:
@@ -223,7 +244,9 @@ class TextModality:
         content = messages_of(row, config)
         if self._has_model:
             return media_row(row, content, config, TEXT_ENCODER)
-        return MediaRow(content, Media() if config.text_only else column_media(row, config))
+        media = Media() if config.text_only else column_media(row, config)
+        _check_places(row, media, config)
+        return MediaRow(content, media)
 
     def renders(self, media: Media) -> bool:
         """Whether `prompt` renders a row with these media."""

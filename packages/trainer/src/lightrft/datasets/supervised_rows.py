@@ -439,7 +439,7 @@ class RowEncoder:
         """A row of other columns and of the media of a row."""
         names = chain.from_iterable(media_columns(self._config).values())
         media = {name: row.columns[name] for name in names if name in row.columns}
-        return Row({**media, **columns}, location, row.folder)
+        return replace(row, columns={**media, **columns}, location=location)
 
 
 def read_messages(content: object, column: str, *, has_parts: bool = False) -> list[Message]:

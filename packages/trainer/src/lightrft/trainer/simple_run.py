@@ -72,6 +72,7 @@ def train(
         else:
             files.append(GivenRows.of(rows, option.removesuffix("_data"), folder, columns))
             given[option] = str(files[-1].path)
+            given.setdefault("media_root", "/")  # files that the caller's own rows name
     with named_functions(given) as named:
         config = TrainConfig().replaced(named)
         plan_run(config, "policy")  # refuses a folder of another run before rows are put there

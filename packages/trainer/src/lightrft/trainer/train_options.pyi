@@ -187,6 +187,9 @@ class TrainOptions(TypedDict, total=False):
     audios_key: str
     """Column with the sounds of a prompt: paths relative to the file, bytes, base64 or arrays
     with a sampling_rate. The default also finds a column called audio."""
+    media_root: str | None
+    """Folder in which media of rows may lie, beside that of the data file; / allows every
+    file."""
     text_only: bool
     """Leave images, videos and sounds of the data out, with their places."""
     max_pixels: int | None

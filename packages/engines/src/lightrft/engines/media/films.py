@@ -1,6 +1,5 @@
 """Frames of videos: which of them are taken, at which size, and how films are decoded."""
 
-import io
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lightrft.engines.media.containers import FILMS, demuxer_of, opened_container
 from lightrft.engines.media.pictures import MAX_PIXELS, MediaError
-from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
     from av import Packet, VideoFrame
@@ -28,8 +27,6 @@ MAX_FILM_FRAMES = 768
 MAX_VIDEO_PIXELS = 500_000_000
 _SUFFIXES = (".mp4", ".mkv", ".avi", ".webm", ".mov", ".m4v", ".mpg", ".mpeg")
 _STILLS = (b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"jp2 ")
-_ATOMS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
-_MATROSKA, _MPEG = b"\x1a\x45\xdf\xa3", b"\x00\x00\x01\xba"
 # A film whose last frame lies that far before the end that its header names is cut off.
 _MISSING_SECONDS, _MISSING_SHARE = 0.5, 0.05
 
@@ -98,19 +95,17 @@ ALL_FRAMES = FrameRules()
 
 def is_film(name: str, content: bytes) -> bool:
     """Whether a file is a film by its first bytes or its name, and no picture."""
-    if content[4:8] == b"ftyp":
-        return content[8:12] not in _STILLS
-    is_known = content.startswith((_MATROSKA, _MPEG)) or content[4:8] in _ATOMS
-    is_avi = content.startswith(b"RIFF") and content[8:11] == b"AVI"
-    return is_known or is_avi or name.lower().endswith(_SUFFIXES)
+    if content[4:8] == b"ftyp" and content[8:12] in _STILLS:
+        return False
+    return demuxer_of(content) in FILMS or name.lower().endswith(_SUFFIXES)
 
 
 def film_type(content: bytes) -> str:
     """The media type of a film."""
-    if content.startswith(_MATROSKA):
+    demuxer = demuxer_of(content)
+    if demuxer == "matroska":
         return "video/webm" if b"webm" in content[:64] else "video/x-matroska"
-    is_avi = content.startswith(b"RIFF")
-    return "video/x-msvideo" if is_avi else "video/mp4"
+    return "video/x-msvideo" if demuxer == "avi" else "video/mp4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,31 +169,18 @@ def read_film(
 @contextmanager
 def _opened(content: bytes, name: str) -> "Iterator[tuple[InputContainer, VideoStream]]":
     """The file and its stream of pictures; errors inside are those of a damaged film."""
-    try:
-        import av
-    except ImportError as err:
-        raise MediaError(
-            f"{name} is a film, which needs PyAV: pip install 'lightrft[video]', or store its "
-            'frames: {"frames": [...], "fps": 2}'
-        ) from err
-    if not content:
-        raise MediaError(f"{name} is an empty file: replace or leave it out")
-    try:
-        with av.open(io.BytesIO(content), "r", metadata_errors="replace") as container:
-            own = [s for s in container.streams.video if s.codec_context and not _is_cover(s)]
-            if not own:
-                raise MediaError(f"{name} has no pictures, only sound: give films with pictures")
-            stream = own[0]
-            if stream.codec_context.width * stream.codec_context.height > MAX_PIXELS:
-                raise MediaError(f"{name} has frames of more than {MAX_PIXELS} pixels: scale them")
-            yield container, stream
-    except MediaError:
-        raise
-    except Exception as err:  # a demuxer or decoder raises anything
-        reason = err.strerror if isinstance(err, av.error.FFmpegError) else first_line(err)
-        raise MediaError(
-            f"{name} is a damaged film, or none: {reason}; replace or leave it out"
-        ) from err
+    extra = (
+        "pip install 'lightrft[video]', or store its frames: "
+        '{"frames": [...], "fps": 2}'
+    )
+    with opened_container(content, name, "film", extra) as container:
+        streams = [s for s in container.streams.video if s.codec_context and not _is_cover(s)]
+        if not streams:
+            raise MediaError(f"{name} has no pictures, only sound: give films with pictures")
+        stream = streams[0]
+        if stream.codec_context.width * stream.codec_context.height > MAX_PIXELS:
+            raise MediaError(f"{name} has frames of more than {MAX_PIXELS} pixels: scale them")
+        yield container, stream
 
 
 def _is_cover(stream: "VideoStream") -> bool:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from lightrft.engines.media.containers import opened_container
 from lightrft.engines.media.pictures import MediaError
 from lightrft.engines.media.sources import FileSource, as_file
-from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
     from av import AudioFrame
@@ -154,14 +154,6 @@ def _of_array(value: Mapping[str, object], name: str) -> bytes:
 
 def _waveform(content: bytes, name: str, rules: SoundRules) -> "NDArray[np.float32]":
     """[samples], at most a little longer than the rules allow."""
-    try:
-        import av
-    except ImportError as err:
-        raise MediaError(
-            f"{name} is a sound, which needs PyAV: pip install 'lightrft[audio]'"
-        ) from err
-    if not content:
-        raise MediaError(f"{name} is an empty file: replace or leave it out")
     declared = int.from_bytes(content[4:8], "little") + 8
     # Recorders that do not know how long they will run write the largest number, or none.
     if content.startswith(b"RIFF") and len(content) < declared < 2**32:
@@ -169,22 +161,14 @@ def _waveform(content: bytes, name: str, rules: SoundRules) -> "NDArray[np.float
             f"{name} is cut off: its header names {declared} bytes and it has {len(content)}; "
             "replace or leave it out"
         )
-    found = _of_wav(content, rules)
-    if found is not None:
-        return found
-    try:
-        with av.open(io.BytesIO(content), "r", metadata_errors="replace") as container:
-            if not container.streams.audio:
-                raise MediaError(f"{name} has no sound: replace or leave it out")
-            found = _resampled(container, name, rules)
-    except MediaError:
-        raise
-    except Exception as err:  # a demuxer or decoder raises anything
-        reason = err.strerror if isinstance(err, av.error.FFmpegError) else first_line(err)
-        raise MediaError(
-            f"{name} is a damaged sound, or none: {reason}; replace or leave it out"
-        ) from err
-    return found
+    samples = _of_wav(content, rules)
+    if samples is not None:
+        return samples
+    extra = "pip install 'lightrft[audio]'"
+    with opened_container(content, name, "sound", extra) as container:
+        if not container.streams.audio:
+            raise MediaError(f"{name} has no sound: replace or leave it out")
+        return _resampled(container, name, rules)
 
 
 def _of_wav(content: bytes, rules: SoundRules) -> "NDArray[np.float32] | None":

@@ -144,7 +144,7 @@ class HttpServer:
         self._held = _Held()
         self._connections: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
-        self._error: OSError | None = None
+        self._error: BaseException | None = None
         self.loop = asyncio.new_event_loop()
         self.port = port
         self._thread = threading.Thread(target=self._run, name="agent-endpoint", daemon=True)
@@ -168,17 +168,15 @@ class HttpServer:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_until_complete(self._serve())
+        except BaseException as error:  # noqa: BLE001 - the caller's, who waits for the start
+            self._error = error
         finally:
             self._started.set()
             self.loop.close()
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        try:
-            server = await asyncio.start_server(self._accept, LOOPBACK, self.port, backlog=1024)
-        except OSError as error:
-            self._error = error
-            return
+        server = await asyncio.start_server(self._accept, LOOPBACK, self.port, backlog=1024)
         self.port = server.sockets[0].getsockname()[1]
         self._started.set()
         await self._stop.wait()
@@ -273,6 +271,9 @@ class _Connection:
         if self.wire.trailing_data[0]:
             return True
         data = await self.reader.read(_CHUNK)
+        # Headers that are whole are not measured by h11, which looks for a host in them first.
+        if data.find(b"\r\n\r\n") > self.limits.max_header_bytes:
+            raise _long_headers(self.limits)
         self.wire.receive_data(data)
         return bool(data)
 

@@ -13,6 +13,7 @@ from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.launch import hide_progress_bars, share_processors
 from lightrft.cli.options import Parser, at_least
 from lightrft.config import TrainConfig
+from lightrft.kernels.names import first_line
 from lightrft.reporting.files import CONFIG_FILE
 from lightrft.reporting.start_bar import end_start_bar
 from lightrft.rollout.environments.call_formats import PARSERS
@@ -74,7 +75,7 @@ def build_parser() -> Parser:
     parser.add_argument("model", metavar="RUN|MODEL", help="Folder of a run, or of a model.")
     parser.add_argument(
         "--port",
-        type=at_least(0),
+        type=at_least(0, 65535),
         default=DEFAULT_PORT,
         help=f"Where to listen; 0 is any free port. Default: {DEFAULT_PORT}.",
     )
@@ -135,7 +136,7 @@ class Service:
             self.answer(self._gather())
 
     def answer(self, calls: Sequence[WaitingCall]) -> None:
-        """Answers calls in one batch."""
+        """Answers calls in one batch; of a batch that fails, each call by itself."""
         from lightrft.rollout.agents.http_server import HttpError
         from lightrft.rollout.agents.rounds import answer_round
 
@@ -147,9 +148,12 @@ class Service:
         try:
             answer_round(calls, self._model.chat.rules, self._model.sample)
         except Exception as error:  # noqa: BLE001 - one request must not end the server
-            print(f"a round failed: {type(error).__name__}: {error}", flush=True)
-            for call in calls:
-                call.resolve(HttpError(500, "the engine failed", code="internal"))
+            if len(calls) > 1:
+                for call in calls:
+                    self.answer([call])
+                return
+            print(f"a call failed: {type(error).__name__}: {first_line(error)}", flush=True)
+            calls[0].resolve(HttpError(500, "the engine failed", code="internal"))
 
     def _gather(self) -> list[WaitingCall]:
         from lightrft.rollout.agents.endpoint import WaitingCall

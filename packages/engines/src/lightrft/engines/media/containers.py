@@ -1,0 +1,102 @@
+"""Containers of films and sounds: told by their first bytes, each opened by its one demuxer.
+
+FFmpeg left to itself takes playlists, session descriptions and scripts for films as well, and opens
+the sockets and files that they name.
+"""
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from lightrft.engines.media.pictures import MediaError
+from lightrft.kernels.names import first_line
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+
+# By the name of FFmpeg's demuxer: the first bytes of its files.
+_BEGINNINGS = {
+    "mov": rb".{4}(?:ftyp|moov|mdat|wide|free|skip)",
+    "matroska": rb"\x1a\x45\xdf\xa3",
+    "avi": rb"RIFF.{4}AVI",
+    "mpeg": rb"\0\0\x01\xba",
+    "mpegts": rb"G.{187}G",
+    "asf": rb"\x30\x26\xb2\x75\x8e\x66\xcf\x11",
+    "flv": rb"FLV\x01",
+    "wav": rb"(?:RIFF|RIFX|RF64).{4}WAVE",
+    "flac": rb"fLaC",
+    "ogg": rb"OggS",
+    "aiff": rb"FORM.{4}AIF[FC]",
+    "au": rb"\.snd",
+    "aac": rb"\xff[\xf0\xf1\xf8\xf9]",
+    "mp3": rb"\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]",
+}
+FILMS = ("mov", "matroska", "avi", "mpeg", "mpegts", "asf", "flv")
+_BEGINNING = re.compile(
+    b"|".join(b"(?P<%s>%s)" % (name.encode(), first) for name, first in _BEGINNINGS.items()),
+    re.DOTALL,
+)
+_TAG_BYTES = 10
+
+
+def demuxer_of(content: bytes) -> str | None:
+    """The name of FFmpeg's demuxer for a film or a sound; None for other contents."""
+    start = 0
+    while content.startswith(b"ID3", start) and len(content) >= start + _TAG_BYTES:
+        size = 0
+        for byte in content[start + 6 : start + _TAG_BYTES]:
+            size = size << 7 | byte & 0x7F
+        start += _TAG_BYTES + size
+    found = _BEGINNING.match(content, start)
+    if found is None:
+        # Behind its tag an MP3 may have a gap.
+        return "mp3" if start else None
+    return found.lastgroup
+
+
+@contextmanager
+def opened_container(
+    content: bytes, name: str, what: str, extra: str
+) -> "Iterator[InputContainer]":
+    """A film or a sound, of which nothing outside its bytes is reached.
+
+    Args:
+        content: The file.
+        name: For messages.
+        what: "film" or "sound".
+        extra: What to do where PyAV is missing.
+
+    Raises:
+        MediaError: It is of another kind, empty or damaged, here or within the context, or PyAV is
+            missing.
+    """
+    try:
+        import av
+    except ImportError as err:
+        raise MediaError(f"{name} is a {what}, which needs PyAV: {extra}") from err
+    if not content:
+        raise MediaError(f"{name} is an empty file: replace or leave it out")
+    demuxer = demuxer_of(content)
+    if demuxer is None:
+        raise MediaError(
+            f"{name} is a damaged {what}, or none: its first bytes are those of no known format "
+            f"({', '.join(_BEGINNINGS)}); replace or leave it out"
+        )
+    try:
+        with av.open(
+            io.BytesIO(content),
+            "r",
+            format=demuxer,
+            options={"protocol_whitelist": ""},
+            metadata_errors="replace",
+        ) as container:
+            yield container
+    except MediaError:
+        raise
+    except Exception as err:  # a demuxer or decoder raises anything
+        reason = err.strerror if isinstance(err, av.error.FFmpegError) else first_line(err)
+        raise MediaError(
+            f"{name} is a damaged {what}, or none: {reason}; replace or leave it out"
+        ) from err
