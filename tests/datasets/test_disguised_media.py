@@ -144,7 +144,7 @@ def disguises(folder):
         "ass": "[Script Info]\nScriptType: v4.00+\n[Events]\n",
         "lrc": "[00:01.00]x\n[00:02.00]y\n",
         "sub": "{0}{25}x\n{25}{50}y\n",
-        "vobsub": "# VobSub index file, v7\nid: en, index: 0\ntimestamp: 00:00:00:000, filepos: 0\n",
+        "vobsub": "# VobSub index file, v7\nid: en, index: 0\ntimestamp: 00:00:00:000\n",
         "metadata": ";FFMETADATA1\ntitle=x\n",
         "cue": f'FILE "{near}" MP4\n  TRACK 01 AUDIO\n',
         "pls-xspf": f'<?xml version="1.0"?><playlist><location>{port}</location></playlist>',
@@ -166,7 +166,9 @@ def disguises(folder):
             f"flac-{name}": b"fLaC" + made[name],
             f"mp3-{name}": b"\xff\xfb" + made[name],
         }
-    made |= {f"reference-{i}": reference(n) for i, n in enumerate((str(far), f"file://{far}", port))}
+    made |= {
+        f"reference-{i}": reference(n) for i, n in enumerate((str(far), f"file://{far}", port))
+    }
     return made
 
 

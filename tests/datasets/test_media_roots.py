@@ -83,7 +83,9 @@ def outside(world):
 )
 def test_a_file_outside_the_folder_of_the_data_is_refused_unless_allowed(name, world, reader):
     row = outside(world)[name]
-    with pytest.raises(DataError, match=r"train\.jsonl:1: .* is outside of .*--media_root") as error:
+    with pytest.raises(
+        DataError, match=r"train\.jsonl:1: .* is outside of .*--media_root"
+    ) as error:
         load(world / "data", row, reader)
     assert "\n" not in str(error.value)
     if "images_sha256" not in row:

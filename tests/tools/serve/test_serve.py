@@ -152,7 +152,9 @@ def test_wrong_calls_are_usage_errors(model, monkeypatch):
     with pytest.raises(UsageError, match="holds no model"):
         run([str(model / "none")])
     assert build_parser().parse_args([str(model)]).port == 8000
-    with pytest.raises(UsageError, match="--port: got '70000', expected a number >= 0 and <= 65535"):
+    with pytest.raises(
+        UsageError, match="--port: got '70000', expected a number >= 0 and <= 65535"
+    ):
         run([str(model), "--port", "70000"])
 
 

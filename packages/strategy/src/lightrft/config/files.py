@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar, cast
@@ -27,6 +29,67 @@ _KINDS = {dict: "an object", list: "a list", str: "a string", type(None): "null"
 
 class FileError(ValueError):
     """A file that is missing, damaged or of another kind; the message names it and the place."""
+
+
+class FolderGoneError(RuntimeError):
+    """The folder of a run that was moved or removed while the run wrote to it."""
+
+
+# Folders that this process writes to while a run lasts, each with an open descriptor, which keeps
+# its inode from being used again.
+_HELD: dict[Path, int] = {}
+
+
+@contextmanager
+def held_folder(folder: Path) -> Iterator[None]:
+    """Requires that the folder stays where it is: `require_held` and the end of the body look.
+
+    Raises:
+        FolderGoneError: It did not; what the body raised is its cause.
+    """
+    before = _HELD.get(folder)
+    _HELD[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield
+        require_held()
+    except FolderGoneError:
+        raise
+    except Exception as error:
+        require_held(error)
+        raise
+    finally:
+        os.close(_HELD.pop(folder))
+        if before is not None:
+            _HELD[folder] = before
+
+
+def require_held(cause: Exception | None = None) -> None:
+    """Raises a FolderGoneError if a held folder is not what its name stands for any more."""
+    for folder, descriptor in _HELD.items():
+        try:
+            is_there = os.path.samestat(os.fstat(descriptor), folder.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            is_there = False
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            is_there = False
+        if not is_there:
+            raise FolderGoneError(
+                f"--output_dir: {folder} was moved or removed while the run wrote to it, and "
+                "nothing was written in its place: bring it back under this name, and the same "
+                "command continues from its last checkpoint"
+            ) from cause
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and those above it, but never one in the place of a held one that is gone.
+
+    Raises:
+        FolderGoneError: See `require_held`.
+    """
+    require_held()
+    path.mkdir(parents=True, exist_ok=True)
 
 
 @dataclass(frozen=True, slots=True)

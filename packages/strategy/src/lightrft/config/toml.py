@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.config.files import read_bytes, require_flat
+from lightrft.config.files import make_folder, read_bytes, require_flat, require_held
 from lightrft.config.options import ConfigError, masked, options_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def write_toml(config: StrategyConfig, path: Path) -> None:
         if value is not None:
             groups.setdefault(options[name][1].group, []).append(f"{name} = {format_toml(value)}")
     text = "\n\n".join("\n".join([f"# {group}", *lines]) for group, lines in groups.items())
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_whole(path, text + "\n", mode=0o600)
 
 
@@ -63,6 +63,7 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
         text: All of it.
         mode: Who may read it, before the mask of the process.
     """
+    require_held()
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

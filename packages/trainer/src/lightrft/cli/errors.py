@@ -81,6 +81,7 @@ def refuse(problems: Sequence[str], error: type[Exception]) -> None:
 # imported here. Commands derive theirs from `CommandError`.
 _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.config.files", "FileError", ExitCode.USAGE),
+    ("lightrft.config.files", "FolderGoneError", ExitCode.PREFLIGHT),
     ("lightrft.config.options", "ConfigError", ExitCode.USAGE),
     ("lightrft.datasets.types", "DataError", ExitCode.DATA),
     ("lightrft.rewards.types", "RewardError", ExitCode.REWARD),

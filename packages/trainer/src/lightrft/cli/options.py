@@ -64,10 +64,11 @@ class at_least:  # noqa: N801 - a type of argument reads like a function
 
     def __call__(self, text: str) -> int:
         """The number in `text`."""
-        if text.lstrip("+-").isdecimal() and len(text) < 20 and int(text) >= self.lowest:
-            if self.highest is None or int(text) <= self.highest:
-                return int(text)
-        bounds = f">= {self.lowest}" + (f" and <= {self.highest}" if self.highest else "")
+        highest = 10**19 if self.highest is None else self.highest
+        is_whole = text.lstrip("+-").isdecimal() and len(text) < 20
+        if is_whole and self.lowest <= int(text) <= highest:
+            return int(text)
+        bounds = f">= {self.lowest}" + (f" and <= {highest}" if self.highest else "")
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number {bounds}")
 
 

@@ -14,8 +14,10 @@ from typing import TextIO
 from lightrft.config.files import (
     FileError,
     lines_of,
+    make_folder,
     parse_object,
     read_object,
+    require_held,
     sealed,
 )
 from lightrft.config.toml import write_whole
@@ -82,6 +84,7 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 def write_event(folder: Path, event: str, *, step: int, details: Mapping[str, object]) -> None:
     """Appends what happened to a run (started, resumed, stopped, interrupted, finished)."""
+    require_held()
     entry = {"unix_seconds": time.time(), "event": event, "step": step, **details}
     with (folder / EVENTS_FILE).open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
@@ -154,8 +157,8 @@ class JsonLinesFile:
 
     def append(self, entry: Mapping[str, object]) -> None:
         """Writes one line, so that a killed run keeps it."""
+        make_folder(self._path.parent)
         if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
         self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
         self._file.flush()

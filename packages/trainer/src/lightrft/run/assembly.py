@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.config import TrainConfig
+from lightrft.config.files import held_folder
 from lightrft.config.registry import STAGES, START_HOOKS, keyword_options
 from lightrft.config.strategy_config import default_learning_rate
 from lightrft.config.toml import write_whole
@@ -167,6 +168,7 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
                 require_media(config, media)
             _open_folder(config, plan, note)
         stack.enter_context(rank_log(folder, rank))
+        stack.enter_context(held_folder(folder))
         stack.enter_context(rank_timeline(folder, rank))
         if console is not None:
             trackers = (*build_trackers(config), *own_loggers(config))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.config import TrainConfig
+from lightrft.config.files import held_folder
 from lightrft.config.registry import STAGES
 from lightrft.reporting.files import rank_log
 from lightrft.reporting.timeline import rank_timeline
@@ -78,6 +79,7 @@ def generate_for(config: TrainConfig, bridge: Bridge, wants_stop: Callable[[], b
     config = config.replaced({"enable_engine_sleep": False})
     with ExitStack() as stack:
         stack.enter_context(rank_log(Path(config.output_dir), bridge.rank))
+        stack.enter_context(held_folder(Path(config.output_dir)))
         stack.enter_context(rank_timeline(Path(config.output_dir), bridge.rank))
         stack.enter_context(console_sink(lambda *_: None))
         read = cast("Callable[[TrainConfig], PolicyInputs]", STAGES.load("policy"))

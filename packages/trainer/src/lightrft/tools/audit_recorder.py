@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightrft.config.files import make_folder
 from lightrft.models import SequenceModel
 from lightrft.models.lora import LoraModel
 from lightrft.records.columns import COLUMNS
@@ -107,7 +108,7 @@ class Recorder(ABC, Generic[Raw]):
         strategy = self._strategy
         if strategy.is_rank_0():
             shutil.rmtree(self._partial, ignore_errors=True)
-            self._partial.mkdir(parents=True)
+            make_folder(self._partial)
         self._optimizers = {name: self._facts_of(found) for name, found in self._models.items()}
         self._write_states("before")
         for name, found in self._models.items() if strategy.is_rank_0() else ():

@@ -169,10 +169,7 @@ def read_film(
 @contextmanager
 def _opened(content: bytes, name: str) -> "Iterator[tuple[InputContainer, VideoStream]]":
     """The file and its stream of pictures; errors inside are those of a damaged film."""
-    extra = (
-        "pip install 'lightrft[video]', or store its frames: "
-        '{"frames": [...], "fps": 2}'
-    )
+    extra = 'pip install \'lightrft[video]\', or store its frames: {"frames": [...], "fps": 2}'
     with opened_container(content, name, "film", extra) as container:
         streams = [s for s in container.streams.video if s.codec_context and not _is_cover(s)]
         if not streams:

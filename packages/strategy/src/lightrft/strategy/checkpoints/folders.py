@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
-from lightrft.config.files import FileEntry
+from lightrft.config.files import FileEntry, make_folder
 from lightrft.strategy.checkpoints.client_state import capture_rng_state, save_state
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
@@ -232,7 +232,7 @@ def _give_up(opened: OpenCheckpoint, ranks: RankGroup) -> None:
 def _begin(request: SaveRequest) -> OpenCheckpoint:
     """Choose the tag and its order, and create the temporary folder."""
     save_dir = request.save_dir
-    save_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(save_dir)
     _remove_abandoned(save_dir)
     order = 1 + max((found.manifest.order for found in list_checkpoints(save_dir)), default=0)
     tag = request.tag if request.tag is not None else _default_tag(request.client_state, order)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lightrft.config.files import read_object
+from lightrft.config.files import make_folder, read_object
 from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
@@ -84,7 +84,7 @@ def save_gathered_model(
     buffers = dict(module.named_buffers())
     trained = [(name, value) for name, value in state.items() if name not in buffers]
     require_finite(nonfinite_names(trained), what="weights are", group=ALONE)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     prefix = pretrained_prefix(module)
     if prefix is None:
         save_file(dict(state), folder / WEIGHTS_NAME)

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard as ShardPlacement
 
+from lightrft.config.files import make_folder
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
@@ -59,7 +60,7 @@ def write_shards(
         if name not in buffers
     )
     require_finite(nonfinite_names(trained), what="the checkpoint is", group=ALONE)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     # Sorted, so that equal states are equal files: a loaded optimizer has its states in this order.
     parts = {name: shards[name].rows for name in sorted(shards)}
     layout = {name: [shards[name].start, list(shards[name].shape)] for name in sorted(shards)}

@@ -23,7 +23,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import cast
 
-from lightrft.config.files import lines_of
+from lightrft.config.files import lines_of, make_folder
 from lightrft.engines.ledger import LedgerEntry, hash_context
 from lightrft.engines.media.sources import ImageSource
 from lightrft.engines.types import Completion, FinishReason, LogprobsMode, SamplingParams
@@ -253,7 +253,7 @@ class Journal:
         self.damage: JournalError | None = None
         if path is None:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         begin: Event = {"event": "begin", "format": FORMAT, **header}
         self._partial = path.with_name(f".{path.name}.partial")
         for place in (path, self._partial):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.files import FileError, read_object, sealed, typed, unsealed
+from lightrft.config.files import FileError, make_folder, read_object, sealed, typed, unsealed
 from lightrft.config.toml import write_whole
 from lightrft.datasets.preference_rows import Preference
 from lightrft.strategy.backend import PreparedModel, inner_module
@@ -68,7 +68,7 @@ class StoredReference:
 
     def save(self, path: Path) -> None:
         """Writes the file whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_whole(path, sealed(asdict(self)) + "\n")
 
 

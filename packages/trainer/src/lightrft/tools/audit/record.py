@@ -33,6 +33,7 @@ from torch import Tensor
 from lightrft.config.files import (
     FileEntry,
     FileError,
+    make_folder,
     read_object,
     sealed,
     typed,
@@ -292,7 +293,7 @@ def write_states(folder: Path, states: Iterable[tuple[str, Tensor]], *, keeps: b
     held: dict[str, Tensor] = {}
     num_bytes = num_files = 0
     if keeps:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     for name, value in states:
         if not keeps:
             continue

@@ -1,0 +1,132 @@
+"""A run whose folder is moved, removed or replaced ends in one line and leaves nothing there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.ranks import run_multiprocess
+
+LENGTH = "def length(responses, **columns):\n    return [len(text) / 10 for text in responses]\n"
+STAGES = {
+    "policy": {
+        "engine_type": "hf",
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "generate_max_len": 4,
+        "input_key": "prompt",
+    },
+    "sft": {},
+    "prefer": {},
+    "reward": {},
+    "divergence": {},
+}
+# What happens after the second of four steps, and options.
+CASES = {
+    **{stage: (stage, "moved", {}) for stage in STAGES},
+    "removed": ("sft", "removed", {}),
+    "replaced": ("sft", "replaced", {}),
+    "later": ("sft", "moved", {"async_save": True, "save_steps": 1}),
+    "without saves": ("sft", "moved", {"save_steps": -1, "step": 3}),
+    "ranks": ("sft", "moved", {"world_size": 2}),
+}
+
+
+def write_inputs(folder):
+    from lightrft.tools.model_presets import write_tiny_model
+
+    write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
+    rows = [
+        {"prompt": f"name {i} ", "completion": "ab", "chosen": "abc", "rejected": f"no {i}"}
+        for i in range(8)
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "length.py").write_text(LENGTH)
+
+
+def displace(folder, how):
+    if how == "removed":
+        shutil.rmtree(folder)
+        return
+    folder.rename(folder.with_name("elsewhere"))
+    if how == "replaced":
+        shutil.copytree(folder.with_name("elsewhere"), folder)
+
+
+def run(rank, world_size, folder, stage, how, changes):
+    """What is raised, the code and the line, and what lies in the folder before and after."""
+    from lightrft.cli.errors import describe, exit_code_of
+    from lightrft.config import TrainConfig
+    from lightrft.run.assembly import run_training
+    from lightrft.run.callbacks import Callback
+
+    folder, changes = Path(folder), dict(changes)
+    step, out = changes.pop("step", 2), folder / "run"
+    shown = []
+
+    class Displaces(Callback):
+        def end_step(self, number, metrics):
+            if number == step and rank == 0:
+                displace(out, how)
+                shown.append(listed(out))
+            return {}
+
+    own = {"reward_fn": (f"{folder}/length.py:length",)} if stage == "policy" else {}
+    if stage == "divergence":
+        own = {"teacher": str(folder / "model"), "teacher_form": "jsd"}
+    config = TrainConfig(
+        pretrain=str(folder / "model"),
+        prompt_data=str(folder / "rows.jsonl"),
+        output_dir=str(out),
+        bf16=False,
+        train_batch_size=4 if stage == "policy" else 2,
+        micro_train_batch_size=1,
+        num_threads=1,
+        fsdp=True,
+        **{"save_steps": 1, **STAGES[stage], **own, **changes},
+    )
+    try:
+        run_training(config, stage=stage, callbacks=[Displaces()])
+    except Exception as error:  # noqa: BLE001
+        return exit_code_of(error), describe(error), shown, listed(out)
+    return 0, "", shown, listed(out)
+
+
+def listed(folder):
+    return sorted(str(Path(root) / f) for root, _, files in os.walk(folder) for f in files)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_that_is_not_there_any_more_ends_the_run(name, tmp_path):
+    stage, how, changes = CASES[name]
+    world_size = changes.get("world_size", 1)
+    changes = {key: value for key, value in changes.items() if key != "world_size"}
+    write_inputs(tmp_path)
+    found = run_multiprocess(
+        run, world_size, timeout_seconds=120, args=(str(tmp_path), stage, how, changes)
+    )
+    for code, text, shown, left in found:
+        assert code == 3, text
+        assert f"--output_dir: {tmp_path / 'run'} was moved or removed while the run wrote" in text
+        assert "\n" not in text
+        assert not shown or left == shown[0]
+    assert found[0][2], "nothing was displaced"
+
+
+@pytest.mark.multiprocess
+def test_a_folder_that_comes_back_is_continued(tmp_path):
+    write_inputs(tmp_path)
+    args = (str(tmp_path), "sft", "moved", {})
+    ((code, *_),) = run_multiprocess(run, 1, timeout_seconds=120, args=args)
+    (tmp_path / "elsewhere").rename(tmp_path / "run")
+    again = (str(tmp_path), "sft", "moved", {"step": 99})
+    ((after, text, *_),) = run_multiprocess(run, 1, timeout_seconds=120, args=again)
+    assert (code, after, text) == (3, 0, "")
+    steps = [
+        json.loads(x)["step"] for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
+    assert len(steps) == len(set(steps)) == 4
