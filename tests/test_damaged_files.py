@@ -7,6 +7,7 @@ a process of its own, whose memory is limited.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import re
 import resource
 import shutil
 import signal
+import stat
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,6 +132,14 @@ def mutate_arrays(draw, path):
     save_file(arrays, path)
 
 
+# What no reader waits for, or reads without end.
+SPECIAL = {
+    "a pipe": os.mkfifo,
+    "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
 def mutate(draw, path, has_seal):
     """Damages a file; True if checksums shall be made true again."""
     kind = draw.random()
@@ -213,10 +223,14 @@ def damage(rank, world_size, name, folder, count):
     size = int(re.search(r"VmSize:\s+(\d+) kB", status)[1]) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, resource.RLIM_INFINITY))
     valid = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    for number in range(count):
+    special = list(itertools.product(reader.files, SPECIAL))
+    for number in (*special, *range(count)):
         draw = random.Random(f"{name} {number}")
-        path = folder / draw.choice(reader.files)
-        if mutate(draw, path, reader.seal is not None):
+        path = folder / (draw.choice(reader.files) if isinstance(number, int) else number[0])
+        if not isinstance(number, int):
+            path.unlink()
+            SPECIAL[number[1]](path)
+        elif mutate(draw, path, reader.seal is not None):
             reader.seal(folder)
         try:
             with limit(SECONDS):
@@ -228,6 +242,8 @@ def damage(rank, world_size, name, folder, count):
         for each in (path, *valid):
             if each.is_dir():
                 shutil.rmtree(each)
+            elif not each.is_file() or each.is_symlink():
+                each.unlink(missing_ok=True)
             if not each.exists() or each == path or reader.seal is not None:
                 each.write_bytes(valid[each])
     return problems

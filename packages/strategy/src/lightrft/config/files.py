@@ -134,14 +134,20 @@ class FileEntry:
 
 def file_sha256(path: Path) -> str:
     """Hex digest of a file."""
-    with path.open("rb") as stream:
+    with regular_file(path).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _require_file(path: Path) -> None:
+def regular_file(path: Path) -> Path:
+    """The path of a file whose end can be reached.
+
+    Raises:
+        FileError: It is missing, or a folder, a pipe, a socket or a device.
+    """
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise FileError(f"{path} {what}: expected a file")
+        what = "is a folder" if path.is_dir() else "is no regular file"
+        raise FileError(f"{path} {what if path.exists() else 'does not exist'}: expected a file")
+    return path
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
@@ -151,8 +157,7 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
         FileError: It is missing, no regular file, cannot be read, or is larger.
     """
     try:
-        _require_file(path)
-        with path.open("rb") as stream:
+        with regular_file(path).open("rb") as stream:
             # One may grow while it is read, and files of /proc have no size.
             size = os.fstat(stream.fileno()).st_size
             content = stream.read(min(size, max_bytes) + 1)
@@ -195,8 +200,7 @@ def lines_of(path: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[bytes]:
         FileError: It is missing, no regular file, or cannot be read.
     """
     try:
-        _require_file(path)
-        with path.open("rb") as stream:
+        with regular_file(path).open("rb") as stream:
             while line := stream.readline(max_bytes):
                 yield line
     except OSError as error:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
+from lightrft.config.files import regular_file
 from lightrft.config.options import ALGORITHMS, ConfigError, accepts, coerce, did_you_mean
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def load_reference(text: str, *, kind: str) -> object:
 def _load_file(path: Path) -> ModuleType:
     file = path.resolve(strict=True)
     # One module for each content, so that what a file defines exists once in a process.
-    digest = hashlib.sha256(bytes(file) + file.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(bytes(file) + regular_file(file).read_bytes()).hexdigest()[:16]
     name = f"lightrft_plugin_{digest}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)

@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import cast
 
-from lightrft.config.files import FileError, kind_of, lines_of, parse_json, read_bytes
+from lightrft.config.files import FileError, kind_of, lines_of, parse_json, read_bytes, regular_file
 from lightrft.config.printable import one_line
 from lightrft.config.registry import DATA_SOURCES, split_kind
 from lightrft.config.sources import probability_problem, split_sources
@@ -106,8 +106,9 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
         return
     for file in _files(Path(path), split):
         for item in _reader(file)(file):
-            is_row = isinstance(item, Row)
-            yield replace(item, folder=file.parent, roots=roots) if is_row else item
+            if isinstance(item, Row):
+                item = replace(item, folder=file.parent, roots=roots)
+            yield item
 
 
 def _roots(source: str) -> tuple[Path, ...]:
@@ -221,7 +222,7 @@ def _read_parquet(path: Path) -> Iterator[Row | DataError]:
     number = num_bytes = 0
     try:
         limit = max(MIN_PARQUET_BYTES, MAX_EXPANSION * path.stat().st_size)
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(regular_file(path)) as file:
             for batch in file.iter_batches(batch_size=PARQUET_ROWS):
                 rows = cast("list[dict[str, object]]", batch.to_pylist())
                 # Arrow holds a repeated text once, and Python as often as it stands there.

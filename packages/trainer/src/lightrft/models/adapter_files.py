@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.files import FileError, read_object
+from lightrft.config.files import FileError, read_object, regular_file
 
 SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -109,10 +109,10 @@ def _check_settings(folder: Path, settings: Mapping[str, object], config: TrainC
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(regular_file(file), framework="pt") as opened:
             names = opened.keys()
             return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
-    except (OSError, SafetensorError) as error:
+    except (OSError, FileError, SafetensorError) as error:
         raise ConfigError(
             f"lora_path: {file} cannot be read ({error}): save the adapters as safetensors"
         ) from error
@@ -128,7 +128,7 @@ def load_adapters(folder: Path, model: nn.Module, adapter: str) -> None:
         adapter: Their name in the model.
     """
     parameters = dict(model.named_parameters())
-    with safe_open(folder / WEIGHTS_FILE, framework="pt") as opened:
+    with safe_open(regular_file(folder / WEIGHTS_FILE), framework="pt") as opened:
         names = opened.keys()
         for name in names:
             own = name.removeprefix(PREFIX).removesuffix(".weight") + f".{adapter}.weight"

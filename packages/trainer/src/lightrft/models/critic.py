@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lightrft.config.files import FileError, regular_file
 from lightrft.engines.media.media import RowMedia
 from lightrft.models.loading import ModelLoadError, load_trunk, save_pretrained
 from lightrft.models.sequence_model import SequenceModel, trunk_output
@@ -66,10 +67,10 @@ class Critic(SequenceModel):
         """
         critic = cls(load_trunk(path, dtype=dtype, allow_new_weights=allow_new_weights))
         head_file = Path(path) / HEAD_FILE
-        if head_file.is_file():
+        if head_file.exists():
             try:
-                critic.value_head.load_state_dict(load_file(head_file))
-            except (RuntimeError, OSError, SafetensorError) as err:
+                critic.value_head.load_state_dict(load_file(regular_file(head_file)))
+            except (RuntimeError, OSError, FileError, SafetensorError) as err:
                 text = " ".join(str(err).split())
                 raise ModelLoadError(f"{head_file} is no value head of {path!r}: {text}") from err
         return critic

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.files import FileError, read_object, read_text
+from lightrft.config.files import FileError, read_object, read_text, regular_file
 from lightrft.config.options import short
 from lightrft.config.printable import one_line
 from lightrft.engines.hf.tower import use_fast_tower
@@ -417,7 +417,7 @@ class _Fit:
         """The same for a model that is built without memory, from the headers of its files."""
         stored: dict[str, tuple[int, ...]] = {}
         for file in sorted(Path(self._path).glob("model*.safetensors")):
-            with safe_open(file, "pt") as stream:
+            with safe_open(regular_file(file), "pt") as stream:
                 for name in stream.keys():  # noqa: SIM118  # not a mapping
                     stored[name] = tuple(stream.get_slice(name).get_shape())
         tied = tied_parameter_names(model)
@@ -454,6 +454,9 @@ def _require(path: str, patterns: tuple[str, ...], what: str) -> None:
         if is_hub_id and not directory.exists():
             return
         raise ModelLoadError(f"no model directory at {path!r}: expected a Hugging Face checkpoint")
+    special = [f for f in directory.iterdir() if f.exists() and not f.is_file() and not f.is_dir()]
+    if special:
+        raise ModelLoadError(f"{special[0]} is no regular file: expected those of a checkpoint")
     if not any(any(directory.glob(pattern)) for pattern in patterns):
         raise ModelLoadError(
             f"no {what} in {path!r}: expected {' or '.join(patterns)}; is it a complete Hugging "

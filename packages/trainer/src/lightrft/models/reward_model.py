@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
+from lightrft.config.files import FileError, regular_file
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import RowMedia
 from lightrft.models.loading import (
@@ -262,8 +263,8 @@ def _load_head(path: str, trunk: PreTrainedModel) -> nn.Module:
     head = build_head(pooling, width, num_scores).to(trunk.dtype)
     expected = {name: tuple(value.shape) for name, value in head.state_dict().items()}
     try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as err:
+        tensors = load_file(regular_file(file))
+    except (OSError, FileError, SafetensorError) as err:
         raise ModelLoadError(
             f"the reward model {path!r} has no trained head: {SCORE_FILE} with a tensor "
             f"`weight` [{num_scores}, {width}] is missing or damaged: {' '.join(str(err).split())}"

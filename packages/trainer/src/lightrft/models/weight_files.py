@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightrft.config.files import parse_json, require_object, typed
+from lightrft.config.files import parse_json, regular_file, require_object, typed
 
 # No writer of such files makes a longer header, and no reader takes one.
 MAX_HEADER_BYTES = 100_000_000
@@ -59,7 +59,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 def _read_header(path: Path) -> tuple[int, dict[str, dict[str, object]]]:
     """Length of a file's header, and what it says of each tensor by name."""
-    with path.open("rb") as stream:
+    with regular_file(path).open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         # No more than there is: a damaged length would ask for as much memory.
         content = stream.read(min(length, path.stat().st_size, MAX_HEADER_BYTES))

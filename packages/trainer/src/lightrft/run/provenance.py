@@ -11,7 +11,14 @@ from pathlib import Path
 from types import CodeType
 
 from lightrft.config import TrainConfig
-from lightrft.config.files import FileError, file_sha256, read_object, sealed, unsealed
+from lightrft.config.files import (
+    FileError,
+    file_sha256,
+    read_object,
+    regular_file,
+    sealed,
+    unsealed,
+)
 from lightrft.config.registry import REGISTRIES
 from lightrft.config.toml import write_whole
 
@@ -50,7 +57,7 @@ def fingerprint(folder: Path) -> str:
         found.update(f"{path.name} {size}\n".encode())
         last = max(0, size - _BLOCK_BYTES)
         is_whole = size <= _BLOCK_BYTES * _NUM_BLOCKS
-        with path.open("rb") as stream:
+        with regular_file(path).open("rb") as stream:
             if is_whole:
                 found.update(stream.read())
                 continue

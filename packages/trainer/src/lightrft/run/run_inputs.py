@@ -12,7 +12,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lightrft.config import TrainConfig
-from lightrft.config.files import FileError, file_sha256, read_object, sealed, typed, unsealed
+from lightrft.config.files import (
+    FileError,
+    file_sha256,
+    read_object,
+    regular_file,
+    sealed,
+    typed,
+    unsealed,
+)
 from lightrft.config.registry import REGISTRIES, split_kind, split_reference
 from lightrft.config.sources import split_sources
 from lightrft.config.toml import write_whole
@@ -214,7 +222,7 @@ def files_beside(plugin: Path) -> list[Path]:
     while remaining:
         path = remaining.pop()
         try:
-            tree = ast.parse(path.read_bytes())
+            tree = ast.parse(regular_file(path).read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue  # refused where it is loaded
         for module in _imported(tree, path, plugin.parent):

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.config.files import read_object
+from lightrft.config.files import read_object, regular_file
 from lightrft.config.printable import one_line
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
@@ -55,7 +55,7 @@ def load_state(path: Path) -> dict[str, object]:
     tensor_file = path.with_name(path.name + ".safetensors")
     try:
         values = read_object(path.with_name(path.name + ".json"))
-        tensors = load_file(tensor_file) if tensor_file.exists() else {}
+        tensors = load_file(regular_file(tensor_file)) if tensor_file.exists() else {}
         state = _decode(values, tensors)
     except (ValueError, LookupError, TypeError, OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: no state: {one_line(str(error))}") from error

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lightrft.config.files import make_folder, read_object
+from lightrft.config.files import make_folder, read_object, regular_file
 from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
@@ -159,7 +159,7 @@ class WeightFiles:
                     self._files.setdefault(other, self._files[name])
 
     def _add(self, file: Path, prefix: str) -> None:
-        with safe_open(file, "pt") as stream:
+        with safe_open(regular_file(file), "pt") as stream:
             for name in stream.keys():  # noqa: SIM118  # not a mapping
                 self._files[prefix + name] = (file, name)
 
@@ -171,7 +171,7 @@ class WeightFiles:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor; the whole of a scalar."""
         file, stored_name = self._files[name]
-        with safe_open(file, "pt") as stream:
+        with safe_open(regular_file(file), "pt") as stream:
             part = stream.get_slice(stored_name)
             found: Tensor = part[start:stop] if part.get_shape() else stream.get_tensor(stored_name)
             return found
@@ -200,7 +200,7 @@ class WeightFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
         file, stored_name = self._files[name]
-        with safe_open(file, "pt") as stream:
+        with safe_open(regular_file(file), "pt") as stream:
             return tuple(stream.get_slice(stored_name).get_shape())
 
 

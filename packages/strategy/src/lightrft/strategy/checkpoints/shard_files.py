@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard as ShardPlacement
 
-from lightrft.config.files import make_folder
+from lightrft.config.files import make_folder, regular_file
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
@@ -92,7 +92,7 @@ class ShardReader:
         if not files:
             raise CheckpointError(f"no shards in {folder}")
         for file in files:
-            with safe_open(file, "pt") as stream:
+            with safe_open(regular_file(file), "pt") as stream:
                 for name, (start, shape) in json.loads(stream.metadata()["layout"]).items():
                     local_shape = stream.get_slice(name).get_shape()
                     stop = start + (local_shape[0] if local_shape else 0)
@@ -145,7 +145,7 @@ class ShardReader:
 
 
 def _read(part: _Part, name: str, rows: tuple[int, int] | None) -> Tensor:
-    with safe_open(part.file, "pt") as stream:
+    with safe_open(regular_file(part.file), "pt") as stream:
         if rows is None:
             whole: Tensor = stream.get_tensor(name)
             return whole

@@ -35,6 +35,7 @@ from lightrft.config.files import (
     FileError,
     make_folder,
     read_object,
+    regular_file,
     sealed,
     typed,
     unsealed,
@@ -374,7 +375,7 @@ def _damaged(path: Path, what: str) -> RecordError:
 
 def _read_arrays(path: Path, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays of a file, and those whose names begin with a prefix, by the rest of it."""
-    arrays = load_file(path)
+    arrays = load_file(regular_file(path))
     marked = {name for name in arrays if name.startswith(prefix)}
     return (
         {name: array for name, array in arrays.items() if name not in marked},

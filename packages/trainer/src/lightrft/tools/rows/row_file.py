@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 
 from lightrft.config import TrainConfig
-from lightrft.config.files import MAX_BYTES, FileError, file_sha256, lines_of
+from lightrft.config.files import MAX_BYTES, FileError, file_sha256, lines_of, regular_file
 from lightrft.datasets.row_origin import tokens_of, write_origin
 from lightrft.datasets.types import DataError
 from lightrft.reporting.files import CONFIG_FILE, EVAL_FILE, ROLLOUTS_FILE, START_FILE, read_json
@@ -204,7 +204,7 @@ def _excluded(read: RecordedRollout, *, holds_answers: bool) -> str:
 def _columns(path: Path, rows: list[Row], request: RowRequest) -> Iterator[dict[str, object]]:
     """The columns of each row, its ids as they were sampled."""
     is_labelled = CHOICES[request.choice].is_labelled
-    with path.open("rb") as stream:
+    with regular_file(path).open("rb") as stream:
 
         def read(sample: Sample) -> RecordedRollout:
             stream.seek(sample.place)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightrft.cli.errors import UsageError
+from lightrft.config.files import regular_file
 
 # TRL's trainers by the first part of their names, and the command that does the same.
 COMMANDS = {
@@ -68,7 +69,7 @@ def read_script(path: Path) -> Script:
         UsageError: It is no Python, calls no trainer or configuration that is known, or several.
     """
     try:
-        tree = ast.parse(path.read_text("utf-8"))
+        tree = ast.parse(regular_file(path).read_text("utf-8"))
     except (OSError, SyntaxError, ValueError) as err:
         raise UsageError(f"{path}: expected a Python script: {err}") from err
     kind, calls = _calls(tree, path)
