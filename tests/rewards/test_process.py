@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,8 @@ from lightrft.rewards.process import WorkerFailedError, WorkerProcess, WorkerTas
 
 STARTS = """
 import time
+from contextlib import ExitStack
+from lightrft.utils.scratch import scratch_folder
 
 def computes():
     while True:
@@ -24,6 +27,10 @@ def waits():
 class echo:
     def describe(self):
         return "ready"
+
+class keeps(echo):
+    def __init__(self):
+        self.folder = ExitStack().enter_context(scratch_folder())
 """
 
 
@@ -71,3 +78,19 @@ def test_what_neither_computes_nor_waits_ends_as_well(task_of, monkeypatch) -> N
     monkeypatch.setattr(Consumption, "is_over", lambda _: False)  # a disk that does not answer
     with pytest.raises(WorkerFailedError, match="was not ready after"):
         WorkerProcess(task_of("waits", start_seconds=0.1)).start()
+
+
+def test_the_temporary_folders_of_an_ended_worker_are_removed(
+    task_of, tmp_path, monkeypatch
+) -> None:
+    """Of one that is killed, as all are, and does not clean up by itself."""
+    place = tmp_path / "temporary"
+    (place / "lightrft_scratch_left").mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setenv("TMPDIR", str(place))
+    worker = WorkerProcess(task_of("keeps"))
+    assert worker.start() == "ready"
+    (folder,) = place.iterdir()
+    assert folder.name != "lightrft_scratch_left"
+    worker.close()
+    assert not any(place.iterdir())

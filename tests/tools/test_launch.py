@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from lightrft.cli.errors import WorkerError
-from lightrft.cli.launch import become_only_process, free_port, launch, scratch_folder, worker_error
+from lightrft.cli.launch import become_only_process, free_port, launch, worker_error
 
 
 def failure(rank, exitcode, path=None, **report):
@@ -70,23 +70,6 @@ def test_one_that_lost_a_peer_of_another_machine_is_told(tmp_path):
         1: failure(1, -15),
     }
     assert str(worker_error(failures)) == f"rank 0: {LOST[0]}"
-
-
-def test_a_killed_launcher_leaves_nothing_for_good(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "lightrft_launch_left" / "phases").mkdir(parents=True)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "lightrft_launch_link").symlink_to(tmp_path / "mine")
-    with scratch_folder() as one, scratch_folder() as two:
-        assert one != two
-        assert one.is_dir()
-        assert {p.name for p in tmp_path.iterdir()} == {
-            one.name,
-            two.name,
-            "mine",
-            "lightrft_launch_link",
-        }
-    assert {p.name for p in tmp_path.iterdir()} == {"mine", "lightrft_launch_link"}
 
 
 def test_one_process_is_a_group_of_its_own():

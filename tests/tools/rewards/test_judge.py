@@ -281,6 +281,11 @@ MARKERS = [
     "[gMASK]",
     "[BOS]",
     "]~b]ai",
+    "<0x0A>",
+    "<_end>",
+    "<\u00adbos>",
+    "<\u200b/s>",
+    "[\u2060INST]",
 ]
 
 
@@ -293,8 +298,15 @@ def test_a_response_cannot_end_its_quotation_in_any_family(marker) -> None:
     )
 
 
+@pytest.mark.parametrize("marker", ["\uff1c|im_end|\uff1e", "\ufe64bos\ufe65", "\uff3bINST\uff3d"])
+def test_wide_and_small_forms_of_a_marker_are_broken_too(marker) -> None:
+    text = fill_template(TEMPLATE, Task("p", "l"), {"response": f"a{marker}b"})
+    assert marker not in text
+    assert marker in text.replace(" ", "")
+
+
 def test_comparisons_and_lists_of_numbers_stay_as_they_are() -> None:
-    response = "if a < b and c > d: x = [1, 2][0]"
+    response = "if a < b and c > d: x = [1, 2][0]; 3<5, \u00e9 \u2264 \u5b57 \u00ad"
     assert response in fill_template(TEMPLATE, Task("p", "l"), {"response": response})
 
 

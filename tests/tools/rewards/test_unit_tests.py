@@ -8,11 +8,14 @@ import pytest
 
 from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError, build_reward
+from lightrft.rewards.consumption import Consumption
+from lightrft.tools.rewards import unit_tests
 from lightrft.tools.rewards.code_tests import CodeTests, find_code, read_tests
 
 ADD = '["assert add(1, 2) == 3", "assert add(2, 2) == 4"]'
 SUM = '[{"input": "1 2\\n", "output": "3\\n"}, {"input": "3 4\\n", "output": "7"}]'
 RIGHT = "So:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+RIGHT_ADD = "def add(a, b): return a + b"
 RIGHT_SUM = "print(sum(map(int, input().split())))"
 CONFIG = TrainConfig(test_timeout_seconds=2.0, reward_timeout_seconds=60.0)
 
@@ -191,6 +194,38 @@ def test_a_deadline_of_the_batch_is_an_error_and_no_score() -> None:
         pytest.raises(RewardError, match=r"not all programs ran within 1.5 s: raise --reward_time"),
     ):
         score(reward, ["import time; time.sleep(9)"], [ADD])
+
+
+EVADER = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+end = time.monotonic() + 90
+while time.monotonic() < end:
+    try:
+        child = os.fork()
+    except OSError:
+        continue
+    if not child:
+        started = time.process_time()
+        while time.process_time() < started + 0.05: pass
+        os._exit(0)
+"""
+
+
+def test_time_of_children_that_nobody_waits_for_costs_their_program_alone(reward) -> None:
+    results = score(reward, [RIGHT, EVADER + RIGHT_ADD, RIGHT], [ADD] * 3)
+    assert [result.reward for result in results] == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_program_that_nothing_ends_is_undecided_alone(monkeypatch, num_slots) -> None:
+    monkeypatch.setattr(Consumption, "is_over", lambda _: False)  # as if it hid from every look
+    monkeypatch.setattr(unit_tests, "num_slots", lambda: num_slots)
+    config = TrainConfig(test_timeout_seconds=0.2, reward_timeout_seconds=8.0)
+    with build_reward(["unit_tests"], config=config) as reward:
+        results = score(reward, ["import time; time.sleep(60)", *[RIGHT] * 3], [ADD] * 4)
+    assert results[0] is None
+    assert [result.reward for result in results[1:]] == [1.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -28,12 +25,12 @@ from lightrft.strategy.distributed.process_end import (
     LastPhase,
     read_phase,
 )
+from lightrft.utils.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _PR_SET_PDEATHSIG = 1
-_SCRATCH_PREFIX = "lightrft_launch_"
 
 
 def hide_progress_bars() -> None:
@@ -132,45 +129,6 @@ def _shared_threads(nproc_per_node: int) -> dict[str, str]:
         return {}
     share = max(1, (os.cpu_count() or 1) // nproc_per_node)
     return {"OMP_NUM_THREADS": str(share), SHARED_THREADS_VARIABLE: "1"}
-
-
-@contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """A temporary folder of this launcher; those that killed launchers left are removed.
-
-    Each is locked by its launcher, and the system lets go of the lock however that one ends.
-    """
-    for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH_PREFIX}*"):
-        # Held by a launcher that runs, of another user, or gone meanwhile.
-        with contextlib.suppress(OSError):
-            descriptor = _lock_folder(left)
-            try:
-                shutil.rmtree(left)
-            finally:
-                os.close(descriptor)
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH_PREFIX))
-        with contextlib.suppress(OSError):  # another launcher took it for one that was left
-            descriptor = _lock_folder(folder)
-            break
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)
-
-
-def _lock_folder(folder: Path) -> int:
-    """A descriptor that holds the lock of a folder of ours; raises an OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not folder.exists() or os.fstat(descriptor).st_uid != os.getuid():
-            raise FileNotFoundError(folder)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 @contextmanager

@@ -1,14 +1,24 @@
 """Processor time and memory of a process and those below it, whatever else the machine does."""
 
 import contextlib
+import os
+import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-from lightrft.rewards.supervisor import holds_more
+from lightrft.rewards.supervisor import holds_more, memory_folder
 
 POLL_SECONDS = 0.25
+# Calls in which a process waits for its child to start another program, by kind of machine.
+_VFORKS = {"x86_64": (56, 58, 435)}.get(os.uname().machine, (220, 435))
+# Upper bounds: both buffers of a socket, pages of a pipe, an entry of a file system in memory.
+_SOCKET_BYTES, _DESCRIPTOR_BYTES, _ENTRY_BYTES = 512 << 10, 8 << 10, 2 << 10
+_STATUS = re.compile(rb"^(FDSize|VmPTE|VmSwap):\s+(\d+)", re.MULTILINE)
+_SHARED = re.compile(rb"^\S+ ...s \S+ (\S+ \d+) +/dev/zero \(deleted\)$", re.MULTILINE)
+_IN_MEMORY = re.compile(r"^(?:\S+ ){4}(\S+) .* - tmpfs \S+ rw", re.MULTILINE)
 
 
 class Consumption:
@@ -23,6 +33,12 @@ class Consumption:
         busy_seconds: Limit of their processor time.
         idle_seconds: Limit of the time in which none of them had anything to do.
         memory_bytes: Limit of all together; pages that several share count once. None sets none.
+        shared_bytes: Of each piece of memory without a file that several can share, counted for
+            every one: what is left of it does not show how large it is.
+
+    Attributes:
+        busy_seconds, idle_seconds: Up to the last look.
+        is_too_large: Whether memory has passed its limit.
     """
 
     def __init__(
@@ -32,12 +48,14 @@ class Consumption:
         busy_seconds: float,
         idle_seconds: float,
         memory_bytes: int | None = None,
+        shared_bytes: int = 0,
     ) -> None:
         self._root = psutil.Process(process)
-        self._memory_bytes = memory_bytes
+        self._memory_bytes, self._shared_bytes = memory_bytes, shared_bytes
         self._busy_limit, self._idle_limit = busy_seconds, idle_seconds
         self._looked = time.monotonic()
         self.busy_seconds = self.idle_seconds = 0.0
+        self.is_too_large = False
 
     def is_over(self) -> bool:
         """Whether a limit has been passed; looks if it is time for that."""
@@ -54,11 +72,11 @@ class Consumption:
                 0.0, min(passed, 2 * POLL_SECONDS) - (busy - self.busy_seconds)
             )
         self.busy_seconds = busy
-        return (
-            busy > self._busy_limit
-            or self.idle_seconds > self._idle_limit
-            or (self._memory_bytes is not None and holds_more(processes, self._memory_bytes))
-        )
+        if self._memory_bytes is not None:
+            unmapped = _unmapped_bytes(processes, self._shared_bytes)
+            self.is_too_large |= holds_more(processes, self._memory_bytes - unmapped)
+        is_late = busy > self._busy_limit or self.idle_seconds > self._idle_limit
+        return is_late or self.is_too_large
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
@@ -91,6 +109,59 @@ def _has_work(process: psutil.Process) -> bool:
         for thread in Path(f"/proc/{process.pid}/task").iterdir():
             with contextlib.suppress(OSError):
                 # The name before the state may hold anything, brackets too.
-                if (thread / "stat").read_text().rpartition(") ")[2][:1] in ("R", "D"):
+                state = (thread / "stat").read_text().rpartition(") ")[2][:1]
+                if state == "R" or (state == "D" and not _waits_for_child(thread)):
                     return True
     return False
+
+
+def _waits_for_child(thread: Path) -> bool:
+    """Whether it looks like one that waits for the disk, and waits for a child to become another
+    program.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        return int((thread / "syscall").read_text().split()[0]) in _VFORKS
+    return False
+
+
+def _unmapped_bytes(processes: Sequence[psutil.Process], shared_bytes: int) -> int:
+    """At most what processes hold beside the pages that they have mapped.
+
+    Tables of pages, buffers of pipes and shared memory without a file are counted for all of them;
+    sockets and entries of files in memory for a sandbox.
+    """
+    total, shared, inside = 0, set[bytes](), None
+    for process in processes:
+        with contextlib.suppress(OSError):
+            folder = memory_folder(process.pid)
+            sizes = dict(_STATUS.findall((folder / "status").read_bytes()))
+            total += int(sizes.get(b"FDSize", 0)) * _DESCRIPTOR_BYTES
+            total += 1024 * sum(int(sizes.get(name, 0)) for name in (b"VmPTE", b"VmSwap"))
+            shared.update(_SHARED.findall((folder / "maps").read_bytes()))
+            if (folder / "ns/net").stat().st_ino != Path("/proc/self/ns/net").stat().st_ino:
+                inside = folder
+    if inside is not None:
+        with contextlib.suppress(OSError):
+            total += _socket_bytes(inside) + _entry_bytes(inside)
+    return total + len(shared) * shared_bytes
+
+
+def _socket_bytes(process: Path) -> int:
+    """Of all sockets of its network namespace, those that no process has open any more, too."""
+    words = (process / "net/sockstat").read_text().split()
+    num_sockets = int(words[words.index("used") + 1])
+    queued = 0
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError):
+            for line in (process / "net" / name).read_text().splitlines()[1:]:
+                queued += sum(int(size, 16) for size in line.split()[4].split(":"))
+    return num_sockets * _SOCKET_BYTES + 2 * queued
+
+
+def _entry_bytes(process: Path) -> int:
+    """Of files and folders, empty ones too, in the file systems in memory that it can write to."""
+    total = 0
+    for place in _IN_MEMORY.findall((process / "mountinfo").read_text()):
+        sizes = os.statvfs(process / "root" / place.lstrip("/"))
+        total += (sizes.f_files - sizes.f_ffree) * _ENTRY_BYTES
+    return total

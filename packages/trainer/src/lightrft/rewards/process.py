@@ -29,6 +29,7 @@ from lightrft.rewards import supervisor as supervisor_module, worker as worker_m
 from lightrft.rewards.consumption import POLL_SECONDS, Consumption
 from lightrft.rewards.supervisor import MEMORY_REASON
 from lightrft.rewards.worker import FRAME
+from lightrft.utils.scratch import remove_left_folders
 
 _CHUNK = 1 << 16
 _END_SECONDS = 10.0
@@ -413,6 +414,8 @@ def _end(started: StartedWorker) -> None:
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
+    # A killed process removes none of its own.
+    remove_left_folders()
 
 
 class WorkerPool:

@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 
@@ -26,6 +27,7 @@ MEMORY_REASON = b"memory"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS, _SCANS_EVERY = 0.25, 4
 _MAX_ROUNDS = 2000
+_PAGE_BYTES = resource.getpagesize()
 
 
 def main() -> None:
@@ -128,16 +130,30 @@ def holds_more(processes: Sequence[psutil.Process], limit: int) -> bool:
 
 
 def _resident_bytes(process: psutil.Process) -> int:
-    with contextlib.suppress(psutil.Error):
-        return int(process.memory_info().rss)
+    with contextlib.suppress(OSError):
+        return int((memory_folder(process.pid) / "statm").read_text().split()[1]) * _PAGE_BYTES
     return 0
 
 
 def _proportional_bytes(process: psutil.Process) -> int:
     """Memory of a process, of which it has its share of what it shares with others."""
-    with contextlib.suppress(psutil.Error):
-        return int(process.memory_full_info().pss)
+    with contextlib.suppress(OSError, ValueError):
+        sums = (memory_folder(process.pid) / "smaps_rollup").read_bytes()
+        return 1024 * int(sums.partition(b"\nPss:")[2].split(maxsplit=1)[0])
     return _resident_bytes(process)
+
+
+def memory_folder(process: int) -> Path:
+    """The folder of `/proc` that shows the memory of a process: of a thread if the first has ended.
+
+    Raises:
+        OSError: It is gone.
+    """
+    for folder in (Path(f"/proc/{process}"), *Path(f"/proc/{process}/task").iterdir()):
+        with contextlib.suppress(OSError):
+            if not (folder / "statm").read_text().startswith("0 "):
+                return folder
+    raise ProcessLookupError(process)
 
 
 if __name__ == "__main__":

@@ -215,8 +215,8 @@ class ProgramAgent:
         return {
             "deadline": f"it did not end within {self._seconds:g} s",
             "output": f"the program printed more than {limits.output_bytes} bytes",
-            "timeout": f"the program held more than {limits.total_bytes} bytes of memory, or "
-            f"computed for more than {limits.total_seconds:g} s",
+            "memory": f"the program held more than {limits.total_bytes} bytes of memory",
+            "timeout": f"the program computed for more than {limits.total_seconds:g} s",
         }[reason]
 
 
@@ -232,6 +232,7 @@ def _limits(seconds: float) -> SandboxLimits:
         file_bytes=64 << 20,
         folder_bytes=256 << 20,
         output_bytes=16 << 20,
+        is_counted=False,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -14,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightrft.cli.preflight import device_files, environment_problems
+from lightrft.strategy.config import ConfigError
 from lightrft.tools.doctor.check import Check, Finding, check_imports, found, unchecked
+from lightrft.tools.rewards.sandbox import REMEDIES, Sandbox
 
 GIGABYTE = 1e9
 # Package -> (from, below, what it is needed for).
@@ -112,6 +115,7 @@ def _host_checks() -> list[Check]:
         Check(
             "temporary folder", "can be written", "set TMPDIR to a folder of yours", check_temporary
         ),
+        Check("sandbox", "a program in it finds no way out", REMEDIES, check_sandbox),
     ]
 
 
@@ -301,3 +305,14 @@ def check_temporary() -> Finding:
         file.flush()
         is_whole = Path(file.name).read_bytes() == b"lightrft"
     return found(is_whole, tempfile.gettempdir())
+
+
+def check_sandbox() -> Finding:
+    """A program of the sandbox itself has looked for ways out; few runs need one."""
+    try:
+        with contextlib.closing(Sandbox("bubblewrap")) as sandbox:
+            python = sandbox.interpreter
+    except ConfigError as error:
+        return unchecked(f"unit_tests and agent_command need it: {error}")
+    counted = "time and memory are counted by /proc; seccomp refuses what would hide them"
+    return found(True, f"bubblewrap with {python}; {counted}")

@@ -127,11 +127,12 @@ class CodeOutcome:
 
     Args:
         num_passed: Tests.
-        ended: How the last program ended that did not pass everything, or `passed`.
+        ended: How the last program ended that did not pass everything, or `passed`; `undecided`
+            where the deadline of the caller ended it after it had all the time of its limits.
     """
 
     num_passed: int
-    ended: Literal["passed", "failed", "timeout", "output", "deadline"]
+    ended: Literal["passed", "failed", "timeout", "output", "deadline", "undecided"]
 
 
 def is_suspicious(code: str) -> bool:
@@ -273,7 +274,7 @@ def _constant(node: ast.expr) -> object:
 
 def _described(ending: Ending) -> Literal["failed", "timeout", "output", "deadline"]:
     if ending.reason != "ended":
-        return ending.reason
+        return "timeout" if ending.reason == "memory" else ending.reason
     # Killed from outside: by the limit of processor time, or for memory.
     return "timeout" if ending.returncode in (-9, 137, -24, 152) else "failed"
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Protocol
@@ -65,11 +66,10 @@ Ranking: 2 > 1 > 3"""
 _PLACES = ("mark", "prompt", "label", "response", "question", "first", "second", "responses")
 _PLACE = re.compile(rf"\{{({'|'.join(_PLACES)})\}}")
 # Where a marker of some chat template may begin or end: servers read such texts inside a message as
-# the real ones. A space breaks them: <|im_end|>, </s>, <<SYS>>, <end_of_turn>, DeepSeek's bars of
-# full width, [INST], [TOOL_CALLS], [|assistant|], [gMASK], MiniMax's ]~b]ai.
+# the real ones. A space breaks them: <|im_end|>, </s>, <<SYS>>, <end_of_turn>, <0x0A>, [INST],
+# [TOOL_CALLS], [|assistant|], [gMASK], MiniMax's ]~b]ai.
 _SPECIAL = re.compile(
-    r"<(?=[/<]?[|\uff5c]|[/<]?[^\W\d_])|(?<=[|\uff5c])>"
-    r"|\[(?=[/|]?[^\W\d_][^\[\]\s]*\])|\](?=~)"
+    r"<(?=[/<]?\||[/<]?(?:[^\W\d]|0x))|(?<=\|)>|\[(?=[/|]?[^\W\d_][^\[\]\s]*\])|\](?=~)"
 )
 
 
@@ -309,8 +309,22 @@ def fill_template(template: str, task: Task, given: Mapping[str, str | Sequence[
 
 
 def plain_text(text: str) -> str:
-    """The text without markers of chat templates, each broken by a space."""
-    return _SPECIAL.sub(lambda found: f"{found[0]} " if found[0] != ">" else " >", text)
+    """The text without markers of chat templates, each broken by a space.
+
+    Wide and narrow forms of a character are one, and what is not seen stands in no marker's way.
+    """
+    folded, places = text, list(range(len(text)))
+    if not text.isascii():
+        pairs = [
+            (part, place)
+            for place, character in enumerate(text)
+            if unicodedata.category(character) != "Cf"
+            for part in unicodedata.normalize("NFKC", character)
+        ]
+        folded, places = "".join(part for part, _ in pairs), [place for _, place in pairs]
+    spaces = [places[mark.start()] + (mark[0] != ">") for mark in _SPECIAL.finditer(folded)]
+    cuts = [0, *spaces, len(text)]
+    return " ".join(text[start:end] for start, end in pairwise(cuts))
 
 
 # Style of `--judge_compare`: its maker and template, the places that a template of one's own must

@@ -16,10 +16,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,8 @@ from lightrft.config.printable import one_line
 from lightrft.rewards.consumption import Consumption
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.pipes import Captured, capture
+from lightrft.tools.rewards.syscalls import call_filter, has_filter, refused_numbers
+from lightrft.utils.scratch import scratch_folder
 
 MAX_SLOTS = 16
 # Ids that Debian and systemd give to nobody; processes of one machine start at different ones.
@@ -63,6 +64,7 @@ class SandboxLimits:
         file_bytes: Size of one file.
         folder_bytes: All its files together.
         output_bytes: Standard output and standard error together.
+        is_counted: Whether processor time is what ends a program; if not, its caller's deadline is.
     """
 
     cpu_seconds: float = 5.0
@@ -73,6 +75,7 @@ class SandboxLimits:
     file_bytes: int = 16 << 20
     folder_bytes: int = 64 << 20
     output_bytes: int = 1 << 20
+    is_counted: bool = True
 
     @property
     def total_seconds(self) -> float:
@@ -86,13 +89,13 @@ class Ending:
 
     Args:
         reason: By itself (or by the processor limit of a process), at a limit of all its processes
-            together (time or memory), at that of output, or at the deadline of the caller, which
-            says nothing about the program.
+            together (`timeout` or `memory`), at that of output, or at the deadline of the caller,
+            which says nothing about the program.
         returncode: None if it was ended here.
         stdout, stderr: What it printed, cut at the limit.
     """
 
-    reason: Literal["ended", "timeout", "output", "deadline"]
+    reason: Literal["ended", "timeout", "memory", "output", "deadline"]
     returncode: int | None
     stdout: bytes
     stderr: bytes
@@ -121,9 +124,12 @@ class Sandbox:
         self._shown: tuple[Path, ...] = ()
         self._users = itertools.count(os.getpid() * MAX_SLOTS)
         # The programs of root start as other users, who must be able to reach what they start.
-        self._folder = tempfile.mkdtemp(prefix="lightrft-sandbox-")
-        Path(self._folder).chmod(0o755)
+        self._left = contextlib.ExitStack()
+        self._folder = self._left.enter_context(scratch_folder())
+        self._folder.chmod(0o755)
         try:
+            if not self._is_unsafe:
+                self._filter = self._find_filter()
             self._bwrap = "" if self._is_unsafe else self._find_bwrap()
             self._probe()
         except BaseException:
@@ -167,6 +173,7 @@ class Sandbox:
                 memory_bytes=limits.total_bytes,
                 busy_seconds=limits.total_seconds,
                 idle_seconds=limits.total_seconds,
+                shared_bytes=limits.file_bytes,
             )
             found = capture(
                 process,
@@ -179,7 +186,8 @@ class Sandbox:
             report = b"" if status is None else _read_all(status)
         if found.is_complete and status is not None and b'"exit-code"' not in report:
             raise SandboxError(f"bubblewrap did not start the program: {_last_line(found)}")
-        return self._ending(found, process.returncode, deadline)
+        limit: Literal["timeout", "memory"] = "memory" if used.is_too_large else "timeout"
+        return self._ending(found, process.returncode, deadline, limit)
 
     def stop(self) -> None:
         """Ends what runs now, and all that is started from now on; for other threads."""
@@ -188,17 +196,21 @@ class Sandbox:
     def close(self) -> None:
         """Removes the folder; may be called twice."""
         self.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._left.close()
 
-    def _ending(self, found: Captured, returncode: int, deadline: float) -> Ending:
+    def _ending(
+        self,
+        found: Captured,
+        returncode: int,
+        deadline: float,
+        limit: Literal["timeout", "memory"],
+    ) -> Ending:
         if found.is_complete:
             return Ending("ended", returncode, found.stdout, found.stderr)
         if found.is_full:
-            reason: Literal["output", "timeout", "deadline"] = "output"
-        else:
-            is_over = self._is_stopped.is_set() or time.monotonic() >= deadline
-            reason = "deadline" if is_over else "timeout"
-        return Ending(reason, None, found.stdout, found.stderr)
+            return Ending("output", None, found.stdout, found.stderr)
+        is_late = self._is_stopped.is_set() or time.monotonic() >= deadline
+        return Ending("deadline" if is_late else limit, None, found.stdout, found.stderr)
 
     @contextmanager
     def _started(
@@ -210,18 +222,20 @@ class Sandbox:
             status, folder, user = None, self._folder, self._next_user()
             if self._is_unsafe:
                 folder = held.enter_context(_folder_of(user, source))
-                inner = self._python(folder)
+                inner = self._python(str(folder))
             else:
                 program = _in_memory(source, held)
                 status, writes = os.pipe()
                 held.callback(os.close, status)
-                passed += [program, writes]
+                calls = _in_memory(self._filter, held)
+                passed += [program, writes, calls]
                 # Before anything else, so that what lies below one of them is shown in it.
                 sized = ("--size", str(self.limits.folder_bytes), "--tmpfs")
                 flags = [word for folder in folders for word in (*sized, folder)]
+                flags += ["--seccomp", str(calls)]
                 shown = self._shown_flags(passed, held)
                 inner = self._sandboxed(program, writes, flags, shown)
-            environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "PYTHONHASHSEED": "0"}
+            environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONHASHSEED": "0"}
             try:
                 process = subprocess.Popen(
                     [*_as_user(user), *self._limited(user), *inner],
@@ -279,10 +293,12 @@ class Sandbox:
                 binds += ["--ro-bind", str(path), str(path)]
         if not prefix.is_relative_to("/usr"):
             binds += ["--ro-bind", str(prefix), str(prefix)]
-        # /dev is a file system in memory of its own, without a limit of size.
+        # /dev is a file system in memory of its own, without a limit of size. /dev/full reads as
+        # /dev/zero does, but makes no memory that can be shared.
         made = (
             "--unshare-all --unshare-user --disable-userns --die-with-parent --new-session "
-            f"--cap-drop ALL --proc /proc --dev /dev --size {limits.file_bytes} --tmpfs /dev/shm "
+            f"--cap-drop ALL --proc /proc --dev /dev "
+            f"--dev-bind /dev/full /dev/zero --size {limits.file_bytes} --tmpfs /dev/shm "
             f"--size {limits.folder_bytes} --tmpfs /tmp --ro-bind-data {program} /tmp/main.py"
         )
         rest = (
@@ -303,10 +319,22 @@ class Sandbox:
             "fsize": limits.file_bytes,
             "nofile": limits.num_files,
             "core": 0,
+            # Queues of messages lie in no file system of the program.
+            "msgqueue": 0,
         }
         if not self._counts_own:
             bounds["nproc"] = _num_processes(limits.num_processes, user)
         return ["prlimit", *(f"--{name}={bound}" for name, bound in bounds.items()), "--"]
+
+    def _find_filter(self) -> bytes:
+        if not has_filter():
+            raise ConfigError(
+                f"the sandbox knows no system calls of a machine {os.uname().machine}: expected "
+                "x86_64, aarch64 or riscv64, or give --sandbox unsafe to run the model's programs "
+                "without one"
+            )
+        limits = self.limits
+        return call_filter(is_counted=limits.is_counted, shared_bytes=limits.file_bytes)
 
     def _find_bwrap(self) -> str:
         found = shutil.which("bwrap")
@@ -336,13 +364,15 @@ class Sandbox:
             if not os.access(interpreter, os.X_OK):
                 continue
             self.interpreter = interpreter
-            with probe_program(is_unsafe=self._is_unsafe) as source:
+            counted = self.limits.is_counted
+            calls = None if self._is_unsafe else refused_numbers(is_counted=counted)
+            with _probe_program(self._folder, calls, is_counted=counted) as source:
                 try:
                     ending = self.run(source, deadline=time.monotonic() + 30.0)
                 except SandboxError as err:
                     reasons.append(f"{interpreter}: {err}")
                     continue
-            problem = probe_verdict(ending.stdout)
+            problem = _probe_verdict(ending.stdout)
             if problem is None:
                 return
             reasons.append(
@@ -398,17 +428,17 @@ def _num_threads(user: int, state: str = "") -> int:
 
 
 @contextmanager
-def _folder_of(user: int | None, source: bytes) -> Iterator[str]:
+def _folder_of(user: int | None, source: bytes) -> Iterator[Path]:
     """A folder on the disk for a program without a sandbox."""
-    folder = tempfile.mkdtemp(prefix="lightrft-program-")
-    try:
+    with scratch_folder() as outer:
+        outer.chmod(0o755)
+        folder = outer / "program"
+        folder.mkdir()
         Path(folder, "main.py").write_bytes(source)
         if user is not None:
             os.chown(folder, user, user)
-        Path(folder).chmod(0o755)
+        folder.chmod(0o755)
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _in_memory(source: bytes, held: contextlib.ExitStack) -> int:
@@ -440,8 +470,8 @@ def _last_line(found: Captured) -> str:
 
 
 _PROGRAM = """
-import json, os, resource, socket, sys
-port, canary, is_unsafe = {values}
+import ctypes, errno, json, os, resource, signal, socket, sys
+port, canary, calls, is_counted = {values}
 def connects():
     try:
         socket.create_connection(("127.0.0.1", port), timeout=2).close()
@@ -454,38 +484,67 @@ def writes(path):
     except OSError:
         return False
     return True
-def unshares():
-    import ctypes
-    return ctypes.CDLL(None).unshare(0x10000000) == 0
-processes = [name for name in os.listdir("/proc") if name.isdigit()]
-found = dict() if is_unsafe else {{
-    "reaches a listener of this machine": connects(),
-    "sees a file outside": os.path.exists(canary),
-    "writes outside its folder": writes("/lightrft-canary") or writes("/proc/sys/vm/drop_caches"),
-    "runs as root": os.getuid() == 0,
-    "sees other processes": len(processes) > 2,
-    "makes user namespaces": unshares(),
-}}
-for name in "AS", "CPU", "NPROC", "FSIZE":
-    limit = resource.getrlimit(getattr(resource, "RLIMIT_" + name))[1]
+def makes(family):
+    try:
+        socket.socket(family, socket.SOCK_STREAM).close()
+    except OSError:
+        return False
+    return True
+def works(number):
+    return library.syscall(number, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() != errno.ENOSYS
+def loses_children():
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    try:
+        return os.waitpid(child, 0)[0] != child
+    except OSError:
+        return True
+found = dict()
+if calls is not None:
+    library = ctypes.CDLL(None, use_errno=True)
+    processes = [name for name in os.listdir("/proc") if name.isdigit()]
+    found = {{
+        "reaches a listener of this machine": connects(),
+        "sees a file outside": os.path.exists(canary),
+        "writes outside its folder": writes("/lightrft-canary")
+        or writes("/proc/sys/vm/drop_caches"),
+        "runs as root": os.getuid() == 0,
+        "sees other processes": len(processes) > 2,
+        "makes user namespaces": library.unshare(0x10000000) == 0,
+        "makes sockets that leave its namespace": makes(40),
+        "has children whose time is lost": is_counted and loses_children(),
+    }}
+    for name, number in calls.items():
+        found["can call " + name] = works(number)
+for name in "AS", "CPU", "NPROC", "FSIZE", "MSGQUEUE":
+    limit = resource.getrlimit(getattr(resource, "RLIMIT_" + name, 12))[1]
     found["has no limit " + name] = limit == resource.RLIM_INFINITY
 print("probe", json.dumps([name for name in found if found[name]]))
 """
 
 
 @contextmanager
-def probe_program(*, is_unsafe: bool) -> Iterator[bytes]:
-    """The source of the program, while there is a listener and a file that it must not reach."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        tempfile.NamedTemporaryFile(prefix="lightrft-canary-") as canary,
-    ):
-        Path(canary.name).chmod(0o644)
-        values = repr((listener.getsockname()[1], canary.name, is_unsafe))
+def _probe_program(
+    folder: Path, calls: Mapping[str, int] | None, *, is_counted: bool
+) -> Iterator[bytes]:
+    """The source of the program, while there is a listener and a file that it must not reach.
+
+    Args:
+        folder: Place of the file.
+        calls: System calls that must be refused, with their numbers; None where there is no
+            sandbox.
+        is_counted: See `SandboxLimits`.
+    """
+    canary = folder / "canary"
+    canary.touch(0o644)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        values = repr((listener.getsockname()[1], str(canary), calls, is_counted))
         yield _PROGRAM.format(values=values).encode()
 
 
-def probe_verdict(stdout: bytes) -> str | None:
+def _probe_verdict(stdout: bytes) -> str | None:
     """The fault in the program's output; None without one."""
     first, _, rest = stdout.strip().partition(b" ")
     if first != b"probe":

@@ -1,9 +1,11 @@
 """The reward of a program: it passes the tests of its row, in a sandbox."""
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 from lightrft.config import TrainConfig
@@ -17,19 +19,28 @@ from lightrft.tools.rewards.code_tests import (
     read_tests,
     run_tests,
 )
-from lightrft.tools.rewards.sandbox import Sandbox, SandboxError, SandboxLimits, num_slots
+from lightrft.tools.rewards.sandbox import (
+    Ending,
+    Sandbox,
+    SandboxError,
+    SandboxLimits,
+    num_slots,
+)
 
 logger = logging.getLogger(__name__)
 # Before a deadline, a program is started only if there is time for its start.
 _START_SECONDS = 0.5
+# The clock ended them, which says nothing of what they are worth.
+_LATE = ("undecided", "deadline")
 
 
 class UnitTestsReward:
     """1 if the answer's program passes all tests of the row's label, else 0.
 
     Components: `tests_passed` is the share of the tests, `timeout` is 1 where a program was ended
-    for its time or memory, `suspicious` where it names what forged tests are made with. Without a
-    sandbox that works it cannot be made.
+    for its time or memory, `suspicious` where it names what forged tests are made with. One that
+    runs until the deadline of the call is undecided. Without a sandbox that works it cannot be
+    made.
 
     Args:
         config: Its `sandbox`, `test_timeout_seconds` and `reward_timeout_seconds`, the deadline of
@@ -61,7 +72,7 @@ class UnitTestsReward:
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
-    ) -> list[RewardResult]:
+    ) -> list[RewardResult | None]:
         """See `RewardFunction.score`."""
         del prompts, columns
         deadline = time.monotonic() + self._seconds
@@ -93,12 +104,20 @@ class UnitTestsReward:
     def _run_all(
         self, codes: Sequence[str], tests: Sequence[CodeTests], deadline: float
     ) -> list[CodeOutcome]:
+        """Runs every answer; one that keeps its place waits with its rest until all others ran."""
         if not codes:
             return []
-        run_one = partial(self._run_one, deadline=deadline)
         with ThreadPoolExecutor(self._num_slots, thread_name_prefix="sandbox") as threads:
             try:
-                return list(threads.map(run_one, codes, tests))
+                has_queue = len(codes) > self._num_slots
+                seconds = self._sandbox.limits.total_seconds if has_queue else math.inf
+                run_one = partial(self._run_one, deadline=deadline)
+                found = list(threads.map(partial(run_one, seconds=seconds), codes, tests))
+                if has_queue:
+                    cut = [at for at, each in enumerate(found) if each.ended == "undecided"]
+                    again = threads.map(lambda at: run_one(codes[at], tests[at]), cut)
+                    for at, each in zip(cut, again, strict=True):
+                        found[at] = found[at] if each.ended in _LATE else each
             except SandboxError as err:
                 raise RewardError(f"reward {self.name!r}: {err}") from err
             except KeyboardInterrupt:
@@ -106,23 +125,51 @@ class UnitTestsReward:
                 raise
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
+        self._require_time(found)
+        return found
 
-    def _run_one(self, code: str, tests: CodeTests, *, deadline: float) -> CodeOutcome:
+    def _run_one(
+        self, code: str, tests: CodeTests, *, deadline: float, seconds: float = math.inf
+    ) -> CodeOutcome:
+        """Result of one answer, of which no program keeps its place for more than so many seconds.
+
+        It is undecided where one had all the time of its limits.
+        """
         if not code.strip() or len(code) > MAX_CODE_CHARACTERS:
             return CodeOutcome(0, "failed")
-        if deadline - time.monotonic() < _START_SECONDS:
-            tested = CodeOutcome(0, "deadline")
-        else:
-            run = partial(self._sandbox.run, deadline=deadline)
-            tested = run_tests(code, tests, lambda source, given: run(source, stdin=given))
-        if tested.ended == "deadline":
+        begun = time.monotonic()
+        if deadline - begun < _START_SECONDS:
+            return CodeOutcome(0, "deadline")
+
+        def run(source: bytes, stdin: bytes) -> Ending:
+            nonlocal begun
+            begun = time.monotonic()
+            return self._sandbox.run(source, stdin=stdin, deadline=min(deadline, begun + seconds))
+
+        tested = run_tests(code, tests, run)
+        lasted = time.monotonic() - begun
+        if tested.ended == "deadline" and lasted >= self._sandbox.limits.total_seconds:
+            return replace(tested, ended="undecided")
+        return tested
+
+    def _require_time(self, found: Sequence[CodeOutcome]) -> None:
+        """Raises a RewardError where programs had too little time, and none had too much."""
+        num_late = sum(each.ended in _LATE for each in found)
+        if not num_late:
+            return
+        if all(each.ended != "undecided" for each in found):
             raise RewardError(
                 f"reward {self.name!r}: not all programs ran within {self._seconds:g} s: raise "
                 "--reward_timeout_seconds, or lower --test_timeout_seconds"
             )
-        return tested
+        logger.warning(
+            "%s: %d of %d programs had not ended after %g s and are left out",
+            *(self.name, num_late, len(found), self._seconds),
+        )
 
-    def _result(self, code: str, tests: CodeTests, tested: CodeOutcome) -> RewardResult:
+    def _result(self, code: str, tests: CodeTests, tested: CodeOutcome) -> RewardResult | None:
+        if tested.ended in _LATE:
+            return None
         reward = float(tested.ended == "passed")
         components = {
             self.name: reward,

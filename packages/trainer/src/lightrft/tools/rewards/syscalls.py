@@ -1,0 +1,147 @@
+"""The system calls that a sandbox refuses: those whose memory or time nothing outside can count.
+
+Memory that no process has mapped, and processor time of children that nobody waits for, are in no
+file of `/proc`. What makes them is refused here, so that the rest can be counted. The filter is a
+program of the kernel's (seccomp, classic BPF), which looks at numbers alone, never at memory.
+"""
+
+import errno
+import mmap
+import os
+import signal
+import socket
+import struct
+from collections.abc import Mapping
+from types import MappingProxyType
+
+# Number on x86_64, and on those that use Linux's common table.
+Numbers = Mapping[str, tuple[int | None, int | None]]
+# Segments, queues, files and pages that belong to no process; work of the kernel's own.
+REFUSED: Numbers = MappingProxyType(
+    {
+        "shmget": (29, 194),
+        "msgget": (68, 186),
+        "semget": (64, 190),
+        "memfd_create": (319, 279),
+        "memfd_secret": (447, 447),
+        "io_setup": (206, 0),
+        "io_uring_setup": (425, 425),
+        "vmsplice": (278, 75),
+        "userfaultfd": (323, 282),
+        "fanotify_init": (300, 262),
+        "add_key": (248, 217),
+        "request_key": (249, 218),
+        "keyctl": (250, 219),
+        "bpf": (321, 280),
+        "perf_event_open": (298, 241),
+        "setxattr": (188, 5),
+        "lsetxattr": (189, 6),
+        "fsetxattr": (190, 7),
+        "setxattrat": (463, 463),
+    }
+)
+# Programs whose time is counted have neither stopped processes nor queues of events.
+REFUSED_IF_COUNTED: Numbers = MappingProxyType(
+    {"inotify_init": (253, None), "inotify_init1": (294, 26), "ptrace": (101, 117)}
+)
+# Without effect: a process that gives way to all others neither computes nor waits by itself.
+_WITHOUT_EFFECT: Numbers = MappingProxyType(
+    {
+        "setpriority": (141, 140),
+        "sched_setparam": (142, 118),
+        "sched_setscheduler": (144, 119),
+        "sched_setattr": (314, 274),
+        "ioprio_set": (251, 30),
+    }
+)
+_RT_SIGACTION, _SETSOCKOPT, _MMAP = (13, 134), (54, 208), (9, 222)
+_SOCKETS = ((41, 198), (53, 199))
+# Others, such as AF_VSOCK, leave the namespace or are work of the kernel's.
+_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
+# AUDIT_ARCH_* and the column of the tables.
+_MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1), "riscv64": (0xC00000F3, 1)}
+# x86_64 knows a second table of calls, from this number on.
+_OTHER_TABLE = 0x40000000
+
+_Instruction = tuple[int, int, int, int]
+_LOAD, _EQUAL, _MORE, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
+_ALLOW: _Instruction = (_RETURN, 0, 0, 0x7FFF0000)
+_KILL: _Instruction = (_RETURN, 0, 0, 0x80000000)
+_NUMBER: _Instruction = (_LOAD, 0, 0, 0)
+_ARCHITECTURE: _Instruction = (_LOAD, 0, 0, 4)
+
+
+def has_filter() -> bool:
+    """Whether the calls of this kind of machine are known."""
+    return os.uname().machine in _MACHINES
+
+
+def refused_numbers(*, is_counted: bool) -> dict[str, int]:
+    """The calls that `call_filter` refuses whatever they ask for, with their numbers here."""
+    column = _MACHINES[os.uname().machine][1]
+    named = {**REFUSED, **(REFUSED_IF_COUNTED if is_counted else {})}
+    numbers = {name: each[column] for name, each in named.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def call_filter(*, is_counted: bool, shared_bytes: int) -> bytes:
+    """The filter of a program, as `bwrap --seccomp` reads it.
+
+    Args:
+        is_counted: Whether processor time limits the program, to its last child: it can then
+            neither give way to all other programs nor ignore how its children end.
+        shared_bytes: Largest memory without a file that processes can share: it stays as large
+            while a page of it is mapped.
+    """
+    architecture, column = _MACHINES[os.uname().machine]
+    program = [_ARCHITECTURE, (_EQUAL, 1, 0, architecture), _KILL, _NUMBER]
+    if os.uname().machine == "x86_64":
+        program += [(_AT_LEAST, 0, 1, _OTHER_TABLE), _error(errno.ENOSYS)]
+    for number in refused_numbers(is_counted=is_counted).values():
+        program += _for(number, [_error(errno.ENOSYS)])
+    large = [_load(1, 4), (_EQUAL, 0, 2, 0), _load(1), (_MORE, 0, 1, shared_bytes)]
+    program += _for(
+        _MMAP[column],
+        [
+            *(_load(3), (_HAS_BITS, 0, len(large) + 2, mmap.MAP_ANONYMOUS)),
+            *((_HAS_BITS, 0, len(large) + 1, mmap.MAP_SHARED), *large),
+            *(_error(errno.ENOMEM), _ALLOW),
+        ],
+    )
+    families = _unless(0, _FAMILIES, _error(errno.EAFNOSUPPORT))
+    for numbers in _SOCKETS:
+        program += _for(numbers[column], families)
+    # Buffers keep their size; the kernel, too, gives less than was asked for without a word.
+    sizes = [*_unless(1, (socket.SOL_SOCKET,), _ALLOW)[:-1]]
+    grows = [_load(2), (_EQUAL, 1, 0, socket.SO_SNDBUF), (_EQUAL, 0, 1, socket.SO_RCVBUF)]
+    program += _for(_SETSOCKOPT[column], [*sizes, *grows, _error(0), _ALLOW])
+    if is_counted:
+        for name in _WITHOUT_EFFECT:
+            program += _for(_WITHOUT_EFFECT[name][column], [_error(0)])
+        # Children that their parent ignores leave without a trace of their time. The action is
+        # out of the filter's sight: none is set for this signal, and asking for it goes through.
+        is_set = [_load(1), (_EQUAL, 0, 2, 0), _load(1, 4), (_EQUAL, 1, 0, 0), _error(0), _ALLOW]
+        ends = [*_unless(0, (signal.SIGCHLD,), _ALLOW)[:-1], *is_set]
+        program += _for(_RT_SIGACTION[column], ends)
+    return b"".join(struct.pack("HBBI", *each) for each in [*program, _ALLOW])
+
+
+def _for(number: int | None, body: list[_Instruction]) -> list[_Instruction]:
+    """The body for one call, of which every way returns; other calls pass it by."""
+    return [] if number is None else [(_EQUAL, 0, len(body), number), *body]
+
+
+def _load(argument: int, offset: int = 0) -> _Instruction:
+    """Loads the lower half of an argument; with offset 4 the upper one."""
+    return (_LOAD, 0, 0, 16 + 8 * argument + offset)
+
+
+def _unless(argument: int, values: tuple[int, ...], result: _Instruction) -> list[_Instruction]:
+    """Returns the result unless the argument is one of the values, then allows the call."""
+    jumps = [(_EQUAL, len(values) - place, 0, int(value)) for place, value in enumerate(values)]
+    return [_load(argument), *jumps, result, _ALLOW]
+
+
+def _error(number: int) -> _Instruction:
+    """The call does nothing and returns this error; 0 says that it did what it was to do."""
+    return (_RETURN, 0, 0, 0x00050000 | number)
