@@ -42,6 +42,7 @@ OTHERS = {
     "models/reward_model.py": "heads",
     "models/weight_files.py": "weights",
     "rewards/consumption.py": KERNEL,
+    "rewards/supervisor.py": KERNEL,
     "run/provenance.py": BYTES,
     "run/run_inputs.py": PROGRAM,
     "strategy/checkpoints/client_state.py": "client state",

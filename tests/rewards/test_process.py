@@ -30,7 +30,8 @@ class echo:
 
 class keeps(echo):
     def __init__(self):
-        self.folder = ExitStack().enter_context(scratch_folder())
+        self.kept = ExitStack()
+        self.kept.enter_context(scratch_folder())
 """
 
 
