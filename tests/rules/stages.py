@@ -54,6 +54,16 @@ def written(folder: Path, columns: dict[str, object]) -> Path:
     return path
 
 
+def model_folder(folder: Path, tokenizer: object, **changes: object) -> Path:
+    """A folder of a tiny model without its weights; a reader of rows needs none."""
+    from tests.models.tiny import tiny_config
+
+    path = folder / "model"
+    tiny_config("llama", **{"vocab_size": len(tokenizer), **changes}).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
 def read(
     stage: str, columns: dict[str, object], tokenizer: object, folder: Path, **options: object
 ) -> tuple[list[int], list[bool]]:

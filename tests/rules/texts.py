@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from tests.rules.stages import OF_PROMPTS, OF_ROWS, answered, cells, read
+import pytest
+from tests.rules.stages import OF_PROMPTS, OF_ROWS, answered, cells, model_folder, read, written
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.datasets.types import DataError
 
 BOS, EOS = 1, 2
 WORDS = ["<unk>", "<s>", "</s>", "<|end|>", "\u2581", "\n", *"abcdefghijklmnopqrstuvwxyz"]
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|end|>\n{% endfor %}"
 
 
 def like_llama(*, ends: bool) -> object:
@@ -79,9 +83,7 @@ def chat_ids(tokenizer: object) -> object:
 
 
 def own_prompt_is_open(tmp_path: Path) -> None:
-    from tests.rules.stages import written
 
-    from lightrft.config import TrainConfig
     from lightrft.datasets.supervised_rows import load_supervised
     from lightrft.stages.distillation.own_samples import prompt_of
 
@@ -115,4 +117,121 @@ OPEN_PROMPTS = cells(
         "judge and reward models": "They read an answer behind its prompt, and sample nothing.",
     }
 )
-LENGTHS = cells({})
+POSITIONS, NEW = 64, 12
+# A prompt that leaves no room for a response, one that just leaves it, and a row beyond the model.
+TOO_LONG, JUST, BEYOND = "a" * (POSITIONS - NEW), "a" * (POSITIONS - NEW - 1), "a" * POSITIONS
+
+
+def options(folder: Path, rows: list[dict[str, object]]) -> dict[str, object]:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = with_post_processor(ends=False)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    model = model_folder(folder, tokenizer, max_position_embeddings=POSITIONS)
+    return {
+        "pretrain": str(model),
+        "prompt_data": str(path),
+        "eval_data": str(path),
+        "eval_split": "train",
+        "generate_max_len": NEW,
+        "output_dir": str(folder / "run"),
+        "fsdp": True,
+        "train_batch_size": 1,
+    }
+
+
+def long_rows_are_left_out_and_counted(stage: str, tmp_path: Path) -> None:
+    from lightrft.datasets.preference_rows import load_preferences
+    from lightrft.datasets.supervised_rows import load_supervised
+    from lightrft.stages.reward.reward_inputs import load_rows
+    from lightrft.stages.supervised.supervised_inputs import read_rows
+
+    load = {"prefer": load_preferences, "reward": load_rows}.get(stage, load_supervised)
+    rows = [answered(stage, prompt, "b") for prompt in ("a", BEYOND)]
+    _, data, held_out = read_rows(TrainConfig(**options(tmp_path, rows)), load)
+    for each in (data, held_out):
+        assert len(each) == 1
+        assert "dropped 1 over-long" in each.summary
+
+
+def prompts_without_room_are_left_out_and_counted(stage: str, tmp_path: Path) -> None:
+    from lightrft.models import load_tokenizer
+    from lightrft.stages.policy.inputs import load_run_prompts
+
+    config = TrainConfig(**options(tmp_path, [{"input": text} for text in (JUST, TOO_LONG)]))
+    tokenizer = load_tokenizer(str(config.pretrain))
+    read = load_run_prompts(config, tokenizer, for_evaluation=stage == "eval")
+    assert [len(prompt.token_ids) for prompt in read.prompts] == [POSITIONS - NEW]
+    assert "dropped 1 over-long (first: " in read.report.summary()
+    with pytest.raises(ConfigError, match=f"got {POSITIONS}, expected less than the {POSITIONS}"):
+        load_run_prompts(config.replaced({"generate_max_len": POSITIONS}), tokenizer)
+
+
+def prompt_of_a_row_without_room_is_refused(tmp_path: Path) -> None:
+    from lightrft.stages.distillation.divergence_inputs import read_inputs
+
+    taken = options(tmp_path, [{"prompt": JUST, "completion": "b"}])
+    taken |= {
+        "teacher": taken["pretrain"],
+        "teacher_form": "reverse",
+        "offpolicy_fraction": 0.5,
+        "eval_data": None,
+    }
+    assert len(read_inputs(TrainConfig(**taken)).rows.data) == 1
+    taken |= options(tmp_path, [{"prompt": TOO_LONG, "completion": "b"}]) | {"eval_data": None}
+    with pytest.raises(DataError, match=f"must have from 1 to {POSITIONS - NEW} "):
+        read_inputs(TrainConfig(**taken))
+
+
+EPISODES = {
+    "environments": {"environment": "lightrft.tools.quickstart.recipe:Nothing"},
+    "tools": {"tools": ("FILE.py:look",)},
+    "agents": {"agent": "FILE.py:play"},
+}
+
+
+def episodes_stay_within_the_context(stage: str, tmp_path: Path) -> None:
+    from lightrft.models import load_tokenizer
+    from lightrft.stages.opening import prompts_within_context
+    from lightrft.stages.policy.inputs import load_run_prompts
+
+    # The template writes one token behind a text, and none before it.
+    texts = (JUST, TOO_LONG)
+    taken = options(tmp_path, [{"input": text} for text in texts])
+    config = TrainConfig(**taken, **EPISODES[stage], apply_chat_template=True, max_turns=9)
+    assert config.has_episodes
+    bounded = prompts_within_context(config)
+    assert bounded.max_episode_tokens == POSITIONS
+    read = load_run_prompts(config, load_tokenizer(str(config.pretrain)))
+    assert [len(prompt.token_ids) for prompt in read.prompts] == [POSITIONS - NEW]
+    shorter = prompts_within_context(config.replaced({"prompt_max_len": 8, "max_len": 20}))
+    assert (shorter.prompt_max_len, shorter.max_episode_tokens) == (8, 20)
+
+
+def data_check_counts_what_a_run_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lightrft.tools.data.data_command import run
+
+    taken = options(tmp_path, [{"input": text} for text in (JUST, TOO_LONG)])
+    (Path(str(taken["pretrain"])) / "model.safetensors").touch()
+    model = ["--pretrain", str(taken["pretrain"])]
+    command = ["check", str(taken["prompt_data"]), *model, "--generate_max_len", str(NEW)]
+    assert run(command) == 0
+    shown = capsys.readouterr().out
+    assert f"over {POSITIONS - NEW} tokens" in shown
+    assert "1 prompts can be trained on, 1 are left out as too long" in shown
+
+
+LENGTHS = cells(
+    {
+        OF_ROWS: long_rows_are_left_out_and_counted,
+        "train, eval": prompts_without_room_are_left_out_and_counted,
+        "distill on samples": prompt_of_a_row_without_room_is_refused,
+        "environments, tools, agents": episodes_stay_within_the_context,
+        "data check": data_check_counts_what_a_run_leaves_out,
+        "judge and reward models": "They read samples, whose lengths no row tells before the run.",
+        "serve": "Requests come while it serves, and one without room is answered by an error.",
+        "rows": "Its rows are samples of a run, which bounded their lengths.",
+    }
+)

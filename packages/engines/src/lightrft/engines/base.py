@@ -21,7 +21,7 @@ from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import EncodedPrompt
 from lightrft.engines.native_params import params_of_native
 from lightrft.engines.rows import FinishedRow, Limits, Row, completion_of, rows_of_requests
-from lightrft.engines.text import Text, end_of_sequence_ids
+from lightrft.engines.text import Text, context_tokens, end_of_sequence_ids
 from lightrft.engines.types import (
     Completion,
     EngineConfig,
@@ -171,9 +171,7 @@ class RolloutEngine(ABC):
         self._eos_ids = end_of_sequence_ids(hf_config, generation_config)
         self._limits = Limits(
             vocab_size=text_config.vocab_size,
-            max_model_len=self._config.max_model_len
-            # Models without positions (state space) have no such field.
-            or text_config.to_dict().get("max_position_embeddings"),
+            max_model_len=self._config.max_model_len or context_tokens(hf_config),
             engine_name=self.name,
             reads_media=self.reads_media and family_of(hf_config) is not None,
         )

@@ -76,6 +76,12 @@ def end_of_sequence_ids(
     return tuple(sorted(ids))
 
 
+def context_tokens(config: PretrainedConfig) -> int | None:
+    """Positions of a model, under whatever name; None of one that needs none (state space)."""
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions
+
+
 class StopStringMatcher:
     """Search for stop strings in completions that grow token by token.
 

@@ -103,7 +103,8 @@ class RunOptions(StrategyConfig):
     )
     prompt_max_len: int = data_option(
         1024,
-        "Longest prompt, in tokens.",
+        "Longest prompt, in tokens; longer ones, and those that leave no room for "
+        "generate_max_len in the model's context, are left out and counted.",
         at_least=1,
         common=True,
         commands=DATA_AND_EVAL,
@@ -919,7 +920,8 @@ class RunOptions(StrategyConfig):
     )
     max_row_tokens: int = supervised_option(
         2048,
-        "Longest row, in tokens; longer ones are left out and counted.",
+        "Longest row, in tokens; longer ones, and those beyond the model's context, are left out "
+        "and counted.",
         at_least=2,
         common=True,
     )

@@ -99,7 +99,7 @@ class JudgementKind(Generic[Judgement]):
         if not found:
             raise DataError(
                 f"{path}: all {len(every)} rows exceed max_row_tokens = {limit} tokens; "
-                "raise --max_row_tokens"
+                "raise --max_row_tokens, up to the model's context"
             )
         summary = f"{path}: {self.describe(found)}"
         if len(found) < len(every):

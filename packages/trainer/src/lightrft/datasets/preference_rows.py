@@ -149,7 +149,7 @@ def load_preferences(
     if not found:
         raise DataError(
             f"{path}: all {len(too_long)} {kind} exceed max_row_tokens = {config.max_row_tokens} "
-            "tokens; raise --max_row_tokens"
+            "tokens; raise --max_row_tokens, up to the model's context"
         )
     trained = sum(part.num_trained for each in found for part in each.rows)
     tokens = sum(len(part.token_ids) for each in found for part in each.rows)

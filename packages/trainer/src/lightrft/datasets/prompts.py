@@ -151,7 +151,8 @@ def _build(
     if not prompts:
         raise DataError(
             f"{path}: all {num_rows} prompts exceed prompt_max_len = {config.prompt_max_len} "
-            "tokens; raise --prompt_max_len"
+            "tokens; raise --prompt_max_len, or lower --generate_max_len where the model's context "
+            "has no room for both"
         )
     remarks = [*dict.fromkeys(row.remark for row in rows)]
     if not config.apply_chat_template:

@@ -161,7 +161,7 @@ def load_supervised(
     if not found:
         what = (
             f"all {len(too_long)} rows exceed max_row_tokens = {config.max_row_tokens} tokens; "
-            "raise --max_row_tokens"
+            "raise --max_row_tokens, up to the model's context"
             if too_long
             else f"train_on_regex {config.train_on_regex!r} matches no token"
         )

@@ -10,6 +10,7 @@ import torch
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.media.families import family_of
+from lightrft.engines.text import context_tokens
 from lightrft.models.adapter_files import check_adapters
 from lightrft.models.loading import load_config
 from lightrft.models.lora import target_layers
@@ -77,6 +78,35 @@ def check_parts(config: TrainConfig, kind: type[_BaseAutoModelClass]) -> None:
             own = [name for name in layers if skeleton.get_submodule(name) is not head]
             check_adapters(config, skeleton, own)
     freeze_tensors(skeleton, config.freeze_prefix)
+
+
+def prompts_within_context(config: TrainConfig) -> TrainConfig:
+    """The options of prompts, lowered so that the model's context has room for a response.
+
+    Raises:
+        ConfigError: No prompt leaves room for a response.
+    """
+    longest = config.max_len or _context_of(config)
+    if longest is None:
+        return config
+    room = longest - config.generate_max_len
+    if room < 1:
+        raise ConfigError(
+            f"generate_max_len: got {config.generate_max_len}, expected less than the {longest} "
+            f"tokens that {config.pretrain} takes (max_len, or the positions of the model)"
+        )
+    bounds = {"prompt_max_len": min(config.prompt_max_len, room)}
+    return config.replaced(bounds | ({"max_len": longest} if config.has_episodes else {}))
+
+
+def rows_within_context(config: TrainConfig) -> TrainConfig:
+    """The options of given rows, of which none is longer than the model has positions."""
+    longest = _context_of(config) or config.max_row_tokens
+    return config.replaced({"max_row_tokens": min(config.max_row_tokens, longest)})
+
+
+def _context_of(config: TrainConfig) -> int | None:
+    return context_tokens(load_config(str(config.pretrain)))
 
 
 def _check_shapes(

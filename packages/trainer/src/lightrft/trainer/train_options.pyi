@@ -173,7 +173,8 @@ class TrainOptions(TypedDict, total=False):
     input_template: str | None
     """Text around the prompt, which replaces {}."""
     prompt_max_len: int
-    """Longest prompt, in tokens."""
+    """Longest prompt, in tokens; longer ones, and those that leave no room for generate_max_len
+    in the model's context, are left out and counted."""
     max_samples: int
     """Use at most this many training prompts."""
     max_eval_samples: int

@@ -220,7 +220,7 @@ class AgentSource:
             config.tool_parser,
             frozenset(int(each) for each in ends if each is not None),
             RunSampling(params, takes_stops=not self._parts.session.shares_engine),
-            config.max_episode_tokens,
+            agents.config.max_episode_tokens,
             config.max_agent_calls,
             agents.encoder,
         )

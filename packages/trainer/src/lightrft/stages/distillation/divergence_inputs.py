@@ -14,6 +14,7 @@ from lightrft.models import load_config
 from lightrft.stages.distillation.divergence_stage import DivergenceStage
 from lightrft.stages.distillation.own_samples import check_prompts
 from lightrft.stages.distillation.served_rows import open_servers
+from lightrft.stages.opening import prompts_within_context
 from lightrft.stages.policy.models import load_teachers
 from lightrft.stages.policy.teacher import prove_teachers
 from lightrft.stages.supervised.supervised_inputs import (
@@ -96,7 +97,7 @@ def read_inputs(config: TrainConfig) -> DivergenceInputs:
         )
     rows = read_rows(config, "distill")
     if config.offpolicy_fraction < 1:
-        check_prompts(rows.data.rows, config)
+        check_prompts(rows.data.rows, prompts_within_context(config))
     prove_teachers(
         config, rows.reading.tokenizer, [row.token_ids.tolist() for row in rows.data.rows[:64]]
     )

@@ -32,7 +32,7 @@ from lightrft.reporting.trajectories import SampleLog, ShownSamples, TrajectoryL
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.types import RewardRecipes
 from lightrft.rollout.sampler import SingleTurns
-from lightrft.stages.opening import check_parts, opening_line
+from lightrft.stages.opening import check_parts, opening_line, prompts_within_context
 from lightrft.stages.policy.algorithm import algorithm_problems
 from lightrft.stages.policy.maker import SampleLogs
 from lightrft.stages.policy.models import build_models, decide_by_machine, read_model_facts
@@ -247,6 +247,7 @@ def build_environments(
     if not config.has_episodes:
         return SingleTurns(modality)
     folder = Path(config.output_dir) if has_journal else None
+    config = prompts_within_context(config)
     if config.has_agent:
         from lightrft.rollout.agents.agents import Agents
 
@@ -266,7 +267,7 @@ def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
     """The rows of `pretrain_data`, or None without."""
     if config.pretrain_data is None or config.ptx_coef == 0:
         return None
-    texts = load_mixed_rows(config.pretrain_data, tokenizer, config)
+    texts = load_mixed_rows(config.pretrain_data, tokenizer, prompts_within_context(config))
     batch_size = config.ptx_batch_size or config.train_batch_size
     return PretrainMix(texts, config.ptx_coef, batch_size, config.seed)
 
@@ -302,12 +303,14 @@ def load_run_prompts(
 
     Raises:
         DataError: They cannot be read.
+        ConfigError: The model's context has no room for a response.
     """
     path, max_samples, split, shares = (
         (config.eval_data, config.max_eval_samples, config.eval_split, ())
         if for_evaluation
         else (config.prompt_data, config.max_samples, config.prompt_split, config.prompt_data_probs)
     )
+    config = prompts_within_context(config)
     if for_evaluation:  # no teacher reads them
         config = config.replaced({"teacher_prompt_column": None})
     return load_prompts(

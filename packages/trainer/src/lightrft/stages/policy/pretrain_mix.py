@@ -132,6 +132,7 @@ def load_mixed_rows(
     """
     rows = [_with_text(row, config.pretrain_column) for row in read_rows(path)]
     kind, most = kind_of(rows[0]), config.prompt_max_len + config.generate_max_len
+    most = min(most, config.max_len or most)
     if len(TRAINABLE[kind]) < 2 or kind == "token ids":  # no turns: prompts alone are rendered
         config = config.replaced({"apply_chat_template": False, "chat_template": None})
     encoder = RowEncoder(tokenizer, config, kind)

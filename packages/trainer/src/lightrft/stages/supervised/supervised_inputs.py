@@ -24,7 +24,7 @@ from lightrft.engines.text import end_of_sequence_ids
 from lightrft.models import Actor, load_tokenizer
 from lightrft.models.loading import load_config
 from lightrft.models.sequence_model import freeze
-from lightrft.stages.opening import check_parts, opening_line
+from lightrft.stages.opening import check_parts, opening_line, rows_within_context
 from lightrft.stages.policy.inputs import load_modality
 from lightrft.stages.policy.models import (
     configure_model,
@@ -167,6 +167,7 @@ def read_rows(
     """
     reading = read_vocabulary(config)
     given = {"vocab_size": reading.vocab_size, "reader": reading.reader}
+    config = rows_within_context(config)
     check_parts(config, kind)
     data = load(
         str(config.prompt_data),

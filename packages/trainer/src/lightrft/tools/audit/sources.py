@@ -70,7 +70,8 @@ def _count_rows(run: Path, config: TrainConfig) -> tuple[int, int] | None:
     lines = [line for path in paths for line in lines_of(path) if line.strip()]
     changed = (config.apply_chat_template, config.input_template, config.system_prompt)
     is_plain = not any(changed) and not config.has_episodes
-    num_short = sum(_is_short(line, config) for line in lines) if is_plain else 0
+    most = min(config.prompt_max_len, _room(config)) - SPECIAL_TOKENS
+    num_short = sum(_num_bytes(line, config) <= most for line in lines) if is_plain else 0
     return min(num_short, config.max_samples), min(len(lines), config.max_samples)
 
 
@@ -87,10 +88,24 @@ def _is_unchanged(run: Path, paths: Sequence[Path]) -> bool:
     )
 
 
-def _is_short(line: bytes, config: TrainConfig) -> bool:
+def _room(config: TrainConfig) -> float:
+    """Tokens that the context of the model leaves a prompt; 0 where it is not known."""
+    context = config.max_len
+    if context is None and config.pretrain is not None:
+        try:
+            model = read_object(Path(config.pretrain) / "config.json")
+        except FileError:
+            return 0
+        parts = (model, model.get("text_config"))
+        names = ("max_position_embeddings", "n_positions")
+        sizes = [part.get(name) for part in parts if isinstance(part, dict) for name in names]
+        context = min((size for size in sizes if isinstance(size, int)), default=None)
+    return math.inf if context is None else context - config.generate_max_len
+
+
+def _num_bytes(line: bytes, config: TrainConfig) -> float:
     text = parse_object(line).get(config.input_key)
-    size = len(text.encode()) if isinstance(text, str) else math.inf
-    return size + SPECIAL_TOKENS <= config.prompt_max_len
+    return len(text.encode()) if isinstance(text, str) else math.inf
 
 
 def check_sources(step: Step, before: StepRecord | None, planned: tuple[int, int] | None) -> None:

@@ -274,6 +274,7 @@ def check(request: Request) -> int:
     show_layout(request.source, rows, num_items=len(items))
     config = propose_keys_of(request, rows)
     tokenizer = load_tokenizer(config)
+    config = _within_context(config)
     reader = _reader(tokenizer, config)
     if rows and config.apply_chat_template:
         require_bounded(rows[0], lambda: render(rows[0], reader, config))
@@ -303,6 +304,19 @@ def _reader(tokenizer: PreTrainedTokenizerBase | None, config: TrainConfig) -> P
     from lightrft.stages.policy.inputs import load_modality
 
     return load_modality(config, tokenizer).renderer
+
+
+def _within_context(config: TrainConfig) -> TrainConfig:
+    """The options with the lengths that a run takes; says so where it takes none."""
+    if config.pretrain is None:
+        return config
+    from lightrft.stages.opening import prompts_within_context
+
+    try:
+        return prompts_within_context(config)
+    except ConfigError as error:  # of a run, which may have other options
+        say(f"warning: {error}")
+        return config
 
 
 def _show_environment(usable: Sequence[CheckedRow], config: TrainConfig) -> None:

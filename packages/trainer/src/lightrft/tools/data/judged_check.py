@@ -24,6 +24,7 @@ from lightrft.datasets.ranked_rows import RankedAnswers
 from lightrft.datasets.scored_rows import ScoredAnswer
 from lightrft.datasets.supervised_rows import NOTHING_TRAINED, SupervisedRow
 from lightrft.datasets.types import DataError
+from lightrft.stages.opening import rows_within_context
 from lightrft.stages.preference.preference_inputs import data_problems
 from lightrft.stages.reward.comparisons import Comparisons, Judgement
 from lightrft.stages.reward.reward_inputs import judgement_reader, plan_scores
@@ -122,7 +123,7 @@ def run(argv: Sequence[str]) -> int:
     """
     stage = stage_of(argv)
     source, config = parse(argv, stage)
-    reading = read_vocabulary(config)
+    reading, config = read_vocabulary(config), rows_within_context(config)
     tokenizer = reading.tokenizer
     items, first = read_source(source, config, tokenizer)
     build = PreferenceReader if stage == "prefer" else judgement_reader

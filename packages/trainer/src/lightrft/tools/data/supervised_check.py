@@ -90,10 +90,11 @@ def run(argv: Sequence[str]) -> int:
         ModelLoadError: A tokenizer that cannot be read.
     """
     source, config = parse(argv, stage_of(argv))
+    from lightrft.stages.opening import rows_within_context
     from lightrft.stages.policy.teacher import require_same_tokens
     from lightrft.stages.supervised.supervised_inputs import read_vocabulary
 
-    reading = read_vocabulary(config)
+    reading, config = read_vocabulary(config), rows_within_context(config)
     tokenizer = reading.tokenizer
     for place in config.teacher_places.values():
         if not is_served(place):
