@@ -8,6 +8,7 @@ from tests.datasets.chat_families import FAMILIES
 from tokenizers.pre_tokenizers import ByteLevel
 
 from lightrft.datasets.chat_turns import ChatTurns
+from lightrft.datasets.messages import Conversation
 from lightrft.datasets.types import DataError
 
 CHAT = [
@@ -48,7 +49,7 @@ def trained_texts(tokenizer, turns):
 def test_a_turn_is_trained_from_behind_its_prompt_to_its_end(family):
     tokenizer = family_tokenizer(family)
     chat = ChatTurns(tokenizer)
-    turns = chat.turns(CHAT)
+    turns = chat.turns(Conversation(CHAT))
     assert trained_texts(tokenizer, turns) == TRAINED[family]
     for turn, place in zip(turns, (1, 3), strict=True):
         prompt = tokenizer.apply_chat_template(
@@ -60,7 +61,7 @@ def test_a_turn_is_trained_from_behind_its_prompt_to_its_end(family):
         # Only a block of empty thinking stands between the two.
         empty = "<think>\n\n</think>\n\n" if family == "Qwen3" else ""
         assert tokenizer.decode(between) == empty
-    assert chat.turns(CHAT, only_last=True) == turns[1:]
+    assert chat.turns(Conversation(CHAT), only_last=True) == turns[1:]
 
 
 def test_every_family_is_either_trained_or_refused():
@@ -69,12 +70,12 @@ def test_every_family_is_either_trained_or_refused():
     with pytest.raises(
         DataError, match=r"asks for it by .*<think>.* and shows it as .*begin otherwise"
     ):
-        ChatTurns(family_tokenizer("DeepSeek")).turns(CHAT)
+        ChatTurns(family_tokenizer("DeepSeek")).turns(Conversation(CHAT))
 
 
 def test_thinking_is_trained_where_it_was_said():
     tokenizer = family_tokenizer("Qwen3")
-    first, last = ChatTurns(tokenizer).turns(THOUGHT)
+    first, last = ChatTurns(tokenizer).turns(Conversation(THOUGHT))
     assert "<think>\nhm\n</think>" in tokenizer.decode(first.token_ids[first.start :])
     assert "hm" not in tokenizer.decode(last.token_ids)
     assert last.token_ids[: len(first.token_ids)] != first.token_ids
@@ -82,14 +83,15 @@ def test_thinking_is_trained_where_it_was_said():
 
 def test_calls_and_their_results_are_context_but_for_the_call():
     tokenizer = family_tokenizer("Qwen2.5")
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     chat = [
         CHAT[0],
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "2"},
         CHAT[3],
     ]
-    turns = ChatTurns(tokenizer).turns(chat, [{"type": "function", "function": {"name": "add"}}])
+    tools = ({"type": "function", "function": {"name": "add"}},)
+    turns = ChatTurns(tokenizer).turns(Conversation(chat, tools))
     first, last = trained_texts(tokenizer, turns)
     assert first.startswith("\n<tool_call>")
     assert first.endswith("</tool_call><|im_end|>")
@@ -103,13 +105,13 @@ def test_an_end_of_turn_outside_of_what_is_trained_is_refused():
     plain = tokenizer.chat_template.replace("<|im_end|>", "</turn>")
     tokenizer.chat_template = plain.replace("<|im_start|>", "<turn>")
     with pytest.raises(DataError, match=r"message 2 ends in .*</turn>.*would not stop"):
-        ChatTurns(tokenizer).turns(CHAT)
+        ChatTurns(tokenizer).turns(Conversation(CHAT))
 
 
 def test_an_end_of_turn_in_the_text_of_a_turn_is_refused():
     chat = [CHAT[0], {"role": "assistant", "content": "ok<|im_end|>ok"}]
     with pytest.raises(DataError, match=r"message 2 has '<\|im_end\|>' in its text"):
-        ChatTurns(family_tokenizer("Qwen2.5")).turns(chat)
+        ChatTurns(family_tokenizer("Qwen2.5")).turns(Conversation(chat))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_an_end_of_turn_in_the_text_of_a_turn_is_refused():
 )
 def test_conversations_without_a_prompt_or_an_answer_are_refused(chat, said):
     with pytest.raises(DataError, match=said):
-        ChatTurns(family_tokenizer("Gemma")).turns(chat)
+        ChatTurns(family_tokenizer("Gemma")).turns(Conversation(chat))
 
 
 def test_a_turn_whose_first_token_joins_the_end_of_its_prompt_is_refused():
@@ -131,4 +133,4 @@ def test_a_turn_whose_first_token_joins_the_end_of_its_prompt_is_refused():
     with pytest.raises(
         DataError, match=r"asks for it by .*assistant\\n' and shows it as .*\\n\\nok"
     ):
-        ChatTurns(joins).turns(chat)
+        ChatTurns(joins).turns(Conversation(chat))

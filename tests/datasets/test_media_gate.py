@@ -250,7 +250,7 @@ def test_a_model_of_text_refuses_parts(tmp_path):
     with pytest.raises(DataError, match=r"rows:1: a message has a part of type 'image'.*text_only"):
         media_row(row, chat, CONFIG, TEXT_ENCODER)
     only = media_row(row, chat, CONFIG.replaced({"text_only": True}), TEXT_ENCODER)
-    assert only.content == [{"role": "user", "content": [text("What?")]}]
+    assert only.content == [{"role": "user", "content": "What?"}]
     # What a model of text reads is its own: `<image>` is a word to it.
     tokenizer = byte_level_tokenizer()
     assert "<image>" in load(tmp_path, {"input": "write <image>"}, tokenizer).text

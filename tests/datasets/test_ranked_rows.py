@@ -53,7 +53,10 @@ def test_rankings_with_a_long_answer_are_left_out_and_counted(tmp_path):
         ({"answers": ["4", "4", "5"]}, "two answers are the same tokens"),
         ({"answers": ["4", "", "5"]}, "each of the answers must be a text after a prompt"),
         ({"prompt": None}, "each of the answers must be a text after a prompt"),
-        ({"prompt": [{"role": "user"}]}, "message 1 must be an object with role and a text"),
+        (
+            {"prompt": [{"role": "user"}]},
+            "of column 'prompt' must be an object with role and content",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named_with_its_place(tmp_path, changes, said):

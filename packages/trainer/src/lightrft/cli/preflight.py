@@ -15,8 +15,9 @@ from lightrft.config.files import FileError, read_bytes
 from lightrft.config.other_names import A_DATA_FILE, A_MODEL, A_REWARD
 from lightrft.config.registry import LOGGERS
 from lightrft.config.rules import NO_REWARDS, is_served
-from lightrft.datasets.files import Row, read_sources
-from lightrft.datasets.render import label_of, render
+from lightrft.config.sources import split_sources
+from lightrft.datasets.files import Row, read_sources, scan_rows
+from lightrft.datasets.render import as_flags, found_keys, label_of, render
 from lightrft.datasets.types import DataError
 from lightrft.engines.factory import resolve_engine_type
 from lightrft.models.weight_files import count_model, cut_files
@@ -346,6 +347,29 @@ class CheckedData:
     examples: tuple[tuple[str, Row], ...] = ()
 
 
+def with_found_keys(
+    config: TrainConfig, source: str | None, split: str, *, says: bool
+) -> TrainConfig:
+    """The options with the column of the prompts, where only its name says which it is.
+
+    Args:
+        config: Options of the command.
+        source: Data whose first row is looked at; None is none.
+        split: Part of it.
+        says: Prints what was taken, in a line.
+    """
+    try:
+        parts = [] if source is None else split_sources(source)[:1]
+        items = (item for part in parts for item in scan_rows(part, split=split))
+        row = next((item for item in items if isinstance(item, Row)), None)
+    except DataError:  # said where the data are read
+        row = None
+    options = {} if row is None else found_keys(row.columns, config)
+    if options and says:
+        print(f"{source}: prompts are taken by {as_flags(options)}", flush=True)
+    return config.replaced(options)
+
+
 def check_data(config: TrainConfig) -> CheckedData:
     """Read and render every row of the training and evaluation data, without a tokenizer.
 
@@ -416,6 +440,15 @@ class PlainTokenizer:
         *,
         tokenize: bool,
         add_generation_prompt: bool,
+        tools: object = None,
     ) -> object:
-        """The contents of the messages."""
-        return "\n".join(str(message["content"]) for message in conversation)
+        """The contents of the messages, and behind them whatever else they hold."""
+        del tokenize, add_generation_prompt
+        others = [
+            str(value)
+            for message in conversation
+            for name, value in message.items()
+            if name not in ("role", "content")
+        ]
+        texts = [str(message["content"]) for message in conversation]
+        return "\n".join([*texts, *others, *([str(tools)] if tools else [])])

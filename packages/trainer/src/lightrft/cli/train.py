@@ -221,8 +221,10 @@ def parse_policy(
     """The same of what was read; errors as for `parse`."""
     processes: int = parsed.nproc_per_node
     if not problems:
-        from lightrft.cli.preflight import check_paths
+        from lightrft.cli.preflight import check_paths, with_found_keys
 
+        says = not is_worker()
+        config = with_found_keys(config, config.prompt_data, config.prompt_split, says=says)
         problems += launch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))
         problems += check_paths(config)
         problems += config.unused_options() if config.strict else []

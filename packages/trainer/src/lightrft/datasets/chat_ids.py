@@ -16,6 +16,8 @@ from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
+from lightrft.datasets.chat_template import in_either_form
+from lightrft.datasets.messages import Message, with_objects
 from lightrft.datasets.rendered import PieceIds, Rendered
 from lightrft.datasets.text_ids import frame_ids
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
@@ -27,12 +29,9 @@ if TYPE_CHECKING:
 
     from lightrft.datasets.media import VisionPrompts
 
-# Its content is a text, or a tuple of texts and images in order.
-Message = dict[str, object]
+# The content of a message is here a text, or a tuple of texts and images in order.
 # Of a text among messages: number of its message, and of the part in it.
 Slot = tuple[int, int]
-# Arguments of calls stand in some templates as objects, in others as JSON.
-_FORMS = (False, True)
 _IMAGE = {"type": "image"}
 # Of images that are rendered at once: what decoding them may take is known before.
 MAX_IMAGES = 64
@@ -140,22 +139,18 @@ class ChatIds:
             raise RenderingError("a call or a tool holds the name of a special token")
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
-        problem = ""
-        for as_text in _FORMS:
-            given = [for_template(each, as_text=as_text) for each in messages]
-            try:
-                return cast(
-                    "str",
-                    self.renderer.apply_chat_template(
-                        given,
-                        tools=list(tools) or None,
-                        tokenize=False,
-                        add_generation_prompt=True,
-                    ),
-                )
-            except Exception as error:  # noqa: BLE001 - a template is a program of its author
-                problem = problem or str(error)[:200]
-        raise RenderingError(f"the chat template refuses the messages: {problem}")
+        def apply(given: Sequence[Message]) -> str:
+            shown = self.renderer.apply_chat_template(
+                list(given), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            )
+            return cast("str", shown)
+
+        try:
+            return in_either_form(apply, [for_template(each, as_text=True) for each in messages])
+        except Exception as error:
+            raise RenderingError(
+                f"the chat template refuses the messages: {str(error)[:200]}"
+            ) from error
 
     def _whole(self, tools: Sequence[Message]) -> Callable[[Sequence[Message]], str]:
         return lambda messages: self._render(messages, tools)
@@ -330,18 +325,10 @@ def for_template(message: Message, *, as_text: bool) -> Message:
         own = parts_of(message)
         parts = [{"type": "text", "text": p} if isinstance(p, str) else _IMAGE for p in own]
         message = {**message, "content": parts}
-    calls = cast("list[dict[str, object]]", message.get("tool_calls") or [])
-    if as_text or not calls:
-        return message
-    found = []
-    for call in calls:
-        function = dict(cast("Message", call["function"]))
-        try:
-            function["arguments"] = json.loads(str(function["arguments"]))
-        except (ValueError, RecursionError) as error:
-            raise RenderingError("the arguments of a call are no JSON") from error
-        found.append({**call, "function": function})
-    return {**message, "tool_calls": found}
+    try:
+        return message if as_text else with_objects(message)
+    except ValueError as error:
+        raise RenderingError("the arguments of a call are no JSON") from error
 
 
 def _with_mark(call: Message, mark: str) -> Message:

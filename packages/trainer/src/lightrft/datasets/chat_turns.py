@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
+from lightrft.datasets.chat_template import template_of
+from lightrft.datasets.messages import ASSISTANT, CALLS, REASONING, Conversation, Message
 from lightrft.datasets.types import DataError
 
 if TYPE_CHECKING:
@@ -15,13 +17,14 @@ if TYPE_CHECKING:
 
     from lightrft.datasets.media import VisionPrompts
 
-Message = dict[str, object]
 _MARK = "Qmark7Z"
 _QUESTION: Message = {"role": "user", "content": "question"}
 # Marks of the beginning and the end of thinking, nothing between them.
 _EMPTY_THINKING = re.compile(
     r"\s*(?:<(\w+)>\s*</\1>|\[(\w+)\]\s*\[/\2\]|<\|START_(\w+)\|>\s*<\|END_\3\|>)\s*"
 )
+# A mark of the beginning at the end of a prompt.
+_OPENED_THINKING = re.compile(r"(?:<\w+>|\[\w+\]|<\|START_\w+\|>)\s*\Z")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -75,73 +78,82 @@ class ChatTurns:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.items()
         self._special = {*tokenizer.all_special_ids, *(i for i, each in added if each.special)}
-        text = self._render([_QUESTION, {"role": "assistant", "content": _MARK}])
+        self.template = template_of(prompts or tokenizer)
+        text = self.template.render([_QUESTION, {"role": "assistant", "content": _MARK}])
         if _MARK not in text:
             raise DataError("the chat template drops what the assistant says: give another")
         first = self._ids(text.rpartition(_MARK)[2].lstrip())[:1]
         self.end = first[0] if first and first[0] in self._special else None
 
     def conversation(
-        self, messages: Sequence[Message], tools: object = None
+        self, messages: Sequence[Message], tools: Sequence[Message] = ()
     ) -> tuple[tuple[int, ...], str]:
         """Token ids of all messages, and their text.
 
         Raises:
             DataError: The template refuses them.
         """
-        text = self._render(messages, tools)
+        text = self.template.render(messages, tools)
         return self._ids(text), text
 
-    def turns(
-        self,
-        messages: Sequence[Message],
-        tools: object = None,
-        *,
-        start: int = 0,
-        only_last: bool = False,
-    ) -> list[Turn]:
+    def turns(self, talk: Conversation, *, start: int = 0, only_last: bool = False) -> list[Turn]:
         """The assistant's turns; messages behind the last of them are left out.
 
         Args:
-            messages: A conversation.
-            tools: As the template takes them; None shows none.
+            talk: A conversation; turns that its row excludes are context.
             start: Turns of messages before it are context.
             only_last: The earlier turns are context.
 
         Raises:
             DataError: There is none, the rendering of a turn does not begin with that of its
-                prompt, nothing ends it at which a generation would stop, or the template marks
-                other tokens as generated.
+                prompt, nothing ends it at which a generation would stop, it is empty, or the
+                template marks other tokens as generated.
         """
+        messages, tools = talk.messages, talk.tools
         roles = [each["role"] for each in messages]
-        places = [place for place in range(start, len(roles)) if roles[place] == "assistant"]
+        places = [place for place in range(start, len(roles)) if roles[place] == ASSISTANT]
         if not places:
             raise DataError("no message of role assistant: there is nothing to train")
         if places[0] == 0:
             raise DataError("the conversation begins with an assistant's message: put a user first")
-        return [self._turn(messages, place, tools) for place in places[-1 if only_last else 0 :]]
+        chosen = [p for p in places[-1 if only_last else 0 :] if p not in talk.untrained]
+        if not chosen:
+            raise DataError(
+                f"message {places[-1] + 1} is marked untrained, and no other is left to train: "
+                "leave the row out"
+            )
+        return [self._turn(messages, place, tools) for place in chosen]
 
-    def _turn(self, messages: Sequence[Message], place: int, tools: object) -> Turn:
-        prompt = self._render(messages[:place], tools, add_generation_prompt=True)
-        answered = self._render(messages[: place + 1], tools)
+    def _turn(self, messages: Sequence[Message], place: int, tools: Sequence[Message]) -> Turn:
+        prompt = self.template.render(messages[:place], tools, asks=True)
+        answered = self.template.render(messages[: place + 1], tools)
         # One call: it costs more than what it encodes.
         encoded = self._tokenizer([prompt, answered], add_special_tokens=False)["input_ids"]
         before, whole = map(tuple, encoded)
         if whole[: len(before)] != before:
             raise DataError(_otherwise(prompt, answered, place))
         turn = self._ended(messages, place, tools, whole, start=len(before))
-        empty = _EMPTY_THINKING.match(answered, len(prompt))
-        if empty:
+        opened = _OPENED_THINKING.search(prompt)
+        empty = _EMPTY_THINKING.match(answered, opened.start() if opened else len(prompt))
+        if empty and empty.end() > len(prompt):
             turn = replace(turn, start=self._places(answered, [empty.end()])[0])
         if _GENERATION.search(self._template(tools)):
             self._compare(turn, messages[: place + 1], tools, len(prompt))
+        if (
+            not _says_something(messages[place])
+            or not self._tokenizer.decode(turn.token_ids[turn.start : -1]).strip()
+        ):
+            raise DataError(
+                f"message {place + 1} is empty, and a model that is trained on it would learn to "
+                'end at once: leave it out, or exclude it with "weight": 0'
+            )
         return replace(turn, prompt=prompt, num_messages=place)
 
     def _ended(
         self,
         messages: Sequence[Message],
         place: int,
-        tools: object,
+        tools: Sequence[Message],
         whole: tuple[int, ...],
         *,
         start: int,
@@ -158,7 +170,7 @@ class ChatTurns:
         following = (
             [*messages[: place + 2]] if place + 1 < len(messages) else [*messages, _QUESTION]
         )
-        later = self._ids(self._render(following, tools))[: len(whole) + 1]
+        later = self._ids(self.template.render(following, tools))[: len(whole) + 1]
         if self.end is None and later[:-1] == whole and later[-1] in self._special:
             return Turn(later, start)
         raise DataError(
@@ -167,7 +179,9 @@ class ChatTurns:
             "turns end in one, and a tokenizer that knows it as special"
         )
 
-    def _compare(self, turn: Turn, messages: Sequence[Message], tools: object, start: int) -> None:
+    def _compare(
+        self, turn: Turn, messages: Sequence[Message], tools: Sequence[Message], start: int
+    ) -> None:
         """Refuses a turn of which the template marks other tokens by {% generation %}.
 
         Args:
@@ -178,13 +192,19 @@ class ChatTurns:
         # Imported here: few templates have such marks.
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        (text,), (spans,) = render_jinja_template(
-            [list(messages)],
-            tools=cast("list[dict[str, object]] | None", tools),
-            chat_template=self._template(tools),
-            return_assistant_tokens_mask=True,
-            **self._tokenizer.special_tokens_map,
-        )
+        spans: list[tuple[int, int]] = []
+
+        def mark(shown: Sequence[Message]) -> str:
+            (text,), (spans[:],) = render_jinja_template(
+                [list(shown)],
+                tools=list(tools) or None,
+                chat_template=self._template(tools),
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+            return str(text)
+
+        text = self.template.apply(mark, messages)
         # By characters: transformers' own mask of tokens goes on to the end of the text where the
         # last character of a span has no token.
         own = [span for span in spans if span[1] > start]
@@ -198,11 +218,10 @@ class ChatTurns:
                 "correct {% generation %} in the template (--chat_template), or leave it out"
             )
 
-    def _template(self, tools: object) -> str:
+    def _template(self, tools: Sequence[Message]) -> str:
         if self._prompts is not None:
             return self._prompts.chat_template or ""
-        found = self._tokenizer.get_chat_template(tools=cast("list[dict[str, object]]", tools))
-        return cast("str", found)
+        return cast("str", self._tokenizer.get_chat_template(tools=list(tools) or None))
 
     def _places(self, text: str, characters: Sequence[int]) -> list[int]:
         """Of each character of a text the token that holds it."""
@@ -215,25 +234,6 @@ class ChatTurns:
         stops = [stop for _, stop in encoded["offset_mapping"]]
         return [bisect_right(stops, each) for each in characters]
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: object = None,
-        *,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        try:
-            text = (self._prompts or self._tokenizer).apply_chat_template(
-                list(messages),
-                tools=cast("list[dict[str, object]] | None", tools),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except Exception as err:  # a template is a program of the model's author
-            reason = " ".join(str(err).split())
-            raise DataError(f"the chat template refused the messages: {reason}") from err
-        return cast("str", text)
-
     def _ids(self, text: str) -> tuple[int, ...]:
         # The template writes the special tokens itself.
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -245,6 +245,13 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return ChatTurns(tokenizer).end
     except DataError:
         return None
+
+
+def _says_something(message: Message) -> bool:
+    """Whether a message has a content, calls or thinking."""
+    content = message["content"]
+    says = bool(content.strip()) if isinstance(content, str) else bool(content)
+    return says or CALLS in message or REASONING in message
 
 
 def _otherwise(prompt: str, answered: str, place: int) -> str:

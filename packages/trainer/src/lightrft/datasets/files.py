@@ -1,10 +1,11 @@
 """Rows of JSONL, JSON and Parquet files and of data sets, each with the place it came from."""
 
+import math
 import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -31,6 +32,8 @@ _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 RowSource = Callable[[str, str], Iterator[Mapping[str, object] | LeftOutError]]
 # Of the rows that are left out.
 _SHOWN = 3
+# One of them is in each message, and in each schema of a tool.
+_KEYS_OF_MESSAGES = ("role", "from", "function", "parameters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
             raise item
         else:
             rows.append(item)
+    rows = with_whole_numbers(rows)
     if not left_out:
         if not rows:
             raise DataError(f"{path} holds no rows: expected at least one")
@@ -102,7 +106,10 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
     if load is not None:
         for number, columns in enumerate(load(str(path), split), start=1):
             place = f"{path}[{split}], row {number}"
-            yield columns if isinstance(columns, DataError) else Row(columns, place, roots=roots)
+            if isinstance(columns, DataError):
+                yield columns
+            else:
+                yield replace(_cleaned(columns, place), roots=roots)
         return
     for file in _files(Path(path), split):
         for item in _reader(file)(file):
@@ -174,14 +181,15 @@ def encoded_rows(rows: Iterable[Mapping[str, object]]) -> Iterator[Mapping[str, 
     """
     datasets = sys.modules.get("datasets")
     if datasets is not None and isinstance(rows, datasets.IterableDataset):
-        rows = rows.decode(False)
-    elif (
+        yield from map(_without_padding, rows.decode(False))
+        return
+    if (
         datasets is not None
         and isinstance(rows, datasets.Dataset)
         and rows.format["type"] != "custom"
     ):
         for table in rows.with_format("arrow").iter(PARQUET_ROWS):
-            yield from table.to_pylist()
+            yield from map(_without_padding, table.to_pylist())
         return
     yield from rows
 
@@ -235,7 +243,7 @@ def _read_parquet(path: Path) -> Iterator[Row | DataError]:
                         "themselves, write each once"
                     )
                 for number, row in enumerate(rows, start=number + 1):  # noqa: B020
-                    yield _row(row, f"{path}, row {number}")
+                    yield _row(_without_padding(row), f"{path}, row {number}")
     except (ArrowException, OSError) as err:
         raise DataError(f"{path} is not a readable Parquet file: {one_line(str(err))}") from err
 
@@ -304,8 +312,60 @@ def _row(content: object, location: str) -> Row | DataError:
     except DataError as err:
         return err
     if isinstance(value, dict):
-        return Row(value, location)
+        return _cleaned(value, location)
     return DataError(f"{location}: expected an object with named columns, got {kind_of(value)}")
+
+
+def _cleaned(columns: Mapping[str, object], location: str) -> Row:
+    return Row({name: without_nan(value) for name, value in columns.items()}, location)
+
+
+def without_nan(value: object) -> object:
+    """The value of a cell, None for NaN: pandas writes that where there is nothing."""
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def with_whole_numbers(rows: list[Row]) -> list[Row]:
+    """Rows whose columns of whole numbers with gaps, which pandas makes floats, are integers."""
+    names = {name for row in rows for name, value in row.columns.items() if value is None}
+    for name in list(names):
+        values = [row.columns[name] for row in rows if row.columns.get(name) is not None]
+        if not values or not all(isinstance(each, float) and each.is_integer() for each in values):
+            names.remove(name)
+    if not names:
+        return rows
+    return [replace(row, columns=_whole(row.columns, names)) for row in rows]
+
+
+def _whole(columns: Mapping[str, object], names: Container[str]) -> dict[str, object]:
+    return {
+        name: int(value) if name in names and isinstance(value, float) else value
+        for name, value in columns.items()
+    }
+
+
+def _without_padding(columns: Mapping[str, object]) -> dict[str, object]:
+    """Columns of Arrow, whose messages and tools have null under each key that others have.
+
+    A null that was meant cannot be told from these, and is left out as well.
+    """
+    return {
+        name: _unpadded(value) if _are_messages(value) else value for name, value in columns.items()
+    }
+
+
+def _are_messages(value: object) -> bool:
+    """Whether a value is a list of messages or of tools."""
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and not first.keys().isdisjoint(_KEYS_OF_MESSAGES)
+
+
+def _unpadded(value: object) -> object:
+    if isinstance(value, list):
+        return [_unpadded(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _unpadded(each) for name, each in value.items() if each is not None}
+    return value
 
 
 def _parse(content: bytes, location: str) -> object:

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row
+from lightrft.datasets.messages import ReadRecord
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import SupervisedRow, remark_of
 from lightrft.datasets.types import DataError
@@ -93,7 +94,8 @@ class JudgementKind(Generic[Judgement]):
             DataError: A row cannot be used, or all are too long.
         """
         judgement_of = self.build_reader(tokenizer, config, rows[0], vocab_size, reader)
-        every = [judgement_of(row) for row in rows]
+        record = ReadRecord()
+        every = [judgement_of(row) for row in map(record.watch, rows)]
         limit = config.max_row_tokens
         found = [one for one in every if max(len(row.token_ids) for row in one.rows) <= limit]
         if not found:
@@ -107,4 +109,5 @@ class JudgementKind(Generic[Judgement]):
         remark = remark_of(row for one in found for row in one.rows)
         summary = "; ".join(filter(None, (summary, remark)))
         encoder = TEXT_ENCODER if reader is None else reader.encoder
+        summary = record.added_to(summary, path)
         return JudgedRows(found, summary, is_paired=self.is_paired, encoder=encoder)

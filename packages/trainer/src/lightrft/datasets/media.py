@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.files import Row
-from lightrft.datasets.render import PromptTokenizer, RowTokenizer, messages_of
+from lightrft.datasets.messages import Message, with_texts
+from lightrft.datasets.render import PromptTokenizer, RowTokenizer, messages_of, render_chat
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
 from lightrft.engines.media.media import (
@@ -26,7 +27,6 @@ from lightrft.engines.types import MediaBounds
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-Message: TypeAlias = dict[str, object]
 # A text, or the messages of a chat.
 Content: TypeAlias = str | Sequence[Message]
 _TEXT_TYPES = ("text", "input_text", "output_text")
@@ -78,9 +78,10 @@ def media_row(row: Row, content: Content, config: TrainConfig, encoder: Encoder)
     """
     if not encoder.reads_media:
         if config.text_only:
-            return MediaRow(_without_parts(content), Media())
-        _refuse_media(row, content, config)
-        return MediaRow(content, Media())
+            content = _without_parts(content)
+        else:
+            _refuse_media(row, content, config)
+        return MediaRow(_as_texts(row, content), Media())
     if config.text_only:
         found = MediaRow(_without_marks(content), Media())
     elif isinstance(content, str):
@@ -246,6 +247,8 @@ class TextModality:
             return media_row(row, content, config, TEXT_ENCODER)
         media = Media() if config.text_only else column_media(row, config)
         _check_places(row, media, config)
+        if config.text_only:
+            content = _as_texts(row, _without_parts(content))
         return MediaRow(content, media)
 
     def renders(self, media: Media) -> bool:
@@ -338,6 +341,11 @@ class VisionPrompts:
             add_generation_prompt=add_generation_prompt,
         )
 
+    @property
+    def shows_row_tools(self) -> bool:
+        """Whether prompts show the tools of their rows; an environment shows its own."""
+        return self._chat is None
+
     def for_row(self, columns: Mapping[str, object]) -> PromptTokenizer:
         """The renderer of one row."""
         return self if self._chat is None else self._chat.for_row(columns)
@@ -357,11 +365,7 @@ class VisionPrompts:
         if media:
             text = str(content)
             if not isinstance(content, str):
-                shown = self.for_row(row.columns)
-                chat = [*content]
-                text = str(
-                    shown.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-                )
+                text = render_chat(row, self, content)
         with _explained(text, media, row.location):
             if not media:
                 self.encoder.check_places(text, media)
@@ -574,6 +578,14 @@ def _without_parts(content: Content) -> Content:
         kept = [part for part in parts if _kind_of(part) is None]
         found.append(message if len(kept) == len(parts) else {**message, "content": kept})
     return found
+
+
+def _as_texts(row: Row, content: Content) -> Content:
+    """A content for a model of text; a DataError names the row of a part that is none."""
+    try:
+        return content if isinstance(content, str) else with_texts(content)
+    except DataError as error:
+        raise DataError(f"{row.location}: {error}") from error
 
 
 def _without_marks(content: Content) -> Content:

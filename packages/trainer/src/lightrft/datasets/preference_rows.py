@@ -10,15 +10,22 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.chat_turns import Message
 from lightrft.datasets.files import Row, read_sources
+from lightrft.datasets.messages import (
+    ASSISTANT,
+    Conversation,
+    Message,
+    ReadRecord,
+    in_context,
+    read_conversation,
+    read_messages,
+)
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import (
     RowEncoder,
     SupervisedRow,
     answer_of_ids,
     finite_number,
-    read_messages,
     remark_of,
     shown_by_ids,
 )
@@ -139,7 +146,8 @@ def load_preferences(
     preferences = PreferenceReader(tokenizer, config, read[0], vocab_size, reader)
     found: list[Preference] = []
     too_long = []
-    for row in read[:max_samples]:
+    record = ReadRecord()
+    for row in map(record.watch, read[:max_samples]):
         each = preferences(row)
         if max(len(part.token_ids) for part in each.rows) > config.max_row_tokens:
             too_long.append(row.location)
@@ -158,6 +166,7 @@ def load_preferences(
         examples = ", ".join(too_long[:_MAX_EXAMPLES])
         summary += f"; dropped {len(too_long)} over-long (first: {examples})"
     summary = "; ".join(filter(None, (summary, remark_of(part for e in found for part in e.rows))))
+    summary = record.added_to(summary, path)
     encoder = TEXT_ENCODER if reader is None else reader.encoder
     return PreferenceRows(found, summary, encoder=encoder)
 
@@ -218,7 +227,8 @@ class PreferenceReader:
             if self._kind == _TEXTS:
                 return LabelledAnswer(self._text(row, "completion"), bool(label))
             chat, start = _labelled_chat(columns, answer)
-            return LabelledAnswer(self._chat(row, "completion", chat, start), bool(label))
+            made = self._encoded(row, "completion", {"messages": chat}, start)
+            return LabelledAnswer(made, bool(label))
         if self._kind == _IDS:
             chosen, rejected = self._ids(row)
         elif self._kind == _TEXTS:
@@ -226,7 +236,7 @@ class PreferenceReader:
         else:
             chats, start = paired_chats(columns)
             chosen, rejected = (
-                self._chat(row, name, chat, start)
+                self._encoded(row, name, {"messages": chat}, start)
                 for name, chat in zip(("chosen", "rejected"), chats, strict=True)
             )
         if np.array_equal(chosen.token_ids, rejected.token_ids):
@@ -243,11 +253,6 @@ class PreferenceReader:
             if not isinstance(text, str) or (column == name and not text):
                 raise DataError(f"column {column!r} must hold a text: got {str(text)[:80]!r}")
         return self._encoded(row, name, {"prompt": prompt, "completion": answer}, 0)
-
-    def _chat(self, row: Row, name: str, chat: list[Message], start: int) -> SupervisedRow:
-        return self._encoded(
-            row, name, {"messages": chat, "tools": row.columns.get("tools")}, start
-        )
 
     def _encoded(
         self, row: Row, name: str, columns: Mapping[str, object], start: int
@@ -286,69 +291,59 @@ def _answer_columns(row: Row) -> tuple[str, ...]:
     )
 
 
-def paired_chats(columns: Mapping[str, object]) -> tuple[tuple[list[Message], ...], int]:
+def paired_chats(columns: Mapping[str, object]) -> tuple[tuple[Conversation, ...], int]:
     """Both conversations of a pair of texts or messages, and the length of their prompt.
 
     Raises:
         DataError: They are no two answers to one prompt.
     """
-    chosen, rejected = (_messages(columns, name, "assistant") for name in ("chosen", "rejected"))
-    begins = {each[0]["role"] == "assistant" for each in (chosen, rejected)}
+    talks = [read_messages(columns, name, speaker=ASSISTANT) for name in ("chosen", "rejected")]
+    chosen, rejected = (talk.messages for talk in talks)
+    begins = {each[0]["role"] == ASSISTANT for each in (chosen, rejected)}
     if begins == {True}:
         prompt = _prompt(columns)
-        return ([*prompt, *chosen], [*prompt, *rejected]), len(prompt)
+        return tuple(prompt + talk for talk in talks), len(prompt.messages)
     pairs = zip(chosen, rejected, strict=False)
     start = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if chosen == rejected:
         raise DataError(f"{SAME_ANSWERS} messages: leave the row out")
     for name, chat in (("chosen", chosen), ("rejected", rejected)):
-        if len(chat) == start or chat[start]["role"] != "assistant":
+        if len(chat) == start or chat[start]["role"] != ASSISTANT:
             raise DataError(
                 f"chosen and rejected part at message {start + 1}, which of {name} is no "
                 "assistant's: expected two answers to the same messages"
             )
     _check_prompt(columns, chosen[:start])
-    return (chosen, rejected), start
+    whole = tuple(in_context(columns, talk) for talk in talks)
+    return whole, start + len(whole[0].messages) - len(chosen)
 
 
-def _labelled_chat(columns: Mapping[str, object], answer: object) -> tuple[list[Message], int]:
+def _labelled_chat(columns: Mapping[str, object], answer: object) -> tuple[Conversation, int]:
     """A conversation, and how many messages of it are the prompt."""
-    prompt, chat = _prompt(columns), _messages(columns, "completion", "assistant")
-    if chat[0]["role"] != "assistant":
+    prompt, talk = _prompt(columns), read_messages(columns, "completion", speaker=ASSISTANT)
+    if talk.messages[0]["role"] != ASSISTANT:
         raise DataError(
             f"column 'completion' must begin with an assistant's message: got {str(answer)[:80]!r}"
         )
-    return [*prompt, *chat], len(prompt)
+    return prompt + talk, len(prompt.messages)
 
 
-def _prompt(columns: Mapping[str, object]) -> list[Message]:
+def _prompt(columns: Mapping[str, object]) -> Conversation:
     if columns.get("prompt") is None:
         raise DataError("the answers need a prompt before them: give a column prompt")
-    return _messages(columns, "prompt", "user")
+    return read_conversation(columns, "prompt", speaker="user")
 
 
 def _check_prompt(columns: Mapping[str, object], shared: Sequence[Message]) -> None:
     """Raises a DataError where a given prompt is none of what both conversations share."""
     if columns.get("prompt") is None:
         return
-    prompt = _messages(columns, "prompt", "user")
+    prompt = read_messages(columns, "prompt", speaker="user").messages
     if any(each not in shared for each in prompt):
         raise DataError(
             "chosen and rejected hold a prompt of their own, and it is not that of column "
             "'prompt': leave one of them out"
         )
-
-
-def _messages(columns: Mapping[str, object], name: str, role: str) -> list[Message]:
-    """The messages of a column; a text is one of `role`."""
-    content = columns[name]
-    if isinstance(content, str) and content:
-        return [{"role": role, "content": content}]
-    try:
-        # The encoder refuses parts that the model does not read.
-        return read_messages(content, name, has_parts=True)
-    except DataError as err:
-        raise err if str(err).startswith("column") else DataError(f"{name}: {err}") from err
 
 
 def _margin(columns: Mapping[str, object]) -> float | None:

@@ -16,6 +16,7 @@ from lightrft.datasets.media import (
     VisionPrompts,
     media_columns,
 )
+from lightrft.datasets.messages import OF_PROMPTS, ReadRecord
 from lightrft.datasets.render import (
     PromptTokenizer,
     check_tokenizer,
@@ -42,7 +43,7 @@ class LoadReport:
         too_long_examples: Places of the first of them.
         num_without_label: Prompts kept that have no reference answer.
         max_prompt_tokens: Longest prompt kept, in tokens.
-        remarks: On rows that sources left out.
+        remarks: On rows that sources left out, and on columns that are in no prompt.
     """
 
     path: str
@@ -136,10 +137,11 @@ def _build(
     limit = len(rows) if max_samples is None else max_samples
     prompts: list[Prompt] = []
     too_long: list[str] = []
-    num_rows = 0
+    num_rows, record = 0, ReadRecord()
     while num_rows < len(rows) and len(prompts) < limit:
         # Rows after the last one that is wanted are not read: they may be unusable.
         batch = rows[num_rows : num_rows + min(_TOKENIZER_BATCH, limit - len(prompts))]
+        batch = [record.watch(row) for row in batch]
         for row, prompt in zip(
             batch, build_prompts(batch, num_rows, tokenizer, config), strict=True
         ):
@@ -165,7 +167,7 @@ def _build(
         too_long_examples=tuple(too_long[:_MAX_EXAMPLES]),
         num_without_label=sum(prompt.label is None for prompt in prompts),
         max_prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
-        remarks=tuple(filter(None, remarks)),
+        remarks=tuple(filter(None, (*remarks, record.line(OF_PROMPTS)))),
     )
     return PromptDataset(prompts, report=report)
 

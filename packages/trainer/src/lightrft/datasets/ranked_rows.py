@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row
 from lightrft.datasets.judged_rows import JudgementKind
+from lightrft.datasets.messages import ASSISTANT, read_conversation, read_messages
 from lightrft.datasets.row_media import RowMediaReader
-from lightrft.datasets.supervised_rows import RowEncoder, SupervisedRow, read_messages
+from lightrft.datasets.supervised_rows import RowEncoder, SupervisedRow
 from lightrft.datasets.types import DataError
 
 if TYPE_CHECKING:
@@ -113,14 +114,11 @@ def _answer(row: Row, answer: object, encoder: RowEncoder) -> SupervisedRow:
     start = 0
     if encoder.kind == "messages":
         try:
-            messages = read_messages(prompt, "prompt", has_parts=True)
+            talk = read_conversation(row.columns, "prompt")
         except DataError as err:
             raise DataError(f"{row.location}: {err}") from err
-        start = len(messages)
-        columns = {
-            "messages": [*messages, {"role": "assistant", "content": answer}],
-            "tools": row.columns.get("tools"),
-        }
+        start = len(talk.messages)
+        columns = {"messages": talk + read_messages({ANSWERS: answer}, ANSWERS, speaker=ASSISTANT)}
     return next(encoder.rows(encoder.with_media_of(row, columns, row.location), start=start))
 
 

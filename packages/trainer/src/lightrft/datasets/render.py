@@ -4,26 +4,30 @@ import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from lightrft.config import TrainConfig
 from lightrft.config.rules import PROMPT_SLOT
+from lightrft.datasets.chat_template import template_of
 from lightrft.datasets.files import Row
+from lightrft.datasets.messages import (
+    INPUT_KEYS,
+    SYSTEM,
+    Conversation,
+    Message,
+    alpaca_prompt,
+    in_context,
+    is_alpaca,
+    note_unread_keys,
+    read_conversation,
+    read_tools,
+    require_asked,
+)
 from lightrft.datasets.text_ids import TextTokenizer, prompt_ids
 from lightrft.datasets.types import DataError
 
 # Some million tokens, more than any model takes.
 MAX_PROMPT_CHARACTERS = 2**24
-INPUT_KEYS = (
-    "input",
-    "prompt",
-    "question",
-    "problem",
-    "instruction",
-    "query",
-    "messages",
-    "conversations",
-)
 
 
 class PromptTokenizer(TextTokenizer, Protocol):
@@ -34,13 +38,18 @@ class PromptTokenizer(TextTokenizer, Protocol):
     # No signature: transformers' names texts alone as contents, templates take parts of media, too.
     @property
     def apply_chat_template(self) -> Callable[..., object]:
-        """`(conversation, *, tokenize, add_generation_prompt)`; text with tokenize=False."""
+        """`(conversation, *, tools, tokenize, add_generation_prompt)`; text for tokenize=False."""
         ...
 
 
 @runtime_checkable
 class RowTokenizer(Protocol):
     """A tokenizer that shows rows different tools."""
+
+    @property
+    def shows_row_tools(self) -> bool:
+        """Whether it shows the tools that a row has, and not those of its environment."""
+        ...
 
     def for_row(self, columns: Mapping[str, object]) -> PromptTokenizer:
         """The tokenizer of one row; a DataError where the row names none."""
@@ -60,7 +69,7 @@ def render(
     row: Row,
     tokenizer: PromptTokenizer,
     config: TrainConfig,
-    content: str | Sequence[dict[str, object]] | None = None,
+    content: str | Sequence[Message] | None = None,
 ) -> str:
     """The text of the prompt of one row.
 
@@ -75,7 +84,7 @@ def render(
             messages come without the chat template.
     """
     content = messages_of(row, config) if content is None else content
-    text = content if isinstance(content, str) else _chat(row, tokenizer, list(content))
+    text = content if isinstance(content, str) else render_chat(row, tokenizer, content)
     if len(text) > MAX_PROMPT_CHARACTERS:
         raise DataError(
             f"{row.location}: the prompt has {len(text)} characters: expected at most "
@@ -84,35 +93,101 @@ def render(
     return text
 
 
-def messages_of(row: Row, config: TrainConfig) -> str | list[dict[str, object]]:
+def messages_of(row: Row, config: TrainConfig) -> str | list[Message]:
     """The prompt of one row: a text, or with the chat template its messages; errors as `render`.
 
     A row without one gets a user's message without text where an environment's reset may give it.
     """
-    messages: list[dict[str, object]] = [{"role": "user", "content": ""}]
-    if config.environment is None or not _has_no_prompt(row, config.input_key):
-        content = _column(row, config.input_key)
-        if not isinstance(content, str):
-            messages = _messages(row, content, config)
-        else:
-            text, template = content, config.input_template
-            if template is not None:
-                text = PROMPT_SLOT.sub(lambda _: content, template, count=1)
-            if not text.strip():
-                raise DataError(f"{row.location}: the prompt {config.input_key!r} is empty")
+    columns, key = row.columns, config.input_key
+    by_reset = config.environment is not None and _has_no_prompt(row, key)
+    content = "" if by_reset else _column(row, key)
+    try:
+        if isinstance(content, str):
+            text = content if by_reset else _text_of(columns, content, config)
             if not config.apply_chat_template:
                 return text
-            messages[0]["content"] = text
-    if config.system_prompt is not None:
-        messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    return messages
+            talk = in_context(columns, Conversation(({"role": "user", "content": text},)))
+        else:
+            talk = read_conversation(columns, key, speaker="user")
+            _check_options(key, config)
+        return _with_system(talk, config)
+    except DataError as error:
+        raise DataError(f"{row.location}: {error}") from error
+
+
+def _text_of(columns: Mapping[str, object], text: str, config: TrainConfig) -> str:
+    """The text of a prompt, of Alpaca's instruction with its input, in `input_template`."""
+    key = config.input_key
+    if is_alpaca(columns) and key == "input":
+        raise DataError(
+            "input belongs to the columns instruction and output (Alpaca): set --input_key "
+            "instruction, which takes both"
+        )
+    if is_alpaca(columns) and key == "instruction":
+        text = alpaca_prompt(columns)
+    if config.input_template is not None:
+        text = PROMPT_SLOT.sub(lambda _: text, config.input_template, count=1)
+    if not text.strip():
+        raise DataError(f"the prompt {key!r} is empty")
+    return text
+
+
+def _with_system(talk: Conversation, config: TrainConfig) -> list[Message]:
+    """The messages of a prompt, behind `system_prompt` if it is given."""
+    require_asked(talk.messages)
+    if config.system_prompt is None:
+        return [*talk.messages]
+    if talk.messages[0]["role"] == SYSTEM:
+        raise DataError(
+            "the row has a system message and --system_prompt gives another: drop one of them"
+        )
+    return [{"role": SYSTEM, "content": config.system_prompt}, *talk.messages]
+
+
+def _check_options(key: str, config: TrainConfig) -> None:
+    if not config.apply_chat_template:
+        raise DataError(f"column {key!r} holds chat messages: add --apply_chat_template")
+    if config.input_template is not None:
+        raise DataError(
+            f"--input_template fits string prompts only, column {key!r} holds chat messages"
+        )
+
+
+def found_keys(columns: Mapping[str, object], config: TrainConfig) -> dict[str, object]:
+    """Options that name the prompts of rows where the default column is not there.
+
+    One column of a known name is taken, and the chat template for messages. Of the columns of
+    Alpaca `instruction` is, which brings its `input`.
+
+    Args:
+        columns: Columns of the first row.
+        config: Its options `input_key` and `apply_chat_template` count.
+    """
+    if config.input_key != TrainConfig.input_key:
+        return {}
+    names = [name for name in INPUT_KEYS if name in columns]
+    if is_alpaca(columns):
+        names = ["instruction"]
+    if len(names) != 1 or names[0] == config.input_key:
+        return {}
+    options: dict[str, object] = {"input_key": names[0]}
+    if not isinstance(columns[names[0]], str) and not config.apply_chat_template:
+        options["apply_chat_template"] = True
+    return options
+
+
+def as_flags(options: Mapping[str, object]) -> str:
+    """Options as one types them."""
+    return " ".join(
+        f"--{name}" if value is True else f"--{name} {value}" for name, value in options.items()
+    )
 
 
 def tokenise(
     rows: Sequence[Row],
     tokenizer: PromptTokenizer,
     config: TrainConfig,
-    contents: Sequence[str | Sequence[dict[str, object]] | None] = (),
+    contents: Sequence[str | Sequence[Message] | None] = (),
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Text and token ids of the prompts of some rows, or of contents in their place.
 
@@ -174,48 +249,21 @@ def _likely_keys(row: Row, name: str) -> list[str]:
     return nearest or [column for column in INPUT_KEYS if column in row.columns]
 
 
-def _messages(row: Row, content: object, config: TrainConfig) -> list[dict[str, object]]:
-    key = config.input_key
-    if not isinstance(content, Sequence) or not content:
-        raise DataError(
-            f"{row.location}: column {key!r} must hold a string or a list of chat messages, got "
-            f"{type(content).__name__} {str(content)[:80]!r}"
-        )
-    for number, message in enumerate(content, start=1):
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise DataError(
-                f"{row.location}: message {number} of column {key!r} must be an object with role "
-                f"and content, got {str(message)[:80]!r}"
-            )
-    if not config.apply_chat_template:
-        raise DataError(
-            f"{row.location}: column {key!r} holds chat messages: add --apply_chat_template"
-        )
-    if config.input_template is not None:
-        raise DataError(
-            f"{row.location}: --input_template fits string prompts only, column {key!r} holds "
-            "chat messages"
-        )
-    messages = [dict(message) for message in content]
-    if config.system_prompt is not None and messages[0]["role"] == "system":
-        raise DataError(
-            f"{row.location}: the row has a system message and --system_prompt gives another: "
-            "drop one of them"
-        )
-    return messages
+def render_chat(row: Row, tokenizer: PromptTokenizer, messages: Sequence[Message]) -> str:
+    """The text of a row's messages and tools, up to where the assistant speaks.
 
-
-def _chat(row: Row, tokenizer: PromptTokenizer, messages: list[dict[str, object]]) -> str:
-    if isinstance(tokenizer, RowTokenizer):
-        try:
-            tokenizer = tokenizer.for_row(row.columns)
-        except DataError as error:
-            raise DataError(f"{row.location}: {error}") from error
+    Raises:
+        DataError: The chat template refuses them, or drops what changes their meaning.
+    """
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as err:  # a template is a program of the model's author; it may raise anything
-        raise DataError(f"{row.location}: the chat template refused the messages: {err}") from err
-    return cast("str", text)
+        if isinstance(tokenizer, RowTokenizer):
+            tokenizer = tokenizer.for_row(row.columns)
+        by_row = not isinstance(tokenizer, RowTokenizer) or tokenizer.shows_row_tools
+        template, tools = template_of(tokenizer), read_tools(row.columns) if by_row else ()
+        note_unread_keys(row.columns, template.unread_keys(messages, tools))
+        return template.render(messages, tools, asks=True)
+    except DataError as error:
+        raise DataError(f"{row.location}: {error}") from error
 
 
 def teacher_prompt_ids(
@@ -262,7 +310,8 @@ def _shown_to_teacher(row: Row, config: TrainConfig) -> Row:
         longer = f"{prompt}\n\n{text}"
     elif isinstance(prompt, Sequence):
         longer = _with_text(prompt, text, row)
-    return replace(row, columns={**row.columns, config.input_key: longer})
+    columns = {**dict(row.columns.items()), config.input_key: longer}
+    return replace(row, columns=columns)
 
 
 def _with_text(messages: Sequence[object], text: str, row: Row) -> list[object]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
@@ -16,9 +15,23 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.chat_turns import ChatTurns, Message, Turn, end_of_turn
+from lightrft.datasets.chat_turns import ChatTurns, Turn, end_of_turn
 from lightrft.datasets.files import Row, read_sources
 from lightrft.datasets.media import Content, MediaRow, as_parts, media_columns
+from lightrft.datasets.messages import (
+    ASSISTANT,
+    Conversation,
+    Message,
+    ReadRecord,
+    alpaca_turns,
+    like,
+    note_unread_keys,
+    read_conversation,
+    read_messages,
+    renaming,
+    require_asked,
+    with_texts,
+)
 from lightrft.datasets.render import teacher_name
 from lightrft.datasets.row_media import NOTHING_SHOWN, RowMediaReader, ShownMedia
 from lightrft.datasets.text_ids import TextIds, counted
@@ -38,6 +51,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "conversations": ("conversations",),
     "prompt and completion": ("prompt", "completion"),
     "text": ("text",),
+    "instruction and output": ("instruction", "output"),
 }
 # What may be trained of each kind, the default first.
 _CHAT = ("assistant", "last_assistant", "all")
@@ -47,16 +61,7 @@ TRAINABLE: dict[str, tuple[str, ...]] = {
     "conversations": _CHAT,
     "prompt and completion": ("completion", "all"),
     "text": ("all",),
-}
-# Names of ShareGPT for roles.
-SPEAKERS = {
-    "human": "user",
-    "gpt": "assistant",
-    "user": "user",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
+    "instruction and output": _CHAT,
 }
 
 
@@ -147,7 +152,8 @@ def load_supervised(
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
     found, too_long, num_split = [], [], 0
     encoder = RowEncoder(tokenizer, config, kind_of(read[0]), vocab_size, reader)
-    for row in read[:max_samples]:
+    record = ReadRecord()
+    for row in map(record.watch, read[:max_samples]):
         made = list(encoder.rows(row))
         if config.teachers:
             name = teacher_name(row.columns, config, row.location)
@@ -170,7 +176,8 @@ def load_supervised(
     if too_long:
         summary += f"; dropped {len(too_long)} over-long (first: "
         summary += f"{', '.join(too_long[:_MAX_EXAMPLES])})"
-    return SupervisedRows(found, f"{path}: {summary}", encoder=encoder.media_encoder)
+    summary = record.added_to(f"{path}: {summary}", path)
+    return SupervisedRows(found, summary, encoder=encoder.media_encoder)
 
 
 def _summary(encoder: RowEncoder, found: Sequence[SupervisedRow], num_split: int) -> str:
@@ -204,13 +211,14 @@ def kind_of(row: Row) -> str:
     Raises:
         DataError: It has none.
     """
+    present = {name for name, value in row.columns.items() if value is not None}
     for kind, columns in KINDS.items():
-        if all(row.columns.get(column) is not None for column in columns):
+        if present.issuperset(columns):
             return kind
     raise DataError(
         f"{row.location}: expected a column messages, conversations or text, or prompt and "
-        "completion, or token_ids and is_trained; found "
-        f"{', '.join(map(repr, row.columns)) or 'none'}"
+        "completion, or instruction and output, or token_ids and is_trained; found "
+        f"{', '.join(map(repr, row.columns)) or 'none'}{renaming(row.columns)}"
     )
 
 
@@ -228,20 +236,6 @@ class _Encoded:
     is_trained: Sequence[bool]
     shown: ShownMedia = NOTHING_SHOWN
     remarks: tuple[str, ...] = ()
-
-
-def as_text(message: Message) -> Message:
-    """The message with its parts, which are texts, as one text: templates of text print lists.
-
-    Raises:
-        DataError: A part is no text.
-    """
-    if isinstance(message["content"], str):
-        return message
-    parts = as_parts(message["content"])
-    if not all(isinstance(part.get("text"), str) for part in parts):
-        raise DataError("a message has a part that is no text: leave it out")
-    return {**message, "content": "".join(str(part["text"]) for part in parts)}
 
 
 def _before(turn: Turn, messages: Sequence[Message], media: Media) -> ShownMedia:
@@ -367,7 +361,7 @@ class RowEncoder:
     def _read(self, row: Row, content: Content) -> MediaRow:
         """A text or a conversation of a row with its media."""
         if self._reader is None:
-            return MediaRow(content, Media())
+            return MediaRow(content if isinstance(content, str) else with_texts(content), Media())
         return self._reader.read(row, content, self._config)
 
     def _encoded(self, row: Row, start: int) -> Iterator[_Encoded]:
@@ -407,16 +401,23 @@ class RowEncoder:
             yield _Encoded(whole.token_ids, own, ShownMedia(prompt, media), whole.remarks)
 
     def _chat(self, chat: ChatTurns, row: Row, start: int) -> Iterator[_Encoded]:
-        tools, read = _tools(row.columns), self._read(row, self._messages(row.columns))
-        messages, media = list(cast("Sequence[Message]", read.content)), read.media
-        if self._reader is not None and self._reader.prompts is None:
-            messages = [as_text(message) for message in messages]
+        talk, begin = self._conversation(row.columns)
+        start = start or begin
+        require_asked(talk.messages[:start])
+        read = self._read(row, talk.messages)
+        messages, media = cast("Sequence[Message]", read.content), read.media
+        talk = replace(talk, messages=tuple(messages))
+        note_unread_keys(row.columns, chat.template.unread_keys(talk.messages, talk.tools))
         if self.train_on == "all":
-            token_ids, text = chat.conversation(messages, tools)
+            if talk.untrained:
+                raise DataError(
+                    f"message {min(talk.untrained) + 1} is marked untrained, and train_on all "
+                    "trains every message: leave one of them out"
+                )
+            token_ids, text = chat.conversation(talk.messages, talk.tools)
             yield _Encoded(token_ids, [True] * len(token_ids), ShownMedia(text, media))
             return
-        only_last = self.train_on == "last_assistant"
-        turns = chat.turns(messages, tools, start=start, only_last=only_last)
+        turns = chat.turns(talk, start=start, only_last=self.train_on == "last_assistant")
         whole = turns[-1].token_ids
         if all(whole[: len(turn.token_ids)] == turn.token_ids for turn in turns):
             is_trained = np.zeros(len(whole), dtype=np.bool_)
@@ -428,39 +429,24 @@ class RowEncoder:
             own = [place >= turn.start for place in range(len(turn.token_ids))]
             yield _Encoded(turn.token_ids, own, _before(turn, messages, media))
 
-    def _messages(self, columns: Mapping[str, object]) -> list[Message]:
-        if self._in_chat:
-            pair = (("user", "prompt"), ("assistant", "completion"))
-            return [{"role": role, "content": _text(columns, name)} for role, name in pair]
-        has_parts = self._reader is not None
-        return read_messages(columns[self.kind], self.kind, has_parts=has_parts)
+    def _conversation(self, columns: Mapping[str, object]) -> tuple[Conversation, int]:
+        """The turns of a row, and how many messages of it are a prompt of their own."""
+        if self.kind == "instruction and output":
+            return alpaca_turns(columns), 0
+        if not self._in_chat:
+            return read_conversation(columns, self.kind), 0
+        if isinstance(columns["completion"], str):
+            _text(columns, "completion")
+        prompt = read_conversation(columns, "prompt", speaker="user")
+        answer = read_messages(columns, "completion", speaker=ASSISTANT)
+        return prompt + answer, len(prompt.messages)
 
     def with_media_of(self, row: Row, columns: Mapping[str, object], location: str) -> Row:
         """A row of other columns and of the media of a row."""
         names = chain.from_iterable(media_columns(self._config).values())
         media = {name: row.columns[name] for name in names if name in row.columns}
-        return replace(row, columns={**media, **columns}, location=location)
-
-
-def read_messages(content: object, column: str, *, has_parts: bool = False) -> list[Message]:
-    """The messages of a column, with role and content or with ShareGPT's from and value.
-
-    Args:
-        content: Of the column.
-        column: Its name.
-        has_parts: A content may be a list of parts.
-
-    Raises:
-        DataError: They are something else.
-    """
-    if not isinstance(content, Sequence) or isinstance(content, str) or not content:
-        raise DataError(
-            f"column {column!r} must hold a list of messages: got {str(content)[:80]!r}"
-        )
-    read: Callable[[Mapping[str, object], str], Message] = partial(_message, has_parts=has_parts)
-    if "from" in _as_mapping(content[0]):
-        read = _spoken
-    return [read(_as_mapping(each), f"message {n}") for n, each in enumerate(content, start=1)]
+        columns = like({**media, **columns}, row.columns)
+        return replace(row, columns=columns, location=location)
 
 
 def answer_of_ids(
@@ -534,45 +520,6 @@ def _flags(values: object) -> list[int]:
     if isinstance(values, list):
         values = [int(value) if isinstance(value, bool) else value for value in values]
     return _integers({"is_trained": values}, "is_trained", 2)
-
-
-def _tools(columns: Mapping[str, object]) -> object:
-    """The column `tools`: a list, or one as JSON."""
-    tools = columns.get("tools") or None
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError as err:
-        raise DataError(f"column 'tools' is no JSON: {err}") from err
-    if tools is not None and not isinstance(tools, list):
-        raise DataError(f"column 'tools' must hold a list: got {str(tools)[:80]!r}")
-    return tools or None
-
-
-def _as_mapping(message: object) -> Mapping[str, object]:
-    return cast("Mapping[str, object]", message) if isinstance(message, Mapping) else {}
-
-
-def _message(message: Mapping[str, object], place: str, *, has_parts: bool) -> Message:
-    # Parquet fills absent fields with null.
-    found = {name: value for name, value in message.items() if value is not None}
-    content = found.setdefault("content", "" if "tool_calls" in found else None)
-    is_content = isinstance(content, str) or (has_parts and isinstance(content, list))
-    if not isinstance(found.get("role"), str) or not is_content:
-        raise DataError(
-            f"{place} must be an object with role and a text as content: got "
-            f"{str(dict(message))[:80]!r}"
-        )
-    return found
-
-
-def _spoken(message: Mapping[str, object], place: str) -> Message:
-    speaker, text = message.get("from"), message.get("value")
-    if not isinstance(text, str) or speaker not in SPEAKERS:
-        raise DataError(
-            f"{place} must be an object with from ({', '.join(SPEAKERS)}) and a text as value: got "
-            f"{str(dict(message))[:80]!r}"
-        )
-    return {"role": SPEAKERS[speaker], "content": text}
 
 
 def matched_tokens(

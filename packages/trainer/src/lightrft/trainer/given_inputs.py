@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from lightrft.config import ConfigError
-from lightrft.config.files import kind_of
+from lightrft.config.files import kind_of, parse_object
 from lightrft.config.registry import REGISTRIES
-from lightrft.datasets.files import encoded_rows
+from lightrft.datasets.files import encoded_rows, without_nan
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.media import MEDIA_KINDS
 from lightrft.engines.media.sources import as_image
@@ -67,6 +67,11 @@ class GivenRows:
         content = b"".join(lines)
         digest = hashlib.sha256(content).hexdigest()[:12]
         return cls(folder / f"{name}-{digest}.jsonl", content, kept.files)
+
+    @property
+    def first(self) -> Mapping[str, object]:
+        """The first row."""
+        return parse_object(self.lines.partition(b"\n")[0])
 
     def write(self) -> None:
         """Writes each file whole or not at all; several processes may write it at once."""
@@ -149,7 +154,7 @@ def _line(row: object, location: str, kept: _KeptMedia) -> bytes:
     found = {}
     for name, value in row.items():
         try:
-            found[name] = kept.as_json(value, str(name))
+            found[name] = kept.as_json(without_nan(value), str(name))
             json.dumps({name: found[name]}, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise DataError(

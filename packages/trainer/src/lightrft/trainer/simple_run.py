@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.datasets.render import found_keys
 from lightrft.engines.media.media import MEDIA_KINDS
 from lightrft.run.assembly import RunSummary, run_training
 from lightrft.run.callbacks import Callback
@@ -75,6 +76,9 @@ def train(
             given.setdefault("media_root", "/")  # files that the caller's own rows name
     with named_functions(given) as named:
         config = TrainConfig().replaced(named)
+        for file in files[:1]:
+            if str(file.path) == config.prompt_data:
+                config = config.replaced(found_keys(file.first, config))
         plan_run(config, "policy")  # refuses a folder of another run before rows are put there
         for file in files:
             file.write()

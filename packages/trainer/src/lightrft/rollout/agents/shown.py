@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
-from lightrft.datasets.chat_ids import ChatIds, Message as TemplateMessage, for_template
+from lightrft.datasets.chat_ids import ChatIds, for_template
+from lightrft.datasets.messages import Message as TemplateMessage
 from lightrft.datasets.rendered import Rendered
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import ImageSource

@@ -81,7 +81,7 @@ def choose_parser(name: str, tokenizer: ParsingTokenizer, schemas: Sequence[Sche
     """
     if name == "auto" and vars(tokenizer).get("response_template") is not None:
         return _template_parser(tokenizer, schemas)
-    template = tokenizer.chat_template or ""
+    template = str(tokenizer.chat_template or "")  # one, or several by name
     rendering = cast("RenderingTokenizer", tokenizer)
     turn, failure = _tried_turn(rendering, template)  # type: ignore[arg-type]
     if name != "auto":

@@ -27,6 +27,8 @@ class ToolTokenizer:
         by_name: The tokenizers of several environments, of which a row names one.
     """
 
+    shows_row_tools = False
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase | VisionPrompts,
@@ -58,9 +60,15 @@ class ToolTokenizer:
         return found
 
     def apply_chat_template(
-        self, conversation: list[dict[str, object]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: list[dict[str, object]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        tools: list[dict[str, object]] | None = None,
     ) -> object:
-        """The rendered conversation with the tools."""
+        """The rendered conversation with the tools of the environment, whatever the row has."""
+        del tools
         return self._tokenizer.apply_chat_template(
             conversation,
             tools=self._schemas,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.chat_template import template_of
 from lightrft.datasets.media import as_parts
 from lightrft.datasets.rendered import Rendered
 from lightrft.datasets.suffix import Content, TurnSuffix
@@ -243,10 +244,7 @@ class Turns:
         """A prompt with text and ids of its messages and media."""
         tokenizer = episode.environment.tokenizer
         messages = [dict(message) for message in prompt.messages]
-        text = cast(
-            "str",
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
-        )
+        text = template_of(tokenizer).render(messages, asks=True)
         try:
             self.encoder.check_places(text, prompt.media)
             if not prompt.media:

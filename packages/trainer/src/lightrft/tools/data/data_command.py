@@ -20,8 +20,15 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.printable import printable
 from lightrft.config.registry import Registry
 from lightrft.config.sources import split_sources
-from lightrft.datasets.files import Row, scan_rows
-from lightrft.datasets.render import PromptTokenizer, check_tokenizer, render
+from lightrft.datasets.files import Row, scan_rows, with_whole_numbers
+from lightrft.datasets.messages import OF_PROMPTS, ReadRecord
+from lightrft.datasets.render import (
+    PromptTokenizer,
+    as_flags,
+    check_tokenizer,
+    found_keys,
+    render,
+)
 from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError
 from lightrft.tools.data.certificate import Certificate, certify
@@ -279,12 +286,16 @@ def check(request: Request) -> int:
     if rows and config.apply_chat_template:
         require_bounded(rows[0], lambda: render(rows[0], reader, config))
     shown = with_progress(items, "rows checked")
-    found = check_rows(shown, reader, config, has_model=tokenizer is not None)
+    record = ReadRecord()
+    found = check_rows(
+        map(record.watch_item, shown), reader, config, has_model=tokenizer is not None
+    )
     show_samples(found, tokenizer, max_new_tokens=config.generate_max_len)
     show_check(found, prompt_max_len=config.prompt_max_len, in_tokens=tokenizer is not None)
     if not config.apply_chat_template:
         remark = prompt_remark(reader, [row.text for row in found.rows if not row.media])
         say(f"prompts read otherwise than they stand: {remark or 0}")
+    say(record.line(OF_PROMPTS) or "all columns and keys that belong into prompts are read")
     usable = found.rows if tokenizer is None else found.usable
     scores = bool(config.reward_fn or config.remote_rm_url)
     certificate = certify(usable, config) if scores and usable else None
@@ -364,7 +375,8 @@ def read_items(source: str, config: TrainConfig) -> list[Row | DataError]:
     items = [item for part in parts for item in scan_rows(part, split=split)]
     if not items:
         raise DataError(f"{source} holds no rows: expected at least one")
-    return items
+    whole = iter(with_whole_numbers([item for item in items if isinstance(item, Row)]))
+    return [next(whole) if isinstance(item, Row) else item for item in items]
 
 
 def parse(argv: Sequence[str]) -> Request:
@@ -412,13 +424,13 @@ def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
     config = request.config
     columns: Mapping[str, object] = rows[0].columns if rows else {}
     proposal = propose_keys(columns)
+    found = {} if "input_key" in request.given else found_keys(columns, config)
     keys = {"input_key": proposal.input_key, "label_key": proposal.label_key}
     proposed: dict[str, object] = {
         name: key
         for name, key in keys.items()
         if key and name not in request.given and vars(config)[name] not in columns
-    }
-    flags = [f"--{name} {key}" for name, key in proposed.items()]
+    } | found
     input_key = proposed.get("input_key", config.input_key)
     if (
         proposal.holds_messages
@@ -426,8 +438,7 @@ def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
         and input_key == keys["input_key"]
     ):
         proposed["apply_chat_template"] = True
-        flags.append("--apply_chat_template")
-    say(f"proposed options: {' '.join(flags) or 'none, the keys fit'}")
+    say(f"proposed options: {as_flags(proposed) or 'none, the keys fit'}")
     return config.replaced(proposed)
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row
+from lightrft.datasets.messages import INPUT_KEYS
 from lightrft.datasets.prompts import build_prompts
-from lightrft.datasets.render import INPUT_KEYS, PromptTokenizer
+from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.sources import MediaError
 

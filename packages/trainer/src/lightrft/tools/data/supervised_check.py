@@ -15,6 +15,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import NOT_OF_TRAIN
 from lightrft.config.rules import is_served
 from lightrft.datasets.files import Row
+from lightrft.datasets.messages import ReadRecord
 from lightrft.datasets.row_origin import check_tokens
 from lightrft.datasets.supervised_rows import (
     NOTHING_TRAINED,
@@ -141,13 +142,15 @@ def read_each(
     """What is made of each row, and a line for each of which nothing can be made."""
     found: list[tuple[Row, Made]] = []
     problems: list[str] = []
+    record = ReadRecord()
     for item in with_progress(items, "rows checked"):
         try:
             if isinstance(item, DataError):
                 raise item
-            found.append((item, read(item)))
+            found.append((item, read(record.watch(item))))
         except DataError as error:
             problems.append(str(error))
+    say(record.line() or "all columns and keys of messages are read")
     return found, tuple(problems)
 
 

@@ -24,7 +24,13 @@ from lightrft.cli.options import (
     finite,
     parse_options,
 )
-from lightrft.cli.preflight import check_data, device_problems, engine_problems, model_problems
+from lightrft.cli.preflight import (
+    check_data,
+    device_problems,
+    engine_problems,
+    model_problems,
+    with_found_keys,
+)
 from lightrft.config import TrainConfig
 from lightrft.config.other_names import A_DATA_FILE, A_REWARD
 from lightrft.reporting.files import CONFIG_FILE
@@ -99,6 +105,8 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
     if not config.reward_fn and not config.remote_rm_url:
         problems.append(f"--reward_fn is missing: {A_REWARD}")
     refuse(problems, ConfigError)
+    says = not is_worker()
+    config = with_found_keys(config, config.eval_data, config.eval_split, says=says)
     config.prompt_data = None  # only the evaluation's prompts are read
     # Nothing is trained: sizes that fit any number of processes.
     world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))

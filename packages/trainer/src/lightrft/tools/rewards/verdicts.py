@@ -9,10 +9,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.datasets.chat_turns import Message
 from lightrft.datasets.files import read_rows
+from lightrft.datasets.messages import CALLS, REASONING, Message, joined
 from lightrft.datasets.preference_rows import SAME_ANSWERS, paired_chats
-from lightrft.datasets.supervised_rows import as_text
 from lightrft.datasets.types import DataError
 from lightrft.records.swapped import PAIR_COLUMN, VERDICT
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
@@ -173,7 +172,8 @@ def _texts(columns: Mapping[str, object]) -> tuple[str, str, str]:
     if not all(columns.get(name) for name in ("chosen", "rejected")):
         known = ", ".join(map(repr, columns)) or "none"
         raise DataError(f"expected columns prompt, chosen and rejected with texts; found {known}")
-    chats, start = paired_chats(columns)
+    talks, start = paired_chats(columns)
+    chats = [talk.messages for talk in talks]
     chosen, rejected = (_text_of(chat[start:]) for chat in chats)
     if chosen == rejected:
         raise DataError(f"{SAME_ANSWERS}: leave the row out")
@@ -186,9 +186,10 @@ def _text_of(messages: Sequence[Message]) -> str:
     Raises:
         DataError: A message holds something else than text.
     """
-    if any(message.get("tool_calls") for message in messages):
-        raise DataError("a message has tool_calls, which no question shows: leave the row out")
-    contents = [str(as_text(message)["content"]) for message in messages]
+    for key in (CALLS, REASONING):
+        if any(key in message for message in messages):
+            raise DataError(f"a message has {key}, which no question shows: leave the row out")
+    contents = [joined(message["content"]) for message in messages]
     if len(contents) == 1:
         return contents[0]
     roles = (message["role"] for message in messages)

@@ -1,0 +1,203 @@
+"""A chat template: renders messages of rows, and is asked what it reads of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Protocol, cast
+
+from lightrft.datasets.messages import (
+    ASSISTANT,
+    CALLS,
+    REASONING,
+    REASONING_KEYS,
+    Message,
+    with_objects,
+)
+from lightrft.datasets.types import DataError
+
+# Nine letters and digits, as Mistral's templates take ids of calls.
+_MARK = "Qmark7Zab"
+# Without one of them a message means something else.
+_CHANGES_MEANING = {
+    CALLS: "the calls of tools (tool_calls)",
+    REASONING: f"the thinking beside the content ({', '.join(REASONING_KEYS)})",
+}
+_REMEDY = "give a template that writes them (--chat_template FILE), or leave them out of the rows"
+
+
+class Renderer(Protocol):
+    """A tokenizer or processor with a chat template."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def chat_template(self) -> object:
+        """The template, or several by name."""
+        ...
+
+    @property
+    def apply_chat_template(self) -> Callable[..., object]:
+        """`(conversation, *, tools, tokenize, add_generation_prompt)`; text for tokenize=False."""
+        ...
+
+
+class ChatTemplate:
+    """The chat template of a renderer.
+
+    Args:
+        renderer: Applies it.
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._reads: dict[tuple[str, str], bool] = {}
+        self._reasoning = REASONING
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), *, asks: bool = False
+    ) -> str:
+        """The text of messages.
+
+        Args:
+            messages: In the form of `lightrft.datasets.messages`.
+            tools: Schemas of the tools that it shows.
+            asks: The assistant's turn is begun behind them.
+
+        Raises:
+            DataError: The template refuses them.
+        """
+
+        def apply(given: Sequence[Message]) -> str:
+            shown = self._renderer.apply_chat_template(
+                list(given), tools=list(tools) or None, tokenize=False, add_generation_prompt=asks
+            )
+            return cast("str", shown)
+
+        try:
+            return self.apply(apply, messages)
+        except Exception as err:  # a template is a program of the model's author
+            reason = " ".join(str(err).split())
+            raise DataError(f"the chat template refused the messages: {reason}") from err
+
+    def apply(self, render: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
+        """The text of messages in the form that the template takes; see `in_either_form`."""
+        if self._reasoning != REASONING:
+            messages = [_renamed(each, self._reasoning) for each in messages]
+        return in_either_form(render, messages)
+
+    def unread_keys(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[str]:
+        """Keys of messages that the template does not write, and that change no meaning.
+
+        Each key is tried once, with a mark in its place.
+
+        Raises:
+            DataError: It drops calls, thinking, tools, or all that a role says.
+        """
+        if tools and not self._is_read("", "tools", partial(self._shows_tools, messages, tools)):
+            raise DataError(f"the chat template does not show tools: {_REMEDY}")
+        unread = dict[str, None]()
+        for place, message in enumerate(messages):
+            role = str(message["role"])
+            for key in message.keys() - {"role"}:
+                tries = partial(self._shows, messages, tools, place, key)
+                if key == "content" and role in ("user", ASSISTANT):
+                    continue
+                if key == REASONING:
+                    self._choose_reasoning(messages, tools, place)
+                elif not self._is_read(role, key, tries):
+                    what = _CHANGES_MEANING.get(key, "")
+                    if key == "content":
+                        what = f"messages of role {role}"
+                    if what:
+                        raise DataError(f"the chat template drops {what}: {_REMEDY}")
+                    unread[key] = None
+        return [*unread]
+
+    def _is_read(self, role: str, key: str, tries: Callable[[], bool]) -> bool:
+        if (role, key) not in self._reads:
+            self._reads[role, key] = tries()
+        return self._reads[role, key]
+
+    def _choose_reasoning(
+        self, messages: Sequence[Message], tools: Sequence[Message], place: int
+    ) -> None:
+        """Takes the name for thinking that the template reads; raises a DataError without one."""
+        if self._reads.get((ASSISTANT, REASONING)):
+            return
+        for self._reasoning in REASONING_KEYS:
+            if self._shows(messages, tools, place, REASONING):
+                self._reads[ASSISTANT, REASONING] = True
+                return
+        self._reasoning = REASONING
+        raise DataError(f"the chat template drops {_CHANGES_MEANING[REASONING]}: {_REMEDY}")
+
+    def _shows(
+        self, messages: Sequence[Message], tools: Sequence[Message], place: int, key: str
+    ) -> bool:
+        """Whether a mark in the place of what a message has under a key comes out."""
+        message = messages[place]
+        value: object = _MARK
+        if key == CALLS:
+            marked = {"name": _MARK, "arguments": json.dumps({"value": _MARK})}
+            calls = cast("Sequence[Message]", message[CALLS])
+            value = [{**call, "function": {**_function(call), **marked}} for call in calls]
+        # Thinking of earlier turns is dropped by many templates that write that of the last.
+        rest = () if message["role"] == ASSISTANT else messages[place + 1 :]
+        return self._comes_out([*messages[:place], {**message, key: value}, *rest], tools)
+
+    def _shows_tools(self, messages: Sequence[Message], tools: Sequence[Message]) -> bool:
+        function = {"name": _MARK, "description": _MARK, "parameters": {"type": "object"}}
+        more: Message = {"type": "function", "function": function}
+        return self._comes_out(messages, [*tools, more])
+
+    def _comes_out(self, messages: Sequence[Message], tools: Sequence[Message]) -> bool:
+        try:
+            return _MARK in self.render(messages, tools)
+        except DataError:
+            return True  # the row itself says why it is refused
+
+
+@lru_cache(maxsize=16)
+def _template_of(renderer: Renderer, template: str) -> ChatTemplate:
+    del template  # another one renders otherwise
+    return ChatTemplate(renderer)
+
+
+def template_of(renderer: Renderer) -> ChatTemplate:
+    """The chat template of a renderer, with what was found out about it."""
+    return _template_of(renderer, str(renderer.chat_template))
+
+
+def in_either_form(apply: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
+    """Messages rendered with arguments of calls as objects, or as JSON where that fails.
+
+    A template that prints an object as Python does takes JSON, too.
+
+    Args:
+        apply: Renders messages; may raise anything.
+        messages: With arguments as JSON.
+    """
+    calls = [call for each in messages for call in cast("Sequence[Message]", each.get(CALLS) or ())]
+    if not calls:
+        return apply(messages)
+    try:
+        text = apply([with_objects(each) for each in messages])
+    except Exception as problem:  # noqa: BLE001 - a template is a program of its author
+        try:
+            return apply(messages)
+        except Exception:  # noqa: BLE001 - the first reason is of the form that most take
+            raise problem from None
+    values = [json.loads(str(_function(call)["arguments"])) for call in calls]
+    if any(value and str(value) in text and json.dumps(value) != str(value) for value in values):
+        return apply(messages)
+    return text
+
+
+def _function(call: Message) -> Message:
+    return cast("Message", call["function"])
+
+
+def _renamed(message: Message, name: str) -> Message:
+    return {name if key == REASONING else key: value for key, value in message.items()}

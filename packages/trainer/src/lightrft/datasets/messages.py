@@ -1,0 +1,496 @@
+"""Messages of rows in one form, whatever form they come in: what every stage and command reads.
+
+The form is OpenAI's: `role`, `content` (a text, or parts with media), `tool_calls` with arguments
+as JSON text, `tool_call_id`; and `reasoning_content` for thinking beside the content.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Container, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from lightrft.datasets.files import Row
+from lightrft.datasets.types import DataError
+
+Message = dict[str, object]
+ASSISTANT, SYSTEM = "assistant", "system"
+CALLS, REASONING = "tool_calls", "reasoning_content"
+SYSTEM_COLUMNS = ("system", "system_prompt")
+TOOLS_COLUMN = "tools"
+# Columns that prompts may be in, the likeliest first.
+INPUT_KEYS = (
+    "input",
+    "prompt",
+    "question",
+    "problem",
+    "instruction",
+    "query",
+    "messages",
+    "conversations",
+)
+# What they hold belongs into a prompt; other columns are for rewards and environments.
+OF_PROMPTS = frozenset({*INPUT_KEYS, *SYSTEM_COLUMNS, TOOLS_COLUMN, "history"})
+ANSWER_KEYS = ("completion", "output", "response", "answer")
+# Names of thinking beside a content.
+REASONING_KEYS = (REASONING, "reasoning", "thinking")
+# Names of ShareGPT and of other frameworks for roles.
+SPEAKERS = {
+    "human": "user",
+    "gpt": ASSISTANT,
+    "user": "user",
+    ASSISTANT: ASSISTANT,
+    SYSTEM: SYSTEM,
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "function_call": ASSISTANT,
+    "tool_call": ASSISTANT,
+}
+_CALLERS = ("function_call", "tool_call")
+# Keys by which a row says whether a turn is trained.
+_MARKS = ("weight", "train", "trainable", "training", "loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages of a row.
+
+    Args:
+        messages: In OpenAI's form.
+        tools: Schemas of the tools that the model is shown.
+        untrained: Places of assistant's messages that the row excludes from training.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Message, ...] = ()
+    untrained: frozenset[int] = frozenset()
+
+    def __add__(self, other: Conversation) -> Conversation:
+        """Both, one after the other."""
+        moved = {place + len(self.messages) for place in other.untrained}
+        return Conversation(
+            (*self.messages, *other.messages),
+            self.tools or other.tools,
+            self.untrained | moved,
+        )
+
+
+def read_messages(columns: Mapping[str, object], name: str, *, speaker: str = "") -> Conversation:
+    """The messages of a column alone.
+
+    Args:
+        columns: Columns of a row.
+        name: Column with messages.
+        speaker: Role of a text that stands in the place of messages; "" takes none.
+
+    Raises:
+        DataError: It holds something else.
+    """
+    content = columns[name]
+    if isinstance(content, Conversation):
+        return content
+    if isinstance(content, str) and content and speaker:
+        return Conversation(({"role": speaker, "content": content},))
+    if not isinstance(content, Sequence) or isinstance(content, str) or not content:
+        wanted = "a string or a list of messages" if speaker else "a list of messages"
+        raise DataError(
+            f"column {name!r} must hold {wanted}: got {type(content).__name__} "
+            f"{str(content)[:80]!r}"
+        )
+    messages, untrained = list[Message](), set[int]()
+    for place, each in enumerate(content):
+        message, is_trained = _message(each, f"message {place + 1} of column {name!r}")
+        messages.append(message)
+        if not is_trained:
+            untrained.add(place)
+    return Conversation(tuple(messages), (), frozenset(untrained))
+
+
+def read_conversation(
+    columns: Mapping[str, object], name: str, *, speaker: str = ""
+) -> Conversation:
+    """The messages of a column with the row's system message and tools; see `read_messages`.
+
+    Raises:
+        DataError: The column holds something else, or the row has two system messages.
+    """
+    if isinstance(columns[name], Conversation):
+        return read_messages(columns, name)
+    return in_context(columns, read_messages(columns, name, speaker=speaker))
+
+
+def in_context(columns: Mapping[str, object], conversation: Conversation) -> Conversation:
+    """A conversation behind the row's column `system`, with the tools of its column `tools`.
+
+    Raises:
+        DataError: A column is no text or no list, or the row has two system messages.
+    """
+    conversation = replace(conversation, tools=read_tools(columns))
+    text = system_of(columns)
+    first = conversation.messages[0]
+    if text is None or (first["role"] == SYSTEM and first["content"] == text):
+        return conversation
+    if first["role"] == SYSTEM:
+        raise DataError(
+            "the row has a system message and a column of another one: leave one of them out"
+        )
+    return Conversation(({"role": SYSTEM, "content": text},)) + conversation
+
+
+def system_of(columns: Mapping[str, object]) -> str | None:
+    """The system message of a row's own column, if it has one.
+
+    Raises:
+        DataError: It is no text.
+    """
+    for name in SYSTEM_COLUMNS:
+        text = columns.get(name)
+        if text is not None and not isinstance(text, str):
+            raise DataError(f"column {name!r} must hold a text: got {str(text)[:80]!r}")
+        if text:
+            return text
+    return None
+
+
+def read_tools(columns: Mapping[str, object]) -> tuple[Message, ...]:
+    """The column `tools`, a list or one as JSON, in OpenAI's form.
+
+    Raises:
+        DataError: It is something else.
+    """
+    tools = columns.get(TOOLS_COLUMN) or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) or []
+        except (ValueError, RecursionError) as err:
+            raise DataError(f"column 'tools' is no JSON: {err}") from err
+    if not isinstance(tools, list) or not all(isinstance(each, Mapping) for each in tools):
+        raise DataError(f"column 'tools' must hold a list of objects: got {str(tools)[:80]!r}")
+    return tuple(
+        dict(each)
+        if "function" in each or "name" not in each
+        else {"type": "function", "function": dict(each)}
+        for each in tools
+    )
+
+
+def require_asked(messages: Sequence[Mapping[str, object]]) -> None:
+    """Raises a DataError if a prompt ends with an answer, which would be answered again."""
+    if messages and messages[-1]["role"] == ASSISTANT:
+        raise DataError(
+            f"the prompt ends with the assistant's message {str(messages[-1]['content'])[:60]!r}, "
+            "and an answer that is begun is not continued: end prompts with the user's message, "
+            "put the answer into a column of its own, or train on it with lightrft sft"
+        )
+
+
+def is_alpaca(columns: Mapping[str, object]) -> bool:
+    """Whether a row has the columns of Alpaca: an instruction, an input to it, and the output."""
+    return "instruction" in columns and "output" in columns
+
+
+def alpaca_prompt(columns: Mapping[str, object]) -> str:
+    """Instruction and input of a row of Alpaca, an empty line between them.
+
+    Raises:
+        DataError: One is no text.
+    """
+    texts = [columns["instruction"], columns.get("input") or ""]
+    if not all(isinstance(each, str) for each in texts) or not texts[0]:
+        raise DataError(f"instruction and input must be texts: got {str(texts)[:80]!r}")
+    return "\n\n".join(str(each) for each in texts if str(each).strip())
+
+
+def alpaca_turns(columns: Mapping[str, object]) -> Conversation:
+    """A row of Alpaca as turns: what came before (`history`), the instruction, the output.
+
+    Raises:
+        DataError: A column is no text, or the history no list of pairs.
+    """
+    output, history = columns["output"], columns.get("history") or []
+    pairs = history if isinstance(history, list) else [history]
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise DataError(f"column 'history' must hold pairs of texts: got {str(history)[:80]!r}")
+    if not isinstance(output, str) or not output:
+        raise DataError(f"column 'output' must hold a text: got {str(output)[:80]!r}")
+    turns = [*pairs, [alpaca_prompt(columns), output]]
+    roles = ("user", ASSISTANT)
+    messages = [
+        {"role": role, "content": text}
+        for pair in turns
+        for role, text in zip(roles, pair, strict=True)
+    ]
+    return in_context(columns, read_messages({"history": messages}, "history"))
+
+
+def renaming(columns: Container[str]) -> str:
+    """What to type where a row has a prompt and an answer under names of other layouts; "" else."""
+    prompt = next((name for name in INPUT_KEYS if name in columns), None)
+    answer = next((name for name in ANSWER_KEYS if name in columns), None)
+    names = {prompt: "prompt", answer: "completion"}
+    if prompt is None or answer is None or names == {"prompt": "prompt"}:
+        return ""
+    wanted = {old: new for old, new in names.items() if old != new}
+    pairs = ", ".join(f'"{old}": "{new}"' for old, new in wanted.items())
+    return f"; {prompt} and {answer} look like them: rename_columns({{{pairs}}}) of datasets"
+
+
+def joined(content: object) -> str:
+    """A content as one text: templates of models of text print lists.
+
+    Raises:
+        DataError: A part is no text.
+    """
+    if isinstance(content, str):
+        return content
+    parts = [
+        each.get("text") if isinstance(each, Mapping) else each
+        for each in cast("Sequence[object]", content)
+    ]
+    if not all(isinstance(part, str) for part in parts):
+        raise DataError("a message has a part that is no text: leave it out")
+    return "".join(map(str, parts))
+
+
+def with_texts(messages: Sequence[Message]) -> list[Message]:
+    """Messages with contents as texts; see `joined`."""
+    return [{**message, "content": joined(message["content"])} for message in messages]
+
+
+def with_objects(message: Message) -> Message:
+    """A message whose calls have their arguments as objects, as most chat templates take them.
+
+    Raises:
+        ValueError: They are no JSON.
+    """
+    found = []
+    for call in cast("Sequence[Message]", message.get(CALLS) or ()):
+        function = dict(cast("Message", call["function"]))
+        try:
+            function["arguments"] = json.loads(str(function["arguments"]))
+        except RecursionError as error:
+            raise ValueError("the arguments are nested too deep") from error
+        found.append({**call, "function": function})
+    return {**message, CALLS: found} if found else message
+
+
+def _message(message: object, place: str) -> tuple[Message, bool]:
+    """A message in OpenAI's form, and whether it may be trained."""
+    given = message if isinstance(message, Mapping) else {}
+    # Parquet fills absent fields with null.
+    found = {str(name): value for name, value in given.items() if not _is_absent(value)}
+    is_spoken = "from" in found and "role" not in found
+    if is_spoken:
+        found = {"role": found.pop("from"), "content": found.pop("value", None), **found}
+        if found["role"] not in SPEAKERS:
+            raise DataError(
+                f"{place} must be an object with from ({', '.join(SPEAKERS)}) and a text as "
+                f"value: got {str(given)[:80]!r}"
+            )
+    speaker = found.get("role")
+    if isinstance(speaker, str):
+        found["role"] = SPEAKERS.get(speaker, speaker)
+        _take_calls(found, speaker, place)
+        _take_reasoning(found)
+    says_more = CALLS in found or REASONING in found
+    content = found.get("content")
+    found["content"] = "" if content is None and says_more else _content(content)
+    if not isinstance(speaker, str) or found["content"] is None:
+        raise DataError(
+            f"{place} must be an object with role and content, a text or parts: got "
+            f"{str(given)[:80]!r}"
+        )
+    return found, _take_marks(found, place)
+
+
+def _content(content: object) -> object:
+    """A text, or parts without the nulls of Parquet; None is neither."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        return None
+    return [
+        {name: value for name, value in part.items() if value is not None}
+        if isinstance(part, Mapping)
+        else part
+        for part in content
+    ]
+
+
+def _take_calls(found: Message, speaker: str, place: str) -> None:
+    """Puts the calls of a message under `tool_calls`, whatever form they have."""
+    calls: object = found.pop(CALLS, None)
+    if speaker in _CALLERS:
+        calls, found["content"] = found.get("content"), ""
+    elif "function_call" in found:
+        calls = [found.pop("function_call")]
+    if calls is None:
+        return
+    try:
+        calls = json.loads(calls) if isinstance(calls, str) else calls
+        calls = [calls] if isinstance(calls, Mapping) else calls
+        if not isinstance(calls, list | tuple):
+            raise ValueError("expected a list of objects")
+        if calls:
+            found[CALLS] = [_call(each) for each in calls]
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{place} has calls that cannot be read ({error}): expected name, and arguments as an "
+            f"object or as JSON: got {str(calls)[:80]!r}"
+        ) from error
+
+
+def _call(call: object) -> Message:
+    """A call with its arguments as JSON; a ValueError says what is wrong."""
+    rest = {name: value for name, value in _mapping(call).items() if value is not None}
+    function = rest.pop("function", None)
+    if function is None:  # name and arguments stand in the call itself
+        function = {name: rest.pop(name, None) for name in ("name", "arguments")}
+        rest = {**rest, "type": "function"}
+    own = dict(_mapping(function))
+    if not isinstance(own.get("name"), str):
+        raise ValueError("a call has no name")
+    arguments = own.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    value = json.loads(text) if text.strip() else None
+    if value is None:
+        text, value = "{}", {}
+    _mapping(value)
+    return {**rest, "function": {**own, "arguments": text}}
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{str(value)[:40]!r} is no object")
+    return value
+
+
+def _take_reasoning(found: Message) -> None:
+    """Puts thinking beside the content under one name."""
+    for name in REASONING_KEYS:
+        if isinstance(found.get(name), str):
+            text = found.pop(name)
+            if text:
+                found.setdefault(REASONING, text)
+
+
+def _take_marks(found: Message, place: str) -> bool:
+    """Takes the marks of training out of a message; whether it may be trained."""
+    is_trained = True
+    for name in _MARKS:
+        if name not in found:
+            continue
+        value = found.pop(name)
+        if value not in (0, 1):
+            raise DataError(f"{place}: {name} must be 0 or 1: got {str(value)[:40]!r}")
+        if value and found["role"] != ASSISTANT:
+            raise DataError(
+                f"{place}: {name} is {value}, and only an assistant's turns are trained: leave it "
+                "out, or give --train_on all for all messages"
+            )
+        is_trained = is_trained and bool(value)
+    return is_trained
+
+
+def _is_absent(value: object) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+@dataclass(slots=True)
+class ReadRecord:
+    """Columns and keys of messages of some rows that nothing reads.
+
+    Args:
+        columns: Names of all columns, in their order.
+        read: Names that were read.
+        keys: Keys of messages that the chat template does not write.
+    """
+
+    columns: dict[str, None] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
+    keys: dict[str, None] = field(default_factory=dict)
+
+    def watch(self, row: Row) -> Row:
+        """The row; what is read of its columns is noted."""
+        self.columns |= dict.fromkeys(row.columns)
+        return replace(row, columns=WatchedColumns(row.columns, self))
+
+    def watch_item(self, item: Row | DataError) -> Row | DataError:
+        """The same of what may be the error of a malformed row."""
+        return self.watch(item) if isinstance(item, Row) else item
+
+    def line(self, among: Container[str] | None = None) -> str:
+        """Names what was not read, in a few words; "" where all was.
+
+        Args:
+            among: Columns that count; None counts all.
+        """
+        columns = [
+            name
+            for name in self.columns
+            if name not in self.read and (among is None or name in among)
+        ]
+        parts = []
+        where = "columns" if among is None else "columns that are in no prompt:"
+        for what, names in ((where, columns), ("keys of messages", [*self.keys])):
+            if names:
+                more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+                parts.append(f"{what} {', '.join(names[:_MAX_NAMES])}{more}")
+        return f"not read: {'; '.join(parts)}" if parts else ""
+
+    def added_to(self, summary: str, path: str) -> str:
+        """A summary of rows with a line on what was not read of them."""
+        line = self.line()
+        return f"{summary}\n{path}: {line}" if line else summary
+
+
+_MAX_NAMES = 12
+
+
+class WatchedColumns(Mapping[str, object]):
+    """Columns of a row that note which of them are read; to look through all of them notes none.
+
+    Args:
+        columns: Columns of a row.
+        record: Notes them.
+    """
+
+    def __init__(self, columns: Mapping[str, object], record: ReadRecord) -> None:
+        self._columns, self.record = columns, record
+
+    def __getitem__(self, name: str) -> object:
+        self.record.read.add(name)
+        return self._columns[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def items(self) -> ItemsView[str, object]:
+        """Names and values, unnoted."""
+        return self._columns.items()
+
+    def values(self) -> ValuesView[object]:
+        """Values, unnoted."""
+        return self._columns.values()
+
+
+def like(columns: Mapping[str, object], others: Mapping[str, object]) -> Mapping[str, object]:
+    """Columns whose reading is noted where that of others is."""
+    return WatchedColumns(columns, others.record) if isinstance(others, WatchedColumns) else columns
+
+
+def note_unread_keys(columns: Mapping[str, object], keys: Sequence[str]) -> None:
+    """Notes keys of messages that the chat template does not write."""
+    if keys and isinstance(columns, WatchedColumns):
+        columns.record.keys |= dict.fromkeys(keys)

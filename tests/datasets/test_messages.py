@@ -1,0 +1,462 @@
+"""Messages of rows: every form becomes the same ids, and nothing in them is dropped unsaid."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tests.datasets import chat_families
+from tokenizers.pre_tokenizers import ByteLevel
+
+from lightrft.config import TrainConfig
+from lightrft.datasets import DataError, load_prompts
+from lightrft.datasets.chat_turns import ChatTurns
+from lightrft.datasets.files import read_rows
+from lightrft.datasets.messages import Conversation, read_messages
+from lightrft.datasets.preference_rows import load_preferences
+from lightrft.datasets.render import found_keys
+from lightrft.datasets.supervised_rows import load_supervised
+
+CHATML = """\
+{%- if tools %}{{- '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}\
+{%- if m.reasoning_content %}{{- '<think>' + m.reasoning_content + '</think>' }}{%- endif %}\
+{{- m.content }}{%- for k in m.tool_calls or [] %}\
+{{- '<call>' + ({'name': k.function.name, 'arguments': k.function.arguments} | tojson) }}\
+{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+# Writes roles and contents alone.
+BARE = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}\
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+ASK = {"role": "user", "content": "Paris?"}
+SAID = {"role": "assistant", "content": "20 degrees."}
+RESULT = {"role": "tool", "content": "20"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+
+
+def tokenizer_of(template=CHATML):
+    pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=True)
+    ends = (None, "<|im_end|>")
+    return chat_families.tokenizer_of(
+        template, ends, ("<|im_start|>", "<|im_end|>"), pre_tokenizer=pre_tokenizer
+    )
+
+
+def calling(arguments, **more):
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call], **more}
+
+
+def written(folder, rows):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def trained(folder, row, *, template=CHATML, **options):
+    """The text of a row of `sft` with what is trained between >> and <<."""
+    from lightrft.stages.supervised.supervised_inputs import marked_text
+
+    tokenizer = tokenizer_of(template)
+    data = load_supervised(
+        written(folder, [row]), tokenizer, TrainConfig(**options), max_samples=9, split="train"
+    )
+    return "".join(marked_text(each, tokenizer) for each in data.rows)
+
+
+def prompted(folder, row, *, template=CHATML, **options):
+    """The text of a prompt of `train`."""
+    config = TrainConfig(**{"apply_chat_template": True, "prompt_max_len": 4000} | options)
+    (prompt,) = load_prompts(written(folder, [row]), tokenizer_of(template), config)
+    return prompt.text
+
+
+def preferred(folder, row, *, template=CHATML):
+    """The text of the chosen answer of `prefer` with its prompt."""
+    tokenizer = tokenizer_of(template)
+    data = load_preferences(
+        written(folder, [row]), tokenizer, TrainConfig(), max_samples=9, split="train"
+    )
+    return tokenizer.decode(data.rows[0].rows[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"city": "Paris"}, '{"city": "Paris"}'],
+)
+def test_arguments_as_text_or_object_are_written_once_in_every_stage(tmp_path, arguments):
+    talk = [ASK, calling(arguments), RESULT]
+    call = '<call>{"name": "weather", "arguments": {"city": "Paris"}}'
+    assert f">>{call}<|im_end|><<" in trained(tmp_path, {"messages": talk[:2]})
+    assert call in prompted(tmp_path, {"input": talk})
+    pair = {"prompt": talk, "chosen": [SAID], "rejected": [{**SAID, "content": "no"}]}
+    assert call in preferred(tmp_path, pair)
+
+
+@pytest.mark.parametrize("arguments", [None, "null", "", "{}", {}])
+def test_a_call_without_arguments_has_an_empty_object(tmp_path, arguments):
+    shown = trained(tmp_path, {"messages": [ASK, calling(arguments)]})
+    assert '<call>{"name": "weather", "arguments": {}}' in shown
+
+
+def test_a_template_that_takes_arguments_as_json_gets_them_so(tmp_path):
+    """One that joins texts refuses an object, one that prints it would write Python."""
+    for way in ("'<call>' + k.function.arguments", "'<call>' ~ k.function.arguments"):
+        head = CHATML.partition("{{- '<call>'")
+        template = f"{head[0]}{{{{- {way} }}}}{head[2].partition('}}')[2].partition('}}')[2]}"
+        template = CHATML.replace(
+            "'<call>' + ({'name': k.function.name, 'arguments': k.function.arguments} | tojson)",
+            way,
+        )
+        shown = trained(tmp_path, {"messages": [ASK, calling({"a": "b"})]}, template=template)
+        assert '>><call>{"a": "b"}<|im_end|><<' in shown
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", 5])
+def test_arguments_that_are_no_object_are_refused(tmp_path, arguments):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: message 2 of .*calls that cannot be read"):
+        trained(tmp_path, {"messages": [ASK, calling(arguments)]})
+
+
+def test_other_forms_of_calls_are_the_same_turn(tmp_path):
+    value = json.dumps({"name": "weather", "arguments": {"a": 1}})
+    said = {"name": "weather", "arguments": '{"a": 1}'}
+    forms = [
+        [ASK, calling('{"a": 1}')],
+        [ASK, {"role": "assistant", "content": None, "function_call": said}],
+        [ASK, {"role": "assistant", "content": None, "tool_calls": [said]}],
+        [ASK, {"role": "assistant", "content": None, "tool_calls": json.dumps([said])}],
+        [{"from": "human", "value": "Paris?"}, {"from": "function_call", "value": value}],
+        [ASK, {"role": "tool_call", "content": value}],
+    ]
+    shown = {trained(tmp_path, {"messages": form}) for form in forms}
+    assert len(shown) == 1
+    results = [
+        [*forms[0], RESULT, SAID],
+        [
+            *forms[4],
+            {"from": "observation", "value": "20"},
+            {"from": "gpt", "value": "20 degrees."},
+        ],
+        [*forms[1], {"role": "function", "content": "20"}, SAID],
+        [*forms[5], {"role": "tool_response", "content": "20"}, SAID],
+    ]
+    assert len({trained(tmp_path, {"messages": form}) for form in results}) == 1
+
+
+def parquet(folder, rows):
+    import pyarrow
+    from pyarrow import parquet
+
+    path = folder / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def padded_rows():
+    """Rows whose messages, arguments and tools have other keys, so that Parquet pads them."""
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {"city": "text"}}},
+        {"type": "function", "function": {"name": "g", "parameters": {"x": 1, "y": 2}}},
+    ]
+    talk = [ASK, calling({"city": "Paris"}), {**RESULT, "name": "f"}, SAID]
+    other = [ASK, calling({"x": 1, "y": 2}), RESULT, SAID]
+    return [{"messages": talk, "tools": tools}, {"messages": other, "tools": tools}]
+
+
+def test_nulls_of_arrow_are_in_no_stage(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = padded_rows()
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    paths = [written(tmp_path, rows), parquet(tmp_path, rows), str(tmp_path / "saved")]
+    tokenizer = tokenizer_of()
+    config = TrainConfig(max_row_tokens=4000)
+    found = [
+        [
+            tokenizer.decode(row.token_ids)
+            for row in load_supervised(path, tokenizer, config, max_samples=9, split="train").rows
+        ]
+        for path in paths
+    ]
+    assert found[0] == found[1] == found[2]
+    assert "null" not in str(found)
+    config = TrainConfig(input_key="messages", apply_chat_template=True, prompt_max_len=4000)
+    asked = [{**row, "messages": row["messages"][:3]} for row in rows]
+    texts = [
+        [prompt.text for prompt in load_prompts(path, tokenizer, config)]
+        for path in (written(tmp_path, asked), parquet(tmp_path, asked))
+    ]
+    assert texts[0] == texts[1]
+    assert "null" not in str(texts)
+
+
+def test_a_template_that_asks_for_keys_sees_none_that_are_null(tmp_path):
+    template = "{% for m in messages %}{% if 'tool_calls' in m %}CALLS{% endif %}{{ m.content }}"
+    rows = [
+        {"input": [ASK, calling("{}"), RESULT]},
+        {"input": [{"role": "user", "content": "Say 1."}]},
+    ]
+    config = TrainConfig(apply_chat_template=True)
+    tokenizer = tokenizer_of(template + "{{ m.tool_calls | string }}{% endfor %}")
+    tokenizer.chat_template = (
+        template + "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{% endfor %}"
+    )
+    prompts = load_prompts(parquet(tmp_path, rows), tokenizer, config)
+    assert prompts[1].text == "Say 1."
+
+
+@pytest.mark.parametrize("mark", ["weight", "train", "trainable", "loss"])
+@pytest.mark.parametrize("value", [0, False, 0.0])
+def test_turns_that_the_row_excludes_are_context(tmp_path, mark, value):
+    bad = {"role": "assistant", "content": "bad", mark: value}
+    good = {"role": "assistant", "content": "good", mark: not value}
+    shown = trained(tmp_path, {"messages": [ASK, bad, ASK, good]})
+    assert "\nbad<|im_end|>" in shown
+    assert shown.endswith(">>good<|im_end|><<")
+    spoken = [
+        {"from": "human", "value": "Paris?"},
+        {"from": "gpt", "value": "bad", mark: value},
+        {"from": "human", "value": "Paris?"},
+        {"from": "gpt", "value": "good"},
+    ]
+    assert trained(tmp_path, {"conversations": spoken}) == shown
+
+
+def test_marks_that_cannot_be_followed_are_refused(tmp_path):
+    bad = {"role": "assistant", "content": "bad", "weight": 0}
+    for talk, options, said in (
+        ([ASK, bad], {}, "message 2 is marked untrained, and no other is left"),
+        ([ASK, SAID, ASK, bad], {"train_on": "last_assistant"}, "message 4 is marked untrained"),
+        ([ASK, bad, ASK, SAID], {"train_on": "all"}, "message 2 is marked untrained, and train_on"),
+        ([ASK, {**bad, "weight": 0.5}], {}, "message 2 of .*: weight must be 0 or 1: got '0.5'"),
+        ([{**ASK, "train": True}, SAID], {}, "message 1 of .*: train is True, and only an assist"),
+    ):
+        with pytest.raises(DataError, match=f"rows.jsonl:1: {said}"):
+            trained(tmp_path, {"messages": talk}, **options)
+
+
+def test_a_system_column_stands_before_the_messages_in_every_stage(tmp_path):
+    spoken = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    begin = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na<|im_end|>"
+    system = {"system": "Be brief."}
+    assert trained(tmp_path, {**system, "conversations": spoken}).startswith(begin)
+    texts = {**system, "prompt": "a", "completion": "b"}
+    assert trained(tmp_path, texts, apply_chat_template=True).startswith(begin)
+    assert prompted(tmp_path, {**system, "input": spoken[:1]}).startswith(begin)
+    assert prompted(tmp_path, {**system, "input": "a"}).startswith(begin)
+    user, better, worse = (
+        {"role": r, "content": c}
+        for r, c in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
+    )
+    implicit = {**system, "chosen": [user, better], "rejected": [user, worse]}
+    given = {**system, "prompt": [user], "chosen": [better], "rejected": [worse]}
+    assert preferred(tmp_path, implicit).startswith(begin)
+    assert preferred(tmp_path, given) == preferred(tmp_path, implicit)
+    twice = {**system, "messages": [{"role": "system", "content": "Be long."}, ASK, SAID]}
+    with pytest.raises(DataError, match="rows.jsonl:1: the row has a system message and a column"):
+        trained(tmp_path, twice)
+    with pytest.raises(DataError, match="rows.jsonl:1: the row has a system message and --system"):
+        prompted(tmp_path, {**system, "input": "a"}, system_prompt="Be long.")
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"]]])
+def test_a_tools_column_is_shown_in_every_stage(tmp_path, tools):
+    shown = '"name": "weather"'
+    pair = {"prompt": [ASK], "chosen": [SAID], "rejected": [{**SAID, "content": "no"}]}
+    texts = [
+        trained(tmp_path, {"messages": [ASK, SAID], "tools": tools}),
+        prompted(tmp_path, {"input": [ASK], "tools": tools}),
+        prompted(tmp_path, {"input": "Paris?", "tools": tools}),
+        preferred(tmp_path, {**pair, "tools": tools}),
+    ]
+    assert all(text.startswith("<|im_start|>tools") and shown in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": [ASK, calling({"city": "Paris"}), RESULT, SAID]}, "drops the calls of tools"),
+        (
+            {
+                "messages": [
+                    ASK,
+                    {
+                        "role": "assistant",
+                        "content": "",
+                        "function_call": {"name": "f", "arguments": "{}"},
+                    },
+                ]
+            },
+            "drops the calls of tools",
+        ),
+        ({"messages": [ASK, {**SAID, "reasoning_content": "hm"}]}, "drops the thinking beside"),
+        ({"messages": [ASK, {**SAID, "thinking": "hm"}]}, "drops the thinking beside"),
+        ({"messages": [ASK, SAID], "tools": [TOOL]}, "does not show tools"),
+    ],
+)
+def test_what_the_template_drops_and_changes_the_meaning_is_refused(tmp_path, row, said):
+    with pytest.raises(DataError, match=f"rows.jsonl:1: the chat template {said}.*--chat_template"):
+        trained(tmp_path, row, template=BARE)
+    row = {**row, "messages": [*row["messages"], ASK]}
+    with pytest.raises(DataError, match=f"rows.jsonl:1: the chat template {said}.*--chat_template"):
+        prompted(tmp_path, row, template=BARE, input_key="messages")
+
+
+def test_a_role_that_the_template_drops_is_refused(tmp_path):
+    template = BARE.replace("messages %}", "messages if m.role != 'system' %}", 1)
+    talk = [{"role": "system", "content": "Be brief."}, ASK, SAID]
+    with pytest.raises(DataError, match="drops messages of role system"):
+        trained(tmp_path, {"messages": talk}, template=template)
+
+
+def test_thinking_is_given_under_the_name_that_the_template_reads(tmp_path):
+    template = CHATML.replace("reasoning_content", "thinking")
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        row = {"messages": [ASK, {**SAID, name: "hm"}]}
+        for text in (trained(tmp_path, row), trained(tmp_path, row, template=template)):
+            assert ">><think>hm</think>20 degrees.<|im_end|><<" in text
+
+
+def test_unread_columns_and_keys_are_named_once(tmp_path):
+    row = {"messages": [{**ASK, "name": "me"}, SAID], "source": "web", "text": "x"}
+    path = written(tmp_path, [row, row])
+    data = load_supervised(path, tokenizer_of(), TrainConfig(), max_samples=9, split="train")
+    assert data.summary.endswith(f"\n{path}: not read: columns source, text; keys of messages name")
+    plain = load_supervised(
+        written(tmp_path, [{"messages": [ASK, SAID]}]),
+        tokenizer_of(),
+        TrainConfig(),
+        max_samples=9,
+        split="train",
+    )
+    assert "not read" not in plain.summary
+    path = written(tmp_path, [{"input": "one", "system": "Be brief.", "level": 1}])
+    report = load_prompts(path, tokenizer_of(), TrainConfig()).report
+    assert report.summary().endswith("not read: columns that are in no prompt: system")
+
+
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_an_empty_trained_turn_is_refused(tmp_path, content):
+    empty = {"role": "assistant", "content": content}
+    with pytest.raises(DataError, match="rows.jsonl:1: message 2 is empty.*end at once"):
+        trained(tmp_path, {"messages": [ASK, empty, ASK, SAID]})
+    assert trained(tmp_path, {"messages": [ASK, {**empty, "weight": 0}, ASK, SAID]})
+
+
+def test_a_prompt_that_ends_with_an_answer_is_refused_in_every_stage(tmp_path):
+    begun = [ASK, {"role": "assistant", "content": "It is"}]
+    said = "rows.jsonl:1: the prompt ends with the assistant's message 'It is', .*lightrft sft"
+    with pytest.raises(DataError, match=said):
+        prompted(tmp_path, {"input": begun})
+    with pytest.raises(DataError, match=said.replace(":1:", ":1, chosen:")):
+        pair = {"prompt": begun, "chosen": [SAID], "rejected": [{**SAID, "content": "no"}]}
+        preferred(tmp_path, pair)
+    with pytest.raises(DataError, match=said):
+        row = {"prompt": begun, "completion": [SAID]}
+        trained(tmp_path, row, apply_chat_template=True)
+
+
+def test_prompt_and_completion_may_be_messages(tmp_path):
+    row = {"prompt": [ASK], "completion": [SAID, ASK, SAID]}
+    expected = trained(tmp_path, {"messages": [ASK, SAID, ASK, SAID]})
+    assert trained(tmp_path, row, apply_chat_template=True) == expected
+
+
+def test_parts_that_are_texts_are_one_text_in_every_stage(tmp_path):
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1?"}]
+    talk = [{"role": "user", "content": parts}]
+    assert "user\nWhat is 1?<|im_end|>" in trained(tmp_path, {"messages": [*talk, SAID]})
+    assert "user\nWhat is 1?<|im_end|>" in prompted(tmp_path, {"input": talk})
+    pair = {"prompt": talk, "chosen": [SAID], "rejected": [{**SAID, "content": "no"}]}
+    assert "user\nWhat is 1?<|im_end|>" in preferred(tmp_path, pair)
+
+
+def test_alpaca_is_read_as_turns(tmp_path):
+    row = {"instruction": "Translate.", "input": "Hello", "output": "Bonjour"}
+    shown = trained(tmp_path, row)
+    assert "user\nTranslate.\n\nHello<|im_end|>" in shown
+    assert shown.endswith(">>Bonjour<|im_end|><<")
+    before = trained(tmp_path, {**row, "input": "", "history": [["a", "b"]]})
+    assert "user\na<|im_end|>" in before
+    assert "user\nTranslate.<|im_end|>" in before
+    assert found_keys(row, TrainConfig()) == {"input_key": "instruction"}
+    text = prompted(tmp_path, row, input_key="instruction")
+    assert "user\nTranslate.\n\nHello<|im_end|>" in text
+    with pytest.raises(DataError, match="rows.jsonl:1: .*Alpaca.*set --input_key instruction"):
+        prompted(tmp_path, row)
+
+
+def test_other_layouts_are_named_with_what_to_type(tmp_path):
+    for prompt, answer in (("query", "response"), ("question", "answer")):
+        said = f'rename_columns\\({{"{prompt}": "prompt", "{answer}": "completion"}}\\)'
+        with pytest.raises(DataError, match=f"rows.jsonl:1: expected .*{said}"):
+            trained(tmp_path, {prompt: "a", answer: "b"})
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "found"),
+    [
+        ({"prompt": "a"}, {}, {"input_key": "prompt"}),
+        ({"question": "a", "answer": "b"}, {}, {"input_key": "question"}),
+        ({"messages": [ASK]}, {}, {"input_key": "messages", "apply_chat_template": True}),
+        ({"prompt": [ASK]}, {"apply_chat_template": True}, {"input_key": "prompt"}),
+        ({"input": "a", "prompt": "b"}, {}, {}),
+        ({"question": "a", "prompt": "b"}, {}, {}),
+        ({"prompt": "a"}, {"input_key": "text"}, {}),
+        ({"other": "a"}, {}, {}),
+    ],
+)
+def test_the_column_of_prompts_is_found_where_one_alone_may_be_meant(columns, options, found):
+    assert found_keys(columns, TrainConfig(**options)) == found
+
+
+def test_nan_is_no_label_and_whole_numbers_stay_whole(tmp_path):
+    import pyarrow
+    from pyarrow import parquet as files
+
+    path = tmp_path / "labels.parquet"
+    labels = [1.0, float("nan"), 3.0, 4.0]
+    rows = {"input": ["a", "b", "c", "d"], "label": labels, "share": [0.5, None, 1.0, 2.0]}
+    files.write_table(pyarrow.table(rows), path)
+    data = load_prompts(path, tokenizer_of(), TrainConfig())
+    assert [prompt.label for prompt in data] == ["1", None, "3", "4"]
+    assert data.report.num_without_label == 1
+    assert data[2].columns == {"share": 1.0}
+    lines = tmp_path / "labels.jsonl"
+    lines.write_text('{"input": "a", "label": NaN}\n{"input": "b", "label": 1.5}\n')
+    assert [prompt.label for prompt in load_prompts(lines, tokenizer_of())] == [None, "1.5"]
+    assert [row.columns["label"] for row in read_rows(lines)] == [None, 1.5]
+
+
+def test_nan_of_pandas_is_absent_in_rows_of_memory(tmp_path):
+    from lightrft.trainer.given_inputs import GivenRows
+
+    rows = [{"input": "a", "label": float("nan")}, {"input": "b", "label": np.float64("nan")}]
+    given = GivenRows.of(rows, "prompt", tmp_path)
+    assert [json.loads(line)["label"] for line in given.lines.splitlines()] == [None, None]
+
+
+def test_a_block_of_thinking_that_the_prompt_opens_is_context():
+    """The prompt holds the first mark of the empty block that the answer is rendered with."""
+    template = BARE.replace(
+        "m.content +", "('<think></think>' if m.role == 'assistant' else '') + m.content +"
+    )
+    template = template.replace("assistant\\n' }}{%- endif", "assistant\\n<think>' }}{%- endif")
+    tokenizer = tokenizer_of(template)
+    (turn,) = ChatTurns(tokenizer).turns(Conversation((ASK, SAID)))
+    assert tokenizer.decode(turn.token_ids[turn.start :]) == "20 degrees.<|im_end|>"
+
+
+def test_a_parser_is_chosen_for_a_tokenizer_with_several_templates():
+    from lightrft.rollout.environments.calls import choose_parser
+
+    one, several = tokenizer_of(chat_families.chatml()), tokenizer_of()
+    several.chat_template = {"default": BARE, "tool_use": chat_families.chatml()}
+    assert choose_parser("auto", several, ()) is choose_parser("auto", one, ())
+
+
+def test_read_messages_names_what_is_wrong():
+    with pytest.raises(DataError, match="column 'messages' must hold a list of messages: got str"):
+        read_messages({"messages": "hello"}, "messages")
