@@ -104,8 +104,6 @@ def test_a_call_without_arguments_has_an_empty_object(tmp_path, arguments):
 def test_a_template_that_takes_arguments_as_json_gets_them_so(tmp_path):
     """One that joins texts refuses an object, one that prints it would write Python."""
     for way in ("'<call>' + k.function.arguments", "'<call>' ~ k.function.arguments"):
-        head = CHATML.partition("{{- '<call>'")
-        template = f"{head[0]}{{{{- {way} }}}}{head[2].partition('}}')[2].partition('}}')[2]}"
         template = CHATML.replace(
             "'<call>' + ({'name': k.function.name, 'arguments': k.function.arguments} | tojson)",
             way,
@@ -246,18 +244,16 @@ def test_a_system_column_stands_before_the_messages_in_every_stage(tmp_path):
     assert trained(tmp_path, texts, apply_chat_template=True).startswith(begin)
     assert prompted(tmp_path, {**system, "input": spoken[:1]}).startswith(begin)
     assert prompted(tmp_path, {**system, "input": "a"}).startswith(begin)
-    user, better, worse = (
-        {"role": r, "content": c}
-        for r, c in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
-    )
+    user = {"role": "user", "content": "a"}
+    better, worse = ({"role": "assistant", "content": text} for text in "bc")
     implicit = {**system, "chosen": [user, better], "rejected": [user, worse]}
     given = {**system, "prompt": [user], "chosen": [better], "rejected": [worse]}
     assert preferred(tmp_path, implicit).startswith(begin)
     assert preferred(tmp_path, given) == preferred(tmp_path, implicit)
     twice = {**system, "messages": [{"role": "system", "content": "Be long."}, ASK, SAID]}
-    with pytest.raises(DataError, match="rows.jsonl:1: the row has a system message and a column"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the row has a system message and a column"):
         trained(tmp_path, twice)
-    with pytest.raises(DataError, match="rows.jsonl:1: the row has a system message and --system"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the row has a system message and --system"):
         prompted(tmp_path, {**system, "input": "a"}, system_prompt="Be long.")
 
 
@@ -340,7 +336,7 @@ def test_unread_columns_and_keys_are_named_once(tmp_path):
 @pytest.mark.parametrize("content", ["", " \n"])
 def test_an_empty_trained_turn_is_refused(tmp_path, content):
     empty = {"role": "assistant", "content": content}
-    with pytest.raises(DataError, match="rows.jsonl:1: message 2 is empty.*end at once"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: message 2 is empty.*end at once"):
         trained(tmp_path, {"messages": [ASK, empty, ASK, SAID]})
     assert trained(tmp_path, {"messages": [ASK, {**empty, "weight": 0}, ASK, SAID]})
 
@@ -384,7 +380,7 @@ def test_alpaca_is_read_as_turns(tmp_path):
     assert found_keys(row, TrainConfig()) == {"input_key": "instruction"}
     text = prompted(tmp_path, row, input_key="instruction")
     assert "user\nTranslate.\n\nHello<|im_end|>" in text
-    with pytest.raises(DataError, match="rows.jsonl:1: .*Alpaca.*set --input_key instruction"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: .*Alpaca.*set --input_key instruction"):
         prompted(tmp_path, row)
 
 
@@ -440,9 +436,8 @@ def test_nan_of_pandas_is_absent_in_rows_of_memory(tmp_path):
 
 def test_a_block_of_thinking_that_the_prompt_opens_is_context():
     """The prompt holds the first mark of the empty block that the answer is rendered with."""
-    template = BARE.replace(
-        "m.content +", "('<think></think>' if m.role == 'assistant' else '') + m.content +"
-    )
+    block = "('<think></think>' if m.role == 'assistant' else '') + m.content +"
+    template = BARE.replace("m.content +", block)
     template = template.replace("assistant\\n' }}{%- endif", "assistant\\n<think>' }}{%- endif")
     tokenizer = tokenizer_of(template)
     (turn,) = ChatTurns(tokenizer).turns(Conversation((ASK, SAID)))
