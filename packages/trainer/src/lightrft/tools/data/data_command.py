@@ -351,7 +351,10 @@ def require_bounded(row: Row, rendering: Callable[[], object]) -> None:
         try:
             rendering()
         except DataError as error:  # said later, of the row
-            return not isinstance(error.__cause__, MemoryError)
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, MemoryError):
+                cause = cause.__cause__
+            return cause is None
         return True
 
     fork = Fork(attempt)
