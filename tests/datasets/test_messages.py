@@ -419,7 +419,7 @@ def test_nan_is_no_label_and_whole_numbers_stay_whole(tmp_path):
     data = load_prompts(path, tokenizer_of(), TrainConfig())
     assert [prompt.label for prompt in data] == ["1", None, "3", "4"]
     assert data.report.num_without_label == 1
-    assert data[2].columns == {"share": 1.0}
+    assert data[2].columns["share"] == 1.0
     lines = tmp_path / "labels.jsonl"
     lines.write_text('{"input": "a", "label": NaN}\n{"input": "b", "label": 1.5}\n')
     assert [prompt.label for prompt in load_prompts(lines, tokenizer_of())] == [None, "1.5"]

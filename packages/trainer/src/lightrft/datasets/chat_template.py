@@ -30,8 +30,6 @@ _REMEDY = "give a template that writes them (--chat_template FILE), or leave the
 class Renderer(Protocol):
     """A tokenizer or processor with a chat template."""
 
-    def __hash__(self) -> int: ...
-
     @property
     def chat_template(self) -> object:
         """The template, or several by name."""
@@ -167,7 +165,7 @@ def _template_of(renderer: Renderer, template: str) -> ChatTemplate:
 
 def template_of(renderer: Renderer) -> ChatTemplate:
     """The chat template of a renderer, with what was found out about it."""
-    return _template_of(renderer, str(renderer.chat_template))
+    return _template_of(renderer, str(renderer.chat_template))  # type: ignore[arg-type]
 
 
 def in_either_form(apply: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
