@@ -248,7 +248,7 @@ class TextModality:
         media = Media() if config.text_only else column_media(row, config)
         _check_places(row, media, config)
         if config.text_only:
-            content = _as_texts(row, _without_parts(content))
+            return MediaRow(_as_texts(row, _without_parts(content)), media)
         return MediaRow(content, media)
 
     def renders(self, media: Media) -> bool:
