@@ -65,3 +65,27 @@ def test_what_is_read_otherwise_is_said(write):
         .report.summary()
         .partition(":")[2]
     )
+
+
+def with_spaces_before_words():
+    """A tokenizer whose words hold the space before them, so that an answer may take one along."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "</s>", "say", " ", " a", "1", "b"]
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[a-z]+| |1"), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>")
+
+
+def test_the_key_of_a_prompt_does_not_depend_on_its_answer(write):
+    prompts = ("say ", "say ", "say")
+    answers = ("a", "1", "b")
+    rows = [{"prompt": p, "completion": a} for p, a in zip(prompts, answers, strict=True)]
+    path = write("rows.jsonl", rows)
+    tokenizer = with_spaces_before_words()
+    first, same, other = load_supervised(
+        str(path), tokenizer, TrainConfig(), max_samples=3, split="train"
+    ).rows
+    assert first.prompt_ids.tolist() != same.prompt_ids.tolist()
+    assert first.prompt_key == same.prompt_key != other.prompt_key

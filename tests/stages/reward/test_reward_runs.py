@@ -117,7 +117,7 @@ def test_doubtful_data_are_named(tmp_path, model, capsys):
     run(model, rows, tmp_path / "run", train_batch_size=10, max_epochs=1, eval_data=rows)
     said = capsys.readouterr().out
     assert "4 pairs stand in the data with the other answer chosen, too" in said
-    assert "10 held-out rows are among those that are trained on" in said
+    assert "the prompts of 10 of 10 held-out judgements are trained on, too" in said
 
 
 def test_padding_that_ends_texts_is_not_taken_for_padding(tmp_path, model, rows):

@@ -14,7 +14,7 @@ from lightrft.datasets.chat_turns import end_of_turn
 from lightrft.datasets.files import Row
 from lightrft.datasets.judged_rows import JudgementKind
 from lightrft.datasets.row_media import RowMediaReader
-from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.supervised_rows import SupervisedRow, hash_of
 from lightrft.datasets.text_ids import TextIds
 from lightrft.datasets.types import DataError
 
@@ -97,7 +97,8 @@ def _encoded(prompt: str, texts: Sequence[str], encode: TextIds) -> SupervisedRo
     lengths = (len(text) + len(SEPARATOR) for text in texts[:-1])
     for place in list(accumulate(lengths, initial=len(prompt)))[1:]:
         is_end[next(token for token, stop in enumerate(stops) if stop >= place)] = True
-    return SupervisedRow(np.array(token_ids, dtype=np.int32), is_end, remarks=whole.remarks)
+    ids = np.array(token_ids, dtype=np.int32)
+    return SupervisedRow(ids, is_end, remarks=whole.remarks, prompt=hash_of(prompt))
 
 
 def _describe(found: Sequence[LabelledSteps]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -75,6 +76,7 @@ class SupervisedRow:
         shown: Its images and videos; None without.
         teacher: Name of its teacher; "" where there is one alone, or none.
         remarks: What of its text was read otherwise than it stands.
+        prompt: Hash of the text before what is trained first; b"" of a row of ids.
     """
 
     token_ids: NDArray[np.int32]
@@ -82,6 +84,7 @@ class SupervisedRow:
     shown: ShownMedia | None = None
     teacher: str = ""
     remarks: tuple[str, ...] = ()
+    prompt: bytes = b""
 
     @property
     def media_digests(self) -> tuple[bytes, ...]:
@@ -93,6 +96,16 @@ class SupervisedRow:
     def key(self) -> tuple[bytes, ...]:
         """What tells it from other rows: its tokens, and its images and videos."""
         return self.token_ids.tobytes(), *self.media_digests
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """[tokens] before the first trained one, which may hold the end of a text before it."""
+        return self.token_ids[: int(self.is_trained.argmax())]
+
+    @property
+    def prompt_key(self) -> tuple[bytes, ...]:
+        """What tells its prompt from others, whatever follows: text or ids, images and videos."""
+        return self.prompt or self.prompt_ids.tobytes(), *self.media_digests
 
     @property
     def num_trained(self) -> int:
@@ -200,6 +213,11 @@ def _summary(encoder: RowEncoder, found: Sequence[SupervisedRow], num_split: int
     return "; ".join(filter(None, (text, remark_of(found))))
 
 
+def hash_of(prompt: str) -> bytes:
+    """Hash of a prompt's text; b"" of none."""
+    return hashlib.blake2b(prompt.encode(), digest_size=16).digest() if prompt else b""
+
+
 def remark_of(rows: Iterable[SupervisedRow]) -> str:
     """How many texts were read otherwise than they stand, in one line; "" without any."""
     return counted(remark for row in rows for remark in row.remarks)
@@ -230,12 +248,14 @@ class _Encoded:
         token_ids, is_trained: Of equal length.
         shown: Text that it begins with, and media, of which there may be none.
         remarks: See `SupervisedRow`.
+        prompt: Text before what is trained first; "" is that of `shown`.
     """
 
     token_ids: Sequence[int]
     is_trained: Sequence[bool]
     shown: ShownMedia = NOTHING_SHOWN
     remarks: tuple[str, ...] = ()
+    prompt: str = ""
 
 
 def _before(turn: Turn, messages: Sequence[Message], media: Media) -> ShownMedia:
@@ -347,7 +367,8 @@ class RowEncoder:
                 )
         ids = np.array(token_ids, dtype=np.int32)
         media = shown if shown.media else None
-        return SupervisedRow(ids, trained, media, remarks=encoded.remarks)
+        prompt = hash_of(encoded.prompt or encoded.shown.text)
+        return SupervisedRow(ids, trained, media, remarks=encoded.remarks, prompt=prompt)
 
     @cached_property
     def _texts(self) -> TextIds:
@@ -423,7 +444,8 @@ class RowEncoder:
             is_trained = np.zeros(len(whole), dtype=np.bool_)
             for turn in turns:
                 is_trained[turn.start : len(turn.token_ids)] = True
-            yield _Encoded(whole, is_trained.tolist(), _before(turns[-1], messages, media))
+            shown = _before(turns[-1], messages, media)
+            yield _Encoded(whole, is_trained.tolist(), shown, prompt=turns[0].prompt)
             return
         for turn in turns:
             own = [place >= turn.start for place in range(len(turn.token_ids))]

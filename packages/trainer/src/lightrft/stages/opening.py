@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,6 +107,25 @@ def rows_within_context(config: TrainConfig) -> TrainConfig:
 
 def _context_of(config: TrainConfig) -> int | None:
     return context_tokens(load_config(str(config.pretrain)))
+
+
+def shared_prompts(
+    trained: Iterable[Hashable], held_out: Sequence[Hashable], what: str = "rows"
+) -> list[str]:
+    """A line where prompts of an evaluation are trained on; none where all are its own.
+
+    Args:
+        trained: What tells the prompt of each trained row from others.
+        held_out: The same of the rows of the evaluation.
+        what: Name of the rows.
+    """
+    known = set(trained)
+    shared = sum(key in known for key in held_out)
+    line = (
+        f"warning: the prompts of {shared} of {len(held_out)} held-out {what} are trained on, too: "
+        "the evaluation says less about others"
+    )
+    return [line] * (shared > 0)
 
 
 def _check_shapes(

@@ -43,6 +43,7 @@ class DivergenceInputs:
         num_steps = planned_updates(data, config, strategy)
         strategy.print(data.summary)
         strategy.print(f"{num_steps} steps of {config.train_batch_size} rows")
+        self.rows.warn_of_shared(strategy)
         with phase("load the models", timedelta(minutes=config.timeout_minutes)):
             models = build_model(config, strategy, num_steps)
             teachers = load_teachers(config, strategy)

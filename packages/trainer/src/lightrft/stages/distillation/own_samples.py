@@ -65,7 +65,7 @@ class OwnSamples:
 
 def prompt_of(row: SupervisedRow) -> tuple[int, ...]:
     """The tokens before the first trained one."""
-    return tuple(row.token_ids[: int(row.is_trained.argmax())].tolist())
+    return tuple(row.prompt_ids.tolist())
 
 
 def with_completion(row: SupervisedRow, output: Sequence[int]) -> SupervisedRow:

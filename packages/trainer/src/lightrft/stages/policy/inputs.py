@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -32,7 +32,12 @@ from lightrft.reporting.trajectories import SampleLog, ShownSamples, TrajectoryL
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.types import RewardRecipes
 from lightrft.rollout.sampler import SingleTurns
-from lightrft.stages.opening import check_parts, opening_line, prompts_within_context
+from lightrft.stages.opening import (
+    check_parts,
+    opening_line,
+    prompts_within_context,
+    shared_prompts,
+)
 from lightrft.stages.policy.algorithm import algorithm_problems
 from lightrft.stages.policy.maker import SampleLogs
 from lightrft.stages.policy.models import build_models, decide_by_machine, read_model_facts
@@ -96,6 +101,9 @@ class PolicyInputs:
         for note in self.environments.notes:
             strategy.print(note)
         warn_without_end(self.tokenizer, config, strategy.print)
+        held_out = [_task_key(prompt) for prompt in self.eval_prompts]
+        for line in shared_prompts(map(_task_key, self.prompts.prompts), held_out, "prompts"):
+            strategy.print(line)
         strategy.print(f"{num_steps} steps of {config.rollout_batch_size} prompts")
         with phase("load the models", timedelta(minutes=config.timeout_minutes)):
             models, frozen = build_models(config, strategy, num_steps * config.steps_per_rollout)
@@ -211,6 +219,11 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
         recipes,
         teacher_rows,
     )
+
+
+def _task_key(prompt: Prompt) -> Hashable:
+    """What tells a prompt from others: of an episode its columns, too, which a reset reads."""
+    return prompt.key, hash(repr(prompt.row))
 
 
 def require_images(prompts: Iterable[Prompt]) -> None:

@@ -16,9 +16,10 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.preference_rows import Preference, PreferenceRows, load_preferences
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models import Actor
+from lightrft.stages.opening import shared_prompts
 from lightrft.stages.policy.models import place_frozen, require_equal_start
 from lightrft.stages.preference.preference_objective import build_objective
-from lightrft.stages.preference.preference_stage import PreferenceStage, prompt_key
+from lightrft.stages.preference.preference_stage import PreferenceStage
 from lightrft.stages.preference.stored_reference import (
     StoredReference,
     hash_of_start,
@@ -69,13 +70,12 @@ class PreferenceInputs:
             strategy.print(f"{name} in {shown_mask(row, self.reading.tokenizer)}")
         kind = "pairs" if self.data.is_paired else "answers"
         strategy.print(f"{num_steps} steps of {config.train_batch_size} {kind}")
-        trained = {prompt_key(item.rows[0]) for item in self.data.rows}
-        known = sum(prompt_key(item.rows[0]) in trained for item in self.held_out)
-        if known:
-            strategy.print(
-                f"warning: the prompts of {known} of {len(self.held_out)} held-out {kind} are "
-                "trained on, too: the evaluation says less about others"
-            )
+        for line in shared_prompts(
+            (item.rows[0].prompt_key for item in self.data.rows),
+            [item.rows[0].prompt_key for item in self.held_out],
+            kind,
+        ):
+            strategy.print(line)
         with phase("load the model", timedelta(minutes=config.timeout_minutes)):
             needs_reference = self.stored is None
             models, reference = build_models(

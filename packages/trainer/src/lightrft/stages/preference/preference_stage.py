@@ -470,19 +470,9 @@ def other_answers(items: Sequence[Preference], place: int) -> tuple[SupervisedRo
     own = items[place].rows[0]
     for step in range(1, len(items)):
         rows = items[(place + step) % len(items)].rows
-        if prompt_key(rows[0]) != prompt_key(own):
-            return tuple(behind(prompt_ids(own), row, own.shown) for row in rows)
+        if rows[0].prompt_key != own.prompt_key:
+            return tuple(behind(own.prompt_ids, row, own.shown) for row in rows)
     return None
-
-
-def prompt_ids(row: SupervisedRow) -> NDArray[np.int32]:
-    """[tokens] before the first trained one."""
-    return row.token_ids[: int(row.is_trained.argmax())]
-
-
-def prompt_key(row: SupervisedRow) -> tuple[bytes, ...]:
-    """What tells the prompt of a row from others: its tokens, and its images and videos."""
-    return prompt_ids(row).tobytes(), *row.media_digests
 
 
 def behind(

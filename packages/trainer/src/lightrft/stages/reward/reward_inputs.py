@@ -26,7 +26,7 @@ from lightrft.models.lora import LoraRewardModel
 from lightrft.models.reward_model import ONE_SCORE, is_reward_model
 from lightrft.models.score_heads import LAST_TOKEN, pooling_of, score_weights
 from lightrft.models.sequence_model import freeze
-from lightrft.stages.opening import opening_line
+from lightrft.stages.opening import opening_line, shared_prompts
 from lightrft.stages.policy.models import (
     configure_model,
     decide_by_machine,
@@ -77,8 +77,14 @@ class RewardInputs:
         """See `StageInputs`."""
         num_steps = planned_updates(self.data, config, strategy)
         strategy.print(self.data.summary)
-        for text in doubts(self.data.rows, self.held_out):
+        for text in doubts(self.data.rows):
             strategy.print(f"warning: {text}")
+        for line in shared_prompts(
+            (each.rows[0].prompt_key for each in self.data.rows),
+            [each.rows[0].prompt_key for each in self.held_out],
+            "judgements",
+        ):
+            strategy.print(line)
         strategy.print(f"{num_steps} steps of {config.train_batch_size} judgements")
         with phase("load the model", timedelta(minutes=config.timeout_minutes)):
             model = load_reward_model(config)
@@ -307,17 +313,10 @@ def padding_id(tokenizer: PreTrainedTokenizerBase, judgements: Sequence[Judgemen
     return None if found in ends else found
 
 
-def doubts(judgements: Sequence[Judgement], held_out: Sequence[Judgement]) -> list[str]:
+def doubts(judgements: Sequence[Judgement]) -> list[str]:
     """One sentence for each thing that is odd about the data."""
-
-    def keys(of: Sequence[Judgement]) -> list[tuple[tuple[bytes, ...], ...]]:
-        return [tuple(row.key for row in each.rows) for each in of]
-
-    found, seen, texts = keys(judgements), set(keys(judgements)), []
-    num_reversed = sum(len(key) == 2 and key[::-1] in seen for key in found)
-    if num_reversed:
-        texts.append(f"{num_reversed} pairs stand in the data with the other answer chosen, too")
-    num_shared = sum(key in seen for key in keys(held_out))
-    if num_shared:
-        texts.append(f"{num_shared} held-out rows are among those that are trained on")
-    return texts
+    keys = [tuple(row.key for row in each.rows) for each in judgements]
+    seen = set(keys)
+    num_reversed = sum(len(key) == 2 and key[::-1] in seen for key in keys)
+    line = f"{num_reversed} pairs stand in the data with the other answer chosen, too"
+    return [line] * (num_reversed > 0)

@@ -24,7 +24,7 @@ from lightrft.engines.text import end_of_sequence_ids
 from lightrft.models import Actor, load_tokenizer
 from lightrft.models.loading import load_config
 from lightrft.models.sequence_model import freeze
-from lightrft.stages.opening import check_parts, opening_line, rows_within_context
+from lightrft.stages.opening import check_parts, opening_line, rows_within_context, shared_prompts
 from lightrft.stages.policy.inputs import load_modality
 from lightrft.stages.policy.models import (
     configure_model,
@@ -86,6 +86,7 @@ class SupervisedInputs:
         strategy.print(self.data.summary)
         strategy.print(shown_mask(self.data.rows[0], self.reading.tokenizer))
         strategy.print(f"{num_steps} steps of {config.train_batch_size} rows")
+        self.warn_of_shared(strategy)
         with phase("load the model", timedelta(minutes=config.timeout_minutes)):
             models = build_model(config, strategy, num_steps)
         stage = SupervisedStage(config, strategy, models, self.data, self.held_out)
@@ -94,6 +95,12 @@ class SupervisedInputs:
         if isinstance(module, Actor):
             warn_of_end(self.data.rows[0], self.reading.tokenizer, module, strategy.print)
         return stage
+
+    def warn_of_shared(self, strategy: StrategyBase) -> None:
+        """Writes a line if prompts of the evaluation are trained on."""
+        held_out = [row.prompt_key for row in self.held_out]
+        for line in shared_prompts((row.prompt_key for row in self.data.rows), held_out):
+            strategy.print(line)
 
     def items(self) -> Sequence[Sequence[SupervisedRow]]:
         """See `StageInputs`."""
