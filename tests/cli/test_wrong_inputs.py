@@ -891,6 +891,11 @@ def test_one_reward_may_be_a_text_in_toml(folder, capsys):
     assert "a run was started" in capsys.readouterr().err
 
 
+def test_a_reward_model_is_reward_enough(folder, capsys):
+    assert main(arguments(Wrong(1, (), {"reward_fn": None, "reward_pretrain": "model"}))) == 1
+    assert "a run was started" in capsys.readouterr().err
+
+
 def test_all_problems_of_a_command_line_come_at_once(folder, capsys):
     wrong = Wrong(2, (), {"foo": "1", "temperature": "hot", "top_k": "0", "load_in_4bit": "8"})
     assert main(arguments(wrong)) == 2

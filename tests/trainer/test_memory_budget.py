@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrft.config import TrainConfig
 from lightrft.strategy import get_fake_strategy
 from lightrft.tools.plan.memory import gigabytes, plan_memory
-from lightrft.tools.plan.setup import SHAPES, ModelSize, Setup
+from lightrft.tools.plan.setup import SHAPES, ModelSize, Setup, read_model_size
 from lightrft.tools.plan.start_check import check_budget, settle
 
 
@@ -89,5 +92,44 @@ def test_a_start_on_given_rows_counts_the_rows_that_there_are(tmp_path, capsys):
 
 
 def test_a_model_of_unknown_sizes_is_trained_without_a_plan(tmp_path, capsys):
-    said = checked(tmp_path, capsys, "sft", {"n_embd": 64})
-    assert "memory is not planned: the configuration of the model has no" in said
+    for stage in ("sft", "policy"):
+        said = checked(tmp_path, capsys, stage, {"n_embd": 64})
+        assert "memory is not planned: the configuration of the model has no" in said
+
+
+OTHER_NAMES = {
+    "gpt2": {"n_embd": 32, "n_head": 2, "n_layer": 3},
+    "gptj": {"n_embd": 32, "n_head": 2, "n_layer": 3, "rotary_dim": 8},
+    "gpt_neo": {
+        "hidden_size": 32,
+        "num_heads": 2,
+        "num_layers": 3,
+        "attention_types": [[["global", "local", "global"], 1]],
+    },
+    "bloom": {"hidden_size": 32, "n_head": 2, "n_layer": 3},
+    "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 3},
+    "ctrl": {"n_embd": 32, "dff": 128, "n_head": 2, "n_layer": 3},
+    "xglm": {"d_model": 32, "ffn_dim": 128, "attention_heads": 2, "num_layers": 3},
+    "codegen": {"n_embd": 32, "n_head": 2, "n_layer": 3, "rotary_dim": 8},
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 2,
+        "n_layers": 3,
+        "attn_config": {"kv_n_heads": 1},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("family", OTHER_NAMES)
+def test_sizes_are_read_by_whatever_names_a_family_has_for_them(tmp_path, family):
+    config = AutoConfig.for_model(family, vocab_size=400, **OTHER_NAMES[family])
+    config.save_pretrained(tmp_path)
+    size = read_model_size(str(tmp_path))
+    assert (size.num_layers, size.hidden, size.num_heads, size.vocab) == (3, 32, 2, 400)
+    if family == "dbrx":  # transformers builds none
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = sum(p.numel() for name, p in model.named_parameters() if re.search(r"\.\d+\.", name))
+    assert size.num_layers * size.layer_parameters == pytest.approx(layers, rel=0.05)

@@ -257,7 +257,8 @@ def check_paths(config: TrainConfig) -> list[str]:
     if config.prompt_data is None:
         problems.append(f"--prompt_data is missing: {A_DATA_FILE}")
     by_episode = config.environment is not None or config.has_agent
-    is_rewarded = bool(config.reward_fn or config.remote_rm_url) or by_episode
+    scorers = config.reward_fn or config.remote_rm_url or config.reward_pretrain
+    is_rewarded = bool(scorers) or by_episode
     if not is_rewarded and config.advantage_estimator != NO_REWARDS:
         problems.append(f"--reward_fn is missing: {A_REWARD}")
     try:

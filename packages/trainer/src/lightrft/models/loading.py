@@ -74,6 +74,15 @@ def load_config(path: str) -> PretrainedConfig:
     return config
 
 
+def common_fields(config: PretrainedConfig) -> dict[str, object]:
+    """Return the fields of a configuration, also by the names that most models have for them."""
+    fields = config.to_dict()
+    text = config.get_text_config()
+    if text is not config:
+        fields["text_config"] = common_fields(text)
+    return fields | {name: getattr(config, name) for name in config.attribute_map}
+
+
 def load_tokenizer(path: str, config: TrainConfig | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint.
 

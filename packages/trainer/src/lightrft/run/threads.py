@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightrft.config import TrainConfig
-from lightrft.models.loading import load_config
+from lightrft.models.loading import common_fields, load_config
 from lightrft.strategy.distributed.process_end import SHARED_THREADS_VARIABLE
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def choose_threads(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
     On a GPU nothing is chosen: there threads only hand work over.
     """
     if config.num_threads is None and strategy.device.type == "cpu":
-        settings = load_config(str(config.pretrain)).get_text_config().to_dict()
+        settings = common_fields(load_config(str(config.pretrain)).get_text_config())
         chosen, why = decide_threads(settings, max_micro_batch_tokens(config))
         strategy.print(f"num_threads = {chosen}: {why}")
         config = config.replaced({"num_threads": chosen})

@@ -44,13 +44,19 @@ class ModelSize:
 
     @classmethod
     def of_config(cls, values: Mapping[str, object]) -> "ModelSize":
-        """From the contents of a config.json.
+        """From a model's configuration.
+
+        Args:
+            values: Fields under the names that most models have for them.
 
         Raises:
             ConfigError: It lacks a size.
         """
-        text = values.get("text_config")
-        fields = {**values, **text} if isinstance(text, Mapping) else dict(values)
+        fields = dict(values)
+        # DBRX keeps sizes in further parts.
+        for part in ("text_config", "attn_config", "ffn_config"):
+            inner = values.get(part)
+            fields |= inner if isinstance(inner, Mapping) else {}
         kind = str(fields.get("model_type", ""))
 
         def number(*names: str, default: int | None = None) -> int:
@@ -61,26 +67,28 @@ class ModelSize:
             if default is None:
                 raise ConfigError(
                     f"the configuration of the model has no {names[0]}: expected a decoder with "
-                    "hidden_size, num_hidden_layers, intermediate_size and vocab_size"
+                    "hidden_size, num_hidden_layers, num_attention_heads and vocab_size"
                 )
             return default
 
         heads, hidden = number("num_attention_heads"), number("hidden_size")
-        experts = number("num_experts", "num_local_experts", default=1)
-        dense = number("intermediate_size")
+        experts = number("num_experts", "num_local_experts", "moe_num_experts", default=1)
+        # Blocks that are not gated have two matrices instead of three.
+        ungated = number("n_inner", "ffn_dim", "dff", default=4 * hidden) * 2 // 3
+        dense = number("intermediate_size", "ffn_hidden_size", default=ungated)
         return cls(
             num_layers=number("num_hidden_layers"),
             hidden=hidden,
             intermediate=number("moe_intermediate_size", default=dense) if experts > 1 else dense,
             vocab=number("vocab_size"),
             num_heads=heads,
-            num_kv_heads=number("num_key_value_heads", default=heads),
+            num_kv_heads=number("kv_n_heads", "num_key_value_heads", default=heads),
             head_dim=number("head_dim", default=hidden // heads),
-            is_tied=bool(fields.get("tie_word_embeddings", False)),
+            is_tied=bool({**fields, **values}.get("tie_word_embeddings", False)),
             has_qkv_bias=bool(fields.get("attention_bias")) or kind.startswith("qwen2"),
             has_qk_norm=kind.startswith("qwen3"),
             num_experts=experts,
-            num_active_experts=number("num_experts_per_tok", default=1),
+            num_active_experts=number("num_experts_per_tok", "moe_top_k", default=1),
             vision=VisionSize.of_config(values),
         )
 
@@ -208,7 +216,17 @@ def read_model_size(path: str) -> ModelSize:
             f"no config.json in {path!r}{near}: give a model directory or one of "
             f"{', '.join(SHAPES)}"
         )
-    return ModelSize.of_config(read_object(file))
+    # Here: they import torch, which a plan for published shapes needs not.
+    from transformers import CONFIG_MAPPING
+
+    from lightrft.models.loading import ModelLoadError, common_fields, load_config
+
+    values = read_object(file)
+    try:
+        known = values.get("model_type") in CONFIG_MAPPING
+        return ModelSize.of_config(common_fields(load_config(path)) if known else values)
+    except ModelLoadError as error:
+        raise ConfigError(str(error)) from error
 
 
 @dataclass(frozen=True)

@@ -55,19 +55,17 @@ def check_budget(
     items = () if inputs is None else inputs.items()
     try:
         setup = machine_setup(config, strategy)
-    except ConfigError as error:
-        if not items:
-            raise
+        if items:
+            setup = replace(
+                setup,
+                stage=stage,
+                rows_per_item=max(map(len, items)),
+                longest_row=max(len(row.token_ids) for item in items for row in item),
+            )
+        return settle(setup, strategy.print)
+    except ConfigError as error:  # a plan that cannot be made refuses no run
         strategy.print(f"memory is not planned: {error}")
         return config
-    if items:
-        setup = replace(
-            setup,
-            stage=stage,
-            rows_per_item=max(map(len, items)),
-            longest_row=max(len(row.token_ids) for item in items for row in item),
-        )
-    return settle(setup, strategy.print)
 
 
 def settle(setup: Setup, write: Callable[[str], None]) -> TrainConfig:
