@@ -50,6 +50,7 @@ def engine_logprob(hidden, weight, bias, targets, engine, transform, entropy):
         entropy,
         name_engine(engine),
         1024,
+        None,
     )
     return LogprobOutput(logprobs, None if entropy == "none" else entropies)
 
@@ -450,3 +451,32 @@ def test_float64_is_refused():
     hidden, weight, _, targets, _ = make_inputs(4, 20, dtype=torch.float64)
     with pytest.raises(ValueError, match="impl='triton' is not available here: it needs hidden"):
         linear_logprob(hidden, weight, targets, impl="triton")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_a_forbidden_token_has_no_probability_and_no_gradient(name, softcap):
+    transform = LogitsTransform(0.7, softcap)
+    hidden, weight, bias, targets, upstream = make_inputs(20, 300)
+    forbidden, targets = torch.tensor([5, 299]), targets.clamp(6, 298)
+    bias = bias.detach().index_fill(0, forbidden, -math.inf).requires_grad_()
+    output = engine_logprob(hidden, weight, bias, targets, ENGINES[name], transform, "grad")
+    allowed = torch.tensor([i for i in range(300) if i not in (5, 299)])
+    doubles = [each.detach().double().requires_grad_() for each in (hidden, weight, bias)]
+    wanted = float64_logprob(
+        doubles[0],
+        doubles[1][allowed],
+        doubles[2][allowed],
+        torch.searchsorted(allowed, targets),
+        transform,
+    )
+    outputs = (output.logprobs, output.entropy)
+    for value, reference in zip(outputs, wanted, strict=True):
+        assert (value.double() - reference).abs().max() < 5e-5
+    sums = [
+        sum((o * g).sum() for o, g in zip(each, upstream, strict=True))
+        for each in (outputs, wanted)
+    ]
+    got = torch.autograd.grad(sums[0], (hidden, weight, bias))
+    for value, reference in zip(got, torch.autograd.grad(sums[1], doubles), strict=True):
+        assert relative_error(value, reference) < 5e-6

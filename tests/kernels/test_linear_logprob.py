@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightrft.kernels import Workspace, linear_logprob
+from lightrft.kernels import Workspace, linear_logprob, linear_policy_loss
 
 IMPLEMENTATIONS = ["reference", "chunked"]
 
@@ -363,3 +363,48 @@ def test_bad_tensors_are_refused():
         bad[2] = wrong
         with pytest.raises(ValueError, match=rf"targets must lie in \[0, 20\).*got {wrong}"):
             linear_logprob(hidden, weight, bad)
+
+
+def masked_inputs(num_tokens=9, vocab=40, num_ids=31):
+    """Inputs with padding from `num_ids` on and two forbidden ids, and what they amount to."""
+    hidden, weight, bias, targets, upstream = make_inputs(num_tokens, vocab)
+    bias = bias.detach().index_fill(0, torch.tensor([3, 17]), -math.inf).requires_grad_()
+    allowed = torch.tensor([i for i in range(num_ids) if i not in (3, 17)])
+    targets = allowed[targets % len(allowed)]
+    doubles = [each.detach().double().requires_grad_() for each in (hidden, weight, bias)]
+    return (hidden, weight, bias), targets, upstream, doubles, allowed
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "loss"])
+def test_padding_and_forbidden_tokens_have_no_probability_and_no_gradient(impl, softcap):
+    (hidden, weight, bias), targets, upstream, doubles, allowed = masked_inputs()
+    options = {"bias": bias, "temperature": 0.7, "softcap": softcap, "num_tokens": 31}
+    if impl == "loss":
+
+        def token_loss(logprobs, entropies, rows):
+            both = (logprobs * upstream[0][rows]).sum() + (entropies * upstream[1][rows]).sum()
+            return both, upstream[0][rows], upstream[1][rows]
+
+        output = linear_policy_loss(hidden, weight, targets, token_loss, **options)
+        loss = output.loss
+    else:
+        output = linear_logprob(hidden, weight, targets, entropy="grad", impl=impl, **options)
+        loss = sum(
+            (o * g).sum() for o, g in zip((output.logprobs, output.entropy), upstream, strict=True)
+        )
+    wanted = slow_logprob(
+        doubles[0],
+        doubles[1][allowed],
+        torch.searchsorted(allowed, targets),
+        bias=doubles[2][allowed],
+        temperature=0.7,
+        softcap=softcap,
+    )
+    for value, reference in zip((output.logprobs, output.entropy), wanted, strict=True):
+        assert (value - reference).abs().max() < 1e-5
+    expected = gradients(wanted, upstream, doubles)
+    for value, reference in zip(
+        torch.autograd.grad(loss, (hidden, weight, bias)), expected, strict=True
+    ):
+        assert relative_error(value, reference) < 1e-5

@@ -90,7 +90,7 @@ def test_a_checkpoint_of_a_loss_inside_recomputes_it():
 
 def operator_arguments(entropy):
     hidden, weight, bias, targets = make_inputs()
-    options = (0.7, 5.0, -100, entropy, "auto", 64)
+    options = (0.7, 5.0, -100, entropy, "auto", 64, None)
     forward = (hidden, weight, bias, targets, *options)
     results = [tensor.detach() for tensor in torch.ops.lightrft.linear_logprob(*forward)]
     upstream = (torch.randn(20), torch.randn(20) if entropy == "grad" else None)

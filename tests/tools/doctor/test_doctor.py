@@ -89,7 +89,7 @@ def test_a_deviation_is_marked_and_gives_exit_code_8(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--pretrain", "m"], "--pretrain acts only with --invariance"),
+        (["--gpu", "--pretrain", "m"], "--gpu looks at no model"),
         (["--bf16"], "--bf16 acts only with --invariance"),
         (["--invariance"], "--pretrain"),
         (["--invariance", "--gpu", "--pretrain", "m"], "two examinations"),

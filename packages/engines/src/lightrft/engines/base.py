@@ -153,7 +153,7 @@ class RolloutEngine(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that the model knows."""
+        """Number of tokens that the model knows and samples."""
         return self._limits.vocab_size
 
     @property
@@ -168,9 +168,11 @@ class RolloutEngine(ABC):
     def _read_limits(self, hf_config, generation_config) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
         """Vocabulary, longest sequence and end-of-sequence ids of a transformers model."""
         text_config = hf_config.get_text_config()
-        self._eos_ids = end_of_sequence_ids(hf_config, generation_config)
+        vocabulary, num_rows = self._config.vocabulary, int(text_config.vocab_size)
+        self._eos_ids = {*end_of_sequence_ids(hf_config, generation_config), *vocabulary.ends}
         self._limits = Limits(
-            vocab_size=text_config.vocab_size,
+            vocab_size=min(num_rows, vocabulary.num_tokens or num_rows),
+            num_rows=num_rows,
             max_model_len=self._config.max_model_len or context_tokens(hf_config),
             engine_name=self.name,
             reads_media=self.reads_media and family_of(hf_config) is not None,

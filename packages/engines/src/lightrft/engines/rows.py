@@ -53,6 +53,7 @@ class Limits:
 
     Args:
         vocab_size: Token ids are below this.
+        num_rows: Logits of a position; those from `vocab_size` on are never sampled.
         max_model_len: Longest prompt plus completion, in tokens; None is unlimited.
         engine_name: Names the engine in errors.
         reads_media: Whether prompts may have images and videos.
@@ -62,6 +63,12 @@ class Limits:
     max_model_len: int | None
     engine_name: str
     reads_media: bool = False
+    num_rows: int = 0
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the output projection has rows that are no tokens."""
+        return self.num_rows > self.vocab_size
 
 
 def rows_of_requests(

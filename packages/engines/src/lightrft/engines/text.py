@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -15,6 +16,20 @@ class TextDecoder(Protocol):
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of some tokens."""
+
+
+class ChatTokenizer(Protocol):
+    """The part of a tokenizer that renders conversations."""
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, object]],
+        *,
+        tools: None,
+        tokenize: bool,
+        add_generation_prompt: bool,
+    ) -> object:
+        """The text of a conversation."""
 
 
 class Text:
@@ -64,16 +79,30 @@ def end_of_sequence_ids(
     config: PretrainedConfig, generation_config: GenerationConfig | None
 ) -> tuple[int, ...]:
     """Every end-of-sequence id that the model's config or generation config names."""
-    sources = [config, config.get_text_config()]
-    if generation_config is not None:
-        sources.append(generation_config)
-    ids: set[int] = set()
-    for source in sources:
-        # A vision-language model leaves it to its language model.
-        value = getattr(source, "eos_token_id", None)
-        if value is not None:
-            ids.update([value] if isinstance(value, int) else value)
-    return tuple(sorted(ids))
+    # A vision-language model leaves it to its language model.
+    sources = [config, config.get_text_config(), generation_config]
+    return tuple(sorted(set().union(*map(declared_ends, sources))))
+
+
+def declared_ends(source: PretrainedConfig | GenerationConfig | None) -> set[int]:
+    """Return the end-of-sequence ids that one configuration names."""
+    value = getattr(source, "eos_token_id", None)
+    values = value if isinstance(value, list | tuple) else [value]
+    return {each for each in values if isinstance(each, int) and each >= 0}
+
+
+def text_behind_answer(tokenizer: ChatTokenizer) -> str | None:
+    """Return what a chat template writes behind an answer; None where it drops the answer."""
+    mark = f"Q{secrets.token_hex(8)}Z"
+    talk: list[dict[str, object]] = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": mark},
+    ]
+    text = tokenizer.apply_chat_template(
+        talk, tools=None, tokenize=False, add_generation_prompt=False
+    )
+    _, is_shown, rest = str(text).rpartition(mark)
+    return rest if is_shown else None
 
 
 def context_tokens(config: PretrainedConfig) -> int | None:

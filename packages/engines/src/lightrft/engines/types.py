@@ -282,6 +282,20 @@ class AdapterShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Tokens of a model as its tokenizer has them.
+
+    Args:
+        ends: Ids at which completions end, beside those that configurations name.
+        num_tokens: Number of ids that are tokens; later rows of the output projection are padding,
+            which is never sampled. None takes all rows.
+    """
+
+    ends: tuple[int, ...] = ()
+    num_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of an engine to start.
 
@@ -299,6 +313,7 @@ class EngineConfig:
         awaits_weights: A trainer will write every weight before the engine generates, which may
             then start without those of the directory (vllm does).
         adapters: Adapters that the engine holds beside the weights; None has none.
+        vocabulary: Tokens that are sampled, and those that end completions.
     """
 
     engine_type: str
@@ -313,6 +328,7 @@ class EngineConfig:
     media: MediaBounds = field(default_factory=MediaBounds)
     awaits_weights: bool = False
     adapters: AdapterShape | None = None
+    vocabulary: Vocabulary = Vocabulary()
 
     @property
     def torch_dtype(self) -> torch.dtype:

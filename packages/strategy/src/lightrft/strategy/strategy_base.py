@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightrft.engines.base import RolloutEngine
-from lightrft.engines.types import Completion, EngineStatus
+from lightrft.engines.types import Completion, EngineStatus, Vocabulary
 from lightrft.strategy.backend import (
     NO_MODEL,
     AnyModel,
@@ -66,6 +66,7 @@ from lightrft.strategy.weight_sync.parameter_source import (
     adapters_of,
     checkpoint_module,
     reshard_modules,
+    vocabulary_of,
 )
 from lightrft.strategy.weight_sync.sync import WeightSync, WeightSyncReport
 
@@ -839,7 +840,12 @@ class StrategyBase:
         return self.session.last_weight_sync
 
     def setup_inference_engine(
-        self, args: Arguments | None, engine_type: str = "vllm", actor: AnyModel | None = None
+        self,
+        args: Arguments | None,
+        engine_type: str = "vllm",
+        actor: AnyModel | None = None,
+        *,
+        vocabulary: Vocabulary | None = None,
     ) -> RolloutEngine:
         """Starts the rollout engine; afterwards it sleeps if sleeping is enabled.
 
@@ -849,6 +855,7 @@ class StrategyBase:
             args: Settings of the engine; None takes the strategy's own.
             engine_type: "vllm", "sglang", "hf" or "auto". From here on the only one.
             actor: If given, its weights are sent at once.
+            vocabulary: Tokens that are sampled and that end completions; None takes the actor's.
 
         Raises:
             ValueError: Unknown `engine_type`, no model is known, or `lora_sync` is adapter and
@@ -859,7 +866,9 @@ class StrategyBase:
             config = StrategyConfig.from_args(args)
         inner = None if actor is None else inner_module(actor)
         module = None if inner is None else checkpoint_module(inner)
-        engine = self.session.start(config, engine_type, module, adapters_of(inner, config))
+        vocabulary = vocabulary or vocabulary_of(inner)
+        adapters = adapters_of(inner, config)
+        engine = self.session.start(config, engine_type, module, adapters, vocabulary)
         self.engine_type = self.config.engine_type
         if actor is not None:
             self.update_engine_weights(actor)

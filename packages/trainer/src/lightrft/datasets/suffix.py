@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from lightrft.datasets.rendered import PieceIds, Rendered
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.media.sources import ImageSource
+from lightrft.engines.text import text_behind_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,12 +131,10 @@ class TurnSuffix:
 
     def _end_of_turn(self) -> int | None:
         """The first special token after the content of an assistant turn."""
-        messages: list[Message] = [_user("question"), _assistant(self._mark)]
         try:
-            text = self._render(messages, add_generation_prompt=False)
+            rest = text_behind_answer(self._tokenizer)
         except Exception as error:  # a template is a program of the model's author
             raise _refused(f"it fails on an assistant turn: {error}") from error
-        rest = _after_last(text, self._mark)
         if rest is None:
             raise _refused("it drops what the assistant says")
         ids = self._ids(rest.lstrip())

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.media import RowMedia
+from lightrft.engines.text import end_of_sequence_ids
+from lightrft.engines.types import Vocabulary
 from lightrft.models.divergence import HeadReader
 from lightrft.models.head import LinearLogprobHead, read_head_transform
 from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output
+from lightrft.models.statements import vocabulary_of
 from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
 
@@ -52,6 +55,7 @@ class Actor(SequenceModel):
     """
 
     is_actor = True
+    vocabulary: Vocabulary
     # Whether outputs have `router_sums`.
     sums_routers = False
 
@@ -79,6 +83,16 @@ class Actor(SequenceModel):
         )
         model.set_output_embeddings(head)
         self.model = model
+        self.vocabulary = Vocabulary()
+
+    def use_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Score over the ids that are tokens, and save the model with all ends of its turns."""
+        self.vocabulary = vocabulary
+        self.model.get_output_embeddings().num_tokens = vocabulary.num_tokens
+        generation = self.model.generation_config
+        ends = {*vocabulary.ends, *end_of_sequence_ids(self.config, generation)}
+        if generation is not None and vocabulary.ends:
+            generation.eos_token_id = sorted(ends) if len(ends) > 1 else ends.pop()
 
     @classmethod
     def from_pretrained(
@@ -92,7 +106,9 @@ class Actor(SequenceModel):
     ) -> Actor:
         """Loads a checkpoint; see `lightrft.models.loading.load_causal_lm`."""
         model = load_causal_lm(path, dtype=dtype, allow_new_weights=allow_new_weights)
-        return cls(model, fused_linear_logprob=fused_linear_logprob, chunk_size=chunk_size)
+        actor = cls(model, fused_linear_logprob=fused_linear_logprob, chunk_size=chunk_size)
+        actor.use_vocabulary(vocabulary_of(path))
+        return actor
 
     def forward(
         self,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightrft.kernels import Workspace, linear_logprob, linear_policy_loss
-from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
+from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer, leading
 from lightrft.models.divergence import HeadReader, Projected
 from lightrft.models.support import SamplingSupport, replay_support
 from lightrft.models.types import EntropyMode
@@ -89,8 +89,9 @@ class LinearLogprobHead(nn.Module):
             device.
         forbidden_ids: Tokens that the policy never samples: their logits are -inf.
 
-    Raises:
-        ValueError: Tokens are forbidden and logits are capped, which would lift them again.
+    Attributes:
+        num_tokens: Number of leading rows that are tokens; the others are never sampled. None
+            takes all.
     """
 
     bias: nn.Parameter | None
@@ -105,11 +106,7 @@ class LinearLogprobHead(nn.Module):
         forbidden_ids: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        if forbidden_ids and transform.softcap is not None:
-            raise ValueError(
-                f"a model with capped logits (softcap {transform.softcap}) and tokens that are "
-                f"never sampled ({list(forbidden_ids)}) is not supported"
-            )
+        self.num_tokens: int | None = None
         self.forbidden_ids = tuple(forbidden_ids)
         self._forbidden: dict[torch.device, Tensor] = {}
         self.in_features = projection.in_features
@@ -163,7 +160,11 @@ class LinearLogprobHead(nn.Module):
         scaled = temperature / self.transform.scale
         bias = self._sampling_bias(hidden)
         mass = None
-        layer = OutputLayer(self.weight, bias, LogitsTransform(scaled, self.transform.softcap))
+        layer = OutputLayer(
+            self.weight[: self.num_tokens],
+            leading(bias, self.num_tokens),
+            LogitsTransform(scaled, self.transform.softcap),
+        )
         if isinstance(token_loss, HeadReader):
             nothing = hidden.new_zeros(len(hidden), dtype=torch.float32)
             return nothing, None, None, token_loss.read(Projected(hidden, layer))
@@ -182,6 +183,7 @@ class LinearLogprobHead(nn.Module):
             entropy=entropy,
             impl="auto" if self.is_fused else "reference",
             workspace=self._workspace if self.is_fused else None,
+            num_tokens=self.num_tokens,
         )
         logprobs = output.logprobs if self.is_fused else output.logprobs.clone()  # FSDP2: no view
         return logprobs, output.entropy, mass, None
@@ -230,6 +232,7 @@ class LinearLogprobHead(nn.Module):
             softcap=self.transform.softcap,
             ignore_index=None,
             entropy=mode,
+            num_tokens=self.num_tokens,
         )
         return output.logprobs, output.entropy, mass, output.loss
 

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoProcessor,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -76,7 +77,7 @@ def load_config(path: str) -> PretrainedConfig:
 
 def common_fields(config: PretrainedConfig) -> dict[str, object]:
     """Return the fields of a configuration, also by the names that most models have for them."""
-    fields = config.to_dict()
+    fields: dict[str, object] = config.to_dict()
     text = config.get_text_config()
     if text is not config:
         fields["text_config"] = common_fields(text)
@@ -171,6 +172,61 @@ def _require_bounded(file: Path) -> None:
             f"cannot read the tokenizer: {file} has an id or a length of {short(largest)}, "
             f"expected at most {MAX_TOKENS}"
         )
+
+
+def read_generation_config(path: str) -> tuple[GenerationConfig | None, str]:
+    """Return the generation config of a checkpoint in a form that can be written, and what is odd.
+
+    Sampling options without do_sample describe sampling: do_sample becomes true. Whatever else
+    transformers would not write is left out.
+
+    Returns:
+        None and "" without one; None and the reason for one that transformers does not read.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    if Path(path).is_dir() and not (Path(path) / "generation_config.json").is_file():
+        return None, ""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        config = GenerationConfig.from_pretrained(path, local_files_only=_only_local(path))
+        return _writable(config)
+    except OSError as err:
+        is_here = Path(path).is_dir()
+        return None, f"{first_line(err)}: correct it, or remove it" if is_here else ""
+    except Exception as err:  # noqa: BLE001 - settings of any kind in a file
+        return None, f"{first_line(err)}: correct it, or remove it"
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def _writable(config: GenerationConfig) -> tuple[GenerationConfig, str]:
+    """Return the same settings as far as transformers writes them, and a line about the others."""
+
+    def is_valid(settings: dict[str, object]) -> bool:
+        try:
+            GenerationConfig(**settings).validate(strict=True)
+        except ValueError:
+            return False
+        return True
+
+    settings: dict[str, object] = {
+        name: value for name, value in config.to_diff_dict().items() if name != "compile_config"
+    }
+    if is_valid(settings):
+        return config, ""
+    sampled = settings | {"do_sample": True}
+    if is_valid(sampled):
+        return GenerationConfig(**sampled), (
+            "it has sampling options without do_sample: it is written with do_sample = true"
+        )
+    kept: dict[str, object] = {}
+    for name in sorted(settings, key=lambda name: name != "do_sample"):
+        if is_valid(kept | {name: settings[name]}):
+            kept[name] = settings[name]
+    dropped = ", ".join(sorted(settings.keys() - kept.keys()))
+    return GenerationConfig(**kept), f"transformers does not write {dropped}: left out"
 
 
 def load_processor(path: str) -> ProcessorMixin:
@@ -331,6 +387,8 @@ def load_model(
                 unexpected=report["unexpected_keys"],
                 mismatched=report["mismatched_keys"],
             )
+        if model.can_generate():
+            model.generation_config = read_generation_config(path)[0] or model.generation_config
     use_short_attention(model)
     use_fast_tower(model)
     return model

@@ -77,7 +77,7 @@ class HFEngine(RolloutEngine):
                 "forms groups",
                 config.tensor_parallel_size,
             )
-        self._traits = ModelTraits(self._model)
+        self._traits = ModelTraits(self._model, config.vocabulary.num_tokens)
         self._rows_at_once = rows_at_once(config.options)
         self._read_limits(self._model.config, self._model.generation_config)
 
@@ -105,8 +105,7 @@ class HFEngine(RolloutEngine):
             return []
         input_ids = torch.tensor([list(token_ids)], device=self._model.device)
         logits = self._model(input_ids=input_ids, use_cache=False).logits[0, :-1]
-        if self._traits.forbidden is not None:
-            logits = logits.index_fill(-1, self._traits.forbidden, float("-inf"))
+        logits = self._traits.sampled(logits)
         logprobs = logits.float().log_softmax(dim=-1).gather(-1, input_ids[0, 1:, None])
         return [0.0, *logprobs.squeeze(-1).tolist()]
 

@@ -38,10 +38,11 @@ class ModelTraits:
             rows can be padded, repeated and dropped.
         head_arguments: Extra arguments that restrict the logits to the last position.
         family: Of a vision-language model.
+        num_tokens: Number of leading logits that are of tokens; None takes all.
         forbidden: [placeholders] int64, tokens that are never sampled; None in models of text.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, num_tokens: int | None = None) -> None:
         arguments = inspect.signature(model.forward).parameters
         caches = [name for name in ("past_key_values", "cache_params") if name in arguments]
         if not caches:
@@ -52,6 +53,7 @@ class ModelTraits:
         self.cache_argument = caches[0]
         self.head_arguments = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
         self.family = family_of(model.config)
+        self.num_tokens = num_tokens
         self.forbidden = None
         if self.family is not None:
             self.forbidden = torch.tensor(
@@ -78,10 +80,14 @@ class ModelTraits:
 
     def last_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits of the next token: [rows, tokens, vocab] -> [rows, vocab]."""
-        last = logits[:, -1]
+        return self.sampled(logits[:, -1])
+
+    def sampled(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocab] of what can be sampled, without padding of the vocabulary."""
+        logits = logits[:, : self.num_tokens]
         if self.forbidden is None:
-            return last
-        return last.index_fill(-1, self.forbidden, float("-inf"))
+            return logits
+        return logits.index_fill(-1, self.forbidden, float("-inf"))
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +39,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "sglang.srt.managers.io_struct": ("GenerateReqInput.return_sampling_mask",),
     "sglang.srt.model_executor.model_runner": ("ModelRunner.maybe_enable_batch_invariant_mode",),
+    "sglang.srt.layers.logits_processor": ("LogitsProcessor._get_logits",),
     "sglang.srt.layers.sampler": ("murmur_hash32",),
     "sglang.srt.utils": ("MultiprocessingSerializer.serialize",),
     "sglang.srt.weight_sync.tensor_bucket": ("FlattenedTensorBucket",),
@@ -84,15 +86,16 @@ def start_engine(config: EngineConfig, model_path: str, limits: Limits) -> Engin
             ports=_free_ports(),
             device_index=None if is_on_cpu else torch.cuda.current_device(),
         )
-        return _build(arguments, is_on_cpu=is_on_cpu)
+        num_tokens = limits.vocab_size if limits.is_padded else None
+        return _build(arguments, is_on_cpu=is_on_cpu, num_tokens=num_tokens)
 
 
-def _build(arguments: Mapping[str, object], *, is_on_cpu: bool) -> Engine:
+def _build(arguments: Mapping[str, object], *, is_on_cpu: bool, num_tokens: int | None) -> Engine:
     from sglang.srt.entrypoints.engine import Engine as NativeEngine
     from sglang.srt.server_args import DETERMINISTIC_ATTENTION_BACKEND_CHOICES
 
     class SeededEngine(NativeEngine):  # type: ignore[misc]
-        run_scheduler_process_func = staticmethod(run_scheduler)
+        run_scheduler_process_func = staticmethod(partial(run_scheduler, num_tokens))
 
     choices = DETERMINISTIC_ATTENTION_BACKEND_CHOICES
     # torch's attention computes a row alike in any batch up to rounding, which is all we promise.
@@ -165,20 +168,35 @@ def _hidden_variables() -> dict[str, None]:
     }
 
 
-def run_scheduler(*args: object, **keywords: object) -> None:
+def run_scheduler(num_tokens: int | None, *args: object, **keywords: object) -> None:
     """SGLang's scheduler, in a process of its own; sampling by seed works without a GPU, too.
 
     SGLang draws by the seed of a request only in its deterministic mode, which replaces matrix
     products by Triton kernels and hashes by a compiled function. On a CPU there are neither: the
     products stay as they are, and the hash is computed by torch.
+
+    Args:
+        num_tokens: Number of ids that are tokens; the logits of later ones become -inf. None
+            changes none.
+        args, keywords: Arguments of SGLang's own function.
     """
     from sglang.srt.layers import sampler
+    from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.managers.scheduler import run_scheduler_process
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     if not torch.cuda.is_available():
         ModelRunner.maybe_enable_batch_invariant_mode = lambda _: None
         sampler.murmur_hash32 = hash_uint32
+    compute = LogitsProcessor._get_logits
+
+    def get_logits(*parts: object, **options: object) -> Tensor:
+        logits: Tensor = compute(*parts, **options)
+        logits[..., num_tokens:] = float("-inf")
+        return logits
+
+    if num_tokens is not None:
+        LogitsProcessor._get_logits = get_logits
     run_scheduler_process(*args, **keywords)
 
 

@@ -71,8 +71,9 @@ class VLLMEngine(RolloutEngine):
             self._backend: Backend | None = start_backend(
                 config, path, self._limits, model_type=hf_config.model_type
             )
-        if self._limits.reads_media:
-            forbid_tokens(self._backend.model, placeholder_ids(hf_config))
+        forbidden = placeholder_ids(hf_config) if self._limits.reads_media else ()
+        if forbidden or self._limits.is_padded:
+            forbid_tokens(self._backend.model, forbidden, self._limits.vocab_size)
         self._weights = self._read_weights(
             model_shape(hf_config, architecture), may_lack(hf_config.model_type)
         )

@@ -103,8 +103,8 @@ def may_lack(model_type: str) -> str:
     return "model.vision_tower." if model_type in _CUT_TOWERS else ""
 
 
-def forbid_tokens(model: nn.Module, token_ids: Sequence[int]) -> None:
-    """Gives tokens the logit -inf wherever vLLM samples or scores with a model."""
+def forbid_tokens(model: nn.Module, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Gives tokens, and ids from `vocab_size` on, the logit -inf wherever vLLM uses a model."""
     # Moved once: a copy at each step would wait for the GPU and undo asynchronous scheduling.
     forbidden: dict[torch.device, torch.Tensor] = {}
     compute = model.compute_logits
@@ -116,6 +116,7 @@ def forbid_tokens(model: nn.Module, token_ids: Sequence[int]) -> None:
         device = logits.device
         if device not in forbidden:
             forbidden[device] = torch.tensor(token_ids, dtype=torch.int64, device=device)
+        logits[..., vocab_size:] = float("-inf")
         return logits.index_fill_(-1, forbidden[device], float("-inf"))
 
     model.compute_logits = compute_logits  # type: ignore[assignment]

@@ -93,5 +93,7 @@ def logits_into(
         out.add_(chunk.bias.to(out.dtype))
     if transform.softcap is not None:
         out.div_(transform.softcap).tanh_().mul_(transform.softcap)
+        if chunk.bias is not None:
+            out.masked_fill_(chunk.bias == -torch.inf, -torch.inf)
     if transform.temperature != 1:
         out.div_(transform.temperature)

@@ -14,6 +14,7 @@ from lightrft.kernels.logprob.types import (
     Workspace,
     accumulation_dtype,
     apply_transform,
+    leading,
     validate_bounds,
     validate_options,
     validate_tensors,
@@ -56,6 +57,7 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
     entropy: EntropyMode = "none",
     impl: LogprobImplementation = "auto",
     workspace: Workspace | None = None,
+    num_tokens: int | None = None,
 ) -> LogprobOutput:
     """Log-probability of each target under a linear output layer, and the entropy.
 
@@ -68,7 +70,7 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
 
     Args:
         hidden: [tokens, hidden]; tokens may be 0.
-        weight, bias: [vocab, hidden], and [vocab] or None.
+        weight, bias: [vocab, hidden], and [vocab] or None; a bias of -inf forbids a token.
         targets: [tokens] int64 in [0, vocab), or `ignore_index`.
         temperature: Divides the logits; positive.
         softcap: cap * tanh(logits / cap) before the temperature; positive, or None.
@@ -76,21 +78,23 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
         entropy: "none", "value" (detached) or "grad".
         impl: See `LogprobImplementation`.
         workspace: Chunk size; None takes the default.
+        num_tokens: Number of leading rows that are tokens; the others get no probability and a
+            gradient of 0. None takes all.
 
     Raises:
         ValueError: A shape, dtype, target or option is invalid or cannot be honoured here.
     """
     validate_tensors(hidden, weight, targets, bias)
     validate_options(temperature, softcap, entropy, impl)
-    layer = OutputLayer(weight, bias, LogitsTransform.of(temperature, softcap))
+    transform = LogitsTransform.of(temperature, softcap)
     if impl == "reference":
+        layer = OutputLayer(weight[:num_tokens], leading(bias, num_tokens), transform)
         if workspace is not None:
             raise ValueError("impl='reference' is all logits at once: pass workspace=None")
         return _reference(hidden, layer, targets, ignore_index, entropy)
     if workspace is None:
         # Chunks of a CPU should fit its caches; on a GPU each one costs a pass over dL/dhidden.
         workspace = Workspace(16384) if hidden.is_cuda else Workspace()
-    transform = layer.transform
     logprobs, entropies, _, _ = logprob_forward(
         hidden,
         weight,
@@ -102,6 +106,7 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
         entropy,
         impl,
         workspace.chunk_columns,
+        num_tokens,
     )
     return LogprobOutput(logprobs, None if entropy == "none" else entropies)
 

@@ -18,10 +18,16 @@ from lightrft.kernels.logprob.passes import (
     statistics_of_rows,
 )
 from lightrft.kernels.logprob.selection import choose_engine
-from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer, accumulation_dtype
+from lightrft.kernels.logprob.types import (
+    LogitsTransform,
+    OutputLayer,
+    accumulation_dtype,
+    leading,
+)
 
 _OPTIONS = (
-    "float temperature, float? softcap, int ignore_index, str entropy, str impl, int chunk_columns"
+    "float temperature, float? softcap, int ignore_index, str entropy, str impl, "
+    "int chunk_columns, int? num_tokens"
 )
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets"
 _FORWARD = f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -57,9 +63,12 @@ def _backward(*arguments):
         passes, layer = _prepare(hidden, weight, bias, options)
         sink = GradientSink(
             needs_hidden=needs[0],
-            weight=grads[1] if needs[1] else None,
-            bias=grads[2] if needs[2] else None,
+            weight=leading(grads[1], options[6]) if needs[1] else None,
+            bias=leading(grads[2], options[6]) if needs[2] else None,
         )
+        if options[6] is not None:  # rows that are no tokens
+            for grad in grads[1:]:
+                grad[options[6] :].zero_()
         grad_hidden = gradients_of_layer(
             hidden,
             layer,
@@ -79,7 +88,8 @@ def _fake_backward(*arguments):
 
 def _prepare(hidden, weight, bias, options):
     """(PassOptions, OutputLayer) that carry out the options."""
-    temperature, softcap, ignore_index, entropy, impl, chunk_columns = options
+    temperature, softcap, ignore_index, entropy, impl, chunk_columns, num_tokens = options
+    weight, bias = leading(weight, num_tokens), leading(bias, num_tokens)
     columns = weight if weight.stride(1) == 1 else weight.contiguous()
     layer = OutputLayer(columns, bias, LogitsTransform(temperature, softcap))
     engine = choose_engine(impl, hidden, layer, entropy=entropy, chunk_columns=chunk_columns)

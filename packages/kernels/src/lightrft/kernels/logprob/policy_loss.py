@@ -33,6 +33,7 @@ from lightrft.kernels.logprob.types import (
     LogitsTransform,
     OutputLayer,
     accumulation_dtype,
+    leading,
     validate_bounds,
     validate_options,
     validate_tensors,
@@ -109,6 +110,7 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     entropy: EntropyMode = "grad",
     chunk_tokens: int | None = None,
     logits_budget_bytes: int | None = None,
+    num_tokens: int | None = None,
 ) -> PolicyLossOutput:
     """A policy loss of the targets' logprobs and entropies, computed with its gradients at once.
 
@@ -126,6 +128,7 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         chunk_tokens: Most tokens of a chunk; None is as many as the budget holds.
         logits_budget_bytes: Logits stored at a time; those that do not fit are computed twice.
             None takes the device's row of `WORKSPACES`.
+        num_tokens: As in `linear_logprob`.
 
     Raises:
         ValueError: A shape, dtype, target, option or result of `token_loss` is invalid.
@@ -133,7 +136,8 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     validate_tensors(hidden, weight, targets, bias)
     validate_options(temperature, softcap, entropy, "auto")
     _validate_sizes(chunk_tokens, logits_budget_bytes)
-    active = _active_tokens(targets, len(weight), ignore_index, is_device=targets.is_cuda)
+    num_rows = len(weight[:num_tokens])
+    active = _active_tokens(targets, num_rows, ignore_index, is_device=targets.is_cuda)
     chunk_tokens, budget = plan_loss(
         len(active), hidden, weight, chunk_tokens=chunk_tokens, budget_bytes=logits_budget_bytes
     )
@@ -143,6 +147,7 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         tuple(active[i : i + chunk_tokens] for i in range(0, len(active), chunk_tokens)),
         budget,
         entropy,
+        num_tokens,
     )
     transform = LogitsTransform.of(temperature, softcap)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -174,7 +179,7 @@ class PolicyLossOptions:
         token_loss: The loss.
         row_chunks: Tokens of each chunk, [rows] int64 each; ignored tokens are in none.
         budget_bytes: Logits stored at a time.
-        entropy: As in `linear_policy_loss`.
+        entropy, num_tokens: As in `linear_policy_loss`.
     """
 
     engine: ProductEngine | ChunkedEngine
@@ -182,6 +187,7 @@ class PolicyLossOptions:
     row_chunks: tuple[Tensor, ...]
     budget_bytes: int
     entropy: EntropyMode
+    num_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -225,19 +231,22 @@ class LinearPolicyLoss(torch.autograd.Function):
         options: PolicyLossOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, logprobs, entropy) of `PolicyLossOutput`."""
-        layer = OutputLayer(weight, bias, transform)
+        layer = OutputLayer(
+            weight[: options.num_tokens], leading(bias, options.num_tokens), transform
+        )
         wide = accumulation_dtype(hidden, weight, bias)
         inputs = (hidden, weight, bias)
         dtypes = (wide, _dtype_of_sum(weight, options, wide), wide)
+        sums = [
+            torch.zeros_like(like, dtype=dtype) if is_needed and like is not None else None
+            for like, dtype, is_needed in zip(inputs, dtypes, ctx.needs_input_grad, strict=False)
+        ]
         totals = _Totals(
             loss=hidden.new_zeros((), dtype=wide),
             logprobs=hidden.new_zeros(len(hidden), dtype=wide),
             entropy=hidden.new_zeros(len(hidden), dtype=wide),
-            gradients=LayerGradients._make(
-                torch.zeros_like(like, dtype=dtype) if is_needed and like is not None else None
-                for like, dtype, is_needed in zip(
-                    inputs, dtypes, ctx.needs_input_grad, strict=False
-                )
+            gradients=LayerGradients(
+                sums[0], *(leading(each, options.num_tokens) for each in sums[1:])
             ),
         )
         _add_chunks(totals, hidden, layer, targets, options)
@@ -248,7 +257,7 @@ class LinearPolicyLoss(torch.autograd.Function):
             gradient
             if gradient is None or tensor is None or tensor.dtype == torch.float16
             else gradient.to(tensor.dtype)
-            for gradient, tensor in zip(totals.gradients, inputs, strict=True)
+            for gradient, tensor in zip(sums, inputs, strict=True)
         ]
         ctx.save_for_backward(hidden, weight, bias)
         ctx.set_materialize_grads(False)

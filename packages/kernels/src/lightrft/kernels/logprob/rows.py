@@ -326,7 +326,8 @@ def grad_of_logits(
         target_grad -= rows.grad_logprobs[inside] * target_logprobs.expm1()
     slope = None
     if transform.softcap is not None:
-        slope = (logits * (transform.temperature / transform.softcap)).square_().neg_().add_(1)
+        ratio = (logits * (transform.temperature / transform.softcap)).clamp_(min=-1)
+        slope = ratio.square_().neg_().add_(1)
     # Logits that are computed again may be rounded otherwise: the difference may come out positive.
     log_probabilities = logits.sub_(rows.maximum[:, None]).sub_(rows.log_sum[:, None])
     log_probabilities.clamp_(max=0)

@@ -23,7 +23,8 @@ def _scaled_logits(x, bias_pointer, columns, is_column, scale, softcap, HAS_BIAS
     if HAS_BIAS:
         x += tl.load(bias_pointer + columns, mask=is_column, other=0.0).to(tl.float32)
     if HAS_SOFTCAP:
-        x = softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)
+        capped = softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)
+        x = tl.where(x == float("-inf"), x, capped)
     return x * scale
 
 
@@ -390,7 +391,7 @@ def _gradient(
     if HAS_GRAD_ENTROPY:
         grad -= entropy_upstream * p * tl.where(p > 0, log_p + row_entropy, 0.0)
     if HAS_SOFTCAP:
-        ratio = z / (scale * softcap)
+        ratio = tl.maximum(z / (scale * softcap), -1.0)  # -inf has a gradient of 0
         grad *= 1.0 - ratio * ratio
     return grad * scale
 

@@ -71,6 +71,11 @@ class OutputLayer:
     transform: LogitsTransform
 
 
+def leading(tensor: Tensor | None, num_tokens: int | None) -> Tensor | None:
+    """Return the rows that are tokens; None takes all."""
+    return tensor if tensor is None or num_tokens is None else tensor[:num_tokens]
+
+
 def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any tensor is, else float32."""
     is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
@@ -82,6 +87,8 @@ def apply_transform(product: Tensor, bias: Tensor | None, transform: LogitsTrans
     logits = product if bias is None else product + bias
     if transform.softcap is not None:
         logits = transform.softcap * torch.tanh(logits / transform.softcap)
+        if bias is not None:  # -inf forbids a token, capped or not
+            logits = logits.masked_fill(bias == -torch.inf, -torch.inf)
     return logits if transform.temperature == 1 else logits / transform.temperature
 
 

@@ -21,6 +21,7 @@ from lightrft.engines.types import (
     EngineStatus,
     GenerationRequest,
     SamplingParams,
+    Vocabulary,
 )
 from lightrft.strategy.backend import inner_module
 from lightrft.strategy.config import StrategyConfig
@@ -180,6 +181,7 @@ class EngineSession:
         engine_type: str,
         module: nn.Module | None,
         adapters: AdapterShape | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> RolloutEngine:
         """See `StrategyBase.setup_inference_engine`; a rank that cannot ends all of them.
 
@@ -187,6 +189,7 @@ class EngineSession:
             config, engine_type: Of the engine.
             module: The actor's model of transformers.
             adapters: Those that the engine holds beside its weights.
+            vocabulary: Tokens that are sampled and that end completions; None is not known.
 
         Raises:
             RuntimeError: Another rank could not start its engine. The failing rank raises its own
@@ -199,6 +202,7 @@ class EngineSession:
             )
         self._config.engine_type = kind
         wanted = engine_config(config, kind, has_gpu=self.context.has_gpu, module=module)
+        wanted = replace(wanted, vocabulary=vocabulary or Vocabulary())
         if adapters is not None:
             if kind not in WITH_ADAPTERS:
                 raise ValueError(without_adapters(kind))

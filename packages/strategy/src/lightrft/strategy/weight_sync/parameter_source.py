@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from lightrft.engines.engine_weights import tied_names
-from lightrft.engines.types import AdapterShape
+from lightrft.engines.types import AdapterShape, Vocabulary
 from lightrft.strategy.config import MERGED, StrategyConfig
 
 FlatRange = tuple[int, int]
@@ -214,6 +214,18 @@ class AdaptedModel(Protocol):
 
     def save_adapters(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Writes the adapters alone, as their library loads them, from full values."""
+
+
+@runtime_checkable
+class KnowsVocabulary(Protocol):
+    """A model that knows which ids are tokens, and at which of them a completion ends."""
+
+    vocabulary: Vocabulary
+
+
+def vocabulary_of(model: object) -> Vocabulary | None:
+    """Return the vocabulary of a model that knows it; None of any other."""
+    return model.vocabulary if isinstance(model, KnowsVocabulary) else None
 
 
 def engine_source(

@@ -42,6 +42,7 @@ class DivergenceInputs:
         data = self.rows.data
         num_steps = planned_updates(data, config, strategy)
         strategy.print(data.summary)
+        self.rows.reading.statements.say(strategy.print)
         strategy.print(f"{num_steps} steps of {config.train_batch_size} rows")
         self.rows.warn_of_shared(strategy)
         with phase("load the models", timedelta(minutes=config.timeout_minutes)):

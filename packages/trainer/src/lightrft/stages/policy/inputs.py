@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -26,6 +26,7 @@ from lightrft.engines.media.families import family_of
 from lightrft.experience.teachers import TeacherRows
 from lightrft.models import load_tokenizer
 from lightrft.models.loading import chosen_template, load_config, load_processor
+from lightrft.models.statements import Statements, read_statements
 from lightrft.reporting.files import ROLLOUTS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE
 from lightrft.reporting.rollouts import RolloutLog
 from lightrft.reporting.trajectories import SampleLog, ShownSamples, TrajectoryLog
@@ -68,6 +69,7 @@ class PolicyInputs:
     """Data, rewards and environments of a run; see `StageInputs`."""
 
     tokenizer: PreTrainedTokenizerBase
+    statements: Statements
     prompts: PromptDataset
     eval_prompts: tuple[Prompt, ...]
     reward: CombinedReward
@@ -100,7 +102,7 @@ class PolicyInputs:
         strategy.print(self.prompts.report.summary())
         for note in self.environments.notes:
             strategy.print(note)
-        warn_without_end(self.tokenizer, config, strategy.print)
+        self.statements.say(strategy.print)
         held_out = [_task_key(prompt) for prompt in self.eval_prompts]
         for line in shared_prompts(map(_task_key, self.prompts.prompts), held_out, "prompts"):
             strategy.print(line)
@@ -188,6 +190,8 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
     _check_options(config)
     check_parts(config, AutoModelForCausalLM)
     tokenizer = load_tokenizer(str(config.pretrain), config)
+    statements = read_statements(str(config.pretrain), config, tokenizer=tokenizer)
+    statements.require_consistent()
     modality = load_modality(config, tokenizer)
     environments = build_environments(config, tokenizer, modality)
     shown = environments.prompt_tokenizer
@@ -210,6 +214,7 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
     reward = build_run_reward(config, recipes=recipes)
     return PolicyInputs(
         tokenizer,
+        statements,
         prompts,
         eval_prompts,
         reward,
@@ -283,18 +288,6 @@ def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
     texts = load_mixed_rows(config.pretrain_data, tokenizer, prompts_within_context(config))
     batch_size = config.ptx_batch_size or config.train_batch_size
     return PretrainMix(texts, config.ptx_coef, batch_size, config.seed)
-
-
-def warn_without_end(
-    tokenizer: PreTrainedTokenizerBase, config: TrainConfig, write: Callable[[str], None]
-) -> None:
-    """Writes a line if the tokenizer has no token at which a response could end."""
-    if tokenizer.eos_token_id is None:
-        write(
-            f"warning: the tokenizer of {config.pretrain} has no end-of-sequence token: responses "
-            f"end only at generate_max_len = {config.generate_max_len} tokens, unless the model's "
-            "generation_config.json names another end"
-        )
 
 
 def trajectory_log(config: TrainConfig) -> TrajectoryLog | None:

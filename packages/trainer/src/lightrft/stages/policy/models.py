@@ -21,6 +21,7 @@ from lightrft.models import Actor, Critic, LoraActor, SequenceModel, load_causal
 from lightrft.models.attention import packs_in_one_kernel
 from lightrft.models.loading import ModelLoadError, load_config
 from lightrft.models.sequence_model import freeze
+from lightrft.models.statements import vocabulary_of
 from lightrft.models.weight_files import count_model
 from lightrft.stages.policy.algorithm import build_estimator
 from lightrft.stages.stage import KeptDropout, TrainedModel, TrainedModels
@@ -148,9 +149,10 @@ def require_equal_start(strategy: StrategyBase, actor: AnyModel, reference: nn.M
 
 def load_policy(path: str, config: TrainConfig) -> Actor:
     """The trained actor: with adapters where they are what is trained."""
-    if config.lora_rank == 0:
-        return Actor.from_pretrained(path, allow_new_weights=config.allow_new_weights)
-    return LoraActor(load_causal_lm(path, allow_new_weights=config.allow_new_weights), config)
+    model = load_causal_lm(path, allow_new_weights=config.allow_new_weights)
+    actor = LoraActor(model, config) if config.lora_rank else Actor(model)
+    actor.use_vocabulary(vocabulary_of(path, config))
+    return actor
 
 
 def trained_model(

@@ -37,7 +37,6 @@ from lightrft.stages.supervised.supervised_inputs import (
     option_problems,
     read_rows,
     shown_mask,
-    warn_of_end,
 )
 from lightrft.stages.supervised.supervised_stage import planned_updates
 from lightrft.strategy.distributed.deadlines import phase
@@ -64,6 +63,7 @@ class PreferenceInputs:
         """See `StageInputs`."""
         num_steps = planned_updates(self.data, config, strategy)
         strategy.print(self.data.summary)
+        self.reading.statements.say(strategy.print)
         first = self.data.rows[0]
         for row, is_good in zip(first.rows, first.labels, strict=True):
             name = "chosen" if is_good else "rejected"
@@ -83,9 +83,6 @@ class PreferenceInputs:
             )
         stage = PreferenceStage(config, strategy, models, reference, self.data, self.held_out)
         stage.text_part = self.reading.text_part
-        module = strategy.unwrap_model(models.main.model)
-        if isinstance(module, Actor):
-            warn_of_end(first.rows[0], self.reading.tokenizer, module, strategy.print)
         with phase("score the first rows", timedelta(minutes=config.timeout_minutes)):
             if (path := stored_path(config)) is not None:
                 self._store(path, stage)

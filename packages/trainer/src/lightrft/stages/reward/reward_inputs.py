@@ -77,6 +77,7 @@ class RewardInputs:
         """See `StageInputs`."""
         num_steps = planned_updates(self.data, config, strategy)
         strategy.print(self.data.summary)
+        self.reading.statements.say(strategy.print)
         for text in doubts(self.data.rows):
             strategy.print(f"warning: {text}")
         for line in shared_prompts(

@@ -20,10 +20,10 @@ from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.row_origin import check_tokens
 from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows, load_supervised
 from lightrft.engines.media.families import family_of, placeholder_ids
-from lightrft.engines.text import end_of_sequence_ids
-from lightrft.models import Actor, load_tokenizer
+from lightrft.models import load_tokenizer
 from lightrft.models.loading import load_config
 from lightrft.models.sequence_model import freeze
+from lightrft.models.statements import Statements, read_statements
 from lightrft.stages.opening import check_parts, opening_line, rows_within_context, shared_prompts
 from lightrft.stages.policy.inputs import load_modality
 from lightrft.stages.policy.models import (
@@ -54,13 +54,18 @@ class RowReading:
 
     Args:
         tokenizer: Of the model.
-        vocab_size: Ids that it knows.
+        statements: What the model says of itself.
         reader: Of their images and videos.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    vocab_size: int
+    statements: Statements
     reader: RowMediaReader
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that rows may hold."""
+        return self.statements.vocab_size
 
     @property
     def text_part(self) -> object:
@@ -84,6 +89,7 @@ class SupervisedInputs:
         """See `StageInputs`."""
         num_steps = planned_updates(self.data, config, strategy)
         strategy.print(self.data.summary)
+        self.reading.statements.say(strategy.print)
         strategy.print(shown_mask(self.data.rows[0], self.reading.tokenizer))
         strategy.print(f"{num_steps} steps of {config.train_batch_size} rows")
         self.warn_of_shared(strategy)
@@ -91,9 +97,6 @@ class SupervisedInputs:
             models = build_model(config, strategy, num_steps)
         stage = SupervisedStage(config, strategy, models, self.data, self.held_out)
         stage.text_part = self.reading.text_part
-        module = strategy.unwrap_model(models.main.model)
-        if isinstance(module, Actor):
-            warn_of_end(self.data.rows[0], self.reading.tokenizer, module, strategy.print)
         return stage
 
     def warn_of_shared(self, strategy: StrategyBase) -> None:
@@ -172,7 +175,7 @@ def read_rows(
         DataError: Rows that cannot be used.
         ModelLoadError: A tokenizer or processor that cannot be read.
     """
-    reading = read_vocabulary(config)
+    reading = read_vocabulary(config, generates=kind is AutoModelForCausalLM)
     given = {"vocab_size": reading.vocab_size, "reader": reading.reader}
     config = rows_within_context(config)
     check_parts(config, kind)
@@ -203,23 +206,28 @@ def read_rows(
     return reading, data, held_out
 
 
-def read_vocabulary(config: TrainConfig) -> RowReading:
+def read_vocabulary(config: TrainConfig, *, generates: bool = True) -> RowReading:
     """What reads the rows of `pretrain`.
 
+    Args:
+        config: Options of the run.
+        generates: Whether the model gives answers, not scores.
+
     Raises:
-        ConfigError: An option does not fit the model.
+        ConfigError: An option does not fit the model, or its files contradict each other.
         DataError: Ids in `prompt_data` or `eval_data` are of another tokenizer.
         ModelLoadError: There is no tokenizer or processor, or none that can be read.
     """
     path = str(config.pretrain)
     model_config = load_config(path)
     tokenizer = load_tokenizer(path, config)
+    statements = read_statements(path, config, tokenizer=tokenizer, generates=generates)
+    statements.require_consistent()
     for sources in filter(None, (config.prompt_data, config.eval_data)):
         check_tokens(sources, tokenizer)
     modality = load_modality(config, tokenizer)
     marks = () if family_of(model_config) is None else placeholder_ids(model_config)
-    vocab_size = int(model_config.get_text_config().vocab_size)
-    return RowReading(tokenizer, vocab_size, RowMediaReader(modality, marks))
+    return RowReading(tokenizer, statements, RowMediaReader(modality, marks))
 
 
 def option_problems(config: TrainConfig, num_processes: int, command: str = "sft") -> list[str]:
@@ -264,25 +272,6 @@ def build_model(config: TrainConfig, strategy: StrategyBase, max_steps: int) -> 
     freeze(actor, config.freeze_prefix)
     ready, *_ = strategy.prepare_models_and_optimizers(actor, None, None, None, config, max_steps)
     return TrainedModels((trained_model("actor", ready),))
-
-
-def warn_of_end(
-    row: SupervisedRow,
-    tokenizer: PreTrainedTokenizerBase,
-    actor: Actor,
-    write: Callable[[str], None],
-) -> None:
-    """Writes a line if a row is trained to end where engines do not stop."""
-    model = actor.pretrained
-    stops = end_of_sequence_ids(model.config, model.generation_config)
-    last = int(row.token_ids[row.is_trained][-1])
-    if last not in stops:
-        ends = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(list(stops)))) or "no token"
-        write(
-            f"warning: the first row is trained to end in {tokenizer.decode([last])!r}, and "
-            f"generation stops at {ends}: add {last} to eos_token_id in generation_config.json of "
-            "the model"
-        )
 
 
 def shown_mask(row: SupervisedRow, tokenizer: PreTrainedTokenizerBase) -> str:

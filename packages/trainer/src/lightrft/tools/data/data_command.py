@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lightrft.cli.main import Command
+    from lightrft.models.statements import Statements
 
 T = TypeVar("T")
 NUM_SAMPLES = 3
@@ -84,22 +85,22 @@ def show_layout(source: str, rows: Sequence[Row], *, num_items: int) -> None:
         say(f"  {name}: {' or '.join(kinds)}{note}, for example {str(values[0])[:60]!r}")
 
 
-def show_samples(
-    found: DataCheck, tokenizer: PreTrainedTokenizerBase | None, *, max_new_tokens: int
-) -> None:
+def show_samples(found: DataCheck, statements: Statements | None, *, max_new_tokens: int) -> None:
     """The first, the middle and the last prompt as the model will see them."""
     rows = found.rows
     places = sorted({0, len(rows) // 2, len(rows) - 1})[:NUM_SAMPLES] if rows else []
     for number, place in enumerate(places, start=1):
         row = rows[place]
-        size, text, end = f"{len(row.text)} characters", row.text, None
-        if tokenizer is not None:
+        size, text, ends = f"{len(row.text)} characters", row.text, ""
+        if statements is not None:
+            tokenizer = statements.tokenizer
             size, text = f"{len(row.token_ids)} tokens", visible(row, tokenizer)
-            end = tokenizer.eos_token
+            tokens = tokenizer.convert_ids_to_tokens(list(statements.vocabulary.ends))
+            ends = " or ".join(f"⟦{token}⟧" for token in tokens)
         say(f"\nsample {number} of {len(places)}, {row.location}")
         say(f"  prompt, {size}, not trained (mask 0):")
         say("\n".join(f"    {line}" for line in text[:MAX_CHARACTERS].split("\n")))
-        until = f" up to and including ⟦{end}⟧" if end else ""
+        until = f" up to and including {ends}" if ends else ""
         say(f"  response, at most {max_new_tokens} sampled tokens, trained (mask 1){until}")
         say(f"  label: {'none' if row.label is None else str(row.label)[:200]!r}")
 
@@ -280,7 +281,8 @@ def check(request: Request) -> int:
     rows = [item for item in items if not isinstance(item, DataError)]
     show_layout(request.source, rows, num_items=len(items))
     config = propose_keys_of(request, rows)
-    tokenizer = load_tokenizer(config)
+    statements = load_statements(config)
+    tokenizer = None if statements is None else statements.tokenizer
     config = _within_context(config)
     reader = _reader(tokenizer, config)
     if rows and config.apply_chat_template:
@@ -290,7 +292,7 @@ def check(request: Request) -> int:
     found = check_rows(
         map(record.watch_item, shown), reader, config, has_model=tokenizer is not None
     )
-    show_samples(found, tokenizer, max_new_tokens=config.generate_max_len)
+    show_samples(found, statements, max_new_tokens=config.generate_max_len)
     show_check(found, prompt_max_len=config.prompt_max_len, in_tokens=tokenizer is not None)
     if not config.apply_chat_template:
         remark = prompt_remark(reader, [row.text for row in found.rows if not row.media])
@@ -445,17 +447,19 @@ def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
     return config.replaced(proposed)
 
 
-def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of `pretrain`, or None without one.
+def load_statements(config: TrainConfig) -> Statements | None:
+    """What `pretrain` says of itself, which is shown; None without one.
 
     Raises:
+        ConfigError: Its files contradict each other.
         DataError: It has no chat template, and one is needed.
     """
     if config.pretrain is None:
         say("no --pretrain: lengths are in characters, and no chat template is applied")
         return None
-    from lightrft.models.loading import load_tokenizer as load
+    from lightrft.models.statements import read_statements
 
-    tokenizer = load(config.pretrain, config)
-    check_tokenizer(tokenizer, config)
-    return tokenizer
+    statements = read_statements(config.pretrain, config).require_consistent()
+    check_tokenizer(statements.tokenizer, config)
+    statements.say(say)
+    return statements

@@ -123,7 +123,9 @@ def run(argv: Sequence[str]) -> int:
     """
     stage = stage_of(argv)
     source, config = parse(argv, stage)
-    reading, config = read_vocabulary(config), rows_within_context(config)
+    reading = read_vocabulary(config, generates=stage == "prefer")
+    reading.statements.say(say)
+    config = rows_within_context(config)
     tokenizer = reading.tokenizer
     items, first = read_source(source, config, tokenizer)
     build = PreferenceReader if stage == "prefer" else judgement_reader

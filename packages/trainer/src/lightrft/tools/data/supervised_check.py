@@ -95,7 +95,9 @@ def run(argv: Sequence[str]) -> int:
     from lightrft.stages.policy.teacher import require_same_tokens
     from lightrft.stages.supervised.supervised_inputs import read_vocabulary
 
-    reading, config = read_vocabulary(config), rows_within_context(config)
+    reading = read_vocabulary(config)
+    reading.statements.say(say)
+    config = rows_within_context(config)
     tokenizer = reading.tokenizer
     for place in config.teacher_places.values():
         if not is_served(place):

@@ -30,7 +30,11 @@ def run(argv: Sequence[str]) -> int:
     """
     options = build_parser().parse_args(argv)
     check_options(options)
-    return examine_model(options) if options.invariance else examine_machine(gpu=options.gpu)
+    if options.invariance:
+        return examine_model(options)
+    if options.pretrain is not None:
+        return examine_statements(options.pretrain)
+    return examine_machine(gpu=options.gpu)
 
 
 def check_options(options: Namespace) -> None:
@@ -39,11 +43,27 @@ def check_options(options: Namespace) -> None:
         raise UsageError("lightrft doctor: --gpu and --invariance are two examinations; give one")
     if options.invariance and options.pretrain is None:
         raise UsageError("lightrft doctor --invariance needs --pretrain: the model to examine")
-    if not options.invariance:
-        given = (("pretrain", options.pretrain), ("bf16", options.bf16))
-        idle = [f"--{name}" for name, value in given if value]
-        if idle:
-            raise UsageError(f"lightrft doctor: {', '.join(idle)} acts only with --invariance")
+    if options.gpu and options.pretrain is not None:
+        raise UsageError("lightrft doctor: --gpu looks at no model: leave --pretrain out")
+    if options.bf16 and not options.invariance:
+        raise UsageError("lightrft doctor: --bf16 acts only with --invariance")
+
+
+def examine_statements(path: str) -> int:
+    """Print what the files of a model say of it, and how contradictions are decided.
+
+    Raises:
+        ConfigError: There is a contradiction for which there is no rule.
+        ModelLoadError: The files cannot be read.
+    """
+    from lightrft.models.statements import read_statements
+
+    statements = read_statements(path)
+    statements.say(lambda text: print(text, flush=True))
+    statements.require_consistent()
+    ends = statements.named(statements.vocabulary.ends) or "no token"
+    print(f"{path}: {statements.vocab_size} tokens, turns end at {ends}")
+    return ExitCode.OK
 
 
 def examine_machine(*, gpu: bool) -> int:
@@ -98,7 +118,9 @@ def build_parser() -> Parser:
         "doctor",
         "Check this machine: versions, devices, addresses, memory, disk, engines and kernels, "
         "each against a limit, with a remedy. Exit code 3 if something is beyond its limit. "
-        "--gpu times a GPU instead. --invariance carries out one training step of a model in many "
+        "--gpu times a GPU instead. --pretrain compares what the files of a model say of it: ends "
+        "of turn, vocabulary, templates; exit code 2 if nothing can be decided. --invariance "
+        "carries out one training step of a model in many "
         "ways - micro-batches, packed samples, divided sequences, recomputed activations, FSDP2, "
         "ZeRO - and compares losses, gradients and weights; exit code 8 if any of them differs.",
     )

@@ -17,6 +17,7 @@ from lightrft.datasets.render import PromptTokenizer
 from lightrft.engines.types import SamplingParams
 from lightrft.models import Actor, load_tokenizer
 from lightrft.models.reward_model import is_reward_model
+from lightrft.models.statements import read_statements
 from lightrft.records.swapped import position_metrics
 from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
 from lightrft.reporting.files import CONFIG_FILE, EVAL_FILE, ROLLOUTS_FILE, JsonLinesFile
@@ -104,6 +105,7 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         )
     with ExitStack() as stack:
         tokenizer = load_tokenizer(path, config)
+        statements = read_statements(path, config, tokenizer=tokenizer).require_consistent()
         modality = load_modality(config, tokenizer)
         environments = build_environments(config, tokenizer, modality, has_journal=False)
         stack.callback(environments.close)
@@ -117,6 +119,8 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         strategy = stack.enter_context(get_strategy(config))
         with strategy.init_model_context():
             actor = Actor.from_pretrained(path)
+            actor.use_vocabulary(statements.vocabulary)
+        statements.say(strategy.print)
         model = strategy.prepare_model(actor)
         models = build_model_rewards(
             config,

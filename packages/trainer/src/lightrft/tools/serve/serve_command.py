@@ -124,6 +124,7 @@ class Service:
         from lightrft.tools.serve.served_model import ServedModel
 
         self._model: ServedModel = ServedModel(path, config)
+        self._model.statements.say(print)
         self._episode: AgentEpisode = self._model.chat.episode()
         chat = self._model.chat
         limits = MEDIA_LIMITS if chat.rules.encoder.reads_media else None

@@ -10,6 +10,7 @@ from lightrft.datasets.media import Modality, TextModality
 from lightrft.engines.factory import build_engine
 from lightrft.engines.types import Completion, EngineConfig, GenerationRequest, SamplingParams
 from lightrft.models import load_tokenizer
+from lightrft.models.statements import read_statements
 from lightrft.stages.policy.inputs import load_modality
 from lightrft.tools.serve.chat_model import ChatModel
 
@@ -29,8 +30,16 @@ class ServedModel:
 
     def __init__(self, path: Path, config: TrainConfig, *, device: str | None = None) -> None:
         tokenizer = load_tokenizer(str(path), config)
-        options = {} if device is None else {"device": device}
-        self.engine = build_engine(EngineConfig("hf", str(path), options=options))
+        statements = read_statements(str(path), config, tokenizer=tokenizer)
+        self.statements = statements.require_consistent()
+        self.engine = build_engine(
+            EngineConfig(
+                "hf",
+                str(path),
+                options={} if device is None else {"device": device},
+                vocabulary=statements.vocabulary,
+            )
+        )
         modality: Modality = load_modality(replace(config, pretrain=str(path)), tokenizer)
         try:
             modality.check_turns()

@@ -196,7 +196,8 @@ def build_generator(
 ) -> Generator:
     """Starts the engine and makes the parts of a rank that generates."""
     config, algorithm = decide(config)
-    strategy.setup_inference_engine(strategy.config, config.engine_type)
+    vocabulary = inputs.statements.vocabulary
+    strategy.setup_inference_engine(strategy.config, config.engine_type, vocabulary=vocabulary)
     reward, _ = build_trainer_rewards(inputs.reward, None, strategy, config)
     environments = inputs.environments
     parts = SourceParts(
