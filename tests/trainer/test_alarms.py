@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 
 import pytest
 import torch
 
 from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.config import TrainConfig
-from lightrft.models.loading import load_tokenizer
 from lightrft.reporting.alarms import alarms, run_verdict, why_unchanged
 from lightrft.rewards.types import RewardResult
 from lightrft.run.assembly import run_training
 from lightrft.stages.metrics import RunAlarmError
-from lightrft.stages.policy.inputs import warn_without_end
 from lightrft.strategy.distributed.process_end import NonFiniteError, NumericsError
 from lightrft.tools.report.page import find_alarms, render_report
 from lightrft.tools.report.run_data import read_run
@@ -240,17 +237,3 @@ def test_stop_on_alarm_ends_a_run_with_its_code_and_all_its_files(tmp_path, tiny
     page = render_report(run)
     assert "no update: 1 of 1 steps: the gradient was 0" in page
     assert any("zero_gradient_share" in line for line in find_alarms(read_run(run)))
-
-
-def test_a_tokenizer_without_an_end_is_said_at_the_start(tmp_path, tiny_model, capsys):
-    model = tmp_path / "endless"
-    shutil.copytree(tiny_model, model)
-    path = model / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    assert settings.pop("eos_token")
-    path.write_text(json.dumps(settings))
-    (model / "special_tokens_map.json").unlink(missing_ok=True)
-    warn_without_end(load_tokenizer(str(model)), TrainConfig(pretrain=str(model)), print)
-    assert "has no end-of-sequence token" in capsys.readouterr().out
-    warn_without_end(load_tokenizer(tiny_model), TrainConfig(pretrain=tiny_model), print)
-    assert capsys.readouterr().out == ""

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.supervised_rows import SupervisedRow
-from lightrft.models import Actor
+from lightrft.models.statements import read_statements
 from lightrft.run.assembly import run_training
-from lightrft.stages.supervised.supervised_inputs import warn_of_end
+from lightrft.stages.supervised.supervised_inputs import last_trained
 from lightrft.trainer import SFTTrainer
 
 ANSWERS = {f"name {i}": f"word {i * 7 % 10}{chr(97 + i)}" for i in range(8)}
@@ -107,10 +107,10 @@ def test_the_stage_decides_the_learning_rate_that_nobody_gave(
 
 @pytest.mark.parametrize("end", ["<|end|>", "<|pad|>"])
 def test_an_end_at_which_engines_do_not_stop_is_warned_of(model, end):
-    said, tokenizer = [], AutoTokenizer.from_pretrained(model)
-    actor = Actor.from_pretrained(model)
-    ids = np.array([65, tokenizer.convert_tokens_to_ids(end)], dtype=np.int32)
-    warn_of_end(SupervisedRow(ids, np.array([False, True])), tokenizer, actor, said.append)
+    said, statements = [], read_statements(model)
+    ids = np.array([65, statements.tokenizer.convert_tokens_to_ids(end)], dtype=np.int32)
+    last = last_trained(SupervisedRow(ids, np.array([False, True])))
+    statements.say(said.append, last=last)
     assert bool(said) == (end == "<|pad|>")
     assert all("trained to end in '<|pad|>', and generation stops at '<|end|>'" in x for x in said)
 

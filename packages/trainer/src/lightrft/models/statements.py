@@ -113,11 +113,23 @@ class Statements:
         num_tokens = self.vocabulary.num_tokens if self.generates else None
         return num_tokens or self.num_rows
 
-    def say(self, write: Callable[[str], None]) -> None:
-        """Write the decisions, one line each."""
+    def say(self, write: Callable[[str], None], *, last: int | None = None) -> None:
+        """Write the decisions, one line each.
+
+        Args:
+            write: Takes a line.
+            last: Last trained token of the first row; None where nobody gives rows.
+        """
         for finding in self.findings:
             if not finding.is_refused:
                 write(finding.text)
+        ends = self.vocabulary.ends
+        if last is not None and last not in ends:
+            write(
+                f"warning: the first row is trained to end in {self.tokenizer.decode([last])!r}, "
+                f"and generation stops at {self.named(ends) or 'no token'}: add {last} to "
+                "eos_token_id in generation_config.json of the model"
+            )
 
     def require_consistent(self) -> Statements:
         """Return it, unless it holds a contradiction for which there is no rule.

@@ -34,6 +34,7 @@ from lightrft.stages.supervised.supervised_inputs import (
     build_model,
     check_auditable,
     decided_for_rows,
+    last_trained,
     option_problems,
     read_rows,
     shown_mask,
@@ -63,8 +64,8 @@ class PreferenceInputs:
         """See `StageInputs`."""
         num_steps = planned_updates(self.data, config, strategy)
         strategy.print(self.data.summary)
-        self.reading.statements.say(strategy.print)
         first = self.data.rows[0]
+        self.reading.statements.say(strategy.print, last=last_trained(first.rows[0]))
         for row, is_good in zip(first.rows, first.labels, strict=True):
             name = "chosen" if is_good else "rejected"
             strategy.print(f"{name} in {shown_mask(row, self.reading.tokenizer)}")

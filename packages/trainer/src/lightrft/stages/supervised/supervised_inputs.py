@@ -89,7 +89,7 @@ class SupervisedInputs:
         """See `StageInputs`."""
         num_steps = planned_updates(self.data, config, strategy)
         strategy.print(self.data.summary)
-        self.reading.statements.say(strategy.print)
+        self.reading.statements.say(strategy.print, last=last_trained(self.data.rows[0]))
         strategy.print(shown_mask(self.data.rows[0], self.reading.tokenizer))
         strategy.print(f"{num_steps} steps of {config.train_batch_size} rows")
         self.warn_of_shared(strategy)
@@ -272,6 +272,11 @@ def build_model(config: TrainConfig, strategy: StrategyBase, max_steps: int) -> 
     freeze(actor, config.freeze_prefix)
     ready, *_ = strategy.prepare_models_and_optimizers(actor, None, None, None, config, max_steps)
     return TrainedModels((trained_model("actor", ready),))
+
+
+def last_trained(row: SupervisedRow) -> int:
+    """Return the last trained token of a row."""
+    return int(row.token_ids[row.is_trained][-1])
 
 
 def shown_mask(row: SupervisedRow, tokenizer: PreTrainedTokenizerBase) -> str:
