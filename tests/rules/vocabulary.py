@@ -2,6 +2,96 @@
 
 from __future__ import annotations
 
-from tests.rules.stages import cells
+import json
+from pathlib import Path
 
-CELLS = cells({})
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.rules.spoken import END, NUM_IDS, ROWS, SMALL, rollouts, spoken_model
+from tests.rules.stages import Cell, cells
+from transformers import AutoTokenizer
+
+from lightrft.cli.main import main
+from lightrft.config import TrainConfig
+from lightrft.engines.types import GenerationRequest, SamplingParams
+from lightrft.tools.serve.served_model import ServedModel
+from lightrft.trainer import train
+
+# Of 320 rows those behind the tokenizer's 261 ids are by far the likeliest.
+PADDED = {65: 0.0, END: 0.0, **dict.fromkeys(range(NUM_IDS, 320), 9.0)}
+DATA = {
+    "sft": {"prompt": "a", "completion": "b"},
+    "prefer": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "reward": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "distill on rows": {"prompt": "a", "completion": "b"},
+    "eval": {"input": "a", "label": "b"},
+    "data check": {"input": "a", "label": "b"},
+}
+
+
+def padding_is_neither_sampled_nor_trained(tmp_path: Path) -> None:
+    model = spoken_model(tmp_path, PADDED, num_rows=320)
+    run = tmp_path / "run"
+    train(
+        model,
+        ROWS,
+        lambda responses: [float(len(text)) for text in responses],
+        output_dir=str(run),
+        **{**SMALL, "actor_learning_rate": 0.1, "entropy_coef": 0.01, "l2": 0.0},
+    )
+    ids = [token for sample in rollouts(run) for token in sample["response_ids"]]
+    assert max(ids) < NUM_IDS
+    before, after = (load_file(Path(f) / "model.safetensors") for f in (model, run / "model"))
+    for name in ("lm_head.weight", "lm_head.bias"):
+        assert torch.equal(before[name][NUM_IDS:], after[name][NUM_IDS:]), name
+        assert not torch.equal(before[name][:NUM_IDS], after[name][:NUM_IDS]), name
+
+
+def padding_is_not_served(tmp_path: Path) -> None:
+    served = ServedModel(Path(spoken_model(tmp_path, PADDED, num_rows=320)), TrainConfig())
+    request = GenerationRequest(request_id=0, prompt_token_ids=(65,), max_tokens=12)
+    made = served.engine.generate([request], SamplingParams(n=8, ignore_eos=True))
+    assert max(max(each.output_token_ids) for each in made) < NUM_IDS
+    assert served.engine.score([65, 65])[1] > -0.7
+
+
+def a_tokenizer_that_is_too_large_is_refused(
+    tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = spoken_model(tmp_path, {65: 0.0})
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(model)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f"{json.dumps(DATA[stage])}\n" * 4)
+    common = ["--output_dir", str(tmp_path / "run")]
+    given = ["--pretrain", model, "--prompt_data", str(rows), "--fsdp", *common]
+    commands = {
+        "eval": ["eval", model, "--eval_data", str(rows), "--reward_fn", "boxed_math", *common],
+        "data check": ["data", "check", str(rows), "--pretrain", model],
+        "distill on rows": ["distill", *given, "--teacher", model, "--teacher_form", "reverse"],
+    }
+    argv = commands.get(stage, [stage, *given])
+    if "--prompt_data" in argv:
+        argv += ["--train_batch_size", "2"]
+    assert main(argv) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert "has ids up to 261 ('<tool>') and the model 261 rows" in lines[0]
+
+
+TESTS: dict[str, Cell] = {
+    ", ".join(DATA): a_tokenizer_that_is_too_large_is_refused,
+    "train": padding_is_neither_sampled_nor_trained,
+    "serve": padding_is_not_served,
+}
+CELLS = cells(
+    TESTS,
+    {
+        "distill on samples, environments, tools, agents": "Its engine and its model are made by "
+        "the code of train.",
+        "judge and reward models": "A judge answers by the code of serve, and scores are no ids.",
+        "rows": "It writes the ids that a run has sampled, in which there are none of padding.",
+    },
+)

@@ -1,0 +1,59 @@
+"""Models whose next token does not depend on what came before, for the rules of samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from lightrft.tools.model_presets import byte_level_tokenizer, random_model, save_checked
+
+NUM_IDS = 261
+END, USER = 257, 258
+ROWS = [{"input": f"Say {n}.", "label": "A"} for n in range(4)]
+SMALL = {
+    "fsdp": True,
+    "engine_type": "hf",
+    "rollout_batch_size": 4,
+    "n_samples_per_prompt": 2,
+    "train_batch_size": 8,
+    "prompt_max_len": 64,
+    "generate_max_len": 12,
+    "max_steps": 1,
+    "save_rollouts": True,
+    "check_memory": False,
+}
+
+
+def spoken_model(folder: Path, logits: dict[int, float], *, num_rows: int = NUM_IDS) -> str:
+    """A folder of a model that gives these tokens these logits, and all others -40.
+
+    Its configurations name no end, so that only tokenizer and chat template know one.
+    """
+    from transformers import PhiConfig
+
+    tokenizer = byte_level_tokenizer()
+    config = PhiConfig(
+        vocab_size=num_rows,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    model = random_model(config, tokenizer, 1)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.bias.fill_(-40.0)
+        for token, value in logits.items():
+            model.lm_head.bias[token] = value
+    save_checked(model, tokenizer, folder / "model", sample="a b")
+    for name in ("config.json", "generation_config.json"):
+        path = folder / "model" / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": None}))
+    return str(folder / "model")
+
+
+def rollouts(folder: Path) -> list[dict[str, object]]:
+    """Every sample of a run, as `save_rollouts` writes it."""
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
