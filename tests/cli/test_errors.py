@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
+import os
 import subprocess
 import sys
 
@@ -11,8 +13,21 @@ import pytest
 from tests.machine import seconds
 
 from lightrft.cli import errors
-from lightrft.cli.errors import ExitCode, UsageError, is_out_of_memory, run_guarded
+from lightrft.cli.errors import (
+    ExitCode,
+    UsageError,
+    describe,
+    exit_code_of,
+    is_out_of_memory,
+    run_guarded,
+)
+from lightrft.config.files import FileError
+from lightrft.datasets.types import DataError
+from lightrft.reporting.files import JsonLinesFile
+from lightrft.rewards.types import RewardError
+from lightrft.strategy.checkpoints.checkpoints import CheckpointSaver
 from lightrft.strategy.checkpoints.errors import CheckpointError
+from lightrft.strategy.checkpoints.folders import RankGroup, SaveRequest
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_end import PeerFailedError
 from lightrft.strategy.weight_sync.verification import WeightSyncError
@@ -89,9 +104,13 @@ def test_a_worker_of_our_own_launcher_leaves_a_report_and_prints_nothing(
         "(os error 28)",
         "saving into ckpt failed: rank 1: OSError: [Errno 122] Disk quota exceeded",
         "rank 0: SafetensorError: I/O error: File too large (os error 27)",
+        "rank 0: OSError: [Errno 5] Input/output error: '/x'",
+        "rank 0: OSError: [Errno 116] Stale file handle: '/x'",
+        "rank 0: SafetensorError: I/O error: No such device (os error 19)",
+        "rank 0: OSError: [Errno 107] Transport endpoint is not connected: '/x'",
     ],
 )
-def test_a_full_disk_is_not_a_mistake_of_usage_whoever_says_so(capsys, text):
+def test_a_disk_is_no_mistake_of_usage_whoever_says_so(capsys, text):
     from safetensors import SafetensorError
 
     from lightrft.strategy.checkpoints.errors import CheckpointError
@@ -100,6 +119,61 @@ def test_a_full_disk_is_not_a_mistake_of_usage_whoever_says_so(capsys, text):
         assert run_guarded("lightrft", raise_(error)) == ExitCode.PREFLIGHT
         assert capsys.readouterr().err == f"lightrft: {text}\n"
     assert run_guarded("lightrft", raise_(CheckpointError("rank 280 failed"))) == ExitCode.USAGE
+
+
+def test_a_disk_that_fails_while_it_is_read_is_none_either(capsys):
+    def read(kind):
+        try:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        except OSError as error:
+            raise kind("x cannot be read: Input/output error") from error
+
+    for kind in (FileError, DataError):
+        assert run_guarded("lightrft", lambda kind=kind: read(kind)) == ExitCode.PREFLIGHT
+    # That of another machine is no matter of this one.
+    assert run_guarded("lightrft", lambda: read(RewardError)) == ExitCode.REWARD
+
+
+@pytest.mark.parametrize("number", ["EIO", "ESTALE", "ENODEV", "ENOTCONN", "EDQUOT", "ENOSPC"])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_a_flush_cannot_do_names_the_folder(tmp_path, monkeypatch, number, in_background):
+    """Every flush of a checkpoint in its turn, and that of a file that appears whole."""
+    code = getattr(errno, number)
+    saver = CheckpointSaver(RankGroup(), RankGroup if in_background else None)
+    fsync, calls = os.fsync, []
+
+    def save(fails_at):
+        def fails(descriptor):
+            calls.append(descriptor)
+            if len(calls) == fails_at:
+                raise OSError(code, os.strerror(code))
+            fsync(descriptor)
+
+        def write(folder, files):
+            files.text(folder / "x", "text")
+
+        calls.clear()
+        monkeypatch.setattr(os, "fsync", fails)
+        saver.save(SaveRequest(save_dir=tmp_path / "ckpt", strategy="s"), write)
+        saver.finish()
+
+    save(None)
+    for place in range(1, len(calls) + 1):
+        with pytest.raises(CheckpointError) as error:
+            save(place)
+        assert exit_code_of(error.value) == ExitCode.PREFLIGHT
+        text = describe(error.value)
+        assert f"saving into {tmp_path / 'ckpt'} failed: " in text
+        assert f"[Errno {code}] {os.strerror(code)}: '{tmp_path / 'ckpt'}" in text
+    saver.close()
+
+
+def test_a_line_that_cannot_be_written_names_its_file(tmp_path):
+    log = JsonLinesFile(tmp_path / "full")
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"\[Errno 28\] .*/full'") as error:
+        log.append({"step": 1})
+    assert exit_code_of(error.value) == ExitCode.PREFLIGHT
 
 
 def test_a_file_that_cannot_be_written_says_why(tmp_path):

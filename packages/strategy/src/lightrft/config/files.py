@@ -82,6 +82,17 @@ def require_held(cause: Exception | None = None) -> None:
             ) from cause
 
 
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Puts the name of a file into errors of the system that have none, as those of a flush."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def make_folder(path: Path) -> None:
     """Makes a folder and those above it, but never one in the place of a held one that is gone.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.config.files import make_folder, read_bytes, require_flat, require_held
+from lightrft.config.files import make_folder, named_errors, read_bytes, require_flat, require_held
 from lightrft.config.options import ConfigError, masked, options_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+    with named_errors(path), os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         stream.write(text)
     partial.replace(path)
 

@@ -98,16 +98,16 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
 )
 MAX_ERROR_CHARACTERS = 20_000
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# A disk that fails, or a file system of another machine that is gone.
+_LOST_DISK = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENOTCONN, errno.EROFS)
 _NOT_POSSIBLE_HERE = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
+    *_FULL_DISK,
+    *_LOST_DISK,
     errno.EACCES,
     errno.EPERM,
     errno.EADDRINUSE,
 )
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How Python and safetensors write the system's error number.
 _ERROR_NUMBER = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 _NO_MEMORY = (
@@ -213,7 +213,7 @@ def _class_code(error: BaseException) -> int | None:
         if module in sys.modules and isinstance(error, getattr(sys.modules[module], name))
     )
     code = error.code if isinstance(error, CommandError) else next(known, None)
-    return ExitCode.PREFLIGHT if code is not None and _tells_of_full_disk(error) else code
+    return ExitCode.PREFLIGHT if code is not None and _tells_of_disk(error, code) else code
 
 
 def _system_code(error: BaseException) -> int | None:
@@ -223,14 +223,21 @@ def _system_code(error: BaseException) -> int | None:
     if isinstance(error, FloatingPointError):  # an engine's: of finite weights
         return ExitCode.NUMERICS
     is_here = isinstance(error, OSError) and error.errno in _NOT_POSSIBLE_HERE
-    is_full = type(error).__name__ == "SafetensorError" and _tells_of_full_disk(error)
+    is_full = type(error).__name__ == "SafetensorError" and _tells_of_disk(error)
     return ExitCode.PREFLIGHT if is_here or is_full else None
 
 
-def _tells_of_full_disk(error: BaseException) -> bool:
-    """Whether its text has the number: what failed on another rank comes as that rank's text."""
+def _tells_of_disk(error: BaseException, code: int = ExitCode.USAGE) -> bool:
+    """Whether its text or its cause has the number of a disk that is full or fails.
+
+    What failed on another rank comes as that rank's text; what a service says is of its own disk.
+    """
     numbers = {int(a or b) for a, b in _ERROR_NUMBER.findall(str(error))}
-    return bool(numbers & set(_FULL_DISK))
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno is not None:
+        numbers.add(cause.errno)
+    is_of_files = code in (ExitCode.USAGE, ExitCode.DATA)
+    return bool(numbers & {*_FULL_DISK, *(_LOST_DISK if is_of_files else ())})
 
 
 def describe(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from lightrft.config.files import (
     FileError,
     lines_of,
     make_folder,
+    named_errors,
     parse_object,
     read_object,
     require_held,
@@ -86,7 +87,8 @@ def write_event(folder: Path, event: str, *, step: int, details: Mapping[str, ob
     """Appends what happened to a run (started, resumed, stopped, interrupted, finished)."""
     require_held()
     entry = {"unix_seconds": time.time(), "event": event, "step": step, **details}
-    with (folder / EVENTS_FILE).open("a", encoding="utf-8") as stream:
+    path = folder / EVENTS_FILE
+    with named_errors(path), path.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
@@ -158,10 +160,11 @@ class JsonLinesFile:
     def append(self, entry: Mapping[str, object]) -> None:
         """Writes one line, so that a killed run keeps it."""
         make_folder(self._path.parent)
-        if self._file is None:
-            self._file = self._path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-        self._file.flush()
+        with named_errors(self._path):
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8")
+            self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Closes the file; a later line opens it again."""

@@ -1,7 +1,8 @@
 """Checkpoints of a strategy: saved, found and loaded alike with every backend."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -29,6 +30,7 @@ from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.distributed.collectives import gather_objects
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.process_end import NonFiniteError
 from lightrft.strategy.distributed.process_groups import separate_group
 from lightrft.strategy.weight_sync.parameter_source import gathered_dtype
 
@@ -64,7 +66,8 @@ class CheckpointSaver:
             CheckpointError: This save failed, or the last one into this folder did.
         """
         if self._make_background_ranks is None:
-            write_checkpoint(request, write, ranks=self._ranks)
+            with _saving_into(request.save_dir):
+                write_checkpoint(request, write, ranks=self._ranks)
             return
         self._wait(request.save_dir)
         if self._background is None:
@@ -72,7 +75,8 @@ class CheckpointSaver:
             self._background = (thread, self._make_background_ranks())
         thread, ranks = self._background
         staged = StagedWriter()
-        opened = begin_checkpoint(request, write, staged, ranks=self._ranks)
+        with _saving_into(request.save_dir):
+            opened = begin_checkpoint(request, write, staged, ranks=self._ranks)
         earlier = tuple(self._pending.values())
         self._pending[request.save_dir] = thread.submit(_complete, opened, staged, ranks, earlier)
 
@@ -105,10 +109,19 @@ class CheckpointSaver:
         future = self._pending.pop(folder, None)
         if future is None:
             return
-        try:
+        with _saving_into(folder):
             future.result()
-        except Exception as error:
-            raise CheckpointError(f"saving into {folder} failed: {error}") from error
+
+
+@contextmanager
+def _saving_into(folder: Path) -> Iterator[None]:
+    """Raises a CheckpointError that names the folder for what fails; not finite values pass."""
+    try:
+        yield
+    except NonFiniteError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"saving into {folder} failed: {error}") from error
 
 
 def _complete(
@@ -245,6 +258,7 @@ class Checkpoints:
             values = self._backend.full_values(module)
             keeps = self._context.rank == 0
             state = {name: as_saved(value, kept) for name, value in values if keeps}
-            self.group.on_first(
-                lambda: save_gathered_model(module, state, tokenizer, output_dir, dtype=dtype)
-            )
+            with _saving_into(output_dir):
+                self.group.on_first(
+                    lambda: save_gathered_model(module, state, tokenizer, output_dir, dtype=dtype)
+                )

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
-from lightrft.config.files import FileEntry, make_folder
+from lightrft.config.files import FileEntry, make_folder, named_errors
 from lightrft.strategy.checkpoints.client_state import capture_rng_state, save_state
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
@@ -434,7 +434,7 @@ def rotate(save_dir: Path, *, max_num: int, max_mem: float) -> list[Path]:
 def write_text_atomically(path: Path, text: str) -> None:
     """Replace a file by new text so that a reader sees the old or the new one, never a part."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}.tmp")
-    with temporary.open("w") as stream:
+    with named_errors(path), temporary.open("w") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
@@ -453,7 +453,7 @@ def _list_files(folder: Path) -> list[str]:
 
 def _flush_and_hash(folder: Path, name: str) -> FileEntry:
     path = folder / name
-    with path.open("rb") as stream:
+    with named_errors(path), path.open("rb") as stream:
         os.fsync(stream.fileno())
     return FileEntry.of(folder, name)
 
@@ -461,7 +461,8 @@ def _flush_and_hash(folder: Path, name: str) -> FileEntry:
 def _flush_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with named_errors(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -23,7 +23,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import cast
 
-from lightrft.config.files import lines_of, make_folder
+from lightrft.config.files import lines_of, make_folder, named_errors
 from lightrft.engines.ledger import LedgerEntry, hash_context
 from lightrft.engines.media.sources import ImageSource
 from lightrft.engines.types import Completion, FinishReason, LogprobsMode, SamplingParams
@@ -358,7 +358,7 @@ class Journal:
 
     def _append(self, line: Event) -> None:
         if self._file is not None:
-            with self._lock:
+            with self._lock, named_errors(self._partial):
                 text, self._check = event_line(line, self._check)
                 self._file.write(text)
                 self._file.flush()
