@@ -14,7 +14,7 @@ from lightrft.config import TrainConfig
 from lightrft.config.files import file_sha256
 from lightrft.reporting.files import drop_steps_after, set_aside, write_start
 from lightrft.run.provenance import describe_models
-from lightrft.run.resume import plan_run
+from lightrft.run.resume import decided_options, plan_run
 from lightrft.run.run_inputs import describe_inputs, input_files
 from lightrft.run.start import sole_writer
 from lightrft.strategy.config import ConfigError
@@ -38,8 +38,8 @@ def config(tmp_path):
     return build
 
 
-def leave_run(config, *, checkpoint=True, summary=False, stage=""):
-    """The files of a run that went two steps."""
+def leave_run(config, *, checkpoint=True, summary=False, stage="", given=None):
+    """The files of a run that went two steps; `given` are the options of its command."""
     folder = config.checkpoint_dir.parent
     folder.mkdir(parents=True)
     config.save(folder / "config.toml")
@@ -47,6 +47,7 @@ def leave_run(config, *, checkpoint=True, summary=False, stage=""):
     inputs = describe_inputs(config)
     models = describe_models(config)
     start = {"inputs": inputs, "config_sha256": digest, "stage": stage, "models": models}
+    start["decided"] = decided_options(given or config, config)
     write_start(folder / "run.json", world_size=1, **start)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     if checkpoint:
@@ -54,6 +55,36 @@ def leave_run(config, *, checkpoint=True, summary=False, stage=""):
         (config.checkpoint_dir / "_actor" / "global_step2" / "manifest.json").write_text("{}")
     if summary:
         (folder / "summary.json").write_text('{"num_steps": 2}')
+
+
+# One of each type: what a start may decide is any option.
+DECIDED = {
+    "enable_engine_sleep": (True, False),
+    "engine_tp_size": (2, 1),
+    "actor_learning_rate": (None, 1e-5),
+    "critic_pretrain": ("c", False),
+    "engine_args": ({"a": "1"}, None),
+    "stop": (("a", "b"), ()),
+}
+
+
+@pytest.mark.parametrize("summary", [True, False])
+@pytest.mark.parametrize("name", DECIDED)
+def test_what_a_start_decides_is_no_change_of_the_command(config, name, summary):
+    value, decided = DECIDED[name]
+    given = config(**{name: value})
+    leave_run(given.replaced({name: decided}), given=given, summary=summary)
+    plan = plan_run(given)
+    assert (plan.resumes, bool(plan.summary)) == (not summary, summary)
+    assert plan.changes == ()
+    if not summary:
+        assert plan.kept == {name: decided}
+    # Given otherwise, it is one.
+    other = {"engine_tp_size": 4, "actor_learning_rate": 1e-3, "critic_pretrain": "d"}
+    other |= {"engine_args": {"a": "2"}, "stop": ("b",)}
+    if name in other:
+        with pytest.raises(ConfigError, match=name):
+            plan_run(config(**{name: other[name]}))
 
 
 def test_a_new_folder_starts_anew(config):

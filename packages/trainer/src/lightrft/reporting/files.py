@@ -53,6 +53,7 @@ def write_start(
     stage: str = "",
     models: Mapping[str, object] | None = None,
     run_sha256: str = "",
+    decided: Mapping[str, object] | None = None,
 ) -> None:
     """Records when a run of a stage started, with how many processes, versions and inputs.
 
@@ -68,6 +69,7 @@ def write_start(
         "stage": stage,
         "models": dict(models or {}),
         "run_sha256": run_sha256,
+        "decided": dict(decided or {}),
     }
     write_whole(path, sealed(start) + "\n")
 

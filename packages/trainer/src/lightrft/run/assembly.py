@@ -118,14 +118,18 @@ def run_training(
     begin = _Begin(stage, loggers, callbacks, stop_request or (lambda: False))
     if not config.rollout_ranks:
         return _train(config, begin)
-    from lightrft.run.split_run import both_end, generate_for, open_bridge, training_side
+    from lightrft.run.split_run import both_end, generate_for, open_bridge
 
     with open_bridge(config) as bridge:
         if bridge.side.generates:
             return cast("RunSummary", generate_for(config, bridge, begin.stop_request))
         with both_end(bridge) as summary:
-            summary.append(_train(training_side(config), begin, bridge))
+            summary.append(_train(config, begin, bridge))
         return cast("RunSummary", summary[0])
+
+
+# Options of ranks that train while others generate.
+_NO_ENGINE = {"enable_engine_sleep": False, "engine_tp_size": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,10 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
         plan = plan_run(config, stage)
         if plan.summary:
             return _nothing_left(config, plan.summary)
-        config, note = _with_learning_rate(config.replaced(plan.kept), stage)
+        given, config = config, config.replaced(plan.kept)
+        if bridge is not None:
+            config = config.replaced(_NO_ENGINE)
+        config, note = _with_learning_rate(config, stage)
         read = cast("Callable[[TrainConfig], StageInputs]", STAGES.load(stage))
         folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
         console: RunConsole | None = None
@@ -183,7 +190,7 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
         loop = Loop(inputs.build(config, strategy), loggers, begin.callbacks)
         stack.callback(loop.close)
         num_planned = loop.stage.planned_steps()
-        num_resumed = start_run(config, loop, plan, stage, media)
+        num_resumed = start_run(config, loop, plan, stage, media, given=given)
         if console is not None:
             console.plan(num_planned, after=num_resumed)
         result = loop.run(num_planned, stop_request=stop_request)

@@ -1,5 +1,6 @@
 """Whether a run starts anew, continues, or must not start: decided from the files of its folder."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,13 +185,31 @@ def shows_checkpoints(folder: Path) -> bool:
 
 
 def decided_before(folder: Path, config: TrainConfig) -> dict[str, object]:
-    """Options that the run in `folder` left to its machine and that are open here."""
-    old = _options_before(folder)
+    """Options that the start of the run in `folder` decided, and that are given here as there.
+
+    What it left to its machine is one of them: it was None, and is None here.
+    """
+    old, given = _options_before(folder), as_json(without_secrets(config))
+    before = {name: None for name, (_, info) in options_of(TrainConfig).items() if info.by_machine}
+    recorded = _read_start(folder).get("decided")
+    before |= recorded if isinstance(recorded, dict) else {}
     return {
         name: old.__dict__[name]
-        for name, (_, info) in options_of(TrainConfig).items()
-        if info.by_machine and config.__dict__[name] is None and old.__dict__[name] is not None
+        for name, value in before.items()
+        if name in given and given[name] == value and old.__dict__[name] != config.__dict__[name]
     }
+
+
+def decided_options(given: TrainConfig, config: TrainConfig) -> dict[str, object]:
+    """Options as they were given, of which a start decided something else."""
+    before, after = as_json(without_secrets(given)), as_json(without_secrets(config))
+    return {name: value for name, value in before.items() if after.get(name) != value}
+
+
+def as_json(values: Mapping[str, object]) -> dict[str, object]:
+    """Options as a file of JSON holds them."""
+    plain: dict[str, object] = json.loads(json.dumps(values, default=str))
+    return plain
 
 
 def find_changes(folder: Path, config: TrainConfig) -> tuple[Change, ...]:

@@ -36,11 +36,6 @@ def open_bridge(config: TrainConfig) -> Iterator[Bridge]:
         leave_side()
 
 
-def training_side(config: TrainConfig) -> TrainConfig:
-    """The options of the ranks that train: they have no engine."""
-    return config.replaced({"enable_engine_sleep": False, "engine_tp_size": 1})
-
-
 @contextmanager
 def both_end(bridge: Bridge) -> Iterator[list[object]]:
     """Tells the ranks that generate how the run ended, where all that train know it.

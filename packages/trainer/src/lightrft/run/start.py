@@ -23,7 +23,7 @@ from lightrft.reporting.files import (
 )
 from lightrft.run.loop import Loop
 from lightrft.run.provenance import describe_models, run_hash
-from lightrft.run.resume import RunPlan
+from lightrft.run.resume import RunPlan, decided_options
 from lightrft.run.run_inputs import Change, describe_inputs
 from lightrft.strategy.config import ConfigError
 from lightrft.strategy.optimizers import PlannedLR
@@ -34,11 +34,23 @@ Batch = TypeVar("Batch")
 
 
 def start_run(
-    config: TrainConfig, loop: Loop[Batch], plan: RunPlan, stage: str, media: str = ""
+    config: TrainConfig,
+    loop: Loop[Batch],
+    plan: RunPlan,
+    stage: str,
+    media: str = "",
+    *,
+    given: TrainConfig,
 ) -> int:
     """Continues from a checkpoint if that is the plan, and writes the first files of the run.
 
     Lines of steps that the checkpoint does not have are removed: they are about to come again.
+
+    Args:
+        config: Options that the run has.
+        loop, plan, stage: What is run.
+        media: Hash of the media of its rows.
+        given: Options of the command; what is different in `config` was decided at this start.
 
     Returns:
         Steps that the checkpoint brought along.
@@ -62,6 +74,7 @@ def start_run(
             stage=stage,
             models=models,
             run_sha256=run_hash(digest, inputs, models),
+            decided=decided_options(given, config),
         )
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         for name in STEP_FILES:

@@ -29,6 +29,9 @@ _SUFFIXES = (".mp4", ".mkv", ".avi", ".webm", ".mov", ".m4v", ".mpg", ".mpeg")
 _STILLS = (b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"jp2 ")
 # A film whose last frame lies that far before the end that its header names is cut off.
 _MISSING_SECONDS, _MISSING_SHARE = 0.5, 0.05
+# Seconds by which the time of a frame may lie behind its true one: Matroska and Flash count whole
+# milliseconds, from a first frame that is rounded as well.
+_ROUNDING = 0.001 + 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +227,12 @@ def _shown(
     frames: "Iterable[VideoFrame]", facts: _Facts, count: int, rate: float, name: str
 ) -> "Iterator[VideoFrame]":
     """Of each time k / rate, the frame that the film shows then; whole and in order."""
-    # Some formats round the times of frames.
-    slack, last, place = 0.5 / facts.fps, None, 0
+    last, place = None, 0
     for frame in frames:
         if frame.is_corrupt:
             raise MediaError(f"{name} is a damaged film: a frame is not whole; replace it")
         time = facts.start if frame.time is None else frame.time
-        while place < count and last is not None and time - facts.start > place / rate + slack:
+        while place < count and last is not None and time - facts.start > place / rate + _ROUNDING:
             yield last
             place += 1
         if place == count:
