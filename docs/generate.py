@@ -15,6 +15,7 @@ from lightrft.config import TrainConfig
 from lightrft.config.options import NOT_OF_TRAIN, SFT, OptionInfo, options_of, type_hints
 from lightrft.config.other_names import OTHER_NAMES
 from lightrft.config.registry import REGISTRIES
+from lightrft.reporting.metric_table import METRICS
 from lightrft.run.gpus import GB, GPUS
 from lightrft.tools.plan.advice import advise
 from lightrft.tools.plan.constants import CONSTANTS
@@ -22,7 +23,6 @@ from lightrft.tools.plan.duration import scale, step_seconds, where_it_stops_pay
 from lightrft.tools.plan.plan_command import COUNTS, time_table
 from lightrft.tools.plan.published import PUBLISHED, PUBLISHED_SOURCE
 from lightrft.tools.plan.setup import SHAPES, Setup
-from lightrft.tools.report.metric_table import METRICS
 from lightrft.utils.arguments import GROUPS
 
 FOLDER = Path(__file__).resolve().parent
@@ -122,13 +122,14 @@ def metrics() -> str:
         "",
         "`metrics.jsonl` has one line a step with these names; the report and the trackers use the "
         "same ones. A name that ends in `/*` stands for all of its group. Outside the healthy "
-        "range the report raises an alarm: look there first, not at the loss.",
+        "range the report raises an alarm: look there first, not at the loss. `--best_metric` "
+        "keeps the model with the better value, and refuses metrics of evaluations without one.",
         "",
-        "| metric | unit | meaning | healthy |",
-        "|---|---|---|---|",
+        "| metric | unit | meaning | healthy | better |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{row.name}` | {row.unit} | {_cell(row.meaning)} | {row.healthy_range} |"
+        f"| `{row.name}` | {row.unit} | {_cell(row.meaning)} | {row.healthy_range} | {row.better} |"
         for row in METRICS.values()
     ]
     return "\n".join(lines) + "\n"

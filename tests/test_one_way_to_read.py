@@ -54,7 +54,7 @@ OTHERS = {
     "tools/doctor/machine_checks.py": KERNEL,
     "tools/invariance/measure.py": OWN,
     "tools/launch_command.py": PACKAGE,
-    "tools/report/metric_table.py": PACKAGE,
+    "reporting/metric_table.py": PACKAGE,
     "tools/report/page.py": PACKAGE,
     "tools/rewards/sandbox.py": KERNEL,
     "tools/rows/row_file.py": "rollouts",

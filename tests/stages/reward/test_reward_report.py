@@ -20,8 +20,8 @@ from tests.stages.stage_world import STILL
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from lightrft.models import RewardModel
+from lightrft.reporting.metric_table import metric_row
 from lightrft.strategy import get_fake_strategy
-from lightrft.tools.report.metric_table import metric_row
 from lightrft.tools.report.page import write_report
 
 

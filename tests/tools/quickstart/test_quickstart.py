@@ -15,6 +15,7 @@ import torch
 from tests.tools.quickstart.dice import Dice
 
 from lightrft.cli.main import main
+from lightrft.reporting.metric_table import metric_row
 from lightrft.tools.quickstart.addition import ADDITION, Addition, demonstrate, draw_additions
 from lightrft.tools.quickstart.boxed_sum import score
 from lightrft.tools.quickstart.quickstart_command import (
@@ -25,7 +26,6 @@ from lightrft.tools.quickstart.quickstart_command import (
     training_config,
 )
 from lightrft.tools.quickstart.task import HELD_OUT_SHARE, is_held_out, write_exercises
-from lightrft.tools.report.metric_table import metric_row
 
 pytestmark = pytest.mark.shard("quickstart")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from lightrft.tools.report.metric_table import STAGES
+from lightrft.reporting.metric_table import STAGES
 
 
 def write_run(folder, num_steps=12, *, best=1.0, solved_from=None, label="843", **options):

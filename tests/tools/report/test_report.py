@@ -17,8 +17,8 @@ import pytest
 import lightrft.tools.report.page as report_module
 from lightrft.cli.main import main
 from lightrft.reporting.files import JsonLinesFile, JsonLinesLogger, drop_steps_after
+from lightrft.reporting.metric_table import METRICS, STAGES, metric_row
 from lightrft.tools.report.charts import MAX_BUCKETS, Chart, downsample
-from lightrft.tools.report.metric_table import METRICS, STAGES, metric_row
 from lightrft.tools.report.page import find_alarms, format_seconds, render_report, write_report
 from lightrft.tools.report.run_data import NotARunError, read_run
 from lightrft.tools.report.sample_page import (

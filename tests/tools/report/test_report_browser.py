@@ -13,9 +13,9 @@ from tests.tools.report.browser import faults, needs_browser, open_browser, take
 from tests.tools.report.report_runs import write_run
 
 from lightrft.reporting.files import write_event
+from lightrft.reporting.metric_table import STAGES
 from lightrft.tools.report.charts import write_library
 from lightrft.tools.report.comparison import write_comparison
-from lightrft.tools.report.metric_table import STAGES
 from lightrft.tools.report.page import write_report
 from lightrft.tools.report.watch import serving
 

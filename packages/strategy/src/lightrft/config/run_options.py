@@ -1150,7 +1150,8 @@ class RunOptions(StrategyConfig):
     best_metric: str | None = run_option(
         None,
         "Keep the model of the best evaluation by this metric, such as eval/reward, in the "
-        "folder best beside the checkpoints; larger is better.",
+        "folder best beside the checkpoints: the smallest eval/loss, perplexity, "
+        "calibration_error, truncated_share or masked_share, of others the largest.",
         acts_with="eval_data",
         may_change=False,
     )

@@ -498,9 +498,13 @@ class Loop(Generic[Batch]):
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
         """Saves the main model in `ckpt_path`/best if `best_metric` was never better; collective.
 
+        The table of metrics says whether larger or smaller values are.
+
         Raises:
             ConfigError: The evaluation has no such metric; the message lists those it has.
         """
+        from lightrft.reporting.metric_table import larger_is_better
+
         config, best = self.stage.config, self.state.best
         metric = config.best_metric
         if metric is None or config.ckpt_path is None or not metrics:
@@ -510,9 +514,9 @@ class Loop(Generic[Batch]):
                 f"best_metric: the evaluation has no {metric!r}, it has "
                 f"{', '.join(sorted(metrics))}"
             )
-        value = metrics[metric]
-        # Not a number, where an evaluation could decide nothing, is above none.
-        if not value > (-math.inf if best is None else best.value):
+        value, sign = metrics[metric], 1 if larger_is_better(metric) else -1
+        # Not a number, where an evaluation could decide nothing, is never better.
+        if not sign * value > (-math.inf if best is None else sign * best.value):
             return
         folder = Path(config.ckpt_path) / BEST_FOLDER
         partial, former = (folder.with_name(f"best.{kind}") for kind in ("partial", "former"))
@@ -525,8 +529,9 @@ class Loop(Generic[Batch]):
             partial.rename(folder)
             shutil.rmtree(former, ignore_errors=True)
         self.strategy.barrier()
+        which = "the largest" if sign > 0 else "the smallest"
         self.strategy.print(
-            f"best {metric} so far: {value:.6g} after step {step}, saved in {folder}"
+            f"best {metric} so far: {value:.6g}, {which}, after step {step}, saved in {folder}"
         )
         self.state = replace(self.state, best=BestModel(value, step))
 

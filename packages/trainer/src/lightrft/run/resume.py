@@ -51,8 +51,12 @@ def plan_run(config: TrainConfig, stage: str = "") -> RunPlan:
 
     Raises:
         ConfigError: The folder is of a run of another stage, or it is used and the run cannot be
-            continued, or a changed option would break its exactness.
+            continued, or a changed option would break its exactness; `best_metric` has no best.
     """
+    if config.best_metric is not None:
+        from lightrft.reporting.metric_table import larger_is_better
+
+        larger_is_better(config.best_metric)
     folder = Path(config.output_dir)
     # First: while another rank moves the files aside, an unknown run would be refused.
     is_known = (folder / CONFIG_FILE).is_file() and (folder / START_FILE).is_file()

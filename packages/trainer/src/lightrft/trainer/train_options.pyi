@@ -544,7 +544,8 @@ class TrainOptions(TypedDict, total=False):
     """Folder of the trained model; unset is OUTPUT_DIR/model."""
     best_metric: str | None
     """Keep the model of the best evaluation by this metric, such as eval/reward, in the folder
-    best beside the checkpoints; larger is better."""
+    best beside the checkpoints: the smallest eval/loss, perplexity, calibration_error,
+    truncated_share or masked_share, of others the largest."""
     load_checkpoint: bool
     """Continue also a complete run; an unfinished one continues without it."""
     allow_changes: bool

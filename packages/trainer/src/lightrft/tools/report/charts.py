@@ -11,7 +11,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from lightrft.config.toml import write_whole
-from lightrft.tools.report.metric_table import metric_row
+from lightrft.reporting.metric_table import metric_row
 
 Point = tuple[int, float | None]
 

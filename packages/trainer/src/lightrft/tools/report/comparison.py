@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightrft.config.toml import write_whole
+from lightrft.reporting.metric_table import STAGES
 from lightrft.tools.report.charts import Chart, library_address
-from lightrft.tools.report.metric_table import STAGES
 from lightrft.tools.report.page import CURVES, STATUS_WORDS, fill_template, run_facts
 from lightrft.tools.report.run_data import RunData, read_run
 

@@ -9,8 +9,8 @@ from lightrft.config.printable import printable
 from lightrft.config.toml import write_whole
 from lightrft.reporting.alarms import run_verdict
 from lightrft.reporting.files import CONFIG_FILE, REPORT_FILE
+from lightrft.reporting.metric_table import METRICS, STAGES, MetricRow, metric_row
 from lightrft.tools.report.charts import Chart, format_number, library_address, packed_library
-from lightrft.tools.report.metric_table import METRICS, STAGES, MetricRow, metric_row
 from lightrft.tools.report.run_data import RunData, read_run
 from lightrft.tools.report.sample_page import (
     QUANTITIES,

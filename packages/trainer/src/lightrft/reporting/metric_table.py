@@ -3,6 +3,9 @@
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
+
+from lightrft.config import ConfigError
 
 # The stages of a step; each has a metric `<stage>_seconds`, the slowest rank's.
 STAGES = ("rollout", "reward", "exchange", "forward", "train", "weight_sync")
@@ -17,6 +20,7 @@ class MetricRow:
         meaning: What it says, in one sentence.
         unit: Of its values; "" for pure numbers.
         low, high: Bounds of the healthy range; None is unbounded.
+        better: "larger" or "smaller" where one of them is; "" where neither is, or nobody asks.
     """
 
     name: str
@@ -24,6 +28,7 @@ class MetricRow:
     unit: str = ""
     low: float | None = None
     high: float | None = None
+    better: Literal["larger", "smaller", ""] = ""
 
     @property
     def healthy_range(self) -> str:
@@ -57,3 +62,19 @@ def metric_row(name: str) -> MetricRow | None:
         # Bounds are those of steps.
         found = row and replace(row, name=name, low=None, high=None)
     return found
+
+
+def larger_is_better(metric: str) -> bool:
+    """Whether larger values of a metric of evaluations are better, as those of unknown ones are.
+
+    Raises:
+        ConfigError: Neither larger nor smaller values are.
+    """
+    row = METRICS.get(metric) or METRICS.get(f"{metric.split('/')[0]}/*")
+    if row is not None and not row.better:
+        known = ", ".join(n for n, each in METRICS.items() if each.better and "*" not in n)
+        raise ConfigError(
+            f"best_metric: neither larger nor smaller values of {metric} are better; give one of "
+            f"{known}"
+        )
+    return row is None or row.better == "larger"
