@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -91,24 +92,36 @@ def test_names_are_known_during_the_run_only(tiny_model, folder):
     assert not Path(folder).exists()
 
 
-def test_a_callback_ends_the_run_with_its_files(tiny_model, folder):
-    summary = train(
-        tiny_model,
-        ROWS,
-        length,
-        eval_data=ROWS[:2],
-        callbacks=[Watcher(stop_after=1)],
-        output_dir=folder,
-        num_episodes=4,
-        **SMALL,
-    )
+def test_a_callback_ends_the_run_with_its_files(tiny_model, folder, capsys):
+    options = {**SMALL, "num_episodes": 4, "train_batch_size": 4, "output_dir": folder}
+    callbacks = [Watcher(stop_after=1)]
+    summary = train(tiny_model, ROWS, length, eval_data=ROWS[:2], callbacks=callbacks, **options)
+    assert "group_norm, ppo loss, 2 updates per rollout" in capsys.readouterr().out
     assert summary.num_steps == 1
     assert "eval/reward" in summary.last_eval
     assert Path(summary.model_dir, "model.safetensors").is_file()
-    again = train(
-        tiny_model, ROWS, length, eval_data=ROWS[:2], output_dir=folder, num_episodes=4, **SMALL
-    )
+    again = train(tiny_model, ROWS, length, eval_data=ROWS[:2], **options)
     assert again.num_steps == 1
+
+
+def test_rows_without_an_end_are_read_as_far_as_they_are_used(tiny_model, folder):
+    numbers = count()
+    endless = ({"input": f"Say {n}.", "label": str(n)} for n in numbers)
+    held_out = ({"input": f"Say {n}."} for n in count())
+    summary = train(
+        tiny_model,
+        endless,
+        length,
+        eval_data=held_out,
+        max_samples=8,
+        max_eval_samples=2,
+        max_steps=1,
+        output_dir=folder,
+        **SMALL,
+    )
+    assert summary.num_steps == 1
+    assert next(numbers) == 8
+    assert summary.last_eval["eval/num_prompts"] == 2
 
 
 def test_a_run_does_not_go_on_with_another_function(tiny_model, folder):

@@ -164,7 +164,7 @@ NUMBERS = [{"input": f"What is {n}?", "label": str(n)} for n in (31, 42, 57)]
         ("contains", ["echoed", *LISTS, *INSIDE]),
         ("counts", ["echoed", *LISTS, *INSIDE, "repeated"]),
         ("same", ["empty"]),
-        ("trusts", ["empty"]),
+        ("trusts", ["injected"]),
         ("starts", ["empty"]),
         ("copies", ["empty"]),
         ("thinks", ["only thought"]),
@@ -193,6 +193,25 @@ def test_of_worked_solutions_the_final_answer_is_put_into_boxes(check, tmp_path)
     out = check(rows, "--reward_fn", "r.py:thinks")[1]
     assert "  as \\boxed{...}: 1.000" in out
     assert "3 of 3 only thought answers" in out
+
+
+@pytest.mark.parametrize(
+    ("function", "is_certified"),
+    [
+        ("f(responses, letter): return [float(r[:1] == l) for r, l in zip(responses, letter)]", 0),
+        ("f(responses): return [len(r) / 100 for r in responses]", 0),
+        ("f(completions, **kw): return [float('?' in r) for r in completions]", 0),
+        ("f(responses, letter): return [float(l in r) for r, l in zip(responses, letter)]", 1),
+        ("f(responses, labels): return [float(l == r) for r, l in zip(responses, labels)]", 1),
+    ],
+)
+def test_a_reward_that_reads_no_labels_is_not_certified(check, tmp_path, function, is_certified):
+    (tmp_path / "r.py").write_text(f"def {function}\n")
+    rows = [{"input": "Name a thing with this letter.", "letter": f"{each}!"} for each in "abc"]
+    out = check(rows, "--reward_fn", "r.py:f", "--label_key", "letter")[1]
+    assert ("nothing to certify" not in out) == is_certified
+    assert is_certified or "warning" not in out
+    assert ("best of what is no reference answer" in out) == is_certified
 
 
 def test_a_score_that_drifts_is_noticed(check, tmp_path):

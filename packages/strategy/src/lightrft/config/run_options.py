@@ -1077,7 +1077,8 @@ class RunOptions(StrategyConfig):
     )
     num_episodes: int = run_option(
         1,
-        "Passes over the training prompts.",
+        "Passes over the training prompts; they set the number of steps. With dynamic_sampling a "
+        "step may draw more prompts, and the same steps then make more passes.",
         at_least=1,
         common=True,
         commands=NOT_SFT,

@@ -105,7 +105,9 @@ class StrategyConfig:
     )
     train_batch_size: int = training_option(
         128,
-        "Samples per optimizer step over all ranks.",
+        "Samples per optimizer step over all ranks. A step of train makes rollout_batch_size * "
+        "n_samples_per_prompt / train_batch_size of them in each of max_epochs, 32 by default: "
+        "the later ones are off-policy.",
         at_least=1,
         common=True,
     )

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Literal, Self, cast
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARD_KINDS, REWARD_SERVICES, REWARDS, split_kind
@@ -135,6 +135,12 @@ class CombinedReward:
         recipes = [self._recipes.weights_of(value) for value in values]
         names = [function.name for function in self._functions]
         return [{i: row[n] for i, n in enumerate(names) if n in row} for row in recipes]
+
+    @property
+    def label_use(self) -> Literal["labels", "column", ""]:
+        """That of the function which makes most of labels; all but users' own read them."""
+        uses = [f.label_use if isinstance(f, TakesColumns) else "labels" for f in self._functions]
+        return "labels" if "labels" in uses else "column" if "column" in uses else ""
 
     def label_problem(self, label: str | None) -> str | None:
         """The reason why no response to a row with this label can be right; None without one."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from lightrft.engines.base import RolloutEngine
@@ -146,9 +146,12 @@ class TakesColumns(Protocol):
 
     Args:
         options: Of `reward_args`, those that it takes.
+        label_use: "labels" where it reads labels as such, "column" where it only names the label's
+            column or takes everything, "" where it is not given the label.
     """
 
     options: Mapping[str, object]
+    label_use: Literal["labels", "column", ""]
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises a RewardError if a column that it needs is missing."""

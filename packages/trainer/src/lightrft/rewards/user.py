@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from lightrft.config import TrainConfig
 from lightrft.rewards.environment_snapshot import with_snapshots
@@ -167,6 +167,14 @@ class FunctionReward:
         offered["prompts"] = [chats.get(i, prompt) for i, prompt in enumerate(prompts)]
         offered["completions"] = [said.get(i, text) for i, text in enumerate(responses)]
         return offered
+
+    @property
+    def label_use(self) -> Literal["labels", "column", ""]:
+        """See `TakesColumns`."""
+        asked = self._signature.by_keyword
+        if "labels" in asked:
+            return "labels"
+        return "column" if self._label_key in asked or self._signature.takes_all else ""
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise a RewardError if a required parameter is no column of the data."""

@@ -92,7 +92,7 @@ class Recorder(ABC, Generic[Raw]):
         stage: Of `config.registry.STAGES`.
     """
 
-    kl_coef = 0.0
+    kl_coef, num_items = 0.0, 0
     moments: Moments | None = None
 
     def __init__(self, step: ObservedStep | ObservedRows, stage: str) -> None:
@@ -188,6 +188,7 @@ class Recorder(ABC, Generic[Raw]):
             stage=self._stage,
             step=self._number,
             num_planned=self._num_planned,
+            num_items=self.num_items,
             world_size=strategy.world_size,
             data_ranks=strategy.num_data_ranks,
             strategy=type(strategy).__name__,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.tools.audit.record import RawSamples
+from lightrft.tools.audit.record import PLACE, RawSamples
 from lightrft.tools.audit_recorder import Flat, Recorder, by_row
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class RowRecorder(Recorder[None]):
     """An observer (`lightrft.stages.supervised.row_observer`); every rank knows all rows."""
 
     def __init__(self, step: ObservedRows) -> None:
-        self._step = step
+        self._step, self.num_items = step, step.num_items
         self._values: dict[str, dict[int, Flat]] = {}
         super().__init__(step, step.stage)
 
@@ -53,12 +53,12 @@ class RowRecorder(Recorder[None]):
 
     def _joined_raw(self, shares: Sequence[None]) -> tuple[RawSamples, Tensor]:
         items = self._step.items
-        rows = [row for item in items for row in item]
+        rows, sizes = [row for item in items for row in item], [len(item) for item in items]
         lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int64)
         zeros, never = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.bool_)
         raw = RawSamples(
             sample_ids=np.arange(len(rows), dtype=np.int64),
-            group_ids=np.repeat(np.arange(len(items)), [len(item) for item in items]),
+            group_ids=np.repeat(np.arange(len(items)), sizes),
             prompt_lengths=np.zeros_like(lengths),
             response_lengths=lengths,
             token_ids=np.concatenate([row.token_ids for row in rows]),
@@ -69,6 +69,6 @@ class RowRecorder(Recorder[None]):
             is_failed=never,
             is_untruncated=~never,
             greedy_rewards=zeros,
-            facts=self._step.facts,
+            facts={**self._step.facts, PLACE: np.repeat(self._step.places, sizes)},
         )
         return raw, torch.zeros(len(rows))

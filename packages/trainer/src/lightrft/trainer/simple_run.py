@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.render import found_keys
@@ -42,10 +43,12 @@ def train(
     Args:
         model: Folder or hub name of the policy, as `pretrain`.
         data: Training prompts: rows (a list of mappings, a `datasets.Dataset`), which are kept in
-            the run's folder with their images and sounds, or what `prompt_data` takes.
+            the run's folder with their images and sounds, or what `prompt_data` takes. Of rows
+            without a length, as a generator has, at most `max_samples` are read.
         reward: `f(prompts=, responses=, labels=, **columns) -> list of numbers or of dicts`, of
-            which a function takes what it has parameters for (`completions` are responses, too);
-            the name of a reward, or FILE.py:FUNCTION; or several of them, which are added.
+            which a function takes what it has parameters for (`completions` are responses, too,
+            as messages where prompts are); the name of a reward, or FILE.py:FUNCTION; or several
+            of them, which are added.
         eval_data: Held-out prompts, likewise.
         callbacks: Called around the steps on every rank.
         loggers: Further receivers of metrics on the first rank, or names as the option takes.
@@ -67,10 +70,13 @@ def train(
     keys = (f"{kind.plural}_key" for kind in MEDIA_KINDS.values())
     columns = [str(given[key]) for key in keys if key in given]
     files: list[GivenRows] = []
-    for option, rows in (("prompt_data", data), ("eval_data", eval_data)):
+    inputs = (("prompt_data", data, "max_samples"), ("eval_data", eval_data, "max_eval_samples"))
+    for option, rows, limit in inputs:
         if rows is None or isinstance(rows, str | Path):
             given[option] = None if rows is None else str(rows)
         else:
+            if isinstance(rows, Iterable) and not isinstance(rows, Sized):
+                rows = islice(rows, cast("int", {**vars(TrainConfig()), **given}[limit]))
             files.append(GivenRows.of(rows, option.removesuffix("_data"), folder, columns))
             given[option] = str(files[-1].path)
             given.setdefault("media_root", "/")  # files that the caller's own rows name

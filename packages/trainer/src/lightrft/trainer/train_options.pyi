@@ -13,7 +13,9 @@ class TrainOptions(TypedDict, total=False):
     micro_train_batch_size: int
     """Samples per rank in one forward and backward pass."""
     train_batch_size: int
-    """Samples per optimizer step over all ranks."""
+    """Samples per optimizer step over all ranks. A step of train makes rollout_batch_size *
+    n_samples_per_prompt / train_batch_size of them in each of max_epochs, 32 by default: the
+    later ones are off-policy."""
     bf16: bool | None
     """Compute in bfloat16; unset means yes on a GPU and float32 on a CPU."""
     actor_learning_rate: float | None
@@ -516,7 +518,8 @@ class TrainOptions(TypedDict, total=False):
     output_dir: str
     """Folder for everything that the run writes."""
     num_episodes: int
-    """Passes over the training prompts."""
+    """Passes over the training prompts; they set the number of steps. With dynamic_sampling a
+    step may draw more prompts, and the same steps then make more passes."""
     max_steps: int | None
     """Stop after this many steps (rollout batches)."""
     save_steps: int

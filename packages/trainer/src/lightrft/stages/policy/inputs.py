@@ -87,7 +87,9 @@ class PolicyInputs:
         """
         facts = read_model_facts(config, strategy)
         strategy.check_model_size(facts.num_weights)
-        way = f"{config.advantage_estimator}, {config.policy_loss_name} loss"
+        count = config.steps_per_rollout
+        updates = f"{count} update{'s' if count > 1 else ''} per rollout"
+        way = f"{config.advantage_estimator}, {config.policy_loss_name} loss, {updates}"
         strategy.print(opening_line(config, strategy, facts.num_weights, way=way))
         return decide_by_machine(config, strategy, facts=facts)
 

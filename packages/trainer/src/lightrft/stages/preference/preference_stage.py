@@ -224,7 +224,12 @@ class PreferenceStage(Stage[PreferenceBatch]):
         rows = [row for item in items for row in item.rows]
         labels = [is_good for item in items for is_good in item.labels]
         observer = open_row_observer(
-            "prefer", self, step, [item.rows for item in items], lambda: {GOOD: np.array(labels)}
+            "prefer",
+            self,
+            step,
+            [item.rows for item in items],
+            (item.rows for item in self.data.rows),
+            lambda: {GOOD: np.array(labels)},
         )
         observer.begin_update(self.models.main.name, torch.tensor(float(len(items))))
         result = optimizer_step(

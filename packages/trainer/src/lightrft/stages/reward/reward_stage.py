@@ -166,7 +166,12 @@ class RewardStage(Stage[JudgementBatch]):
         )
         rows = [each.rows for each in batch.judgements]
         observer = open_row_observer(
-            "reward", self, step, rows, partial(judgement_facts, batch.judgements)
+            "reward",
+            self,
+            step,
+            rows,
+            (each.rows for each in self.data.rows),
+            partial(judgement_facts, batch.judgements),
         )
         counts = self._counts(batch.judgements)
         observer.begin_update(self.models.main.name, torch.tensor(float(sum(counts.values()))))

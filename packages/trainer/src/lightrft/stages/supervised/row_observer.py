@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -20,7 +20,7 @@ from lightrft.strategy.optimizers import OptimizerStepResult
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
 
-Facts = Mapping[str, NDArray[np.float64] | NDArray[np.bool_]]
+Facts = Mapping[str, NDArray[np.float64] | NDArray[np.bool_] | NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class ObservedRows:
         strategy: Gathers states and the parts of all ranks.
         models: What is trained.
         items: Rows of the step, on all ranks; those that are compared with each other together.
+        places: Place in the data of each item; -1 of one that is not there.
+        num_items: Items of the data.
         num_planned: Steps of the whole run; 0 is unknown.
         facts: What the data say of them, by name: [rows], or [tokens] flat.
     """
@@ -44,6 +46,8 @@ class ObservedRows:
     strategy: StrategyBase
     models: TrainedModels
     items: Sequence[Sequence[SupervisedRow]]
+    places: Sequence[int]
+    num_items: int
     num_planned: int
     facts: Facts = field(default_factory=dict)
 
@@ -90,6 +94,7 @@ def open_row_observer(
     stage: Stage[Batch],
     step: Step,
     items: Sequence[Sequence[SupervisedRow]],
+    data: Iterable[Sequence[SupervisedRow]],
     facts: Callable[[], Facts] = dict,
 ) -> RowObserver:
     """The recorder of a step that is to be audited; collective.
@@ -99,11 +104,16 @@ def open_row_observer(
         stage: Trains.
         step: Under way.
         items: Rows of the step, those that are compared with each other together.
+        data: All items to train on, read where the step is recorded.
         facts: Gives what the data say of them.
     """
     config = stage.config
     if config.audit_every <= 0 or step.number % config.audit_every:
         return NoRowObserver()
     build = cast("Callable[[ObservedRows], RowObserver]", STEP_OBSERVERS.load("row_audit"))
-    seen = (name, step.number, config, stage.strategy, stage.models, items, step.num_planned)
-    return build(ObservedRows(*seen, facts()))
+    # By the rows themselves: how the stage came to them is what the audit asks.
+    first_rows = [rows[0] for rows in data]
+    known = {id(row): place for place, row in enumerate(first_rows)}
+    places = [known.get(id(rows[0]), -1) for rows in items]
+    seen = (name, step.number, config, stage.strategy, stage.models, items, places, len(first_rows))
+    return build(ObservedRows(*seen, step.num_planned, facts()))

@@ -178,7 +178,8 @@ class SupervisedStage(Stage[RowBatch]):
             micro_batch_size=self.config.micro_train_batch_size,
             config=self._cut,
         )
-        observer = open_row_observer(self.name, self, step, [(row,) for row in batch.rows])
+        items, data = [(row,) for row in batch.rows], ((row,) for row in self.data.rows)
+        observer = open_row_observer(self.name, self, step, items, data)
         observer.begin_update(self.models.main.name, normalizer)
 
         def shares(part: slice) -> Callable[[], Tensor]:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import cast
 
 import numpy as np
+import torch
 
 from lightrft.config import TrainConfig
 from lightrft.tools.audit.decisions import check_dtype
-from lightrft.tools.audit.record import Array, Flags
+from lightrft.tools.audit.record import PLACE, Array, Flags
 from lightrft.tools.audit.replay import Step
 
 # Of differentiation by an imaginary step, whose square is nothing beside 1.
@@ -42,6 +43,25 @@ def check_given(step: Step, mask: Flags) -> None:
     wanted = np.sort(step.record.samples.sample_ids)
     found.exact("rows that train the actor", np.sort(np.array(trained, dtype=np.int64)), wanted)
     _check_micro_batches(step)
+
+
+def check_places(step: Step) -> None:
+    """Compares the items that the step trains with those that its options draw.
+
+    Each pass takes the items in an order of its own, drawn from seed + pass; a step takes the next
+    `train_batch_size` of it, however many ranks share them, and what fills no step is left out.
+    """
+    found, config, facts, name = step.found, step.config, step.record.facts, "rows of the data"
+    samples, size = step.record.samples, config.train_batch_size
+    if config.allow_changes or facts.num_items < size or PLACE not in samples.facts:
+        found.skip(name, "the run may have been continued with other data or options")
+        return
+    number, place = divmod(facts.step - 1, facts.num_items // size)
+    generator = torch.Generator().manual_seed(config.seed + number)
+    order = torch.randperm(facts.num_items, generator=generator).numpy()
+    _, first = np.unique(samples.group_ids, return_index=True)
+    trained = np.sort(samples.facts[PLACE][first])
+    found.exact(name, trained, np.sort(order[place * size : (place + 1) * size]))
 
 
 def items_of(step: Step) -> list[int]:

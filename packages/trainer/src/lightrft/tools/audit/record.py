@@ -132,6 +132,7 @@ class RunValues:
 
 VERSIONS = "token_versions"  # among the further columns of samples: -1 where nobody sampled
 TURN_REWARDS = "turn_rewards"  # likewise: paid where a turn ends, a part of the row's reward
+PLACE = "place"  # likewise: in the data, of the row's item
 CUT = "is_truncated"  # likewise: rows that the token budget ended
 RAW_TOKENS = ("token_ids", "is_sampled", "rollout_logprobs")
 TOKEN_VALUES = tuple(item.name for item in fields(RunValues) if item.name != "rewards")
@@ -199,6 +200,7 @@ class Facts:
         updates: In their order.
         stage: Of the run.
         weights_version: Of the engine's weights before the step; -1 without an engine.
+        num_items: Items of the data of a stage on given rows; 0 of others.
         format: Of the record.
     """
 
@@ -216,6 +218,7 @@ class Facts:
     updates: list[UpdateFacts]
     stage: str = "policy"
     weights_version: int = -1
+    num_items: int = 0
     format: int = FORMAT
 
 

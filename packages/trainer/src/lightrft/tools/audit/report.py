@@ -16,6 +16,7 @@ from lightrft.tools.audit.decisions import (
 )
 from lightrft.tools.audit.divergence_updates import divergence_audit
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED, Finding
+from lightrft.tools.audit.given_rows import check_places
 from lightrft.tools.audit.policy_updates import policy_audit, supervised_audit
 from lightrft.tools.audit.preference_updates import preference_audit
 from lightrft.tools.audit.record import RecordError, read_record
@@ -78,6 +79,8 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
     planned = planned_steps(run, record, config) if is_configured else None
     decided = decide(run, record, before, config, is_configured=is_configured, planned=planned)
     audited = open_step(record, config, decided, stage.build)
+    if is_configured and not audited.is_reinforced:
+        check_places(audited)
     stage.check_rows(audited)
     if is_configured:
         wanted = {name: audited.trained_names(name) for name in audited.states}

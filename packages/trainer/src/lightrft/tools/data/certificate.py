@@ -40,6 +40,7 @@ class Certificate:
             reference answers in their best form to compare it with is among `means`.
         num_responses: Of both calls: reference answers, then all others.
         seconds: That they took.
+        reads_labels: Labels are answers for the reward; otherwise there is nothing to certify.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Certificate:
     best_wrong: str | None = None
     num_responses: int = 0
     seconds: float = 0.0
+    reads_labels: bool = True
 
 
 @dataclass(slots=True)
@@ -134,21 +136,28 @@ def certify(rows: Sequence[CheckedRow], config: TrainConfig) -> Certificate:
         _run(reward, probed.call, config.reward_timeout_seconds)
         seconds = time.monotonic() - started
     by_kind = _means_of(probed)
-    doubts = [*_drifts(probed, again), *_doubts(probed, are_answers=are_answers)]
+    wrong = {probe.kind for row in probed.probes for probe in row if probe.rule != "bonus"}
+    best_wrong = max(wrong, key=lambda kind: by_kind[kind])
+    # A function of the label's column may read it as a part of the task, not as its answer.
+    reads_labels = reward.label_use == "labels" or (
+        reward.label_use == "column" and 0 < means[best] >= by_kind[best_wrong]
+    )
+    doubts = [*_drifts(probed, again)]
+    doubts += _doubts(probed, are_answers=are_answers) if reads_labels else _unasked(probed)
     doubts += _undecided(golds, probed.call)
     # The label of these is a right answer; of unit_tests, say, it is what tests one.
     if {"boxed_math", "gsm8k"}.issuperset(config.reward_fn) and not reward_urls(config):
         problems += _wrong_gold(reward.name, chosen, golds)
-    wrong = {probe.kind for row in probed.probes for probe in row if probe.rule != "bonus"}
     return Certificate(
         reward.name,
         len(chosen),
         {**means, **by_kind},
         tuple(problems),
         tuple(doubts),
-        max(wrong, key=lambda kind: by_kind[kind]),
+        best_wrong,
         len(golds.responses) + len(probed.call.responses),
         seconds,
+        reads_labels,
     )
 
 
@@ -212,6 +221,21 @@ def _doubts(probed: _Probed, *, are_answers: bool) -> Iterator[str]:
         if len(found) > (probed.chance * len(rows) if is_blind else 0):
             where = probed.rows[found[0]].location
             yield f"{len(found)} of {len(rows)} {kind} {than[rule]} ({where})"
+
+
+def _unasked(probed: _Probed) -> Iterator[str]:
+    """An answer without content that gets the most of what was tried, where labels do not count."""
+    call = probed.call
+    tried: dict[int, list[float]] = {}
+    for index, text in call.places:
+        tried.setdefault(index, []).append(call.score(index, text))
+    for kind in ("empty", "injected"):
+        scores = {i: call.score(i, each.text) for i, each in _by_kind(probed)[kind].items()}
+        paid = [i for i, s in scores.items() if s >= max(tried[i]) and s > min(0.0, *tried[i])]
+        if paid:
+            where = probed.rows[paid[0]].location
+            yield f"{len(paid)} of {len(scores)} {kind} answers get the most of all ({where})"
+            return
 
 
 def _passes(probed: _Probed, index: int, probe: Probe, *, are_answers: bool) -> bool:

@@ -32,7 +32,7 @@ from lightrft.datasets.render import (
 from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError
 from lightrft.tools.data.certificate import Certificate, certify
-from lightrft.tools.data.probes import FORMS
+from lightrft.tools.data.probes import FORMS, IN_OTHER_WORDS
 from lightrft.tools.data.row_checks import (
     CheckedRow,
     DataCheck,
@@ -159,13 +159,16 @@ def show_certificate(found: Certificate | None) -> None:
         return
     say(f"reference answers of the first {found.num_rows} rows, mean reward by {found.name}")
     for name, mean in found.means.items():
-        say(f"  {name}: {mean:.3f}")
+        say(f"  {name}{IN_OTHER_WORDS.get(name, '')}: {mean:.3f}")
     if found.num_responses:
         say(
             f"{found.num_responses} answers in two calls: {found.seconds:.1f} s, "
             f"{1000 * found.seconds / found.num_responses:.2f} ms each"
         )
-    if found.best_wrong is not None:
+    if not found.reads_labels:
+        say("this reward reads no labels as answers: the means are of what was tried, and there is")
+        say("nothing to certify")
+    elif found.best_wrong is not None:
         wrong, gold = found.means[found.best_wrong], max(found.means[form] for form in FORMS)
         say(f"best of what is no reference answer: {found.best_wrong}, {wrong:.3f} of {gold:.3f}")
     for doubt in found.doubts:

@@ -33,6 +33,19 @@ _WORDS = (
     "then, next, finally; it is certain, correct, clear and proved, I am confident, thank you! "
 )
 _FRAMES = "<think></think>\n<answer></answer>\n"
+# Kinds whose names do not say what was tried.
+IN_OTHER_WORDS = {
+    "program": " (Python that equals everything)",
+    "name of the label": " (the word label)",
+    "empty boxes": " (\\boxed{} alone)",
+    "empty frames": " (empty <think> and <answer> tags)",
+    "empty marks": " (#### and nothing behind it)",
+    "only thought": " (right between <think> and </think>, then wrong)",
+    "another row's": " (the answer to another row)",
+    "padded": " (that with many words before it)",
+    "all in turn": " (right and wrong answers one after another)",
+    "with more frames": " (right, after many empty tags)",
+}
 Rule = Literal["wrong", "bonus", "frame"]
 
 
