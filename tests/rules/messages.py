@@ -2,13 +2,381 @@
 
 from __future__ import annotations
 
-from tests.rules.stages import cells
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
-NULLS = cells({})
-ARGUMENTS = cells({})
-BARE_CALLS = cells({})
-PARTS = cells({})
-BEGUN_ANSWERS = cells({})
-UNREAD = cells({})
-UNTRAINED = cells({})
-NOT_A_NUMBER = cells({})
+import pytest
+from tests.datasets.chat_families import tokenizer_of
+from tests.rules.stages import cells
+from tokenizers.pre_tokenizers import ByteLevel
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.types import DataError
+
+# Asks for keys, as templates of published models do; writes calls and thinking.
+CHATML = """\
+{%- if tools %}{{- '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}\
+{%- if 'tool_calls' in m %}{%- for k in m.tool_calls %}\
+{{- '<call>' + ({'name': k.function.name, 'arguments': k.function.arguments} | tojson) }}\
+{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+TOKENIZER = tokenizer_of(
+    CHATML,
+    (None, "<|im_end|>"),
+    ("<|im_start|>", "<|im_end|>"),
+    pre_tokenizer=ByteLevel(add_prefix_space=False, use_regex=True),
+)
+ASK = {"role": "user", "content": "Paris?"}
+SAID = {"role": "assistant", "content": "20 degrees."}
+WORSE = {"role": "assistant", "content": "Who knows."}
+RESULT = {"role": "tool", "content": "20", "tool_call_id": "call00001"}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"city": "text"}}},
+    {"type": "function", "function": {"name": "g", "parameters": {"x": 1, "y": 2}}},
+]
+OF_ANSWERS = "sft, distill on rows, prefer, reward"
+OF_PROMPTS = "train, eval, distill on samples, environments, tools, data check"
+ENDPOINT = "agents, serve"
+_SCORES = "They read what was sampled as text, behind a prompt that train has rendered."
+_IDS = "Its rows hold the token ids that were sampled, and no message is read."
+
+
+def calling(*arguments: object) -> dict[str, object]:
+    """An assistant's message with a call of `f`, without arguments or with some."""
+    function = {"name": "f", **({"arguments": arguments[0]} if arguments else {})}
+    call = {"id": "call00001", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def file_of(folder: Path, rows: Sequence[dict[str, object]], *, as_parquet: bool = False) -> str:
+    """A file of rows, for which Parquet has one form of all."""
+    path = folder / ("rows.parquet" if as_parquet else "rows.jsonl")
+    if as_parquet:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def row_of(stage: str, talk: Sequence[object], **columns: object) -> dict[str, object]:
+    """A row of a stage that asks what a talk asks, with an answer where the stage has one."""
+    if stage in ("prefer", "reward"):
+        return {"prompt": talk, "chosen": [SAID], "rejected": [WORSE], **columns}
+    return {"messages": [*talk, SAID] if stage in OF_ANSWERS else talk, **columns}
+
+
+def config_of(stage: str, **options: object) -> TrainConfig:
+    """Options of a stage whose prompts, if it samples, are messages."""
+    if stage in OF_ANSWERS:
+        return TrainConfig(max_row_tokens=4000, **options)
+    episodes = {"environments": {"environment": "e.py:E"}, "tools": {"tools": ("t.py:f",)}}
+    asks = {"input_key": "messages", "apply_chat_template": True, "prompt_max_len": 4000}
+    return TrainConfig(**{**asks, **episodes.get(stage, {}), **options})
+
+
+def load(stage: str, path: str, **options: object) -> tuple[list[str], str]:
+    """The texts of all rows as a stage reads them, trained answers included, and its summary."""
+    config = config_of(stage, **options)
+    if stage == "data check":
+        from lightrft.datasets.files import scan_rows
+        from lightrft.tools.data.row_checks import check_rows
+
+        found = check_rows(scan_rows(path), TOKENIZER, config)
+        if found.problems:
+            raise DataError(found.problems[0])
+        return [TOKENIZER.decode(row.token_ids) for row in found.rows], str(found)
+    if stage not in OF_ANSWERS:
+        from lightrft.datasets import load_prompts
+        from lightrft.rollout.environments.specs import ToolTokenizer
+
+        shown = ToolTokenizer(TOKENIZER, []) if config.has_episodes else TOKENIZER
+        prompts = load_prompts(path, shown, config)
+        for prompt in prompts.prompts:  # what an environment's reset is given
+            assert "None" not in str(prompt.row.get("prompt", ""))
+        return [TOKENIZER.decode(each.token_ids) for each in prompts], prompts.report.summary()
+    from lightrft.datasets.preference_rows import load_preferences
+    from lightrft.datasets.supervised_rows import load_supervised
+    from lightrft.stages.reward.reward_inputs import load_rows
+
+    reader = {"prefer": load_preferences, "reward": load_rows}.get(stage, load_supervised)
+    data = reader(path, TOKENIZER, config, max_samples=99, split="train")
+    rows = [getattr(each, "rows", (each,))[0] for each in data.rows]
+    return [TOKENIZER.decode(row.token_ids) for row in rows], data.summary
+
+
+def read(stage: str, folder: Path, talk: Sequence[object], **columns: object) -> str:
+    """The text of one row of a stage."""
+    (text,), _ = load(stage, file_of(folder, [row_of(stage, talk, **columns)]))
+    return text
+
+
+def asked(talk: Sequence[object], **more: object) -> str:
+    """The text that a client's messages become, in the endpoint of agents and in `serve`."""
+    from lightrft.rollout.agents.conversations import template_messages
+    from lightrft.rollout.agents.messages import read_chat
+    from lightrft.tools.serve.chat_model import ChatModel
+
+    chat = ChatModel(TOKENIZER, TrainConfig())._chat
+    call = read_chat({"model": "m", "messages": list(talk), **more})
+    return TOKENIZER.decode(chat.prompt(template_messages(call.messages), call.tools).token_ids)
+
+
+def nulls_of_arrow_are_stripped(stage: str, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    columns = {} if stage in ("environments", "tools") else {"tools": TOOLS}
+    rows = [
+        row_of(stage, [ASK, calling({"city": "Paris"}), {**RESULT, "name": "f"}], **columns),
+        row_of(stage, [ASK, calling({"x": 1, "y": 2}), RESULT], **columns),
+        row_of(stage, [ASK], **columns),
+    ]
+    texts, _ = load(stage, file_of(tmp_path, rows))
+    padded, _ = load(stage, file_of(tmp_path, rows, as_parquet=True))
+    assert padded == texts
+    assert "null" not in str(texts)
+    assert "<call>" not in texts[2]
+
+
+def arguments_are_text_or_object(stage: str, tmp_path: Path) -> None:
+    texts = {
+        read(stage, tmp_path, [ASK, calling(arguments), RESULT])
+        for arguments in ({"city": "Paris"}, '{"city": "Paris"}')
+    }
+    (text,) = texts
+    assert '<call>{"name": "f", "arguments": {"city": "Paris"}}' in text
+
+
+def arguments_of_a_client_are_text() -> None:
+    from lightrft.rollout.agents.http_server import HttpError
+
+    text = asked([ASK, calling('{"city": "Paris"}'), RESULT])
+    assert '<call>{"name": "f", "arguments": {"city": "Paris"}}' in text
+    with pytest.raises(HttpError, match="a call has an id, a name, arguments"):
+        asked([ASK, calling({"city": "Paris"}), RESULT])
+
+
+def sampled_calls(arguments: str) -> list[object]:
+    """Arguments of a call that a model samples for a tool."""
+    from lightrft.rollout.environments.call_formats import Marked, _json_body
+
+    parse = Marked("<tool_call>", "</tool_call>", _json_body)
+    text = f'<tool_call>{{"name": "f"{arguments}}}</tool_call>'
+    return [call.arguments for call in parse(text, True)]
+
+
+def arguments_of_samples_are_an_object(stage: str, tmp_path: Path) -> None:
+    from lightrft.rollout.environments.call_formats import MalformedCallError
+
+    arguments_are_text_or_object(stage, tmp_path)
+    assert sampled_calls(', "arguments": {"city": "Paris"}') == [{"city": "Paris"}]
+    # What a model samples is shown to it again: it learns the one form of its template.
+    with pytest.raises(MalformedCallError, match="the arguments of f must be an object"):
+        sampled_calls(f', "arguments": {json.dumps("{}")}')
+
+
+NOTHING = ((), (None,), ("null",), ("",), ("{}",), ({},))
+
+
+def calls_need_no_arguments(stage: str, tmp_path: Path) -> None:
+    for arguments in NOTHING:
+        text = read(stage, tmp_path, [ASK, calling(*arguments), RESULT])
+        assert '<call>{"name": "f", "arguments": {}}' in text
+
+
+def calls_of_a_client_need_no_arguments() -> None:
+    for arguments in ("", "null", "{}"):
+        text = asked([ASK, calling(arguments), RESULT])
+        assert '<call>{"name": "f", "arguments": {}}' in text
+
+
+def calls_of_rows_and_samples_need_no_arguments(stage: str, tmp_path: Path) -> None:
+    calls_need_no_arguments(stage, tmp_path)
+    for rest in ("", ', "arguments": {}', ', "arguments": null'):
+        assert sampled_calls(rest) == [{}]
+
+
+PARTS_OF_TEXT = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1?"}]
+
+
+def parts_are_joined(stage: str, tmp_path: Path) -> None:
+    text = read(stage, tmp_path, [{"role": "user", "content": PARTS_OF_TEXT}])
+    assert "user\nWhat is 1?<|im_end|>" in text
+    assert text == read(stage, tmp_path, [{"role": "user", "content": "What is 1?"}])
+
+
+def parts_of_a_client_are_joined() -> None:
+    talk = [{"role": "user", "content": PARTS_OF_TEXT}]
+    assert "user\nWhat is 1?<|im_end|>" in asked(talk)
+
+
+BEGUN = [ASK, {"role": "assistant", "content": "It is"}]
+
+
+def a_begun_answer_is_refused(stage: str, tmp_path: Path) -> None:
+    row = row_of(stage, BEGUN)
+    if stage in ("sft", "distill on rows"):
+        row = {"prompt": BEGUN, "completion": [SAID]}
+    options = {"apply_chat_template": True} if "completion" in row else {}
+    with pytest.raises(DataError, match="the prompt ends with the assistant's message 'It is'"):
+        load(stage, file_of(tmp_path, [row]), **options)
+
+
+def a_begun_answer_of_a_client_is_refused() -> None:
+    from lightrft.rollout.agents.http_server import HttpError
+
+    with pytest.raises(HttpError, match="the last message must not be the assistant's"):
+        asked(BEGUN)
+
+
+def unread_names_are_said(stage: str, tmp_path: Path) -> None:
+    row = row_of(stage, [{**ASK, "mood": "good"}], text="x", instruction="y")
+    _, summary = load(stage, file_of(tmp_path, [row]))
+    assert "not read: columns" in summary
+    for name in ("instruction", "keys of messages mood"):
+        assert name in summary
+
+
+def data_check_says_unread_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.rules.stages import model_folder
+
+    from lightrft.tools.data.data_command import run
+
+    model = model_folder(tmp_path, TOKENIZER)
+    (model / "model.safetensors").touch()
+    row = row_of("train", [{**ASK, "mood": "good"}], instruction="y")
+    command = ["check", file_of(tmp_path, [row]), "--pretrain", str(model), "--input_key"]
+    assert run([*command, "messages", "--apply_chat_template"]) == 0
+    shown = capsys.readouterr().out
+    assert "not read: columns" in shown
+    for name in ("instruction", "keys of messages mood"):
+        assert name in shown
+
+
+def unknown_names_of_a_client_are_refused() -> None:
+    from lightrft.rollout.agents.http_server import HttpError
+
+    with pytest.raises(HttpError, match=r"messages.0. has 'mood', which is not supported"):
+        asked([{**ASK, "mood": "good"}])
+    with pytest.raises(HttpError, match="mood is not supported"):
+        asked([ASK], mood="good")
+
+
+def marked_turns_are_untrained(stage: str, tmp_path: Path) -> None:
+    from lightrft.datasets.supervised_rows import load_supervised
+
+    bad = {"role": "assistant", "content": "bad", "weight": 0}
+    row = {"messages": [ASK, bad, ASK, SAID]}
+    data = load_supervised(
+        file_of(tmp_path, [row]), TOKENIZER, config_of(stage), max_samples=1, split="train"
+    )
+    trained = TOKENIZER.decode(data.rows[0].token_ids[data.rows[0].is_trained])
+    assert trained == "20 degrees.<|im_end|>"
+
+
+def a_judged_answer_that_is_marked_untrained_is_refused(stage: str, tmp_path: Path) -> None:
+    row = {**row_of(stage, [ASK]), "chosen": [{**SAID, "weight": 0}]}
+    with pytest.raises(DataError, match="is marked untrained"):
+        load(stage, file_of(tmp_path, [row]))
+
+
+def a_label_that_is_nan_is_absent(stage: str, tmp_path: Path) -> None:
+    rows = [{"messages": [ASK], "label": label} for label in (1.0, float("nan"))]
+    for as_parquet in (False, True):
+        path = file_of(tmp_path, rows, as_parquet=as_parquet)
+        _, summary = load(stage, path)
+        if stage == "data check":
+            assert "label=None" in summary
+        else:
+            assert "1 without label" in summary
+
+
+def a_judgement_that_is_nan_is_no_judgement(stage: str, tmp_path: Path) -> None:
+    row = {"prompt": "a", "completion": "b", "label": float("nan")}
+    with pytest.raises(DataError, match=r"expected|label"):
+        load(stage, file_of(tmp_path, [row]))
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    for columns in ({"margin": float("nan")}, {"score_chosen": float("nan"), "score_rejected": 1}):
+        texts, _ = load(stage, file_of(tmp_path, [{**pair, **columns}]))
+        assert texts == load(stage, file_of(tmp_path, [pair]))[0]
+
+
+NULLS = cells(
+    {
+        f"{OF_ANSWERS}, {OF_PROMPTS}": nulls_of_arrow_are_stripped,
+        "agents": "Its prompts are those of train, and what its program sends is JSON.",
+        "serve": "Its requests are JSON, whose objects have no keys of other rows.",
+        "judge and reward models": _SCORES,
+        "rows": _IDS,
+    }
+)
+ARGUMENTS = cells(
+    {
+        f"{OF_ANSWERS}, train, eval, distill on samples, data check": arguments_are_text_or_object,
+        "environments, tools": arguments_of_samples_are_an_object,
+        ENDPOINT: arguments_of_a_client_are_text,
+        "judge and reward models": _SCORES,
+        "rows": _IDS,
+    }
+)
+BARE_CALLS = cells(
+    {
+        f"{OF_ANSWERS}, train, eval, distill on samples, data check": calls_need_no_arguments,
+        "environments, tools": calls_of_rows_and_samples_need_no_arguments,
+        ENDPOINT: calls_of_a_client_need_no_arguments,
+        "judge and reward models": _SCORES,
+        "rows": _IDS,
+    }
+)
+PARTS = cells(
+    {
+        f"{OF_ANSWERS}, {OF_PROMPTS}": parts_are_joined,
+        ENDPOINT: parts_of_a_client_are_joined,
+        "judge and reward models": _SCORES,
+        "rows": _IDS,
+    }
+)
+BEGUN_ANSWERS = cells(
+    {
+        f"{OF_ANSWERS}, {OF_PROMPTS}": a_begun_answer_is_refused,
+        ENDPOINT: a_begun_answer_of_a_client_is_refused,
+        "judge and reward models": _SCORES,
+        "rows": _IDS,
+    }
+)
+UNREAD = cells(
+    {
+        f"{OF_ANSWERS}, train, eval, distill on samples": unread_names_are_said,
+        "data check": data_check_says_unread_names,
+        ENDPOINT: unknown_names_of_a_client_are_refused,
+        "environments, tools": "Their reset is given every column and every key of a row.",
+        "judge and reward models": "Rewards are given every column that is in no prompt.",
+        "rows": "It writes columns, and reads the records of a run alone.",
+    }
+)
+UNTRAINED = cells(
+    {
+        "sft, distill on rows": marked_turns_are_untrained,
+        "prefer, reward": a_judged_answer_that_is_marked_untrained_is_refused,
+        "train, eval, distill on samples": "Of a row the prompt is read, and no prompt is trained.",
+        "environments, tools, agents": "Turns of a row are a prompt, and samples are trained.",
+        "judge and reward models": "They score answers, and no turn is trained.",
+        "serve": "Nothing is trained while a model is served.",
+        "rows": "Its rows mark what was sampled, by the record of the run.",
+        "data check": "It marks tokens with the reader of the stage that it checks for.",
+    }
+)
+NOT_A_NUMBER = cells(
+    {
+        OF_PROMPTS: a_label_that_is_nan_is_absent,
+        "prefer, reward": a_judgement_that_is_nan_is_no_judgement,
+        "sft, distill on rows": "Its rows have answers, and no column is a label.",
+        "agents": "Its rows, and their labels, are read as those of train.",
+        "judge and reward models": "They are given the labels that train has read.",
+        "serve": "Requests have no labels, and NaN is no JSON there.",
+        "rows": "Its scores are rewards of a run, which are finite.",
+    }
+)

@@ -468,5 +468,7 @@ def _calls(where: str, found: object) -> tuple[SpokenCall, ...]:
         values = item.get("id"), function.get("name"), function.get("arguments")
         if not all(isinstance(value, str) for value in values):
             raise refused(f"{where}.tool_calls: a call has an id, a name, arguments", "messages")
-        calls.append(SpokenCall(*map(str, values)))
+        call_id, name, arguments = map(str, values)
+        is_bare = arguments.strip() in ("", "null")
+        calls.append(SpokenCall(call_id, name, "{}" if is_bare else arguments))
     return tuple(calls)

@@ -117,7 +117,7 @@ def from_value(value: object, names: Sequence[str]) -> ToolCall:
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise MalformedCallError('a call needs "name" and "arguments"')
-    arguments: object = next((value[name] for name in names if name in value), {})
+    arguments: object = next((value[name] for name in names if value.get(name) is not None), {})
     if not isinstance(arguments, dict):
         raise MalformedCallError(f"the arguments of {value['name']} must be an object")
     return ToolCall(value["name"], arguments)
