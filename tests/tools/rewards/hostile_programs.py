@@ -141,6 +141,10 @@ TIME = {
         "assert os.sched_getscheduler(0) == os.SCHED_IDLE, 'no effect'",
         "no effect",
     ),
+    "gives way by its session": (
+        "open('/proc/self/autogroup', 'w').write('19')\nwhile lives(): pass",
+        "timeout",
+    ),
     "sleeps": ("time.sleep(60)", "timeout"),
     "naps": ("while lives(): time.sleep(0.002)", "timeout"),
     "many that sleep": ("family(lambda: time.sleep(60))", "timeout"),
@@ -169,6 +173,10 @@ TIME = {
     "ignores signals": (
         "for number in set(signal.Signals) - {9, 19}: signal.signal(number, signal.SIG_IGN)\n"
         "while lives(): pass",
+        "timeout",
+    ),
+    "a name that is no text": (
+        "libc.prctl(15, b'\\xff) R 1', 0, 0, 0); time.sleep(60)",
         "timeout",
     ),
     "raises its limit": (
@@ -282,9 +290,11 @@ MEMORY = {
         "Function not implemented",
     ),
     "lists of rights": (
-        "rights = struct.pack('<I', 2) + struct.pack('<HHI', 2, 7, os.getuid()) * 8000\n"
-        "def step(n):\n    open(f'{n}', 'w').close(); os.setxattr(f'{n}', "
-        "'system.posix_acl_access', rights)\ntake(step, 64000)",
+        "entry = struct.Struct('<HHI').pack\n"
+        "others = [(1, 7, 0), *[(2, 7, os.getuid())] * 8000, (4, 7, 0), (16, 7, 0), (32, 7, 0)]\n"
+        "rights = struct.pack('<I', 2) + b''.join(entry(*each) for each in others)\n"
+        "def step(n):\n    open(f'{n}', 'w').close()\n"
+        "    os.setxattr(f'{n}', 'system.posix_acl_access', rights)\ntake(step, 64000)",
         "Function not implemented",
     ),
     "pipes": (
@@ -364,6 +374,21 @@ MEMORY = {
         "kept = []\nfor _ in range(24):\n    memory = filled(8 * MIB)\n"
         "    fork(lambda: time.sleep(60)); memory.close()\nhold()\nhold()",
         "memory",
+    ),
+    "pieces of memory": (
+        "libc.mmap.restype = ctypes.c_void_p\n"
+        "def grow(depth):\n    if depth: os.waitpid(fork(lambda: grow(depth - 1)), 0)\n"
+        "    else: hold()\n"
+        "for at in range(15000):\n"
+        "    libc.mmap(None, ctypes.c_long(4096), 1 + 2 * (at % 2), 0x22, -1, ctypes.c_long(0))\n"
+        "grow(28)",
+        "memory",
+    ),
+    "huge pages of which one stays": (
+        "def step(_):\n    memory = mmap.mmap(-1, 4 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
+        "    memory.madvise(14); memory[::4096] = b'x' * 1024; return memory\n"
+        "take(step, 4 * MIB)",
+        "Invalid argument",
     ),
     "pages of a device": (
         "file = open('/dev/zero', 'r+b', 0)\n"
@@ -468,7 +493,7 @@ OTHERS = {
     "errors": ("while lives(): sys.stderr.write('x' * 4096)", "output"),
     "an output of children": (
         "def child():\n    while lives(): os.write(1, b'x' * 4096)\nfamily(child)",
-        "output",
+        "output|timeout",
     ),
     "an output of an orphan": (
         "def child():\n    os.setsid()\n    while lives(): os.write(2, b'x' * 4096)\n"
@@ -526,6 +551,7 @@ QUICK = (
     "time: orphans of sessions",
     "time: a brother that a vfork waits for",
     "time: gives way to all others",
+    "time: a name that is no text",
     "memory: segments that nobody is attached to",
     "memory: files without a name",
     "memory: empty files",
@@ -535,4 +561,9 @@ QUICK = (
     "memory: lists of rights",
     "other: a machine behind",
     "other: an output of an orphan",
+)
+WITH_AGENTS = (
+    "memory: files without a name in a family",
+    "memory: sockets",
+    "memory: pages of which one stays",
 )

@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.tools.rewards.hostile_programs import PRELUDE, PROGRAMS, QUICK
+from tests.machine import wait_until
+from tests.tools.rewards.hostile_programs import PRELUDE, PROGRAMS, QUICK, WITH_AGENTS
 
 from lightrft.tools.rewards.sandbox import Ending, Sandbox, SandboxLimits
 
 MIB = 1 << 20
 # Small, so that what passes a limit takes little of the machine.
 LIMITS = SandboxLimits(cpu_seconds=0.6, memory_bytes=256 * MIB, total_bytes=320 * MIB)
-NOISE_BYTES = 256 * MIB  # of what else the machine does
+NOISE_BYTES = 512 * MIB  # of what else the machine does
+
+
+# Those of agents, which are bounded by a deadline and have files of four times the size.
+OF_AGENTS = replace(LIMITS, is_counted=False, file_bytes=4 * LIMITS.file_bytes)
 
 
 @pytest.fixture(scope="module")
-def sandbox():
-    made = Sandbox("bubblewrap", LIMITS)
+def folder():
+    """A temporary folder that programs of every user reach."""
+    before, place = tempfile.tempdir, Path(tempfile.mkdtemp(prefix="lightrft-test-"))
+    place.chmod(0o755)
+    tempfile.tempdir = str(place)
+    yield place
+    tempfile.tempdir = before
+    assert not any(place.iterdir())
+    place.rmdir()
+
+
+@pytest.fixture(scope="module", params=[LIMITS], ids=["program"])
+def sandbox(request, folder):
+    made = Sandbox("bubblewrap", request.param)
     yield made
     made.close()
 
 
-def machine() -> tuple[int, set[int], set[str]]:
-    """Shared memory, processes below this one, and temporary folders."""
-    text = Path("/proc/meminfo").read_text()
-    (shared,) = re.findall(r"Shmem:\s+(\d+)", text)
+def shared_bytes() -> int:
+    (shared,) = re.findall(r"Shmem:\s+(\d+)", Path("/proc/meminfo").read_text())
+    return 1024 * int(shared)
+
+
+def left(folder: Path) -> tuple[set[int], set[str]]:
+    """Processes below this one, and temporary folders."""
     processes = {each.pid for each in psutil.Process().children(recursive=True)}
-    folders = {path.name for path in Path(tempfile.gettempdir()).glob(f"lightrft*{os.getpid()}*")}
-    return 1024 * int(shared), processes, folders
+    return processes, {path.name for path in folder.iterdir()}
 
 
 def end(ending: Ending) -> str:
@@ -49,10 +68,10 @@ def end(ending: Ending) -> str:
     return ending.stderr.decode(errors="replace")[-400:]
 
 
-def check(sandbox: Sandbox, name: str) -> None:
+def check(sandbox: Sandbox, folder: Path, name: str) -> None:
     attack, expected = PROGRAMS[name]
     source = f"{PRELUDE}\n{attack}\nprint('SURVIVED', flush=True)\n".encode()
-    before = machine()
+    before, shared = left(folder), shared_bytes()
     with ThreadPoolExecutor(2) as threads:
         first, hostile, last = threads.map(
             sandbox.run, (b"print('well')", source, b"print('well')")
@@ -60,18 +79,32 @@ def check(sandbox: Sandbox, name: str) -> None:
     assert first == last == Ending("ended", 0, b"well\n", b"")
     assert b"SURVIVED" not in hostile.stdout, hostile
     assert re.search(expected, end(hostile)), hostile
-    after = machine()
-    assert after[1:] == before[1:]
-    assert after[0] < before[0] + NOISE_BYTES
+    assert left(folder) == before
+    assert wait_until(lambda: shared_bytes() < shared + NOISE_BYTES)
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_hostile_program_costs_its_own_reward_and_leaves_nothing(sandbox, name) -> None:
-    check(sandbox, name)
+def test_a_hostile_program_costs_its_own_reward_and_leaves_nothing(sandbox, folder, name) -> None:
+    check(sandbox, folder, name)
+
+
+@pytest.mark.parametrize("sandbox", [OF_AGENTS], ids=["agent"], indirect=True)
+@pytest.mark.parametrize("name", WITH_AGENTS)
+def test_a_hostile_agent_gets_no_more_memory(sandbox, folder, name) -> None:
+    check(sandbox, folder, name)
+
+
+@pytest.mark.parametrize("sandbox", [OF_AGENTS], ids=["agent"], indirect=True)
+def test_shells_of_agents_learn_of_the_ends_of_their_children(sandbox) -> None:
+    command = ["sh", "-c", "sleep 0.1 & wait; timeout 60 echo well"]
+    ending = sandbox.run(f"import subprocess; subprocess.run({command})".encode())
+    assert ending == Ending("ended", 0, b"well\n", b"")
 
 
 @pytest.mark.slow
 @pytest.mark.shard("hostile")
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - set(QUICK)))
-def test_every_hostile_program_costs_its_own_reward_and_leaves_nothing(sandbox, name) -> None:
-    check(sandbox, name)
+def test_every_hostile_program_costs_its_own_reward_and_leaves_nothing(
+    sandbox, folder, name
+) -> None:
+    check(sandbox, folder, name)

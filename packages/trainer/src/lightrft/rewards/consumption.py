@@ -16,9 +16,12 @@ POLL_SECONDS = 0.25
 _VFORKS = {"x86_64": (56, 58, 435)}.get(os.uname().machine, (220, 435))
 # Upper bounds: both buffers of a socket, pages of a pipe, an entry of a file system in memory.
 _SOCKET_BYTES, _DESCRIPTOR_BYTES, _ENTRY_BYTES = 512 << 10, 8 << 10, 2 << 10
+# Of each piece of a process's memory, and of it for each process that it may have been copied from.
+_PIECE_BYTES, _COPY_BYTES = 512, 64
 _STATUS = re.compile(rb"^(FDSize|VmPTE|VmSwap):\s+(\d+)", re.MULTILINE)
 _SHARED = re.compile(rb"^\S+ ...s \S+ (\S+ \d+) +/dev/zero \(deleted\)$", re.MULTILINE)
-_IN_MEMORY = re.compile(r"^(?:\S+ ){4}(\S+) .* - tmpfs \S+ rw", re.MULTILINE)
+_IN_MEMORY = re.compile(rb"^(?:\S+ ){4}/(\S*) .* - tmpfs \S+ rw", re.MULTILINE)
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
 
 
 class Consumption:
@@ -108,10 +111,19 @@ def _has_work(process: psutil.Process) -> bool:
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{process.pid}/task").iterdir():
             with contextlib.suppress(OSError):
-                # The name before the state may hold anything, brackets too.
-                state = (thread / "stat").read_text().rpartition(") ")[2][:1]
-                if state == "R" or (state == "D" and not _waits_for_child(thread)):
+                # The name before the state may hold any bytes, brackets too.
+                state = (thread / "stat").read_bytes().rpartition(b") ")[2][:1]
+                if state == b"R" and not _gives_way(thread):
                     return True
+                if state == b"D" and not _waits_for_child(thread):
+                    return True
+    return False
+
+
+def _gives_way(thread: Path) -> bool:
+    """Whether its session leaves the processors to others, as none does that is just started."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int((thread.parents[1] / "autogroup").read_bytes().split()[2]) > 0
     return False
 
 
@@ -127,8 +139,8 @@ def _waits_for_child(thread: Path) -> bool:
 def _unmapped_bytes(processes: Sequence[psutil.Process], shared_bytes: int) -> int:
     """At most what processes hold beside the pages that they have mapped.
 
-    Tables of pages, buffers of pipes and shared memory without a file are counted for all of them;
-    sockets and entries of files in memory for a sandbox.
+    Tables of pages and of their pieces, buffers of pipes and shared memory without a file are
+    counted for all of them; sockets and entries of files in memory for a sandbox.
     """
     total, shared, inside = 0, set[bytes](), None
     for process in processes:
@@ -137,22 +149,24 @@ def _unmapped_bytes(processes: Sequence[psutil.Process], shared_bytes: int) -> i
             sizes = dict(_STATUS.findall((folder / "status").read_bytes()))
             total += int(sizes.get(b"FDSize", 0)) * _DESCRIPTOR_BYTES
             total += 1024 * sum(int(sizes.get(name, 0)) for name in (b"VmPTE", b"VmSwap"))
-            shared.update(_SHARED.findall((folder / "maps").read_bytes()))
+            pieces = (folder / "maps").read_bytes()
+            shared.update(_SHARED.findall(pieces))
+            piece_bytes = _PIECE_BYTES + _COPY_BYTES * len(processes)
+            total += pieces.count(b"\n") * piece_bytes
             if (folder / "ns/net").stat().st_ino != Path("/proc/self/ns/net").stat().st_ino:
                 inside = folder
     if inside is not None:
-        with contextlib.suppress(OSError):
-            total += _socket_bytes(inside) + _entry_bytes(inside)
+        total += _socket_bytes(inside) + _entry_bytes(inside)
     return total + len(shared) * shared_bytes
 
 
 def _socket_bytes(process: Path) -> int:
     """Of all sockets of its network namespace, those that no process has open any more, too."""
-    words = (process / "net/sockstat").read_text().split()
-    num_sockets = int(words[words.index("used") + 1])
-    queued = 0
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(FileNotFoundError):
+    num_sockets = queued = 0
+    with contextlib.suppress(OSError):
+        words = (process / "net/sockstat").read_text().split()
+        num_sockets = int(words[words.index("used") + 1])
+        for name in ("tcp", "tcp6"):
             for line in (process / "net" / name).read_text().splitlines()[1:]:
                 queued += sum(int(size, 16) for size in line.split()[4].split(":"))
     return num_sockets * _SOCKET_BYTES + 2 * queued
@@ -160,8 +174,12 @@ def _socket_bytes(process: Path) -> int:
 
 def _entry_bytes(process: Path) -> int:
     """Of files and folders, empty ones too, in the file systems in memory that it can write to."""
-    total = 0
-    for place in _IN_MEMORY.findall((process / "mountinfo").read_text()):
-        sizes = os.statvfs(process / "root" / place.lstrip("/"))
-        total += (sizes.f_files - sizes.f_ffree) * _ENTRY_BYTES
+    total, places = 0, list[bytes]()
+    with contextlib.suppress(OSError):
+        places = _IN_MEMORY.findall((process / "mountinfo").read_bytes())
+    for place in places:
+        name = _ESCAPED.sub(lambda code: bytes([int(code[1], 8)]), place)
+        with contextlib.suppress(OSError):
+            sizes = os.statvfs(bytes(process / "root") + b"/" + name)
+            total += (sizes.f_files - sizes.f_ffree) * _ENTRY_BYTES
     return total

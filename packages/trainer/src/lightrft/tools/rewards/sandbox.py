@@ -420,8 +420,8 @@ def _num_threads(user: int, state: str = "") -> int:
         with contextlib.suppress(OSError):
             if not entry.name.isdigit() or entry.stat().st_uid != user:
                 continue
-            # The name before the state may hold anything, brackets too.
-            found = Path(entry.path, "stat").read_text().rpartition(") ")[2][:1]
+            # The name before the state may hold any bytes, brackets too.
+            found = chr(Path(entry.path, "stat").read_bytes().rpartition(b") ")[2][0])
             if not state or found == state:
                 count += len(os.listdir(f"{entry.path}/task"))
     return count

@@ -27,6 +27,7 @@ REFUSED: Numbers = MappingProxyType(
         "io_setup": (206, 0),
         "io_uring_setup": (425, 425),
         "vmsplice": (278, 75),
+        "process_madvise": (440, 440),
         "userfaultfd": (323, 282),
         "fanotify_init": (300, 262),
         "add_key": (248, 217),
@@ -54,7 +55,9 @@ _WITHOUT_EFFECT: Numbers = MappingProxyType(
         "ioprio_set": (251, 30),
     }
 )
-_RT_SIGACTION, _SETSOCKOPT, _MMAP = (13, 134), (54, 208), (9, 222)
+_RT_SIGACTION, _SETSOCKOPT, _MMAP, _MADVISE = (13, 134), (54, 208), (9, 222), (28, 233)
+# Huge pages stay whole while a page of them is mapped.
+_HUGE = (mmap.MADV_HUGEPAGE, 25)
 _SOCKETS = ((41, 198), (53, 199))
 # Others, such as AF_VSOCK, leave the namespace or are work of the kernel's.
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
@@ -108,6 +111,8 @@ def call_filter(*, is_counted: bool, shared_bytes: int) -> bytes:
             *(_error(errno.ENOMEM), _ALLOW),
         ],
     )
+    huge = [_load(2), (_EQUAL, 1, 0, _HUGE[0]), (_EQUAL, 0, 1, _HUGE[1])]
+    program += _for(_MADVISE[column], [*huge, _error(errno.EINVAL), _ALLOW])
     families = _unless(0, _FAMILIES, _error(errno.EAFNOSUPPORT))
     for numbers in _SOCKETS:
         program += _for(numbers[column], families)
