@@ -307,3 +307,40 @@ def test_the_file_of_a_run_is_taken_again(tmp_path):
 def test_a_script_that_gives_another_type_hears_what_takes_it(options, remedy):
     with pytest.raises(ConfigError, match=remedy):
         TrainConfig(**options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_proposed_size_passes_all_rules(ranks):
+    sizes = product([2, 3, 6], [2, 4], [3, 4, 8, 16], [1, 3, 5])
+    names = [
+        "rollout_batch_size",
+        "n_samples_per_prompt",
+        "train_batch_size",
+        "micro_train_batch_size",
+    ]
+    for values in sizes:
+        config = TrainConfig(**dict(zip(names, values, strict=True)))
+        lines = batch_problems(config, ranks)
+        if len(lines) != 1 or "legal:" in lines[0]:
+            continue
+        pair = re.search(r"legal pair of them: (\d+) with (\d+)", lines[0])
+        proposals = (
+            [dict(zip(names[2:], map(int, pair.groups()), strict=True))]
+            if pair
+            else [
+                {name: int(size)}
+                for name, either in re.findall(r"legal (\w+): ([\d or]+)", lines[0])
+                for size in re.findall(r"\d+", either)
+            ]
+        )
+        assert proposals, lines
+        for proposal in proposals:
+            assert batch_problems(config.replaced(proposal), ranks) == [], (values, proposal)
+
+
+def test_a_micro_batch_that_does_not_fit_is_answered_with_ones_that_do():
+    config = TrainConfig(
+        rollout_batch_size=2, n_samples_per_prompt=8, train_batch_size=16, micro_train_batch_size=5
+    )
+    (line,) = batch_problems(config, 1)
+    assert line.endswith("nearest legal micro_train_batch_size: 4 or 8")

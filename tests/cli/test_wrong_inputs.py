@@ -20,6 +20,7 @@ from tests.machine import seconds
 
 from lightrft.cli import train as train_command
 from lightrft.cli.main import main
+from lightrft.config.other_names import said_once
 
 USAGE, PREFLIGHT, DATA, REWARD = 2, 3, 4, 5
 ENVIRONMENT = (
@@ -374,12 +375,15 @@ MACHINE = {
     "no vllm": here(
         "--engine_type",
         "not installed",
-        "lightrft-engines[vllm]",
+        "install lightrft[vllm]",
         engine_type="vllm",
         absent="vllm",
     ),
     "no sglang": here("--engine_type", "not installed", engine_type="sglang", absent="sglang"),
-    "no deepspeed": here("deepspeed", "--fsdp", absent="deepspeed"),
+    "no deepspeed": here(
+        "--zero_stage", "package deepspeed", "--fsdp", zero_stage="3", absent="deepspeed"
+    ),
+    "fsdp refused": here("--no_fsdp", "lightrft[deepspeed]", no_fsdp="", absent="deepspeed"),
     "no tensorboard": here(
         "--use_tensorboard",
         "lightrft[tensorboard]",
@@ -907,8 +911,17 @@ def test_all_problems_of_a_command_line_come_at_once(folder, capsys):
 def test_all_that_a_machine_lacks_comes_at_once(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setenv("MASTER_PORT", "high")
-    assert main(arguments(Wrong(3, ()))) == 3
+    assert main(arguments(Wrong(3, (), {"zero_stage": "3"}))) == 3
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_without_deepspeed_fsdp2_is_taken_in_one_line(folder, capsys, monkeypatch):
+    said_once.cache_clear()
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    assert main(arguments(Wrong(1, ()))) == 1
+    err = capsys.readouterr().err
+    assert "a run was started" in err
+    assert err.count("FSDP2 trains, as with --fsdp: DeepSpeed is not installed") == 1
 
 
 def test_options_without_effect_are_only_errors_under_strict(folder, capsys):

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import math
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
 
+from lightrft.cli.options import Parser, add_options, parse_options
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.options import check_value, looks_secret, option, options_of
+from lightrft.config.options import (
+    alternatives,
+    check_value,
+    from_text,
+    looks_secret,
+    option,
+    options_of,
+    type_hints,
+)
 from lightrft.config.strategy_config import StrategyConfig
+
+HINTS = type_hints(TrainConfig)
+MAPPINGS = [n for n in HINTS if Mapping in map(typing.get_origin, alternatives(HINTS[n]))]
 
 
 @dataclass
@@ -105,3 +120,31 @@ def test_unset_is_told_apart_from_a_value_that_equals_a_default():
     given, algorithm = decide(TrainConfig(policy_loss="gspo", eps_clip=0.2))
     assert (unset.eps_clip, given.eps_clip) == (None, 0.2)
     assert algorithm.policy_loss.keywords == {"clip_low": 0.2, "clip_high": 0.2}
+
+
+@pytest.mark.parametrize("name", sorted(MAPPINGS))
+@pytest.mark.parametrize(
+    "items",
+    [
+        ['{"components": "correct,format=0.5", "b": 1.5, "c": true}'],
+        ["components=correct,format=0.5", "b=1.5", "c=true"],
+        ['{"components": "correct,format=0.5"}', "b=1.5", '{"c": true}'],
+    ],
+)
+def test_mapping_options_take_pairs_and_json(name, items):
+    expected = {"components": "correct,format=0.5", "b": 1.5, "c": True}
+    assert from_text(items, HINTS[name]) == expected
+
+
+def test_the_command_line_takes_the_json_of_the_pages():
+    parser = Parser("config show", "", argument_default=argparse.SUPPRESS)
+    add_options(parser)
+    arguments = ["--judge_prices", '{"input": 0.5, "output": 1.5}', "--environment_args"]
+    config, _, _ = parse_options(parser, [*arguments, '{"depth": 3}'])
+    assert config.judge_prices == {"input": 0.5, "output": 1.5}
+    assert config.environment_args == {"depth": 3}
+
+
+def test_a_text_that_is_no_mapping_says_how_to_write_one():
+    with pytest.raises(ConfigError, match=r"judge_prices: .*: write NAME=VALUE, or a JSON object"):
+        TrainConfig(judge_prices=from_text(['{"input": 0.5'], HINTS["judge_prices"]))

@@ -87,10 +87,21 @@ def test_deepspeed_is_the_default():
     run_multiprocess(choose_default, 1, timeout_seconds=120)
 
 
-def test_missing_deepspeed_names_the_alternative(monkeypatch):
+def test_missing_deepspeed_names_the_alternative_where_it_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ImportError, match="--fsdp"):
-        get_strategy({})
+    with pytest.raises(ImportError, match=r"zero_stage: the DeepSpeed strategy needs .*--fsdp"):
+        get_strategy({"zero_stage": 3})
+
+
+def choose_installed(rank, world_size):
+    sys.modules["deepspeed"] = None
+    strategy = get_strategy(SETTINGS)
+    assert type(strategy).__name__ == "FSDPV2Strategy"
+
+
+@pytest.mark.multiprocess
+def test_a_plain_install_trains_with_fsdp():
+    run_multiprocess(choose_installed, 1)
 
 
 def test_is_engine():

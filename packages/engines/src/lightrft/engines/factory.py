@@ -66,7 +66,7 @@ def resolve_engine_type(engine_type: str) -> str:
     if engine_type in _EXTRAS and importlib.util.find_spec(engine_type) is None:
         raise ImportError(
             f"engine {engine_type!r} needs the package {engine_type!r}, which is not installed; "
-            f"install lightrft-engines[{engine_type}] or choose engine_type='hf'"
+            f"install lightrft[{engine_type}] or choose engine_type='hf'"
         )
     if engine_type in ENGINES:
         return engine_type

@@ -1,6 +1,7 @@
 """Options: dataclass fields that carry their help, legal values and uses. Standard library only."""
 
 import difflib
+import json
 import math
 import re
 import types
@@ -217,7 +218,10 @@ def _type_remedy(value: object, hint: object) -> str:
     is_rows = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
     if callable(value) or is_rows:
         return "; lightrft.trainer.train(MODEL, ROWS, FUNCTION) takes rows and functions"
-    is_one = isinstance(value, str) and item_hint(alternatives(hint)) is str
+    kinds = alternatives(hint)
+    if isinstance(value, str) and Mapping in map(typing.get_origin, kinds):
+        return ": write NAME=VALUE, or a JSON object"
+    is_one = isinstance(value, str) and item_hint(kinds) is str
     return f", such as ({value!r},)" if is_one else ""
 
 
@@ -445,12 +449,18 @@ def _number(text: str, kind: type[int] | type[float]) -> object:
 
 
 def pairs(items: list[str]) -> dict[str, str | int | float | bool] | str:
-    """KEY=VALUE items as a mapping; numbers, true and false are recognised.
+    """Return KEY=VALUE items and JSON objects as a mapping; numbers, true and false are recognised.
 
-    Text without an equals sign comes back as it is, for the configuration to report.
+    Text that is neither comes back as it is, for the configuration to report.
     """
     made: dict[str, str | int | float | bool] = {}
     for item in items:
+        if item.lstrip().startswith("{"):
+            try:
+                made |= json.loads(item)
+            except ValueError:
+                return item
+            continue
         name, sign, text = item.partition("=")
         if not sign:
             return item

@@ -649,11 +649,11 @@ def batch_problems(config: RunOptions, world_size: int) -> list[str]:
             f"nearest legal: {_either(_multiples(prompts, world_size))}"
         )
     if train % unit:
-        nearest = _closest(legal_train, train) or _multiples(train, unit)
+        remedies = _micro_remedies(config, samples, num_data_ranks)
         found.append(
             "train_batch_size must be a multiple of micro_train_batch_size * processes: got "
-            f"{train} and {config.micro_train_batch_size} * {num_data_ranks} = {unit}; nearest "
-            f"legal train_batch_size: {_either(nearest)}"
+            f"{train} and {config.micro_train_batch_size} * {num_data_ranks} = {unit}"
+            f"{'; '.join(['', *remedies])}"
         )
     elif samples % train:
         legal_prompts = _multiples(
@@ -666,6 +666,24 @@ def batch_problems(config: RunOptions, world_size: int) -> list[str]:
             f"rollout_batch_size: {_either(legal_prompts)}"
         )
     return found
+
+
+def _micro_remedies(config: RunOptions, samples: int, ranks: int) -> list[str]:
+    """Return sizes of updates and micro-batches that pass all rules, the nearest ones."""
+    train, micro = config.train_batch_size, config.micro_train_batch_size
+    trains = [size for size in _divisors(samples) if size % ranks == 0]
+    legal = {
+        "micro_train_batch_size": _closest(_divisors(train // ranks), micro)
+        if train in trains
+        else [],
+        "train_batch_size": _closest([e for e in trains if e % (micro * ranks) == 0], train),
+    }
+    remedies = [f"nearest legal {name}: {_either(sizes)}" for name, sizes in legal.items() if sizes]
+    if remedies:
+        return remedies
+    nearest = _closest(trains, train)
+    pairs = [f"{size} with {_closest(_divisors(size // ranks), micro)[0]}" for size in nearest]
+    return [f"nearest legal pair of them: {' or '.join(pairs)}"] if pairs else []
 
 
 def _engine_problems(config: RunOptions, generating: int) -> list[str]:

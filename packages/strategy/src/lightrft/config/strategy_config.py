@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import re
 import typing
@@ -36,6 +37,7 @@ from lightrft.config.options import (
     training_option,
     type_hints,
 )
+from lightrft.config.other_names import said_once
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 
 Arguments = Mapping[str, str | int | float | bool] | None
@@ -195,10 +197,13 @@ class StrategyConfig:
     )
     fsdp: bool = distributed_option(
         False,
-        "Use FSDP2 instead of DeepSpeed ZeRO.",
+        "Use FSDP2 instead of DeepSpeed ZeRO; without that package it is used anyway, unless an "
+        "option of DeepSpeed's is set.",
         common=True,
     )
-    zero_stage: int = distributed_option(2, "DeepSpeed ZeRO stage.", choices=(0, 1, 2, 3))
+    zero_stage: int = distributed_option(
+        2, "DeepSpeed ZeRO stage.", choices=(0, 1, 2, 3), acts_with="not fsdp"
+    )
     fsdp_cpu_offload: bool = distributed_option(
         False,
         "FSDP2: keep parameters, gradients and optimizer states on the CPU.",
@@ -577,6 +582,24 @@ class StrategyConfig:
         raise KeyError(
             f"no argument {name!r} was given and get_extra_arg has no default for it{hint}"
         )
+
+    def deepspeed_options(self) -> list[str]:
+        """Return the changed options that only DeepSpeed has."""
+        return [
+            name
+            for name, (entry, info) in options_of(type(self)).items()
+            if info.acts_with == "not fsdp" and self.__dict__[name] != entry.default
+        ]
+
+    def with_installed_backend(self) -> Self:
+        """Return the options with FSDP2 where DeepSpeed is not installed and not asked for."""
+        is_here = importlib.util.find_spec("deepspeed") is not None
+        if self.fsdp or is_here or self.deepspeed_options():
+            return self
+        said_once("FSDP2 trains, as with --fsdp: DeepSpeed is not installed")
+        chosen = copy.copy(self)
+        chosen.fsdp = True
+        return chosen
 
     @property
     def peak_learning_rate(self) -> float:

@@ -8,7 +8,7 @@ from lightrft.strategy.strategy_base import StrategyBase
 
 
 def get_strategy(args: Arguments) -> StrategyBase:
-    """FSDP2 if `fsdp` is set, else DeepSpeed ZeRO.
+    """Return FSDP2 if `fsdp` is set or DeepSpeed is neither installed nor asked for, else ZeRO.
 
     Start the process by torchrun: the process group is created here.
 
@@ -17,10 +17,10 @@ def get_strategy(args: Arguments) -> StrategyBase:
 
     Raises:
         ConfigError: Values are wrong; the message names all of them.
-        ImportError: DeepSpeed was chosen but is not installed.
+        ImportError: An option asks for DeepSpeed, which is not installed.
         RuntimeError: The launcher's environment variables are missing.
     """
-    config = StrategyConfig.from_args(args)
+    config = StrategyConfig.from_args(args).with_installed_backend()
     sizes = published_sizes(config)
     if config.fsdp:
         from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
@@ -28,8 +28,9 @@ def get_strategy(args: Arguments) -> StrategyBase:
         return FSDPV2Strategy(*sizes, args=args)
     if importlib.util.find_spec("deepspeed") is None:
         raise ImportError(
-            "the DeepSpeed strategy needs the package deepspeed, which is not installed: install "
-            "lightrft[deepspeed], or choose FSDP2 with --fsdp"
+            f"{', '.join(config.deepspeed_options())}: the DeepSpeed strategy needs the package "
+            "deepspeed, which is not installed: install lightrft[deepspeed], or choose FSDP2 with "
+            "--fsdp"
         )
     from lightrft.strategy.deepspeed.strategy import DeepspeedStrategy
 

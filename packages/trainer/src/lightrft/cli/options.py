@@ -31,6 +31,9 @@ from lightrft.config.other_names import (
 from lightrft.config.toml import read_toml
 from lightrft.utils.arguments import add_arguments
 
+# Commands whose options are those of a run.
+_OF_A_RUN = ("train", "distill", *SFT, "plan", "config show")
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises instead of leaving the process, and abbreviates nothing.
@@ -201,6 +204,8 @@ def merge_options(
     config = TrainConfig()
     for name, value in {**values, **texts}.items():
         setattr(config, name, value)
+    if command in _OF_A_RUN and "fsdp" not in values | texts:
+        config = config.with_installed_backend()
     problems += config.problems()
     return config, problems
 

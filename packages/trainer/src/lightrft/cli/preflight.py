@@ -95,7 +95,7 @@ def package_problems(config: TrainConfig) -> list[str]:
         (
             not config.fsdp,
             "deepspeed",
-            "the default strategy",
+            ", ".join(f"--{name}" for name in config.deepspeed_options()) or "--no_fsdp",
             "install lightrft[deepspeed], or choose --fsdp",
         ),
         (
@@ -133,7 +133,7 @@ def package_problems(config: TrainConfig) -> list[str]:
                 name in config.loggers,
                 name,
                 f"--loggers {name}",
-                f"install it (scripts/trackers.txt has the versions), or leave {name} out",
+                f"pip install {name}, or leave it out",
             )
             for name in LOGGERS
             if LOGGERS.is_built_in(name)

@@ -115,6 +115,7 @@ def run_training(
         DataError, ModelLoadError: Prompts, or a model or tokenizer, that cannot be read.
         RewardError: A reward function that cannot be loaded, or that fails.
     """
+    config = config.with_installed_backend()
     begin = _Begin(stage, loggers, callbacks, stop_request or (lambda: False))
     if not config.rollout_ranks:
         return _train(config, begin)

@@ -81,7 +81,7 @@ def train(
             given[option] = str(files[-1].path)
             given.setdefault("media_root", "/")  # files that the caller's own rows name
     with named_functions(given) as named:
-        config = TrainConfig().replaced(named)
+        config = TrainConfig().replaced(named).with_installed_backend()
         for file in files[:1]:
             if str(file.path) == config.prompt_data:
                 config = config.replaced(found_keys(file.first, config))

@@ -55,7 +55,8 @@ class TrainOptions(TypedDict, total=False):
     """Vocabulary columns per chunk of the fused output projection; unset is what suits the
     device."""
     fsdp: bool
-    """Use FSDP2 instead of DeepSpeed ZeRO."""
+    """Use FSDP2 instead of DeepSpeed ZeRO; without that package it is used anyway, unless an
+    option of DeepSpeed's is set."""
     zero_stage: int
     """DeepSpeed ZeRO stage."""
     fsdp_cpu_offload: bool
