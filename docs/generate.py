@@ -160,7 +160,7 @@ def scaling() -> str:
 def train_options() -> str:
     """The stub with the keywords of `lightrft.trainer.train`, which editors complete."""
     lines = [
-        '"""Keywords of `lightrft.trainer.train`. Written by docs/generate.py."""',
+        '"""Keywords of `lightrft.trainer.train` and its like. Written by docs/generate.py."""',
         "",
         "from collections.abc import Callable, Mapping, Sequence",
         "from typing import Literal, TypedDict",
@@ -168,14 +168,27 @@ def train_options() -> str:
         "class TrainOptions(TypedDict, total=False):",
         '    """Options of `TrainConfig`; what is not given keeps its default."""',
         "",
+        *_keywords(of_rows=False),
+        "    peft_config: object",
+        "",
+        "class RowOptions(TrainOptions, total=False):",
+        '    """Options of stages that train on rows, too."""',
+        "",
+        *_keywords(of_rows=True),
     ]
+    return "\n".join(lines) + "\n"
+
+
+def _keywords(*, of_rows: bool) -> list[str]:
+    """Return lines with the options of `train`, or those of rows alone."""
+    lines: list[str] = []
     for name, (entry, info) in options_of(TrainConfig).items():
-        if name not in NAMED_ARGUMENTS and info.group not in NOT_OF_TRAIN:
+        if name not in NAMED_ARGUMENTS and (info.group in NOT_OF_TRAIN) is of_rows:
             hint = entry.type.__name__ if isinstance(entry.type, type) else str(entry.type)
             lines.append(f"    {name}: {_editor_type(name, hint, info)}")
             text = f'"""{info.help}"""'
             lines += textwrap.wrap(text, 96, initial_indent=" " * 4, subsequent_indent=" " * 4)
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _editor_type(name: str, text: str, info: OptionInfo) -> str:

@@ -37,3 +37,10 @@ def test_lock_holds_the_versions_the_engines_were_written_for(repository):
         ("deepspeed", "0.19.8"),
     ):
         assert f'name = "{name}"\nversion = "{version}"' in text
+
+
+def test_the_lowest_safetensors_writes_all_numbers_that_checkpoints_have(repository):
+    # Its torch module knows unsigned numbers of 16 to 64 bits from 0.6.1 on.
+    for path in sorted(repository.glob("packages/*/pyproject.toml")):
+        for bound in re.findall(r'"safetensors>=([\d.]+)"', path.read_text()):
+            assert tuple(map(int, bound.split("."))) >= (0, 6, 1), path

@@ -44,7 +44,14 @@ def test_a_byte_order_mark_is_not_part_of_the_first_row(write) -> None:
         ("a.json", "[]", "holds no rows"),
         ("a.json", '[\n{"input": }]', r"a\.json: not valid JSON \(.*line 2"),
         ("a.parquet", "not parquet", "is not a readable Parquet file"),
-        ("a.csv", "input\nx\n", r"unknown file format '\.csv'.*\.jsonl, \.json, \.parquet"),
+        (
+            "a.xlsx",
+            "input\nx\n",
+            r"format '\.xlsx'.*\.jsonl, \.json, \.parquet, \.csv",
+        ),
+        ("a.csv", "input,label\nx\n", r"a\.csv:2: 1 cells, the header has 2"),
+        ("a.csv", 'input\n"x\n', "a.csv is no table of comma-separated values"),
+        ("a.csv", "input\n", "holds no rows"),
     ],
 )
 def test_bad_content_is_located(name: str, content: str, message: str, write) -> None:
@@ -53,6 +60,16 @@ def test_bad_content_is_located(name: str, content: str, message: str, write) ->
     path = write(name, content)
     with pytest.raises(DataError, match=message):
         read_rows(path)
+
+
+def test_a_table_of_comma_separated_values_has_texts_numbers_and_labels(write) -> None:
+    text = '\ufeffprompt,completion,label,score\n2+2=,4,true,0.5\n"a, ""b""\nc",05,false,1\n\n'
+    rows = read_rows(write("a.csv", text))
+    assert [row.columns for row in rows] == [
+        {"prompt": "2+2=", "completion": "4", "label": True, "score": 0.5},
+        {"prompt": 'a, "b"\nc', "completion": "05", "label": False, "score": 1.0},
+    ]
+    assert rows[1].location.endswith("a.csv:4")
 
 
 def test_bytes_that_are_not_utf8_are_located(tmp_path) -> None:

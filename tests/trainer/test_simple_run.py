@@ -7,13 +7,16 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+import datasets
+import peft
 import pytest
+from transformers.utils import logging
 
-from lightrft.config import ConfigError
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import POLICY_LOSSES, REWARDS
 from lightrft.datasets.types import DataError
 from lightrft.reporting.files import JsonLines
-from lightrft.trainer import Callback, train
+from lightrft.trainer import Callback, distill, prefer, reward, run_training, sft, train
 
 ROWS = [{"input": f"Say {n}.", "label": str(n)} for n in range(8)]
 SMALL = {
@@ -173,8 +176,8 @@ def test_rows_that_cannot_be_kept(tiny_model, folder, rows, message):
 
 
 def test_wrong_arguments_are_named(tiny_model, folder):
-    with pytest.raises(TypeError, match=r"no option 'num_generations'.*n_samples_per_prompt"):
-        train(tiny_model, ROWS, length, output_dir=folder, num_generations=4)
+    with pytest.raises(TypeError, match=r"no option 'beta'; here it is init_kl_coef"):
+        train(tiny_model, ROWS, length, output_dir=folder, beta=0.04)
     with pytest.raises(DataError, match=r"prompt: expected rows .* a file, got int"):
         train(tiny_model, 3, length)
     with pytest.raises(ConfigError, match="model: expected a folder or a name, got object"):
@@ -198,3 +201,133 @@ def test_a_metric_that_is_there_already_is_refused(tiny_model, folder):
             max_steps=1,
             **SMALL,
         )
+
+
+PROMPTED = [{"prompt": f"{n}=", "completion": str(n)} for n in range(8)]
+PAIRS = [{"prompt": f"{n}=", "chosen": str(n), "rejected": "no"} for n in range(8)]
+OF_ROWS = {"fsdp": True, "train_batch_size": 4, "micro_train_batch_size": 2, "max_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "rows"),
+    [
+        (sft, PROMPTED),
+        (sft, datasets.Dataset.from_list(PROMPTED)),
+        (prefer, PAIRS),
+        (reward, PAIRS),
+        (distill, PROMPTED),
+    ],
+    ids=["sft", "sft_dataset", "prefer", "reward", "distill"],
+)
+def test_rows_train_in_one_call_of_every_stage(tiny_model, folder, call, rows):
+    more = {"teacher": tiny_model, "teacher_form": "reverse"} if call is distill else {}
+    watcher = RowWatcher()
+    summary = call(
+        tiny_model,
+        data=rows,
+        eval_data=[*rows][:2],
+        callbacks=[watcher],
+        output_dir=folder,
+        learning_rate=1e-4,
+        **OF_ROWS,
+        **more,
+    )
+    assert summary.num_steps == 1
+    assert watcher.steps == [1]
+    assert "actor_learning_rate = 0.0001" in (Path(folder) / "config.toml").read_text()
+    kept = sorted(path.name.split("-")[0] for path in (Path(folder) / "inputs").iterdir())
+    assert kept == ["eval", "prompt"]
+    shown = summary._repr_html_()
+    assert "<table>" in shown
+    assert str(summary.model_dir) in shown
+
+
+class RowWatcher(Callback):
+    """Notes the steps."""
+
+    def __init__(self):
+        self.steps = []
+
+    def end_step(self, step, metrics):
+        self.steps.append(step)
+
+
+class OfTransformers:
+    """As a TrainerCallback."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        return control
+
+
+class HalfACallback:
+    def end_step(self, step, metrics):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (OfTransformers(), "OfTransformers is a callback of transformers: .*end_step"),
+        (HalfACallback(), "HalfACallback lacks methods of a callback: subclass lightrft"),
+        (Watcher, r"got the class Watcher: give Watcher\(\)"),
+    ],
+)
+@pytest.mark.parametrize("call", [train, sft])
+def test_what_is_no_callback_is_refused_before_anything(tmp_path, callback, message, call):
+    with pytest.raises(ConfigError, match=message):
+        call("no/model", ROWS, callbacks=[callback], output_dir=str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=message):
+        run_training(TrainConfig(), callbacks=[callback])
+
+
+def test_a_cell_runs_again_in_a_folder_of_its_own(tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    first = sft(tiny_model, PROMPTED, **OF_ROWS)
+    second = sft(tiny_model, PROMPTED[::-1], **OF_ROWS)
+    again = sft(tiny_model, PROMPTED[::-1], **OF_ROWS)
+    folders = ["lightrft_run", "lightrft_run_2", "lightrft_run_3"]
+    assert [each.output_dir for each in (first, second, again)] == folders
+    assert "output_dir = lightrft_run_2: lightrft_run holds another run" in capsys.readouterr().out
+    assert [path.parent.parent.name for path in sorted(tmp_path.glob("*/inputs/*"))] == folders
+
+
+def test_a_folder_that_is_named_is_kept(tiny_model, tmp_path):
+    folder = str(tmp_path / "mine")
+    sft(tiny_model, PROMPTED, output_dir=folder, **OF_ROWS)
+    with pytest.raises(ConfigError, match="holds another run"):
+        sft(tiny_model, PROMPTED[::-1], output_dir=folder, **OF_ROWS)
+
+
+def test_an_adapter_configuration_of_peft_is_taken(tiny_model, folder):
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    sft(tiny_model, PROMPTED, peft_config=config, output_dir=folder, **OF_ROWS)
+    kept = TrainConfig.load(Path(folder) / "config.toml")
+    assert (kept.lora_rank, kept.lora_alpha, kept.target_modules) == (2, 4, ("q_proj",))
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "message"),
+    [
+        (peft.LoraConfig(use_dora=True), {}, "use_dora=True has no counterpart"),
+        (peft.LoraConfig(r=2), {"lora_rank": 4}, "lora_rank is given as well"),
+        (object(), {}, "expected a LoraConfig, got object: give lora_rank"),
+    ],
+)
+def test_what_adapters_do_not_have_is_refused(tiny_model, folder, config, more, message):
+    with pytest.raises(ConfigError, match=message):
+        sft(tiny_model, PROMPTED, peft_config=config, output_dir=folder, **more)
+    assert not Path(folder).exists()
+
+
+def test_bars_of_transformers_are_hidden_during_a_run_only(tiny_model, folder):
+    seen = []
+
+    class Looks(Callback):
+        def begin_step(self, step):
+            seen.append(logging.is_progress_bar_enabled())
+
+    logging.enable_progress_bar()
+    sft(tiny_model, PROMPTED, callbacks=[Looks()], output_dir=folder, **OF_ROWS)
+    assert seen == [False]
+    assert logging.is_progress_bar_enabled()

@@ -217,7 +217,10 @@ def _type_remedy(value: object, hint: object) -> str:
     """The end of a sentence to a script that gave rows, a function, or one text of several."""
     is_rows = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
     if callable(value) or is_rows:
-        return "; lightrft.trainer.train(MODEL, ROWS, FUNCTION) takes rows and functions"
+        return (
+            "; lightrft.trainer.train(MODEL, ROWS, FUNCTION) takes rows and functions, as sft, "
+            "prefer, reward and distill beside it do"
+        )
     kinds = alternatives(hint)
     if isinstance(value, str) and Mapping in map(typing.get_origin, kinds):
         return ": write NAME=VALUE, or a JSON object"

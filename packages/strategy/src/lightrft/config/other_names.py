@@ -43,7 +43,7 @@ OTHER_NAMES: dict[str, str] = {
     "max_completion_length": "generate_max_len",
     "max_new_tokens": "generate_max_len",
     "max_grad_norm": "max_norm",
-    "max_prompt_length": "prompt_max_len, above which prompts are refused, not cut",
+    "max_prompt_length": "prompt_max_len, above which prompts are left out",
     "max_tool_calling_iterations": "max_turns, which counts the answer after the last call, too",
     "model": "pretrain",
     "model_name_or_path": "pretrain",
@@ -287,7 +287,7 @@ UNAVAILABLE: dict[str, str] = {
 
 # Remedies where a command lacks what it cannot do without.
 A_MODEL = "give a model directory, see lightrft init-model"
-A_DATA_FILE = "give a JSONL, JSON or Parquet file, or the name of a data set"
+A_DATA_FILE = "give a JSONL, JSON, Parquet or CSV file, or the name of a data set"
 A_REWARD = "give boxed_math, gsm8k or FILE.py:FUNCTION"
 
 
@@ -319,9 +319,15 @@ def taken_as(name: str, option: str, entry: str) -> str:
 
 
 @cache
-def said_once(text: str) -> None:
-    """Prints a line on the first process of a run that nobody else started."""
-    if os.environ.get("RANK", "0") == "0" and "LIGHTRFT_LAUNCHED" not in os.environ:
+def said_once(text: str, *, by_workers: bool = False) -> None:
+    """Prints a line on the first process of a run, once.
+
+    Args:
+        text: The line.
+        by_workers: Processes that a launcher of lightrft started say it, too.
+    """
+    is_said = "LIGHTRFT_LAUNCHED" in os.environ and not by_workers
+    if os.environ.get("RANK", "0") == "0" and not is_said:
         print(f"lightrft: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 

@@ -42,9 +42,9 @@ class RunOptions(StrategyConfig):
 
     prompt_data: str | None = data_option(
         None,
-        "Training prompts (rows of lightrft sft, prefer, reward): a JSONL, JSON or Parquet file, a "
-        "folder, or the name of a data set (owner/name[:configuration]); several separated by "
-        "commas.",
+        "Training prompts (rows of lightrft sft, prefer, reward): a JSONL, JSON, Parquet or CSV "
+        "file, a folder, or the name of a data set (owner/name[:configuration]); several separated "
+        "by commas.",
         common=True,
         path="file",
         commands=SFT,

@@ -21,7 +21,6 @@ from lightrft.cli.errors import (
 from lightrft.cli.launch import (
     become_only_process,
     end_with_launcher,
-    hide_progress_bars,
     is_worker,
     launch,
     share_processors,
@@ -151,7 +150,6 @@ def train(
     from lightrft.run.assembly import run_training
     from lightrft.strategy.distributed.deadlines import phase_of
 
-    hide_progress_bars()
     try:
         summary = run_training(config, stage=stage, stop_request=stop_request)
     except Exception as error:

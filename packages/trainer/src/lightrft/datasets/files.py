@@ -1,5 +1,6 @@
 """Rows of JSONL, JSON and Parquet files and of data sets, each with the place it came from."""
 
+import csv
 import math
 import os
 import random
@@ -11,7 +12,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import cast
 
-from lightrft.config.files import FileError, kind_of, lines_of, parse_json, read_bytes, regular_file
+from lightrft.config.files import (
+    MAX_TEXT_BYTES,
+    FileError,
+    kind_of,
+    lines_of,
+    parse_json,
+    read_bytes,
+    regular_file,
+)
+from lightrft.config.other_names import said_once
 from lightrft.config.printable import one_line
 from lightrft.config.registry import DATA_SOURCES, split_kind
 from lightrft.config.sources import probability_problem, split_sources
@@ -30,6 +40,8 @@ _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<configuration>[\w.-]+))?\Z")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 # The rows of (source, split), and in the place of one that is left out the reason.
 RowSource = Callable[[str, str], Iterator[Mapping[str, object] | LeftOutError]]
+# Columns of a CSV table whose cells are numbers.
+_NUMBERS = ("margin", "score", "score_chosen", "score_rejected", "weight")
 # Of the rows that are left out.
 _SHOWN = 3
 # One of them is in each message, and in each schema of a tool.
@@ -154,8 +166,10 @@ def _load_rows(source: str, split: str) -> Iterator[Mapping[str, object]]:
             f"{source}: reading a data set needs the package datasets (`pip install datasets`), "
             "or give a JSONL, JSON or Parquet file"
         ) from err
-    if is_hub_name(source) and not is_hub_reachable():
-        datasets.config.HF_HUB_OFFLINE = True  # else every file is asked for several times
+    if is_hub_name(source):
+        said_once(f"looking for {source} in the hub and its cache", by_workers=True)
+        if not is_hub_reachable():
+            datasets.config.HF_HUB_OFFLINE = True  # else every file is asked for several times
     try:
         if is_hub_name(source):
             name, _, configuration = source.partition(":")
@@ -248,10 +262,38 @@ def _read_parquet(path: Path) -> Iterator[Row | DataError]:
         raise DataError(f"{path} is not a readable Parquet file: {one_line(str(err))}") from err
 
 
+def _read_csv(path: Path) -> Iterator[Row | DataError]:
+    """Yields the rows of a table with a header: texts, and numbers in the columns of numbers."""
+    csv.field_size_limit(MAX_TEXT_BYTES)
+    try:
+        lines = (line.decode("utf-8").removeprefix("\ufeff") for line in lines_of(path))
+        reader = csv.reader(lines, strict=True)
+        names = next(reader, [])
+        for cells in filter(None, reader):
+            place = f"{path}:{reader.line_num}"
+            if len(cells) == len(names):
+                yield _row({n: _cell(n, c) for n, c in zip(names, cells, strict=True)}, place)
+            else:
+                yield DataError(f"{place}: {len(cells)} cells, the header has {len(names)}")
+    except (csv.Error, FileError, UnicodeDecodeError) as err:
+        raise DataError(f"{path} is no table of comma-separated values in UTF-8: {err}") from err
+
+
+def _cell(name: str, text: str) -> object:
+    """Return the value of a cell: a text, whatever it looks like, but in columns of numbers."""
+    if name == "label" and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return float(text) if name in _NUMBERS else text
+    except ValueError:
+        return text
+
+
 READERS: dict[str, Callable[[Path], Iterator[Row | DataError]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
+    ".csv": _read_csv,
 }
 
 

@@ -29,6 +29,7 @@ from transformers import (
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.files import FileError, read_object, read_text, regular_file
 from lightrft.config.options import short
+from lightrft.config.other_names import said_once
 from lightrft.config.printable import one_line
 from lightrft.engines.hf.tower import use_fast_tower
 from lightrft.engines.media.families import family_of
@@ -510,7 +511,10 @@ def _listed(texts: Sequence[str]) -> str:
 
 def _only_local(path: str) -> bool:
     """Whether only files of this machine can be had; asks the hub only about its own names."""
-    return Path(path).is_dir() or not is_hub_reachable()
+    if Path(path).is_dir():
+        return True
+    said_once(f"looking for {path} in the hub and its cache", by_workers=True)
+    return not is_hub_reachable()
 
 
 def _require(path: str, patterns: tuple[str, ...], what: str) -> None:

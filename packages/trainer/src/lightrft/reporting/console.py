@@ -41,6 +41,15 @@ LOSS_FIELDS = (
     ("eval/loss", "held-out ", 3, ""),
     ("train_tokens_per_second", "", 0, " tok/s"),
 )
+# Of answers that are compared.
+PAIR_FIELDS = (
+    LOSS_FIELDS[0],
+    ("accuracy", "right ", 3, ""),
+    ("margin", "margin ", 3, ""),
+    LOSS_FIELDS[1],
+    ("eval/accuracy", "right ", 3, ""),
+    LOSS_FIELDS[2],
+)
 # What a line that had to be broken goes on with.
 INDENT = "    "
 
@@ -64,8 +73,10 @@ def step_line(
     digits = len(str(num_steps))
     fields = [f"step {step:>{digits}}/{num_steps}"]
     has_teacher_alone = "teacher_kl" in metrics and "reward" not in metrics
-    shown = TEACHER_FIELDS if has_teacher_alone else FIELDS
-    shown = LOSS_FIELDS if _speaks_of_loss(metrics) else shown
+    shown: tuple[tuple[str, str, int, str], ...] = TEACHER_FIELDS if has_teacher_alone else FIELDS
+    if _speaks_of_loss(metrics):
+        compares = not {"accuracy", "eval/accuracy"}.isdisjoint(metrics)
+        shown = PAIR_FIELDS if compares else LOSS_FIELDS
     for name, label, decimals, unit in shown:
         field = f"{label}{fitted(metrics.get(name, 0.0), decimals)}{unit}"
         fields.append(field if name in metrics else " " * len(field))

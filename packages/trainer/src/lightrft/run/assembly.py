@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import cast
 
@@ -33,7 +34,7 @@ from lightrft.reporting.files import (
 from lightrft.reporting.loggers import MetricsLogger, notebook_loggers, own_loggers
 from lightrft.reporting.timeline import rank_timeline
 from lightrft.reporting.trackers import build_trackers
-from lightrft.run.callbacks import Callback
+from lightrft.run.callbacks import Callback, require_callbacks
 from lightrft.run.loop import Loop, LoopResult
 from lightrft.run.provenance import write_model_run
 from lightrft.run.resume import RunPlan, plan_run, require_media
@@ -87,6 +88,19 @@ class RunSummary:
     verdict: str
     alarms: tuple[str, ...] = ()
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the verdict, the folders and the main numbers."""
+        rows = {"verdict": self.verdict, "model": self.model_dir}
+        rows["steps"] = f"{self.num_steps} in {self.seconds:.0f} s"
+        for name, value in self.last_eval.items():
+            if name in self.first_eval:
+                rows[name] = f"{self.first_eval[name]:.4g} -> {value:.4g}"
+        for name in ("reward", "loss", "accuracy", "margin"):
+            if name in self.last_metrics:
+                rows[name] = f"{self.last_metrics[name]:.4g}"
+        cells = (f"<tr><th>{escape(n)}</th><td>{escape(v)}</td></tr>" for n, v in rows.items())
+        return f"<table>{''.join(cells)}</table>"
+
 
 def run_training(
     config: TrainConfig,
@@ -115,8 +129,29 @@ def run_training(
         DataError, ModelLoadError: Prompts, or a model or tokenizer, that cannot be read.
         RewardError: A reward function that cannot be loaded, or that fails.
     """
+    require_callbacks(callbacks)
     config = config.with_installed_backend()
     begin = _Begin(stage, loggers, callbacks, stop_request or (lambda: False))
+    with _without_bars():
+        return _train_or_generate(config, begin)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keeps transformers from drawing a bar for every checkpoint that it reads or writes."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
+def _train_or_generate(config: TrainConfig, begin: _Begin) -> RunSummary:
+    """Trains, or generates for those that do; see `run_training`."""
     if not config.rollout_ranks:
         return _train(config, begin)
     from lightrft.run.split_run import both_end, generate_for, open_bridge

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from lightrft.config import ConfigError
+
 
 class Callback:
     """Calls around the steps; a subclass overrides what it needs.
@@ -34,6 +36,26 @@ class Callback:
         One rank that says yes ends the run on all of them.
         """
         return False
+
+
+_METHODS = ("begin_step", "end_step", "wants_stop")
+
+
+def require_callbacks(callbacks: Sequence[object]) -> None:
+    """Raises a ConfigError that names the first object that is no callback, and what to write."""
+    for each in callbacks:
+        kind = each if isinstance(each, type) else type(each)
+        if isinstance(each, type):
+            raise ConfigError(f"callbacks: got the class {kind.__name__}: give {kind.__name__}()")
+        if all(callable(getattr(each, name, None)) for name in _METHODS):
+            continue
+        is_theirs = any(name.startswith("on_") for name in dir(kind))
+        what = "is a callback of transformers" if is_theirs else "lacks methods of a callback"
+        raise ConfigError(
+            f"callbacks: {kind.__name__} {what}: subclass lightrft.trainer.Callback and write "
+            "end_step(self, step, metrics), which is called after each step (begin_step(self, "
+            "step) before it; wants_stop(self) ends the run)"
+        )
 
 
 class Callbacks:

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from lightrft.trainer.preference_trainer import PreferenceTrainer as PreferenceTrainer
     from lightrft.trainer.reward_trainer import RewardTrainer as RewardTrainer
     from lightrft.trainer.sft_trainer import SFTTrainer as SFTTrainer
-    from lightrft.trainer.simple_run import train as train
+    from lightrft.trainer.simple_run import (
+        distill as distill,
+        prefer as prefer,
+        reward as reward,
+        sft as sft,
+        train as train,
+    )
     from lightrft.trainer.spmd_ppo_trainer import (
         SPMDPPOTrainer as SPMDPPOTrainer,
         SPMDPPOTrainerBase as SPMDPPOTrainerBase,

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Sized
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import DISTILL
 from lightrft.datasets.render import found_keys
 from lightrft.engines.media.media import MEDIA_KINDS
+from lightrft.reporting.loggers import MetricsLogger
 from lightrft.run.assembly import RunSummary, run_training
-from lightrft.run.callbacks import Callback
+from lightrft.run.callbacks import Callback, require_callbacks
 from lightrft.run.resume import plan_run
+from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.trainer.given_inputs import GivenRows, Rows, named_functions
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from lightrft.reporting.loggers import MetricsLogger
-    from lightrft.trainer.train_options import TrainOptions
+    from lightrft.trainer.train_options import RowOptions, TrainOptions
 
 Reward = str | Callable[..., object]
 INPUTS_FOLDER = "inputs"
@@ -53,8 +58,10 @@ def train(
         callbacks: Called around the steps on every rank.
         loggers: Further receivers of metrics on the first rank, or names as the option takes.
         stop_request: See `run_training`.
-        **options: Options of `TrainConfig`. `policy_loss` and `advantage_estimator` may be
-            functions, too.
+        **options: Options of `TrainConfig`, also by names of other libraries that mean the same,
+            and `peft_config`, a LoraConfig. `policy_loss` and `advantage_estimator` may be
+            functions, too. Without `output_dir` a call that cannot continue what is in the folder
+            `lightrft_run` takes `lightrft_run_2` and so on, unless there are several processes.
 
     Raises:
         TypeError: There is no such option.
@@ -63,34 +70,165 @@ def train(
         RunStoppedError, RunAlarmError, RewardError, ModelLoadError: See `run_training`.
     """
     rewards = [reward] if isinstance(reward, str) or callable(reward) else list(reward or ())
-    given: dict[str, object] = {**options, "pretrain": _model_name(model), "reward_fn": rewards}
-    given["loggers"] = [item for item in loggers if isinstance(item, str)]
-    receivers = [item for item in loggers if not isinstance(item, str)]
-    folder = Path(str(given.get("output_dir", TrainConfig.output_dir))) / INPUTS_FOLDER
-    keys = (f"{kind.plural}_key" for kind in MEDIA_KINDS.values())
-    columns = [str(given[key]) for key in keys if key in given]
-    files: list[GivenRows] = []
-    inputs = (("prompt_data", data, "max_samples"), ("eval_data", eval_data, "max_eval_samples"))
-    for option, rows, limit in inputs:
-        if rows is None or isinstance(rows, str | Path):
-            given[option] = None if rows is None else str(rows)
-        else:
-            if isinstance(rows, Iterable) and not isinstance(rows, Sized):
-                rows = islice(rows, cast("int", {**vars(TrainConfig()), **given}[limit]))
-            files.append(GivenRows.of(rows, option.removesuffix("_data"), folder, columns))
-            given[option] = str(files[-1].path)
-            given.setdefault("media_root", "/")  # files that the caller's own rows name
-    with named_functions(given) as named:
-        config = TrainConfig().replaced(named).with_installed_backend()
-        for file in files[:1]:
-            if str(file.path) == config.prompt_data:
-                config = config.replaced(found_keys(file.first, config))
-        plan_run(config, "policy")  # refuses a folder of another run before rows are put there
-        for file in files:
-            file.write()
-        return run_training(
-            config, loggers=receivers, callbacks=callbacks, stop_request=stop_request
-        )
+    values = {**options, **({"reward_fn": rewards} if rewards else {})}
+    run = _Run(callbacks, loggers, stop_request)
+    return run.train("train", model, {"prompt_data": data, "eval_data": eval_data}, values)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTraining:
+    """A stage that trains on rows, as one call: a model, and rows or their source; see `train`.
+
+    Args:
+        command: Command of lightrft that does the same.
+    """
+
+    command: str
+
+    def __call__(
+        self,
+        model: str | Path,
+        data: str | Path | Rows,
+        *,
+        eval_data: str | Path | Rows | None = None,
+        callbacks: Sequence[Callback] = (),
+        loggers: Sequence[MetricsLogger | str] = (),
+        stop_request: Callable[[], bool] | None = None,
+        **options: Unpack[RowOptions],
+    ) -> RunSummary:
+        """Trains a model on rows; arguments and errors as for `train`."""
+        run = _Run(callbacks, loggers, stop_request)
+        sources = {"prompt_data": data, "eval_data": eval_data}
+        return run.train(self.command, model, sources, options)
+
+
+sft, prefer, reward = RowTraining("sft"), RowTraining("prefer"), RowTraining("reward")
+# Its teacher is the option `teacher`.
+distill = RowTraining("distill")
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a call gives beside its model, its rows and its options."""
+
+    callbacks: Sequence[Callback]
+    loggers: Sequence[MetricsLogger | str]
+    stop_request: Callable[[], bool] | None
+
+    def train(
+        self,
+        command: str,
+        model: str | Path,
+        sources: Mapping[str, str | Path | Rows | None],
+        options: Mapping[str, object],
+    ) -> RunSummary:
+        """Trains as a command does; arguments and errors as for `train`."""
+        require_callbacks(self.callbacks)
+        values = {**_without_peft(options), "pretrain": _model_name(model)}
+        values["loggers"] = [item for item in self.loggers if isinstance(item, str)]
+        receivers = [item for item in self.loggers if not isinstance(item, str)]
+        keys = (f"{kind.plural}_key" for kind in MEDIA_KINDS.values())
+        columns = [str(values[key]) for key in keys if key in values]
+        is_open = "output_dir" not in values and int(os.environ.get("WORLD_SIZE", "1")) == 1
+        base = Path(str(values.get("output_dir", TrainConfig.output_dir)))
+        files: dict[str, GivenRows] = {}
+        limits = {"prompt_data": "max_samples", "eval_data": "max_eval_samples"}
+        for option, rows in sources.items():
+            limit = limits[option]
+            if rows is None or isinstance(rows, str | Path):
+                values[option] = None if rows is None else str(rows)
+            else:
+                if isinstance(rows, Iterable) and not isinstance(rows, Sized):
+                    rows = islice(rows, cast("int", {**vars(TrainConfig()), **values}[limit]))
+                name = option.removesuffix("_data")
+                files[option] = GivenRows.of(rows, name, base / INPUTS_FOLDER, columns)
+                values[option] = str(files[option].path)
+                values.setdefault("media_root", "/")  # files that the caller's own rows name
+        with named_functions(values) as named:
+            config = TrainConfig().replaced(named, command).with_installed_backend()
+            stage = {"train": "policy"}.get(command, command)
+            if command in DISTILL:
+                config = config.distilled()
+                stage = config.distillation_stage
+            if stage == "policy" and "prompt_data" in files:
+                config = config.replaced(found_keys(files["prompt_data"].first, config))
+            # A folder of another run is refused, or left, before rows are put there.
+            if is_open and not config.load_checkpoint:
+                config = _in_free_folder(config, stage, files)
+            else:
+                plan_run(config, stage)
+            for option, file in files.items():
+                replace(file, path=Path(str(config.__dict__[option]))).write()
+            return run_training(
+                config,
+                stage=stage,
+                loggers=receivers,
+                callbacks=self.callbacks,
+                stop_request=self.stop_request,
+            )
+
+
+def _in_free_folder(config: TrainConfig, stage: str, files: Mapping[str, GivenRows]) -> TrainConfig:
+    """Return the configuration in the first numbered folder that is new, or whose run goes on."""
+    base, number, moved = Path(config.output_dir), 1, config
+    while not _may_begin(moved, stage):
+        number += 1
+        folder = base.with_name(f"{base.name}_{number}")
+        places = {name: folder / INPUTS_FOLDER / file.path.name for name, file in files.items()}
+        moved = config.replaced({n: str(path) for n, path in places.items()})
+        moved = moved.replaced({"output_dir": str(folder)})
+    if number > 1:
+        print_on_first_rank(None, f"output_dir = {moved.output_dir}: {base} holds another run")
+    return moved
+
+
+def _may_begin(config: TrainConfig, stage: str) -> bool:
+    """Return whether a run begins or goes on in its folder, and is neither complete nor another."""
+    try:
+        return not plan_run(config, stage).summary
+    except ConfigError:
+        return False
+
+
+# Arguments of PEFT's LoraConfig by our options, and values of others that change nothing.
+_OF_PEFT = {
+    "r": "lora_rank",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "target_modules": "target_modules",
+}
+
+
+def _without_peft(options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options with those of adapters in the place of a LoraConfig.
+
+    Raises:
+        ConfigError: It is none, asks for what adapters here do not have, or is given twice.
+    """
+    values = dict(options)
+    config = values.pop("peft_config", None)
+    if config is None:
+        return values
+    remedy = "give lora_rank, lora_alpha, lora_dropout and target_modules"
+    peft = sys.modules.get("peft")  # whoever has a LoraConfig has imported it
+    if peft is None or not isinstance(config, peft.LoraConfig):
+        kind = type(config).__name__
+        raise ConfigError(f"peft_config: expected a LoraConfig, got {kind}: {remedy}")
+    usual = type(config)().to_dict()
+    known = {*_OF_PEFT, "task_type", "base_model_name_or_path", "inference_mode", "revision"}
+    given = {name: value for name, value in config.to_dict().items() if value != usual[name]}
+    odd = [f"{name}={value!r}" for name, value in given.items() if name not in known]
+    twice = [option for option in _OF_PEFT.values() if option in values]
+    if odd or twice:
+        what = f"{', '.join(odd)} has no counterpart" if odd else f"{twice[0]} is given as well"
+        raise ConfigError(f"peft_config: {what}: leave it out, or {remedy}")
+    for name, option in _OF_PEFT.items():
+        value = getattr(config, name)
+        if name != "target_modules":
+            values[option] = value
+        elif value is not None:
+            values[option] = (value,) if isinstance(value, str) else tuple(sorted(value))
+    return values
 
 
 def _model_name(model: str | Path) -> str:

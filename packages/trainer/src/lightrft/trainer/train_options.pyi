@@ -1,4 +1,4 @@
-"""Keywords of `lightrft.trainer.train`. Written by docs/generate.py."""
+"""Keywords of `lightrft.trainer.train` and its like. Written by docs/generate.py."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypedDict
@@ -574,3 +574,48 @@ class TrainOptions(TypedDict, total=False):
     verbose: bool
     """Show on the console what else is in OUTPUT_DIR/logs: engine, memory, weight sync and more
     metrics of each step."""
+    peft_config: object
+
+class RowOptions(TrainOptions, total=False):
+    """Options of stages that train on rows, too."""
+
+    train_on: Literal["all", "completion", "assistant", "last_assistant"] | None
+    """Tokens whose loss counts: all, the completion, every assistant turn or the last one;
+    unset is all of a text, the completion after a prompt, the assistant turns of a chat."""
+    preference_loss: Sequence[Literal["dpo", "sigmoid", "cdpo", "robust", "hinge", "ipo", "dpo_norm", "sigmoid_norm", "exo", "exo_pair", "nca", "nca_pair", "sppo", "sppo_hard", "apo_zero", "apo_zero_unpaired", "apo_down", "bco", "bco_pair", "discopop", "aot", "aot_unpaired", "kto", "simpo", "cpo", "orpo", "sft"] | str | Callable[..., object]]
+    """Preference losses, whose weighted sum is minimised; names of TRL are known, too."""
+    preference_weights: Sequence[float]
+    """Weight of each preference loss; unset is 1 each."""
+    preference_args: Mapping[str, str | int | float | bool] | None
+    """Hyper-parameters of the preference losses under their own names, such as beta=0.1; one
+    reaches every loss that has it."""
+    ref_logprobs: str | None
+    """File of the reference's log-probabilities of all answers: computed before the first step
+    where it does not exist, and read instead of a reference model where it does and is of the
+    same data, template and model. Unset computes them on the way."""
+    train_on_regex: str | None
+    """Of these tokens, only those with a character of a match of this regular expression (of
+    its first group) in the text of the row; rows without one are left out and counted."""
+    sft_loss: Literal["token-mean", "seq-mean-token-mean", "dft"]
+    """Mean of -log p over all trained tokens, mean of the rows' means, or dft, where each token
+    also weighs its own probability."""
+    max_row_tokens: int
+    """Longest row, in tokens; longer ones, and those beyond the model's context, are left out
+    and counted."""
+    reward_loss: Literal["bradley_terry", "sigmoid", "logexp", "hps", "rao_kupper", "mse", "bce"] | str | Callable[..., object] | None
+    """Loss of a reward model; unset is bradley_terry for pairs and bce for labelled answers."""
+    reward_loss_args: Mapping[str, str | int | float | bool] | None
+    """Hyper-parameters of the reward loss under their own names."""
+    reward_pooling: Literal["last", "attention"] | None
+    """Hidden states that a score is made of: the last token's, or all, by learned attention;
+    unset is that of a reward model which is trained on, else last."""
+    reward_heads: Sequence[str]
+    """Names of scores, each with a head and rankings of its own (ranks by name in the rows);
+    unset is one score, or those of a reward model which is trained on."""
+    reward_head_weights: Sequence[float]
+    """Weight of each score in the reward and of its loss; unset is 1 each."""
+    reward_head_losses: Sequence[Literal["bradley_terry", "sigmoid", "logexp", "hps", "rao_kupper", "mse", "bce"]]
+    """Loss of each score; unset is reward_loss for all."""
+    centering_coef: float
+    """Weight of (chosen score + rejected score)^2, which keeps scores around 0; 0.01 is
+    usual."""

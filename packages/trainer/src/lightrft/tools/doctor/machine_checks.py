@@ -254,7 +254,9 @@ def check_gloo(resolve: Callable[[str], str] = socket.gethostbyname) -> Finding:
         return found(False, f"the host's name {name!r} resolves to nothing")
     if own.startswith("127."):
         # One node works, and a run on several looks for the interface itself.
-        return found(True, f"{name} is {own}: one node; several need an interface, see errors.md")
+        return found(
+            True, f"{name} is {own}: one node; several need an interface: set GLOO_SOCKET_IFNAME"
+        )
     return found(
         own in addresses, f"{name} is {own} ({addresses.get(own, 'of no interface here')})"
     )
