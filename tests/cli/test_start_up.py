@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -97,3 +98,11 @@ def test_no_time_goes_into_a_search_for_garbage_at_the_end():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout.splitlines()[-1]) > 1000  # objects
+
+
+def test_the_help_lists_each_command_once_below_a_heading_and_init_run_first():
+    text = usage()
+    names = re.findall(r"^  ([\w-]+)  ", text, re.MULTILINE)
+    assert sorted(names) == sorted([*COMMANDS, *COMMANDS.installed])
+    assert names[0] == "init-run"
+    assert len(re.findall(r"^[a-z ]+:$", text, re.MULTILINE)) == 5

@@ -219,20 +219,16 @@ CONFIGURATION = {
     "a switch with a value": Wrong(
         USAGE, ("unexpected 'yes'", "a switch --NAME or --no_NAME"), {"bf16": "yes"}
     ),
+    "both names": usage("--model and --pretrain are one option: give one of them", model="model"),
     "no_ of what is no switch": usage("'no_temperature'", "temperature", no_temperature=""),
     **{
-        f"named {name}": usage(f"unknown option '{name}'; here it is {there}", **{name: "4"})
+        f"named {name}": usage(f"unknown option '{name}'; here it is {there},", **{name: "4"})
         for name, there in (
-            ("num_generations", "n_samples_per_prompt"),
             ("beta", "init_kl_coef"),
             ("per_device_train_batch_size", "micro_train_batch_size"),
-            ("max_completion_length", "generate_max_len"),
-            ("max_new_tokens", "generate_max_len"),
-            ("lr", "actor_learning_rate"),
-            ("model", "pretrain"),
-            ("data", "prompt_data"),
-            ("epochs", "num_episodes"),
-            ("num_gpus", "nproc_per_node"),
+            ("gradient_accumulation_steps", "train_batch_size"),
+            ("warmup_steps", "lr_warmup_ratio"),
+            ("optim", "adam_8bit"),
         )
     },
     "a comma in a number": usage("actor_learning_rate", "'1,0e-6'", actor_learning_rate="1,0e-6"),

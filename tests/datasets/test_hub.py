@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightrft.config.other_names import said_once
 from lightrft.datasets import DataError, load_prompts, read_rows
 
 datasets = pytest.importorskip("datasets", reason="package datasets is not installed")
@@ -68,3 +69,13 @@ def test_a_local_path_is_never_looked_up_by_name(tmp_path):
     (tmp_path / "owner").mkdir()
     with pytest.raises(DataError, match="does not exist"):
         read_rows("owner/sums")
+
+
+def test_a_look_into_the_hub_is_said_before_it_takes_its_time(capsys, monkeypatch):
+    said_once.cache_clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for _ in range(2):
+        with pytest.raises(DataError, match="cannot be loaded"):
+            read_rows("nobody/nothing")
+    said = "lightrft: looking for nobody/nothing in the hub and its cache\n"
+    assert capsys.readouterr().err.count(said) == 1

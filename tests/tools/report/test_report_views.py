@@ -145,6 +145,16 @@ def test_runs_are_compared_by_curve_and_by_what_differs(tmp_path, capsys):
     assert "0.250 → 0.250" in text
 
 
+def test_a_comparison_is_written_where_it_is_asked_for(tmp_path, capsys):
+    folders = [str(write_run(tmp_path / name)) for name in ("one", "two")]
+    path = tmp_path / "pages" / "all.html"
+    assert main(["report", *folders, "--output", str(path)]) == 0
+    assert "runs" in path.read_text()
+    assert not (tmp_path / "one" / "comparison.html").exists()
+    assert main(["report", folders[0], "--output", str(path)]) == 2
+    assert "--output is for a page about several runs" in capsys.readouterr().err
+
+
 def test_many_pages_share_one_chart_library(tmp_path, capsys):
     folders = [write_run(tmp_path / "my runs" / name) for name in ("one", "two")]
     assert main(["report", str(folders[0]), "--shared"]) == 0

@@ -14,29 +14,40 @@ from lightrft.config.options import ConfigError, did_you_mean
 from lightrft.config.registry import Registry, package_of
 from lightrft.reporting.start_bar import start_bar
 
+# Commands with what they do, by the heading of `lightrft --help`.
 DESCRIPTIONS = {
-    "quickstart": "a complete run in a minute on a CPU",
-    "train": "fine-tune a language model by reinforcement learning",
-    "sft": "fine-tune a language model on texts, answers or conversations",
-    "reward": "train a reward model on pairs of answers or labelled ones",
-    "prefer": "fine-tune a language model on preferences between answers",
-    "distill": "train a model towards a teacher, on its samples or rows",
-    "data": "check a file of prompts: layout, lengths, bad rows, answers",
-    "rows": "rows for sft, preferences or rewards from a run's samples",
-    "eval": "a model on held-out prompts: greedy, avg@n, pass@k",
-    "launch": "print what starts a run on several nodes",
-    "serve": "serve a model as agents see it in training",
-    "serve-reward": "serve a reward function over HTTP",
-    "report": "one HTML page about a run: curves, times, samples, options",
-    "audit": "recompute a step of a run in float64 and compare",
-    "replay": "sample a step's episodes again from its journal",
-    "export": "the final model of a run as a checked HF checkpoint",
-    "plan": "memory and seconds of a run on given GPUs, without any",
-    "doctor": "whether this machine can train, and a model exactly",
-    "config": "options as they come out, compared, or from TRL",
-    "completion": "completion of commands and flags for a shell",
-    "init-model": "write a tiny model with random weights",
-    "init-run": "write model, prompts, reward and options of a run to edit",
+    "begin": {
+        "init-run": "write model, prompts, reward and options of a run to edit",
+        "quickstart": "a complete run in a minute on a CPU",
+        "init-model": "write a tiny model with random weights",
+        "doctor": "whether this machine can train, and a model exactly",
+    },
+    "train": {
+        "train": "fine-tune a language model by reinforcement learning",
+        "sft": "fine-tune a language model on texts, answers or conversations",
+        "prefer": "fine-tune a language model on preferences between answers",
+        "reward": "train a reward model on pairs of answers or labelled ones",
+        "distill": "train a model towards a teacher, on its samples or rows",
+    },
+    "before a run": {
+        "data": "check a file of prompts: layout, lengths, bad rows, answers",
+        "plan": "memory and seconds of a run on given GPUs, without any",
+        "config": "options as they come out, compared, or from TRL",
+        "launch": "print what starts a run on several nodes",
+    },
+    "after a run": {
+        "report": "one HTML page about a run: curves, times, samples, options",
+        "eval": "a model on held-out prompts: greedy, avg@n, pass@k",
+        "export": "the final model of a run as a checked HF checkpoint",
+        "rows": "rows for sft, preferences or rewards from a run's samples",
+        "audit": "recompute a step of a run in float64 and compare",
+        "replay": "sample a step's episodes again from its journal",
+    },
+    "beside runs": {
+        "serve": "serve a model as agents see it in training",
+        "serve-reward": "serve a reward function over HTTP",
+        "completion": "completion of commands and flags for a shell",
+    },
 }
 COMMANDS = Registry(
     "command",
@@ -137,17 +148,17 @@ def _installation(module: str) -> str:
 
 def usage() -> str:
     """The text of `lightrft --help`."""
-    described = DESCRIPTIONS | {
+    installed = {
         name: f"of the package {package_of(point)}" for name, point in COMMANDS.installed.items()
     }
-    width = max(map(len, described))
+    groups = DESCRIPTIONS | ({"of other packages": installed} if installed else {})
+    width = max(len(name) for group in groups.values() for name in group)
+    lines = ["usage: lightrft COMMAND [OPTIONS]", ""]
+    for heading, group in groups.items():
+        lines += [f"{heading}:", *(f"  {name:{width}}  {group[name]}" for name in group), ""]
     return "\n".join(
         [
-            "usage: lightrft COMMAND [OPTIONS]",
-            "",
-            "commands:",
-            *(f"  {name:{width}}  {text}" for name, text in described.items()),
-            "",
+            *lines,
             "lightrft COMMAND --help explains one command; lightrft --version prints the version.",
         ]
     )

@@ -21,7 +21,8 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         NotARunError: A folder holds no run.
-        UsageError: Too many runs; the port cannot be used, or is given without --watch.
+        UsageError: Too many runs, or --output for one; the port cannot be used, or is given
+            without --watch.
     """
     arguments = build_parser().parse_args(argv)
     folders = [Path(name) for name in arguments.run]
@@ -33,11 +34,15 @@ def run(argv: Sequence[str]) -> int:
         return _watch(folders, arguments.port)
     if arguments.port:
         raise UsageError("--port is for --watch: add it, or leave --port out")
+    if arguments.output and len(folders) == 1:
+        raise UsageError("--output is for a page about several runs: name them, or leave it out")
     library = write_library(folders[0].resolve().parent) if arguments.shared else None
     if len(folders) == 1:
         path = write_report(folders[0], library)
     else:
-        path = write_comparison(folders, folders[0] / COMPARISON_FILE, library)
+        place = Path(arguments.output or folders[0] / COMPARISON_FILE)
+        place.absolute().parent.mkdir(parents=True, exist_ok=True)
+        path = write_comparison(folders, place, library)
     print(f"wrote {path}")
     return ExitCode.OK
 
@@ -75,6 +80,11 @@ def build_parser() -> Parser:
         action="store_true",
         help="Keep the chart library (about 5 MB) once, in the folder that holds RUN, in place of "
         "2 MB in each page; page and file move together.",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE.html",
+        help=f"Page about several runs; unset is {COMPARISON_FILE} in the folder of the first.",
     )
     parser.add_argument(
         "--port", type=int, default=0, metavar="N", help="Of --watch; 0 takes a free one."
