@@ -219,7 +219,12 @@ CONFIGURATION = {
     "a switch with a value": Wrong(
         USAGE, ("unexpected 'yes'", "a switch --NAME or --no_NAME"), {"bf16": "yes"}
     ),
-    "both names": usage("--model and --pretrain are one option: give one of them", model="model"),
+    "both names": Wrong(
+        USAGE,
+        ("--model and --pretrain are one option: give one of them",),
+        {"model": "model"},
+        num_lines=2,
+    ),
     "no_ of what is no switch": usage("'no_temperature'", "temperature", no_temperature=""),
     **{
         f"named {name}": usage(f"unknown option '{name}'; here it is {there},", **{name: "4"})
