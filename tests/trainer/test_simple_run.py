@@ -166,7 +166,7 @@ def test_other_rows_are_another_run(tiny_model, folder):
         ([], "prompt holds no rows"),
         (["Say 5."], "row 1: expected a mapping"),
         ([ROWS[0], {"input": "x", "image": object()}], "row 2: column 'image' cannot be kept"),
-        ([{"input": "x", "label": float("nan")}], "row 1: column 'label'"),
+        ([{"input": "x", "label": float("inf")}], "row 1: column 'label'"),
     ],
 )
 def test_rows_that_cannot_be_kept(tiny_model, folder, rows, message):
