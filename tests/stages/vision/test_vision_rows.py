@@ -23,7 +23,7 @@ from tests.stages.vision.vision_rows_world import (
     write_rows,
 )
 
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.files import read_rows
 from lightrft.datasets.preference_rows import load_preferences
 from lightrft.datasets.ranked_rows import RANKED
@@ -32,7 +32,6 @@ from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.families import placeholder_ids
 from lightrft.models import Actor
-from lightrft.models.attention import LayoutRefusedError
 from lightrft.models.lora import LoraActor
 from lightrft.stages.policy.models import configure_model, trained_model
 from lightrft.stages.stage import TrainedModels
@@ -135,7 +134,7 @@ def test_a_family_that_cannot_be_packed_says_so(tmp_path):
     model, encoder = tiny("tiny-mllama")
     path = write_rows(tmp_path, chat_rows())
     data = load(load_supervised, path, encoder, reader_of(model, encoder))
-    with pytest.raises(LayoutRefusedError, match="train without packing_samples"):
+    with pytest.raises(ConfigError, match="train without packing_samples"):
         stage_of(model, data, packing_samples=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +72,11 @@ class Actor(SequenceModel):
             raise ValueError(
                 "an actor needs a model with a linear output projection: got "
                 f"{type(projection).__name__} in {type(model).__name__}"
+            )
+        if model.base_model is model:
+            raise ValueError(
+                "an actor needs a model whose hidden states can be had apart from its logits: "
+                f"{type(model).__name__} has no part {model.base_model_prefix!r}"
             )
         head = LinearLogprobHead(
             projection,
@@ -147,8 +152,7 @@ class Actor(SequenceModel):
         )
         inside = None if token_loss is None else layout.placed(token_loss)
         hidden: Tensor = output.last_hidden_state
-        head = self.model.get_output_embeddings()
-        logprobs, entropies, masses, loss = head(
+        logprobs, entropies, masses, loss = self.head(
             layout.select(hidden),
             layout.targets,
             temperature=temperature,
@@ -195,7 +199,12 @@ class Actor(SequenceModel):
             chunk_size: Columns of the vocabulary that are computed at a time; None takes those
                 that suit the device.
         """
-        self.model.get_output_embeddings().fuse(chunk_size)
+        self.head.fuse(chunk_size)
+
+    @property
+    def head(self) -> LinearLogprobHead:
+        """The output projection."""
+        return cast("LinearLogprobHead", self.model.get_output_embeddings())
 
 
 def router_sums(

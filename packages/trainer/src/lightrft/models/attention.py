@@ -17,11 +17,10 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from lightrft.engines.hf.attention import set_text_attention
+from lightrft.engines.hf.attention import UNFUSED_OPTIONS, fused_attention, set_text_attention
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.inputs import language_model
 from lightrft.models.ulysses import (
@@ -114,7 +113,7 @@ def packed_attention(
             "this model reads packed sequences: call it through its actor or critic, or give it "
             "back its attention by pack_samples(False)"
         )
-    is_other = options.get("softcap") is not None or options.get("s_aux") is not None
+    is_other = any(options.get(name) is not None for name in UNFUSED_OPTIONS)
     if is_other or not vars(module).get("is_causal", True):
         raise LayoutRefusedError(
             f"{type(module).__name__} computes attention with softcap, sinks or without causality, "
@@ -285,7 +284,7 @@ def short_attention(
     attention_mask: Tensor | None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attention of transformers' `sdpa`, for short rows in half precision from plain products.
+    """`fused_attention`, on a CPU for short rows in half precision from plain products.
 
     The backward pass of torch's fused kernel for CPUs takes a fixed time for each row and head in
     half precision: with it, 64 rows of 15 tokens take five times as long as products.
@@ -302,16 +301,11 @@ def short_attention(
     is_half = query.dtype in VARLEN_DTYPES
     is_slow = query.device.type == "cpu" and is_half and key.shape[2] <= MAX_SHORT_TOKENS
     with sdpa_kernel(SDPBackend.MATH) if is_slow else nullcontext():
-        output: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, **kwargs
-        )
-    return output
+        return fused_attention(module, query, key, value, attention_mask, **kwargs)
 
 
 def use_short_attention(model: PreTrainedModel) -> None:
-    """Lets a model of a machine without accelerator attend by `short_attention`."""
-    if torch.accelerator.is_available():
-        return
+    """Lets a model that would use torch's fused attention attend by `short_attention`."""
     if model._supports_attention_backend and model._supports_sdpa:
         set_text_attention(model, SHORT)
 

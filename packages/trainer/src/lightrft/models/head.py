@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+EXACT_ROWS = 8192
 SOFTCAP_FIELD = "final_logit_softcapping"
 # Fields by which some model multiplies or divides its logits.
 FACTOR_FIELDS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
@@ -116,6 +118,16 @@ class LinearLogprobHead(nn.Module):
         self.transform = transform
         self.fuse(chunk_size)
         self.is_fused = is_fused
+        self._is_exact = False
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Gives the model's own forward pass logits that are not rounded to its dtype."""
+        self._is_exact = True
+        try:
+            yield
+        finally:
+            self._is_exact = False
 
     def fuse(self, chunk_size: int | None) -> None:
         """Compute logprobs together with the projection, in chunks of the vocabulary."""
@@ -155,6 +167,11 @@ class LinearLogprobHead(nn.Module):
         Raises:
             ValueError: There is a loss, and the head is not fused.
         """
+        if targets is None and self._is_exact:
+            # By parts: a copy of all weights in float32 would take memory.
+            rows = hidden.float()
+            logits = [F.linear(rows, part.float()) for part in self.weight.split(EXACT_ROWS)]
+            return torch.cat(logits, dim=-1) + (0.0 if self.bias is None else self.bias.float())
         if targets is None:
             return F.linear(hidden, self.weight, self.bias)
         scaled = temperature / self.transform.scale

@@ -33,6 +33,8 @@ class SequenceModel(nn.Module):
         super().__init__()
         self.layout_policy = LayoutPolicy()
         self._plain_attention: str | None = None
+        # That it computes what the wrapped model does; see `lightrft.models.proof`.
+        self.is_proved = False
 
     @property
     @abstractmethod

@@ -224,6 +224,8 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
             stop_request = partial(bridge.asked_to_stop, stop_request)
         config = _ready(config, inputs, strategy, stage)
         loop = Loop(inputs.build(config, strategy), loggers, begin.callbacks)
+        # The models themselves may have refused to pack.
+        config = config.replaced({"packing_samples": loop.stage.config.packing_samples})
         stack.callback(loop.close)
         num_planned = loop.stage.planned_steps()
         num_resumed = start_run(config, loop, plan, stage, media, given=given)

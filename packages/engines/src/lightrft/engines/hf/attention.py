@@ -1,7 +1,12 @@
 """Attention for single-token steps that reads the cache without repeating its heads."""
 
+import sys
+from collections.abc import Callable
+from typing import cast
+from weakref import WeakSet
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -9,6 +14,49 @@ from transformers.masking_utils import sdpa_mask
 GROUPED = "lightrft_grouped"
 # Implementations that take an additive 4-D mask.
 MASKED = (GROUPED, "sdpa", "eager")
+# What models pass to attention and torch's fused one would ignore.
+UNFUSED_OPTIONS = ("softcap", "s_aux")
+_unfused: WeakSet[nn.Module] = WeakSet()
+
+
+def fused_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """Attention of transformers' `sdpa`, or the model's own eager one for caps and sinks.
+
+    Args:
+        module, query, key, value, options: What transformers passes.
+        attention_mask: [rows, 1, new, seq] additive or bool, or None, as `sdpa` takes it.
+
+    Returns:
+        [rows, new, heads, head_dim], and None for the weights.
+    """
+    if all(options.get(name) is None for name in UNFUSED_OPTIONS):
+        output: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **options
+        )
+        return output
+    _unfused.add(module)
+    mask = attention_mask
+    if mask is None:
+        new, seq = query.shape[2], key.shape[2]
+        mask = torch.ones(new, seq, dtype=torch.bool, device=query.device).tril(seq - new)
+    if mask.dtype == torch.bool:
+        hidden = torch.finfo(query.dtype).min
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, hidden)
+    names = vars(sys.modules[type(module).__module__])
+    eager = cast("Callable[..., tuple[Tensor, Tensor]]", names["eager_attention_forward"])
+    return eager(module, query, key, value, mask, **options)[0], None
+
+
+def unfused_layers(model: nn.Module) -> bool:
+    """Whether a layer of a model attended by its own eager function instead of a fused one."""
+    return any(module in _unfused for module in model.modules())
 
 
 def grouped_attention(
@@ -25,7 +73,7 @@ def grouped_attention(
     """Attention with the queries that share a key head as the rows of one product.
 
     With one new token a row, the query heads of a key head can take the place of the sequence
-    dimension. Other calls, and those with a position bias, go to transformers' own sdpa.
+    dimension. Other calls, and those with a position bias, go to `fused_attention`.
 
     Args:
         query: [rows, heads, new, head_dim].
@@ -38,12 +86,10 @@ def grouped_attention(
     """
     rows, heads, num_new, _ = query.shape
     kv_heads = key.shape[1]
-    if num_new != 1 or position_bias is not None:
+    is_other = any(kwargs.get(name) is not None for name in UNFUSED_OPTIONS)
+    if num_new != 1 or position_bias is not None or is_other:
         kwargs |= {"scaling": scaling, "position_bias": position_bias}
-        output: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, **kwargs
-        )
-        return output
+        return fused_attention(module, query, key, value, attention_mask, **kwargs)
     attended = torch.nn.functional.scaled_dot_product_attention(
         query.reshape(rows, kv_heads, heads // kv_heads, query.shape[-1]),
         key,

@@ -48,8 +48,6 @@ class DivergenceInputs:
         with phase("load the models", timedelta(minutes=config.timeout_minutes)):
             models = build_model(config, strategy, num_steps)
             teachers = load_teachers(config, strategy)
-        if config.offpolicy_fraction < 1:
-            strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
         stage = DivergenceStage(
             config,
             strategy,
@@ -59,6 +57,8 @@ class DivergenceInputs:
             teachers=teachers,
             servers=open_servers(config),
         )
+        if config.offpolicy_fraction < 1:
+            strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
         stage.text_part = self.rows.reading.text_part
         return stage
 

@@ -18,7 +18,6 @@ from lightrft.models.types import ActorOutput
 from lightrft.stages.distillation.own_samples import OwnSamples
 from lightrft.stages.distillation.served_rows import ServedRows, ask_for_rows
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.models import configure_models
 from lightrft.stages.policy.teacher import is_own_teacher, require_zero
 from lightrft.stages.stage import Step, TrainedModels, Work
 from lightrft.stages.supervised.padded_rows import PaddedRows
@@ -58,9 +57,8 @@ class DivergenceStage(SupervisedStage):
         teachers: Mapping[str, nn.Module],
         servers: Mapping[str, LogprobServer],
     ) -> None:
-        super().__init__(config, strategy, models, data, held_out)
-        configure_models(config, strategy, list(teachers.values()), kept=self.kept_dropout)
         self.teachers, self.servers = teachers, servers
+        super().__init__(config, strategy, models, data, held_out)
         self.syncs_engine = config.offpolicy_fraction < 1
         self.proves_zero = False
         self._served: dict[str, ServedRows] = {}

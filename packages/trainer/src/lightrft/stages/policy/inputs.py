@@ -41,7 +41,12 @@ from lightrft.stages.opening import (
 )
 from lightrft.stages.policy.algorithm import algorithm_problems
 from lightrft.stages.policy.maker import SampleLogs
-from lightrft.stages.policy.models import build_models, decide_by_machine, read_model_facts
+from lightrft.stages.policy.models import (
+    build_models,
+    configure_models,
+    decide_by_machine,
+    read_model_facts,
+)
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
 from lightrft.stages.policy.pretrain_mix import PretrainMix, load_mixed_rows
 from lightrft.stages.policy.rewards import (
@@ -112,6 +117,9 @@ class PolicyInputs:
         with phase("load the models", timedelta(minutes=config.timeout_minutes)):
             models, frozen = build_models(config, strategy, num_steps * config.steps_per_rollout)
             reward_models = prepare_reward_models(config, strategy)
+            # Before an engine is compared with them.
+            each = (*(trained.model for trained in models.trained), *frozen.all)
+            config = configure_models(config, strategy, each, kept=PolicyStage.kept_dropout)
         if strategy.inference_engine is None:
             strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
         else:  # that of other ranks, whose environments answer, too

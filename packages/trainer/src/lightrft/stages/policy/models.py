@@ -20,8 +20,10 @@ from lightrft.engines.media.families import family_of
 from lightrft.models import Actor, Critic, LoraActor, SequenceModel, load_causal_lm
 from lightrft.models.attention import packs_in_one_kernel
 from lightrft.models.loading import ModelLoadError, load_config
+from lightrft.models.proof import Proof, prove_model, require_packing
 from lightrft.models.sequence_model import freeze
 from lightrft.models.statements import vocabulary_of
+from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.models.weight_files import count_model
 from lightrft.stages.policy.algorithm import build_estimator
 from lightrft.stages.stage import KeptDropout, TrainedModel, TrainedModels
@@ -184,33 +186,73 @@ def configure_models(
     models: Sequence[nn.Module | None],
     *,
     kept: KeptDropout,
-) -> None:
-    """Lays out samples, heads and activations of all models as configured; ends dropout.
+) -> TrainConfig:
+    """Lays out samples, heads and activations of all models as configured, and proves them once.
 
     Args:
         config, strategy, models: Options, what prepared the models, and the models.
         kept: Dropout that acts while the stage trains.
 
+    Returns:
+        The configuration; without packing where that was the machine's choice and a model mixes
+        packed sequences.
+
     Raises:
         ConfigError: A model cannot be packed, or `sp_size` is not the strategy's.
+        ModelLoadError: See `lightrft.models.proof.prove_model`.
     """
     if config.sp_size != strategy.config.sp_size:
         raise ConfigError(
             f"sp_size is {config.sp_size} in the trainer and {strategy.config.sp_size} in the "
             "strategy: set it where the strategy is made"
         )
+    proofs: list[tuple[SequenceModel, Proof | None]] = []
     for model in models:
         module = None if model is None else strategy.unwrap_model(model)
-        if module is not None and kept != "model":
+        if model is None or module is None:
+            continue
+        if kept != "model":
             turn_off_dropout(module, keeps_adapters=kept == "adapters")
         if isinstance(module, SequenceModel):
-            module.pack_samples(bool(config.packing_samples))
+            module.pack_samples(False)
             configure_model(module, config)
-        elif config.packing_samples and module is not None:
+            is_trained = any(each.requires_grad for each in module.parameters())
+            drops = kept == "model" or (kept == "adapters" and config.lora_dropout > 0)
+            proof = None
+            if not module.is_proved:
+                proof = prove_model(model, strategy.context, is_random=drops or not is_trained)
+            proofs.append((module, proof))
+        elif config.packing_samples:
             raise ConfigError(
                 "packing_samples needs models of lightrft.models (Actor, Critic): got "
                 f"{type(module).__name__}"
             )
+    if config.packing_samples:
+        config = _packed(config, strategy, proofs)
+    for module, _ in proofs:
+        module.is_proved = True
+    return config
+
+
+def _packed(
+    config: TrainConfig,
+    strategy: StrategyBase,
+    proofs: Sequence[tuple[SequenceModel, Proof | None]],
+) -> TrainConfig:
+    """Packs the samples of all models, or of none; see `configure_models`."""
+    try:
+        for model, proof in proofs:
+            model.pack_samples()
+            if proof is not None:
+                require_packing(proof)
+    except LayoutRefusedError as refusal:
+        if "packing_samples" not in strategy.chosen_options:
+            raise ConfigError(f"packing_samples: {refusal}") from refusal
+        for model, _ in proofs:
+            model.pack_samples(False)
+        strategy.print(f"packing_samples = false: {refusal}")
+        return config.replaced({"packing_samples": False})
+    return config
 
 
 def configure_model(model: SequenceModel, config: TrainConfig) -> None:
@@ -314,6 +356,7 @@ def decide_by_machine(
         "packing_samples": (packs, why),
     }
     chosen = {name: choice for name, choice in decisions.items() if is_open[name]}
+    strategy.chosen_options |= chosen.keys()
     for name, (value, reason) in chosen.items():
         strategy.context.print_detail(f"{name} = {str(value).lower()}: {reason}")
     return config.replaced({name: value for name, (value, _) in chosen.items()})

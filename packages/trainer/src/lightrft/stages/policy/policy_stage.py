@@ -222,7 +222,7 @@ class PolicyStage(Stage[PolicyBatch]):
             has_teacher=bool(frozen.teachers),
         )
         actor = self.models.main.model
-        configure_models(
+        self.config = config = configure_models(
             config,
             strategy,
             (actor, None if critic is None else critic.model, *frozen.all),

@@ -11,6 +11,7 @@ from lightrft.config import TrainConfig
 from lightrft.config.rules import NO_REWARDS
 from lightrft.datasets import Prompt
 from lightrft.models import RewardModel, load_tokenizer
+from lightrft.models.proof import prove_model
 from lightrft.rewards import CombinedReward, build_reward
 from lightrft.rewards.build import load_recipes, numbered, reward_urls
 from lightrft.rewards.types import RewardFunction, RewardRecipes
@@ -76,7 +77,10 @@ def prepare_reward_models(config: TrainConfig, strategy: StrategyBase) -> tuple[
             for path in config.reward_pretrain
         ]
     # Not by prepare_models_and_optimizers, which leaves them alone beside a remote reward.
-    return tuple(strategy.prepare_model(model, shard_size=8) for model in models)
+    prepared = tuple(strategy.prepare_model(model, shard_size=8) for model in models)
+    for model in prepared:
+        prove_model(model, strategy.context, is_random=True)
+    return prepared
 
 
 def build_model_rewards(

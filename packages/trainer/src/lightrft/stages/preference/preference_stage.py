@@ -162,7 +162,9 @@ class PreferenceStage(Stage[PreferenceBatch]):
         self._pixels = RowPixels.of(data.encoder, rows)
         self._stored: Mapping[int, tuple[float, ...]] = {}
         self._trained_accuracy = math.nan
-        configure_models(config, strategy, [models.main.model, reference], kept=self.kept_dropout)
+        self.config = config = configure_models(
+            config, strategy, [models.main.model, reference], kept=self.kept_dropout
+        )
         if reference is not None:
             reference.eval()
         size = config.train_batch_size // strategy.world_size

@@ -120,7 +120,9 @@ class RewardStage(Stage[JudgementBatch]):
         self._weights = score_weights(self.model_config)
         self._losses = build_losses(config, self._weights, is_paired=data.is_paired)
         self._has_trained = False
-        configure_models(config, strategy, [models.main.model], kept=self.kept_dropout)
+        self.config = config = configure_models(
+            config, strategy, [models.main.model], kept=self.kept_dropout
+        )
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
         num_rows = max(len(each.rows) for each in data.rows)

@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -119,6 +120,7 @@ class SupervisedStage(Stage[RowBatch]):
     """
 
     name = "sft"
+    teachers: Mapping[str, nn.Module] = MappingProxyType({})
     # Nothing is compared with the loss.
     kept_dropout: KeptDropout = "model"
 
@@ -134,7 +136,9 @@ class SupervisedStage(Stage[RowBatch]):
         self.data, self.held_out = data, held_out
         self._loss = LOSSES[config.sft_loss]
         self._pixels = RowPixels.of(data.encoder, (*data.rows, *held_out))
-        configure_models(config, strategy, [models.main.model], kept=self.kept_dropout)
+        self.config = config = configure_models(
+            config, strategy, [models.main.model, *self.teachers.values()], kept=self.kept_dropout
+        )
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
         self._cut = bounded_by_tokens(config)

@@ -16,6 +16,7 @@ from lightrft.datasets.files import read_sources
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.engines.types import SamplingParams
 from lightrft.models import Actor, load_tokenizer
+from lightrft.models.proof import prove_model
 from lightrft.models.reward_model import is_reward_model
 from lightrft.models.statements import read_statements
 from lightrft.records.swapped import position_metrics
@@ -122,6 +123,7 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
             actor.use_vocabulary(statements.vocabulary)
         statements.say(strategy.print)
         model = strategy.prepare_model(actor)
+        prove_model(model, strategy.context, is_random=True)
         models = build_model_rewards(
             config,
             strategy,

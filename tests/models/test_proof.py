@@ -1,0 +1,141 @@
+"""The proof at load: real families whose head, attention or packing goes wrong, and those right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models.tiny import SHAPE
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from lightrft.engines.hf.attention import GROUPED, use_attention
+from lightrft.models import Actor, Critic
+from lightrft.models.attention import SHORT, use_short_attention
+from lightrft.models.loading import ModelLoadError
+from lightrft.models.proof import prove_model, require_packing
+from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.strategy import get_fake_strategy
+
+MINICPM3 = {
+    "num_key_value_heads": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "head_dim": 16,
+    "dim_model_base": 16,
+}
+# As a whole tensor of these types may be sent to other experts by a rounding, two choose all.
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def tiny(family: str, **changes: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SHAPE, "pad_token_id": 0, **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    use_short_attention(model)
+    return model
+
+
+def prove(model, *, dtype=torch.float32):
+    return prove_model(model.to(dtype), get_fake_strategy({}).context, is_random=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma3_text", "mixtral"])
+def test_a_model_that_is_computed_right_passes_and_packs(family, dtype):
+    actor = Actor(tiny(family, **EXPERTS))
+    attention = actor.config._attn_implementation
+    context = get_fake_strategy({}).context
+    before = torch.get_rng_state()
+    proof = prove_model(actor.to(dtype), context, is_random=False)
+    # Head, hidden states and random numbers are as before.
+    assert proof.distances_of_parts()[0] <= proof.floor
+    assert actor.config._attn_implementation == attention
+    assert torch.equal(torch.get_rng_state(), before)
+    assert actor.training
+    assert "forward" not in vars(actor)
+    actor.pack_samples()
+    require_packing(proof)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "least"),
+    [("minicpm3", MINICPM3, 0.1), ("recurrent_gemma", {"logits_soft_cap": 1.0}, 0.1)],
+)
+def test_a_head_that_the_configuration_does_not_tell_is_refused_with_the_number(
+    family, changes, least
+):
+    actor = Actor(tiny(family, **changes))
+    with pytest.raises(ModelLoadError, match="other log-probabilities than") as error:
+        prove(actor)
+    found, limit = (
+        float(text.split(" ")[0].rstrip(","))
+        for text in str(error.value).split("= ")[1].split("at most ")
+    )
+    assert found > least
+    assert limit < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_recurrent_layer_mixes_packed_rows_and_is_refused(dtype):
+    actor = Actor(tiny("recurrent_gemma", logits_soft_cap=1e6))
+    proof = prove(actor, dtype=dtype)
+    actor.pack_samples()
+    with pytest.raises(LayoutRefusedError, match=r"mixes packed sequences: max .d log p. ="):
+        require_packing(proof)
+
+
+def test_a_critic_is_proved_by_its_hidden_states():
+    critic = Critic(tiny("recurrent_gemma").base_model)
+    proof = prove(critic)
+    critic.pack_samples()
+    with pytest.raises(LayoutRefusedError, match="d of hidden states"):
+        require_packing(proof)
+
+
+@pytest.mark.parametrize("cap", [2.0, 50.0])
+def test_caps_of_attention_act_in_trainer_and_engine(cap, capsys):
+    model = tiny("gemma2", attn_logit_softcapping=cap, initializer_range=0.3).eval()
+    ids = torch.arange(40)[None] % 131
+    found = {}
+    with torch.no_grad():
+        for name in ("eager", SHORT, "sdpa"):
+            model.set_attn_implementation(name)
+            found[name] = model(ids).logits
+        use_attention(model, None)
+        assert model.config._attn_implementation == GROUPED
+        cached = model(ids[:, :-1], use_cache=True)
+        last = model(ids[:, -1:], past_key_values=cached.past_key_values).logits
+    torch.testing.assert_close(found[SHORT], found["eager"], rtol=0, atol=1e-4)
+    torch.testing.assert_close(last[:, -1], found["eager"][:, -1], rtol=0, atol=1e-4)
+    # Only then does the cap matter.
+    assert (found["sdpa"] - found["eager"]).abs().max() > 1e-2
+    model.set_attn_implementation(SHORT)
+    actor = Actor(model)
+    proof = prove(actor)
+    assert "attention of Gemma2ForCausalLM is transformers' eager one" in capsys.readouterr().out
+    actor.pack_samples()
+    with pytest.raises(LayoutRefusedError, match="softcap"):
+        require_packing(proof)
+
+
+def test_attention_that_ignores_what_is_asked_for_falls_to_the_eager_one(capsys):
+    model = tiny("gemma2", attn_logit_softcapping=1.0, initializer_range=0.3)
+    model.set_attn_implementation("sdpa")
+    actor = Actor(model)
+    prove(actor)
+    assert actor.config._attn_implementation == "eager"
+    assert "torch's fused one computes others, max |d log p| = " in capsys.readouterr().out
+
+
+def test_a_model_whose_hidden_states_cannot_be_had_is_named():
+    with pytest.raises(ValueError, match="Llama4ForCausalLM has no part 'language_model'"):
+        Actor(tiny("llama4_text"))
+
+
+def test_weights_that_are_no_numbers_are_left_to_what_looks_for_them():
+    actor = Actor(tiny("qwen3"))
+    with torch.no_grad():
+        actor.head.weight.fill_(torch.nan)
+    assert prove(actor) is None

@@ -1,0 +1,218 @@
+"""Planted faults of a model's computation are found before the first step of every stage."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tests.models.test_proof import MINICPM3
+from tests.models.tiny import SHAPE
+from tests.stages.reward import reward_world
+from tests.stages.stage_world import STILL
+from tests.stages.test_equal_steps import CASES, PREFER
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightrft.cli.main import main
+from lightrft.config import ConfigError
+from lightrft.config.registry import STAGES
+from lightrft.models import actor as actor_module, attention
+from lightrft.models.head import HeadTransform
+from lightrft.models.layout import TokenLayout
+from lightrft.models.loading import ModelLoadError
+from lightrft.stages.policy.models import ModelFacts, decide_by_machine
+from lightrft.strategy import get_fake_strategy
+from lightrft.tools.model_presets import byte_level_tokenizer, random_model, save_checked
+from lightrft.trainer import train
+
+QUICK = {"sft": "sft", "prefer": "prefer dpo", "reward": "reward", "divergence": "divergence"}
+POLICY = {
+    "fsdp": True,
+    "engine_type": "hf",
+    "rollout_batch_size": 2,
+    "n_samples_per_prompt": 2,
+    "train_batch_size": 4,
+    "generate_max_len": 4,
+    "check_memory": False,
+    "max_steps": 1,
+}
+
+
+def forget_transform(monkeypatch):
+    monkeypatch.setattr(actor_module, "read_head_transform", lambda _: HeadTransform())
+
+
+def leak_a_token(monkeypatch):
+    """The last token of a row is seen by the next one in the stream."""
+    attend = attention._attend_each
+
+    def leaking(qkv, bounds, options):
+        whole = attend(qkv, bounds, options)
+        q, k, v = qkv
+        for start, stop in zip(bounds.offsets[1:], bounds.offsets[2:], strict=False):
+            begin = max(start - 1, 0)
+            part = torch.nn.functional.scaled_dot_product_attention(
+                q[:, :, begin:stop],
+                k[:, :, begin:stop],
+                v[:, :, begin:stop],
+                is_causal=True,
+                scale=options.get("scaling"),
+                enable_gqa=True,
+            )
+            whole[:, :, start:stop] = part[:, :, 1:]
+        return whole
+
+    monkeypatch.setattr(attention, "_attend_each", leaking)
+
+
+def show_padding(monkeypatch):
+    """Tokens see the padding before them."""
+
+    def inputs(layout, **_):
+        return {"attention_mask": torch.ones_like(layout.attention_mask, dtype=torch.long)}
+
+    monkeypatch.setattr(TokenLayout, "attention_inputs", inputs)
+
+
+HEADS = "the head computes other log-probabilities than"
+# Model, options, what is planted, the error and its words.
+FAULTS = {
+    "forgotten scale": ("cohere", {"logit_scale": 0.25}, forget_transform, ModelLoadError, HEADS),
+    "forgotten soft cap": (
+        "gemma2",
+        {"final_logit_softcapping": 2.0},
+        forget_transform,
+        ModelLoadError,
+        HEADS,
+    ),
+    "leak of a token": ("qwen3", {}, leak_a_token, ConfigError, "mixes packed sequences"),
+    "padding that matters": ("qwen3", {}, show_padding, ModelLoadError, "padded rows are not"),
+}
+
+
+def tiny(family, options):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SHAPE, "pad_token_id": 0, **options})
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def build(stage, fault):
+    family, changes, *_ = FAULTS[fault]
+    builder, items, options = CASES[QUICK[stage]]
+    options = dict(options)
+    if stage != "reward":
+        options["model"] = tiny(family, changes)
+    if builder is PREFER:
+        options["reference"] = tiny(family, changes)
+    packs = {"packing_samples": True} if fault.startswith("leak") else {}
+    return builder(get_fake_strategy(STILL), items, **{**options, **packs})
+
+
+def test_every_stage_is_tried():
+    assert {*QUICK, "policy"} == set(STAGES)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("stage", QUICK)
+def test_a_planted_fault_is_refused_with_the_number(stage, fault, monkeypatch):
+    if stage == "reward" and fault.startswith("forgotten"):
+        assert not reward_world.tiny_classifier().get_output_embeddings()
+        return  # it has no logits
+    build(stage, fault)
+    *_, plant, error, words = FAULTS[fault]
+    plant(monkeypatch)
+    with pytest.raises(error, match=rf"{words}.*max .d .*. = \d.*, at most \d.*is rounding"):
+        build(stage, fault)
+
+
+def saved(folder, family, changes):
+    tokenizer = byte_level_tokenizer()
+    shape = {**SHAPE, "vocab_size": len(tokenizer), **changes}
+    save_checked(
+        random_model(AutoConfig.for_model(family, **shape), tokenizer, 0),
+        tokenizer,
+        folder / "model",
+        sample="a b",
+    )
+    return str(folder / "model")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_refused_by_reinforcement(fault, monkeypatch, tmp_path):
+    family, changes, plant, error, words = FAULTS[fault]
+    model = saved(tmp_path, family, changes)
+    plant(monkeypatch)
+    packs = {"packing_samples": True} if fault.startswith("leak") else {}
+    with pytest.raises(error, match=rf"{words}.*at most \d.*is rounding"):
+        train(
+            model,
+            [{"input": f"Say {n}."} for n in range(4)],
+            lambda responses: [0.0 for _ in responses],
+            output_dir=str(tmp_path / "run"),
+            **POLICY,
+            **packs,
+        )
+
+
+ROWS = {
+    "sft": {"prompt": "a", "completion": "b"},
+    "prefer": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "train": {"input": "a", "label": "b"},
+}
+
+
+@pytest.mark.parametrize("command", ROWS)
+def test_a_family_with_another_head_is_refused_in_one_line(command, tmp_path, capsys):
+    model = saved(tmp_path, "minicpm3", MINICPM3)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((json.dumps(ROWS[command]) + "\n") * 4)
+    options = ["--train_batch_size", "4", "--output_dir", str(tmp_path / "run")]
+    if command == "train":
+        options += [
+            "--reward_fn",
+            "boxed_math",
+            "--engine_type",
+            "hf",
+            "--rollout_batch_size",
+            "4",
+        ]
+        options += ["--n_samples_per_prompt", "1", "--generate_max_len", "4"]
+    code = main([command, "--pretrain", model, "--prompt_data", str(rows), "--fsdp", *options])
+    text = capsys.readouterr().err
+    assert code == 2
+    assert "Traceback" not in text
+    assert text.count("the head computes other log-probabilities than MiniCPM3ForCausalLM") == 1
+
+
+def test_packing_by_the_machine_is_switched_off_and_said_in_a_line(capsys):
+    builder, items, options = CASES["sft"]
+    strategy = get_fake_strategy(STILL)
+    model = tiny("recurrent_gemma", {"logits_soft_cap": 1e6})
+    with pytest.raises(ConfigError, match="packing_samples: RecurrentGemmaForCausalLM mixes"):
+        builder(strategy, items, model=model, packing_samples=True, **options)
+    strategy.chosen_options = frozenset({"packing_samples"})
+    stage = builder(strategy, items, model=model, packing_samples=True, **options)
+    assert stage.config.packing_samples is False
+    assert not strategy.unwrap_model(stage.models.main.model).layout_policy.is_packed
+    line = (
+        "packing_samples = false: RecurrentGemmaForCausalLM mixes packed sequences: max |d log p|"
+    )
+    assert line in capsys.readouterr().out
+
+
+def test_the_machines_choices_are_known_afterwards():
+    from lightrft.config import TrainConfig
+
+    strategy = get_fake_strategy({})
+    config = decide_by_machine(
+        TrainConfig(fused_linear_logprob=True, fsdp=True), strategy, facts=ModelFacts(1, True)
+    )
+    assert config.packing_samples is False
+    assert strategy.chosen_options == {"packing_samples", "meta_init"}
+
+
+def test_attention_with_caps_is_not_packed_and_says_so_at_the_start():
+    builder, items, options = CASES["sft"]
+    model = tiny("gemma2", {"attn_logit_softcapping": 2.0})
+    with pytest.raises(ConfigError, match="packing_samples: Gemma2Attention computes attention wi"):
+        builder(get_fake_strategy(STILL), items, model=model, packing_samples=True, **options)
