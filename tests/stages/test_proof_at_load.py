@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightrft.cli.main import main
 from lightrft.config import ConfigError
 from lightrft.config.registry import STAGES
-from lightrft.models import actor as actor_module, attention
+from lightrft.models import actor as actor_module, attention, proof, reward_model
 from lightrft.models.head import HeadTransform
-from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import ModelLoadError
+from lightrft.models.sequence_model import trunk_output
 from lightrft.stages.policy.models import ModelFacts, decide_by_machine
 from lightrft.strategy import get_fake_strategy
 from lightrft.tools.model_presets import byte_level_tokenizer, random_model, save_checked
@@ -66,12 +66,17 @@ def leak_a_token(monkeypatch):
 
 
 def show_padding(monkeypatch):
-    """Tokens see the padding before them."""
+    """Tokens see the padding of their row."""
 
-    def inputs(layout, **_):
-        return {"attention_mask": torch.ones_like(layout.attention_mask, dtype=torch.long)}
+    def mixing(trunk, layout, *args, **options):
+        output = trunk_output(trunk, layout, *args, **options)
+        hidden = output.last_hidden_state
+        padding = ~layout.attention_mask[..., None]
+        output.last_hidden_state = hidden + (hidden * padding).mean(dim=1, keepdim=True)
+        return output
 
-    monkeypatch.setattr(TokenLayout, "attention_inputs", inputs)
+    for module in (actor_module, proof, reward_model):
+        monkeypatch.setattr(module, "trunk_output", mixing)
 
 
 HEADS = "the head computes other log-probabilities than"
@@ -176,7 +181,7 @@ def test_a_family_with_another_head_is_refused_in_one_line(command, tmp_path, ca
             "--rollout_batch_size",
             "4",
         ]
-        options += ["--n_samples_per_prompt", "1", "--generate_max_len", "4"]
+        options += ["--n_samples_per_prompt", "2", "--generate_max_len", "4"]
     code = main([command, "--pretrain", model, "--prompt_data", str(rows), "--fsdp", *options])
     text = capsys.readouterr().err
     assert code == 2

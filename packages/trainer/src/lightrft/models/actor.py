@@ -93,7 +93,7 @@ class Actor(SequenceModel):
     def use_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Score over the ids that are tokens, and save the model with all ends of its turns."""
         self.vocabulary = vocabulary
-        self.model.get_output_embeddings().num_tokens = vocabulary.num_tokens
+        self.head.num_tokens = vocabulary.num_tokens
         generation = self.model.generation_config
         ends = {*vocabulary.ends, *end_of_sequence_ids(self.config, generation)}
         if generation is not None and vocabulary.ends:

@@ -170,7 +170,7 @@ class LinearLogprobHead(nn.Module):
         if targets is None and self._is_exact:
             # By parts: a copy of all weights in float32 would take memory.
             rows = hidden.float()
-            logits = [F.linear(rows, part.float()) for part in self.weight.split(EXACT_ROWS)]
+            logits = [F.linear(rows, part.float()) for part in torch.split(self.weight, EXACT_ROWS)]
             return torch.cat(logits, dim=-1) + (0.0 if self.bias is None else self.bias.float())
         if targets is None:
             return F.linear(hidden, self.weight, self.bias)

@@ -106,14 +106,9 @@ class Proof:
         head = _distance(self._as_run(self.rows[:1])[0], own)
         return self._agreed(head), self._agreed(_distance(own, self.expected[0]))
 
-    def distance_of_layout(self, *, at_left: bool = False, is_training: bool = False) -> float:
-        """The distance of rows that are laid out together from each row alone.
-
-        Args:
-            at_left: Padding stands before the rows.
-            is_training: In training mode.
-        """
-        together = self._as_run(self.rows, at_left=at_left, is_training=is_training)
+    def distance_of_layout(self, *, is_training: bool = False) -> float:
+        """The distance of rows that are laid out together, in training mode or not, from alone."""
+        together = self._as_run(self.rows, is_training=is_training)
         pairs = zip(together, self.expected, strict=True)
         return self._agreed(max(_distance(*pair) for pair in pairs))
 
@@ -145,17 +140,14 @@ class Proof:
         head = actor.head
         with head.in_float32():
             logits: Tensor = actor.model(input_ids=token_ids, use_cache=False).logits.float()
+        logits = logits[..., : head.num_tokens]
         self._largest = max(self._largest, float(logits.abs().max()))
         return logits.index_fill(-1, logits.new_tensor(head.forbidden_ids).long(), -torch.inf)
 
-    def _as_run(
-        self, rows: Sequence[Tensor], *, at_left: bool = False, is_training: bool = False
-    ) -> list[Tensor]:
+    def _as_run(self, rows: Sequence[Tensor], *, is_training: bool = False) -> list[Tensor]:
         """[tokens] of each row as the run computes them, all in one pass."""
-        side = "left" if at_left else "right"
-        token_ids = pad_sequence(list(rows), batch_first=True, padding_side=side)
-        lengths = [torch.ones_like(row, dtype=torch.bool) for row in rows]
-        mask = pad_sequence(lengths, batch_first=True, padding_side=side)
+        token_ids = pad_sequence(list(rows), batch_first=True)
+        mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], True)
         function = None if isinstance(self.inner, Actor) else self._projections
         values = self._through(function, token_ids, mask, is_training=is_training)
         return [value[is_real] for value, is_real in zip(values, mask, strict=True)]
@@ -182,7 +174,7 @@ class Proof:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.train(is_training)
         if function is not None:
-            self.inner.forward = function  # type: ignore[method-assign]
+            self.inner.forward = function
         try:
             # What is compiled would keep the hooks of `_rounded_otherwise`.
             with torch.compiler.set_stance("force_eager"):
@@ -253,22 +245,20 @@ def prove_model(model: nn.Module, context: DistributedContext, *, is_random: boo
 
 
 def _require_padding(proof: Proof, *, is_random: bool) -> None:
-    """Proves that padding at either side changes nothing, nor training mode."""
+    """Proves that padding changes nothing, nor training mode; see `prove_model`."""
     found = proof.distance_of_layout()
-    if not proof.exceeds(found):
-        found = proof.distance_of_layout(at_left=True, is_training=not is_random)
-        if not proof.exceeds(found):
-            return
-        if not is_random and not proof.exceeds(proof.distance_of_layout(at_left=True)):
-            raise ModelLoadError(
-                f"in training mode {proof.name} computes otherwise than in evaluation mode: "
-                f"{proof.numbers(found)}; it draws noise that cannot be turned off, with which "
-                "ratios would be random"
-            )
-    raise ModelLoadError(
-        f"padded rows are not computed by {proof.name} as each row alone: "
-        f"{proof.numbers(found)}; a model in which padding matters cannot be trained in batches"
-    )
+    if proof.exceeds(found):
+        raise ModelLoadError(
+            f"padded rows are not computed by {proof.name} as each row alone: "
+            f"{proof.numbers(found)}; a model in which padding matters cannot be trained in batches"
+        )
+    found = 0.0 if is_random else proof.distance_of_layout(is_training=True)
+    if proof.exceeds(found):
+        raise ModelLoadError(
+            f"in training mode {proof.name} computes otherwise than in evaluation mode: "
+            f"{proof.numbers(found)}; it draws noise that cannot be turned off, with which ratios "
+            "would be random"
+        )
 
 
 def require_packing(proof: Proof) -> None:
@@ -296,12 +286,14 @@ def random_rows(model: SequenceModel, device: torch.device) -> list[Tensor]:
     """Rows of `LENGTHS` random tokens that a text may have."""
     generator = torch.Generator().manual_seed(0)
     size = min(model.config.get_text_config().vocab_size, MAX_TOKEN)
+    if isinstance(model, Actor):
+        size = min(size, model.head.num_tokens or size)
     is_allowed = torch.ones(size, dtype=torch.bool)
     if isinstance(model, Actor):
         is_allowed[[token for token in model.head.forbidden_ids if token < size]] = False
     allowed = is_allowed.nonzero().flatten()
     drawn = torch.randint(len(allowed), (sum(LENGTHS),), generator=generator)
-    return list(allowed[drawn].to(device).split(LENGTHS))
+    return list(torch.split(allowed[drawn].to(device), list(LENGTHS)))
 
 
 def projected(hidden: Tensor) -> Tensor:
@@ -324,7 +316,8 @@ def _rounded_otherwise(seed: int) -> Iterator[None]:
         signs = torch.randint(2, values.shape, generator=generator).to(values.device) * 2 - 1
         return values * (1 + signs * torch.finfo(values.dtype).eps).to(values.dtype)
 
-    handle = register_module_forward_hook(move)
+    # Its annotation knows of no hook that returns something.
+    handle = register_module_forward_hook(cast("Callable[..., None]", move))
     try:
         yield
     finally:
