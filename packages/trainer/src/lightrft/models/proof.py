@@ -140,9 +140,9 @@ class Proof:
         head = actor.head
         with head.in_float32():
             logits: Tensor = actor.model(input_ids=token_ids, use_cache=False).logits.float()
-        logits = logits[..., : head.num_tokens]
         self._largest = max(self._largest, float(logits.abs().max()))
-        return logits.index_fill(-1, logits.new_tensor(head.forbidden_ids).long(), -torch.inf)
+        never = logits.new_tensor(head.forbidden_ids).long()
+        return logits.index_fill(-1, never, -torch.inf)[..., : head.num_tokens]
 
     def _as_run(self, rows: Sequence[Tensor], *, is_training: bool = False) -> list[Tensor]:
         """[tokens] of each row as the run computes them, all in one pass."""
