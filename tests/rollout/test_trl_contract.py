@@ -236,8 +236,8 @@ TOLD = {
 
 @pytest.mark.parametrize(("told", "expected"), TOLD.values(), ids=TOLD)
 def test_what_reset_says_stands_at_the_end_of_the_question(tmp_path, told, expected):
-    # TRL puts it behind the last message, whoever says it.
-    messages = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "Well"}]
+    before = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Well"}]
+    messages = [*before, {"role": "user", "content": "Say it."}]
     rows = [{"input": x, "environment": "told", "told": told} for x in ("Say it.", messages)]
     stage = chosen(tmp_path, lambda i: ["done"], rows)
     rollouts, rewards = stage.sample()
