@@ -179,7 +179,7 @@ def prompt_of_a_row_without_room_is_refused(tmp_path: Path) -> None:
     }
     assert len(read_inputs(TrainConfig(**taken)).rows.data) == 1
     taken |= options(tmp_path, [{"prompt": TOO_LONG, "completion": "b"}]) | {"eval_data": None}
-    with pytest.raises(DataError, match=f"must have from 1 to {POSITIONS - NEW} "):
+    with pytest.raises(DataError, match=f"from 1 to prompt_max_len = {POSITIONS - NEW}, "):
         read_inputs(TrainConfig(**taken))
 
 

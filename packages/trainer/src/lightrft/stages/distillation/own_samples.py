@@ -86,6 +86,6 @@ def check_prompts(rows: Sequence[SupervisedRow], config: TrainConfig) -> None:
             raise DataError(
                 f"{config.prompt_data}: the prompt of row {place + 1} has {size} tokens: to sample "
                 f"completions (offpolicy_fraction {config.offpolicy_fraction:g}) it must have from "
-                f"1 to {config.prompt_max_len} (prompt_max_len, and what generate_max_len leaves "
-                "of the model's context); change one of them, or leave the row out"
+                f"1 to prompt_max_len = {config.prompt_max_len}, which leaves room for "
+                "generate_max_len in the model's context; change them, or leave the row out"
             )
