@@ -23,6 +23,7 @@ from lightrft.cli.errors import (
 )
 from lightrft.config.files import FileError
 from lightrft.datasets.types import DataError
+from lightrft.models.loading import ModelLoadError
 from lightrft.reporting.files import JsonLinesFile
 from lightrft.rewards.types import RewardError
 from lightrft.strategy.checkpoints.checkpoints import CheckpointSaver
@@ -132,6 +133,23 @@ def test_a_disk_that_fails_while_it_is_read_is_none_either(capsys):
         assert run_guarded("lightrft", lambda kind=kind: read(kind)) == ExitCode.PREFLIGHT
     # That of another machine is no matter of this one.
     assert run_guarded("lightrft", lambda: read(RewardError)) == ExitCode.REWARD
+
+
+def test_a_missing_extra_is_no_mistake_of_usage_wherever_it_is_missed():
+    """What looks for a package may find it, and the import fails all the same."""
+
+    def load(kind):
+        try:
+            raise ImportError("X requires the PIL library")
+        except ImportError as error:
+            raise kind("needs more packages: pip install 'lightrft[vision]'") from error
+
+    for kind in (ModelLoadError, DataError, ImportError):
+        with pytest.raises(kind) as caught:
+            load(kind)
+        assert exit_code_of(caught.value) == ExitCode.PREFLIGHT
+    assert exit_code_of(DataError("write lightrft[vision]")) == ExitCode.DATA
+    assert exit_code_of(ImportError("cannot import name x")) == ExitCode.UNEXPECTED
 
 
 @pytest.mark.parametrize("number", ["EIO", "ESTALE", "ENODEV", "ENOTCONN", "EDQUOT", "ENOSPC"])

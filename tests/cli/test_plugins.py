@@ -142,9 +142,22 @@ def test_a_command_says_which_extra_brings_what_it_lacks(lightrft):
     )
 
 
+def test_an_extra_that_only_transformers_asks_for_is_named_too(lightrft, tmp_path):
+    argv = ["init-model", str(tmp_path / "vl"), "--preset", "tiny-qwen2.5-vl"]
+    program = (
+        "import sys; sys.modules['PIL'] = None\n"
+        "import lightrft.cli.main as cli\n"
+        f"sys.exit(cli.main({argv!r}))\n"
+    )
+    done = lightrft(program=program)
+    assert done.returncode == 3
+    (line,) = done.stderr.splitlines()
+    assert "the package PIL, which is not installed: pip install 'lightrft[vision]'" in line
+
+
 def test_from_a_source_tree_a_missing_package_is_named(monkeypatch):
     """Nothing is installed there that could say which extra has it."""
-    from lightrft.cli.main import _installation
+    from lightrft.config.registry import installation_of
 
     monkeypatch.setattr("sys.path", [])
-    assert _installation("psutil.cpu") == "pip install psutil"
+    assert installation_of("psutil.cpu") == "pip install psutil"

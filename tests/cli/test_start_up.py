@@ -32,6 +32,26 @@ def compiled(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
+    "module",
+    ["lightrft.cli.main", "lightrft.cli.errors", "lightrft.config.options", "lightrft.cli.train"],
+)
+def test_an_interruption_while_modules_are_imported_is_one_line(module):
+    code = f"""if True:
+        import sys
+        class Interrupts:
+            def find_spec(self, name, path=None, target=None):
+                if name == {module!r}:
+                    raise KeyboardInterrupt
+        sys.meta_path.insert(0, Interrupts())
+        from lightrft.cli import command
+        sys.argv[1:] = ["train", "--help"]
+        sys.exit(command())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "lightrft: interrupted\n")
+
+
+@pytest.mark.parametrize(
     "argv", [["--help"], ["--version"], ["train", "--help"], ["quickstart", "--help"]]
 )
 def test_help_needs_no_heavy_package_and_little_time(argv, compiled):

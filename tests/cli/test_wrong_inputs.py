@@ -414,7 +414,7 @@ MACHINE = {
     ),
     "no disk": here("--output_dir", "/proc is no disk", output_dir="/proc/x", num_lines=3),
     "full disk": here(
-        "--ckpt_path",
+        "--output_dir",
         "GB free",
         "another folder",
         pretrain="huge",

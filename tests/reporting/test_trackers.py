@@ -246,6 +246,17 @@ def test_swanlab_writes_the_parts_of_a_run_offline_under_one_id(parts, monkeypat
     assert capsys.readouterr().out == ""
 
 
+def test_the_extra_of_an_absent_tracker_is_named(tmp_path, monkeypatch):
+    for module in [m for m in sys.modules if m.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    config = TrainConfig(output_dir=str(tmp_path), use_tensorboard=str(tmp_path))
+    with pytest.raises(TrackerError) as error:
+        build_trackers(config)
+    text = "--use_tensorboard: cannot be used: pip install 'lightrft[tensorboard]', or leave the "
+    assert str(error.value) == text + "option out"
+
+
 @pytest.mark.parametrize("name", ["trackio", "mlflow", "swanlab"])
 def test_a_tracker_whose_package_is_absent_is_refused_with_its_option(name, tmp_path, monkeypatch):
     for module in {name, *(known for known in sys.modules if known.startswith(f"{name}."))}:

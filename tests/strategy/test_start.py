@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from tests.ranks import run_multiprocess
+from tests.machine import seconds, wait_until
+from tests.ranks import find_free_port, run_multiprocess
 
 from lightrft.config import TrainConfig
 from lightrft.config.rules import batch_problems
@@ -182,3 +187,52 @@ def sharding_of(rank: int, world_size: int, shard_size: int) -> tuple[tuple[int,
 @pytest.mark.multiprocess
 def test_replicas_of_shards_are_formed_from_the_command_lines_option():
     assert run_multiprocess(sharding_of, 2, timeout_seconds=240, args=(1,))[0] == ((2, 1), 8)
+
+
+WAITS = """
+from lightrft.strategy.distributed.process_end import StopRequest
+from lightrft.strategy.distributed.process_groups import start_process_group
+with StopRequest().listening():
+    start_process_group(None)
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_rank_whose_peer_never_comes_ends_when_it_is_told_to():
+    """It waits outside of Python, where no handler of Python runs."""
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        first.settimeout(seconds(120))
+        ports = find_free_port(), first.getsockname()[1]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", WAITS],
+                env={
+                    **os.environ,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                },
+            )
+            for rank, port in enumerate(ports)
+        ]
+        try:
+            # The second one asks a first one that says nothing; the first one listens.
+            connection, _ = first.accept()
+            assert wait_until(lambda: listens(ports[0]), 120)
+            for process in ranks:
+                process.terminate()
+            codes = [process.wait(seconds(30)) for process in ranks]
+            connection.close()
+        finally:
+            for process in ranks:
+                process.kill()
+    assert codes == [-signal.SIGTERM, -signal.SIGTERM]
+
+
+def listens(port):
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True

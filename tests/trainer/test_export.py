@@ -49,6 +49,12 @@ def test_the_exported_model_is_the_trained_one(tmp_path, run, capsys):
         torch.testing.assert_close(trained(token_ids).logits, exported(token_ids).logits)
 
 
+def test_a_place_that_can_be_none_is_one_line_before_anything_is_read(run, capsys):
+    assert main(["export", str(run), "/proc/x"]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "/proc/x cannot be written (No such file or directory): choose another" in line
+
+
 def test_the_model_card_tells_what_was_done_and_no_path(tmp_path, run):
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     card = (tmp_path / "out" / "README.md").read_text()

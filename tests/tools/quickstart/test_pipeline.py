@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,6 +82,68 @@ def test_answers_behind_their_own_prompts_are_the_tokens_that_were_sampled():
     assert found.token_ids.tolist() == tokenizer(rendered)["input_ids"]
     start = len(tokenizer(f"<|user|>{exercise.question}<|assistant|>")["input_ids"])
     assert found.is_trained.tolist() == [n >= start for n in range(len(found.token_ids))]
+
+
+class Killed(BaseException):
+    """The test ends a pipeline here."""
+
+
+@pytest.fixture
+def stages(monkeypatch):
+    """Stages that leave what the real ones leave, and end the pipeline at a place that is named."""
+    begun = []
+    at = {"end": None}
+
+    def begin(folder):
+        begun.append(Path(folder).name)
+        if len(begun) == at["end"]:
+            raise Killed
+
+    def trained(config, stage):
+        begin(config.output_dir)
+        (Path(config.output_dir) / "model").mkdir(parents=True, exist_ok=True)
+        return SimpleNamespace(last_eval={"eval/accuracy": 0.75}, seconds=2.0)
+
+    def evaluated(config, settings):
+        folder = Path(config.output_dir)
+        folder.mkdir()  # what an end left behind is gone
+        begin(folder)
+        rows = [sample("p", "right", 1.0), sample("p", "wrong", 0.0)]
+        (folder / "responses.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        metrics = {"greedy/accuracy": 0.5}
+        (folder / "eval.json").write_text(json.dumps({"metrics": metrics}))
+        return SimpleNamespace(metrics=metrics)
+
+    monkeypatch.setattr("lightrft.run.assembly.run_training", trained)
+    monkeypatch.setattr("lightrft.tools.evaluation.evaluation_run.run_evaluation", evaluated)
+    monkeypatch.setattr("lightrft.tools.quickstart.pipeline.become_only_process", lambda: None)
+    return begun, at
+
+
+def test_a_pipeline_that_was_ended_goes_on_with_what_is_left(stages, tmp_path, monkeypatch, capsys):
+    begun, at = stages
+    monkeypatch.chdir(tmp_path)
+    argv = ["quickstart", "--pipeline", "--steps", "2", "--warm_start_steps", "2"]
+    monkeypatch.setattr("lightrft.tools.report.page.write_report", lambda folder: None)
+    monkeypatch.setattr("lightrft.tools.report.comparison.write_comparison", lambda *_: None)
+    for last in (1, 2, 4, 9):
+        begun.clear()
+        at["end"] = last
+        with pytest.raises(Killed):
+            main(argv)
+    done = "sft reward dpo dpo_eval grpo grpo_eval answers distill distill_eval"
+    assert begun == done.split()
+    begun.clear()
+    at["end"] = None
+    assert main(argv) == 0
+    # Runs say themselves that nothing is left to do.
+    assert begun == ["sft", "reward", "dpo", "grpo", "distill", "distill_eval"]
+    assert [path.name for path in tmp_path.iterdir()] == ["lightrft_quickstart"]
+    assert "distill      0.500      2.0" in capsys.readouterr().out
+    # Other numbers are another pipeline.
+    other = [*argv, "--seed", "1", "--output_dir", "lightrft_quickstart"]
+    assert main(other) == 2
+    assert "is not empty" in capsys.readouterr().err
 
 
 def test_the_student_has_at_most_a_quarter_of_the_weights():

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -133,6 +134,35 @@ class Registry(Collection[str]):
 def package_of(point: "EntryPoint") -> str:
     """The name of the distribution that brings an entry point."""
     return point.dist.name if point.dist is not None else "an installed package"
+
+
+# Packages by the names that modules and transformers have for them.
+_PACKAGES = {"pil": "pillow", "pyav": "av"}
+
+
+def missing_module(error: BaseException | None) -> str | None:
+    """The module that an import lacks, as Python or transformers say it; None of other errors."""
+    if isinstance(error, ModuleNotFoundError):
+        return error.name
+    words = re.search(r"requires the (\S+) library", str(error))
+    return words[1] if isinstance(error, ImportError) and words is not None else None
+
+
+def installation_of(module: str) -> str:
+    """The command that installs what a missing module is of."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    package = module.partition(".")[0].replace("_", "-").lower()
+    package = _PACKAGES.get(package, package)
+    try:
+        lines = requires("lightrft-trainer") or ()
+    except PackageNotFoundError:  # run from its sources
+        lines = ()
+    for line in lines:
+        requirement, _, extra = line.partition("; extra == ")
+        if re.split(r"[^\w-]", requirement)[0] == package and extra:
+            return f"pip install 'lightrft[{extra.strip(chr(34) + chr(39))}]'"
+    return f"pip install {package}"
 
 
 def _load_entry_point(point: "EntryPoint", *, kind: str) -> object:

@@ -1,0 +1,14 @@
+"""The `lightrft` command."""
+
+import sys
+
+
+def command() -> int:
+    """Runs `lightrft`; Ctrl-C is one line from the first import on."""
+    try:
+        from lightrft.cli.main import main
+
+        return main()
+    except KeyboardInterrupt:
+        print("lightrft: interrupted", file=sys.stderr)
+        return 130

@@ -213,7 +213,13 @@ def _class_code(error: BaseException) -> int | None:
         if module in sys.modules and isinstance(error, getattr(sys.modules[module], name))
     )
     code = error.code if isinstance(error, CommandError) else next(known, None)
-    return ExitCode.PREFLIGHT if code is not None and _tells_of_disk(error, code) else code
+    is_here = code is not None and (_tells_of_disk(error, code) or _lacks_extra(error))
+    return ExitCode.PREFLIGHT if is_here else code
+
+
+def _lacks_extra(error: BaseException) -> bool:
+    """Whether it names the extra that brings a package which could not be imported."""
+    return "lightrft[" in str(error) and any(isinstance(e, ImportError) for e in chain(error))
 
 
 def _system_code(error: BaseException) -> int | None:
@@ -224,7 +230,7 @@ def _system_code(error: BaseException) -> int | None:
         return ExitCode.NUMERICS
     is_here = isinstance(error, OSError) and error.errno in _NOT_POSSIBLE_HERE
     is_full = type(error).__name__ == "SafetensorError" and _tells_of_disk(error)
-    return ExitCode.PREFLIGHT if is_here or is_full else None
+    return ExitCode.PREFLIGHT if is_here or is_full or _lacks_extra(error) else None
 
 
 def _tells_of_disk(error: BaseException, code: int = ExitCode.USAGE) -> bool:

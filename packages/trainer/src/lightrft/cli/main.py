@@ -4,14 +4,13 @@ A command is a function of its arguments that returns an exit code. Packages add
 points of the group `lightrft.commands`.
 """
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
 from lightrft.cli.errors import PreflightError, UsageError, run_guarded
 from lightrft.config.options import ConfigError, did_you_mean
-from lightrft.config.registry import Registry, package_of
+from lightrft.config.registry import Registry, installation_of, missing_module, package_of
 from lightrft.reporting.start_bar import start_bar
 
 # Commands with what they do, by the heading of `lightrft --help`.
@@ -113,37 +112,23 @@ def _run(name: str, arguments: list[str]) -> int:
     try:
         command = cast("Command", COMMANDS.load(name))
     except ConfigError as error:
-        if isinstance(error.__cause__, ModuleNotFoundError):
-            raise _lacking(name, error.__cause__) from error
+        _refuse_missing(name, error.__cause__, error)
         raise
     try:
         return command(arguments)
-    except ModuleNotFoundError as error:
-        raise _lacking(name, error) from error
+    except ImportError as error:
+        _refuse_missing(name, error, error)
+        raise
 
 
-def _lacking(command: str, error: ModuleNotFoundError) -> PreflightError:
-    """The refusal of a command for which a package is missing."""
-    return PreflightError(
-        f"lightrft {command} needs the package {error.name}, which is not installed: "
-        f"{_installation(str(error.name))}"
-    )
-
-
-def _installation(module: str) -> str:
-    """The command that installs what a missing module is of."""
-    from importlib.metadata import PackageNotFoundError, requires
-
-    package = module.partition(".")[0].replace("_", "-")
-    try:
-        lines = requires("lightrft-trainer") or ()
-    except PackageNotFoundError:  # run from its sources
-        lines = ()
-    for line in lines:
-        requirement, _, extra = line.partition("; extra == ")
-        if re.split(r"[^\w-]", requirement)[0] == package and extra:
-            return f"pip install 'lightrft[{extra.strip(chr(34) + chr(39))}]'"
-    return f"pip install {package}"
+def _refuse_missing(command: str, reason: BaseException | None, error: Exception) -> None:
+    """Raises a PreflightError if the reason of an error is a package that is not installed."""
+    module = missing_module(reason)
+    if module is not None:
+        raise PreflightError(
+            f"lightrft {command} needs the package {module}, which is not installed: "
+            f"{installation_of(module)}"
+        ) from error
 
 
 def usage() -> str:

@@ -226,12 +226,17 @@ def disk_problems(config: TrainConfig) -> list[str]:
                 f"--{name}: {existing} is no disk, nothing can be kept there: give another"
             )
         elif (free := disk.free) < num_bytes:
+            given = name if getattr(config, name) is not None else "output_dir"
             found.append(
-                f"--{name}: {existing} has {free / 1e9:.1f} GB free, the run needs about "
-                f"{num_bytes / 1e9:.1f} GB there for {size:,} parameters: free some or give "
+                f"--{given}: {existing} has {_shown_bytes(free)} free, the run needs about "
+                f"{_shown_bytes(num_bytes)} there for {size:,} parameters: free some or give "
                 "another folder"
             )
     return found
+
+
+def _shown_bytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _models(config: TrainConfig) -> Iterator[str]:

@@ -241,8 +241,8 @@ def load_processor(path: str) -> ProcessorMixin:
         processor: ProcessorMixin = _read(AutoProcessor, path, files, "processor")
     except ImportError as err:
         raise ModelLoadError(
-            f"the processor of {path!r} needs more packages: {first_line(err)}; install the extra "
-            "`vision` of lightrft-trainer"
+            f"the processor of {path!r} needs more packages: {first_line(err)}; pip install "
+            "'lightrft[vision]'"
         ) from err
     return processor
 

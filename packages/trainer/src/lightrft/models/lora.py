@@ -200,7 +200,8 @@ def _inject(model: PreTrainedModel, config: TrainConfig) -> SavesPretrained:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ImportError(
-            "lora_rank > 0 needs the package peft: install it, or leave lora_rank out"
+            "--lora_rank needs the package peft, which is not installed: install lightrft[lora], "
+            "or leave it out"
         ) from error
     names = target_layers(model, config.target_modules, frozen=config.freeze_prefix)
     if config.lora_path is not None:

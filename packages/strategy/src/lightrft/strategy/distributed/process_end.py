@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,6 +89,23 @@ def read_phase(folder: Path, rank: int) -> LastPhase | None:
         return LastPhase(str(name), float(expires))
     except ValueError:
         return None
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Lets `STOP_SIGNALS` end the process at once while the body waits outside of Python.
+
+    Handlers of Python would run only after it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class StopRequest:

@@ -17,6 +17,7 @@ from lightrft.strategy.distributed.network import (
     allow_open_files,
     choose_gloo_interface,
 )
+from lightrft.strategy.distributed.process_end import ended_by_signals
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 # By address: the connection, and how many groups were started through it.
@@ -121,7 +122,8 @@ def take_side(num_generating: int, timeout: timedelta) -> tuple[Side, dist.Store
     if interface is not None:
         os.environ[VARIABLE] = interface
     side = Side(launch.rank, num_training, num_generating)
-    store = _fresh_store(launch, timeout)
+    with ended_by_signals():
+        store = _fresh_store(launch, timeout)
     own = dist.PrefixStore("generate" if side.generates else "train", store)
     _STORES[launch.init_method] = own, itertools.count()
     _SIDES[:] = [side]
@@ -205,13 +207,14 @@ def start_process_group(timeout: timedelta | None) -> bool:
     interface = choose_gloo_interface()
     if interface is not None:
         os.environ[VARIABLE] = interface
-    dist.init_process_group(
-        backend=backend_for_machine(),
-        store=_fresh_store(launch, timeout or DEFAULT_TIMEOUT),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout or DEFAULT_TIMEOUT,
-    )
+    with ended_by_signals():
+        dist.init_process_group(
+            backend=backend_for_machine(),
+            store=_fresh_store(launch, timeout or DEFAULT_TIMEOUT),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout or DEFAULT_TIMEOUT,
+        )
     return True
 
 

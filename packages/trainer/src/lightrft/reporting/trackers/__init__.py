@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import cast
 
 from lightrft.config import TrainConfig
-from lightrft.config.registry import LOGGERS, Registry
+from lightrft.config.registry import LOGGERS, Registry, installation_of, missing_module
 from lightrft.reporting.loggers import MetricsLogger
 from lightrft.reporting.trackers.best_effort import TrackerError
 
@@ -39,7 +39,9 @@ def build_trackers(config: TrainConfig) -> list[MetricsLogger]:
             build = cast("Callable[[TrainConfig], MetricsLogger]", registry.load(name))
             trackers.append(build(config))
         except Exception as error:
+            module = missing_module(error)
+            problem = f"{error}; fix it" if module is None else f"{installation_of(module)}"
             raise TrackerError(
-                f"{option}: cannot be used: {error}; fix it or leave the option out"
+                f"{option}: cannot be used: {problem}, or leave the option out"
             ) from error
     return trackers

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.toml import write_whole
 from lightrft.datasets import Prompt
 from lightrft.datasets.files import read_sources
 from lightrft.datasets.render import PromptTokenizer
@@ -139,8 +140,9 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         )
         result, tables = _sample_passes(config, settings, sampler, prompts, strategy, log)
         if strategy.is_rank_0():
-            write_result(config, settings, result, num_held_out=len(held_out))
+            # The result says that all is there.
             write_responses(config, prompts, tables, tokenizer)
+            write_result(config, settings, result, num_held_out=len(held_out))
         strategy.barrier()
         return result
 
@@ -276,7 +278,7 @@ def write_result(
         "num_held_out": num_held_out,
         **asdict(result),
     }
-    (folder / EVAL_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / EVAL_FILE, json.dumps(content, indent=2) + "\n")
 
 
 def own_prompts(config: TrainConfig, prompts: Sequence[Prompt]) -> list[object]:

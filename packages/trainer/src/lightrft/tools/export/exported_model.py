@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightrft.cli.errors import CommandError, ExitCode
+from lightrft.cli.errors import CommandError, ExitCode, PreflightError
 from lightrft.cli.preflight import HUB_ID
 from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
@@ -80,6 +80,7 @@ def export_model(run: Path, directory: Path, *, normalize_score: str | None = No
         ModelLoadError: The final model cannot be read.
         ExportError: What was read back differs, or equals the model before training.
         NonFiniteError: The final model is not finite.
+        PreflightError: Nothing can be written there.
     """
     options = read_toml(run / CONFIG_FILE) if (run / CONFIG_FILE).is_file() else {}
     saved = options.get("save_path")
@@ -93,6 +94,12 @@ def export_model(run: Path, directory: Path, *, normalize_score: str | None = No
     base_model, is_local = _base_model(options, run)
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise PreflightError(
+            f"{directory} cannot be written ({error.strerror}): choose another directory"
+        ) from error
     try:
         report = _write_and_compare(source_path, partial, _prompt(run), normalize_score)
         if base_model is not None and Path(base_model).is_dir():
@@ -122,7 +129,6 @@ def _write_and_compare(
             )
         normalise_scores(source.float(), normalize_score)
         source.to(parse_dtype(dtype))
-    target.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(source, RewardModel):
         source.save_pretrained(target)
         tokenizer.save_pretrained(target)

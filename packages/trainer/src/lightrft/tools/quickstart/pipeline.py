@@ -6,21 +6,24 @@ import contextlib
 import json
 import random
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 
 from lightrft.cli.launch import become_only_process, hide_progress_bars
 from lightrft.config import TrainConfig
 from lightrft.config.files import file_sha256, lines_of, parse_object
+from lightrft.config.toml import write_whole
 from lightrft.datasets.row_origin import write_origin
+from lightrft.reporting.files import EVAL_FILE, read_json
 from lightrft.run.provenance import run_of_model
 from lightrft.tools.model_presets import END
 from lightrft.tools.quickstart.recipe import Recipe, training_config
 from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
 
+# The recipe of the stages in a folder.
+BEGUN_FILE = "pipeline.json"
 BATCH_SIZE = 32
 SAMPLED_PROMPTS, TAUGHT_PROMPTS = 3072, 4096
 SAMPLES_PER_PROMPT, PAIRS_PER_PROMPT = 8, 4
@@ -59,7 +62,8 @@ class Pipeline:
 
     Args:
         recipe: Its task has texts alone.
-        directory: An empty folder.
+        directory: An empty folder, or one in which the same recipe has begun: what is there is
+            not made again.
         show: Receives each line.
     """
 
@@ -87,7 +91,8 @@ class Pipeline:
 
         torch.set_num_threads(self.recipe.num_threads or 1)
         task, seed = self.recipe.task, self.recipe.seed
-        self._data.mkdir()
+        write_whole(self.directory / BEGUN_FILE, json.dumps(_numbers(self.recipe)) + "\n")
+        self._data.mkdir(exist_ok=True)
         for name, file in task.files.items():
             shutil.copyfile(file, self.directory / name)
         self._prompts("train", self.recipe.num_prompts, seed)
@@ -181,23 +186,26 @@ class Pipeline:
         from lightrft.run.assembly import run_training
 
         folder = Path(config.output_dir)
-        started = time.perf_counter()
         with self._quietly():
             summary = run_training(config, stage=stage)
-        seconds = time.perf_counter() - started
         if stage == "reward":
             accuracy = summary.last_eval["eval/accuracy"]
         else:
             accuracy = self._evaluate(
                 f"{folder.name}_eval", f"{folder.name}/model", "eval", temperature
             )
-        self.outcomes.append(Outcome(folder.name, accuracy, seconds, folder))
+        self.outcomes.append(Outcome(folder.name, accuracy, summary.seconds, folder))
         self.show(f"  {folder.name:8}  {accuracy:.3f}")
 
     def _evaluate(self, name: str, model: str, prompts: str, temperature: float = 0.0) -> float:
         """Share of right greedy answers; a temperature draws samples beside them."""
         from lightrft.tools.evaluation.evaluation_run import EvalSettings, run_evaluation
 
+        folder = self.directory / name
+        before = read_json(folder / EVAL_FILE).get("metrics")
+        if isinstance(before, dict):
+            return float(before["greedy/accuracy"])
+        shutil.rmtree(folder, ignore_errors=True)  # of one that was ended
         config = replace(
             training_config(self.recipe, self.directory),
             pretrain=str(self.directory / model),
@@ -207,7 +215,7 @@ class Pipeline:
             temperature=temperature or 1.0,
             train_batch_size=1,
             micro_train_batch_size=1,
-            output_dir=str(self.directory / name),
+            output_dir=str(folder),
         )
         settings = EvalSettings(SAMPLES_PER_PROMPT if temperature else 0)
         with self._quietly():
@@ -249,6 +257,16 @@ class Pipeline:
                 "tokens": {},
             }
             write_origin(path, facts)
+
+
+def _numbers(recipe: Recipe) -> dict[str, object]:
+    """The choices of a recipe, without its task."""
+    return {each.name: getattr(recipe, each.name) for each in fields(recipe) if each.name != "task"}
+
+
+def has_begun(recipe: Recipe, directory: Path) -> bool:
+    """Whether a folder holds the stages of this very recipe, finished or not."""
+    return read_json(directory / BEGUN_FILE) == _numbers(recipe)
 
 
 def pairs(responses: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:

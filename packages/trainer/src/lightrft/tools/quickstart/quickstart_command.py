@@ -22,7 +22,7 @@ from lightrft.cli.launch import (
 from lightrft.cli.options import Parser, at_least
 from lightrft.config.files import read_object
 from lightrft.config.options import did_you_mean
-from lightrft.reporting.files import SAMPLES_FILE, JsonLines, package_versions
+from lightrft.reporting.files import SAMPLES_FILE, SUMMARY_FILE, JsonLines, package_versions
 from lightrft.tools.init_model_command import make_folder, require_empty
 from lightrft.tools.quickstart.addition import ADDITION
 from lightrft.tools.quickstart.calculator import CALCULATOR, CALCULATOR_AGENT
@@ -115,8 +115,7 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
             raise UsageError(f"{flag}: got {name!r}{did_you_mean(name, known)}")
     if is_worker():
         raise UsageError("quickstart runs in one process: start it without torchrun")
-    directory = Path(options.output_dir) if options.output_dir else unused_directory()
-    require_empty(directory)
+    place = options.output_dir
     refuse_beside_pipeline(options)
     chosen = [task for name, task in TASKS.items() if vars(options).pop(name)]
     if len(chosen) > 1:
@@ -127,7 +126,11 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
     given = {name: value for name, value in vars(options).items() if value is not None}
     # With 30, the first reward model's scores rose and the accuracy fell.
     own = {"num_steps": PIPELINE_STEPS} if options.is_pipeline else task.numbers
-    return Recipe(task=task, **{**own, **given}), directory
+    recipe = Recipe(task=task, **{**own, **given})
+    directory = Path(place) if place else unused_directory(recipe)
+    if not goes_on(recipe, directory):
+        require_empty(directory)
+    return recipe, directory
 
 
 def refuse_beside_pipeline(options: argparse.Namespace) -> None:
@@ -206,10 +209,24 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def unused_directory() -> Path:
-    """The default folder, numbered if it holds a run already."""
+def goes_on(recipe: Recipe, directory: Path) -> bool:
+    """Whether a folder holds stages of this recipe, of which the rest is left to do."""
+    if not recipe.is_pipeline:
+        return False
+    from lightrft.tools.quickstart.pipeline import has_begun
+
+    return has_begun(recipe, directory)
+
+
+def unused_directory(recipe: Recipe) -> Path:
+    """The default folder, numbered if it holds a run already that is another or complete."""
     names = (DEFAULT_DIRECTORY, *(f"{DEFAULT_DIRECTORY}_{number}" for number in range(2, 1000)))
-    return next((Path(name) for name in names if not Path(name).exists()), Path(names[0]))
+    places = (
+        place
+        for place in map(Path, names)
+        if not place.exists() or (not (place / SUMMARY_FILE).exists() and goes_on(recipe, place))
+    )
+    return next(places, Path(names[0]))
 
 
 def prepare(recipe: Recipe, directory: Path) -> None:
