@@ -175,13 +175,8 @@ class LinearLogprobHead(nn.Module):
         if targets is None:
             return F.linear(hidden, self.weight, self.bias)
         scaled = temperature / self.transform.scale
-        bias = self._sampling_bias(hidden)
-        mass = None
-        layer = OutputLayer(
-            self.weight[: self.num_tokens],
-            leading(bias, self.num_tokens),
-            LogitsTransform(scaled, self.transform.softcap),
-        )
+        bias, mass = self._sampling_bias(hidden), None
+        layer = self._sampled_layer(bias, scaled)
         if isinstance(token_loss, HeadReader):
             nothing = hidden.new_zeros(len(hidden), dtype=torch.float32)
             return nothing, None, None, token_loss.read(Projected(hidden, layer))
@@ -204,6 +199,13 @@ class LinearLogprobHead(nn.Module):
         )
         logprobs = output.logprobs if self.is_fused else output.logprobs.clone()  # FSDP2: no view
         return logprobs, output.entropy, mass, None
+
+    def _sampled_layer(self, bias: Tensor | None, temperature: float) -> OutputLayer:
+        """Return the output layer of the ids that are tokens."""
+        transform = LogitsTransform(temperature, self.transform.softcap)
+        return OutputLayer(
+            self.weight[: self.num_tokens], leading(bias, self.num_tokens), transform
+        )
 
     def _sampling_bias(self, hidden: Tensor) -> Tensor | None:
         """The bias [vocab] of the distribution that tokens are drawn from; -inf where forbidden."""

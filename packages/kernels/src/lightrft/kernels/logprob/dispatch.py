@@ -95,18 +95,9 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
     if workspace is None:
         # Chunks of a CPU should fit its caches; on a GPU each one costs a pass over dL/dhidden.
         workspace = Workspace(16384) if hidden.is_cuda else Workspace()
+    options = (transform.temperature, transform.softcap, ignore_index, entropy, impl)
     logprobs, entropies, _, _ = logprob_forward(
-        hidden,
-        weight,
-        bias,
-        targets,
-        transform.temperature,
-        transform.softcap,
-        ignore_index,
-        entropy,
-        impl,
-        workspace.chunk_columns,
-        num_tokens,
+        hidden, weight, bias, targets, *options, workspace.chunk_columns, num_tokens
     )
     return LogprobOutput(logprobs, None if entropy == "none" else entropies)
 

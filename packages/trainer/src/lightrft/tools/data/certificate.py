@@ -125,10 +125,7 @@ def certify(rows: Sequence[CheckedRow], config: TrainConfig) -> Certificate:
         if not chosen:
             return Certificate(reward.name, 0, {}, tuple(problems))
         started = time.monotonic()
-        golds = _Call()
-        for index, row in enumerate(chosen):
-            for form in FORMS:
-                golds.add(index, row, gold_text(row.label or "", form))
+        golds = _gold_answers(chosen)
         _run(reward, golds, config.reward_timeout_seconds)
         means = {f: fmean(_gold(golds, i, row, f) for i, row in enumerate(chosen)) for f in FORMS}
         best = max(FORMS, key=lambda form: means[form]) if are_answers else "as it is"
@@ -159,6 +156,15 @@ def certify(rows: Sequence[CheckedRow], config: TrainConfig) -> Certificate:
         seconds,
         reads_labels,
     )
+
+
+def _gold_answers(chosen: Sequence[CheckedRow]) -> _Call:
+    """Return a call with the reference answer of each row in all forms."""
+    call = _Call()
+    for index, row in enumerate(chosen):
+        for form in FORMS:
+            call.add(index, row, gold_text(row.label or "", form))
+    return call
 
 
 def _gold(call: _Call, index: int, row: CheckedRow, form: str) -> float:

@@ -302,16 +302,21 @@ def check(request: Request) -> int:
         say(f"prompts read otherwise than they stand: {remark or 0}")
     say(record.line(OF_PROMPTS) or "all columns and keys that belong into prompts are read")
     usable = found.rows if tokenizer is None else found.usable
+    num_bad = len(found.problems) + _num_reward_problems(usable, config)
+    left_out = len(found.rows) - len(usable)
+    note = f", {left_out} are left out as too long" if left_out else ""
+    say(f"{num_bad} bad rows" if num_bad else f"{len(usable)} prompts can be trained on{note}")
+    return ExitCode.DATA if num_bad or not usable else ExitCode.OK
+
+
+def _num_reward_problems(usable: Sequence[CheckedRow], config: TrainConfig) -> int:
+    """Try the rewards and the environment on the rows; return how many problems rewards have."""
     scores = bool(config.reward_fn or config.remote_rm_url)
     certificate = certify(usable, config) if scores and usable else None
     show_certificate(certificate)
     if config.environment is not None and usable:
         _show_environment(usable, config)
-    num_bad = len(found.problems) + (0 if certificate is None else len(certificate.problems))
-    left_out = len(found.rows) - len(usable)
-    note = f", {left_out} are left out as too long" if left_out else ""
-    say(f"{num_bad} bad rows" if num_bad else f"{len(usable)} prompts can be trained on{note}")
-    return ExitCode.DATA if num_bad or not usable else ExitCode.OK
+    return 0 if certificate is None else len(certificate.problems)
 
 
 def _reader(tokenizer: PreTrainedTokenizerBase | None, config: TrainConfig) -> PromptTokenizer:
