@@ -404,6 +404,7 @@ MACHINE = {
     "no matplotlib": here(
         "--plot_every", "leave plot_every at -1", plot_every="1", log_dir="l", absent="matplotlib"
     ),
+    "no trackio": here("--loggers trackio", "pip install trackio", loggers="trackio"),
     "no peft": here("--lora_rank", "lightrft[lora]", lora_rank="8", absent="peft"),
     "folder in file": here(
         "--output_dir",
