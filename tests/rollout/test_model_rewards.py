@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.models.tiny import SHAPE
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
+from lightrft.models import RewardModel
 from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardError, RewardRecipes, RewardResult
-from lightrft.rollout.model_rewards import ModelRewards, ScoringModel
+from lightrft.rollout.model_rewards import ModelRewards, OwnTexts, ScoringModel
 from lightrft.rollout.scoring import score_rollouts
-from lightrft.tools.model_presets import byte_level_tokenizer
+from lightrft.stages.policy.rewards import tokenizers_of_scorers
+from lightrft.tools.model_presets import CHAT_TEMPLATE, byte_level_tokenizer
 
 
 class SumOfIds(torch.nn.Module):
@@ -38,14 +44,14 @@ class OneOfTwoRanks:
         return [count, self.others]
 
     def reload_model(self, model):
-        self.log.append(("reload", model.factor))
+        self.log.append(("reload", getattr(model, "factor", None)))
 
     def offload_model(self, model):
-        self.log.append(("offload", model.factor))
+        self.log.append(("offload", getattr(model, "factor", None)))
 
 
-def rollout(i, response, *, task="a", finish="stop"):
-    prompt = Prompt(i, "ab", (97, 98), columns={"task": task})
+def rollout(i, response, *, task="a", finish="stop", messages=()):
+    prompt = Prompt(i, "ab", (97, 98), columns={"task": task}, messages=messages)
     text = bytes(response).decode()
     completion = Completion(
         request_id=i,
@@ -126,3 +132,88 @@ def test_model_scores_are_added_to_the_rules_and_must_be_finite():
     assert scored[0].accuracy == 1.5
     with pytest.raises(RewardError, match="prompt 1"):
         score_rollouts(items, rules, model_results=[RewardResult(0.0), RewardResult(float("nan"))])
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def begun_tokenizer(template=None):
+    """A tokenizer that writes a beginning before a text, as those of Llama and Gemma do."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", 260)]
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def classifier(folder, tokenizer):
+    """A reward model of a folder."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", **SHAPE | {"vocab_size": 261}, num_labels=1, pad_token_id=256
+    )
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@torch.no_grad()
+def test_a_reward_model_scores_the_tokens_that_transformers_gives_it(tmp_path):
+    tokenizer = begun_tokenizer(TEMPLATE)
+    path = classifier(tmp_path, tokenizer)
+    own = AutoModelForSequenceClassification.from_pretrained(path)
+    rewards = ModelRewards(
+        OneOfTwoRanks([], 0),
+        [ScoringModel("m", RewardModel.from_pretrained(path), tokenizer)],
+        micro_batch_size=2,
+    )
+    asked = ({"role": "user", "content": "2?"},)
+    chat = tokenizer.apply_chat_template(
+        [*asked, {"role": "assistant", "content": "cc"}], tokenize=False
+    )
+    wanted = (tokenizer("abcc<|end|>"), tokenizer(chat.rstrip(), add_special_tokens=False))
+    found = rewards.score([rollout(0, [99, 99]), rollout(1, [99, 99], messages=asked)])
+    for result, encoded in zip(found, wanted, strict=True):
+        score = own(torch.tensor([encoded["input_ids"]])).logits.item()
+        assert result.reward == pytest.approx(score, abs=1e-5)
+    # A response that was cut has no end.
+    read = OwnTexts(tokenizer)
+    cut = [rollout(0, [99], finish="length"), rollout(0, [99], finish="length", messages=asked)]
+    assert [list(read(each))[-1] for each in cut] == [99, 99]
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "reads_anew"),
+    [
+        (CHAT_TEMPLATE, {"apply_chat_template": True}, False),
+        (None, {"apply_chat_template": True}, False),
+        (TEMPLATE, {"apply_chat_template": True}, True),
+        (CHAT_TEMPLATE, {}, True),
+    ],
+)
+def test_a_reward_model_reads_sampled_ids_only_where_it_would_read_the_same(
+    tmp_path, template, options, reads_anew
+):
+    path = classifier(tmp_path, begun_tokenizer(template))
+    config = TrainConfig(pretrain="policy", reward_pretrain=(path,), **options)
+    (found,) = tokenizers_of_scorers(config, byte_level_tokenizer())
+    assert (found is not None) == reads_anew
+
+
+def test_what_a_reward_model_cannot_read_is_refused(tmp_path):
+    tokenizer = begun_tokenizer()
+    tokenizer.add_tokens(["<x>"])
+    path = classifier(tmp_path, tokenizer)
+    config = TrainConfig(pretrain="policy", reward_pretrain=(path,), apply_chat_template=True)
+    with pytest.raises(ConfigError, match="has ids up to 261"):
+        tokenizers_of_scorers(config, byte_level_tokenizer())
+    classifier(tmp_path, begun_tokenizer())
+    other = byte_level_tokenizer()
+    other.add_tokens(["<x>"])
+    with pytest.raises(ConfigError, match="it has no chat template for the messages"):
+        tokenizers_of_scorers(config, other)

@@ -38,8 +38,9 @@ def padding_is_neither_sampled_nor_trained(tmp_path: Path) -> None:
         ROWS,
         lambda responses: [float(len(text)) for text in responses],
         output_dir=str(run),
-        **{**SMALL, "actor_learning_rate": 0.1, "entropy_coef": 0.01, "l2": 0.0},
+        **{**SMALL, "actor_learning_rate": 0.1, "entropy_coef": 0.01, "l2": 0.0, "audit_every": 1},
     )
+    assert main(["audit", str(run), "--step", "1"]) == 0
     ids = [token for sample in rollouts(run) for token in sample["response_ids"]]
     assert max(ids) < NUM_IDS
     before, after = (load_file(Path(f) / "model.safetensors") for f in (model, run / "model"))

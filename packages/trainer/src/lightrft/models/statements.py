@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.files import FileError, read_object, read_text
@@ -22,18 +22,6 @@ from lightrft.models.loading import (
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
-
-
-class Finding(NamedTuple):
-    """One line about statements that contradict each other.
-
-    Args:
-        text: What they say, and what is taken or to be done.
-        is_refused: Nothing can be taken: no run starts.
-    """
-
-    text: str
-    is_refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +61,8 @@ class Statements:
         """Text that the chat template writes behind an answer; "" without a template."""
         try:
             return (text_behind_answer(self.tokenizer) or "").strip()
+        except MemoryError:
+            raise
         except Exception:  # noqa: BLE001 - a program of the model's author; said where it is needed
             return ""
 
@@ -95,23 +85,21 @@ class Statements:
         return {name: ids for name, ids in ends.items() if ids}
 
     @cached_property
+    def num_tokens(self) -> int | None:
+        """Number of leading rows that are tokens; None if all are."""
+        return self.num_ids if 0 < self.num_ids < self.num_rows else None
+
+    @cached_property
     def vocabulary(self) -> Vocabulary:
         """Ends at which generation stops, and the number of ids that are tokens."""
         named = frozenset[int]().union(*self.declared.values())
         ends = tuple(sorted(i for i in named if i < min(self.num_ids, self.num_rows)))
-        return Vocabulary(ends, self.num_ids if 0 < self.num_ids < self.num_rows else None)
-
-    @cached_property
-    def findings(self) -> tuple[Finding, ...]:
-        """Findings of all rules, in their order."""
-        rules = (*RULES, *(RULES_OF_ANSWERS if self.generates else ()))
-        return tuple(finding for rule in rules for finding in rule(self))
+        return Vocabulary(ends, self.num_tokens)
 
     @property
     def vocab_size(self) -> int:
         """Number of ids that rows may hold."""
-        num_tokens = self.vocabulary.num_tokens if self.generates else None
-        return num_tokens or self.num_rows
+        return (self.num_tokens if self.generates else None) or self.num_rows
 
     def say(self, write: Callable[[str], None], *, last: int | None = None) -> None:
         """Write the decisions, one line each.
@@ -120,9 +108,9 @@ class Statements:
             write: Takes a line.
             last: Last trained token of the first row; None where nobody gives rows.
         """
-        for finding in self.findings:
-            if not finding.is_refused:
-                write(finding.text)
+        for rule in (*DECIDED, *(DECIDED_OF_ANSWERS if self.generates else ())):
+            for text in rule(self):
+                write(text)
         ends = self.vocabulary.ends
         if last is not None and last not in ends:
             write(
@@ -137,7 +125,8 @@ class Statements:
         Raises:
             ConfigError: There is one; one line each.
         """
-        refused = [finding.text for finding in self.findings if finding.is_refused]
+        rules = (*REFUSED, *(REFUSED_OF_ANSWERS if self.generates else ()))
+        refused = [text for rule in rules for text in rule(self)]
         if refused:
             raise ConfigError("\n".join(refused))
         return self
@@ -181,15 +170,13 @@ def vocabulary_of(path: str, options: TrainConfig | None = None) -> Vocabulary:
         return Vocabulary()
 
 
-def _ends(said: Statements) -> Iterator[Finding]:
+def _ends(said: Statements) -> Iterator[str]:
     ends, declared = set(said.vocabulary.ends), said.declared
     unknown = {name: ids - ends for name, ids in declared.items() if not ids <= ends}
     for name, ids in unknown.items():
-        yield Finding(
-            f"ends of turn: {said.named(ids)} ({name}) is no token of the model: left out"
-        )
+        yield (f"ends of turn: {said.named(ids)} ({name}) is no token of the model: left out")
     if not ends:
-        yield Finding(
+        yield (
             f"warning: no end of turn is declared by the tokenizer, the chat template or the "
             f"configurations of {said.path}: responses end only at their bound of tokens, so set "
             "eos_token_id in generation_config.json"
@@ -203,15 +190,15 @@ def _ends(said: Statements) -> Iterator[Finding]:
             for end in ids & ends:
                 sources.setdefault(end, []).append(name)
         listed = [f"{said.named([end])} ({', '.join(names)})" for end, names in sources.items()]
-        yield Finding(f"ends of turn: generation stops at {' and at '.join(listed)}")
+        yield (f"ends of turn: generation stops at {' and at '.join(listed)}")
     if said.behind_answer and "chat template" not in declared:
-        yield Finding(
+        yield (
             f"ends of turn: the chat template writes {said.behind_answer[:40]!r} behind an answer, "
             "which begins with no special token: generation does not stop there"
         )
 
 
-def _written(said: Statements) -> Iterator[Finding]:
+def _written(said: Statements) -> Iterator[str]:
     tokenizer = said.tokenizer
     bare, ids = (tokenizer("a", add_special_tokens=flag)["input_ids"] for flag in (False, True))
     places = range(len(ids) - len(bare) + 1)
@@ -219,10 +206,10 @@ def _written(said: Statements) -> Iterator[Finding]:
     around = {"before": ids[:start], "behind": ids[start + len(bare) :]}
     listed = [f"{said.named(each)} {place}" for place, each in around.items() if each]
     if listed:
-        yield Finding(f"texts: the tokenizer writes {' and '.join(listed)} each of them")
+        yield (f"texts: the tokenizer writes {' and '.join(listed)} each of them")
     begin = said.config.get_text_config().bos_token_id
     if around["before"] and isinstance(begin, int) and begin not in around["before"]:
-        yield Finding(
+        yield (
             f"texts: config.json begins them with {said.named([begin])} and the tokenizer with "
             f"{said.named(around['before'])}: the tokenizer's is taken"
         )
@@ -232,72 +219,77 @@ def _written(said: Statements) -> Iterator[Finding]:
         if isinstance(asked, bool) and asked != bool(around[place]):
             option = f"add_{name}_token = {str(asked).lower()}"
             what = said.named(around[place]) or "nothing"
-            yield Finding(
+            yield (
                 f"texts: tokenizer_config.json has {option}, and the tokenizer writes {what} "
                 f"{place} a text: what it writes is taken"
             )
 
 
-def _sizes(said: Statements) -> Iterator[Finding]:
+def _sizes(said: Statements) -> Iterator[str]:
     rows, ids = said.num_rows, said.num_ids
     if ids > rows:
-        yield Finding(
+        yield (
             f"pretrain: the tokenizer of {said.path} has ids up to {ids - 1} "
             f"({said.named([ids - 1])}) and the model {rows} rows: give the tokenizer of this "
-            "model, or enlarge the model first (resize_token_embeddings)",
-            is_refused=True,
+            "model, or enlarge the model first (resize_token_embeddings)"
         )
     pad = said.config.get_text_config().pad_token_id
     if isinstance(pad, int) and pad >= rows:
-        yield Finding(
+        yield (
             f"pretrain: config.json of {said.path} has pad_token_id {pad} and {rows} rows: give an "
-            "id of the model, or null",
-            is_refused=True,
+            "id of the model, or null"
         )
 
 
-def _padding(said: Statements) -> Iterator[Finding]:
+def _padding(said: Statements) -> Iterator[str]:
     rows, ids = said.num_rows, said.num_ids
     if 0 < ids < rows:
-        yield Finding(
+        yield (
             f"vocabulary: the model has {rows} rows and the tokenizer {ids} ids: the last "
             f"{rows - ids} rows are neither sampled nor trained"
         )
 
 
-def _generation(said: Statements) -> Iterator[Finding]:
-    if said.generation_note:
-        is_refused = said.generation is None
-        yield Finding(f"generation_config.json of {said.path}: {said.generation_note}", is_refused)
+def _generation(said: Statements) -> Iterator[str]:
+    if said.generation_note and said.generation is not None:
+        yield f"generation_config.json of {said.path}: {said.generation_note}"
 
 
-def _template(said: Statements) -> Iterator[Finding]:
+def _unread_generation(said: Statements) -> Iterator[str]:
+    if said.generation_note and said.generation is None:
+        yield f"generation_config.json of {said.path}: {said.generation_note}"
+
+
+def _template(said: Statements) -> Iterator[str]:
     folder = Path(said.path)
     beside = folder / "chat_template.jinja"
     inside = _read(folder / "tokenizer_config.json").get("chat_template")
     if beside.is_file() and isinstance(inside, str) and read_text(beside) != inside:
-        yield Finding(
+        yield (
             "chat template: chat_template.jinja and tokenizer_config.json hold different ones: "
             "chat_template.jinja is taken"
         )
 
 
-def _class(said: Statements) -> Iterator[Finding]:
+def _class(said: Statements) -> Iterator[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind, names = said.config.model_type, said.config.architectures or []
     known = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     others = [name for name in names if name in known.values() and name != known.get(kind, name)]
     if others:
-        yield Finding(
+        yield (
             f"pretrain: config.json of {said.path} has model_type {kind} and architectures "
-            f"{others[0]}, another model: make them agree",
-            is_refused=True,
+            f"{others[0]}, another model: make them agree"
         )
 
 
-RULES = (_sizes, _class, _written, _template)
-RULES_OF_ANSWERS = (_padding, _ends, _generation)
+# Rules by which a contradiction is refused; without the chat template, a foreign program.
+REFUSED = (_sizes, _class)
+REFUSED_OF_ANSWERS = (_unread_generation,)
+# Rules by which one is decided.
+DECIDED = (_written, _template)
+DECIDED_OF_ANSWERS = (_padding, _ends, _generation)
 
 
 def _read(file: Path) -> Mapping[str, object]:

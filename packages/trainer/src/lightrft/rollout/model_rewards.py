@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lightrft.datasets.chat_template import template_of
+from lightrft.datasets.chat_turns import end_of_turn
+from lightrft.datasets.messages import with_texts
+from lightrft.datasets.text_ids import TextIds, prompt_ids
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.media.media import MediumKind, RowMedia
 from lightrft.models import RewardModel
@@ -64,6 +68,9 @@ class ModelRewards:
     ) -> None:
         self._strategy = strategy
         self._models = tuple(models)
+        self._readers = [
+            None if each.tokenizer is None else OwnTexts(each.tokenizer) for each in models
+        ]
         self._micro_batch_size = micro_batch_size
         self._recipes = recipes
         for entry in models:
@@ -89,9 +96,9 @@ class ModelRewards:
         scores: list[dict[str, float]] = [{} for _ in rollouts]
         present = self._kinds(rollouts, encoder)
         encoded = [encode_row(rollout, encoder) for rollout in rollouts]
-        for entry in self._models:
+        for entry, reader in zip(self._models, self._readers, strict=True):
             wanted = [i for i, row in enumerate(weights) if entry.name in row]
-            texts = [_token_ids(rollouts[i], entry.tokenizer) for i in wanted]
+            texts = [(reader or sampled_ids)(rollouts[i]) for i in wanted]
             media = RowMedia(tuple(encoded[i] for i in wanted), present)
             values = self._score_texts(entry.model, texts, media)
             for i, value in zip(wanted, values, strict=True):
@@ -148,13 +155,40 @@ class ModelRewards:
         return scores
 
 
-def _token_ids(rollout: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> Sequence[int]:
-    """Prompt and response as a model reads them; a finished response ends with its end token."""
-    completion = rollout.completion
-    if tokenizer is None:
-        return (*completion.prompt_token_ids, *completion.output_token_ids)
-    text = rollout.prompt.text + rollout.response_text
-    token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if completion.finish_reason == "stop" and tokenizer.eos_token_id is not None:
-        token_ids = [*token_ids, tokenizer.eos_token_id]
-    return token_ids
+def sampled_ids(rollout: Rollout) -> Sequence[int]:
+    """Token ids of prompt and response, as they were sampled."""
+    return (*rollout.completion.prompt_token_ids, *rollout.completion.output_token_ids)
+
+
+class OwnTexts:
+    """The way from rollouts to the token ids on which `lightrft reward` trains such a model.
+
+    Messages are rendered by the model's own chat template, texts are read as its tokenizer frames
+    them. A response that reached its bound ends without the end.
+
+    Args:
+        tokenizer: Tokenizer of the reward model.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._end = end_of_turn(tokenizer)
+        self._texts = TextIds(tokenizer, self._end)
+
+    def __call__(self, rollout: Rollout) -> Sequence[int]:
+        """Token ids of prompt and response."""
+        is_ended = rollout.completion.finish_reason == "stop"
+        if rollout.prompt.messages:
+            return self._chat(rollout, is_ended=is_ended)
+        text = rollout.prompt.text + rollout.response_text
+        return self._texts(text).token_ids if is_ended else prompt_ids(self._tokenizer, [text])[0]
+
+    def _chat(self, rollout: Rollout, *, is_ended: bool) -> Sequence[int]:
+        asked = with_texts([dict(message) for message in rollout.prompt.messages])
+        answer = {"role": "assistant", "content": rollout.response_text}
+        template = template_of(self._tokenizer)
+        texts = [template.render(asked, asks=True), template.render([*asked, answer])]
+        before, whole = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        # What stands behind the end of the turn is no part of it.
+        ends = [i for i in range(len(before), len(whole)) if whole[i] == self._end]
+        return whole[: ends[-1] + is_ended] if ends else whole

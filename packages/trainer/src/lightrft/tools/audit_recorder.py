@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import shutil
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrft.config.files import make_folder
-from lightrft.models import SequenceModel
+from lightrft.models import Actor, SequenceModel
 from lightrft.models.lora import LoraModel
 from lightrft.records.columns import COLUMNS
 from lightrft.records.table import RowTable, SampleTable, join_tables, tabulate
@@ -114,7 +115,10 @@ class Recorder(ABC, Generic[Raw]):
         for name, found in self._models.items() if strategy.is_rank_0() else ():
             module = strategy.unwrap_model(found)
             if isinstance(module, SequenceModel):
-                module.pretrained.config.save_pretrained(self._partial / "before" / name)
+                config = copy.deepcopy(module.pretrained.config)
+                if isinstance(module, Actor) and module.vocabulary.num_tokens is not None:
+                    config.num_tokens = module.vocabulary.num_tokens
+                config.save_pretrained(self._partial / "before" / name)
 
     def _facts_of(self, found: PreparedModel) -> OptimizerFacts:
         scheduler = found.scheduler

@@ -55,6 +55,7 @@ from lightrft.stages.policy.rewards import (
     build_trainer_rewards,
     prepare_reward_models,
     reward_recipes,
+    tokenizers_of_scorers,
 )
 from lightrft.stages.policy.teacher import prove_teachers
 from lightrft.strategy.distributed.context import print_on_first_rank
@@ -202,6 +203,7 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
     tokenizer = load_tokenizer(str(config.pretrain), config)
     statements = read_statements(str(config.pretrain), config, tokenizer=tokenizer)
     statements.require_consistent()
+    tokenizers_of_scorers(config, tokenizer)  # refused before the models are loaded
     modality = load_modality(config, tokenizer)
     environments = build_environments(config, tokenizer, modality)
     shown = environments.prompt_tokenizer

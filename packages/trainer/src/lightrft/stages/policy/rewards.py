@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.rules import NO_REWARDS
 from lightrft.datasets import Prompt
-from lightrft.models import RewardModel, load_tokenizer
+from lightrft.datasets.text_ids import frame_ids
+from lightrft.engines.media.families import family_of
+from lightrft.models import RewardModel
 from lightrft.models.proof import prove_model
+from lightrft.models.statements import read_statements
 from lightrft.rewards import CombinedReward, build_reward
 from lightrft.rewards.build import load_recipes, numbered, reward_urls
 from lightrft.rewards.types import RewardFunction, RewardRecipes
@@ -103,15 +106,55 @@ def build_model_rewards(
     if not models:
         return None
     weights = config.reward_weights[num_functions(config) :] or (1.0,) * len(models)
-    entries = []
-    for index, (path, model) in enumerate(zip(config.reward_pretrain, models, strict=True)):
-        own = load_tokenizer(path)
-        is_same = own.get_vocab() == tokenizer.get_vocab()
-        name = numbered("model", index, len(models))
-        entries.append(ScoringModel(name, model, None if is_same else own, weights[index]))
+    entries = [
+        ScoringModel(numbered("model", index, len(models)), model, own, weights[index])
+        for index, (model, own) in enumerate(
+            zip(models, tokenizers_of_scorers(config, tokenizer), strict=True)
+        )
+    ]
     return ModelRewards(
         strategy, entries, micro_batch_size=config.micro_rollout_batch_size, recipes=recipes
     )
+
+
+def tokenizers_of_scorers(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[PreTrainedTokenizerBase | None]:
+    """Return the tokenizer of each reward model; None for one that reads the sampled ids.
+
+    It reads them if its tokenizer has the actor's vocabulary and writes the same around a text, and
+    its chat template, if messages are rendered, is the actor's; else they are read anew as
+    `lightrft reward` reads rows.
+
+    Raises:
+        ConfigError: It would have to read episodes or messages anew, and cannot.
+    """
+    chosen: list[PreTrainedTokenizerBase | None] = []
+    for path in config.reward_pretrain:
+        said = read_statements(path, generates=False).require_consistent()
+        own, is_chat = said.tokenizer, config.apply_chat_template
+        # The template of a model of images is its processor's.
+        renders_alike = (
+            own.chat_template in (None, tokenizer.chat_template) or family_of(said.config)
+            if is_chat
+            else frame_ids(own) == frame_ids(tokenizer)
+        )
+        if own.get_vocab() == tokenizer.get_vocab() and renders_alike:
+            chosen.append(None)
+            continue
+        if config.has_episodes or (is_chat and not own.chat_template):
+            other = (
+                "episodes are tokens of the policy"
+                if config.has_episodes
+                else ("it has no chat template for the messages of the prompts")
+            )
+            raise ConfigError(
+                f"reward_pretrain: {path} has another tokenizer or chat template than "
+                f"{config.pretrain}, and {other}: give a reward model trained from the policy's "
+                "own model"
+            )
+        chosen.append(own)
+    return chosen
 
 
 def build_trainer_rewards(

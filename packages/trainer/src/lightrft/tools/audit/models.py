@@ -179,7 +179,9 @@ class Policy(Scorer):
         self, folder: Path, *, temperature: float, lora_scale: float = 0.0, rounds: bool = False
     ) -> None:
         model = _build(folder, AutoModelForCausalLM)
-        vocab = int(model.config.get_text_config().vocab_size)
+        # A record names the ids that are tokens, where the output projection has more rows.
+        num_rows = model.config.get_text_config().vocab_size
+        self._num_tokens = vocab = int(model.config.to_dict().get("num_tokens", num_rows))
         super().__init__({POLICY: model}, width=vocab, lora_scale=lora_scale, rounds=rounds)
         self.temperature = temperature
         self._head = cast("PreTrainedModel", model).get_output_embeddings()
@@ -191,7 +193,8 @@ class Policy(Scorer):
 
     def logprobs(self, tokens: Tensor, vocab: int | None = None) -> Tensor:
         """[rows, seq - 1, vocab] of what follows all tokens but the last, among the first ids."""
-        logits = self._model[POLICY](input_ids=tokens, use_cache=False).logits[:, :-1, :vocab]
+        logits = self._model[POLICY](input_ids=tokens, use_cache=False).logits
+        logits = logits[:, :-1, : vocab or self._num_tokens]
         return torch.log_softmax(logits.double() / self.temperature, dim=-1)
 
 

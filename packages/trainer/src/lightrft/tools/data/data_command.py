@@ -290,6 +290,9 @@ def check(request: Request) -> int:
     reader = _reader(tokenizer, config)
     if rows and config.apply_chat_template:
         require_bounded(rows[0], lambda: render(rows[0], reader, config))
+    if rows and statements is not None:
+        require_bounded(rows[0], lambda: _answered(statements))
+        statements.say(say)
     shown = with_progress(items, "rows checked")
     record = ReadRecord()
     found = check_rows(
@@ -317,6 +320,14 @@ def _num_reward_problems(usable: Sequence[CheckedRow], config: TrainConfig) -> i
     if config.environment is not None and usable:
         _show_environment(usable, config)
     return 0 if certificate is None else len(certificate.problems)
+
+
+def _answered(statements: Statements) -> None:
+    """Renders an answer; a DataError that comes from a MemoryError says that it is too long."""
+    try:
+        _ = statements.behind_answer
+    except MemoryError as error:
+        raise DataError("the chat template takes too much memory") from error
 
 
 def _reader(tokenizer: PreTrainedTokenizerBase | None, config: TrainConfig) -> PromptTokenizer:
@@ -456,7 +467,7 @@ def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
 
 
 def load_statements(config: TrainConfig) -> Statements | None:
-    """What `pretrain` says of itself, which is shown; None without one.
+    """What `pretrain` says of itself; None without one.
 
     Raises:
         ConfigError: Its files contradict each other.
@@ -469,5 +480,4 @@ def load_statements(config: TrainConfig) -> Statements | None:
 
     statements = read_statements(config.pretrain, config).require_consistent()
     check_tokenizer(statements.tokenizer, config)
-    statements.say(say)
     return statements

@@ -124,13 +124,13 @@ def run(argv: Sequence[str]) -> int:
     stage = stage_of(argv)
     source, config = parse(argv, stage)
     reading = read_vocabulary(config, generates=stage == "prefer")
-    reading.statements.say(say)
     config = rows_within_context(config)
     tokenizer = reading.tokenizer
     items, first = read_source(source, config, tokenizer)
     build = PreferenceReader if stage == "prefer" else judgement_reader
     reader: Reader = build(tokenizer, config, first, reading.vocab_size, reading.reader)
     require_bounded(first, lambda: reader(first))
+    reading.statements.say(say)
     found = check_judgements(items, reader, config.max_row_tokens)
     refuse(option_problems(found, config, stage), ConfigError)
     show_judgements(found, tokenizer)

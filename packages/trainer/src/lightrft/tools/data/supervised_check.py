@@ -96,7 +96,6 @@ def run(argv: Sequence[str]) -> int:
     from lightrft.stages.supervised.supervised_inputs import read_vocabulary
 
     reading = read_vocabulary(config)
-    reading.statements.say(say)
     config = rows_within_context(config)
     tokenizer = reading.tokenizer
     for place in config.teacher_places.values():
@@ -109,6 +108,7 @@ def run(argv: Sequence[str]) -> int:
         return RowEncoder(tokenizer, config, kind, reading.vocab_size, reading.reader)
 
     require_bounded(first, lambda: list(encoder_of_rows().rows(first)))
+    reading.statements.say(say)
     encoder = encoder_of_rows()
     say(f"rows with {encoder.kind}, trained: {encoder.train_on}")
     found = check_rows(items, encoder, config.max_row_tokens)

@@ -22,6 +22,7 @@ from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.process_state import replaced_environment
 from lightrft.experience.minibatches import micro_slices
 from lightrft.models import Actor, ActorOutput, Critic, load_config
+from lightrft.models.statements import vocabulary_of
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.backend import PreparedModel
@@ -204,7 +205,7 @@ def rows_of(path: str) -> tuple[Rows, Rows]:
     config = load_config(path)
     first, second = (
         make_rows(
-            config.get_text_config().vocab_size,
+            vocabulary_of(path).num_tokens or config.get_text_config().vocab_size,
             seed=seed,
             prompts=draw_prompts(path, seed),
             forbidden_ids=placeholder_ids(config) if family_of(config) else (),
