@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.models.tiny import tiny_model
 from tests.ranks import run_multiprocess
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.models.loading import load_causal_lm
@@ -384,3 +386,33 @@ def test_two_processes_agree_over_backends(checkpoints, tmp_path):
     for key, expected in adapters[0].items():
         for found in adapters:
             assert (found[key] - expected).norm() <= 1e-3 * expected.norm(), key
+
+
+def test_weights_without_adapters_are_named_with_their_share():
+    from lightrft.models.lora import LoraActor
+
+    dense, mixture = (
+        LoraActor(tiny_model(family, **options), TrainConfig(lora_rank=2)).coverage
+        for family, options in (
+            ("qwen3", {}),
+            ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 48}),
+        )
+    )
+    assert dense == "adapters on 14 layers"
+    assert mixture == (
+        "adapters on 8 layers; 0.0742 of 0.0993 million weights, in experts and gate, get none"
+    )
+    alone = TrainConfig(lora_rank=2, target_modules=("q_proj", "v_proj"))
+    line = LoraActor(tiny_model(), alone).coverage
+    assert line.startswith("adapters on 4 layers; 0.0492 of 0.0619 million weights")
+    assert "in gate_proj and up_proj and down_proj, get none" in line
+
+
+def test_a_model_of_other_layers_is_refused_before_its_weights_are_read(tmp_path):
+    from lightrft.stages.opening import check_parts
+
+    config = GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=2)
+    config.save_pretrained(tmp_path)
+    options = TrainConfig(pretrain=str(tmp_path), lora_rank=2)
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel has no linear layer .* 8 of Conv1D"):
+        check_parts(options, AutoModelForCausalLM)

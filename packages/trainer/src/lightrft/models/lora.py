@@ -10,16 +10,18 @@ Source: Hu et al. 2021, arXiv:2106.09685, eq. 3.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.types import AdapterShape
@@ -31,9 +33,6 @@ from lightrft.strategy.checkpoints.gathered_model import SavesPretrained, pretra
 from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"
 BASE = ".base_layer"
@@ -41,10 +40,15 @@ FIRST, SECOND = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
 
 class LoraModel(SequenceModel):
-    """A model whose linear layers are frozen and carry trained adapters."""
+    """A model whose linear layers are frozen and carry trained adapters.
+
+    Attributes:
+        coverage: One line about the layers that have adapters and the weights that have none.
+    """
 
     scale = 1.0
     rank = 0
+    coverage = ""
 
     def add_adapters(self, model: PreTrainedModel, config: TrainConfig) -> None:
         """Freezes a model and puts adapters on its layers.
@@ -63,6 +67,7 @@ class LoraModel(SequenceModel):
             raise ConfigError(f"adapters need lora_rank >= 1: got {config.lora_rank}")
         self.rank, self.scale = config.lora_rank, config.lora_alpha / config.lora_rank
         self.adapters = _inject(model, config)
+        self.coverage = adapter_coverage(model)
 
     def gradient_checkpointing_enable(self) -> None:
         """See `SequenceModel`; inputs of the first block must carry gradients to its adapters."""
@@ -240,7 +245,13 @@ def target_layers(
     Raises:
         ConfigError: A target names no linear layer; the message lists the names there are.
     """
-    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    # The output projection of a policy is no layer of the body, and has no adapters.
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    linear = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and layer is not head
+    ]
     if ALL_LINEAR in targets:
         chosen = set(linear)
     else:
@@ -255,10 +266,48 @@ def target_layers(
         chosen = set().union(*found.values())
     chosen = {name for name in chosen if not has_prefix(name, frozen)}
     if not chosen:
+        kinds = Counter(
+            type(layer).__name__
+            for layer in model.modules()
+            if "weight" in layer._parameters
+            and layer.weight.dim() > 1
+            and not isinstance(layer, nn.Embedding | nn.Linear)
+        )
+        others = ", ".join(f"{number} of {kind}" for kind, number in kinds.items())
         raise ConfigError(
             f"target_modules: {type(model).__name__} has no linear layer for an adapter"
+            + (f": its layers are {others}, which take none" if others else "")
+            + "; train it whole (--lora_rank 0), or take another model"
         )
     return sorted(chosen)
+
+
+def adapter_coverage(model: PreTrainedModel) -> str:
+    """Return one line about the layers with adapters and the matrices of the body without.
+
+    Args:
+        model: With adapters.
+    """
+    names = {name for name, _ in model.named_parameters() if name.endswith(FIRST)}
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = {id(each.weight) for each in layers if each is not None}
+    without: Counter[str] = Counter()
+    total = 0
+    for name, value in model.named_parameters():
+        if _is_factor(name) or id(value) in ends:
+            continue
+        total += value.numel()
+        if value.dim() > 1 and name.removesuffix(f"{BASE}.weight") + FIRST not in names:
+            module = name.rpartition(".")[0]
+            without[next((w for w in module.split(".")[::-1] if not w.isdigit()), name)] += (
+                value.numel()
+            )
+    line = f"adapters on {len(names)} layers"
+    if not without:
+        return line
+    places = " and ".join(place for place, _ in without.most_common(3))
+    part, whole = (f"{number / 1e6:,.3g}" for number in (without.total(), total))
+    return f"{line}; {part} of {whole} million weights, in {places}, get none"
 
 
 def _is_meant(name: str, target: str) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.files import FileError, read_object, read_text
-from lightrft.engines.media.families import family_of, placeholder_ids
+from lightrft.engines.media.families import family_of
 from lightrft.engines.text import declared_ends, end_of_sequence_ids, text_behind_answer
 from lightrft.engines.types import Vocabulary
 from lightrft.models.loading import (
@@ -52,9 +52,10 @@ class Statements:
     @cached_property
     def num_ids(self) -> int:
         """Number of ids of the tokenizer, up to its last one; marks of media do not count."""
-        marks = placeholder_ids(self.config) if family_of(self.config) else ()
-        ids = set(self.tokenizer.get_vocab().values()) - {i for i in marks if i >= self.num_rows}
-        return max(ids, default=-1) + 1
+        fields = self.config.to_dict().items() if family_of(self.config) else ()
+        marks = [value for name, value in fields if name.endswith(("_token_id", "_token_index"))]
+        ids = self.tokenizer.get_vocab().values()
+        return max((i for i in ids if i < self.num_rows or i not in marks), default=-1) + 1
 
     @cached_property
     def behind_answer(self) -> str:

@@ -72,11 +72,8 @@ def check_parts(config: TrainConfig, kind: type[_BaseAutoModelClass]) -> None:
     _check_shapes(path, shapes, skeleton)
     if config.lora_rank:
         layers = target_layers(skeleton, config.target_modules, frozen=config.freeze_prefix)
-        head = skeleton.get_output_embeddings()
-        if config.lora_path is not None and head is not None:
-            # The output projection is no layer of the body, and has no adapters.
-            own = [name for name in layers if skeleton.get_submodule(name) is not head]
-            check_adapters(config, skeleton, own)
+        if config.lora_path is not None and skeleton.get_output_embeddings() is not None:
+            check_adapters(config, skeleton, layers)
     freeze_tensors(skeleton, config.freeze_prefix)
 
 

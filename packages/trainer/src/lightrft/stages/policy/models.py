@@ -20,6 +20,7 @@ from lightrft.engines.media.families import family_of
 from lightrft.models import Actor, Critic, LoraActor, SequenceModel, load_causal_lm
 from lightrft.models.attention import packs_in_one_kernel
 from lightrft.models.loading import ModelLoadError, load_config
+from lightrft.models.lora import LoraModel
 from lightrft.models.proof import Proof, prove_model, require_packing
 from lightrft.models.sequence_model import freeze
 from lightrft.models.statements import vocabulary_of
@@ -79,6 +80,7 @@ def build_models(
                 critic_path if isinstance(critic_path, str) else path,
                 allow_new_weights=config.allow_new_weights,
             )
+    say_coverage(actor, strategy)
     # Before the strategy wraps and compiles them.
     for trained in (actor, critic):
         if trained is not None:
@@ -147,6 +149,12 @@ def require_equal_start(strategy: StrategyBase, actor: AnyModel, reference: nn.M
         f"actor and reference start from equal weights: {len(expected)} tensors, hash "
         f"{model_hash(expected) % 2**64:016x}"
     )
+
+
+def say_coverage(model: SequenceModel, strategy: StrategyBase) -> None:
+    """Prints which layers have adapters, and which weights have none."""
+    if isinstance(model, LoraModel):
+        strategy.print(model.coverage)
 
 
 def load_policy(path: str, config: TrainConfig) -> Actor:

@@ -31,6 +31,7 @@ from lightrft.stages.policy.models import (
     configure_model,
     decide_by_machine,
     read_model_facts,
+    say_coverage,
     trained_model,
 )
 from lightrft.stages.reward.comparisons import JudgedData, Judgement
@@ -89,6 +90,7 @@ class RewardInputs:
         strategy.print(f"{num_steps} steps of {config.train_batch_size} judgements")
         with phase("load the model", timedelta(minutes=config.timeout_minutes)):
             model = load_reward_model(config)
+            say_coverage(model, strategy)
             if not model.is_beside:
                 found = padding_id(self.reading.tokenizer, self.data.rows)
                 model.model.config.pad_token_id = found

@@ -31,6 +31,7 @@ from lightrft.stages.policy.models import (
     decide_by_machine,
     load_policy,
     read_model_facts,
+    say_coverage,
     trained_model,
 )
 from lightrft.stages.stage import TrainedModels
@@ -268,6 +269,7 @@ def build_model(config: TrainConfig, strategy: StrategyBase, max_steps: int) -> 
     """
     with strategy.init_model_context(config.meta_init):
         actor = load_policy(str(config.pretrain), config)
+    say_coverage(actor, strategy)
     configure_model(actor, config)
     freeze(actor, config.freeze_prefix)
     ready, *_ = strategy.prepare_models_and_optimizers(actor, None, None, None, config, max_steps)
