@@ -34,6 +34,8 @@ from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 
 ALL_LINEAR = "all-linear"
+# Layers that an error about others does not name.
+_TAKEN = nn.Embedding | nn.Linear
 ADAPTER = "default"
 BASE = ".base_layer"
 FIRST, SECOND = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
@@ -269,9 +271,8 @@ def target_layers(
         kinds = Counter(
             type(layer).__name__
             for layer in model.modules()
-            if "weight" in layer._parameters
-            and layer.weight.dim() > 1
-            and not isinstance(layer, nn.Embedding | nn.Linear)
+            for name, value in layer.named_parameters(recurse=False)
+            if name == "weight" and value.dim() > 1 and not isinstance(layer, _TAKEN)
         )
         others = ", ".join(f"{number} of {kind}" for kind, number in kinds.items())
         raise ConfigError(

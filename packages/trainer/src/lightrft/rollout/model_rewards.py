@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightrft.datasets.chat_template import template_of
 from lightrft.datasets.chat_turns import end_of_turn
-from lightrft.datasets.messages import with_texts
+from lightrft.datasets.messages import Message, with_texts
 from lightrft.datasets.text_ids import TextIds, prompt_ids
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.media.media import MediumKind, RowMedia
@@ -185,10 +185,11 @@ class OwnTexts:
 
     def _chat(self, rollout: Rollout, *, is_ended: bool) -> Sequence[int]:
         asked = with_texts([dict(message) for message in rollout.prompt.messages])
-        answer = {"role": "assistant", "content": rollout.response_text}
+        answer: Message = {"role": "assistant", "content": rollout.response_text}
         template = template_of(self._tokenizer)
         texts = [template.render(asked, asks=True), template.render([*asked, answer])]
-        before, whole = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        encoded: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        before, whole = encoded
         # What stands behind the end of the turn is no part of it.
         ends = [i for i in range(len(before), len(whole)) if whole[i] == self._end]
         return whole[: ends[-1] + is_ended] if ends else whole
