@@ -234,6 +234,17 @@ def test_a_constant_group_gets_exactly_zero_in_float32(name: str, reward: float)
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_rewards_that_differ_by_rounding_alone_are_equal(name: str) -> None:
+    assert _estimate(name, _inputs([0.1 + 0.2, 0.3, 0.3, 0.3])).tolist() == [0.0] * 4
+    assert _estimate(name, _inputs([0.0, 0.1 + 0.2 - 0.3, 0.0, 0.0])).tolist() == [0.0] * 4
+
+
+def test_small_differences_of_large_rewards_count() -> None:
+    near, far = (_estimate("group_norm", _inputs([x, x + 1, x + 2, x + 3])) for x in (0.0, 1e12))
+    torch.testing.assert_close(near, far)
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_one_completion_per_prompt_is_an_error(name: str) -> None:
     with pytest.raises(ValueError, match=r"group 4 has a single completion.*at least 2"):
         _estimate(name, _inputs([1.0, 0.0, 1.0], groups=[1, 1, 4]))

@@ -7,6 +7,7 @@ from lightrft.records.table import SampleTable
 from lightrft.rollout.dynamic import apply_selection, mixed_groups, select_groups
 from lightrft.rollout.sampler import GreedySource, training_params
 from lightrft.rollout.source import SampleRequests, Samples
+from lightrft.stages.policy.step_metrics import group_metrics
 
 
 def table(groups, *, rewards=None, masked=()):
@@ -39,6 +40,13 @@ def table(groups, *, rewards=None, masked=()):
 def test_a_group_is_mixed_by_accuracy_not_by_shaped_reward():
     shaped = table([(1, 1), (0, 1), (0, 0)], rewards=[1.0, 0.4, 0.0, 1.0, 0.0, -0.5])
     assert mixed_groups(shaped) == [1]
+
+
+def test_accuracies_that_differ_by_rounding_alone_make_no_group_mixed():
+    samples = table([(0.1 + 0.2, 0.3), (0, 0.3)])
+    assert mixed_groups(samples) == [1]
+    assert select_groups(samples, 1).num_solved == 1
+    assert group_metrics(samples)["constant_group_share"] == 0.5
 
 
 def test_rows_whose_reward_failed_do_not_make_a_group_mixed():

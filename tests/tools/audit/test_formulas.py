@@ -190,6 +190,13 @@ def test_row_advantages_have_the_worked_values(name, given, wanted):
     assert name == "remax" or (found[4:] == 0).all()
 
 
+def test_rewards_that_differ_by_rounding_alone_are_equal():
+    scores = dataclasses.replace(SCORES, rewards=np.full_like(SCORES.rewards, 0.3))
+    scores.rewards[0] = 0.1 + 0.2
+    for name in ("group_norm", "rloo", "gpg", "maxrl"):
+        assert not adv.row_advantages(name, scores, {}).any()
+
+
 def test_a_failed_row_has_no_part_in_its_group():
     kept = np.array([True, True, True, False, *[True] * 4])
     found = adv.row_advantages("dr_grpo", dataclasses.replace(SCORES, is_kept=kept), {})

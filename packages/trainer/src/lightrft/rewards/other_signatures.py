@@ -26,6 +26,8 @@ WITHOUT_COUNTERPART = {
     "completion_ids": "give the function a parameter responses, which are texts",
     "completions_ids": "give the function a parameter responses, which are texts",
     "response_ids": "give the function a parameter responses, which are texts",
+    "log_metric": "return a dict of numbers for each response; their means are metrics",
+    "log_extra": "return a dict of numbers for each response; samples.jsonl has them",
     "trainer_state": "a function is called with data alone; leave it out",
     "reward_router_address": "call a model by the reward judge, or reward_pretrain",
     "reward_model_tokenizer": "call a model by the reward judge, or reward_pretrain",

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from lightrft.algorithms.moments import spread
 from lightrft.records.table import RowTable, merge
 from lightrft.rollout.scoring import require_rewards
 from lightrft.rollout.source import (
@@ -106,7 +107,7 @@ def mixed_groups(table: RowTable) -> list[int]:
     mixed = []
     for group in np.unique(table.group_ids):
         kept = table.accuracies[(table.group_ids == group) & ~table.is_masked]
-        if len(kept) > 1 and np.ptp(kept) > 0:
+        if len(kept) > 1 and spread(kept.min(), kept.max()) > 0:
             mixed.append(int(group))
     return mixed
 
@@ -125,7 +126,8 @@ def select_groups(table: RowTable, num_wanted: int) -> Selection:
     rows = np.flatnonzero(np.isin(table.group_ids, [*kept, *fillers])).astype(np.int64)
     scored = table.accuracies[~table.is_masked]
     top = scored.max(initial=-np.inf)
-    solved = [g for g in constant if (table.accuracies[table.group_ids == g] == top).all()]
+    lowest = {g: table.accuracies[table.group_ids == g].min() for g in constant}
+    solved = [g for g in constant if len(scored) and spread(lowest[g], top) <= 0]
     return Selection(
         rows=rows,
         is_filler=np.isin(table.group_ids[rows], fillers),

@@ -16,7 +16,7 @@ from lightrft.algorithms.interface import (
     advantage_traits,
     lookup,
 )
-from lightrft.algorithms.moments import Moments, moments_of
+from lightrft.algorithms.moments import Moments, moments_of, spread
 
 MAX_FILTER_WEIGHT = 3.0
 
@@ -103,8 +103,8 @@ class Groups:
     def has_signal(self) -> Tensor:
         """[rows] bool, the group's rewards are not all equal.
 
-        Exact comparison of the smallest with the largest: a standard deviation of equal rewards
-        is rounding error that a division would amplify.
+        The smallest is compared with the largest: a standard deviation of equal rewards is
+        rounding error that a division would amplify.
         """
         reduce = self.rewards.new_zeros(len(self.counts))
         inf = torch.full_like(self.rewards, torch.inf)
@@ -112,7 +112,7 @@ class Groups:
         high = torch.where(self.is_scored, self.rewards, -inf)
         lowest = reduce.scatter_reduce(0, self.index, low, "amin", include_self=False)
         highest = reduce.scatter_reduce(0, self.index, high, "amax", include_self=False)
-        return (highest > lowest)[self.index]
+        return (spread(lowest, highest) > 0)[self.index]
 
     def where_informative(self, values: Tensor, like: Tensor) -> Tensor:
         """`values` [rows], 0 for unscored rows and constant groups, in the dtype of `like`."""

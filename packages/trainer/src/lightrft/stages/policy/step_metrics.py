@@ -12,7 +12,7 @@ from torch import Tensor
 from lightrft.algorithms.interface import TokenLoss
 from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.masking import log_ratio, masked_difference
-from lightrft.algorithms.moments import PairedMoments
+from lightrft.algorithms.moments import PairedMoments, spread
 from lightrft.algorithms.value import explained_variance
 from lightrft.config import TrainConfig
 from lightrft.config.rules import keeps_rows
@@ -155,7 +155,7 @@ def group_metrics(table: RowTable) -> dict[str, np.floating]:
     """
     groups = [table.rewards[table.group_ids == group] for group in np.unique(table.group_ids)]
     return {
-        "constant_group_share": np.mean([np.ptp(rewards) == 0 for rewards in groups]),
+        "constant_group_share": np.mean([spread(r.min(), r.max()) <= 0 for r in groups]),
         "group_reward_std": np.mean([rewards.std() for rewards in groups]),
     }
 

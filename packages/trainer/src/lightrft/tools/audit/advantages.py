@@ -18,6 +18,7 @@ import numpy as np
 
 from lightrft.config import TrainConfig
 from lightrft.tools.audit.record import Array, Flags, Integers
+from lightrft.tools.audit.samples import differ
 
 MIN_VARIANCE = 1e-8  # of what is whitened
 TOKEN_ESTIMATORS = ("gae", "reinforce", "reinforce++")
@@ -66,7 +67,7 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
     batch = scores.rewards[scores.is_kept]
     groups = [np.flatnonzero(scores.groups == g) for g in np.unique(scores.groups)]
     members = [rows[scores.is_kept[rows]] for rows in groups]
-    informative = [rows for rows in members if len(rows) and np.ptp(scores.rewards[rows]) > 0]
+    informative = [rows for rows in members if differ(scores.rewards[rows])]
     share = len(groups) / max(len(informative), 1)
     for rows in informative:
         lengths = scores.lengths[rows].astype(np.float64)
@@ -95,7 +96,7 @@ def enlargement(advantages: Array, scores: Scores) -> float:
     for group in np.unique(scores.groups):
         rows = (scores.groups == group) & scores.is_kept
         largest = float(np.abs(advantages[rows]).max(initial=0.0))
-        if largest > 0 and np.ptp(scores.rewards[rows]) > 0:
+        if largest > 0 and differ(scores.rewards[rows]):
             found = max(found, largest / float(np.ptp(scores.rewards[rows])))
     return 2 * found
 

@@ -63,13 +63,19 @@ def build_rows(samples: RawSamples, config: TrainConfig) -> Rows:
     return Rows(ids, lengths, mask, is_kept, logprobs)
 
 
+def differ(rewards: Array) -> bool:
+    """Whether rewards of a group are not all equal, up to the rounding of a weighted sum."""
+    size = 2 * np.abs(rewards).max(initial=0.0) + 1e-3
+    return len(rewards) > 1 and float(np.ptp(rewards)) > 1e-13 * size
+
+
 def _is_informative(samples: RawSamples, is_kept: Flags) -> Flags:
     """Rows of groups whose accuracies differ: the others only fill up the batch."""
     found = np.zeros(len(samples.group_ids), dtype=np.bool_)
     for group in np.unique(samples.group_ids):
         own = samples.group_ids == group
         scored = samples.accuracies[own & is_kept]
-        found[own] = len(scored) > 1 and scored.max() > scored.min()
+        found[own] = differ(scored)
     return found
 
 
