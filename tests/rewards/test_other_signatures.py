@@ -138,6 +138,7 @@ def test_arguments_of_a_function_of_verl_come_from_reward_args():
         ("environments", "train with --environment"),
         ("completion_ids", "a parameter responses"),
         ("trainer_state", "leave it out"),
+        ("log_metric", "return a dict of numbers for each response"),
         ("reward_router_address", "reward judge"),
         ("answer", "rename it or give it a default"),
     ],
