@@ -196,6 +196,16 @@ class Base:
         return f"said {text}"
 
 
+class Taking:
+    """Changes its row."""
+
+    def reset(self, meta, **row):
+        self.answers = [meta.pop("answer"), meta["deep"].pop()]
+
+    def get_reward(self):
+        return float(sum(self.answers))
+
+
 class Contract(Base):
     """The shapes of TRL's contract: a property that raises, public helpers, an async tool."""
 

@@ -711,3 +711,10 @@ def test_arguments_are_cast_only_where_the_schema_asks():
     for wrong in ({"n": 1.5}, {"n": True}, {"s": 7}, {"b": 1}):
         with pytest.raises(MalformedCallError):
             check_call(ToolCall("f", wrong), schema)
+
+
+def test_what_reset_does_to_its_row_reaches_no_other_episode(stage):
+    rows = [{"input": "Find it.", "meta": {"answer": 2, "deep": [3]}}]
+    played = stage(["done"], rows=rows, environment="Taking")
+    for _ in range(2):
+        assert [reward.reward for reward in played.sample()[1]] == [5.0, 5.0]
