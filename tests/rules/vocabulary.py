@@ -18,8 +18,8 @@ from lightrft.engines.types import GenerationRequest, SamplingParams
 from lightrft.tools.serve.served_model import ServedModel
 from lightrft.trainer import train
 
-# Of 320 rows those behind the tokenizer's 261 ids are by far the likeliest.
-PADDED = {65: 0.0, END: 0.0, **dict.fromkeys(range(NUM_IDS, 320), 9.0)}
+# Of 700 rows those behind the tokenizer's 261 ids are by far the likeliest.
+PADDED = {65: 0.0, END: 0.0, **dict.fromkeys(range(NUM_IDS, 700), 9.0)}
 DATA = {
     "sft": {"prompt": "a", "completion": "b"},
     "prefer": {"prompt": "a", "chosen": "b", "rejected": "c"},
@@ -31,7 +31,7 @@ DATA = {
 
 
 def padding_is_neither_sampled_nor_trained(tmp_path: Path) -> None:
-    model = spoken_model(tmp_path, PADDED, num_rows=320)
+    model = spoken_model(tmp_path, PADDED, num_rows=700)
     run = tmp_path / "run"
     train(
         model,
@@ -50,7 +50,7 @@ def padding_is_neither_sampled_nor_trained(tmp_path: Path) -> None:
 
 
 def padding_is_not_served(tmp_path: Path) -> None:
-    served = ServedModel(Path(spoken_model(tmp_path, PADDED, num_rows=320)), TrainConfig())
+    served = ServedModel(Path(spoken_model(tmp_path, PADDED, num_rows=700)), TrainConfig())
     request = GenerationRequest(request_id=0, prompt_token_ids=(65,), max_tokens=12)
     made = served.engine.generate([request], SamplingParams(n=8, ignore_eos=True))
     assert max(max(each.output_token_ids) for each in made) < NUM_IDS

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightrft.engines.base import RolloutEngine, StaleEngineError
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
-from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.engines.types import Completion, GenerationRequest, SamplingParams, Vocabulary
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import Group, gather_objects, group_rank
 from lightrft.strategy.distributed.sequence_parallel import SharesSequences
@@ -22,6 +22,7 @@ from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     checkpoint_module,
     reshard_modules,
+    vocabulary_of,
 )
 from lightrft.strategy.weight_sync.verification import WeightSyncError, mix64
 
@@ -256,7 +257,9 @@ def actor_canary(
     text_config = root.config.get_text_config()
     limits = (max_length, text_config.max_position_embeddings)
     longest = min(limit for limit in limits if limit is not None)
-    token_ids = canary_token_ids(text_config.vocab_size, max(1, min(CANARY_LENGTH, longest - 1)))
+    known = vocabulary_of(module) or Vocabulary()
+    vocab_size = known.num_tokens or text_config.vocab_size
+    token_ids = canary_token_ids(vocab_size, max(1, min(CANARY_LENGTH, longest - 1)))
     is_bare = root is module
 
     def score(sequence: Sequence[int], media: EncodedPrompt | None = None) -> list[float]:
