@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from tests.datasets import chat_families
+from tests.datasets.stage_ids import PROMPTS, require_alike
 from tokenizers.pre_tokenizers import ByteLevel
 
 from lightrft.config import TrainConfig
@@ -180,6 +181,9 @@ def test_nulls_of_arrow_are_in_no_stage(tmp_path):
     ]
     assert found[0] == found[1] == found[2]
     assert "null" not in str(found)
+    load = {"max_samples": 9, "split": "train"}
+    said = [load_supervised(path, tokenizer, config, **load).summary for path in paths]
+    assert [text.count("nulls within calls and tools are left out") for text in said] == [0, 1, 1]
     config = TrainConfig(input_key="messages", apply_chat_template=True, prompt_max_len=4000)
     asked = [{**row, "messages": row["messages"][:3]} for row in rows]
     texts = [
@@ -455,3 +459,14 @@ def test_a_parser_is_chosen_for_a_tokenizer_with_several_templates():
 def test_read_messages_names_what_is_wrong():
     with pytest.raises(DataError, match="column 'messages' must hold a list of messages: got str"):
         read_messages({"messages": "hello"}, "messages")
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("family", chat_families.FAMILIES)
+def test_a_row_has_the_same_ids_in_every_stage_or_is_refused_by_all(tmp_path, family, name):
+    splits = ByteLevel(add_prefix_space=False, use_regex=family.startswith("Qwen"))
+    tokenizer = chat_families.family_tokenizer(family, pre_tokenizer=splits)
+    prompt = require_alike(tmp_path, tokenizer, name)
+    # Families whose template shows neither tools nor calls.
+    drops = {"tools": {"Gemma", "Phi", "DeepSeek"}, "calls": {"Gemma", "Phi", "DeepSeek"}}
+    assert (prompt is None) == (family in drops.get(name, ()))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.datasets import chat_families as families
+from tests.datasets.stage_ids import PROMPTS, require_alike
 from tests.rollout.test_call_formats import TYPES, random_arguments
 
 from lightrft.config import ConfigError
@@ -102,3 +103,12 @@ def test_random_calls_come_back(name):
 def test_a_template_without_calls_that_are_read_is_refused(name):
     with pytest.raises(ConfigError, match="writes no known format of calls"):
         choose_parser("auto", tokenizer_of(name), ())
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("name", sorted({*PARSER_OF, *REFUSED}))
+def test_a_row_has_the_same_ids_in_every_stage_or_is_refused_by_all(tmp_path, name, prompt):
+    found = require_alike(tmp_path, tokenizer_of(name), prompt)
+    assert found is not None or prompt != "plain"
+    # DeepSeek's leaves tools to the user's text.
+    assert found is not None or name in {*REFUSED, "deepseekv3"}

@@ -180,8 +180,9 @@ def in_either_form(apply: Callable[[Sequence[Message]], str], messages: Sequence
     calls = [call for each in messages for call in cast("Sequence[Message]", each.get(CALLS) or ())]
     if not calls:
         return apply(messages)
+    objects = [with_objects(each) for each in messages]
     try:
-        text = apply([with_objects(each) for each in messages])
+        text = apply(objects)
     except Exception as problem:  # noqa: BLE001 - a template is a program of its author
         try:
             return apply(messages)

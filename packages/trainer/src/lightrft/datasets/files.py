@@ -44,6 +44,9 @@ RowSource = Callable[[str, str], Iterator[Mapping[str, object] | LeftOutError]]
 _NUMBERS = ("margin", "score", "score_chosen", "score_rejected", "weight")
 # Of the rows that are left out.
 _SHOWN = 3
+_PADDED = (
+    "nulls within calls and tools are left out: Parquet has them under every key of other rows"
+)
 # One of them is in each message, and in each schema of a tool.
 _KEYS_OF_MESSAGES = ("role", "from", "function", "parameters")
 
@@ -56,7 +59,7 @@ class Row:
         columns: Values by column name.
         location: `file:line` of a JSONL row, `file, row n` of others; for error messages.
         folder: To which paths in it are relative.
-        remark: On the rows of its source that were left out; "" without any.
+        remark: What was left out of its source or of it; "" for nothing.
         roots: Folders, beside that one, in which files that it names may lie.
     """
 
@@ -99,7 +102,7 @@ def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
         remark += f"; and {len(left_out) - _SHOWN} more, which `lightrft data check` names"
     if not rows:
         raise DataError(f"{path}: {remark}; none is left")
-    return [replace(row, remark=remark) for row in rows]
+    return [replace(row, remark="; ".join(filter(None, (remark, row.remark)))) for row in rows]
 
 
 def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataError]:
@@ -359,7 +362,9 @@ def _row(content: object, location: str) -> Row | DataError:
 
 
 def _cleaned(columns: Mapping[str, object], location: str) -> Row:
-    return Row({name: without_nan(value) for name, value in columns.items()}, location)
+    remark = _PADDED if isinstance(columns, _Unpadded) else ""
+    cells = {name: without_nan(value) for name, value in columns.items()}
+    return Row(cells, location, remark=remark)
 
 
 def without_nan(value: object) -> object:
@@ -386,14 +391,27 @@ def _whole(columns: Mapping[str, object], names: Container[str]) -> dict[str, ob
     }
 
 
+class _Unpadded(dict[str, object]):
+    """Columns of Arrow from whose calls or tools nulls were taken."""
+
+
 def _without_padding(columns: Mapping[str, object]) -> dict[str, object]:
     """Columns of Arrow, whose messages and tools have null under each key that others have.
 
     A null that was meant cannot be told from these, and is left out as well.
     """
-    return {
-        name: _unpadded(value) if _are_messages(value) else value for name, value in columns.items()
-    }
+    padded = [name for name, value in columns.items() if _are_messages(value)]
+    found = {**columns, **{name: _unpadded(columns[name]) for name in padded}}
+    return _Unpadded(found) if any(_has_null(columns[name]) for name in padded) else found
+
+
+def _has_null(value: object, *, within: bool = False) -> bool:
+    """Whether a key is null within a call or a tool."""
+    if isinstance(value, list):
+        return any(_has_null(each, within=within) for each in value)
+    if not isinstance(value, dict):
+        return value is None and within
+    return any(_has_null(each, within=within or name == "function") for name, each in value.items())
 
 
 def _are_messages(value: object) -> bool:

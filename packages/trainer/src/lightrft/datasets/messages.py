@@ -271,10 +271,7 @@ def with_objects(message: Message) -> Message:
     found = []
     for call in cast("Sequence[Message]", message.get(CALLS) or ()):
         function = dict(cast("Message", call["function"]))
-        try:
-            function["arguments"] = json.loads(str(function["arguments"]))
-        except RecursionError as error:
-            raise ValueError("the arguments are nested too deep") from error
+        function["arguments"] = _arguments(str(function["arguments"]))
         found.append({**call, "function": function})
     return {**message, CALLS: found} if found else message
 
@@ -357,11 +354,15 @@ def _call(call: object) -> Message:
         raise ValueError("a call has no name")
     arguments = own.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    value = json.loads(text) if text.strip() else None
-    if value is None:
-        text, value = "{}", {}
-    _mapping(value)
-    return {**rest, "function": {**own, "arguments": text}}
+    return {**rest, "function": {**own, "arguments": text if _arguments(text) else "{}"}}
+
+
+def _arguments(text: str) -> Mapping[str, object]:
+    """The object that arguments mean, {} for nothing; a ValueError says why they mean none."""
+    try:
+        return _mapping(json.loads(text or "null") or {})
+    except RecursionError as error:
+        raise ValueError("they are nested too deep") from error
 
 
 def _mapping(value: object) -> Mapping[str, object]:
@@ -409,15 +410,18 @@ class ReadRecord:
         columns: Names of all columns, in their order.
         read: Names that were read.
         keys: Keys of messages that the chat template does not write.
+        remarks: What was left out of the rows before.
     """
 
     columns: dict[str, None] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     keys: dict[str, None] = field(default_factory=dict)
+    remarks: dict[str, None] = field(default_factory=dict)
 
     def watch(self, row: Row) -> Row:
         """The row; what is read of its columns is noted."""
         self.columns |= dict.fromkeys(row.columns)
+        self.remarks |= dict.fromkeys(filter(None, (row.remark,)))
         return replace(row, columns=WatchedColumns(row.columns, self))
 
     def watch_item(self, item: Row | DataError) -> Row | DataError:
@@ -444,9 +448,9 @@ class ReadRecord:
         return f"not read: {'; '.join(parts)}" if parts else ""
 
     def added_to(self, summary: str, path: str) -> str:
-        """A summary of rows with a line on what was not read of them."""
-        line = self.line()
-        return f"{summary}\n{path}: {line}" if line else summary
+        """A summary of rows with lines on what was left out or not read of them."""
+        lines = filter(None, (*self.remarks, self.line()))
+        return "\n".join((summary, *(f"{path}: {line}" for line in lines)))
 
 
 _MAX_NAMES = 12
