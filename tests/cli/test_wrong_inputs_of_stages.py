@@ -112,8 +112,8 @@ WRONG = {
     "answer a number": row("prefer", PAIR | {"chosen": 4}, "rows.jsonl:1"),
     "answer a list": row("prefer", PAIR | {"chosen": ["b"]}, "rows.jsonl:1"),
     "no prompt": row("prefer", {"chosen": "b", "rejected": "c"}, "rows.jsonl:1", "prompt"),
-    "margin NaN": row(
-        "prefer", '{"prompt": "a", "chosen": "b", "rejected": "c", "margin": NaN}', "rows.jsonl:1"
+    "label NaN": row(
+        "prefer", '{"prompt": "a", "completion": "b", "label": NaN}', "rows.jsonl:1", "'label'"
     ),
     "margin a text": row("reward", PAIR | {"margin": "2"}, "'margin'"),
     "margin beyond": row(

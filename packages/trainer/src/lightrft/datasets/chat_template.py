@@ -177,10 +177,14 @@ def in_either_form(apply: Callable[[Sequence[Message]], str], messages: Sequence
         apply: Renders messages; may raise anything.
         messages: With arguments as JSON.
     """
-    calls = [call for each in messages for call in cast("Sequence[Message]", each.get(CALLS) or ())]
-    if not calls:
-        return apply(messages)
     objects = [with_objects(each) for each in messages]
+    values = [
+        _function(call)["arguments"]
+        for each in objects
+        for call in cast("Sequence[Message]", each.get(CALLS) or ())
+    ]
+    if not values:
+        return apply(messages)
     try:
         text = apply(objects)
     except Exception as problem:  # noqa: BLE001 - a template is a program of its author
@@ -188,7 +192,6 @@ def in_either_form(apply: Callable[[Sequence[Message]], str], messages: Sequence
             return apply(messages)
         except Exception:  # noqa: BLE001 - the first reason is of the form that most take
             raise problem from None
-    values = [json.loads(str(_function(call)["arguments"])) for call in calls]
     if any(value and str(value) in text and json.dumps(value) != str(value) for value in values):
         return apply(messages)
     return text
