@@ -122,7 +122,7 @@ TIME = {
     ),
     "programs that are ignored": (
         f"{IGNORED}while lives(): os.posix_spawn('/bin/sh', {COUNTS}, {{}}); time.sleep(0.05)",
-        "BlockingIOError",
+        "timeout",
     ),
     "a program that becomes itself": (
         "if lives(): burn(); os.execv(sys.executable, [sys.executable, '/tmp/main.py'])",
@@ -567,3 +567,45 @@ WITH_AGENTS = (
     "memory: sockets",
     "memory: pages of which one stays",
 )
+
+HONEST = """
+import asyncio, mmap, multiprocessing, os, signal, socket, sqlite3, subprocess, threading
+from multiprocessing import shared_memory
+def square(x):
+    return x * x
+async def serve():
+    process = await asyncio.create_subprocess_shell("echo a | cat", stdout=subprocess.PIPE)
+    assert (await process.communicate())[0] == b"a\\n"
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    reader, _ = await asyncio.open_connection(*server.sockets[0].getsockname())
+    assert await reader.read() == b""
+    server.close()
+def main():
+    for method in ("fork", "forkserver"):
+        with multiprocessing.get_context(method).Pool(2) as pool:
+            assert pool.map(square, range(3)) == [0, 1, 4]
+    queue = multiprocessing.Queue()
+    queue.put(multiprocessing.Value("i", 3).value)
+    assert queue.get() == 3
+    memory = shared_memory.SharedMemory(create=True, size=1 << 20)
+    memory.close()
+    memory.unlink()
+    mmap.mmap(-1, 8 << 20).close()
+    asyncio.run(serve())
+    base = sqlite3.connect("x.db")
+    base.execute("pragma journal_mode=wal")
+    base.execute("create table t (a)")
+    base.close()
+    assert subprocess.run(["sh", "-c", "sleep 0.1 & wait; timeout 60 true"]).returncode == 0
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    os.nice(1)
+    assert open("/dev/zero", "rb").read(3) == bytes(3)
+    a, b = socket.socketpair()
+    a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    threads = [threading.Thread(target=square, args=(2,)) for _ in range(20)]
+    for each in threads: each.start()
+    for each in threads: each.join()
+    print("well")
+if __name__ == "__main__":
+    main()
+"""

@@ -12,7 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.machine import wait_until
-from tests.tools.rewards.hostile_programs import PRELUDE, PROGRAMS, QUICK, WITH_AGENTS
+from tests.tools.rewards.hostile_programs import (
+    HONEST,
+    PRELUDE,
+    PROGRAMS,
+    QUICK,
+    WITH_AGENTS,
+)
 
 from lightrft.tools.rewards.sandbox import Ending, Sandbox, SandboxLimits
 
@@ -94,11 +100,13 @@ def test_a_hostile_agent_gets_no_more_memory(sandbox, folder, name) -> None:
     check(sandbox, folder, name)
 
 
-@pytest.mark.parametrize("sandbox", [OF_AGENTS], ids=["agent"], indirect=True)
-def test_shells_of_agents_learn_of_the_ends_of_their_children(sandbox) -> None:
-    command = ["sh", "-c", "sleep 0.1 & wait; timeout 60 echo well"]
-    ending = sandbox.run(f"import subprocess; subprocess.run({command})".encode())
-    assert ending == Ending("ended", 0, b"well\n", b"")
+def test_honest_programs_end_well(folder) -> None:
+    """They use what the filter or the looks could mistake."""
+    made = Sandbox("bubblewrap")
+    try:
+        assert made.run(HONEST.encode()) == Ending("ended", 0, b"well\n", b"")
+    finally:
+        made.close()
 
 
 @pytest.mark.slow

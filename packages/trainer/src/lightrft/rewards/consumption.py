@@ -29,7 +29,9 @@ class Consumption:
 
     None of it depends on what else the machine does: a process that waits for a processor or for
     the disk does not wait by itself. Processes that live between two looks count with the
-    processor time of those that waited for them.
+    processor time of those that waited for them. Children that their parent ignores count nowhere
+    when they have ended: what runs at the looks is a sample of all that ran, and must not come to
+    more than twice the limit.
 
     Args:
         process: Id of the first process, which ends after all others.
@@ -59,6 +61,7 @@ class Consumption:
         self._looked = time.monotonic()
         self.busy_seconds = self.idle_seconds = 0.0
         self.is_too_large = False
+        self._sampled_seconds, self._runs = 0.0, dict[Path, int]()
 
     def is_over(self) -> bool:
         """Whether a limit has been passed; looks if it is time for that."""
@@ -69,17 +72,34 @@ class Consumption:
         processes = [self._root]
         processes += _below(self._root)
         busy = max(self.busy_seconds, sum(map(_processor_seconds, processes)))
-        if not any(map(_has_work, processes)):
-            # A look that comes late says little of the time since the last one.
-            self.idle_seconds += max(
-                0.0, min(passed, 2 * POLL_SECONDS) - (busy - self.busy_seconds)
-            )
-        self.busy_seconds = busy
+        # A look that comes late says little of the time since the last one.
+        passed = min(passed, 2 * POLL_SECONDS)
+        working = [thread for process in processes for thread in _working_threads(process)]
+        if not working:
+            self.idle_seconds += max(0.0, passed - (busy - self.busy_seconds))
+        self._sample(working, passed)
+        self.busy_seconds = max(busy, self._sampled_seconds / 2)
         if self._memory_bytes is not None:
             unmapped = _unmapped_bytes(processes, self._shared_bytes)
             self.is_too_large |= holds_more(processes, self._memory_bytes - unmapped)
-        is_late = busy > self._busy_limit or self.idle_seconds > self._idle_limit
+        is_late = self.busy_seconds > self._busy_limit or self.idle_seconds > self._idle_limit
         return is_late or self.is_too_large
+
+    def _sample(self, working: Sequence[Path], passed: float) -> None:
+        """Adds what threads ran since the last look; new ones stand for all that came and went.
+
+        These count with the time that passed, by the share of a processor that they got.
+        """
+        runs = dict[Path, int]()
+        for thread in working:
+            with contextlib.suppress(OSError, ValueError):  # gone, or an option of the kernel
+                run, wait = map(int, (thread / "schedstat").read_bytes().split()[:2])
+                runs[thread] = run
+                if thread in self._runs:
+                    self._sampled_seconds += max(0, run - self._runs[thread]) / 1e9
+                else:
+                    self._sampled_seconds += passed * run / max(1, run + wait)
+        self._runs = runs
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
@@ -106,18 +126,18 @@ def _processor_seconds(process: psutil.Process) -> float:
     return 0.0
 
 
-def _has_work(process: psutil.Process) -> bool:
-    """Whether a thread of it runs, or waits for a processor or the disk."""
+def _working_threads(process: psutil.Process) -> list[Path]:
+    """Its threads that run, or wait for a processor or the disk."""
+    working = []
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{process.pid}/task").iterdir():
             with contextlib.suppress(OSError):
                 # The name before the state may hold any bytes, brackets too.
                 state = (thread / "stat").read_bytes().rpartition(b") ")[2][:1]
-                if state == b"R" and not _gives_way(thread):
-                    return True
-                if state == b"D" and not _waits_for_child(thread):
-                    return True
-    return False
+                waits = {b"R": _gives_way, b"D": _waits_for_child}.get(state)
+                if waits is not None and not waits(thread):
+                    working.append(thread)
+    return working
 
 
 def _gives_way(thread: Path) -> bool:

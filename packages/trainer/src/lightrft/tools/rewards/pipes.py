@@ -1,6 +1,7 @@
 """Feeding a process and reading it, within limits."""
 
 import os
+import random
 import select
 import selectors
 import subprocess
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 from typing import IO, cast
 
 _CHUNK = 1 << 16
-# The interval of the question whether to stop.
+# The longest interval of the question whether to stop.
 _POLL_SECONDS = 0.25
+_RANDOM = random.Random()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ def capture(
             left = ends - time.monotonic()
             if left <= 0 or is_over():
                 break
-            for key, _ in selector.select(min(left, _POLL_SECONDS)):
+            # What a process writes must not say when it is looked at.
+            for key, _ in selector.select(min(left, _POLL_SECONDS * _RANDOM.random())):
                 if key.fd == writes:
                     pending = _send(writes, pending)
                     if not pending:
@@ -100,7 +103,7 @@ def _has_ended(
     try:
         while True:
             left = max(0.0, ends - time.monotonic())
-            if poll.poll(1000 * min(left, _POLL_SECONDS)):
+            if poll.poll(1000 * min(left, _POLL_SECONDS * _RANDOM.random())):
                 return True
             if not left or is_over():
                 return False

@@ -364,9 +364,9 @@ class Sandbox:
             if not os.access(interpreter, os.X_OK):
                 continue
             self.interpreter = interpreter
-            counted = self.limits.is_counted
-            calls = None if self._is_unsafe else refused_numbers(is_counted=counted)
-            with _probe_program(self._folder, calls, is_counted=counted) as source:
+            is_counted = self.limits.is_counted
+            calls = None if self._is_unsafe else refused_numbers(is_counted=is_counted)
+            with _probe_program(self._folder, calls) as source:
                 try:
                     ending = self.run(source, deadline=time.monotonic() + 30.0)
                 except SandboxError as err:
@@ -470,8 +470,8 @@ def _last_line(found: Captured) -> str:
 
 
 _PROGRAM = """
-import ctypes, errno, json, os, resource, signal, socket, sys
-port, canary, calls, is_counted = {values}
+import ctypes, errno, json, os, resource, socket, sys
+port, canary, calls = {values}
 def connects():
     try:
         socket.create_connection(("127.0.0.1", port), timeout=2).close()
@@ -492,15 +492,6 @@ def makes(family):
     return True
 def works(number):
     return library.syscall(number, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() != errno.ENOSYS
-def loses_children():
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    try:
-        return os.waitpid(child, 0)[0] != child
-    except OSError:
-        return True
 found = dict()
 if calls is not None:
     library = ctypes.CDLL(None, use_errno=True)
@@ -514,7 +505,6 @@ if calls is not None:
         "sees other processes": len(processes) > 2,
         "makes user namespaces": library.unshare(0x10000000) == 0,
         "makes sockets that leave its namespace": makes(40),
-        "has children whose time is lost": is_counted and loses_children(),
     }}
     for name, number in calls.items():
         found["can call " + name] = works(number)
@@ -526,21 +516,18 @@ print("probe", json.dumps([name for name in found if found[name]]))
 
 
 @contextmanager
-def _probe_program(
-    folder: Path, calls: Mapping[str, int] | None, *, is_counted: bool
-) -> Iterator[bytes]:
+def _probe_program(folder: Path, calls: Mapping[str, int] | None) -> Iterator[bytes]:
     """The source of the program, while there is a listener and a file that it must not reach.
 
     Args:
         folder: Place of the file.
         calls: System calls that must be refused, with their numbers; None where there is no
             sandbox.
-        is_counted: See `SandboxLimits`.
     """
     canary = folder / "canary"
     canary.touch(0o644)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        values = repr((listener.getsockname()[1], str(canary), calls, is_counted))
+        values = repr((listener.getsockname()[1], str(canary), calls))
         yield _PROGRAM.format(values=values).encode()
 
 

@@ -1,14 +1,13 @@
 """The system calls that a sandbox refuses: those whose memory or time nothing outside can count.
 
-Memory that no process has mapped, and processor time of children that nobody waits for, are in no
-file of `/proc`. What makes them is refused here, so that the rest can be counted. The filter is a
-program of the kernel's (seccomp, classic BPF), which looks at numbers alone, never at memory.
+Memory that no process has mapped is in no file of `/proc`. What makes it is refused here, so that
+the rest can be counted. The filter is a program of the kernel's (seccomp, classic BPF), which looks
+at numbers alone, never at memory.
 """
 
 import errno
 import mmap
 import os
-import signal
 import socket
 import struct
 from collections.abc import Mapping
@@ -55,7 +54,7 @@ _WITHOUT_EFFECT: Numbers = MappingProxyType(
         "ioprio_set": (251, 30),
     }
 )
-_RT_SIGACTION, _SETSOCKOPT, _MMAP, _MADVISE = (13, 134), (54, 208), (9, 222), (28, 233)
+_SETSOCKOPT, _MMAP, _MADVISE = (54, 208), (9, 222), (28, 233)
 # Huge pages stay whole while a page of them is mapped.
 _HUGE = (mmap.MADV_HUGEPAGE, 25)
 _SOCKETS = ((41, 198), (53, 199))
@@ -91,8 +90,8 @@ def call_filter(*, is_counted: bool, shared_bytes: int) -> bytes:
     """The filter of a program, as `bwrap --seccomp` reads it.
 
     Args:
-        is_counted: Whether processor time limits the program, to its last child: it can then
-            neither give way to all other programs nor ignore how its children end.
+        is_counted: Whether processor time limits the program: it can then not give way to all
+            other programs.
         shared_bytes: Largest memory without a file that processes can share: it stays as large
             while a page of it is mapped.
     """
@@ -123,11 +122,6 @@ def call_filter(*, is_counted: bool, shared_bytes: int) -> bytes:
     if is_counted:
         for name in _WITHOUT_EFFECT:
             program += _for(_WITHOUT_EFFECT[name][column], [_error(0)])
-        # Children that their parent ignores leave without a trace of their time. The action is
-        # out of the filter's sight: none is set for this signal, and asking for it goes through.
-        is_set = [_load(1), (_EQUAL, 0, 2, 0), _load(1, 4), (_EQUAL, 1, 0, 0), _error(0), _ALLOW]
-        ends = [*_unless(0, (signal.SIGCHLD,), _ALLOW)[:-1], *is_set]
-        program += _for(_RT_SIGACTION[column], ends)
     return b"".join(struct.pack("HBBI", *each) for each in [*program, _ALLOW])
 
 
