@@ -199,7 +199,7 @@ def test_a_deadline_of_the_batch_is_an_error_and_no_score() -> None:
 EVADER = """
 import os, signal, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-end = time.monotonic() + 90
+end = time.monotonic() + 240
 while time.monotonic() < end:
     try:
         child = os.fork()
@@ -212,8 +212,10 @@ while time.monotonic() < end:
 """
 
 
-def test_time_of_children_that_nobody_waits_for_costs_their_program_alone(reward) -> None:
-    results = score(reward, [RIGHT, EVADER + RIGHT_ADD, RIGHT], [ADD] * 3)
+def test_time_of_children_that_nobody_waits_for_costs_their_program_alone() -> None:
+    config = TrainConfig(test_timeout_seconds=0.3, reward_timeout_seconds=120.0)
+    with build_reward(["unit_tests"], config=config) as reward:
+        results = score(reward, [RIGHT, EVADER + RIGHT_ADD, RIGHT], [ADD] * 3)
     assert [result.reward for result in results] == [1.0, 0.0, 1.0]
 
 

@@ -72,12 +72,12 @@ class Consumption:
         processes = [self._root]
         processes += _below(self._root)
         busy = max(self.busy_seconds, sum(map(_processor_seconds, processes)))
-        # A look that comes late says little of the time since the last one.
-        passed = min(passed, 2 * POLL_SECONDS)
         working = [thread for process in processes for thread in _working_threads(process)]
         if not working:
-            self.idle_seconds += max(0.0, passed - (busy - self.busy_seconds))
-        self._sample(working, passed)
+            # A look that comes late says little of the time since the last one.
+            most = min(passed, 2 * POLL_SECONDS)
+            self.idle_seconds += max(0.0, most - (busy - self.busy_seconds))
+        self._sample(working, min(passed, 4 * POLL_SECONDS))
         self.busy_seconds = max(busy, self._sampled_seconds / 2)
         if self._memory_bytes is not None:
             unmapped = _unmapped_bytes(processes, self._shared_bytes)
