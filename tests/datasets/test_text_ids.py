@@ -10,6 +10,7 @@ from lightrft.datasets import load_prompts
 from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.datasets.text_ids import TextIds, frame_ids
 from lightrft.datasets.types import DataError
+from lightrft.engines.text import context_tokens
 
 END = WORDS.index("<|end|>")
 TEMPLATE = "{% for m in messages %}<s>{{ m.content }}<|end|>\n{% endfor %}"
@@ -89,3 +90,10 @@ def test_the_key_of_a_prompt_does_not_depend_on_its_answer(write):
     ).rows
     assert first.prompt_ids.tolist() != same.prompt_ids.tolist()
     assert first.prompt_key == same.prompt_key != other.prompt_key
+
+
+def test_the_context_of_a_model_is_known_under_its_own_name():
+    from transformers import GPT2Config, MambaConfig
+
+    assert context_tokens(GPT2Config(n_positions=48)) == 48
+    assert context_tokens(MambaConfig()) is None

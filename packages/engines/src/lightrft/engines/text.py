@@ -106,9 +106,9 @@ def text_behind_answer(tokenizer: ChatTokenizer) -> str | None:
 
 
 def context_tokens(config: PretrainedConfig) -> int | None:
-    """Positions of a model, under whatever name; None of one that needs none (state space)."""
+    """Positions of a model, under whatever name; None of one that has no bound (state space)."""
     positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return positions
+    return positions if positions and positions > 0 else None
 
 
 class StopStringMatcher:
