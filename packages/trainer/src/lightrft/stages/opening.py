@@ -103,7 +103,7 @@ def rows_within_context(config: TrainConfig) -> TrainConfig:
 
 
 def _context_of(config: TrainConfig) -> int | None:
-    return context_tokens(load_config(str(config.pretrain)))
+    return None if config.pretrain is None else context_tokens(load_config(config.pretrain))
 
 
 def shared_prompts(

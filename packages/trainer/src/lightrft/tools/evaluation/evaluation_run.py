@@ -249,7 +249,9 @@ def held_out_prompts(
         source = config.eval_data
     if source is None:
         return frozenset()
-    config = config.replaced({"eval_data": source, "max_eval_samples": sys.maxsize})
+    # Of any length: the run's own model, whose context bounds them, may be gone.
+    all_of_them = {"eval_data": source, "max_eval_samples": sys.maxsize, "pretrain": None}
+    config = config.replaced(all_of_them)
     prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
     return frozenset(prompt.key for prompt in prompts)
 
