@@ -95,6 +95,23 @@ def own_prompt_is_open(tmp_path: Path) -> None:
         assert prompt.count(BOS) == 1
 
 
+def scored_text_begins_once() -> None:
+    from types import SimpleNamespace
+
+    from lightrft.rollout.model_rewards import OwnTexts
+
+    for build in FORMS:
+        for prompt in ("say", "<s>say"):
+            rollout = SimpleNamespace(
+                prompt=SimpleNamespace(text=prompt, messages=()),
+                response_text="x",
+                completion=SimpleNamespace(finish_reason="stop"),
+            )
+            ids = list(OwnTexts(build(ends=True))(rollout))
+            assert (ids[0], ids[-1]) == (BOS, EOS)
+            assert ids.count(BOS) == ids.count(EOS) == 1
+
+
 _BY_TEMPLATE = "Its prompts are chats, whose template writes the special tokens itself."
 _IDS = "Its rows hold the token ids that were sampled, and no text is encoded."
 
@@ -103,6 +120,7 @@ ONE_BEGINNING = cells(
         f"{OF_ROWS}, {OF_PROMPTS}": begins_once,
         "distill on samples": own_prompt_is_open,
         "agents, serve": text_of_a_client_begins_once,
+        "judge and reward models": scored_text_begins_once,
         "environments, tools": _BY_TEMPLATE,
         "rows": _IDS,
     }
