@@ -470,3 +470,19 @@ def test_a_row_has_the_same_ids_in_every_stage_or_is_refused_by_all(tmp_path, fa
     # Families whose template shows neither tools nor calls.
     drops = {"tools": {"Gemma", "Phi", "DeepSeek"}, "calls": {"Gemma", "Phi", "DeepSeek"}}
     assert (prompt is None) == (family in drops.get(name, ()))
+
+
+def test_the_taken_column_is_said_in_a_line_and_its_data_are_checked(tmp_path, capsys):
+    from lightrft.cli.preflight import check_data, with_found_keys
+
+    path = written(tmp_path, [{"instruction": "Say.", "input": "Hello", "output": "Bonjour"}])
+    config = with_found_keys(TrainConfig(prompt_data=path), path, "train", says=True)
+    assert capsys.readouterr().out == f"{path}: prompts are taken by --input_key instruction\n"
+    assert check_data(config).examples[0][0] == "Say.\n\nHello"
+    path = written(tmp_path, [{"messages": [ASK], "label": "x"}])
+    config = with_found_keys(TrainConfig(prompt_data=path), path, "train", says=True)
+    assert capsys.readouterr().out.endswith(" by --input_key messages --apply_chat_template\n")
+    assert check_data(config).labels == ((f"{path}:1", "x"),)
+    path = written(tmp_path, [{"messages": [ASK], "prompt": "b"}])
+    assert with_found_keys(TrainConfig(), path, "train", says=True) == TrainConfig()
+    assert with_found_keys(TrainConfig(), str(tmp_path / "none.jsonl"), "train", says=True)
