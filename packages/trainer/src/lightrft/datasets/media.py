@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 # A text, or the messages of a chat.
 Content: TypeAlias = str | Sequence[Message]
+OTHER_BYTES = (
+    "an image has other bytes than images_sha256 says: bring back the files, or write the rows "
+    "again"
+)
 _TEXT_TYPES = ("text", "input_text", "output_text")
 
 
@@ -109,6 +113,8 @@ def _check_places(row: Row, media: Media, config: TrainConfig) -> None:
     for file in (file for medium in media for file in medium.files if file.path is not None):
         path = Path(os.path.realpath(str(file.path)))
         if not any(path.is_relative_to(root) for root in roots) and file.digest not in known:
+            if known:
+                raise DataError(f"{row.location}: {OTHER_BYTES}")
             raise DataError(
                 f"{row.location}: {path} is outside of {roots[0]}, where the media of its rows "
                 "lie: move it there, or name a folder with --media_root (/ allows every file)"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
-from lightrft.datasets.media import MediaRow, VisionPrompts, media_row
+from lightrft.datasets.media import OTHER_BYTES, MediaRow, VisionPrompts, media_row
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.encoder import TEXT_ENCODER
 from lightrft.engines.media.media import NO_MEDIA, Media, MediumKind, PromptTokens, RowMedia
@@ -95,10 +95,7 @@ class RowMediaReader:
             )
         known = row.columns.get("images_sha256")
         if known is not None and known != [medium.digest for medium in read.media]:
-            raise DataError(
-                f"{row.location}: an image has other bytes than images_sha256 says: bring back the "
-                "files, or write the rows again"
-            )
+            raise DataError(f"{row.location}: {OTHER_BYTES}")
         encoded = self.prompts.tokens(text, read.media, row.location)
         if tuple(token_ids[: len(encoded.token_ids)]) != encoded.token_ids:
             raise DataError(
