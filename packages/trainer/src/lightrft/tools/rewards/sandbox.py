@@ -2,7 +2,8 @@
 
 A program sees the interpreter and the system's libraries, read only, and an empty folder in memory.
 It has no network, no other process, no variable of the environment and no way to other namespaces.
-What neither bubblewrap nor the limits filter are system calls: faults of the kernel stay reachable.
+System calls that hide memory or time are refused; through all others faults of the kernel stay
+reachable.
 """
 
 import contextlib
