@@ -79,9 +79,9 @@ def test_other_token_ids_of_the_engine_are_named(qwen):
 def test_forbidden_tokens_have_no_probability():
     model = torch.nn.Module()
     model.compute_logits = lambda hidden: None if hidden is None else hidden * 2
-    forbid_tokens(model, (1, 3))
-    found = model.compute_logits(torch.ones(2, 5))
-    assert found.tolist() == [[2, -torch.inf, 2, -torch.inf, 2]] * 2
+    forbid_tokens(model, (1, 3), vocab_size=5)
+    found = model.compute_logits(torch.ones(2, 7))
+    assert found.tolist() == [[2, -torch.inf, 2, -torch.inf, 2, -torch.inf, -torch.inf]] * 2
     assert model.compute_logits(None) is None
 
 
