@@ -15,7 +15,7 @@ from lightrft.stages.distillation.divergence_stage import DivergenceStage
 from lightrft.stages.distillation.own_samples import check_prompts
 from lightrft.stages.distillation.served_rows import open_servers
 from lightrft.stages.opening import prompts_within_context
-from lightrft.stages.policy.models import load_teachers
+from lightrft.stages.policy.models import load_teachers, prove_models
 from lightrft.stages.policy.teacher import prove_teachers
 from lightrft.stages.supervised.supervised_inputs import (
     SupervisedInputs,
@@ -48,6 +48,10 @@ class DivergenceInputs:
         with phase("load the models", timedelta(minutes=config.timeout_minutes)):
             models = build_model(config, strategy, num_steps)
             teachers = load_teachers(config, strategy)
+        if config.offpolicy_fraction < 1:
+            each = (models.main.model, *teachers.values())
+            config = prove_models(config, strategy, each, kept=DivergenceStage.kept_dropout)
+            strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
         stage = DivergenceStage(
             config,
             strategy,
@@ -57,8 +61,6 @@ class DivergenceInputs:
             teachers=teachers,
             servers=open_servers(config),
         )
-        if config.offpolicy_fraction < 1:
-            strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
         stage.text_part = self.rows.reading.text_part
         return stage
 

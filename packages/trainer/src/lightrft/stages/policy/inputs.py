@@ -43,8 +43,8 @@ from lightrft.stages.policy.algorithm import algorithm_problems
 from lightrft.stages.policy.maker import SampleLogs
 from lightrft.stages.policy.models import (
     build_models,
-    configure_models,
     decide_by_machine,
+    prove_models,
     read_model_facts,
 )
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
@@ -120,7 +120,7 @@ class PolicyInputs:
             reward_models = prepare_reward_models(config, strategy)
             # Before an engine is compared with them.
             each = (*(trained.model for trained in models.trained), *frozen.all)
-            config = configure_models(config, strategy, each, kept=PolicyStage.kept_dropout)
+            config = prove_models(config, strategy, each, kept=PolicyStage.kept_dropout)
         if strategy.inference_engine is None:
             strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
         else:  # that of other ranks, whose environments answer, too

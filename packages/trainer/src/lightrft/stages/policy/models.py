@@ -242,6 +242,22 @@ def configure_models(
     return config
 
 
+def prove_models(
+    config: TrainConfig,
+    strategy: StrategyBase,
+    models: Sequence[nn.Module | None],
+    *,
+    kept: KeptDropout,
+) -> TrainConfig:
+    """See `configure_models`; the models pad again, for an engine copies one of them next."""
+    config = configure_models(config, strategy, models, kept=kept)
+    for model in models:
+        module = None if model is None else strategy.unwrap_model(model)
+        if isinstance(module, SequenceModel):
+            module.pack_samples(False)
+    return config
+
+
 def _packed(
     config: TrainConfig,
     strategy: StrategyBase,
