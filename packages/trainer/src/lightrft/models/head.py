@@ -167,13 +167,8 @@ class LinearLogprobHead(nn.Module):
         Raises:
             ValueError: There is a loss, and the head is not fused.
         """
-        if targets is None and self._is_exact:
-            # By parts: a copy of all weights in float32 would take memory.
-            rows = hidden.float()
-            logits = [F.linear(rows, part.float()) for part in torch.split(self.weight, EXACT_ROWS)]
-            return torch.cat(logits, dim=-1) + (0.0 if self.bias is None else self.bias.float())
         if targets is None:
-            return F.linear(hidden, self.weight, self.bias)
+            return self._projection(hidden)
         scaled = temperature / self.transform.scale
         bias, mass = self._sampling_bias(hidden), None
         layer = self._sampled_layer(bias, scaled)
@@ -199,6 +194,15 @@ class LinearLogprobHead(nn.Module):
         )
         logprobs = output.logprobs if self.is_fused else output.logprobs.clone()  # FSDP2: no view
         return logprobs, output.entropy, mass, None
+
+    def _projection(self, hidden: Tensor) -> Tensor:
+        """Return the plain logits [..., vocab]."""
+        if not self._is_exact:
+            return F.linear(hidden, self.weight, self.bias)
+        # By parts: a copy of all weights in float32 would take memory.
+        rows = hidden.float()
+        logits = [F.linear(rows, part.float()) for part in torch.split(self.weight, EXACT_ROWS)]
+        return torch.cat(logits, dim=-1) + (0.0 if self.bias is None else self.bias.float())
 
     def _sampled_layer(self, bias: Tensor | None, temperature: float) -> OutputLayer:
         """Return the output layer of the ids that are tokens."""

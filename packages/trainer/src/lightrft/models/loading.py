@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -372,22 +372,7 @@ def load_model(
             model: PreTrainedModel = auto_class.from_config(config, **options)
             fits.check_files(model)
         else:
-            with _quietly(), torch.random.fork_rng():
-                # New weights: alike in all processes, and in an actor and its reference.
-                torch.manual_seed(torch.initial_seed())
-                model, report = auto_class.from_pretrained(
-                    path,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,
-                    local_files_only=_only_local(path),
-                    **options,
-                )
-            fits.check(
-                model,
-                missing=report["missing_keys"],
-                unexpected=report["unexpected_keys"],
-                mismatched=report["mismatched_keys"],
-            )
+            model = _with_weights(auto_class, path, options, fits)
         if model.can_generate():
             model.generation_config = read_generation_config(path)[0] or model.generation_config
     use_short_attention(model)
@@ -502,6 +487,30 @@ class _Fit:
                 if found[name] != shapes[name]
             ],
         )
+
+
+def _with_weights(
+    auto_class: AutoClass, path: str, options: Mapping[str, object], fits: _Fit
+) -> PreTrainedModel:
+    """Return a model with the weights of its files, which have to fit it."""
+    model: PreTrainedModel
+    with _quietly(), torch.random.fork_rng():
+        # New weights: alike in all processes, and in an actor and its reference.
+        torch.manual_seed(torch.initial_seed())
+        model, report = auto_class.from_pretrained(
+            path,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            local_files_only=_only_local(path),
+            **options,
+        )
+    fits.check(
+        model,
+        missing=report["missing_keys"],
+        unexpected=report["unexpected_keys"],
+        mismatched=report["mismatched_keys"],
+    )
+    return model
 
 
 def _listed(texts: Sequence[str]) -> str:

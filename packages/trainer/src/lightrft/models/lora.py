@@ -268,19 +268,23 @@ def target_layers(
         chosen = set().union(*found.values())
     chosen = {name for name in chosen if not has_prefix(name, frozen)}
     if not chosen:
-        kinds = Counter(
-            type(layer).__name__
-            for layer in model.modules()
-            for name, value in layer.named_parameters(recurse=False)
-            if name == "weight" and value.dim() > 1 and not isinstance(layer, _TAKEN)
-        )
-        others = ", ".join(f"{number} of {kind}" for kind, number in kinds.items())
         raise ConfigError(
             f"target_modules: {type(model).__name__} has no linear layer for an adapter"
-            + (f": its layers are {others}, which take none" if others else "")
-            + "; train it whole (--lora_rank 0), or take another model"
+            f"{_other_layers(model)}; train it whole (--lora_rank 0), or take another model"
         )
     return sorted(chosen)
+
+
+def _other_layers(model: nn.Module) -> str:
+    """Name the layers with matrices that take no adapter; "" without any."""
+    kinds = Counter(
+        type(layer).__name__
+        for layer in model.modules()
+        for name, value in layer.named_parameters(recurse=False)
+        if name == "weight" and value.dim() > 1 and not isinstance(layer, _TAKEN)
+    )
+    others = ", ".join(f"{number} of {kind}" for kind, number in kinds.items())
+    return f": its layers are {others}, which take none" if others else ""
 
 
 def adapter_coverage(model: PreTrainedModel) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -215,10 +215,7 @@ def configure_models(
             "strategy: set it where the strategy is made"
         )
     proofs: list[tuple[SequenceModel, Proof | None]] = []
-    for model in models:
-        module = None if model is None else strategy.unwrap_model(model)
-        if model is None or module is None:
-            continue
+    for model, module in _unwrapped(strategy, models):
         if kept != "model":
             turn_off_dropout(module, keeps_adapters=kept == "adapters")
         if isinstance(module, SequenceModel):
@@ -251,11 +248,19 @@ def prove_models(
 ) -> TrainConfig:
     """See `configure_models`; the models pad again, for an engine copies one of them next."""
     config = configure_models(config, strategy, models, kept=kept)
-    for model in models:
-        module = None if model is None else strategy.unwrap_model(model)
+    for _, module in _unwrapped(strategy, models):
         if isinstance(module, SequenceModel):
             module.pack_samples(False)
     return config
+
+
+def _unwrapped(
+    strategy: StrategyBase, models: Sequence[nn.Module | None]
+) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield each model that there is, and the module that its strategy wrapped."""
+    for model in models:
+        if model is not None:
+            yield model, strategy.unwrap_model(model)
 
 
 def _packed(

@@ -288,11 +288,8 @@ def check(request: Request) -> int:
     tokenizer = None if statements is None else statements.tokenizer
     config = _within_context(config)
     reader = _reader(tokenizer, config)
-    if rows and config.apply_chat_template:
-        require_bounded(rows[0], lambda: render(rows[0], reader, config))
-    if rows and statements is not None:
-        require_bounded(rows[0], lambda: _answered(statements))
-        statements.say(say)
+    if rows:
+        _say_of_model(rows[0], reader, statements, config)
     shown = with_progress(items, "rows checked")
     record = ReadRecord()
     found = check_rows(
@@ -310,6 +307,17 @@ def check(request: Request) -> int:
     note = f", {left_out} are left out as too long" if left_out else ""
     say(f"{num_bad} bad rows" if num_bad else f"{len(usable)} prompts can be trained on{note}")
     return ExitCode.DATA if num_bad or not usable else ExitCode.OK
+
+
+def _say_of_model(
+    row: Row, reader: PromptTokenizer, statements: Statements | None, config: TrainConfig
+) -> None:
+    """Say what the model says of itself, once its template is known to end."""
+    if config.apply_chat_template:
+        require_bounded(row, lambda: render(row, reader, config))
+    if statements is not None:
+        require_bounded(row, lambda: _answered(statements))
+        statements.say(say)
 
 
 def _num_reward_problems(usable: Sequence[CheckedRow], config: TrainConfig) -> int:
