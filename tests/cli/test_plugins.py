@@ -155,6 +155,15 @@ def test_an_extra_that_only_transformers_asks_for_is_named_too(lightrft, tmp_pat
     assert "the package PIL, which is not installed: pip install 'lightrft[vision]'" in line
 
 
+@pytest.mark.parametrize("names", [("PIL", "Torchvision"), ("Torchvision", "PIL")])
+def test_of_several_missing_packages_the_same_one_is_named(names):
+    """Transformers names them in the order of a set."""
+    from lightrft.config.registry import missing_module
+
+    error = ImportError("\n".join(f"Reader requires the {name} library but it" for name in names))
+    assert missing_module(error) == "PIL"
+
+
 def test_from_a_source_tree_a_missing_package_is_named(monkeypatch):
     """Nothing is installed there that could say which extra has it."""
     from lightrft.config.registry import installation_of

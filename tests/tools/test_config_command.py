@@ -70,7 +70,8 @@ def test_the_schema_has_every_option_with_its_type_bounds_and_choices(capsys):
     assert (stage["type"], stage["enum"], stage["default"]) == ("integer", [0, 1, 2, 3], 2)
     assert schema["properties"]["gamma"]["minimum"] == 0
     assert schema["properties"]["gamma"]["maximum"] == 1
-    assert schema["properties"]["temperature"]["exclusiveMinimum"] == 0
+    assert schema["properties"]["temperature"]["minimum"] == 1e-5
+    assert schema["properties"]["top_p"]["exclusiveMinimum"] == 0
     assert all(entry["description"] for entry in schema["properties"].values())
 
 

@@ -124,6 +124,8 @@ def test_names_and_values_are_those_of_the_same_run(arguments, expected):
         ('load_dataset("openai/gsm8k", "main", split="train")', "openai/gsm8k:main"),
         ('load_dataset("json", data_files="a.jsonl", split="train[:9]")', None),
         ('load_dataset("json", data_files={"train": "a.jsonl"})', None),
+        ('load_dataset("json", data_files={"train": "a.jsonl"}, split="train[:9]")', None),
+        ('load_dataset("json", data_files={"test": "a.jsonl"}, split="test")', "a.jsonl"),
         ('load_dataset("json")', None),
     ],
 )

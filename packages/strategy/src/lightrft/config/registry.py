@@ -144,8 +144,9 @@ def missing_module(error: BaseException | None) -> str | None:
     """The module that an import lacks, as Python or transformers say it; None of other errors."""
     if isinstance(error, ModuleNotFoundError):
         return error.name
-    words = re.search(r"requires the (\S+) library", str(error))
-    return words[1] if isinstance(error, ImportError) and words is not None else None
+    # Of several, which transformers names in any order, always the same one.
+    lacking = re.findall(r"requires the (\S+) library", str(error))
+    return min(lacking, default=None) if isinstance(error, ImportError) else None
 
 
 def installation_of(module: str) -> str:

@@ -109,7 +109,7 @@ distill = RowTraining("distill")
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What a call gives beside its model, its rows and its options."""
+    """A run of one call, with the objects that it gives beside its options."""
 
     callbacks: Sequence[Callback]
     loggers: Sequence[MetricsLogger | str]
@@ -127,23 +127,8 @@ class _Run:
         values = {**_without_peft(options), "pretrain": _model_name(model)}
         values["loggers"] = [item for item in self.loggers if isinstance(item, str)]
         receivers = [item for item in self.loggers if not isinstance(item, str)]
-        keys = (f"{kind.plural}_key" for kind in MEDIA_KINDS.values())
-        columns = [str(values[key]) for key in keys if key in values]
         is_open = "output_dir" not in values and int(os.environ.get("WORLD_SIZE", "1")) == 1
-        base = Path(str(values.get("output_dir", TrainConfig.output_dir)))
-        files: dict[str, GivenRows] = {}
-        limits = {"prompt_data": "max_samples", "eval_data": "max_eval_samples"}
-        for option, rows in sources.items():
-            limit = limits[option]
-            if rows is None or isinstance(rows, str | Path):
-                values[option] = None if rows is None else str(rows)
-            else:
-                if isinstance(rows, Iterable) and not isinstance(rows, Sized):
-                    rows = islice(rows, cast("int", {**vars(TrainConfig()), **values}[limit]))
-                name = option.removesuffix("_data")
-                files[option] = GivenRows.of(rows, name, base / INPUTS_FOLDER, columns)
-                values[option] = str(files[option].path)
-                values.setdefault("media_root", "/")  # files that the caller's own rows name
+        files = _place_sources(values, sources)
         with named_functions(values) as named:
             config = TrainConfig().replaced(named, command).with_installed_backend()
             stage = {"train": "policy"}.get(command, command)
@@ -168,6 +153,28 @@ class _Run:
             )
 
 
+def _place_sources(
+    values: dict[str, object], sources: Mapping[str, str | Path | Rows | None]
+) -> dict[str, GivenRows]:
+    """Sets the options that name data, and returns the files that rows of a call get."""
+    keys = (f"{kind.plural}_key" for kind in MEDIA_KINDS.values())
+    columns = [str(values[key]) for key in keys if key in values]
+    folder = Path(str(values.get("output_dir", TrainConfig.output_dir))) / INPUTS_FOLDER
+    limits = {"prompt_data": "max_samples", "eval_data": "max_eval_samples"}
+    files: dict[str, GivenRows] = {}
+    for option, rows in sources.items():
+        if rows is None or isinstance(rows, str | Path):
+            values[option] = None if rows is None else str(rows)
+            continue
+        if isinstance(rows, Iterable) and not isinstance(rows, Sized):
+            limit = {**vars(TrainConfig()), **values}[limits[option]]
+            rows = islice(rows, cast("int", limit))
+        files[option] = GivenRows.of(rows, option.removesuffix("_data"), folder, columns)
+        values[option] = str(files[option].path)
+        values.setdefault("media_root", "/")  # files that the caller's own rows name
+    return files
+
+
 def _in_free_folder(config: TrainConfig, stage: str, files: Mapping[str, GivenRows]) -> TrainConfig:
     """Return the configuration in the first numbered folder that is new, or whose run goes on."""
     base, number, moved = Path(config.output_dir), 1, config
@@ -190,15 +197,6 @@ def _may_begin(config: TrainConfig, stage: str) -> bool:
         return False
 
 
-# Arguments of PEFT's LoraConfig by our options, and values of others that change nothing.
-_OF_PEFT = {
-    "r": "lora_rank",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
-    "target_modules": "target_modules",
-}
-
-
 def _without_peft(options: Mapping[str, object]) -> dict[str, object]:
     """Return the options with those of adapters in the place of a LoraConfig.
 
@@ -215,14 +213,16 @@ def _without_peft(options: Mapping[str, object]) -> dict[str, object]:
         kind = type(config).__name__
         raise ConfigError(f"peft_config: expected a LoraConfig, got {kind}: {remedy}")
     usual = type(config)().to_dict()
-    known = {*_OF_PEFT, "task_type", "base_model_name_or_path", "inference_mode", "revision"}
+    # Beside the rank, options of adapters have PEFT's names.
+    options_of = {"r": "lora_rank"} | {name: name for name in usual.keys() & vars(TrainConfig())}
+    known = {*options_of, "task_type", "base_model_name_or_path", "inference_mode", "revision"}
     given = {name: value for name, value in config.to_dict().items() if value != usual[name]}
     odd = [f"{name}={value!r}" for name, value in given.items() if name not in known]
-    twice = [option for option in _OF_PEFT.values() if option in values]
+    twice = [option for option in options_of.values() if option in values]
     if odd or twice:
         what = f"{', '.join(odd)} has no counterpart" if odd else f"{twice[0]} is given as well"
         raise ConfigError(f"peft_config: {what}: leave it out, or {remedy}")
-    for name, option in _OF_PEFT.items():
+    for name, option in options_of.items():
         value = getattr(config, name)
         if name != "target_modules":
             values[option] = value

@@ -241,7 +241,7 @@ def _read_data_set(name: str, value: ast.expr, script: Script, names: _Names) ->
             break
     try:
         read = _rows_or_source(node, part, names)
-    except (ValueError, IndexError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         script.unread[name] = ast.unparse(value)
         return
     if isinstance(read, tuple):
@@ -261,7 +261,7 @@ def _rows_or_source(
     """Return the rows of a data set that is written down, or its name with its part.
 
     Raises:
-        ValueError, IndexError, TypeError, AttributeError: It is neither.
+        ValueError, LookupError, TypeError, AttributeError: It is neither.
     """
     if not isinstance(node, ast.Call):
         raise ValueError("no call")
@@ -276,21 +276,29 @@ def _rows_or_source(
         )
     if maker != "load_dataset" or not isinstance(first, str):
         raise ValueError("no data set")
-    chosen = str(named.get("split") or part or "train")
-    if first not in _FORMATS:
-        names_of_it = [first, *(str(names.literal(each)) for each in node.args[1:])]
-        configuration = named.get("name")
-        names_of_it += [str(configuration)] if configuration else []
-        return {"source": ":".join(names_of_it), "part": chosen}
+    if first in _FORMATS:
+        return {"source": _files(named, part), "part": ""}
+    others = [*map(names.literal, node.args[1:]), *filter(None, [named.get("name")])]
+    source = ":".join(map(str, [first, *others]))
+    return {"source": source, "part": str(named.get("split") or part or "train")}
+
+
+def _files(named: Mapping[str, object], part: str | None) -> str:
+    """Return the files of a data set of files, whose arguments and part are given.
+
+    Raises:
+        ValueError, KeyError: They are not written down, or only a part of them is meant.
+    """
+    chosen = named.get("split") or part
     files = named.get("data_files")
     if isinstance(files, dict):
-        files = files[chosen] if named.get("split") or part else None
-    elif chosen != "train":
+        files = files[str(chosen)] if chosen else None
+    elif chosen not in (None, "train"):
         raise ValueError("a part of files")
     files = [files] if isinstance(files, str) else files
     if not isinstance(files, list | tuple):
         raise ValueError("no files")
-    return {"source": ",".join(map(str, files)), "part": ""}
+    return ",".join(map(str, files))
 
 
 def _needed(tree: ast.Module, names: Sequence[str]) -> list[ast.stmt]:
