@@ -167,6 +167,7 @@ WRONG = {
     "number": ({"audios": 3}, "expected a sound as path, bytes or base64, got int"),
     "object": ({"audios": {"rate": 3}}, r"a sound object needs bytes or path, found \['rate'\]"),
     "array": ({"audios": {"array": [0.0], "sampling_rate": None}}, "and a sampling_rate"),
+    "loud": ({"audios": {"array": [2e4] * 9000, "sampling_rate": 16000}}, "up to 20000"),
     "two marks": (
         {"input": "<audio><audio>?", "audios": "a.wav"},
         "names 0 images and 0 videos and 2 audios, and the row has 0 and 0 and 1",

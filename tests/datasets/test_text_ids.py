@@ -93,7 +93,13 @@ def test_the_key_of_a_prompt_does_not_depend_on_its_answer(write):
 
 
 def test_the_context_of_a_model_is_known_under_its_own_name():
-    from transformers import GPT2Config, MambaConfig
+    from transformers import GPT2Config, MambaConfig, Phi3Config
 
     assert context_tokens(GPT2Config(n_positions=48)) == 48
     assert context_tokens(MambaConfig()) is None
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 128}
+    phi = Phi3Config(**sizes, rope_parameters=rope, original_max_position_embeddings=32)
+    # With room for one more token, as vLLM has it, the first frequencies still hold.
+    assert context_tokens(phi) == 31

@@ -7,9 +7,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from tests.models.tiny import tiny_model
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.engines.hf.engine import HFEngine
+from lightrft.engines.types import EngineConfig
 from lightrft.models import ModelLoadError, load_causal_lm, load_config, load_tokenizer, load_trunk
+from lightrft.models.weight_files import count_model
+from lightrft.strategy.checkpoints.gathered_model import WeightFiles
+from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.tools.model_presets import write_tiny_model
 
 
@@ -119,3 +126,46 @@ def test_shapes_are_compared_before_weights_are_read(broken):
     with pytest.raises(ConfigError, match=rf"tensors in the files of .*\[.*\b{size}\b.*\] instead"):
         check_parts(config, AutoModelForCausalLM)
     check_parts(config.replaced({"allow_new_weights": ["*"]}), AutoModelForCausalLM)
+
+
+def test_files_of_weights_that_the_model_does_not_name_are_left_alone(tmp_path):
+    model = tiny_model("qwen2")
+    model.save_pretrained(tmp_path / "model", max_shard_size="60KB")
+    tiny_model("qwen2", seed=9).save_pretrained(tmp_path / "other", max_shard_size="40KB")
+    for file in (tmp_path / "other").glob("*.safetensors"):
+        target = tmp_path / "model" / file.name
+        if not target.exists():
+            shutil.copy(file, target)
+    files = WeightFiles(tmp_path / "model", model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(files.rows(name, 0, len(value)), value), name
+    assert count_model(str(tmp_path / "model")) == sum(v.numel() for v in model.parameters())
+
+
+@pytest.fixture
+def head_of_its_own(tmp_path):
+    """A model whose configuration says that its head is tied, which its file contradicts."""
+    tiny_model("llama", tie_word_embeddings=False).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    return tmp_path
+
+
+def test_a_head_that_only_the_file_knows_is_the_engines_and_the_saved_models(head_of_its_own):
+    model = load_causal_lm(str(head_of_its_own)).eval()
+    assert model.config.tie_word_embeddings is False
+    ids = torch.arange(2, 12)
+    with torch.no_grad():
+        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(-1, ids[1:, None]).squeeze(-1)
+    config = EngineConfig("hf", str(head_of_its_own), options={"device": "cpu"})
+    scores = torch.tensor(HFEngine(config, module=model).score(ids.tolist())[1:])
+    assert torch.allclose(scores, expected, atol=1e-5)
+
+
+def test_a_head_that_only_the_file_knows_is_refused_without_memory(head_of_its_own):
+    def load(path):
+        with parameters_on_meta():
+            load_causal_lm(path)
+
+    fails(load, head_of_its_own, "says tie_word_embeddings and has two different tensors")

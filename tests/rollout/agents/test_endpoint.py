@@ -5,11 +5,14 @@ import re
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from tests.machine import seconds
 from tests.rollout.agents.agent_stage import families
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.engines.types import Completion, SamplingParams
@@ -17,8 +20,11 @@ from lightrft.rollout.agents.conversations import Conversations
 from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
 from lightrft.rollout.agents.episodes import AgentEpisode
 from lightrft.rollout.agents.http_server import HttpLimits
+from lightrft.rollout.agents.messages import CallOptions, ChatCall, Message
+from lightrft.rollout.agents.replies import reply
 from lightrft.rollout.agents.rounds import AnswerRules, answer_round
 from lightrft.rollout.agents.sampling import RunSampling
+from lightrft.tools.model_presets import byte_level_core
 
 LIMITS = HttpLimits(
     max_header_bytes=4096, max_body_bytes=20_000, read_seconds=2.0, max_connections=64
@@ -335,3 +341,63 @@ def test_many_calls_at_once_are_all_answered(desk):
         thread.join()
     assert found == [200] * 32
     assert len({request.prompt_token_ids for _, request in desk.asked}) == 32
+
+
+SAID_BEFORE_CALLS = [
+    ("hermes", ["<tool_call>", "</tool_call>"], "Let me see."),
+    ("hermes", [], "<think>A <tool_call> then?</think>Let me see."),
+    ("mistral", ["[TOOL_CALLS]"], "Let me see."),
+]
+
+
+def bytes_and(special):
+    core = byte_level_core()
+    core.add_special_tokens(special)
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+@pytest.mark.parametrize(("parser", "special", "said"), SAID_BEFORE_CALLS)
+def test_what_is_said_before_a_call_is_told_whatever_its_marks_are(parser, special, said):
+    tokenizer = bytes_and(special)
+    call = '{"name": "add", "arguments": {"x": 1}}'
+    form = "<tool_call>{}</tool_call>" if parser == "hermes" else "[TOOL_CALLS][{}]"
+    ids = tuple(tokenizer.encode(said + form.format(call), add_special_tokens=False))
+    made = Completion(0, 0, (1,), ids, (0.0,) * len(ids), "temperature", "stop")
+    tools = ({"type": "function", "function": {"name": "add"}},)
+    asked = ChatCall((), None, tools, CallOptions())
+    turn = SimpleNamespace(call=asked, context=(1,), request_id=0, sampled=made)
+    sampling = RunSampling(SamplingParams())
+    AnswerRules(tokenizer, parser, frozenset(), sampling, max_tokens=9).finish(turn, made)
+    assert turn.message.text == said
+    assert [call.name for call in turn.message.calls] == ["add"]
+
+
+def test_logprobs_show_tokens_where_they_stand_and_the_bytes_of_parts_of_characters():
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581Hello", "\u2581you"]
+    model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True)
+    core = Tokenizer(model)
+    core.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    fallback = PreTrainedTokenizerFast(tokenizer_object=core)
+    byte_level = bytes_and([])
+    smile = "\N{GRINNING FACE}"
+    for tokenizer, ids, texts in (
+        (fallback, [257, 258, *(byte + 1 for byte in smile.encode())], ["Hello", " you"]),
+        (byte_level, byte_level.encode(f"a {smile}"), ["a", " "]),
+    ):
+        made = Completion(0, 0, (1,), tuple(ids), (0.0,) * len(ids), "temperature", "stop")
+        call = ChatCall((), None, (), CallOptions(wants_logprobs=True))
+        turn = SimpleNamespace(
+            sampled=made, request_id=0, context=(1,), message=Message("assistant", "")
+        )
+        (choice,) = json.loads(reply(call, [turn], "policy", tokenizer).body)["choices"]
+        told = choice["logprobs"]["content"]
+        assert [each["token"] for each in told[:2]] == texts
+        whole = bytes(byte for each in told for byte in each["bytes"])
+        assert whole.decode() == tokenizer.decode(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -106,8 +107,17 @@ def text_behind_answer(tokenizer: ChatTokenizer) -> str | None:
 
 
 def context_tokens(config: PretrainedConfig) -> int | None:
-    """Positions of a model, under whatever name; None of one that has no bound (state space)."""
-    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    """Positions of a model, under whatever name; None of one that has no bound (state space).
+
+    With "longrope" those of the first of its two sets of frequencies: a longer row would rotate the
+    rows beside it, and an answer that grows beyond them its own beginning, by the other one.
+    """
+    text = config.get_text_config()
+    positions: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Engines keep room for one token more.
+        positions = min(rope["original_max_position_embeddings"] - 1, positions or sys.maxsize)
     return positions if positions and positions > 0 else None
 
 

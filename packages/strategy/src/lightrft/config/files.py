@@ -149,6 +149,22 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the weight files of a model's folder that transformers reads: others may lie there.
+
+    Raises:
+        FileError: The index of the files cannot be read.
+    """
+    whole = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        return sorted(folder.glob("model*.safetensors"))
+    names = typed(dict[str, str], read_object(index).get("weight_map"), index)
+    return [folder / name for name in sorted(set(names.values()))]
+
+
 def regular_file(path: Path) -> Path:
     """The path of a file whose end can be reached.
 

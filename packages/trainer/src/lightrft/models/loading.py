@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.files import FileError, read_object, read_text, regular_file
+from lightrft.config.files import FileError, read_object, read_text, regular_file, weight_files
 from lightrft.config.options import short
 from lightrft.config.other_names import said_once
 from lightrft.config.printable import one_line
@@ -373,6 +373,7 @@ def load_model(
             fits.check_files(model)
         else:
             model = _with_weights(auto_class, path, options, fits)
+            _own_up_to_ties(model)
         if model.can_generate():
             model.generation_config = read_generation_config(path)[0] or model.generation_config
     use_short_attention(model)
@@ -469,11 +470,19 @@ class _Fit:
     def check_files(self, model: PreTrainedModel) -> None:
         """The same for a model that is built without memory, from the headers of its files."""
         stored: dict[str, tuple[int, ...]] = {}
-        for file in sorted(Path(self._path).glob("model*.safetensors")):
+        files: dict[str, Path] = {}
+        for file in weight_files(Path(self._path)):
             with safe_open(regular_file(file), "pt") as stream:
                 for name in stream.keys():  # noqa: SIM118  # not a mapping
+                    files[name] = file
                     stored[name] = tuple(stream.get_slice(name).get_shape())
         tied = tied_parameter_names(model)
+        for names in tied.items():
+            if files.keys() >= set(names) and not _are_equal(*((files[n], n) for n in names)):
+                raise ModelLoadError(
+                    f"{self._path!r} says tie_word_embeddings and has two different tensors "
+                    f"{' and '.join(names)}: set it to false in its config.json"
+                )
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         wanted = {tied.get(name, name) for name in shapes}
         found = {tied.get(name, name): shape for name, shape in stored.items()}
@@ -487,6 +496,25 @@ class _Fit:
                 if found[name] != shapes[name]
             ],
         )
+
+
+def _are_equal(*tensors: tuple[Path, str]) -> bool:
+    """Return whether tensors of files, by file and name, hold the same numbers."""
+    values = []
+    for file, name in tensors:
+        with safe_open(regular_file(file), "pt") as stream:
+            values.append(stream.get_tensor(name))
+    return all(torch.equal(values[0], value) for value in values[1:])
+
+
+def _own_up_to_ties(model: PreTrainedModel) -> None:
+    """Make the configuration say so where the files have a head of its own against its word."""
+    head = model.get_output_embeddings()
+    if head is None or head.weight is model.get_input_embeddings().weight:
+        return
+    for config in (model.config, model.config.get_text_config()):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
 
 
 def _with_weights(

@@ -4,15 +4,24 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightrft.config.files import parse_json, regular_file, require_object, typed
+from lightrft.config.files import (
+    parse_json,
+    regular_file,
+    require_object,
+    typed,
+    weight_files,
+)
 
 # No writer of such files makes a longer header, and no reader takes one.
 MAX_HEADER_BYTES = 100_000_000
 
 
 def count_model(path: str) -> int:
-    """Numbers in all safetensors files of a model directory; 0 where there are none."""
-    return sum(map(count_parameters, Path(path).glob("*.safetensors")))
+    """Numbers in the weight files of a model directory; 0 where there are none."""
+    try:
+        return sum(map(count_parameters, weight_files(Path(path))))
+    except ValueError:
+        return 0  # a damaged index is reported by what loads it
 
 
 def cut_files(path: str) -> Iterator[tuple[Path, int, int]]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # A shorter sound becomes one feature or none.
 MIN_SECONDS = 0.1
+# Decoders of lossy formats pass 1 by a little.
+_MAX_LOUDNESS = 2.0
 # Formats whose header knows how long they are; those of others guess.
 _EXACT = ("wav", "flac", "ogg", "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 # A sound that ends that far before the end that its header names is cut off.
@@ -148,6 +150,11 @@ def _of_array(value: Mapping[str, object], name: str) -> bytes:
         )
     if samples.dtype.kind != "f" and samples.dtype != np.int16:
         raise MediaError(f"{name}: samples must be floats of -1 to 1 or int16: got {samples.dtype}")
+    if samples.dtype.kind == "f" and samples.size and abs(samples).max() > _MAX_LOUDNESS:
+        raise MediaError(
+            f"{name}: samples must be floats of -1 to 1 or int16: got floats up to "
+            f"{abs(samples).max():g}; divide those of 16 bits by 32768"
+        )
     kind = np.int16 if samples.dtype == np.int16 else np.float32
     return as_wav(samples.T.astype(kind), cast("int", rate))
 

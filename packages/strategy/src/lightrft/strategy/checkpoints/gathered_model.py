@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lightrft.config.files import make_folder, read_object, regular_file
+from lightrft.config.files import make_folder, read_object, regular_file, weight_files
 from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
@@ -143,7 +143,7 @@ class WeightFiles:
     def __init__(self, path: Path, module: nn.Module) -> None:
         self._files: dict[str, tuple[Path, str]] = {}
         prefix = pretrained_prefix(module) or ""
-        files = [path] if path.is_file() else sorted(path.glob("model*.safetensors"))
+        files = [path] if path.is_file() else weight_files(path)
         if not files:
             raise FileNotFoundError(f"no model*.safetensors in {path}")
         for file in files:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import cache
 from typing import Protocol
 
 from lightrft.rollout.agents.conversations import CalledTurn, template_calls
@@ -19,6 +21,10 @@ class TokenNames(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids."""
+        ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        """Return an id's entry of the vocabulary."""
         ...
 
 
@@ -93,16 +99,46 @@ def _logprobs(call: ChatCall, turn: CalledTurn, tokenizer: TokenNames) -> Json |
     if not call.options.wants_logprobs:
         return None
     ids, values = turn.sampled.output_token_ids, turn.sampled.output_logprobs
-    texts = [tokenizer.decode([token]) for token in ids]
+    texts = [_text_of(token, place, tokenizer) for place, token in enumerate(ids)]
     if call.text is not None:
         return {"tokens": texts, "token_logprobs": list(values)}
     return {
         "content": [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, values, strict=True)
+            {
+                "token": text,
+                "logprob": value,
+                "bytes": _bytes_of(token, text, tokenizer),
+                "top_logprobs": [],
+            }
+            for token, text, value in zip(ids, texts, values, strict=True)
         ],
         "refusal": None,
     }
+
+
+def _text_of(token: int, place: int, tokenizer: TokenNames) -> str:
+    """Return the text of a token where it stands: the space of a first one may be stripped."""
+    alone = tokenizer.decode([token])
+    return tokenizer.decode([token, token])[len(alone) :] if place else alone
+
+
+def _bytes_of(token: int, text: str, tokenizer: TokenNames) -> list[int]:
+    """Return the bytes of a token, also of one that holds a part of a character."""
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        return list(text.encode())
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+        return [int(byte[1], 16)]
+    known = _byte_of_letter()
+    is_known = all(letter in known for letter in piece)
+    return [known[letter] for letter in piece] if is_known else list(text.encode())
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def _events(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -122,19 +123,35 @@ class AnswerRules:
         is_ended = completion.finish_reason == "stop"
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]
-        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
-        for mark in turn.call.options.stop:
-            text = text.partition(mark)[0]
         calls: tuple[SpokenCall, ...] = ()
         if turn.call.tools:
             try:
                 calls = self._calls(turn, is_ended=is_ended)
             except MalformedCallError:
                 turn.is_malformed = True
-        if calls:
-            places = [place for mark in MARKS if (place := text.find(mark)) >= 0]
-            text = text[: min(places)] if places else ""
+        whole = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        text = self._before_calls(ids) if calls else whole
+        for mark in turn.call.options.stop:
+            text = text.partition(mark)[0]
         turn.message = Message("assistant", text, calls)
+
+    def _before_calls(self, ids: Sequence[int]) -> str:
+        """Return what an answer says before its calls, whose marks may be special tokens."""
+
+        def shown(count: int) -> str:
+            return str(self.tokenizer.decode(ids[:count], skip_special_tokens=False))
+
+        text = shown(len(ids))
+        thought = max(0, text.rfind("</think>"))
+        places = [place for mark in MARKS if (place := text.find(mark, thought)) >= 0]
+        places = places or [place for mark in MARKS if (place := text.find(mark)) >= 0]
+        if not places:
+            return ""
+        end = min(places)
+        # A token may hold the end of the text and the beginning of the mark.
+        count = bisect_right(range(len(ids) + 1), end, key=lambda count: len(shown(count))) - 1
+        before = str(self.tokenizer.decode(ids[:count], skip_special_tokens=True))
+        return before + text[len(shown(count)) : end]
 
     def _calls(self, turn: CalledTurn, *, is_ended: bool) -> tuple[SpokenCall, ...]:
         ids = turn.sampled.output_token_ids

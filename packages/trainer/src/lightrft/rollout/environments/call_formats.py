@@ -123,10 +123,17 @@ def from_value(value: object, names: Sequence[str]) -> ToolCall:
     return ToolCall(value["name"], arguments)
 
 
+def _no_number(text: str) -> object:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_number)
+
+
 def _decoded(text: str, place: int) -> tuple[object, int]:
     """A JSON value at a place, and the place after it."""
     try:
-        return json.JSONDecoder().raw_decode(text, _past_spaces(text, place))
+        return _JSON.raw_decode(text, _past_spaces(text, place))
     except json.JSONDecodeError as error:
         said = f"{error.msg} after {text[place : error.pos][-40:].strip()!r}"
         raise MalformedCallError(f"a call is no JSON object: {said}") from error
