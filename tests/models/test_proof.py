@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from tests.models.tiny import SHAPE
@@ -13,6 +15,7 @@ from lightrft.models.attention import SHORT, use_short_attention
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.proof import prove_model, require_packing
 from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.stages.policy.models import turn_off_dropout
 from lightrft.strategy import get_fake_strategy
 
 MINICPM3 = {
@@ -27,12 +30,68 @@ MINICPM3 = {
 }
 # As a whole tensor of these types may be sent to other experts by a rounding, two choose all.
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+PER_LAYER = {"vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 16}
+LATENT = {
+    "num_key_value_heads": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "head_dim": 16,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+# Families whose heads, layers or positions are built in different ways, and what each needs.
+PACKING = {
+    "gpt2": {},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "gemma3n_text": {
+        **PER_LAYER,
+        **WINDOWS,
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.0, 0.0],
+        "laurel_rank": 8,
+    },
+    "gemma4_text": {**PER_LAYER, **WINDOWS, "global_head_dim": 32, "final_logit_softcapping": 30.0},
+    "cohere2": WINDOWS,
+    "diffllama": {"num_key_value_heads": 2},
+    "deepseek_v3": LATENT,
+    "jetmoe": {"kv_channels": 32},
+    "phimoe": {},
+}
+PADDED = {
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16},
+    "bloom": {},
+    "gpt_oss": WINDOWS,
+}
 
 
 def tiny(family: str, **changes: object) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SHAPE, "pad_token_id": 0, **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config)
     use_short_attention(model)
     return model
 
@@ -57,6 +116,39 @@ def test_a_model_that_is_computed_right_passes_and_packs(family, dtype):
     assert "forward" not in vars(actor)
     actor.pack_samples()
     require_packing(proof)
+
+
+@pytest.mark.parametrize("family", [*PACKING, *PADDED])
+def test_families_of_all_kinds_pass_and_pack_or_say_why_not(family):
+    model = tiny(family, **{**EXPERTS, **PACKING.get(family, {}), **PADDED.get(family, {})})
+    actor = Actor(model)
+    turn_off_dropout(actor, keeps_adapters=False)
+    proof = prove(actor)
+    if family in PACKING:
+        actor.pack_samples()
+        require_packing(proof)
+    else:
+        with pytest.raises(LayoutRefusedError, match=r"which would mix packed|softcap, sinks"):
+            actor.pack_samples()
+            require_packing(proof)
+
+
+def test_noise_of_training_mode_is_held_and_said(capsys):
+    model = tiny("phimoe", **EXPERTS)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            # Experts are equal to it, and in training mode it would draw some.
+            layer.mlp.router.weight.zero_()
+    actor = Actor(model)
+    turn_off_dropout(actor, keeps_adapters=False)
+    prove(actor)
+    assert "PhimoeTopKRouter of PhimoeForCausalLM would draw random" in capsys.readouterr().out
+    ids = torch.arange(12)[None]
+    passes = [actor.train(mode)(ids, torch.ones_like(ids)).logprobs for mode in (True, False, True)]
+    assert torch.equal(passes[0], passes[1])
+    assert torch.equal(passes[0], passes[2])
+    copied = deepcopy(actor).train()
+    assert torch.equal(copied(ids, torch.ones_like(ids)).logprobs, passes[0])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.nn.utils.rnn import pad_sequence
 
 from lightrft.engines.hf.attention import set_text_attention, unfused_layers
@@ -111,6 +114,23 @@ class Proof:
         together = self._as_run(self.rows, is_training=is_training)
         pairs = zip(together, self.expected, strict=True)
         return self._agreed(max(_distance(*pair) for pair in pairs))
+
+    def hold_noise(self) -> float:
+        """The distance in training mode, with modules that draw noise there kept in evaluation.
+
+        For good: a ratio to another pass would be of two random models.
+        """
+        with _drawing_modules(self.context.device) as noisy:
+            distance = self.distance_of_layout(is_training=True)
+        if not self._agreed(float(len(noisy))):
+            return distance
+        for module in noisy:
+            module.register_forward_pre_hook(_evaluate)
+        self.context.print(
+            f"{', '.join(sorted({type(module).__name__ for module in noisy}))} of {self.name} "
+            "would draw random numbers in training mode, and computes as in evaluation mode"
+        )
+        return self.distance_of_layout(is_training=True)
 
     def leak_between_rows(self) -> float:
         """The change of the other rows by other tokens in the first one."""
@@ -206,7 +226,7 @@ def prove_model(model: nn.Module, context: DistributedContext, *, is_random: boo
     Args:
         model: A sequence model within what a strategy has put around it.
         context: The ranks.
-        is_random: Its dropout acts in training mode, which is not tried then.
+        is_random: Its dropout acts in training mode, which is not tried then, or it is not trained.
 
     Returns:
         The proof, for what is packed; None if the model's own pass gives no numbers.
@@ -219,6 +239,8 @@ def prove_model(model: nn.Module, context: DistributedContext, *, is_random: boo
         return None
     name = proof.name
     if proof.inner.sequence_group is not None:
+        if not is_random:
+            proof.hold_noise()
         require_packing(proof)
         return proof
     head, attention = proof.distances_of_parts()
@@ -246,14 +268,13 @@ def prove_model(model: nn.Module, context: DistributedContext, *, is_random: boo
 
 def _require_padding(proof: Proof, *, is_random: bool) -> None:
     """Proves that padding changes nothing, nor training mode, in one pass; see `prove_model`."""
-    found = proof.distance_of_layout(is_training=not is_random)
+    found = proof.distance_of_layout() if is_random else proof.hold_noise()
     if not proof.exceeds(found):
         return
     if not is_random and not proof.exceeds(proof.distance_of_layout()):
         raise ModelLoadError(
             f"in training mode {proof.name} computes otherwise than in evaluation mode: "
-            f"{proof.numbers(found)}; it draws noise that cannot be turned off, with which ratios "
-            "would be random"
+            f"{proof.numbers(found)}; ratios would be of two different models"
         )
     raise ModelLoadError(
         f"padded rows are not computed by {proof.name} as each row alone: "
@@ -322,6 +343,45 @@ def _rounded_otherwise(seed: int) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _evaluate(module: nn.Module, _: object) -> None:
+    module.training = False
+
+
+@contextmanager
+def _drawing_modules(device: torch.device) -> Iterator[list[nn.Module]]:
+    """Collects the modules that draw random numbers themselves, not in a module of theirs."""
+    running: list[nn.Module] = []
+    noisy: list[nn.Module] = []
+    last = _random_state(device)
+
+    def look() -> None:
+        nonlocal last
+        state = _random_state(device)
+        if running and not torch.equal(state, last):
+            noisy.append(running[-1])
+        last = state
+
+    def enter(module: nn.Module, _: object) -> None:
+        look()
+        running.append(module)
+
+    def leave(*_: object) -> None:
+        look()
+        running.pop()
+
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        stack.callback(register_module_forward_hook(leave).remove)
+        yield noisy
+
+
+def _random_state(device: torch.device) -> Tensor:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
