@@ -51,6 +51,7 @@ KNOWN_ERRORS = (
     ("lightrft.cli.errors", "UsageError", ("text",), 2),
     ("lightrft.strategy.config", "ConfigError", ("text",), 2),
     ("lightrft.models.loading", "ModelLoadError", ("text",), 2),
+    ("lightrft.models.ulysses", "LayoutRefusedError", ("text",), 2),
     ("lightrft.datasets.types", "DataError", ("text",), 4),
     ("lightrft.rewards.types", "RewardError", ("text",), 5),
     ("lightrft.strategy.weight_sync.verification", "WeightSyncError", ("hash", "text"), 8),

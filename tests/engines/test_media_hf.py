@@ -13,7 +13,13 @@ from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import MediaError
-from lightrft.engines.types import EngineConfig, GenerationRequest, MultiModalInputs, SamplingParams
+from lightrft.engines.types import (
+    EngineConfig,
+    GenerationRequest,
+    MultiModalInputs,
+    SamplingParams,
+    Vocabulary,
+)
 from lightrft.models.actor import Actor
 
 
@@ -37,6 +43,14 @@ def test_samples_score_as_the_trainer_scores_them(preset):
     # Linear attention is computed token by token here, and by the trainer in chunks.
     bound = 3e-5 if preset == "tiny-qwen3.5" else 1e-5
     assert logprob_error(Actor(model), encoder, batch.prompts, completions, n=2) < bound
+
+
+def test_places_of_media_behind_the_ids_of_the_tokenizer_are_not_sampled_either():
+    model, _ = tiny("tiny-qwen2-vl")
+    vocabulary = Vocabulary(num_tokens=min(placeholder_ids(model.config)))
+    engine = HFEngine(EngineConfig("hf", "", vocabulary=vocabulary), module=model)
+    (made,) = engine.generate(requests_of([(1, 2)]), SamplingParams(max_tokens=9, min_tokens=9))
+    assert max(made.output_token_ids) < vocabulary.num_tokens
 
 
 @pytest.mark.parametrize("preset", TINY_FAMILIES)

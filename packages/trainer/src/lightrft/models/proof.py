@@ -62,20 +62,21 @@ class Proof:
             self.expected = [self._own(row) for row in self.rows]
         # Of a layer's rounding, and of sums of logits in float32.
         self.unit, self.floor = 0.0, 0.0
-        self.measure_rounding(1)
+        self.measure_rounding(self.rows[:1], 1)
 
     def limit(self, *, is_same_way: bool = False) -> float:
         """The largest distance that is rounding; arguments as for `exceeds`."""
         return (1.0 if is_same_way else FACTOR) * self.unit + self.floor
 
-    def measure_rounding(self, num_draws: int) -> None:
-        """Measures by further draws; the largest change counts."""
-        row, found = self.rows[0], [0.0]
+    def measure_rounding(self, rows: Sequence[Tensor], num_draws: int) -> None:
+        """Measures by further draws on the first rows; the largest change counts."""
+        found = [0.0]
         with self._attending(EAGER):
             for _ in range(num_draws):
                 self._draws += 1
                 with _rounded_otherwise(self._draws):
-                    found.append(_distance(self._own(row), self.expected[0]))
+                    pairs = zip(rows, self.expected, strict=False)
+                    found += [_distance(self._own(row), expected) for row, expected in pairs]
         self.unit = max(self.unit, self._agreed(max(found)))
         self.floor = self._agreed(FLOOR * torch.finfo(torch.float32).eps * self._largest)
 
@@ -88,7 +89,8 @@ class Proof:
         """
         # Written so that NaN is more.
         if not found <= self.limit(is_same_way=is_same_way) and self._draws == 1:
-            self.measure_rounding(FURTHER_DRAWS)
+            # All rows: in some, a rounding may send a token to another expert.
+            self.measure_rounding(self.rows, FURTHER_DRAWS)
         return not found <= self.limit(is_same_way=is_same_way)
 
     def numbers(self, found: float, *, is_same_way: bool = False) -> str:

@@ -56,9 +56,8 @@ class ModelTraits:
         self.num_tokens = num_tokens
         self.forbidden = None
         if self.family is not None:
-            self.forbidden = torch.tensor(
-                placeholder_ids(model.config), dtype=torch.int64, device=model.device
-            )
+            ids = [i for i in placeholder_ids(model.config) if num_tokens is None or i < num_tokens]
+            self.forbidden = torch.tensor(ids, dtype=torch.int64, device=model.device)
         layers = DynamicCache(config=model.config).layers
         is_plain = all(type(layer) is DynamicLayer for layer in layers)
         text_config = model.config.get_text_config()
