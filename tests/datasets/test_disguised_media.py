@@ -14,7 +14,7 @@ import pytest
 from tests.datasets.film_files import film, sound_alone
 from tests.machine import seconds
 
-from lightrft.engines.media.containers import demuxer_of
+from lightrft.engines.media.containers import _BEGINNINGS, demuxer_of
 
 # open, openat, openat2, creat, socket, connect, bind
 CALLS = {
@@ -232,3 +232,34 @@ def test_the_first_bytes_name_one_demuxer():
     assert demuxer_of((b"G" + bytes(187)) * 2) == "mpegts"
     for other in (b"", b"G", b"RIFF\0\0\0\0WEBP", b"GIF89a", b"\xff\xd8\xff", b"ID3"):
         assert demuxer_of(other) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "demuxer"),
+    [
+        (bytes(500) + b"\xff\xfb", "mp3"),
+        (bytes(10) + b"\xff\xf1", "aac"),
+        (b"ID3\4\0\x10\0\0\0\2xx" + b"3DI\4\0\x10\0\0\0\2" + b"fLaC", "flac"),
+        ((bytes(4) + b"G" + bytes(187)) * 3, "mpegts"),
+        ((b"G" + bytes(203)) * 2, "mpegts"),
+        (b"\0\0\0\x18stypmsdh", "mov"),
+        (b"\0\0\0\x18uuid", "mov"),
+        (b"\0\0\x01\xb3", "mpegvideo"),
+        (b"BW64\xff\xff\xff\xffWAVE", "wav"),
+        (b"riff\x2e\x91\xcf\x11", "w64"),
+        (b"caff\0\1\0\0desc", "caf"),
+        (b"#!AMR-WB\n", "amr"),
+        (b"wvpk", "wv"),
+        (b"RIFFG\0\0\0WAVEfmt " + bytes(180) + b"G", "wav"),
+        (bytes(5000), None),
+    ],
+)
+def test_recordings_of_cameras_phones_and_broadcasts_are_known(content, demuxer):
+    assert demuxer_of(content) == demuxer
+
+
+@pytest.mark.parametrize("kind", _BEGINNINGS)
+def test_every_demuxer_that_is_named_is_one_of_ffmpegs(kind):
+    import av
+
+    assert kind in av.ContainerFormat(kind, "r").name.split(",")

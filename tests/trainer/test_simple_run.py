@@ -292,6 +292,15 @@ def test_a_cell_runs_again_in_a_folder_of_its_own(tiny_model, tmp_path, monkeypa
     assert [path.parent.parent.name for path in sorted(tmp_path.glob("*/inputs/*"))] == folders
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_what_no_folder_mends_is_refused(tiny_model, tmp_path, monkeypatch, is_used):
+    monkeypatch.chdir(tmp_path)
+    if is_used:
+        Path("lightrft_run").mkdir()
+    with pytest.raises(ConfigError, match="best_metric: neither larger nor smaller"):
+        sft(tiny_model, PROMPTED, eval_data=PROMPTED, best_metric="eval/response_length", **OF_ROWS)
+
+
 def test_a_folder_that_is_named_is_kept(tiny_model, tmp_path):
     folder = str(tmp_path / "mine")
     sft(tiny_model, PROMPTED, output_dir=folder, **OF_ROWS)

@@ -190,10 +190,16 @@ def _in_free_folder(config: TrainConfig, stage: str, files: Mapping[str, GivenRo
 
 
 def _may_begin(config: TrainConfig, stage: str) -> bool:
-    """Return whether a run begins or goes on in its folder, and is neither complete nor another."""
+    """Return whether a run begins or goes on in its folder, and is neither complete nor another.
+
+    Raises:
+        ConfigError: No folder would do: the fault is not what this one holds.
+    """
     try:
         return not plan_run(config, stage).summary
     except ConfigError:
+        if not Path(config.output_dir).exists():
+            raise
         return False
 
 

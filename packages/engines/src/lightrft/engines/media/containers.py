@@ -18,27 +18,34 @@ if TYPE_CHECKING:
 
 # By the name of FFmpeg's demuxer: the first bytes of its files.
 _BEGINNINGS = {
-    "mov": rb".{4}(?:ftyp|moov|mdat|wide|free|skip)",
+    "mov": rb".{4}(?:[fs]typ|sidx|moov|mdat|wide|free|skip|uuid|pnot)",
     "matroska": rb"\x1a\x45\xdf\xa3",
     "avi": rb"RIFF.{4}AVI",
     "mpeg": rb"\0\0\x01\xba",
-    "mpegts": rb"G.{187}G",
+    "mpegvideo": rb"\0\0\x01\xb3",
     "asf": rb"\x30\x26\xb2\x75\x8e\x66\xcf\x11",
     "flv": rb"FLV\x01",
-    "wav": rb"(?:RIFF|RIFX|RF64).{4}WAVE",
+    "wav": rb"(?:RIFF|RIFX|RF64|BW64).{4}WAVE",
     "flac": rb"fLaC",
     "ogg": rb"OggS",
     "aiff": rb"FORM.{4}AIF[FC]",
     "au": rb"\.snd",
-    "aac": rb"\xff[\xf0\xf1\xf8\xf9]",
-    "mp3": rb"\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]",
+    "w64": rb"riff\x2e\x91\xcf\x11",
+    "caf": rb"caff",
+    "amr": rb"#!AMR",
+    "wv": rb"wvpk",
+    # Some begin with silence that is no frame.
+    "aac": rb"\0*+\xff[\xf0\xf1\xf8\xf9]",
+    "mp3": rb"\0*+\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]",
+    # Packets have a check behind them (broadcasts) or their time before them (cameras).
+    "mpegts": rb"G.{187}G|G.{203}G|.{4}G.{191}G.{191}G",
 }
-FILMS = ("mov", "matroska", "avi", "mpeg", "mpegts", "asf", "flv")
+FILMS = ("mov", "matroska", "avi", "mpeg", "mpegvideo", "mpegts", "asf", "flv")
 _BEGINNING = re.compile(
     b"|".join(b"(?P<%s>%s)" % (name.encode(), first) for name, first in _BEGINNINGS.items()),
     re.DOTALL,
 )
-_TAG_BYTES = 10
+_TAG_BYTES, _HAS_FOOTER = 10, 0x10
 
 
 def demuxer_of(content: bytes) -> str | None:
@@ -48,7 +55,8 @@ def demuxer_of(content: bytes) -> str | None:
         size = 0
         for byte in content[start + 6 : start + _TAG_BYTES]:
             size = size << 7 | byte & 0x7F
-        start += _TAG_BYTES + size
+        has_footer = content[start + 5] & _HAS_FOOTER
+        start += _TAG_BYTES + size + (_TAG_BYTES if has_footer else 0)
     found = _BEGINNING.match(content, start)
     if found is None:
         # Behind its tag an MP3 may have a gap.
