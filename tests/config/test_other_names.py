@@ -103,6 +103,7 @@ SAME = [
     ("train", "--data.train_batch_size=64", {"rollout_batch_size": 64}),
     ("train", "--no_use_remove_padding", {"packing_samples": False}),
     ("train", "--lora_target_modules q_proj v_proj", {"target_modules": ("q_proj", "v_proj")}),
+    ("sft", "--warmup_ratio 0.1", {"lr_warmup_ratio": 0.1}),
     ("sft", "--num_train_epochs 3 --max_grad_norm 2", {"max_epochs": 3, "max_norm": 2.0}),
     ("prefer", "--beta 0.2 --loss_type ipo", {"preference_args": {"beta": 0.2}}),
     ("prefer", "--beta=0.2 --loss_type ipo hinge", {"preference_loss": ("ipo", "hinge")}),

@@ -70,6 +70,7 @@ OTHER_NAMES: dict[str, str] = {
     "vllm_gpu_memory_utilization": "engine_mem_util",
     "vllm_importance_sampling_correction": "off_policy_correction, a name such as tis",
     "vllm_tensor_parallel_size": "engine_tp_size",
+    "warmup_ratio": "lr_warmup_ratio",
     "warmup_steps": "lr_warmup_ratio, a share of all steps",
     "weight_decay": "l2",
     # verl
@@ -174,6 +175,7 @@ _PREFERENCE_VALUES = ("beta", "label_smoothing", "desirable_weight", "undesirabl
 # Names that mean another thing, or only are one, beside a command's trainer in TRL: SFTTrainer,
 # DPOTrainer with KTO, CPO and ORPO, RewardTrainer, DistillationTrainer with GKD.
 NAMES_OF_COMMANDS: dict[str, dict[str, str]] = {
+    "train": {"loss_type": "loss_agg_mode, or policy_loss for cispo and sapo"},
     "sft": {
         **_ROWS,
         "assistant_only_loss": "train_on, assistant",

@@ -359,7 +359,6 @@ _SPECIAL: dict[str, _Special] = {
         {} if value is None else {"target_modules": value}
     ),
     "report_to": _trackers,
-    "warmup_ratio": lambda value, found: _named("lr_warmup_ratio", value, found),
 }
 _SPECIAL_OF: dict[str, dict[str, _Special]] = {
     "train": {
