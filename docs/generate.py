@@ -104,7 +104,7 @@ def configuration() -> str:
         "",
         "## Names in other libraries",
         "",
-        "Options of TRL, verl and OpenRLHF are refused, and the error names ours.",
+        "Options of TRL, verl and OpenRLHF: where the name here stands alone it means the same and is taken, which one line says; others are refused with what is said here.",
         "",
         "| there | here |",
         "|---|---|",
