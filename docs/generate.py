@@ -104,7 +104,8 @@ def configuration() -> str:
         "",
         "## Names in other libraries",
         "",
-        "Options of TRL, verl and OpenRLHF: where the name here stands alone it means the same and is taken, which one line says; others are refused with what is said here.",
+        "Options of TRL, verl and OpenRLHF: where the name here stands alone it means the same "
+        "and is taken, which one line says; others are refused with what is said here.",
         "",
         "| there | here |",
         "|---|---|",
