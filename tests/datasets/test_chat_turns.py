@@ -134,3 +134,15 @@ def test_a_turn_whose_first_token_joins_the_end_of_its_prompt_is_refused():
         DataError, match=r"asks for it by .*assistant\\n' and shows it as .*\\n\\nok"
     ):
         ChatTurns(joins).turns(Conversation(chat))
+
+
+@pytest.mark.parametrize("tags", ["<p></p>", "<div> </div>", "[b][/b]"])
+def test_empty_tags_that_no_model_knows_are_trained(tags):
+    tokenizer = family_tokenizer("Qwen2.5")
+    turns = ChatTurns(tokenizer).turns(
+        Conversation([CHAT[0], {"role": "assistant", "content": f"{tags}ok."}])
+    )
+    assert trained_texts(tokenizer, turns) == [f"{tags}ok.<|im_end|>"]
+    thought = [CHAT[0], {"role": "assistant", "content": "<think>\n</think>ok."}]
+    turns = ChatTurns(tokenizer).turns(Conversation(thought))
+    assert trained_texts(tokenizer, turns) == ["ok.<|im_end|>"]

@@ -21,7 +21,7 @@ _MARK = "Qmark7Z"
 _QUESTION: Message = {"role": "user", "content": "question"}
 # Marks of the beginning and the end of thinking, nothing between them.
 _EMPTY_THINKING = re.compile(
-    r"\s*(?:<(\w+)>\s*</\1>|\[(\w+)\]\s*\[/\2\]|<\|START_(\w+)\|>\s*<\|END_\3\|>)\s*"
+    r"\s*(?P<mark><(\w+)>|\[(\w+)\]|<\|START_(\w+)\|>)\s*(?:</\2>|\[/\3\]|<\|END_\4\|>)\s*"
 )
 # A mark of the beginning at the end of a prompt.
 _OPENED_THINKING = re.compile(r"(?:<\w+>|\[\w+\]|<\|START_\w+\|>)\s*\Z")
@@ -135,7 +135,7 @@ class ChatTurns:
         turn = self._ended(messages, place, tools, whole, start=len(before))
         opened = _OPENED_THINKING.search(prompt)
         empty = _EMPTY_THINKING.match(answered, opened.start() if opened else len(prompt))
-        if empty and empty.end() > len(prompt):
+        if empty and empty.end() > len(prompt) and self._is_thinking(empty["mark"], tools):
             turn = replace(turn, start=self._places(answered, [empty.end()])[0])
         if _GENERATION.search(self._template(tools)):
             self._compare(turn, messages[: place + 1], tools, len(prompt))
@@ -217,6 +217,11 @@ class ChatTurns:
                 f"model has to sample is {self._tokenizer.decode(turn.token_ids[turn.start :])!r}: "
                 "correct {% generation %} in the template (--chat_template), or leave it out"
             )
+
+    def _is_thinking(self, mark: str, tools: Sequence[Message]) -> bool:
+        """Return whether a mark is one of thinking: by its name, or the model knows it."""
+        known = mark in self._template(tools) or mark in self._tokenizer.get_added_vocab()
+        return known or "think" in mark.lower()
 
     def _template(self, tools: Sequence[Message]) -> str:
         if self._prompts is not None:
