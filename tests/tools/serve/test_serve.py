@@ -61,6 +61,26 @@ def test_options_of_clients_count(service):
     assert post(service, "completions", prompt="Once", n=2).json()["choices"][1]["index"] == 1
 
 
+def test_a_seed_draws_alike_whenever_and_beside_whatever_it_is_asked(service):
+    def said(**options):
+        answer = post(service, messages=TALK, seed=4, temperature=1.0, **options).json()
+        return [choice["message"]["content"] for choice in answer["choices"]]
+
+    first = said()
+    three = said(n=3)
+    assert said() == first == three[:1]
+    assert len({*three}) == 3
+    answers = []
+    threads = [threading.Thread(target=lambda: answers.append(said())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [first] * 3
+    # Where it ends moves nothing before its end.
+    assert first[0].startswith(said(max_tokens=2)[0].rstrip("\N{REPLACEMENT CHARACTER}"))
+
+
 @pytest.mark.parametrize("temperature", [1e-320, 1e-38, 9e-6])
 def test_a_temperature_that_no_logit_can_be_divided_by_is_refused(service, temperature):
     answer = post(service, messages=TALK, temperature=temperature)

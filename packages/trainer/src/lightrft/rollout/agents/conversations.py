@@ -118,6 +118,7 @@ class Conversations:
     Args:
         chat: Renders messages.
         episode_id: Of the episode; fixes the random numbers of its calls.
+        repeats_seeds: A call with a seed is drawn alike whenever it comes, as by servers of models.
 
     Attributes:
         kept_bytes: Roughly what its turns hold.
@@ -126,6 +127,7 @@ class Conversations:
 
     chat: ChatIds
     episode_id: int
+    repeats_seeds: bool = False
     turns: list[CalledTurn] = field(default_factory=list)
     _known: dict[bytes, list[CalledTurn]] = field(default_factory=dict)
     _asked: dict[bytes, list[list[CalledTurn]]] = field(default_factory=dict)
@@ -163,9 +165,11 @@ class Conversations:
         context = before.token_ids if parent is None else (*parent.token_ids, *before.token_ids)
         # Places of images have the same ids whatever they show.
         images = "".join(image.digest for image in call.images)
-        digest, found = hash_context(context) + images + call.options.mark, []
-        for _ in range(call.options.num_choices):
-            copy = self._copies[digest]
+        is_repeated = self.repeats_seeds and "seed" in call.options.sampling
+        mark = "" if is_repeated else call.options.mark
+        digest, found = hash_context(context) + images + mark, []
+        for choice in range(call.options.num_choices):
+            copy = choice if is_repeated else self._copies[digest]
             self._copies[digest] += 1
             name = f"{self.episode_id}:{digest}:{copy}".encode()
             number = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 2

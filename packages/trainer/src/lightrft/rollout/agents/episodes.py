@@ -49,7 +49,8 @@ class AgentEpisode:
     def restart(self) -> None:
         """Forgets what was said; equal calls will get equal answers."""
         self.known |= {turn.request_id: turn.sampled for turn in self.talk.turns}
-        self.talk = Conversations(self.talk.chat, self.talk.episode_id)
+        before = self.talk
+        self.talk = Conversations(before.chat, before.episode_id, before.repeats_seeds)
         self.num_calls, self.num_restarts = 0, self.num_restarts + 1
 
     def rollouts(self) -> list[Rollout]:

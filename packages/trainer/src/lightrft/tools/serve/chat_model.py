@@ -75,7 +75,7 @@ class ChatModel:
 
     def episode(self) -> AgentEpisode:
         """An episode without calls."""
-        talk = Conversations(self._chat, 0)
+        talk = Conversations(self._chat, 0, repeats_seeds=True)
         return AgentEpisode(0, None, 0, 0, {}, talk)  # type: ignore[arg-type]
 
     def answers(
