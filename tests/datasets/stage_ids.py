@@ -43,6 +43,13 @@ PROMPTS = {
     "parts": ([[ASK], [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]], []),
     "system": ([[SYSTEM, ASK]], []),
     "history": ([[ASK, ANSWER, ASK]], []),
+    "thinking": (
+        [
+            [ASK, {**ANSWER, "reasoning_content": "hm"}, ASK],
+            [ASK, {**ANSWER, "thinking": "hm", "reasoning_content": None}, ASK],
+        ],
+        [],
+    ),
     "tools": ([[ASK]], [TOOL]),
     "calls": (
         [

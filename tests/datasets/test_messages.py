@@ -467,9 +467,16 @@ def test_a_row_has_the_same_ids_in_every_stage_or_is_refused_by_all(tmp_path, fa
     splits = ByteLevel(add_prefix_space=False, use_regex=family.startswith("Qwen"))
     tokenizer = chat_families.family_tokenizer(family, pre_tokenizer=splits)
     prompt = require_alike(tmp_path, tokenizer, name)
-    # Families whose template shows neither tools nor calls.
-    drops = {"tools": {"Gemma", "Phi", "DeepSeek"}, "calls": {"Gemma", "Phi", "DeepSeek"}}
+    # Families whose template shows neither tools nor calls; none of them shows thinking.
+    bare = {"Gemma", "Phi", "DeepSeek"}
+    drops = {"tools": bare, "calls": bare, "thinking": chat_families.FAMILIES}
     assert (prompt is None) == (family in drops.get(name, ()))
+
+
+def test_thinking_has_the_same_ids_in_every_stage(tmp_path):
+    thought = "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '') +"
+    tokenizer = tokenizer_of(BARE.replace("m.content +", f"{thought} m.content +"))
+    assert "<think>hm</think>" in tokenizer.decode(require_alike(tmp_path, tokenizer, "thinking"))
 
 
 def test_the_taken_column_is_said_in_a_line_and_its_data_are_checked(tmp_path, capsys):
