@@ -72,6 +72,30 @@ def test_a_table_of_comma_separated_values_has_texts_numbers_and_labels(write) -
     assert rows[1].location.endswith("a.csv:4")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "prompt,completion,prompt\n2+2=,4,9+9=\n", r"a\.csv has 'prompt' twice"),
+        ("a.jsonl", '{"prompt": "a", "prompt": "b"}\n', r"a\.jsonl:1 has 'prompt' twice"),
+        ("a.json", '[{"m": [{"role": "user", "role": "tool"}]}]', r"a\.json has 'role' twice"),
+    ],
+)
+def test_a_name_that_comes_twice_is_refused(name: str, content: str, message: str, write) -> None:
+    with pytest.raises(DataError, match=message):
+        read_rows(write(name, content))
+
+
+def test_a_parquet_column_that_comes_twice_is_refused(tmp_path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = [pyarrow.array([text]) for text in ("a", "b")]
+    table = pyarrow.Table.from_arrays(texts, names=["prompt", "prompt"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet has 'prompt' twice"):
+        read_rows(tmp_path / "a.parquet")
+
+
 def test_bytes_that_are_not_utf8_are_located(tmp_path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"input": "x"}\n{"input": "\xff"}\n')

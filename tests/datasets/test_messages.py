@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 
 import numpy as np
@@ -459,6 +460,13 @@ def test_a_parser_is_chosen_for_a_tokenizer_with_several_templates():
 def test_read_messages_names_what_is_wrong():
     with pytest.raises(DataError, match="column 'messages' must hold a list of messages: got str"):
         read_messages({"messages": "hello"}, "messages")
+
+
+def test_arguments_that_json_does_not_have_are_refused():
+    function = {"name": "f", "arguments": {"day": datetime.date(2026, 1, 2)}}
+    said = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    with pytest.raises(DataError, match=r"message 1 of column 'm' has calls .* date is not JSON"):
+        read_messages({"m": [said]}, "m")
 
 
 @pytest.mark.parametrize("name", PROMPTS)

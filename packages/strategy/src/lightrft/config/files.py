@@ -234,16 +234,33 @@ def lines_of(path: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[bytes]:
         raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def parse_json(content: bytes, place: object, *, max_depth: int = MAX_DEPTH) -> object:
+def parse_json(
+    content: bytes, place: object, *, max_depth: int = MAX_DEPTH, is_distinct: bool = False
+) -> object:
     """The value of a JSON text.
+
+    Args:
+        content: Its bytes.
+        place: Where it stands.
+        max_depth: Depth to which lists and objects may be nested.
+        is_distinct: Whether an object that has a name twice is refused; else its last value counts.
 
     Raises:
         FileError: It is none, or is nested too deep; the message begins with the place.
     """
     text = ""
+
+    def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        require_distinct([name for name, _ in pairs], place)
+        return dict(pairs)
+
     try:
         text = content.decode("utf-8")
-        value = cast("object", json.loads(text))
+        value = cast(
+            "object", json.loads(text, object_pairs_hook=distinct if is_distinct else None)
+        )
+    except FileError:
+        raise
     except UnicodeDecodeError as err:
         raise FileError(f"{place} is not UTF-8: {err.reason} at byte {err.start}") from err
     except json.JSONDecodeError as err:
@@ -261,6 +278,13 @@ def parse_json(content: bytes, place: object, *, max_depth: int = MAX_DEPTH) -> 
     if _SURROGATE.search(text):
         _require_text(value, place)
     return value
+
+
+def require_distinct(names: Sequence[str], place: object) -> None:
+    """Raises a FileError if a name comes twice, of whose values one would be dropped."""
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise FileError(f"{place} has {twice!r} twice: rename one, or leave it out")
 
 
 def require_flat(value: object, place: object, *, max_depth: int = MAX_DEPTH) -> None:

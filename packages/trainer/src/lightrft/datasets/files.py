@@ -20,6 +20,7 @@ from lightrft.config.files import (
     parse_json,
     read_bytes,
     regular_file,
+    require_distinct,
 )
 from lightrft.config.other_names import said_once
 from lightrft.config.printable import one_line
@@ -248,6 +249,7 @@ def _read_parquet(path: Path) -> Iterator[Row | DataError]:
     try:
         limit = max(MIN_PARQUET_BYTES, MAX_EXPANSION * path.stat().st_size)
         with parquet.ParquetFile(regular_file(path)) as file:
+            _require_distinct(file.schema_arrow.names, path)
             for batch in file.iter_batches(batch_size=PARQUET_ROWS):
                 rows = cast("list[dict[str, object]]", batch.to_pylist())
                 # Arrow holds a repeated text once, and Python as often as it stands there.
@@ -272,6 +274,7 @@ def _read_csv(path: Path) -> Iterator[Row | DataError]:
         lines = (line.decode("utf-8").removeprefix("\ufeff") for line in lines_of(path))
         reader = csv.reader(lines, strict=True)
         names = next(reader, [])
+        _require_distinct(names, path)
         for cells in filter(None, reader):
             place = f"{path}:{reader.line_num}"
             if len(cells) == len(names):
@@ -280,6 +283,13 @@ def _read_csv(path: Path) -> Iterator[Row | DataError]:
                 yield DataError(f"{place}: {len(cells)} cells, the header has {len(names)}")
     except (csv.Error, FileError, UnicodeDecodeError) as err:
         raise DataError(f"{path} is no table of comma-separated values in UTF-8: {err}") from err
+
+
+def _require_distinct(names: Sequence[str], path: Path) -> None:
+    try:
+        require_distinct(names, path)
+    except FileError as err:
+        raise DataError(str(err)) from err
 
 
 def _cell(name: str, text: str) -> object:
@@ -430,7 +440,7 @@ def _unpadded(value: object) -> object:
 
 def _parse(content: bytes, location: str) -> object:
     try:
-        return parse_json(content, location, max_depth=MAX_DEPTH)
+        return parse_json(content, location, max_depth=MAX_DEPTH, is_distinct=True)
     except FileError as err:
         raise DataError(str(err)) from err
 

@@ -353,8 +353,15 @@ def _call(call: object) -> Message:
     if not isinstance(own.get("name"), str):
         raise ValueError("a call has no name")
     arguments = own.get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else _as_json(arguments)
     return {**rest, "function": {**own, "arguments": text if _arguments(text) else "{}"}}
+
+
+def _as_json(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError as error:  # a date or a decimal of Parquet
+        raise ValueError(str(error)) from error
 
 
 def _arguments(text: str) -> Mapping[str, object]:
