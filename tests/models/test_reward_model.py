@@ -54,3 +54,33 @@ def test_models_without_one_trained_head_are_refused(tmp_path, checkpoints):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match=r"1 missing \(score\.weight\)"):
         RewardModel.from_pretrained(str(folder))
+
+
+def test_adapters_are_saved_with_the_head_that_was_trained_beside_them(tmp_path):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForSequenceClassification
+
+    from lightrft.config import TrainConfig
+    from lightrft.models.lora import LoraRewardModel
+
+    path = write_classifier(tmp_path / "base")
+    config = TrainConfig(pretrain=path, lora_rank=2)
+
+    def with_adapters(config):
+        return LoraRewardModel(RewardModel.from_pretrained(path).model, config).eval()
+
+    model = with_adapters(config)
+    assert model.coverage == "adapters on 14 layers"
+    with torch.no_grad():
+        for value in model.parameters():
+            value += value.requires_grad * 0.1
+    model.save_adapters(dict(model.state_dict()), tmp_path / "adapter")
+    base = AutoModelForSequenceClassification.from_pretrained(path)
+    of_peft = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    again = with_adapters(config.replaced({"lora_path": str(tmp_path / "adapter")}))
+    ids = torch.tensor([[5, 9, 33]])
+    with torch.no_grad():
+        score = model(ids, ids > 0)
+        assert abs(score - RewardModel.from_pretrained(path).eval()(ids, ids > 0)) > 0.1
+        torch.testing.assert_close(of_peft(ids).logits[:, 0], score, rtol=0, atol=2e-5)
+        torch.testing.assert_close(again(ids, ids > 0), score, rtol=0, atol=0)

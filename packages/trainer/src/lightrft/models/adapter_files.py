@@ -36,13 +36,16 @@ PLAIN: Mapping[str, object] = {
 BEGINNINGS = (True, False, "gaussian", "orthogonal")
 
 
-def check_adapters(config: TrainConfig, model: nn.Module, layers: Collection[str]) -> None:
+def check_adapters(
+    config: TrainConfig, model: nn.Module, layers: Collection[str], whole: Collection[str] = ()
+) -> None:
     """Compares the adapters of `lora_path` with the options and the layers that get adapters.
 
     Args:
         config: Has a `lora_path`.
         model: Whose linear layers the adapters are for; it needs no weights.
         layers: Names of those that get adapters.
+        whole: Children of the model that are trained whole, which the adapters may hold.
 
     Raises:
         ConfigError: There are none, or they are of another form, size, model or layers.
@@ -52,6 +55,9 @@ def check_adapters(config: TrainConfig, model: nn.Module, layers: Collection[str
         settings = read_object(folder / SETTINGS_FILE)
     except FileError as error:
         raise ConfigError(f"lora_path: {error}: give a folder of PEFT's format") from error
+    saved = settings.get("modules_to_save")
+    if saved == [*whole]:
+        settings = {**settings, "modules_to_save": None}
     _check_settings(folder, settings, config)
     shapes = _shapes(folder / WEIGHTS_FILE)
     wanted = {
@@ -62,6 +68,9 @@ def check_adapters(config: TrainConfig, model: nn.Module, layers: Collection[str
         if name in layers and isinstance(layer, nn.Linear)
         for factor in FACTORS
     }
+    if saved == [*whole]:
+        parameters = model.named_parameters()
+        wanted |= {f"{PREFIX}{n}": tuple(p.shape) for n, p in parameters if is_below(n, whole)}
     odd = sorted(shapes.keys() ^ wanted.keys())
     if odd:
         targets = sorted({name.split(".")[-3] for name in shapes if name.count(".") > 2})
@@ -120,7 +129,7 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 @torch.no_grad()
 def load_adapters(folder: Path, model: nn.Module, adapter: str) -> None:
-    """Copies factors, which `check_adapters` has looked at, into the adapters of a model.
+    """Copies factors and what is trained whole, after `check_adapters`, into a model.
 
     Args:
         folder: In PEFT's format.
@@ -131,5 +140,12 @@ def load_adapters(folder: Path, model: nn.Module, adapter: str) -> None:
     with safe_open(regular_file(folder / WEIGHTS_FILE), framework="pt") as opened:
         names = opened.keys()
         for name in names:
-            own = name.removeprefix(PREFIX).removesuffix(".weight") + f".{adapter}.weight"
+            own = name.removeprefix(PREFIX)
+            if own not in parameters:
+                own = own.removesuffix(".weight") + f".{adapter}.weight"
             parameters[own].copy_(opened.get_tensor(name))
+
+
+def is_below(name: str, children: Collection[str]) -> bool:
+    """Whether a parameter belongs to one of some children of a model."""
+    return name.partition(".")[0] in children

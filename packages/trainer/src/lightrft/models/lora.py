@@ -26,8 +26,14 @@ from transformers import PreTrainedModel
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.types import AdapterShape
 from lightrft.models.actor import Actor
-from lightrft.models.adapter_files import check_adapters, load_adapters
-from lightrft.models.reward_model import RewardModel
+from lightrft.models.adapter_files import (
+    PREFIX,
+    WEIGHTS_FILE,
+    check_adapters,
+    is_below,
+    load_adapters,
+)
+from lightrft.models.reward_model import HEAD, RewardModel
 from lightrft.models.sequence_model import SequenceModel, has_prefix, names_part
 from lightrft.strategy.checkpoints.gathered_model import SavesPretrained, pretrained_prefix
 from lightrft.strategy.distributed.collectives import transfer_device
@@ -46,11 +52,13 @@ class LoraModel(SequenceModel):
 
     Attributes:
         coverage: One line about the layers that have adapters and the weights that have none.
+        whole: Children of the model that are trained whole, and saved with the adapters.
     """
 
     scale = 1.0
     rank = 0
     coverage = ""
+    whole: tuple[str, ...] = ()
 
     def add_adapters(self, model: PreTrainedModel, config: TrainConfig) -> None:
         """Freezes a model and puts adapters on its layers.
@@ -68,8 +76,8 @@ class LoraModel(SequenceModel):
         if config.lora_rank < 1:
             raise ConfigError(f"adapters need lora_rank >= 1: got {config.lora_rank}")
         self.rank, self.scale = config.lora_rank, config.lora_alpha / config.lora_rank
-        self.adapters = _inject(model, config)
-        self.coverage = adapter_coverage(model)
+        self.adapters = _inject(model, config, self.whole)
+        self.coverage = adapter_coverage(model, self.whole)
 
     def gradient_checkpointing_enable(self) -> None:
         """See `SequenceModel`; inputs of the first block must carry gradients to its adapters."""
@@ -146,14 +154,15 @@ class LoraModel(SequenceModel):
     def save_adapters(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """See `AdaptedModel`: PEFT's files, which vLLM reads, too."""
         prefix = pretrained_prefix(self) or ""
-        factors = {
+        inner = {name.removeprefix(prefix): value for name, value in state.items()}
+        tensors = {
             # The inner name as PEFT's own wrapper has it, which adds no name of the adapter.
-            f"base_model.model.{name.removeprefix(prefix).replace(f'.{ADAPTER}.', '.')}": value
-            for name, value in state.items()
-            if _is_factor(name)
+            f"{PREFIX}{name.replace(f'.{ADAPTER}.', '.')}": value
+            for name, value in inner.items()
+            if _is_factor(name) or is_below(name, self.whole)
         }
         self.adapters.save_pretrained(folder)
-        save_file(factors, folder / "adapter_model.safetensors")
+        save_file(tensors, folder / WEIGHTS_FILE)
 
 
 class LoraActor(LoraModel, Actor):
@@ -171,6 +180,7 @@ class LoraRewardModel(LoraModel, RewardModel):
         self, model: PreTrainedModel, config: TrainConfig, head: nn.Module | None = None
     ) -> None:
         super().__init__(model, head)
+        self.whole = () if self.is_beside else (HEAD,)
         self.add_adapters(model, config)
         self.head.requires_grad_(True)
 
@@ -201,7 +211,7 @@ def add_product(values: Tensor, start: int, first: Tensor, second: Tensor, *, sc
     values.copy_(product.view(-1)[offset : offset + values.numel()].add_(values))
 
 
-def _inject(model: PreTrainedModel, config: TrainConfig) -> SavesPretrained:
+def _inject(model: PreTrainedModel, config: TrainConfig, whole: Sequence[str]) -> SavesPretrained:
     """Puts the adapters into the layers; their description."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -212,7 +222,7 @@ def _inject(model: PreTrainedModel, config: TrainConfig) -> SavesPretrained:
         ) from error
     names = target_layers(model, config.target_modules, frozen=config.freeze_prefix)
     if config.lora_path is not None:
-        check_adapters(config, model, names)
+        check_adapters(config, model, names, whole)
     model.requires_grad_(False)
     adapters = LoraConfig(
         r=config.lora_rank,
@@ -225,6 +235,8 @@ def _inject(model: PreTrainedModel, config: TrainConfig) -> SavesPretrained:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         inject_adapter_in_model(adapters, model, adapter_name=ADAPTER)
+    # Afterwards: it would make copies of them.
+    adapters.modules_to_save = [*whole] or None
     bound = [name for name, _ in model.named_parameters() if name.endswith(FIRST)]
     if len(bound) != len(names):
         raise RuntimeError(
@@ -287,11 +299,12 @@ def _other_layers(model: nn.Module) -> str:
     return f": its layers are {others}, which take none" if others else ""
 
 
-def adapter_coverage(model: PreTrainedModel) -> str:
+def adapter_coverage(model: PreTrainedModel, whole: Sequence[str] = ()) -> str:
     """Return one line about the layers with adapters and the matrices of the body without.
 
     Args:
         model: With adapters.
+        whole: Children that are trained whole.
     """
     names = {name for name, _ in model.named_parameters() if name.endswith(FIRST)}
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -299,7 +312,7 @@ def adapter_coverage(model: PreTrainedModel) -> str:
     without: Counter[str] = Counter()
     total = 0
     for name, value in model.named_parameters():
-        if _is_factor(name) or id(value) in ends:
+        if _is_factor(name) or id(value) in ends or is_below(name, whole):
             continue
         total += value.numel()
         if value.dim() > 1 and name.removesuffix(f"{BASE}.weight") + FIRST not in names:
