@@ -60,7 +60,7 @@ def check_adapters(
         settings = {**settings, "modules_to_save": None}
     _check_settings(folder, settings, config)
     shapes = _shapes(folder / WEIGHTS_FILE)
-    wanted = {
+    wanted: dict[str, tuple[int, ...]] = {
         f"{PREFIX}{name}.{factor}.weight": (config.lora_rank, layer.in_features)
         if factor == FACTORS[0]
         else (layer.out_features, config.lora_rank)
