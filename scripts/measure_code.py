@@ -396,6 +396,8 @@ def read_accepted(root: Path) -> dict[str, int]:
             if measure not in accepted:
                 raise ValueError(f"{path}: added.{name!r} names {measure!r}, which is no measure")
             accepted[measure] += tokens
+            if measure in ("core_tokens", "tools_tokens") and "all_tokens" in accepted:
+                accepted["all_tokens"] += tokens
     return accepted
 
 

@@ -54,10 +54,7 @@ class ModelTraits:
         self.head_arguments = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
         self.family = family_of(model.config)
         self.num_tokens = num_tokens
-        self.forbidden = None
-        if self.family is not None:
-            ids = [i for i in placeholder_ids(model.config) if num_tokens is None or i < num_tokens]
-            self.forbidden = torch.tensor(ids, dtype=torch.int64, device=model.device)
+        self.forbidden = None if self.family is None else _placeholders(model, num_tokens)
         layers = DynamicCache(config=model.config).layers
         is_plain = all(type(layer) is DynamicLayer for layer in layers)
         text_config = model.config.get_text_config()
@@ -87,6 +84,12 @@ class ModelTraits:
         if self.forbidden is None:
             return logits
         return logits.index_fill(-1, self.forbidden, float("-inf"))
+
+
+def _placeholders(model: PreTrainedModel, num_tokens: int | None) -> torch.Tensor:
+    """Return the ids of media's places among the first ones, which are never sampled."""
+    ids = torch.tensor(placeholder_ids(model.config), dtype=torch.int64, device=model.device)
+    return ids if num_tokens is None else ids[ids < num_tokens]
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
