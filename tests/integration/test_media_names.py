@@ -124,5 +124,5 @@ def test_a_model_of_text_is_no_source_of_a_model_with_images():
         text = MllamaForCausalLM(model.config.get_text_config())
     text = text.to_empty(device="cpu")
     with pytest.raises(WeightSyncError, match=r"model\.vision_model\.") as caught:
-        WeightSync(engine_of(model)).sync(module_parameter_source(Actor(text)))
+        WeightSync(engine_of(model)).sync(module_parameter_source(text))
     assert caught.value.check == "accounting"
