@@ -219,7 +219,7 @@ def _class_code(error: BaseException) -> int | None:
 
 
 def _lacks_extra(error: BaseException) -> bool:
-    """Whether it names the extra that brings a package which could not be imported."""
+    """Return whether it names the extra that brings a package which could not be imported."""
     return "lightrft[" in str(error) and any(isinstance(e, ImportError) for e in chain(error))
 
 
@@ -235,7 +235,7 @@ def _system_code(error: BaseException) -> int | None:
 
 
 def _tells_of_disk(error: BaseException, code: int = ExitCode.USAGE) -> bool:
-    """Whether its text or its cause has the number of a disk that is full or fails.
+    """Return whether its text or its cause has the number of a disk that is full or fails.
 
     What failed on another rank comes as that rank's text; what a service says is of its own disk.
     """

@@ -134,7 +134,7 @@ class ChatTemplate:
     def _shows(
         self, messages: Sequence[Message], tools: Sequence[Message], place: int, key: str
     ) -> bool:
-        """Whether a mark in the place of what a message has under a key comes out."""
+        """Return whether a mark in the place of what a message has under a key comes out."""
         message = messages[place]
         value: object = _MARK
         if key == CALLS:

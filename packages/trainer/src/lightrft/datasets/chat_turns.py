@@ -253,7 +253,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _says_something(message: Message) -> bool:
-    """Whether a message has a content, calls or thinking."""
+    """Return whether a message has a content, calls or thinking."""
     content = message["content"]
     says = bool(content.strip()) if isinstance(content, str) else bool(content)
     return says or CALLS in message or REASONING in message

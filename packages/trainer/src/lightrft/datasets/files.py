@@ -416,7 +416,7 @@ def _without_padding(columns: Mapping[str, object]) -> dict[str, object]:
 
 
 def _has_null(value: object, *, within: bool = False) -> bool:
-    """Whether a key is null within a call or a tool."""
+    """Return whether a key is null within a call or a tool."""
     if isinstance(value, list):
         return any(_has_null(each, within=within) for each in value)
     if not isinstance(value, dict):
@@ -425,7 +425,7 @@ def _has_null(value: object, *, within: bool = False) -> bool:
 
 
 def _are_messages(value: object) -> bool:
-    """Whether a value is a list of messages or of tools."""
+    """Return whether a value is a list of messages or of tools."""
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, dict) and not first.keys().isdisjoint(_KEYS_OF_MESSAGES)
 

@@ -349,7 +349,7 @@ class VisionPrompts:
 
     @property
     def shows_row_tools(self) -> bool:
-        """Whether prompts show the tools of their rows; an environment shows its own."""
+        """Return whether prompts show the tools of their rows; an environment shows its own."""
         return self._chat is None
 
     def for_row(self, columns: Mapping[str, object]) -> PromptTokenizer:

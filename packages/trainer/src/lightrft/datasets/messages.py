@@ -268,41 +268,41 @@ def with_objects(message: Message) -> Message:
     Raises:
         ValueError: They are no JSON.
     """
-    found = []
+    calls = []
     for call in cast("Sequence[Message]", message.get(CALLS) or ()):
         function = dict(cast("Message", call["function"]))
         function["arguments"] = _arguments(str(function["arguments"]))
-        found.append({**call, "function": function})
-    return {**message, CALLS: found} if found else message
+        calls.append({**call, "function": function})
+    return {**message, CALLS: calls} if calls else message
 
 
 def _message(message: object, place: str) -> tuple[Message, bool]:
     """A message in OpenAI's form, and whether it may be trained."""
-    given = message if isinstance(message, Mapping) else {}
+    raw = message if isinstance(message, Mapping) else {}
     # Parquet fills absent fields with null.
-    found = {str(name): value for name, value in given.items() if not _is_absent(value)}
-    is_spoken = "from" in found and "role" not in found
+    fields = {str(name): value for name, value in raw.items() if not _is_absent(value)}
+    is_spoken = "from" in fields and "role" not in fields
     if is_spoken:
-        found = {"role": found.pop("from"), "content": found.pop("value", None), **found}
-        if found["role"] not in SPEAKERS:
+        fields = {"role": fields.pop("from"), "content": fields.pop("value", None), **fields}
+        if fields["role"] not in SPEAKERS:
             raise DataError(
                 f"{place} must be an object with from ({', '.join(SPEAKERS)}) and a text as "
-                f"value: got {str(given)[:80]!r}"
+                f"value: got {str(raw)[:80]!r}"
             )
-    speaker = found.get("role")
+    speaker = fields.get("role")
     if isinstance(speaker, str):
-        found["role"] = SPEAKERS.get(speaker, speaker)
-        _take_calls(found, speaker, place)
-        _take_reasoning(found)
-    says_more = CALLS in found or REASONING in found
-    content = found.get("content")
-    found["content"] = "" if content is None and says_more else _content(content)
-    if not isinstance(speaker, str) or found["content"] is None:
+        fields["role"] = SPEAKERS.get(speaker, speaker)
+        _take_calls(fields, speaker, place)
+        _take_reasoning(fields)
+    says_more = CALLS in fields or REASONING in fields
+    content = fields.get("content")
+    fields["content"] = "" if content is None and says_more else _content(content)
+    if not isinstance(speaker, str) or fields["content"] is None:
         raise DataError(
             f"{place} must be an object with role and content, a text or parts: got "
-            f"{str(given)[:80]!r}"
+            f"{str(raw)[:80]!r}"
         )
-    return found, _take_marks(found, place)
+    return fields, _take_marks(fields, place)
 
 
 def _content(content: object) -> object:
@@ -319,13 +319,13 @@ def _content(content: object) -> object:
     ]
 
 
-def _take_calls(found: Message, speaker: str, place: str) -> None:
+def _take_calls(fields: Message, speaker: str, place: str) -> None:
     """Puts the calls of a message under `tool_calls`, whatever form they have."""
-    calls: object = found.pop(CALLS, None)
+    calls: object = fields.pop(CALLS, None)
     if speaker in _CALLERS:
-        calls, found["content"] = found.get("content"), ""
-    elif "function_call" in found:
-        calls = [found.pop("function_call")]
+        calls, fields["content"] = fields.get("content"), ""
+    elif "function_call" in fields:
+        calls = [fields.pop("function_call")]
     if calls is None:
         return
     try:
@@ -334,7 +334,7 @@ def _take_calls(found: Message, speaker: str, place: str) -> None:
         if not isinstance(calls, list | tuple):
             raise ValueError("expected a list of objects")
         if calls:
-            found[CALLS] = [_call(each) for each in calls]
+            fields[CALLS] = [_call(each) for each in calls]
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{place} has calls that cannot be read ({error}): expected name, and arguments as an "
@@ -349,12 +349,12 @@ def _call(call: object) -> Message:
     if function is None:  # name and arguments stand in the call itself
         function = {name: rest.pop(name, None) for name in ("name", "arguments")}
         rest = {**rest, "type": "function"}
-    own = dict(_mapping(function))
-    if not isinstance(own.get("name"), str):
+    fields = dict(_mapping(function))
+    if not isinstance(fields.get("name"), str):
         raise ValueError("a call has no name")
-    arguments = own.get("arguments")
+    arguments = fields.get("arguments")
     text = arguments if isinstance(arguments, str) else _as_json(arguments)
-    return {**rest, "function": {**own, "arguments": text if _arguments(text) else "{}"}}
+    return {**rest, "function": {**fields, "arguments": text if _arguments(text) else "{}"}}
 
 
 def _as_json(value: object) -> str:
@@ -378,25 +378,25 @@ def _mapping(value: object) -> Mapping[str, object]:
     return value
 
 
-def _take_reasoning(found: Message) -> None:
+def _take_reasoning(fields: Message) -> None:
     """Puts thinking beside the content under one name."""
     for name in REASONING_KEYS:
-        if isinstance(found.get(name), str):
-            text = found.pop(name)
+        if isinstance(fields.get(name), str):
+            text = fields.pop(name)
             if text:
-                found.setdefault(REASONING, text)
+                fields.setdefault(REASONING, text)
 
 
-def _take_marks(found: Message, place: str) -> bool:
+def _take_marks(fields: Message, place: str) -> bool:
     """Takes the marks of training out of a message; whether it may be trained."""
     is_trained = True
     for name in _MARKS:
-        if name not in found:
+        if name not in fields:
             continue
-        value = found.pop(name)
+        value = fields.pop(name)
         if value not in (0, 1):
             raise DataError(f"{place}: {name} must be 0 or 1: got {str(value)[:40]!r}")
-        if value and found["role"] != ASSISTANT:
+        if value and fields["role"] != ASSISTANT:
             raise DataError(
                 f"{place}: {name} is {value}, and only an assistant's turns are trained: leave it "
                 "out, or give --train_on all for all messages"

@@ -48,7 +48,7 @@ class RowTokenizer(Protocol):
 
     @property
     def shows_row_tools(self) -> bool:
-        """Whether it shows the tools that a row has, and not those of its environment."""
+        """Return whether it shows the tools that a row has, and not those of its environment."""
         ...
 
     def for_row(self, columns: Mapping[str, object]) -> PromptTokenizer:

@@ -147,5 +147,5 @@ def load_adapters(folder: Path, model: nn.Module, adapter: str) -> None:
 
 
 def is_below(name: str, children: Collection[str]) -> bool:
-    """Whether a parameter belongs to one of some children of a model."""
+    """Return whether a parameter belongs to one of some children of a model."""
     return name.partition(".")[0] in children

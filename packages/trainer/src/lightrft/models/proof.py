@@ -81,7 +81,7 @@ class Proof:
         self.floor = self._agreed(FLOOR * torch.finfo(torch.float32).eps * self._largest)
 
     def exceeds(self, found: float, *, is_same_way: bool = False) -> bool:
-        """Whether a distance is more than rounding; close calls are measured again.
+        """Return whether a distance is more than rounding; close calls are measured again.
 
         Args:
             found: The distance.
@@ -101,7 +101,7 @@ class Proof:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the model's own pass gives numbers, and so anything can be proved."""
+        """Return whether the model's own pass gives numbers, and so anything can be proved."""
         is_finite = all(bool(row.isfinite().all()) for row in self.expected)
         return self._agreed(0.0 if is_finite else 1.0) == 0.0
 

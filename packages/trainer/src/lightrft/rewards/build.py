@@ -298,7 +298,7 @@ def _apart(value: object) -> object:
 
 
 def _is_elsewhere(function: RewardFunction) -> bool:
-    """Whether it computes in other processes, so that it may be called in any thread."""
+    """Return whether it computes in other processes, so that it may be called in any thread."""
     return isinstance(function, CallStyle) and function.parallel_calls > 0
 
 

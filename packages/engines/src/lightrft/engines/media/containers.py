@@ -57,11 +57,11 @@ def demuxer_of(content: bytes) -> str | None:
             size = size << 7 | byte & 0x7F
         has_footer = content[start + 5] & _HAS_FOOTER
         start += _TAG_BYTES + size + (_TAG_BYTES if has_footer else 0)
-    found = _BEGINNING.match(content, start)
-    if found is None:
+    beginning = _BEGINNING.match(content, start)
+    if beginning is None:
         # Behind its tag an MP3 may have a gap.
         return "mp3" if start else None
-    return found.lastgroup
+    return beginning.lastgroup
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def build_rows(samples: RawSamples, config: TrainConfig) -> Rows:
 
 
 def differ(rewards: Array) -> bool:
-    """Whether rewards of a group are not all equal, up to the rounding of a weighted sum."""
+    """Return whether rewards of a group are not all equal, up to the rounding of a weighted sum."""
     size = 2 * np.abs(rewards).max(initial=0.0) + 1e-3
     return len(rewards) > 1 and float(np.ptp(rewards)) > 1e-13 * size
 

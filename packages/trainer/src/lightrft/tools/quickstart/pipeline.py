@@ -265,7 +265,7 @@ def _numbers(recipe: Recipe) -> dict[str, object]:
 
 
 def has_begun(recipe: Recipe, directory: Path) -> bool:
-    """Whether a folder holds the stages of this very recipe, finished or not."""
+    """Return whether a folder holds the stages of this very recipe, finished or not."""
     return read_json(directory / BEGUN_FILE) == _numbers(recipe)
 
 

@@ -210,7 +210,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def goes_on(recipe: Recipe, directory: Path) -> bool:
-    """Whether a folder holds stages of this recipe, of which the rest is left to do."""
+    """Return whether a folder holds stages of this recipe, of which the rest is left to do."""
     if not recipe.is_pipeline:
         return False
     from lightrft.tools.quickstart.pipeline import has_begun

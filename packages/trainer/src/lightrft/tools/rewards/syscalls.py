@@ -74,7 +74,7 @@ _ARCHITECTURE: _Instruction = (_LOAD, 0, 0, 4)
 
 
 def has_filter() -> bool:
-    """Whether the calls of this kind of machine are known."""
+    """Return whether the calls of this kind of machine are known."""
     return os.uname().machine in _MACHINES
 
 
