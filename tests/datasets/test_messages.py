@@ -374,6 +374,15 @@ def test_parts_that_are_texts_are_one_text_in_every_stage(tmp_path):
     assert "user\nWhat is 1?<|im_end|>" in preferred(tmp_path, pair)
 
 
+def test_a_part_of_another_kind_is_not_trained_as_what_is_said(tmp_path):
+    parts = [{"type": "reasoning", "text": "It is one."}, {"type": "output_text", "text": "1"}]
+    with pytest.raises(DataError, match="a part that is no text"):
+        trained(tmp_path, {"messages": [ASK, {"role": "assistant", "content": parts}]})
+    assert ">>1<|im_end|><<" in trained(
+        tmp_path, {"messages": [ASK, {"role": "assistant", "content": parts[1:]}]}
+    )
+
+
 def test_alpaca_is_read_as_turns(tmp_path):
     row = {"instruction": "Translate.", "input": "Hello", "output": "Bonjour"}
     shown = trained(tmp_path, row)
@@ -466,6 +475,14 @@ def test_arguments_that_json_does_not_have_are_refused():
     function = {"name": "f", "arguments": {"day": datetime.date(2026, 1, 2)}}
     said = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
     with pytest.raises(DataError, match=r"message 1 of column 'm' has calls .* date is not JSON"):
+        read_messages({"m": [said]}, "m")
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
+def test_arguments_of_numbers_that_json_does_not_have_are_refused(number):
+    function = {"name": "f", "arguments": f'{{"x": {number}}}'}
+    said = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    with pytest.raises(DataError, match=f"has calls that cannot be read .*{number}"):
         read_messages({"m": [said]}, "m")
 
 

@@ -197,6 +197,7 @@ def test_several_calls_keep_their_order_and_the_first_mark_may_be_missing():
         ("xml", "<tool_call><function=f><parameter=x>1</function></tool_call>"),
         ("xml", "<tool_call><function=f>"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1e400}}</tool_call>'),
         ("glm", "<tool_call></tool_call>"),
         ("glm", "<tool_call>f\n<arg_key>x</arg_key></tool_call>"),
         ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{1}<｜tool▁call▁end｜>"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import types
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
+from typing import BinaryIO, Never, TypeVar, cast
 
 from lightrft.config.options import LARGEST_INT, accepts, alternatives, short, type_hints, type_name
 
@@ -278,6 +279,19 @@ def parse_json(
     if _SURROGATE.search(text):
         _require_text(value, place)
     return value
+
+
+def refuse_constant(name: str) -> Never:
+    """Raise a ValueError for NaN and the infinities; see `json.loads(parse_constant=)`."""
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def finite_float(text: str) -> float:
+    """Return a number of JSON; a ValueError for one that is out of range."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"a number is out of range: {text[:40]}")
+    return number
 
 
 def require_distinct(names: Sequence[str], place: object) -> None:

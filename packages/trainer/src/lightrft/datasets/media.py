@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.files import Row
-from lightrft.datasets.messages import Message, with_texts
+from lightrft.datasets.messages import TEXT_TYPES, Message, with_texts
 from lightrft.datasets.render import PromptTokenizer, RowTokenizer, messages_of, render_chat
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
@@ -33,7 +33,6 @@ OTHER_BYTES = (
     "an image has other bytes than images_sha256 says: bring back the files, or write the rows "
     "again"
 )
-_TEXT_TYPES = ("text", "input_text", "output_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,7 +505,7 @@ def _parts(content: object) -> list[Message]:
     for part in as_parts(content):
         # Some forms name the kind by the key alone.
         kind = part.get("type") or next((k for k in ("text", *MEDIA_KINDS) if k in part), None)
-        if kind not in _TEXT_TYPES:
+        if kind not in TEXT_TYPES:
             found.append({**part, "type": kind})
             continue
         pieces = _marks().split(str(part.get("text") or ""))

@@ -12,10 +12,13 @@ from collections.abc import Container, ItemsView, Iterator, Mapping, Sequence, V
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from lightrft.config.files import finite_float, refuse_constant
 from lightrft.datasets.files import Row
 from lightrft.datasets.types import DataError
 
 Message = dict[str, object]
+# Names of parts that are texts; parts of others (thinking, say) are no part of what is said.
+TEXT_TYPES = ("text", "input_text", "output_text")
 ASSISTANT, SYSTEM = "assistant", "system"
 CALLS, REASONING = "tool_calls", "reasoning_content"
 SYSTEM_COLUMNS = ("system", "system_prompt")
@@ -249,7 +252,9 @@ def joined(content: object) -> str:
     if isinstance(content, str):
         return content
     parts = [
-        each.get("text") if isinstance(each, Mapping) else each
+        (each.get("text") if each.get("type", "text") in TEXT_TYPES else None)
+        if isinstance(each, Mapping)
+        else each
         for each in cast("Sequence[object]", content)
     ]
     if not all(isinstance(part, str) for part in parts):
@@ -367,7 +372,8 @@ def _as_json(value: object) -> str:
 def _arguments(text: str) -> Mapping[str, object]:
     """The object that arguments mean, {} for nothing; a ValueError says why they mean none."""
     try:
-        return _mapping(json.loads(text or "null") or {})
+        value = json.loads(text or "null", parse_constant=refuse_constant, parse_float=finite_float)
+        return _mapping(value or {})
     except RecursionError as error:
         raise ValueError("they are nested too deep") from error
 

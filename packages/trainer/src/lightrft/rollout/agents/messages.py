@@ -11,6 +11,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
+from lightrft.config.files import finite_float, refuse_constant
 from lightrft.rollout.agents.http_server import HttpError
 from lightrft.rollout.environments.content import Parts, named
 
@@ -226,7 +227,7 @@ def read_json(data: bytes) -> Json:
         HttpError: It is none.
     """
     try:
-        found = json.loads(data, parse_constant=_no_number)
+        found = json.loads(data, parse_constant=refuse_constant, parse_float=finite_float)
         # Halves of surrogate pairs cannot be encoded, and no tokenizer takes them.
         json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError, MemoryError):
@@ -234,10 +235,6 @@ def read_json(data: bytes) -> Json:
     if not isinstance(found, dict):
         raise HttpError(400, "the body must be a JSON object", code="invalid_json")
     return found
-
-
-def _no_number(text: str) -> object:
-    raise ValueError(text)
 
 
 def read_chat(body: Json) -> ChatCall:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, cast
 
+from lightrft.config.files import finite_float, refuse_constant
+
 Arguments = dict[str, object]
 
 
@@ -123,11 +125,7 @@ def from_value(value: object, names: Sequence[str]) -> ToolCall:
     return ToolCall(value["name"], arguments)
 
 
-def _no_number(text: str) -> object:
-    raise ValueError(f"{text} is no number of JSON")
-
-
-_JSON = json.JSONDecoder(parse_constant=_no_number)
+_JSON = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite_float)
 
 
 def _decoded(text: str, place: int) -> tuple[object, int]:

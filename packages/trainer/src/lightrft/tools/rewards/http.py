@@ -19,9 +19,10 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Never, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
+from lightrft.config.files import finite_float, refuse_constant
 from lightrft.config.options import MASK
 from lightrft.config.printable import one_line
 
@@ -362,22 +363,11 @@ def parse_json(data: bytes | str) -> object:
             thousands of digits; the message is one line.
     """
     try:
-        return json.loads(data, parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(data, parse_constant=refuse_constant, parse_float=finite_float)
     except RecursionError:
         raise ValueError("JSON that is nested too deeply") from None
     except ValueError as err:
         raise ValueError(one_line(str(err))) from None
-
-
-def _refuse_constant(name: str) -> Never:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"a number is out of range: {text[:40]}")
-    return number
 
 
 def finite_numbers(found: object, count: int) -> list[float] | None:
