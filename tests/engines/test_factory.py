@@ -26,7 +26,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest():
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_a_backend_that_cannot_start_says_what_to_do(name):
     if importlib.util.find_spec(name) is None:
-        with pytest.raises(ImportError, match=rf"install lightrft-engines\[{name}\]"):
+        with pytest.raises(ImportError, match=rf"install lightrft\[{name}\]"):
             build_engine(EngineConfig(name, ""))
     else:
         with pytest.raises(ValueError, match="needs the directory of a Hugging Face checkpoint"):

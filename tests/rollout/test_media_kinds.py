@@ -111,7 +111,10 @@ def test_a_planted_kind_goes_from_the_data_into_the_inputs_of_a_model(prompts):
     reader, found, _ = prompts
     encoder = reader.encoder
     assert [prompt.media.kinds for prompt in found] == [("tone",), (), ("tone",)]
-    assert [prompt.columns for prompt in found] == [{}, {}, {}]
+    # Rewards read the prompt's column as the row has it, not the tones.
+    assert [prompt.columns for prompt in found] == [
+        {"input": text} for text in ("x<tone>y", "none", "<tone>, <tone>")
+    ]
     assert found[0].token_ids == (ord("x"), PLACE, PLACE, ord("y"))
 
     request = media_request(found[2], 7, encoder)
