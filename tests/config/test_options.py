@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from lightrft.cli.options import Parser, add_options, parse_options
+from lightrft.cli.options import Parser, add_options, merge_options, parse_options
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import (
     alternatives,
     check_value,
+    coerce,
     from_text,
     looks_secret,
     option,
@@ -52,6 +53,24 @@ class Example:
 def test_a_value_is_right_or_named_with_what_is_expected(name, hint, value, message):
     found = check_value(name, value, hint, options_of(Example)[name][1])
     assert found is None if message is None else message in found
+
+
+@pytest.mark.parametrize("hint", [int, int | None, tuple[int, ...] | None], ids=str)
+def test_a_whole_number_may_be_a_float_where_a_count_is_wanted(hint):
+    whole, half = (2.0, 2.5) if hint in (int, int | None) else ([2.0, 3], [2.5])
+    kept, odd = coerce(whole, hint), coerce(half, hint)
+    assert repr(kept) in ("2", "(2, 3)")
+    assert odd in (2.5, (2.5,))
+    assert coerce(math.inf, int) == math.inf
+
+
+def test_whole_floats_of_files_and_calls_are_counts(tmp_path):
+    (tmp_path / "a.toml").write_text("num_train_epochs = 2.0\ntrain_batch_size = 4.5\n")
+    config, (problem,) = merge_options([tmp_path / "a.toml"], {}, "sft")
+    assert repr(config.max_epochs) == "2"
+    assert problem == "train_batch_size: got 4.5 (float), expected int"
+    called = TrainConfig().replaced({"num_train_epochs": 2.0}, "sft")
+    assert repr(called.max_epochs) == "2"
 
 
 def test_every_number_of_the_record_refuses_nan():

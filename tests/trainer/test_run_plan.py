@@ -87,6 +87,33 @@ def test_what_a_start_decides_is_no_change_of_the_command(config, name, summary)
             plan_run(config(**{name: other[name]}))
 
 
+@pytest.mark.parametrize("summary", [True, False])
+def test_a_run_that_began_without_deepspeed_keeps_fsdp2(config, monkeypatch, summary):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    given = config().with_installed_backend()
+    assert given.fsdp
+    leave_run(given, summary=summary)
+    assert plan_run(given).changes == ()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    plan = plan_run(config().with_installed_backend())
+    assert plan.changes == ()
+    assert bool(plan.summary) == summary
+    if not summary:
+        assert plan.kept == {"fsdp": True}
+
+
+def test_a_run_of_deepspeed_says_so_where_it_is_not_installed(config, monkeypatch):
+    leave_run(config())
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ConfigError) as refusal:
+        plan_run(config().with_installed_backend())
+    (line,) = str(refusal.value).splitlines()
+    assert line.endswith(
+        "was begun with DeepSpeed, which is not installed: install lightrft[deepspeed], or give "
+        "another --output_dir"
+    )
+
+
 def test_a_new_folder_starts_anew(config):
     assert not plan_run(config()).resumes
 

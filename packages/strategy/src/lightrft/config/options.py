@@ -176,7 +176,7 @@ def type_name(hint: object) -> str:
 
 
 def coerce(value: object, hint: object) -> object:
-    """Parsers and TOML give lists, single strings and ints for tuples and floats."""
+    """Parsers, TOML and callers give lists, single strings, ints and 2.0 for another type."""
     kinds = alternatives(hint)
     if isinstance(value, list) and not accepts(value, hint):
         # Numbers within are floats, too.
@@ -185,6 +185,8 @@ def coerce(value: object, hint: object) -> object:
         return (value,)
     if float in kinds and int not in kinds and is_number(value):
         return _as_float(value)
+    if isinstance(value, float) and int in kinds and float not in kinds and value.is_integer():
+        return int(value)
     return value
 
 

@@ -591,10 +591,14 @@ class StrategyConfig:
             if info.acts_with == "not fsdp" and self.__dict__[name] != entry.default
         ]
 
+    @property
+    def lacks_deepspeed(self) -> bool:
+        """Whether DeepSpeed is neither installed nor asked for: unset, `fsdp` is as if set."""
+        return importlib.util.find_spec("deepspeed") is None and not self.deepspeed_options()
+
     def with_installed_backend(self) -> Self:
         """Return the options with FSDP2 where DeepSpeed is not installed and not asked for."""
-        is_here = importlib.util.find_spec("deepspeed") is not None
-        if self.fsdp or is_here or self.deepspeed_options():
+        if self.fsdp or not self.lacks_deepspeed:
             return self
         said_once("FSDP2 trains, as with --fsdp: DeepSpeed is not installed")
         chosen = copy.copy(self)

@@ -89,6 +89,11 @@ def _continued(folder: Path, config: TrainConfig) -> RunPlan:
     changes = find_changes(folder, config.replaced(kept))
     breaking = [change for change in changes if not change.is_free]
     if breaking and not config.allow_changes:
+        if any(change.name == "fsdp" for change in breaking) and config.lacks_deepspeed:
+            raise ConfigError(
+                f"{config.output_dir} was begun with DeepSpeed, which is not installed: install "
+                "lightrft[deepspeed], or give another --output_dir"
+            )
         lines = "\n".join(f"  {line}" for line in (*breaking, *warnings))
         raise ConfigError(
             f"{config.output_dir} cannot be continued exactly, since these changed:\n{lines}\n"
@@ -207,6 +212,8 @@ def decided_before(folder: Path, config: TrainConfig) -> dict[str, object]:
 def decided_options(given: TrainConfig, config: TrainConfig) -> dict[str, object]:
     """Options as they were given, of which a start decided something else."""
     before, after = as_json(without_secrets(given)), as_json(without_secrets(config))
+    if config.fsdp and config.lacks_deepspeed:
+        before["fsdp"] = False  # Left out, it is the same command here, and where DeepSpeed is.
     return {name: value for name, value in before.items() if after.get(name) != value}
 
 
