@@ -177,7 +177,7 @@ def test_a2_host_memory_is_an_option_of_the_command(capsys):
     argv = ["plan", "--pretrain", "qwen2.5-7b", "--gpus", "8", "--engine_mem_util", "0.4"]
     assert main([*argv, "--host_memory", "250"]) == ExitCode.OK
     assert "fits: these settings" in capsys.readouterr().out
-    assert main([*argv, "--host_memory", "200"]) == ExitCode.OK
+    assert main([*argv, "--host_memory", "200"]) == ExitCode.OUT_OF_MEMORY
     text = capsys.readouterr().out
     assert "does not fit: the host needs 243.7 GB of 200.0 GB for the 8 ranks of a node" in text
     assert "feasible settings: --fsdp" in text

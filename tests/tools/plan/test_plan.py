@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from lightrft.reporting.files import write_start
 from lightrft.run.gpus import GPUS, find_gpu, gpu_of
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.plan.advice import advise, remedies
+from lightrft.tools.plan.constants import CONSTANTS, with_measured
 from lightrft.tools.plan.duration import (
     efficiency,
     exchange_bytes_per_rank,
@@ -26,6 +28,7 @@ from lightrft.tools.plan.duration import (
     waiting_share,
 )
 from lightrft.tools.plan.memory import plan_memory
+from lightrft.tools.plan.plan_command import COUNTS
 from lightrft.tools.plan.published import PUBLISHED
 from lightrft.tools.plan.setup import (
     SHAPES,
@@ -33,6 +36,7 @@ from lightrft.tools.plan.setup import (
     Setup,
     read_model_size,
 )
+from lightrft.tools.plan.start_check import settle
 
 
 def setup_of(name, gpus, gpu, **options):
@@ -49,9 +53,11 @@ def setup_of(name, gpus, gpu, **options):
     ],
 )
 def test_common_machines_get_settings_that_fit(name, gpus, gpu, capsys):
-    assert main(["plan", "--pretrain", name, "--gpus", str(gpus), "--gpu", gpu]) == ExitCode.OK
+    code = main(["plan", "--pretrain", name, "--gpus", str(gpus), "--gpu", gpu])
     text = capsys.readouterr().out
-    assert "fits: these settings are feasible" in text or "feasible settings: --" in text
+    fits = "fits: these settings are feasible" in text
+    assert code == (ExitCode.OK if fits else ExitCode.OUT_OF_MEMORY)
+    assert fits or "feasible settings: --" in text
     advice = advise(setup_of(name, gpus, gpu))
     assert advice.plan.fits
     # What is recommended is a configuration that the program takes.
@@ -62,6 +68,56 @@ def test_what_cannot_fit_is_said_by_the_exit_code(capsys):
     code = main(["plan", "--pretrain", "qwen2.5-72b", "--gpus", "1", "--gpu", "l4-24g"])
     assert code == ExitCode.OUT_OF_MEMORY
     assert "more or larger GPUs" in capsys.readouterr().out
+
+
+def test_settings_that_do_not_fit_end_a_plan_with_the_code_of_the_start_though_others_fit(capsys):
+    argv = ["plan", "--pretrain", "qwen2.5-32b", "--gpus", "8", "--gpu", "h200-141g", "--fsdp"]
+    assert main(argv) == ExitCode.OUT_OF_MEMORY
+    assert "feasible settings: --" in capsys.readouterr().out
+    assert main([*argv, "--json"]) == ExitCode.OUT_OF_MEMORY
+    answer = json.loads(capsys.readouterr().out)
+    assert not answer["fits"]
+    assert answer["problems"]
+    flags = [
+        f"--{k}" if v is True else f"--{k}={v}" for k, v in answer["feasible_settings"].items()
+    ]
+    assert main([*argv, *flags, "--json"]) == ExitCode.OK
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["fits"]
+    assert max(answer["phases"].values()) <= answer["usable_bytes"]
+
+
+@pytest.mark.parametrize("options", [{}, {"fsdp": True}])
+def test_7b_full_fine_tuning_on_one_h100_is_refused_with_what_would_fit(options):
+    setup = setup_of("qwen2.5-7b", 1, "h100-80g", **options, gradient_checkpointing=True)
+    with pytest.raises(MemoryError) as caught:
+        settle(setup, lambda text: None)
+    assert "--lora_rank 16: " in str(caught.value)
+    assert ("--fsdp_cpu_offload: " in str(caught.value)) is ("fsdp" in options)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_number_of_gpus_does_more_work_than_all_of_it(name):
+    for options in ({}, {"fsdp_cpu_offload": True}):
+        setup = setup_of(name, 8, "h100-80g", fsdp=True, gradient_checkpointing=True, **options)
+        shares = [x for x in efficiency(scale(setup, GPUS["h100-80g"], COUNTS)) if x is not None]
+        assert shares == [] or max(shares) == 1
+
+
+def test_seconds_are_called_estimates_for_as_long_as_nothing_is_measured(tmp_path, capsys):
+    assert main(["plan", "--pretrain", "qwen2.5-0.5b"]) == ExitCode.OK
+    head, table = capsys.readouterr().out.split("Estimated seconds of a step", 1)[1].split("|", 1)
+    assert f"0 of {len(CONSTANTS)} constants are measured" in head
+    row = next(line for line in table.splitlines() if line.startswith("| 1 |"))
+    for cell in row.split("|")[3:-2]:
+        assert float(cell) == float(f"{float(cell):.2g}")
+    path = tmp_path / "measured.json"
+    machine = "NVIDIA H100 80GB HBM3, torch 2.11"
+    path.write_text(json.dumps({"train_efficiency": {"value": 0.3, "measured_on": machine}}))
+    found = with_measured(path)
+    assert found["train_efficiency"].value == 0.3
+    assert found["train_efficiency"].source.startswith(f"measured on {machine}")
+    assert found.keys() == CONSTANTS.keys()
 
 
 def test_remedies_lower_the_phase_that_needs_most():
@@ -174,10 +230,11 @@ def test_more_gpus_take_less_time_and_waste_more():
     totals = [row.total for row in rows]
     assert totals == sorted(totals, reverse=True)
     shares = efficiency(rows)
-    # One GPU is too small: the first that fits is what the others are compared with.
+    # One GPU is too small, so nothing is said of it.
     assert rows[0].memory_bytes is None
+    assert shares[0] is None
     assert shares[1] == 1
-    assert shares == sorted(shares, reverse=True)
+    assert shares[1:] == sorted(shares[1:], reverse=True)
     assert shares[-1] < 0.5
 
 

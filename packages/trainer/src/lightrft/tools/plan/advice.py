@@ -18,6 +18,8 @@ CHOICES: tuple[tuple[Mapping[str, object], ...], ...] = (
     ({"zero_stage": 3}, {"fsdp": True}),
     ({"adam_offload": True}, {"fsdp_cpu_offload": True, "adam_offload": False}),
 )
+# Never chosen, since it trains something else; but named.
+ADAPTERS: Mapping[str, object] = {"lora_rank": 16}
 NUM_REMEDIES = 3
 # A setting more is proposed for a step that is shorter by this share at least.
 WORTH = 0.05
@@ -73,7 +75,8 @@ def remedies(setup: Setup) -> list[str]:
     """Single changes that lower the worst phase most, with what they save."""
     worst = plan_memory(setup).worst
     savings = []
-    for step in (step for choice in _choices(setup) for step in choice):
+    others = [] if setup.config.lora_rank else [ADAPTERS]
+    for step in (*(step for choice in _choices(setup) for step in choice), *others):
         changes = _acting(step, setup.config)
         if not changes:
             continue

@@ -1,6 +1,10 @@
 """Numbers that no option and no data sheet has: each says whether it was measured."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from lightrft.config.files import read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,24 +14,24 @@ class Constant:
     Args:
         value: In its unit.
         meaning: With the unit.
-        is_measured: From a run of this project; else an assumption.
+        measured_on: Machine, GPU and versions of the run that it is from; "" is an assumption.
         compare: What others report of it.
     """
 
     value: float
     meaning: str
-    is_measured: bool = False
+    measured_on: str = ""
     compare: str = ""
 
     @property
     def source(self) -> str:
         """The origin of the number."""
-        kind = "measured" if self.is_measured else "assumed"
+        kind = f"measured on {self.measured_on}" if self.measured_on else "assumed"
         return f"{kind}; {self.compare}" if self.compare else kind
 
 
-# Replace an assumption by what `doctor --gpu` or a run reports (`mfu`, seconds of phases).
-CONSTANTS = {
+# Assumptions; measured ones stand in `MEASURED_FILE`.
+_ASSUMED = {
     "reserve_share": Constant(0.05, "share of a device that fragments of memory take"),
     "context_gb": Constant(
         1.5, "GB of a rank's CUDA context with the libraries' kernels and NCCL's channels"
@@ -68,6 +72,29 @@ CONSTANTS = {
     ),
     "overlap": Constant(0.8, "share of FSDP2's transfers hidden behind computation"),
 }
+
+
+# By name {"value": ..., "measured_on": ...}; benchmarks that ran on a GPU write it.
+MEASURED_FILE = Path(__file__).with_name("measured_constants.json")
+
+
+def with_measured(path: Path = MEASURED_FILE) -> dict[str, Constant]:
+    """The constants, with what a GPU has measured in place of assumptions.
+
+    Args:
+        path: File of measured values; without it all are assumed.
+    """
+    found = cast("dict[str, dict[str, Any]]", read_object(path) if path.is_file() else {})
+    return _ASSUMED | {name: replace(_ASSUMED[name], **each) for name, each in found.items()}
+
+
+CONSTANTS = with_measured()
+
+
+def measured_count() -> str:
+    """How many of the constants were measured, as text."""
+    number = sum(bool(each.measured_on) for each in CONSTANTS.values())
+    return f"{number} of {len(CONSTANTS)} constants are measured"
 
 
 def constant(name: str) -> float:

@@ -81,34 +81,34 @@ def scale(setup: Setup, gpu: Gpu, counts: Sequence[int]) -> list[StepSeconds]:
     ]
 
 
-def first_feasible(rows: Sequence[StepSeconds]) -> StepSeconds:
-    """The fewest GPUs on which the run fits; those of the first row where it fits on none."""
-    return next((row for row in rows if row.memory_bytes is not None), rows[0])
+def efficiency(rows: Sequence[StepSeconds]) -> list[float | None]:
+    """Least GPU-seconds of all rows over those of each; None where the run does not fit.
 
-
-def efficiency(rows: Sequence[StepSeconds]) -> list[float]:
-    """GPU-seconds of the first row that fits over those of each: 1 where more GPUs lose nothing."""
-    first = first_feasible(rows)
-    return [first.total * first.num_gpus / (row.total * row.num_gpus) for row in rows]
+    The least need not be those of the fewest GPUs: with weights on the host each GPU has a link of
+    its own, so more of them bring a whole model sooner.
+    """
+    costs = [None if row.memory_bytes is None else row.total * row.num_gpus for row in rows]
+    least = min((cost for cost in costs if cost is not None), default=0.0)
+    return [None if cost is None else least / cost for cost in costs]
 
 
 def where_it_stops_paying(setup: Setup, rows: Sequence[StepSeconds]) -> str:
     """From which number of GPUs on less than half of their time is the step's work; and why."""
-    shares = efficiency(rows)
-    least = first_feasible(rows).num_gpus
-    beyond = [
-        row for row, share in zip(rows, shares, strict=True) if share < 0.5 and row.num_gpus > least
-    ]
+    fitting = [(row, x) for row, x in zip(rows, efficiency(rows), strict=True) if x is not None]
+    if not fitting:
+        return "the run fits on none of these numbers of GPUs"
+    best = max(fitting, key=lambda each: each[1])[0].num_gpus
+    beyond = [(row, share) for row, share in fitting if share < 0.5 and row.num_gpus > best]
     if not beyond:
-        return (
-            f"each of {rows[-1].num_gpus} GPUs still does {shares[-1]:.0%} of the work of one of "
-            f"{least}"
-        )
-    first = beyond[0]
+        last, share = fitting[-1]
+        if last.num_gpus == best:
+            return f"up to {best} GPUs none loses work to the others"
+        return f"each of {last.num_gpus} GPUs still does {share:.0%} of the work of one of {best}"
+    first, share = beyond[0]
     slowest = max(first.phases, key=lambda name: first.phases[name])
     samples = setup.config.rollout_batch_size * setup.config.n_samples_per_prompt
     per_rank = samples / first.num_gpus
-    wanted = 2 ** math.ceil(math.log2(setup.config.rollout_batch_size / shares[rows.index(first)]))
+    wanted = 2 ** math.ceil(math.log2(setup.config.rollout_batch_size / share))
     remedies = {
         "rollout": (
             f"decoding reads all weights for {per_rank:g} samples of a rank: "

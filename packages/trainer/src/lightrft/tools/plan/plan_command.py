@@ -1,6 +1,7 @@
 """`lightrft plan`: memory and seconds of a run on given GPUs, without any of them."""
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,8 @@ from lightrft.cli.options import Parser, add_number, add_options, available_opti
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import SFT, options_of
 from lightrft.run.gpus import GB, GPUS, Gpu, find_gpu
-from lightrft.tools.plan.advice import advise, remedies
-from lightrft.tools.plan.constants import CONSTANTS
+from lightrft.tools.plan.advice import Advice, advise, remedies
+from lightrft.tools.plan.constants import measured_count
 from lightrft.tools.plan.duration import (
     StepSeconds,
     efficiency,
@@ -21,7 +22,7 @@ from lightrft.tools.plan.duration import (
 )
 from lightrft.tools.plan.form_report import compare_forms, form_table, recorded_lengths
 from lightrft.tools.plan.forms import Lengths
-from lightrft.tools.plan.memory import gigabytes, memory_table, plan_memory, summary
+from lightrft.tools.plan.memory import MemoryPlan, gigabytes, memory_table, plan_memory, summary
 from lightrft.tools.plan.setup import PLANNED, SHAPES, Setup, read_model_size
 
 GPUS_PER_NODE = 8
@@ -75,9 +76,12 @@ def run(argv: Sequence[str]) -> int:
         mean_length_share=parsed.mean_length_share,
     )
     lengths = _lengths(setup, parsed.length_sigma, parsed.lengths_of)
-    text, fits = full_report(setup, gpu, lengths)
-    print(text)
-    return ExitCode.OK if fits else ExitCode.OUT_OF_MEMORY
+    plan, advice = plan_memory(setup), advise(setup, gpu)
+    if parsed.json:
+        print(json.dumps(to_json(plan, advice), indent=2))
+    else:
+        print(full_report(plan, advice, gpu, lengths))
+    return ExitCode.OK if plan.fits else ExitCode.OUT_OF_MEMORY
 
 
 def build_parser() -> Parser:
@@ -85,7 +89,8 @@ def build_parser() -> Parser:
     parser = Parser(
         "plan",
         "Predict memory and seconds of a run from its options, a model's configuration and the "
-        "data sheets of GPUs. Exit code 6 if no settings are found that fit. Takes the options of "
+        "data sheets of GPUs. Exit code 6 if these settings do not fit, as the run's start would end, "
+        "whether or not others would. Takes the options of "
         "lightrft train and of the stages on rows; --pretrain is a model directory or one of: "
         + ", ".join(SHAPES)
         + ".",
@@ -122,6 +127,9 @@ def build_parser() -> Parser:
         default="",
         metavar="RUN",
         help="Compare them for the lengths that a run with --save_rollouts has recorded.",
+    )
+    parser.add_argument(
+        "--json", action="store_true", default=False, help="Print JSON, without seconds."
     )
     parser.add_argument(
         "--gpu", default="h100-80g", metavar="NAME", help="One of: " + ", ".join(GPUS) + "."
@@ -179,14 +187,34 @@ def _share(text: str) -> float:
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
-def full_report(setup: Setup, gpu: Gpu, lengths: Lengths | None) -> tuple[str, bool]:
-    """The whole text of `lightrft plan`, and whether some settings fit.
+def to_json(plan: MemoryPlan, advice: Advice) -> dict[str, object]:
+    """The answer for a program.
 
     Args:
-        setup, gpu: Of the run.
-        lengths: Of its responses, for which the forms of a step are compared; None compares none.
+        plan: Memory of the settings of the command.
+        advice: Settings that fit, or come nearest to it.
     """
-    plan = plan_memory(setup)
+    return {
+        "fits": plan.fits,
+        "problems": plan.problems,
+        "usable_bytes": plan.usable_bytes,
+        "phases": {phase.name: phase.device_bytes for phase in plan.phases},
+        "host_bytes": plan.host_bytes,
+        "feasible_settings": dict(advice.changes) if advice.plan.fits else None,
+    }
+
+
+def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu, lengths: Lengths | None) -> str:
+    """The whole text of `lightrft plan`.
+
+    Args:
+        plan: Memory of the settings of the command.
+        advice: Settings that fit, or come nearest to it.
+        gpu: The device of each rank.
+        lengths: Those of the responses, for which the forms of a step are compared; None compares
+            none.
+    """
+    setup = plan.setup
     lines = [
         f"{setup.actor_size.parameters / GB:.2f}e9 parameters, {setup.world_size} ranks, "
         + (f"engine {setup.engine}" if setup.rolls_out else f"stage {setup.stage}"),
@@ -197,7 +225,6 @@ def full_report(setup: Setup, gpu: Gpu, lengths: Lengths | None) -> tuple[str, b
         summary(plan),
     ]
     lines += [f"does not fit: {problem}" for problem in plan.problems]
-    advice = advise(setup, gpu)
     if plan.fits:
         lines.append("fits: these settings are feasible")
     elif advice.plan.fits:
@@ -209,32 +236,40 @@ def full_report(setup: Setup, gpu: Gpu, lengths: Lengths | None) -> tuple[str, b
             f"{'; '.join(advice.plan.problems)}): more or larger GPUs, a shorter "
             "generate_max_len, or --lora_rank"
         )
-    single = remedies(plan.setup) if not plan.fits else []
+    single = [] if plan.fits else remedies(plan.setup)
     lines += [f"  {number}. {text}" for number, text in enumerate(single, start=1)]
-    if not setup.rolls_out:
-        return "\n".join(lines), advice.plan.fits
+    return "\n".join(lines + (_seconds(setup, gpu, lengths) if setup.rolls_out else []))
+
+
+def _seconds(setup: Setup, gpu: Gpu, lengths: Lengths | None) -> list[str]:
+    """The part of the report about time."""
     rows = scale(setup, gpu, COUNTS)
-    lines += [
+    return [
         "",
-        "Predicted seconds of a step:",
         time_table(rows),
         where_it_stops_paying(setup, rows),
         stream_advice(setup, gpu),
         *([] if lengths is None else ["", form_table(compare_forms(setup, gpu, lengths), lengths)]),
-        f"Constants: {sum(c.is_measured for c in CONSTANTS.values())} of {len(CONSTANTS)} are "
-        "measured; the others are assumptions (docs/scaling.md).",
         f"GPU: NVIDIA {gpu.source}.",
     ]
-    return "\n".join(lines), advice.plan.fits
 
 
 def time_table(rows: Sequence[StepSeconds]) -> str:
-    """A line for each number of GPUs; also a table of Markdown."""
+    """A line for each number of GPUs, below a line that says what it is worth; also Markdown."""
     names = (*rows[0].phases, "total")
-    lines = ["| GPUs | memory | " + " | ".join(names) + " | efficiency |"]
-    lines.append("|" + "---:|" * (len(names) + 3))
+    lines = [
+        f"Estimated seconds of a step, computed and not timed: {measured_count()}, the others are "
+        "assumed (docs/scaling.md).",
+        "",
+        "| GPUs | memory | " + " | ".join(names) + " | efficiency |",
+        "|" + "---:|" * (len(names) + 3),
+    ]
     for row, share in zip(rows, efficiency(rows), strict=True):
-        numbers = " | ".join(f"{value:.2f}" for value in (*row.phases.values(), row.total))
-        memory = "too large" if row.memory_bytes is None else gigabytes(row.memory_bytes)
-        lines.append(f"| {row.num_gpus} | {memory} | {numbers} | {share:.0%} |")
+        cells = ["too large", *[""] * len(names), ""]
+        if share is not None and row.memory_bytes is not None:
+            seconds = (*row.phases.values(), row.total)
+            # Two digits: an estimate has no more.
+            rough = (f"{round(float(f'{value:.2g}'), 2):g}" for value in seconds)
+            cells = [gigabytes(row.memory_bytes), *rough, f"{share:.0%}"]
+        lines.append(f"| {row.num_gpus} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
