@@ -89,9 +89,8 @@ def build_parser() -> Parser:
     parser = Parser(
         "plan",
         "Predict memory and seconds of a run from its options, a model's configuration and the "
-        "data sheets of GPUs. Exit code 6 if these settings do not fit, as the run's start would end, "
-        "whether or not others would. Takes the options of "
-        "lightrft train and of the stages on rows; --pretrain is a model directory or one of: "
+        "data sheets of GPUs. Exit code 6 if these settings do not fit, as at the start of the run, "
+        "also if others would. Takes the options of lightrft train and of the stages on rows; --pretrain is a model directory or one of: "
         + ", ".join(SHAPES)
         + ".",
         argument_default=argparse.SUPPRESS,
