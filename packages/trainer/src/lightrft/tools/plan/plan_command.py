@@ -89,10 +89,9 @@ def build_parser() -> Parser:
     parser = Parser(
         "plan",
         "Predict memory and seconds of a run from its options, a model's configuration and the "
-        "data sheets of GPUs. Exit code 6 if these settings do not fit, as at the start of the run, "
-        "also if others would. Takes the options of lightrft train and of the stages on rows; --pretrain is a model directory or one of: "
-        + ", ".join(SHAPES)
-        + ".",
+        "data sheets of GPUs. Exit code 6 if these settings do not fit, as at the start of the "
+        "run, also if others would. Takes the options of lightrft train and of the stages on "
+        "rows; --pretrain is a model directory or one of: " + ", ".join(SHAPES) + ".",
         argument_default=argparse.SUPPRESS,
     )
     add_number(parser, "--gpus", "GPUs, one rank each.", default=1)
