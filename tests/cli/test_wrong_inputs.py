@@ -632,6 +632,22 @@ COMMANDS = {
     "nothing to evaluate": command("eval", expected=("MODEL", "lightrft eval --help")),
     "no folder": command("init-model", expected=("DIR",)),
     "preset": command("init-model", "new", "--preset", "tiny", expected=("'tiny'", "tiny-qwen3")),
+    "shape": command("init-model", "new", "--shape", "qwen3-4", expected=("'qwen3-4'", "qwen3-4b")),
+    "two kinds": command(
+        "init-model", "new", "--shape", "qwen3-4b", "--preset", "tiny-llama", expected=("--preset",)
+    ),
+    "lengths of a vision model": command(
+        "init-model",
+        "new",
+        "--preset",
+        "tiny-qwen2.5-vl",
+        "--lengths",
+        "9",
+        expected=("--lengths", "tiny-qwen2.5-vl"),
+    ),
+    "lengths": command(
+        "init-model", "new", "--shape", "qwen3-4b", "--lengths", "200000", expected=("151936",)
+    ),
     "full folder": command("init-model", "model", expected=("model is not empty",)),
     "file": command("init-model", "reward.py", expected=("reward.py is a file",)),
     "seed": command("init-model", "new", "--seed", "-1", expected=("--seed", "'-1'")),

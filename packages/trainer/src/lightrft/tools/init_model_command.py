@@ -1,12 +1,14 @@
-"""`lightrft init-model`: a tiny random model, to try things out."""
+"""`lightrft init-model`: a random model, tiny or of a published shape, to try things out."""
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.launch import hide_progress_bars
-from lightrft.cli.options import Parser, add_number
+from lightrft.cli.options import Parser, add_number, at_least
 from lightrft.config.options import did_you_mean
+from lightrft.tools.plan.setup import SHAPES
 
 TEXT_PRESETS = ("tiny-qwen3", "tiny-llama")
 VISION_PRESETS = ("tiny-qwen2.5-vl",)
@@ -18,12 +20,17 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft init-model --help`.
 
     Raises:
-        UsageError: Unknown preset, or the directory is not empty.
+        UsageError: Unknown preset or shape, lengths that it cannot have, or the directory is not
+            empty.
     """
     options = build_parser().parse_args(argv)
     directory, preset = Path(options.directory), options.preset
+    if options.shape is not None:
+        return _write_shape(directory, options)
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}")
+    if options.lengths is not None and preset not in TEXT_PRESETS:
+        raise UsageError(f"--lengths goes with a --shape or a preset of text: got {preset}")
     require_empty(directory)
     make_folder(directory)
 
@@ -39,8 +46,31 @@ def run(argv: Sequence[str]) -> int:
     else:
         from lightrft.tools.model_presets import write_tiny_model
 
-        write_tiny_model(directory, preset, options.seed)
+        write_tiny_model(directory, preset, options.seed, options.lengths)
     print(f"wrote {preset} with seed {options.seed} to {directory}")
+    return ExitCode.OK
+
+
+def _write_shape(directory: Path, options: argparse.Namespace) -> int:
+    shape, lengths = options.shape, options.lengths
+    if options.preset != PRESETS[0]:
+        raise UsageError("--shape and --preset are two kinds of models: give one of them")
+    if shape not in SHAPES:
+        raise UsageError(f"--shape: no shape {shape!r}{did_you_mean(shape, SHAPES)}")
+    if lengths is not None and lengths > SHAPES[shape].vocab:
+        raise UsageError(
+            f"--lengths: the mean of {shape} is at most its vocabulary: got {lengths}, expected at "
+            f"most {SHAPES[shape].vocab}"
+        )
+    require_empty(directory)
+    make_folder(directory)
+    from lightrft.tools.model_presets import write_shape
+
+    write_shape(directory, SHAPES[shape], seed=options.seed, lengths=lengths)
+    print(
+        f"wrote {shape} with {SHAPES[shape].parameters:,} random weights in bfloat16 and seed "
+        f"{options.seed} to {directory}"
+    )
     return ExitCode.OK
 
 
@@ -74,12 +104,25 @@ def build_parser() -> Parser:
     """The parser of `lightrft init-model`."""
     parser = Parser(
         "init-model",
-        "Write a Hugging Face checkpoint of a tiny model with random weights, "
-        "a byte-level tokenizer and a chat template.",
+        "Write a Hugging Face checkpoint of a model with random weights, tiny or of a published "
+        "shape, a byte-level tokenizer and a chat template.",
     )
     parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")
     parser.add_argument(
         "--preset", default=PRESETS[0], help=f"{', '.join(PRESETS)}. Default: {PRESETS[0]}."
+    )
+    parser.add_argument(
+        "--shape",
+        metavar="NAME",
+        help=f"A published shape in bfloat16 in place of a tiny model, to measure: "
+        f"{', '.join(SHAPES)}. Every id of its vocabulary is a token.",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=at_least(1),
+        metavar="M",
+        help="Mean tokens of sampled responses, whose lengths are geometric: 1 of M ids of the "
+        "vocabulary ends a response. Default: one id ends it.",
     )
     add_number(parser, "--seed", "Fixes the weights.", default=0, lowest=0)
     return parser

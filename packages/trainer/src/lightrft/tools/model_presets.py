@@ -1,10 +1,12 @@
-"""Tiny random models and their tokenizer, for tests and first steps."""
+"""Random models, tiny or of published shapes, and their tokenizer: for tests, steps, speed."""
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -15,11 +17,13 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     ProcessorMixin,
+    Qwen2Config,
     Qwen3Config,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lightrft.models.loading import load_processor, save_pretrained
+from lightrft.tools.plan.setup import ModelSize
 
 PAD, END, USER, ASSISTANT, SYSTEM = (
     "<|pad|>",
@@ -65,9 +69,16 @@ def byte_level_tokenizer() -> PreTrainedTokenizerBase:
     return chat_tokenizer(byte_level_core(), [USER, ASSISTANT, SYSTEM])
 
 
-def byte_level_core() -> Tokenizer:
-    """The part of `byte_level_tokenizer` that splits and joins texts."""
+def byte_level_core(num_tokens: int = VOCAB_SIZE) -> Tokenizer:
+    """The part of `byte_level_tokenizer` that splits and joins texts.
+
+    Args:
+        num_tokens: Number of ids; those beyond bytes and marks are written and never read.
+    """
     vocabulary = {symbol: value for value, symbol in bytes_to_unicode().items()}
+    if num_tokens > VOCAB_SIZE:
+        marks = {mark: NUM_BYTES + place for place, mark in enumerate(SPECIAL_TOKENS)}
+        vocabulary |= marks | {f"Ġ{number}": number for number in range(VOCAB_SIZE, num_tokens)}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
@@ -110,13 +121,16 @@ def random_model(
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def write_tiny_model(directory: str | Path, preset: str, seed: int = 0) -> None:
+def write_tiny_model(
+    directory: str | Path, preset: str, seed: int = 0, lengths: int | None = None
+) -> None:
     """Writes a random float32 model and its tokenizer as a Hugging Face checkpoint.
 
     Args:
         directory: Created if it does not exist.
         preset: A key of `PRESETS`.
         seed: Fixes the weights.
+        lengths: Mean tokens of responses; see `end_ids`.
 
     Raises:
         ValueError: The preset is unknown.
@@ -126,8 +140,101 @@ def write_tiny_model(directory: str | Path, preset: str, seed: int = 0) -> None:
         raise ValueError(f"unknown preset {preset!r}: expected one of {', '.join(PRESETS)}")
     tokenizer = byte_level_tokenizer()
     model = random_model(PRESETS[preset](), tokenizer, seed)
+    model.generation_config.eos_token_id = end_ids(VOCAB_SIZE, lengths)
     sample = f"{SYSTEM}é ü\n{USER}  What is 4+3?\t{ASSISTANT}\\boxed{{7}}{END}"
     save_checked(model, tokenizer, directory, sample=sample)
+
+
+def end_ids(vocab: int, lengths: int | None) -> int | list[int]:
+    """Return the ids at which responses end: one mark, or as many as a mean length asks for.
+
+    Random weights sample all ids about alike: with k of them as ends, lengths are geometric with
+    the mean vocab / k.
+
+    Args:
+        vocab: Number of ids.
+        lengths: Mean tokens of a response; None is the mark alone.
+    """
+    end = NUM_BYTES + SPECIAL_TOKENS.index(END)
+    if lengths is None:
+        return end
+    others = [*range(NUM_BYTES), *range(VOCAB_SIZE, vocab)]
+    count = min(round(vocab / lengths) - 1, len(others))
+    return sorted([end, *others[len(others) - count :]]) if count > 0 else end
+
+
+def write_shape(
+    directory: Path,
+    size: ModelSize,
+    *,
+    seed: int = 0,
+    lengths: int | None = None,
+    shard_bytes: int = 4_000_000_000,
+) -> None:
+    """Writes random bfloat16 weights of a published shape, shard by shard, and a tokenizer.
+
+    Matrices are normal with the deviation that the models were initialised with, drawn on a GPU
+    where there is one (other numbers than on a CPU), norms 1 and biases 0.
+
+    Args:
+        directory: An existing folder.
+        size: The shape, of Qwen 2.5 or Qwen 3.
+        seed: Fixes the weights.
+        lengths: Mean tokens of responses; see `end_ids`.
+        shard_bytes: Bytes of one file, unless one tensor has more.
+    """
+    tokenizer = chat_tokenizer(byte_level_core(size.vocab), [USER, ASSISTANT, SYSTEM])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(_published_config(size), dtype=torch.bfloat16)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
+    model.generation_config.eos_token_id = end_ids(size.vocab, lengths)
+    model.generation_config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(seed)
+    # What is tied is in the files once.
+    weights = dict(model.named_parameters())
+    shards: list[list[str]] = [[]]
+    num_bytes = 0
+    for name, weight in weights.items():
+        if shards[-1] and num_bytes + weight.nbytes > shard_bytes:
+            shards.append([])
+            num_bytes = 0
+        shards[-1].append(name)
+        num_bytes += weight.nbytes
+    files = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+    for file, names in zip(files, shards, strict=True):
+        tensors = {}
+        for name in names:
+            tensor = torch.zeros(weights[name].shape, dtype=torch.bfloat16, device=device)
+            if tensor.dim() > 1:
+                tensor.normal_(std=model.config.initializer_range, generator=generator)
+            tensors[name] = tensor if not name.endswith("norm.weight") else tensor + 1
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+    places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    total = sum(weight.nbytes for weight in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), "utf-8")
+
+
+def _published_config(size: ModelSize) -> PretrainedConfig:
+    kind, positions = (Qwen3Config, 40_960) if size.has_qk_norm else (Qwen2Config, 32_768)
+    return kind(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_kv_heads,
+        head_dim=size.head_dim,
+        tie_word_embeddings=size.is_tied,
+        max_position_embeddings=positions,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        bos_token_id=None,
+        eos_token_id=NUM_BYTES + SPECIAL_TOKENS.index(END),
+        pad_token_id=NUM_BYTES,
+    )
 
 
 def save_checked(
