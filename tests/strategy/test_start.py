@@ -95,7 +95,7 @@ def test_the_decision_is_agreed_and_printed(device, chosen):
     printed = []
     strategy = SimpleNamespace(
         device=SimpleNamespace(type=device),
-        chosen_options=frozenset(),
+        chosen_options={},
         context=SimpleNamespace(print_detail=printed.append),
         all_reduce=lambda facts, op: {**facts, "weights": 7 * 10**9},  # what another rank read
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from tests.models import planted_kernels
 from tests.ranks import run_multiprocess
 from tests.stages import stage_runs
 from tests.stages.stage_runs import continued, in_ranks, interrupted, steps, tiny_models, write
@@ -167,3 +169,24 @@ def test_reinforcement_refuses_options_of_supervised_training(tmp_path, model, r
     )
     with pytest.raises(ConfigError, match="train_on is an option of lightrft sft"):
         run_training(config)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "packs", "line"),
+    [
+        ("without_argument", True, "packed, one kernel for all rows: varlen_attn, tried here with"),
+        ("mixing", True, "packed, one call for each row: varlen_attn computes others than plain"),
+        ("raising", None, "padded rows: varlen_attn fails with grouped heads: RuntimeError: Numbe"),
+    ],
+)
+def test_the_way_through_attention_is_said_and_kept(
+    tmp_path, model, rows, capsys, monkeypatch, kernel, packs, line
+):
+    planted_kernels.plant(monkeypatch, getattr(planted_kernels, kernel))
+    given = {"packing_samples": packs, "bf16": True, "max_steps": 1, "fsdp": True}
+    SFTTrainer(TrainConfig(**options(model, rows, tmp_path / "run", **given))).train()
+    lines = capsys.readouterr().out.splitlines()
+    (said,) = [text for text in lines if text.startswith("attention: ")]
+    assert said.startswith(f"attention: {line}")
+    start = json.loads((tmp_path / "run/run.json").read_text())
+    assert f"attention: {start['attention']}" == said

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.models import planted_kernels
 
 from lightrft.cli.main import main
 from lightrft.tools.doctor import check as checks, gpu_checks, machine_checks
@@ -176,6 +177,27 @@ def test_the_steps_of_a_gpu_compute_what_they_claim_on_a_processor():
     assert finding.verdict is Verdict.OK
     assert gpu_checks.head_error("cpu", torch.float32) <= 1e-5
     assert gpu_checks.relative_error(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 4.0])) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("kernel", "verdict", "text"),
+    [
+        (
+            "without_argument",
+            Verdict.OK,
+            "one kernel for all rows: varlen_attn, tried here with",
+        ),
+        ("raising", Verdict.BAD, "one call for each row: varlen_attn fails with grouped heads"),
+        ("mixing", Verdict.BAD, "one call for each row: varlen_attn computes others than plain"),
+    ],
+)
+def test_the_attention_kernel_is_tried_and_not_read_off_a_signature(
+    kernel, verdict, text, monkeypatch
+):
+    planted_kernels.plant(monkeypatch, getattr(planted_kernels, kernel))
+    finding = machine_checks.check_attention("cpu")
+    assert finding.verdict is verdict
+    assert finding.text.startswith(text)
 
 
 @pytest.mark.slow

@@ -122,8 +122,8 @@ class StrategyBase:
         **overrides: bool | int | None,
     ) -> None:
         self.args = args
-        # Names of options of the run that the machine decided.
-        self.chosen_options: frozenset[str] = frozenset()
+        # Options of the run that the machine decided, each with the reason.
+        self.chosen_options: dict[str, str] = {}
         self.seed = seed
         self.max_norm = max_norm
         self.micro_train_batch_size = micro_train_batch_size

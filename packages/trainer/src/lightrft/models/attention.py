@@ -1,7 +1,5 @@
 """Attention of transformers' models here: within sequences of one stream, and of short rows."""
 
-import functools
-import inspect
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypedDict, Unpack, cast
@@ -29,11 +27,16 @@ from lightrft.models.ulysses import (
     gather_sequence,
     scatter_sequence,
 )
+from lightrft.models.varlen import (
+    HALF_DTYPES,
+    KernelShape,
+    KernelTrial,
+    attend_varlen,
+    try_kernel,
+)
 
 PACKED, SHORT = "lightrft_packed", "lightrft_short"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-VARLEN_DTYPES = (torch.float16, torch.bfloat16)
-MAX_VARLEN_HEAD_DIM = 256
 # Up to here products and a softmax were faster on one core.
 MAX_SHORT_TOKENS = 128
 # Queries, keys and values of one stream: [1, heads, tokens, head_dim] each.
@@ -131,25 +134,11 @@ def packed_attention(
 
 
 def has_varlen_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether one kernel can take all sequences: half precision on a GPU that FlashAttention knows.
-
-    Elsewhere torch's attention runs once for each sequence.
-    """
-    dtypes = {x.dtype for x in (query, key, value)}
-    if not query.is_cuda or len(dtypes) > 1 or query.dtype not in VARLEN_DTYPES:
+    """Whether one kernel takes all sequences; else torch's attention runs once for each."""
+    if len({x.dtype for x in (query, key, value)}) > 1:
         return False
-    has_tensor_cores = torch.cuda.get_device_capability(query.device) >= (8, 0)
-    return has_tensor_cores and query.shape[-1] <= MAX_VARLEN_HEAD_DIM and _has_varlen_options()
-
-
-@functools.cache
-def _has_varlen_options() -> bool:
-    """Whether this torch has the kernel, with windows and grouped heads."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return {"window_size", "scale", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+    shape = KernelShape(query.device.type, query.dtype, query.shape[-1], value.shape[-1])
+    return try_kernel(shape).works
 
 
 def _attend_each(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> Tensor:
@@ -196,26 +185,17 @@ def _visible(
 
 
 def _attend_varlen(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> Tensor:
-    """One kernel of FlashAttention for all sequences, as torch ships it for CUDA."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    """One kernel for all sequences: [1, heads, tokens, head_dim]."""
     if options.get("dropout"):
         raise ValueError("packed attention has no dropout on a GPU: set attention_dropout to 0")
-    window = options.get("sliding_window")
-    query, key, value = (x[0].transpose(0, 1).contiguous() for x in qkv)
-    attended = varlen_attn(
-        query,
-        key,
-        value,
+    query, key, value = (x[0].transpose(0, 1) for x in qkv)
+    attended = attend_varlen(
+        (query, key, value),
         bounds.offsets_tensor,
-        bounds.offsets_tensor,
-        bounds.longest,
         bounds.longest,
         scale=options.get("scaling"),
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        window=options.get("sliding_window"),
     )
-    assert isinstance(attended, Tensor)  # a pair only if more is asked for
     return attended.transpose(0, 1).unsqueeze(0)
 
 
@@ -235,15 +215,15 @@ def packing_hindrance(
     return None if supports else "attention of its own"
 
 
-def packs_in_one_kernel(config: PretrainedConfig) -> bool:
-    """Whether a model, in bfloat16 on this GPU, packs with one kernel for all rows."""
+def try_packing(config: PretrainedConfig, device_type: str, *, bf16: bool) -> KernelTrial:
+    """Whether a model packs with one kernel for all rows, in bfloat16 or float32 on a device."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return False
-    text = config.get_text_config()
-    hindrance = packing_hindrance(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], text)
-    size = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
-    sample = torch.empty(1, 1, 1, size, device="cuda", dtype=torch.bfloat16)
-    return hindrance is None and has_varlen_kernel(sample, sample, sample)
+        return KernelTrial(False, f"{type(config).__name__} is not of a text model")
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    hindrance = packing_hindrance(model_class, config.get_text_config())
+    if hindrance is not None:
+        return KernelTrial(False, f"{model_class.__name__} has {hindrance}")
+    return try_kernel(KernelShape.of_model(config, device_type, bf16=bf16))
 
 
 def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
@@ -298,7 +278,7 @@ def short_attention(
     Returns:
         [rows, tokens, heads, head_dim], and None for the weights.
     """
-    is_half = query.dtype in VARLEN_DTYPES
+    is_half = query.dtype in HALF_DTYPES
     is_slow = query.device.type == "cpu" and is_half and key.shape[2] <= MAX_SHORT_TOKENS
     with sdpa_kernel(SDPBackend.MATH) if is_slow else nullcontext():
         return fused_attention(module, query, key, value, attention_mask, **kwargs)

@@ -49,15 +49,20 @@ def write_start(
     *,
     world_size: int,
     inputs: Mapping[str, object] | None = None,
-    config_sha256: str = "",
     stage: str = "",
     models: Mapping[str, object] | None = None,
-    run_sha256: str = "",
+    hashes: tuple[str, str] = ("", ""),
     decided: Mapping[str, object] | None = None,
+    attention: str = "",
 ) -> None:
     """Records when a run of a stage started, with how many processes, versions and inputs.
 
     The file ends with a hash of all the rest.
+
+    Args:
+        path: The file.
+        world_size, inputs, stage, models, decided, attention: Entries of it.
+        hashes: SHA-256 of the run and of its configuration.
     """
     python = ".".join(map(str, sys.version_info[:3]))
     start = {
@@ -65,11 +70,12 @@ def write_start(
         "world_size": world_size,
         "versions": {"python": python, **package_versions(_PACKAGES)},
         "inputs": dict(inputs or {}),
-        "config_sha256": config_sha256,
+        "config_sha256": hashes[1],
         "stage": stage,
         "models": dict(models or {}),
-        "run_sha256": run_sha256,
+        "run_sha256": hashes[0],
         "decided": dict(decided or {}),
+        "attention": attention,
     }
     write_whole(path, sealed(start) + "\n")
 

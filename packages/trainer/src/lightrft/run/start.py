@@ -10,8 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
+from torch import nn
+
 from lightrft.config import TrainConfig
 from lightrft.config.files import file_sha256
+from lightrft.models import SequenceModel
+from lightrft.models.varlen import KernelShape, KernelTrial, try_kernel
 from lightrft.reporting.files import (
     CONFIG_FILE,
     START_FILE,
@@ -56,6 +60,9 @@ def start_run(
         Steps that the checkpoint brought along.
     """
     strategy = loop.strategy
+    attention = describe_attention(config, strategy, loop.stage.models.main.model)
+    if attention:
+        strategy.print(f"attention: {attention}")
     resumed = plan.resumes and loop.load_checkpoint()
     num_steps = loop.state.num_steps
     rows = resume_rows(config, loop, plan.changes) if resumed else []
@@ -70,11 +77,11 @@ def start_run(
             folder / START_FILE,
             world_size=strategy.world_size,
             inputs=inputs,
-            config_sha256=digest,
             stage=stage,
             models=models,
-            run_sha256=run_hash(digest, inputs, models),
+            hashes=(run_hash(digest, inputs, models), digest),
             decided=decided_options(given, config),
+            attention=attention,
         )
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         for name in STEP_FILES:
@@ -87,6 +94,26 @@ def start_run(
         write_event(folder, "resumed" if resumed else "started", step=num_steps, details=details)
     strategy.barrier()
     return num_steps
+
+
+def describe_attention(config: TrainConfig, strategy: StrategyBase, model: nn.Module | None) -> str:
+    """The way in which rows pass through the attention of a prepared model, and why; collective.
+
+    Returns:
+        A line; "" for a model that is none of lightrft.models.
+    """
+    module = None if model is None else strategy.unwrap_model(model)
+    if not isinstance(module, SequenceModel):
+        return ""
+    if not module.layout_policy.is_packed:
+        return f"padded rows: {strategy.chosen_options.get('packing_samples', 'as asked for')}"
+    device = strategy.device.type
+    bf16 = config.computes_in_bf16(has_gpu=device == "cuda")
+    trial = try_kernel(KernelShape.of_model(module.config, device, bf16=bf16))
+    fails_somewhere = strategy.all_reduce(int(not trial.works), op="max") > 0
+    if trial.works and fails_somewhere:
+        trial = KernelTrial(False, "the kernel fails on another rank")
+    return f"packed, {trial.packing}"
 
 
 def _of_any_folder(config: TrainConfig) -> TrainConfig:

@@ -18,13 +18,14 @@ from lightrft.config.options import options_of
 from lightrft.config.rules import is_served
 from lightrft.engines.media.families import family_of
 from lightrft.models import Actor, Critic, LoraActor, SequenceModel, load_causal_lm
-from lightrft.models.attention import packs_in_one_kernel
+from lightrft.models.attention import try_packing
 from lightrft.models.loading import ModelLoadError, load_config
 from lightrft.models.lora import LoraModel
 from lightrft.models.proof import Proof, prove_model, require_packing
 from lightrft.models.sequence_model import freeze
 from lightrft.models.statements import vocabulary_of
 from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.models.varlen import KernelShape, use_newer_kernel, use_own_kernel
 from lightrft.models.weight_files import count_model
 from lightrft.stages.policy.algorithm import build_estimator
 from lightrft.stages.stage import KeptDropout, TrainedModel, TrainedModels
@@ -269,6 +270,9 @@ def _packed(
     proofs: Sequence[tuple[SequenceModel, Proof | None]],
 ) -> TrainConfig:
     """Packs the samples of all models, or of none; see `configure_models`."""
+    device = strategy.device.type
+    bf16 = config.computes_in_bf16(has_gpu=device == "cuda")
+    use_newer_kernel(KernelShape.of_model(model.config, device, bf16=bf16) for model, _ in proofs)
     try:
         for model, proof in proofs:
             model.pack_samples()
@@ -279,6 +283,8 @@ def _packed(
             raise ConfigError(f"packing_samples: {refusal}") from refusal
         for model, _ in proofs:
             model.pack_samples(False)
+        use_own_kernel()
+        strategy.chosen_options["packing_samples"] = str(refusal)
         strategy.print(f"packing_samples = false: {refusal}")
         return config.replaced({"packing_samples": False})
     return config
@@ -326,11 +332,13 @@ class ModelFacts:
         num_weights: Numbers in the files of the actor.
         packs: Whether all that are trained pack with one kernel for all rows, on this rank.
         has_vision: Whether the actor reads images, which its files name otherwise than its modules.
+        packing: The kernel, or why there is none.
     """
 
     num_weights: int
     packs: bool
     has_vision: bool = False
+    packing: str = ""
 
 
 def read_model_facts(config: TrainConfig, strategy: StrategyBase) -> ModelFacts:
@@ -338,12 +346,15 @@ def read_model_facts(config: TrainConfig, strategy: StrategyBase) -> ModelFacts:
     paths = {str(config.pretrain)}
     others = (config.critic_pretrain, *config.teacher_places.values())
     paths |= {each for each in others if isinstance(each, str) and not is_served(each)}
-    uses_bf16 = config.computes_in_bf16(has_gpu=strategy.device.type == "cuda")
-    packs = strategy.device.type == "cuda" and uses_bf16
+    device = strategy.device.type
+    bf16 = config.computes_in_bf16(has_gpu=device == "cuda")
+    trials = [try_packing(load_config(path), device, bf16=bf16) for path in sorted(paths)]
+    trial = min(trials, key=lambda each: each.works)
     return ModelFacts(
         count_model(str(config.pretrain)),
-        packs and all(packs_in_one_kernel(load_config(path)) for path in paths),
+        trial.works,
         has_vision=family_of(load_config(str(config.pretrain))) is not None,
+        packing=trial.finding,
     )
 
 
@@ -378,23 +389,27 @@ def decide_by_machine(
         weight_bytes=size,
         is_in_files=config.lora_rank == 0 and not has_vision,
     )
-    packs, why = packing_by_machine(config, can_pack=has_gpu and agreed["pads"] == 0)
+    packs, why = packing_by_machine(config, facts, can_pack=has_gpu and agreed["pads"] == 0)
     decisions = {
         "fused_linear_logprob": (config.fuses_logprob(has_gpu=has_gpu), where),
         "meta_init": (on_meta, f"{where}, {size / 1e9:.1f} GB of weights"),
         "packing_samples": (packs, why),
     }
     chosen = {name: choice for name, choice in decisions.items() if is_open[name]}
-    strategy.chosen_options |= chosen.keys()
+    strategy.chosen_options |= {name: reason for name, (_, reason) in chosen.items()}
     for name, (value, reason) in chosen.items():
         strategy.context.print_detail(f"{name} = {str(value).lower()}: {reason}")
     return config.replaced({name: value for name, (value, _) in chosen.items()})
 
 
-def packing_by_machine(config: TrainConfig, *, can_pack: bool) -> tuple[bool, str]:
+def packing_by_machine(
+    config: TrainConfig, facts: ModelFacts | None, *, can_pack: bool
+) -> tuple[bool, str]:
     """Whether samples are packed where nobody said so, and why."""
     if not can_pack:
-        return False, "not every rank and model packs with one kernel (bfloat16 on a GPU)"
+        if facts is None or facts.packs:
+            return False, "not every rank packs with one kernel"
+        return False, facts.packing
     options = options_of(TrainConfig)
     changed = [
         name

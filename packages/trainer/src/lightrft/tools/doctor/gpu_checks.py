@@ -137,7 +137,8 @@ def time_copy() -> Finding:
 
 def compare_attention(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Finding:
     """Packed attention against float64 attention, one sequence after the other."""
-    from lightrft.models.attention import SequenceBounds, has_varlen_kernel, packed_attention
+    from lightrft.models.attention import SequenceBounds, packed_attention
+    from lightrft.models.varlen import KernelShape, try_kernel
 
     lengths, heads, size = (5, 130, 1, 64), (4, 2), 64
     offsets = torch.tensor((0, *lengths)).cumsum(0)
@@ -154,8 +155,8 @@ def compare_attention(device: str = "cuda", dtype: torch.dtype = torch.bfloat16)
         q, k, v = (x[:, :, start:stop].double() for x in (query, key, value))
         expected.append(scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
     error = relative_error(attended, torch.cat(expected, dim=2).transpose(1, 2))
-    kernel = "varlen_attn" if has_varlen_kernel(query, key, value) else "one call per sequence"
-    return found(error <= MAX_ATTENTION_ERROR, f"{kernel}, error {error:.1e}")
+    packing = try_kernel(KernelShape(device, dtype, size, size)).packing
+    return found(error <= MAX_ATTENTION_ERROR, f"error {error:.1e}, {packing}")
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:

@@ -70,7 +70,8 @@ def _device_checks() -> list[Check]:
         Check(
             "attention kernel",
             "FlashAttention for packed sequences, from compute capability 8.0",
-            "use a GPU from Ampere on; packing then computes one sequence after the other",
+            "runs pad their rows, or with --packing_samples call it for each of them: use a GPU "
+            "from Ampere on, and another version of torch where the trial failed",
             check_attention,
             needs_gpu=True,
         ),
@@ -209,15 +210,16 @@ def check_nccl() -> Finding:
     return found(version[:2] >= MIN_NCCL, shown_version(version))
 
 
-def check_attention() -> Finding:
-    """The attention kernel of packed sequences."""
+def check_attention(device_type: str = "cuda") -> Finding:
+    """The attention kernel of packed sequences, tried on the device."""
     import torch
 
-    from lightrft.models.attention import has_varlen_kernel
+    from lightrft.models.varlen import KernelShape, try_kernel, use_newer_kernel
 
-    sample = torch.zeros(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
-    has_kernel = has_varlen_kernel(sample, sample, sample)
-    return found(has_kernel, "varlen_attn" if has_kernel else "scaled_dot_product_attention")
+    shape = KernelShape(device_type, torch.bfloat16, 64, 64)
+    use_newer_kernel([shape])
+    trial = try_kernel(shape)
+    return found(trial.works, trial.packing)
 
 
 def check_kernels() -> Finding:

@@ -1,0 +1,257 @@
+"""Torch's attention kernel for sequences of unequal lengths, and the trial that decides on it.
+
+Neither a version nor a signature says whether the kernel computes what packing needs. So it is
+called once on the device, with grouped heads and a few tokens, forward and backward, and compared
+with plain attention; one process tries each shape once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+
+from lightrft.kernels.names import first_line
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+# FlashAttention 3 as torch knows it: from the package flash-attn-3, on compute capability 9.0.
+NEWER = "FA3"
+# Of a trial: lengths of the sequences, heads of queries and of keys, and windows.
+LENGTHS, HEADS, KV_HEADS, WINDOWS = [5, 40, 1, 18], 4, 2, (None, 7)
+# A kernel that computes the same is at most so much further from float64 than plain attention.
+MAX_ERROR_RATIO = 2.0
+# Queries, keys and values of one stream: [tokens, heads, head_dim] each.
+Stream = tuple[Tensor, Tensor, Tensor]
+Attend = Callable[[Stream, int | None], Tensor]
+
+
+class KernelShape(NamedTuple):
+    """Kind of attention that a trial decides on.
+
+    Args:
+        device_type: Type of the device, as "cuda".
+        dtype: Dtype of queries, keys and values.
+        head_dim, value_dim: Sizes of the heads of queries and keys, and of values.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+
+    @staticmethod
+    def of_model(config: PretrainedConfig, device_type: str, *, bf16: bool) -> KernelShape:
+        """Return the shape that a model's text part has, in bfloat16 or float32."""
+        text = config.get_text_config()
+        values = text.to_dict()
+        size = values.get("head_dim") or text.hidden_size // text.num_attention_heads
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        sizes = (values.get("qk_head_dim") or size, values.get("v_head_dim") or size)
+        return KernelShape(device_type, dtype, *sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTrial:
+    """Result of a trial.
+
+    Args:
+        works: All sequences can go through one kernel.
+        finding: The kernel and its error, or why there is none.
+    """
+
+    works: bool
+    finding: str
+
+    @property
+    def packing(self) -> str:
+        """The way in which packed rows pass through attention, and why."""
+        way = "one kernel for all rows" if self.works else "one call for each row"
+        return f"{way}: {self.finding}"
+
+
+_trials: dict[KernelShape, KernelTrial] = {}
+
+
+def try_kernel(shape: KernelShape) -> KernelTrial:
+    """Whether one kernel takes all sequences of a stream; the first call on a shape tries it."""
+    if shape not in _trials:
+        _trials[shape] = _tried(shape)
+    return _trials[shape]
+
+
+def use_newer_kernel(shapes: Iterable[KernelShape]) -> None:
+    """Turns FlashAttention 3 on for this process, where it passes the trial in all of some shapes.
+
+    Elsewhere torch's own kernel stays, or is put back. All of torch's fused attention changes with
+    it, so calls of rows are tried, too.
+    """
+    wanted = set(shapes)
+    # Without a kernel of torch's own there is nothing to be better than.
+    is_needed = bool(wanted) and all(try_kernel(shape).works for shape in wanted)
+    if not is_needed or current_flash_attention_impl() is not None:
+        return
+    trials = {}
+    # The package is absent, or made for another torch.
+    with suppress(Exception):
+        activate_flash_attention_impl(NEWER)
+        trials = {shape: _tried(shape) for shape in wanted}
+    if trials and all(trial.works for trial in trials.values()):
+        _trials.update(trials)
+    else:
+        use_own_kernel()
+
+
+def use_own_kernel() -> None:
+    """Puts torch's own kernel back, if another one was turned on."""
+    if current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
+        _trials.clear()
+
+
+def kernel_hindrance(shape: KernelShape) -> str | None:
+    """Why no kernel of FlashAttention can be there, whatever a trial would say; None if it can."""
+    if shape.device_type != "cuda":
+        return f"FlashAttention's kernel is for GPUs, not for {shape.device_type}"
+    if shape.dtype not in HALF_DTYPES:
+        return f"FlashAttention's kernel computes in half precision, not {shape.dtype}"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "FlashAttention's kernel needs compute capability 8.0"
+    if max(shape.head_dim, shape.value_dim) > MAX_HEAD_DIM:
+        return f"FlashAttention's kernel takes heads up to {MAX_HEAD_DIM} numbers"
+    return None
+
+
+def attend_varlen(
+    stream: Stream, offsets: Tensor, longest: int, *, scale: float | None, window: int | None
+) -> Tensor:
+    """Causal attention inside each sequence by one kernel: [tokens, heads, value_dim].
+
+    Args:
+        stream: Queries, keys and values.
+        offsets: [sequences + 1] int32, first token of each sequence, then the number of tokens.
+        longest: Tokens of the longest sequence.
+        scale: Factor of the products; None is torch's.
+        window: Tokens before and including itself that a token sees; None is all.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = (x.contiguous() for x in stream)
+    kernel: Callable[..., object] = varlen_attn
+    # Torch 2.11's lacks the argument, and passes grouped heads on.
+    has_argument = "enable_gqa" in _parameters_of(kernel)
+    grouping = {"enable_gqa": query.shape[1] != key.shape[1]} if has_argument else {}
+    attended = kernel(
+        query,
+        key,
+        value,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouping,
+    )
+    assert isinstance(attended, Tensor)  # a pair only if more is asked for
+    return attended
+
+
+@functools.cache
+def _parameters_of(function: Callable[..., object]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _tried(shape: KernelShape) -> KernelTrial:
+    hindrance = kernel_hindrance(shape)
+    if hindrance is not None:
+        return KernelTrial(False, hindrance)
+    newer = current_flash_attention_impl()
+    name = "varlen_attn" if newer is None else f"varlen_attn of {newer}"
+    try:
+        with torch.enable_grad():
+            error, limit = _largest_error(shape, with_rows=newer is not None)
+    except Exception as failure:  # noqa: BLE001 - whatever a kernel lacks shows in its own way
+        reason = f"{type(failure).__name__}: {first_line(failure)}"
+        return KernelTrial(False, f"{name} fails with grouped heads: {reason}")
+    errors = f"error {error:.1e}, at most {limit:.1e} is rounding"
+    if not error <= limit:  # written so that NaN fails
+        return KernelTrial(False, f"{name} computes others than plain attention: {errors}")
+    return KernelTrial(True, f"{name}, tried here with {errors}")
+
+
+def _largest_error(shape: KernelShape, *, with_rows: bool) -> tuple[float, float]:
+    """Error and limit of the result or gradient that is nearest to its limit, or beyond it."""
+    bounds = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+    offsets = torch.tensor(bounds, dtype=torch.int32, device=shape.device_type)
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(HEADS, shape.head_dim), (KV_HEADS, shape.head_dim), (KV_HEADS, shape.value_dim)]
+    sizes.append((HEADS, shape.value_dim))  # what the result's gradient is like
+    *stream, upstream = (
+        torch.randn(bounds[-1], *size, generator=generator).to(shape.device_type, shape.dtype)
+        for size in sizes
+    )
+
+    def by_kernel(parts: Stream, window: int | None) -> Tensor:
+        return attend_varlen(parts, offsets, max(LENGTHS), scale=None, window=window)
+
+    def results(attend: Attend, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in stream]
+        attended = attend((leaves[0], leaves[1], leaves[2]), window)
+        gradients = torch.autograd.grad(attended, leaves, upstream.to(dtype))
+        return [x.detach().double() for x in (attended, *gradients)]
+
+    def plain(parts: Stream, window: int | None) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return _one_by_one(parts, window)
+
+    pairs = []
+    for window in WINDOWS:
+        exact = results(plain, window, torch.float64)
+        near = results(plain, window, shape.dtype)
+        ways = [by_kernel, *([_one_by_one] if with_rows else [])]
+        for values in (results(way, window, shape.dtype) for way in ways):
+            for value, rounded, expected in zip(values, near, exact, strict=True):
+                limit = MAX_ERROR_RATIO * _error(rounded, expected) + torch.finfo(shape.dtype).eps
+                pairs.append((_error(value, expected), limit))
+    return max(pairs, key=lambda pair: pair[0] / pair[1] if pair[0] == pair[0] else torch.inf)
+
+
+def _one_by_one(stream: Stream, window: int | None) -> Tensor:
+    """Torch's attention of each sequence of `LENGTHS` on its own."""
+    parts = [torch.split(x.transpose(0, 1).unsqueeze(0), LENGTHS, dim=2) for x in stream]
+    attended = []
+    for query, key, value in zip(*parts, strict=True):
+        mask = None
+        if window is not None:
+            index = torch.arange(query.shape[2], device=query.device)
+            distance = index[:, None] - index[None, :]
+            mask = (distance >= 0) & (distance < window)
+        attended.append(
+            F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            )
+        )
+    return torch.cat(attended, dim=2)[0].transpose(0, 1)
+
+
+def _error(value: Tensor, expected: Tensor) -> float:
+    """The largest difference over the largest value."""
+    return float((value - expected).abs().max() / expected.abs().max())

@@ -1,0 +1,77 @@
+"""Kernels for sequences of unequal lengths, as versions of torch may have them, for a CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightrft.models import varlen
+
+
+def attended(query, key, value, offsets, scale, window, *, mixes=False):
+    pieces = []
+    bounds = [0, int(offsets[-1])] if mixes else offsets.tolist()
+    for start, stop in itertools.pairwise(bounds):
+        index = torch.arange(stop - start)
+        distance = index[:, None] - index[None, :]
+        mask = distance >= 0
+        if window[0] >= 0:
+            mask = mask & (distance <= window[0])
+        q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (query, key, value))
+        with sdpa_kernel(SDPBackend.MATH):
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
+            )
+        pieces.append(out[0].transpose(0, 1))
+    return torch.cat(pieces)
+
+
+def without_argument(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
+):
+    """Torch 2.11's interface: grouped heads go on to the kernel, which takes them."""
+    return attended(query, key, value, cu_seq_q, scale, window_size)
+
+
+def with_argument(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+):
+    """Torch 2.13's."""
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError("Expect query and key/value to have the same number of heads")
+    return attended(query, key, value, cu_seq_q, scale, window_size)
+
+
+def raising(query, key, value, *bounds, scale=None, window_size=(-1, -1)):
+    """A kernel that takes no grouped heads."""
+    raise RuntimeError("Number of heads in key/value must be that of query\nin a long story")
+
+
+def mixing(query, key, value, cu_seq_q, *bounds, scale=None, window_size=(-1, -1)):
+    """A kernel that sees over the borders of sequences."""
+    return attended(query, key, value, cu_seq_q, scale, window_size, mixes=True)
+
+
+def losing_gradients(query, key, value, cu_seq_q, *bounds, scale=None, window_size=(-1, -1)):
+    """A kernel whose backward pass forgets keys."""
+    return attended(query, key.detach() + 0 * key, value, cu_seq_q, scale, window_size)
+
+
+def plant(monkeypatch, kernel):
+    """Let this torch have a kernel, on any device."""
+    monkeypatch.setattr(varlen, "_trials", {})
+    monkeypatch.setattr(varlen, "kernel_hindrance", lambda shape: None)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
