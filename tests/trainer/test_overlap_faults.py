@@ -79,15 +79,14 @@ def weights_of_the_first_step(*_):
     """The weights that are sent are those of an older step."""
     from lightrft.strategy.split.remote_engine import RemoteEngine
 
-    load, first = RemoteEngine.load_weights, {}
+    load, first = RemoteEngine.load_shards, {}
 
-    def older(engine, pieces):
-        kept = [
-            replace(p, tensor=first.setdefault((p.name, p.start), p.tensor.clone())) for p in pieces
-        ]
-        load(engine, kept)
+    def older(engine, layout, group, sources, **named):
+        for spec in layout.specs:
+            first.setdefault(spec.name, sources(spec.name).clone())
+        return load(engine, layout, group, first.__getitem__, **named)
 
-    RemoteEngine.load_weights = older
+    RemoteEngine.load_shards = older
 
 
 def hashes_of_the_first_step(engine_class):

@@ -68,10 +68,63 @@ class Timeline:
                     work.wait()  # of this stream for the collective's, not of the host
             self.hand_over()
 
+    def mark(self) -> Callable[[], None]:
+        """Notes what fills so far; what is returned lets the host wait for it."""
+        if self._stream is None:
+            return lambda: None
+        wait: Callable[[], None] = self._stream.record_event().synchronize
+        return wait
+
     def hand_over(self) -> None:
         """Orders the filling queued so far before the consumer's work from now on."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+class BucketPacker:
+    """Writes one rank's part of buckets.
+
+    Args:
+        layout: The plan of the buckets.
+        rank: The rank, as the layout's shards count.
+        device: Device where parts are added up and packed.
+    """
+
+    def __init__(self, layout: BucketLayout, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._shard_starts = {
+            spec.name: spec.shards[rank if len(spec.shards) > 1 else 0][0] for spec in layout.specs
+        }
+
+    def pack(
+        self, bucket: Bucket, out: Tensor, sources: ShardSource, add_local: AddLocal | None = None
+    ) -> None:
+        """Packs the part into `out` [bytes] uint8; the sources are those of `BucketBroadcaster`."""
+        parts, offsets, dtypes = [], [], []
+        for segment in bucket.segments:
+            start, stop = segment.ranges[self._rank if len(segment.ranges) > 1 else 0]
+            if start == stop:
+                continue
+            first = self._shard_starts[segment.name]
+            shard = sources(segment.name)
+            if shard.requires_grad:
+                shard = shard.detach()
+            if shard.numel() < stop - first:
+                raise ValueError(
+                    f"the shard of {segment.name!r} must have at least {stop - first} elements: "
+                    f"got {shard.numel()}"
+                )
+            part = shard if shard.dim() == 1 else shard.reshape(-1)
+            if stop - start != shard.numel():  # small tensors are whole: views of them cost
+                part = part[start - first : stop - first]
+            if add_local is not None:
+                # Added in float32 before the cast, so that the sum is rounded once.
+                part = part.to(device=self._device, dtype=torch.float32, copy=True)
+                add_local(segment.name, start, part)
+            parts.append(part)
+            offsets.append(segment.byte_offset)
+            dtypes.append(segment.dtype)
+        pack(parts, out, offsets, dtypes)
 
 
 class BucketBroadcaster:
@@ -118,12 +171,9 @@ class BucketBroadcaster:
         self.num_payload_collectives = 0
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
-        self._shard_starts = {
-            spec.name: spec.shards[self._rank if len(spec.shards) > 1 else 0][0]
-            for spec in layout.specs
-        }
         self._buffers = buffers
         self._device = torch.device(device)
+        self._packer = BucketPacker(layout, self._rank, self._device)
 
     def gather(
         self, sources: ShardSource, *, add_local: AddLocal | None = None
@@ -164,7 +214,7 @@ class BucketBroadcaster:
         with timeline.filling():
             if flight.work is not None:
                 flight.work.wait()
-            pieces = _pieces(flight.bucket, flight.slot)
+            pieces = bucket_pieces(flight.bucket, flight.slot.full, flight.slot.packed)
         timeline.hand_over()
         yield pieces
         slots.append(flight.slot)
@@ -182,7 +232,7 @@ class BucketBroadcaster:
         """Packs this rank's part and starts the bucket's collective."""
         out = slot.packed if bucket.kind == "gather" else slot.full
         if bucket.kind != "broadcast" or bucket.owner == self._rank:
-            self._pack(bucket, out[: bucket.bytes_per_rank], sources, add_local)
+            self._packer.pack(bucket, out[: bucket.bytes_per_rank], sources, add_local)
         full = slot.full[: bucket.num_bytes]
         work = None
         if bucket.kind == "gather":
@@ -193,38 +243,15 @@ class BucketBroadcaster:
         self.num_payload_collectives += bucket.kind != "local"
         return _InFlight(bucket, slot, work)
 
-    def _pack(
-        self, bucket: Bucket, out: Tensor, sources: ShardSource, add_local: AddLocal | None
-    ) -> None:
-        parts, offsets, dtypes = [], [], []
-        for segment in bucket.segments:
-            start, stop = segment.ranges[self._rank if len(segment.ranges) > 1 else 0]
-            if start == stop:
-                continue
-            first = self._shard_starts[segment.name]
-            shard = sources(segment.name)
-            if shard.requires_grad:
-                shard = shard.detach()
-            if shard.numel() < stop - first:
-                raise ValueError(
-                    f"the shard of {segment.name!r} must have at least {stop - first} elements: "
-                    f"got {shard.numel()}"
-                )
-            part = shard if shard.dim() == 1 else shard.reshape(-1)
-            if stop - start != shard.numel():  # small tensors are whole: views of them cost
-                part = part[start - first : stop - first]
-            if add_local is not None:
-                # Added in float32 before the cast, so that the sum is rounded once.
-                part = part.to(device=self._device, dtype=torch.float32, copy=True)
-                add_local(segment.name, start, part)
-            parts.append(part)
-            offsets.append(segment.byte_offset)
-            dtypes.append(segment.dtype)
-        pack(parts, out, offsets, dtypes)
 
+def bucket_pieces(bucket: Bucket, full: Tensor, spare: Tensor) -> tuple[WeightPiece, ...]:
+    """The pieces of a full bucket; a whole tensor that several ranks hold is made contiguous.
 
-def _pieces(bucket: Bucket, slot: _Slot) -> tuple[WeightPiece, ...]:
-    """The pieces of a full bucket; a whole tensor that several ranks hold is made contiguous."""
+    Args:
+        bucket: The bucket.
+        full: [bytes] uint8, what it holds.
+        spare: [bytes] uint8 of at least its size, where whole tensors are assembled.
+    """
     offsets: list[int] = []
     outs: list[Tensor] = []
     pieces: list[WeightPiece] = []
@@ -233,8 +260,7 @@ def _pieces(bucket: Bucket, slot: _Slot) -> tuple[WeightPiece, ...]:
         parts = _parts(segment, bucket)
         if segment.is_whole and len(parts) != 1:
             num_bytes = segment.numel * segment.dtype.itemsize
-            # What was packed has been sent; its memory has room for all segments, see `_allocate`.
-            whole = slot.packed[position : position + num_bytes].view(segment.dtype)
+            whole = spare[position : position + num_bytes].view(segment.dtype)
             position += -(-num_bytes // _ASSEMBLY_ALIGNMENT) * _ASSEMBLY_ALIGNMENT
             offsets += [offset for offset, _, _ in parts]
             outs += [whole[start:stop] for _, start, stop in parts]
@@ -242,9 +268,9 @@ def _pieces(bucket: Bucket, slot: _Slot) -> tuple[WeightPiece, ...]:
             continue
         for offset, start, stop in parts:
             num_bytes = (stop - start) * segment.dtype.itemsize
-            values = slot.full[offset : offset + num_bytes].view(segment.dtype)
+            values = full[offset : offset + num_bytes].view(segment.dtype)
             pieces.append(WeightPiece(segment.name, segment.shape, start, values))
-    unpack(slot.full, offsets, outs)
+    unpack(full, offsets, outs)
     return tuple(pieces)
 
 

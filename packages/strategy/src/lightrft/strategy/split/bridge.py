@@ -15,17 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate, pairwise
-from typing import Final, cast
+from typing import Final, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.strategy.distributed.deadlines import HANG_EXIT_CODE
+from lightrft.strategy.distributed.deadlines import HANG_EXIT_CODE, current_phase
 from lightrft.strategy.distributed.process_end import PeerFailedError, end_process
 from lightrft.strategy.distributed.process_groups import Side
 
-_FOREVER: Final = timedelta(days=30)
+# Of one collective: the lifeline and the phases decide how long it may take.
+FOREVER: Final = timedelta(days=30)
+GroupBackend = Literal["nccl", "gloo"]
 _LONGEST_BEAT: Final = 10.0
 # A wait ends late by this share of it, within bounds: short ones are many.
 _LATE_SHARE: Final = 1 / 16
@@ -95,6 +97,7 @@ class Bridge:
 
     Attributes:
         peer_wants_stop: A rank that generates was asked to stop.
+        everyone: All ranks of the launch, for values in memory of the host.
     """
 
     def __init__(self, side: Side, store: dist.Store, timeout: timedelta) -> None:
@@ -103,19 +106,25 @@ class Bridge:
         self.world_size = side.num_training + side.num_generating
         self._problem: Exception | None = None
         self._has_answered = True  # the command under way
-        self._timeout = timeout
-        self._everyone = self._group(store, "everyone", self.rank, self.world_size)
+        self.timeout, self._store = timeout, store
+        self.everyone = self.open_group("everyone", self.rank, self.world_size)
         self._link: dist.ProcessGroup | None = None
         if side.generates or side.rank == 0:
             rank = side.rank + 1 if side.generates else 0
-            self._link = self._group(store, "link", rank, side.num_generating + 1)
+            self._link = self.open_group("link", rank, side.num_generating + 1)
         self._lifeline = Lifeline(side, store, timeout.total_seconds())
 
-    def _group(self, store: dist.Store, name: str, rank: int, size: int) -> dist.ProcessGroup:
+    def open_group(
+        self, name: str, rank: int, size: int, backend: GroupBackend = "gloo"
+    ) -> dist.ProcessGroup:
         """A group outside of every world; torch's stubs know its methods by the general class."""
-        prefixed = dist.PrefixStore(name, store)
-        group = dist.ProcessGroupGloo(prefixed, rank, size, self._timeout)
-        return cast("dist.ProcessGroup", group)
+        prefixed = dist.PrefixStore(name, self._store)
+        if backend == "gloo":
+            group = dist.ProcessGroupGloo(prefixed, rank, size, self.timeout)
+            return cast("dist.ProcessGroup", group)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = FOREVER
+        return cast("dist.ProcessGroup", dist.ProcessGroupNCCL(prefixed, rank, size, options))
 
     @property
     def is_first(self) -> bool:
@@ -126,6 +135,10 @@ class Bridge:
         """Whether this process, as `own` says, or a rank that generates was asked to stop."""
         return own() or self.peer_wants_stop
 
+    def count_received(self, num_bytes: int) -> None:
+        """Adds bytes that came by another way."""
+        self._num_received += num_bytes
+
     def take_received(self) -> int:
         """Bytes that this rank has received since the last time."""
         found, self._num_received = self._num_received, 0
@@ -133,53 +146,43 @@ class Bridge:
 
     # --- commands
 
-    def send(self, name: str, *arguments: object, values: Tensor | None = None) -> None:
+    def send(self, name: str, *arguments: object) -> None:
         """Has the ranks that generate carry something out; only the first that trains sends.
 
         Args:
             name: Of the command.
             arguments: Plain objects.
-            values: [bytes] uint8 that follow, or None.
         """
         if self.side.rank:
             return
-        size = -1 if values is None else values.numel()
         data = pickle.dumps((name, arguments))
-        self._broadcast(torch.tensor([len(data), size]))
+        self._broadcast(torch.tensor([len(data)]))
         self._broadcast(_tensor(data))
-        if values is not None and size:
-            self._broadcast(values)
 
-    def receive(self) -> tuple[str, tuple[object, ...], Tensor | None]:
-        """The next command: its name, arguments and values."""
-        sizes = torch.zeros(2, dtype=torch.int64)
-        self._broadcast(sizes)
-        num_bytes, size = sizes.tolist()
-        data = torch.empty(num_bytes, dtype=torch.uint8)
+    def receive(self) -> tuple[str, tuple[object, ...]]:
+        """The next command: its name and arguments."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self._broadcast(size)
+        data = torch.empty(int(size), dtype=torch.uint8)
         self._broadcast(data)
+        self._num_received += data.numel()
         name, arguments = pickle.loads(data.numpy().tobytes())
-        values = None if size < 0 else torch.empty(size, dtype=torch.uint8)
-        if values is not None and size:
-            self._broadcast(values)
-        self._num_received += num_bytes + max(size, 0)
-        return name, arguments, values
+        return name, arguments
 
     def serve(self, handlers: dict[str, Callable[..., None]]) -> object:
         """Carries out commands until the end; returns what the end says.
 
-        A handler takes the arguments and, where they follow, the values. What it raises is told
-        with the next result, and raised there.
+        What a handler raises is told with the next result, and raised there.
         """
         while True:
-            name, arguments, values = self.receive()
+            name, arguments = self.receive()
             if name == END:
                 return arguments[0] if arguments else None
-            given = arguments if values is None else (*arguments, values)
             if self._problem is not None and name not in ANSWERED:
                 continue
             self._has_answered = name not in ANSWERED
             try:
-                handlers[name](*given)
+                handlers[name](*arguments)
             except PeerFailedError:
                 raise
             except Exception as error:
@@ -249,9 +252,9 @@ class Bridge:
         self, incoming: Tensor, outgoing: Tensor, lengths: list[int], sizes: list[int]
     ) -> None:
         options = dist.AllToAllOptions()
-        options.timeout = _FOREVER
-        group = self._everyone
-        self._wait(lambda: group.alltoall_base(incoming, outgoing, lengths, sizes, options))
+        options.timeout = FOREVER
+        everyone = self.everyone
+        self.wait(lambda: everyone.alltoall_base(incoming, outgoing, lengths, sizes, options))
 
     def _broadcast(self, values: Tensor) -> None:
         """From the first rank that trains to those that generate."""
@@ -259,18 +262,26 @@ class Bridge:
         if link is None:
             raise RuntimeError("only the first rank that trains has the link")
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, _FOREVER
-        self._wait(lambda: link.broadcast([values], options))
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, FOREVER
+        self.wait(lambda: link.broadcast([values], options))
 
-    def _wait(self, begin: Callable[[], dist.Work]) -> None:
-        """Waits for a collective as long as both sides live; else ends the process."""
+    def wait(self, begin: Callable[[], dist.Work], *, within_side: bool = False) -> None:
+        """Waits for a collective as long as both sides live; else ends the process.
+
+        Args:
+            begin: Begins the collective, or returns one that is under way.
+            within_side: Its ranks are all of this side.
+
+        Raises:
+            PeerFailedError: A rank closed its connections.
+        """
         try:
             work, begun = begin(), time.monotonic()
             while not work.is_completed():
                 silence = self._lifeline.silence()
                 if silence is not None:
                     # A collective that is under way can neither be given up nor be destroyed.
-                    line = f"deadline: {self.side.describe(self.rank)}: {silence}"
+                    line = f"deadline: {self._whereabouts()}: {silence}"
                     print(line, file=sys.stderr, flush=True)  # noqa: T201
                     end_process(line, HANG_EXIT_CODE)
                 shortest, longest = _PAUSES
@@ -278,19 +289,29 @@ class Bridge:
                 time.sleep(min(longest, max(shortest, pause)))
             work.wait()
         except RuntimeError as error:
-            others = "train" if self.side.generates else "generate"
+            first, size = self.side.num_training, self.world_size
+            generate = self.side.generates == within_side
+            lost = range(first, size) if generate else range(first)
+            names = ", ".join(str(rank) for rank in lost if rank != self.rank)
             raise PeerFailedError(
-                f"{self.side.describe(self.rank)}, lost the ranks that {others}: {error}"
+                f"{self._whereabouts()}, lost the ranks that {'generate' if generate else 'train'} "
+                f"({names}): {error}"
             ) from error
+
+    def _whereabouts(self) -> str:
+        """This rank, what it does, and the phase that it is in."""
+        phase = current_phase()
+        where = "" if phase is None else f", in phase {phase[0]!r}"
+        return f"{self.side.describe(self.rank)}{where}"
 
     def close(self) -> None:
         """Ends the connection; whoever still waits learns of it."""
         self._lifeline.close()
-        self._everyone = self._link = None  # type: ignore[assignment]
+        self.everyone = self._link = None  # type: ignore[assignment]
 
 
 # Commands that have results.
-ANSWERED = frozenset({"manifest", "hashes", "call", "draw", "drawn", "evaluate", "save"})
+ANSWERED = frozenset({"manifest", "load", "hashes", "call", "draw", "drawn", "evaluate", "save"})
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Never, cast
+from typing import Final, Never, cast
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.ledger import Ledger
@@ -21,25 +22,33 @@ from lightrft.engines.types import (
     GenerationRequest,
     SamplingParams,
 )
-from lightrft.kernels import WeightPiece
+from lightrft.kernels import BucketLayout, WeightPiece
+from lightrft.kernels.weight_bucket.broadcaster import ShardSource
+from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.split.bridge import Bridge
+from lightrft.strategy.split.weight_wire import WeightWire
+from lightrft.strategy.weight_sync.parameter_source import AddLocal
+from lightrft.strategy.weight_sync.verification import note_hashes
 
-# Name, full shape, first element and dtype of a piece.
-Header = tuple[str, tuple[int, ...], int, torch.dtype]
+# Phase of a rank that generates.
+RECEIVE: Final = "receive the weights"
 
 
 class RemoteEngine(RolloutEngine):
     """Stands for all engines of the ranks that generate.
 
-    What they are asked, every rank that trains asks; what they are sent, the first one sends.
+    What they are asked, every rank that trains asks. Commands come from the first one, shards of
+    weights from the ranks that own them.
 
     Args:
         bridge: To them.
         name: Of their kind, in the registry.
+        wire: The way of the weights; None makes one.
     """
 
-    def __init__(self, bridge: Bridge, name: str) -> None:
+    def __init__(self, bridge: Bridge, name: str, wire: WeightWire | None = None) -> None:
         self.bridge, self.name = bridge, name
+        self._wire = wire or WeightWire(bridge)
         self.status = EngineStatus.WAKEUP
         self.weights_version = -1
         self.ledger = Ledger()
@@ -77,14 +86,39 @@ class RemoteEngine(RolloutEngine):
         self.bridge.send("begin")
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
-        """Sends pieces to all engines; see `RolloutEngine`."""
-        found = list(pieces)
-        if self.bridge.side.rank:
-            return
-        headers = [(p.name, p.shape, p.start, p.tensor.dtype) for p in found]
-        counts = [p.tensor.numel() for p in found]
-        raw = [p.tensor.detach().contiguous().view(torch.uint8).reshape(-1).cpu() for p in found]
-        self.bridge.send("load", headers, counts, values=torch.cat(raw))
+        """Never called: their owners send the shards."""
+        raise NotImplementedError
+
+    def load_shards(
+        self,
+        layout: BucketLayout,
+        group: ProcessGroup | None,
+        sources: ShardSource,
+        *,
+        add_local: AddLocal | None,
+        unreadable: frozenset[str],
+    ) -> dict[str, int]:
+        """Sends this rank's shards of all buckets to all engines.
+
+        Args:
+            layout: The plan.
+            group: The ranks that hold the shards; None if each holds all.
+            sources, add_local: See `BucketBroadcaster.gather`.
+            unreadable: Names of parameters that the engines cannot show later.
+
+        Returns:
+            The hashes of these as they were handed to the engines.
+        """
+        owners = [0] if group is None else dist.get_process_group_ranks(group)
+        if 0 not in owners:  # another replica's ranks send
+            owners = []
+        known = layout if self._wire.is_new(layout) else None
+        self.bridge.send("load", known, owners, unreadable)
+        try:
+            self._wire.send(layout, owners, sources, add_local=add_local)
+        finally:  # the engines answer in any case
+            answers = self.bridge.results()
+        return _merged(answers)
 
     def finish_weight_update(self) -> None:
         """See `RolloutEngine`."""
@@ -104,11 +138,7 @@ class RemoteEngine(RolloutEngine):
 
         Whatever they are compared with, a difference in any engine is found.
         """
-        first, *others = cast("list[dict[str, int]]", self.bridge.ask("hashes", names))
-        found = dict(first)
-        for each in others:
-            found |= {name: value for name, value in each.items() if first.get(name) != value}
-        return found
+        return _merged(self.bridge.ask("hashes", names))
 
     def alias_weights(self, tensors: Mapping[str, Tensor]) -> bool:
         """Never: they are in other processes."""
@@ -149,6 +179,15 @@ class RemoteEngine(RolloutEngine):
         """Nothing: they end with their ranks."""
 
 
+def _merged(answers: Sequence[object]) -> dict[str, int]:
+    """Hashes of the first engine; of a parameter that another one holds otherwise, that one's."""
+    first, *others = cast("Sequence[dict[str, int]]", answers)
+    merged = dict(first)
+    for each in others:
+        merged |= {name: value for name, value in each.items() if first.get(name) != value}
+    return merged
+
+
 def _equal(found: Sequence[object], what: str) -> object:
     if any(each != found[0] for each in found):
         raise RuntimeError(
@@ -157,18 +196,31 @@ def _equal(found: Sequence[object], what: str) -> object:
     return found[0]
 
 
-def engine_handlers(engine: RolloutEngine, bridge: Bridge) -> dict[str, Callable[..., None]]:
-    """What a rank that generates does with its engine when the other side says so."""
+def engine_handlers(
+    engine: RolloutEngine, bridge: Bridge, wire: WeightWire | None = None
+) -> dict[str, Callable[..., None]]:
+    """What a rank that generates does with its engine when the other side says so.
 
-    def load(headers: Sequence[Header], counts: Sequence[int], values: Tensor) -> None:
-        pieces, start = [], 0
-        for (name, shape, first, dtype), count in zip(headers, counts, strict=True):
-            stop = start + count * dtype.itemsize
-            # A copy, since the bytes of one dtype may begin where another one must not.
-            tensor = values[start:stop].clone().view(dtype)
-            pieces.append(WeightPiece(name, shape, first, tensor))
-            start = stop
-        engine.load_weights(pieces)
+    Args:
+        engine, bridge: The engine, and the connection to the ranks that train.
+        wire: The way of the weights; None makes one.
+    """
+    wire, layouts = wire or WeightWire(bridge), list[BucketLayout]()
+
+    def load(layout: BucketLayout | None, owners: Sequence[int], unreadable: frozenset[str]) -> None:
+        if layout is not None:
+            layouts[:] = [layout]
+        handed, problem = dict[str, int](), None
+        with phase(RECEIVE, bridge.timeout):
+            for pieces in wire.receive(layouts[0], owners):
+                try:
+                    note_hashes(handed, [p for p in pieces if p.name in unreadable])
+                    engine.load_weights(pieces)
+                except Exception as error:  # noqa: BLE001 - raised once all buckets are here
+                    problem = problem or error
+            if problem is not None:
+                raise problem
+            bridge.answer(handed)
 
     def call(name: str, *arguments: object) -> None:
         asked: dict[str, Callable[..., object]]

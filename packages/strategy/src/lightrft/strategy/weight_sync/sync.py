@@ -5,20 +5,19 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lightrft.engines.base import RolloutEngine
 from lightrft.kernels import (
     BucketBroadcaster,
     BucketLayout,
     TensorSpec,
-    WeightPiece,
-    combine_hashes,
-    hash_tensors,
 )
+from lightrft.kernels.weight_bucket.broadcaster import ShardSource
 from lightrft.strategy.distributed.collectives import (
     Group,
     gather_objects,
@@ -42,6 +41,7 @@ from lightrft.strategy.weight_sync.verification import (
     listed,
     match_parameters,
     model_hash,
+    note_hashes,
     parameters_to_send,
     raise_together,
     shard_hashes,
@@ -117,6 +117,22 @@ class WeightSyncReport:
         )
 
 
+@runtime_checkable
+class TakesShards(Protocol):
+    """An engine in other processes, to which every rank sends the shards that it owns."""
+
+    def load_shards(
+        self,
+        layout: BucketLayout,
+        group: ProcessGroup | None,
+        sources: ShardSource,
+        *,
+        add_local: AddLocal | None,
+        unreadable: frozenset[str],
+    ) -> dict[str, int]:
+        """Loads all buckets, and returns the hashes of unreadable parameters as handed over."""
+
+
 @dataclass(slots=True)
 class Transfer:
     """Bytes that one update wrote into an engine, and the first failure on this rank.
@@ -154,13 +170,6 @@ class Transfer:
                 self.error.__cause__ = err
         return None
 
-    def note_handed_over(self, pieces: Sequence[WeightPiece]) -> None:
-        """Adds the hashes of pieces of parameters that cannot be read back."""
-        hashes = hash_tensors([p.tensor for p in pieces], starts=[p.start for p in pieces])
-        for piece, value in zip(pieces, hashes, strict=True):
-            known = self.handed_hashes.get(piece.name, 0)
-            self.handed_hashes[piece.name] = combine_hashes((known, value))
-
 
 def full_shards(pairs: Sequence[PlannedParameter]) -> dict[str, Tensor]:
     """Engine name -> the trainer's own full tensor; only for sources that are not sharded."""
@@ -189,7 +198,7 @@ def load_buckets(
     source: ParameterSource,
     transfer: Transfer,
 ) -> None:
-    """Gathers every bucket and hands its pieces to the engine.
+    """Gathers every bucket and hands its pieces to the engine, or has it take the shards.
 
     After a failure the remaining buckets are still gathered: every rank takes part in every
     collective.
@@ -201,17 +210,25 @@ def load_buckets(
         source: Where the shards come from.
         transfer: Receives counts, hashes and the first failure.
     """
+    transfer.num_bytes, transfer.num_buckets = layout.num_bytes, len(layout.buckets)
     shards = [pair.source.local_shard for pair in pairs.values()]
+    unreadable = frozenset(n for n, pair in pairs.items() if not pair.target.verifiable)
+
+    def shard_of(name: str) -> Tensor:
+        return pairs[name].source.local_shard
+
+    add_local = _add_local(pairs, source)
+    if isinstance(engine, TakesShards):
+        load = partial(engine.load_shards, layout, source.group, shard_of)
+        handed = transfer.attempt(partial(load, add_local=add_local, unreadable=unreadable))
+        transfer.handed_hashes.update(handed or {})
+        transfer.num_payload_collectives = len(layout.buckets)
+        return
     # Made anew for every sync: between syncs the trainer needs the memory of its buffers.
     broadcaster = BucketBroadcaster(layout, source.group, device=_device_of(shards, source))
-    filled = broadcaster.gather(
-        lambda name: pairs[name].source.local_shard, add_local=_add_local(pairs, source)
-    )
-    for pieces in filled:
-        transfer.note_handed_over([p for p in pieces if not pairs[p.name].target.verifiable])
+    for pieces in broadcaster.gather(shard_of, add_local=add_local):
+        note_hashes(transfer.handed_hashes, [p for p in pieces if p.name in unreadable])
         transfer.attempt(lambda pieces=pieces: engine.load_weights(pieces))  # type: ignore[misc]
-    transfer.num_bytes = layout.num_bytes
-    transfer.num_buckets = len(layout.buckets)
     transfer.num_payload_collectives = broadcaster.num_payload_collectives
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightrft.engines.types import EngineParameter
-from lightrft.kernels import hash_tensors
+from lightrft.kernels import WeightPiece, combine_hashes, hash_tensors
 from lightrft.strategy.distributed.collectives import (
     Group,
     gather_objects,
@@ -227,6 +227,13 @@ def cast_shard(
         values = values.to(torch.float32, copy=True)
         source.add_local(parameter.checkpoint_name, start, values)
     return values.to(dtype)
+
+
+def note_hashes(hashes: dict[str, int], pieces: Sequence[WeightPiece]) -> None:
+    """Adds the hashes of pieces to those of their parameters."""
+    found = hash_tensors([p.tensor for p in pieces], starts=[p.start for p in pieces])
+    for piece, value in zip(pieces, found, strict=True):
+        hashes[piece.name] = combine_hashes((hashes.get(piece.name, 0), value))
 
 
 def common_hashes(
