@@ -9,7 +9,7 @@ from tests.models.tiny import WIDE, tiny_model
 from tests.ranks import run_multiprocess
 from tests.trainer.test_random_kills import require_same_end, result, settings, write_inputs
 
-pytestmark = [pytest.mark.vllm, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.vllm, pytest.mark.multiprocess, pytest.mark.timeout(900)]
 NUM_STEPS = 3
 
 
@@ -25,6 +25,7 @@ def options_of(folder, name, **changes):
         "engine_type": "vllm",
         "engine_mem_util": 0.05,
         "engine_args": {"block_size": 32},
+        "timeout_minutes": 6.0,
         **changes,
     }
     del options["critic_pretrain"]
@@ -47,7 +48,7 @@ def test_vllm_beside_a_rank_that_trains_is_the_sequential_run(tmp_path):
     ends = []
     for name, changes in (("sequential", {}), ("split", {"rollout_ranks": 1})):
         options = options_of(tmp_path, name, **changes)
-        verdicts = run_multiprocess(train, 1 + len(changes), timeout_seconds=280, args=(options,))
+        verdicts = run_multiprocess(train, 1 + len(changes), timeout_seconds=400, args=(options,))
         assert all(verdict.startswith("trained") for verdict in verdicts), verdicts
         ends.append(result(options, ("_actor",), num_steps=NUM_STEPS))
     require_same_end(ends[1], ends[0], "split")

@@ -16,11 +16,13 @@ from tests.ranks import RankFailure, run_multiprocess
 
 from lightrft.engines.types import EngineConfig, EngineStatus
 from lightrft.strategy import FakeStrategy
+from lightrft.strategy.distributed import process_groups
 from lightrft.strategy.distributed.console_sink import console_sink
 from lightrft.strategy.distributed.process_groups import (
     accumulation_steps,
     check_divides,
     engine_group_ranks,
+    resolve_device,
     resolve_local_rank,
     resolve_shard_size,
     start_process_group,
@@ -390,3 +392,32 @@ def test_expired_phase_names_the_phases_of_all_ranks(capfd):
     printed = capfd.readouterr().err
     assert "rank 0 spent more than 3 s in phase 'generate'" in printed
     assert "rank 1: reward" in printed
+
+
+def plant_gpus(monkeypatch, count, side=None):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setattr(process_groups, "_SIDES", [] if side is None else [side])
+
+
+def test_a_rank_beyond_the_gpus_is_refused_with_the_option_that_shares_them(monkeypatch):
+    side = process_groups.Side(1, 1, 1)
+    plant_gpus(monkeypatch, 1, side)
+    with pytest.raises(RuntimeError, match=r"local rank 1 has no GPU: .* add devices_shared"):
+        resolve_device(1)
+    assert resolve_device(1, devices_shared=True) == torch.device("cuda", 0)
+    plant_gpus(monkeypatch, 2, process_groups.Side(3, 2, 2))
+    found = [resolve_device(rank, devices_shared=True).index for rank in range(4)]
+    assert found == [0, 1, 0, 1]
+
+
+def test_gpus_are_shared_by_one_rank_of_each_side_only(monkeypatch):
+    """NCCL refuses two ranks of one GPU in the group of a side."""
+    plant_gpus(monkeypatch, 1, process_groups.Side(1, 2, 1))
+    with pytest.raises(RuntimeError, match=r"local rank 1 has no GPU: .* at most 1 ranks on each"):
+        resolve_device(1, devices_shared=True)
+    plant_gpus(monkeypatch, 1)
+    with pytest.raises(RuntimeError, match=r"start at most 1 processes per node$"):
+        resolve_device(1, devices_shared=True)
+    plant_gpus(monkeypatch, 0)
+    assert resolve_device(5, devices_shared=True) == torch.device("cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -13,7 +14,7 @@ from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.config import ConfigError
 from lightrft.rollout.stream_order import GroupFacts
-from lightrft.run.gpus import GPUS
+from lightrft.run.gpus import GB, GPUS
 from lightrft.tools.plan import forms
 from lightrft.tools.plan.constants import CONSTANTS, Constant
 from lightrft.tools.plan.duration import Decoding
@@ -253,3 +254,33 @@ def test_lengths_of_a_run_are_those_it_recorded(tmp_path, capsys):
     assert "exclude each other" in capsys.readouterr().err
     assert main([*plan, "--stage", "sft", "--length_sigma", "1"]) == ExitCode.USAGE
     assert "sft has none" in capsys.readouterr().err
+
+
+def test_weights_of_split_ranks_cross_from_gpu_to_gpu_or_through_the_host():
+    """By hand: 15.2 GB; links of a node have 450 GB/s, of it 0.7 in collectives."""
+
+    def seconds(gpus, num_generating, **options):
+        setup = long_run(16384, gpus=gpus, rollout_ranks=num_generating, rollout_lag=1, **options)
+        side = replace(setup, world_size=num_generating)
+        total = side.compute_bytes * side.actor_size.parameters / GB
+        return forms._bridge_seconds(side, gpus - num_generating, GPU) / total
+
+    assert seconds(2, 1) == pytest.approx(1 / (450 * 0.7))
+    assert seconds(8, 4) == pytest.approx((1 / 4 + 3 / 4) / (450 * 0.7))
+    assert seconds(16, 8) == pytest.approx((1 / 8 + 7 / 8) / (50 * 0.7))
+    shared = seconds(2, 1, devices_shared=True)
+    assert shared == pytest.approx(2 / 25 + 1 / 1.5)
+
+
+def test_the_memory_of_two_ranks_of_one_device_is_added():
+    lengths = Lengths.lognormal(0.9, 500, 1024, 8)
+
+    def split(**options):
+        setup = long_run(1024, gpus=2, name="qwen2.5-0.5b", engine_mem_util=0.5, **options)
+        return next(each for each in compare_forms(setup, GPU, lengths) if each.name == SPLIT)
+
+    apart = split()
+    shared = split(rollout_ranks=1, rollout_lag=1, devices_shared=True)
+    assert shared.changes["devices_shared"] is True
+    assert shared.memory_bytes > 0.5 * GPU.memory_bytes + 1e9
+    assert shared.timing.seconds > apart.timing.seconds

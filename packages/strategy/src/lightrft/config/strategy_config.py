@@ -277,6 +277,13 @@ class StrategyConfig:
         may_change=True,
         commands=(*EVAL, *SFT),
     )
+    devices_shared: bool = distributed_option(
+        False,
+        "Lets ranks that only generate use the GPUs of ranks that train, for trials: slower, and "
+        "the memory of both lies on one device.",
+        acts_with="rollout_ranks",
+        may_change=True,
+    )
     fsdp_shard_size: int = distributed_option(
         -1,
         "FSDP2: ranks over which a model is divided, mostly those of a node; groups of so many "

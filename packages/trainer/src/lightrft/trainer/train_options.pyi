@@ -86,6 +86,9 @@ class TrainOptions(TypedDict, total=False):
     """FSDP2: compile every block by torch.compile with this backend; unset does not."""
     timeout_minutes: float
     """Deadline of every collective and of every phase."""
+    devices_shared: bool
+    """Lets ranks that only generate use the GPUs of ranks that train, for trials: slower, and
+    the memory of both lies on one device."""
     fsdp_shard_size: int
     """FSDP2: ranks over which a model is divided, mostly those of a node; groups of so many
     ranks are replicas (HSDP). -1 divides over all."""

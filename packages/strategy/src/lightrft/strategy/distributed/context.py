@@ -178,7 +178,9 @@ class DistributedContext:
         seed_generators(config.seed)
         gpus = torch.cuda.device_count() if num_gpu_per_node is None else num_gpu_per_node
         config.local_rank = process_groups.resolve_local_rank(config.local_rank, gpus)
-        self.device = process_groups.resolve_device(config.local_rank)
+        self.device = process_groups.resolve_device(
+            config.local_rank, devices_shared=config.devices_shared
+        )
         if self.has_gpu:
             torch.cuda.set_device(self.device)
             # By default cuBLAS may sum the parts of a product in 16 bits; see lightrft.kernels.
@@ -187,6 +189,11 @@ class DistributedContext:
             self._owns_process_group |= process_groups.start_process_group(timeout)
         self.world_size = collectives.group_size(self.world_group)
         self._check_sizes()
+        if config.devices_shared and self.has_gpu:
+            self.print(
+                "devices_shared: ranks that generate use the GPUs of ranks that train. This is for "
+                "trials: slower, and the memory of both lies on one device"
+            )
 
     def _check_sizes(self) -> None:
         """Groups live as long as the strategy."""

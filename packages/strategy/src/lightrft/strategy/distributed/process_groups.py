@@ -156,22 +156,30 @@ def resolve_local_rank(configured: int, num_gpu_per_node: int) -> int:
     return -1
 
 
-def resolve_device(local_rank: int) -> torch.device:
+def resolve_device(local_rank: int, *, devices_shared: bool = False) -> torch.device:
     """The GPU of this local rank (0 if unknown) if there are GPUs, else the CPU.
 
+    Args:
+        local_rank: Number of this process on its node.
+        devices_shared: A rank that only generates may have the GPU of one that trains.
+
     Raises:
-        RuntimeError: The node has fewer GPUs than local ranks.
+        RuntimeError: The node has fewer GPUs than local ranks, or than those of one side.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    index = max(0, local_rank)
-    count = torch.cuda.device_count()
-    if index >= count:
-        raise RuntimeError(
-            f"local rank {index} has no GPU: this node shows {count}; start at most {count} "
-            "processes per node"
-        )
-    return torch.device("cuda", index)
+    index, count = max(0, local_rank), torch.cuda.device_count()
+    # NCCL, which each side uses by itself, refuses two ranks of one GPU.
+    fits = devices_shared and all(side.world_size <= count for side in _SIDES)
+    if index >= count and not (fits and _SIDES):
+        remedy = f"start at most {count} processes per node"
+        if _SIDES:
+            remedy += (
+                ", or for a trial add devices_shared: ranks that only generate then use the GPUs "
+                f"of those that train, at most {count} ranks on each side"
+            )
+        raise RuntimeError(f"local rank {index} has no GPU: this node shows {count}; {remedy}")
+    return torch.device("cuda", index % count)
 
 
 def _fresh_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:

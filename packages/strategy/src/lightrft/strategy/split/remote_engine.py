@@ -207,7 +207,9 @@ def engine_handlers(
     """
     wire, layouts = wire or WeightWire(bridge), list[BucketLayout]()
 
-    def load(layout: BucketLayout | None, owners: Sequence[int], unreadable: frozenset[str]) -> None:
+    def load(
+        layout: BucketLayout | None, owners: Sequence[int], unreadable: frozenset[str]
+    ) -> None:
         if layout is not None:
             layouts[:] = [layout]
         handed, problem = dict[str, int](), None

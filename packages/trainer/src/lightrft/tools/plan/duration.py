@@ -273,6 +273,8 @@ def _sync(setup: Setup, gpu: Gpu) -> float:
     # Hashes read all weights on both sides, copies twice what is sent.
     read = 2 * (setup.compute_bytes * setup.actor_size.parameters + sent)
     local = read / (gpu.memory_gb_per_second * GB)
+    if setup.config.rollout_ranks:  # ranks that train gather nothing, see `forms`
+        return local
     return local + _collective(setup, sent, gpu, messages)
 
 

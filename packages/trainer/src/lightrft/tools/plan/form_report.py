@@ -67,6 +67,7 @@ def compare_forms(setup: Setup, gpu: Gpu, lengths: Lengths) -> list[Form]:
         "max_staleness": _usual_staleness(),
         "rollout_lag": 0,
         "rollout_ranks": 0,
+        "devices_shared": False,
     }
     try:
         run = Run(replace(setup, config=given.replaced(reset)), gpu, lengths)
@@ -111,6 +112,8 @@ def _chunks(given: TrainConfig, longest: int) -> Iterator[dict[str, object]]:
 def _for_generating_ranks(setup: Setup) -> dict[str, object]:
     """Options with which ranks that hold no trainer use their device."""
     found: dict[str, object] = {} if setup.config.fsdp else {"fsdp": True}
+    if setup.config.devices_shared:
+        return found | {"devices_shared": True}
     if setup.has_server_engine:
         usable = 1 - constant("reserve_share")
         usable -= constant("context_gb") * GB / setup.capacity_bytes
@@ -171,14 +174,14 @@ def _split_memory(trains: Setup, samples: Setup) -> tuple[float, str]:
     room = engine_room(samples)
     cache = samples.samples_in_flight * samples.row_tokens * samples.cache_bytes
     generating = context + (weights + cache if room is None else room.share_bytes)
+    trained, who = training.worst.device_bytes, "ranks that generate"
+    if samples.config.devices_shared:
+        generating, who = generating + trained, "two ranks of one device"
     if generating > training.usable_bytes:
-        found.append(
-            f"ranks that generate need {gigabytes(generating)} of "
-            f"{gigabytes(training.usable_bytes)}"
-        )
+        found.append(f"{who} need {gigabytes(generating)} of {gigabytes(training.usable_bytes)}")
     problem = "" if room is None else room.problem()
     found += [f"ranks that generate: {problem}"] if problem else []
-    return max(training.worst.device_bytes, generating), "; ".join(found)
+    return max(trained, generating), "; ".join(found)
 
 
 def form_table(forms: Sequence[Form], lengths: Lengths) -> str:

@@ -356,19 +356,31 @@ def simulate(run: Run, changes: Mapping[str, object]) -> Timing:
         seconds = generation + update + phases["sync"]
         work = world * (seconds - max(0.0, generation - sampling.ideal_seconds))
     else:
-        bridge = phases["sync"] + _bridge_seconds(setup)
-        seconds = _overlapped(sampling.seconds, update, bridge, lag=setup.config.rollout_lag)
+        bridge = phases["sync"] + _bridge_seconds(setup, world - generating, run.gpu)
+        seconds = generation + update + bridge  # one after the other on devices that are shared
+        if not setup.config.devices_shared:
+            seconds = _overlapped(sampling.seconds, update, bridge, lag=setup.config.rollout_lag)
         work = generating * min(sampling.ideal_seconds, generation) + (world - generating) * update
         work += world * bridge
     waiting = max(0.0, 1 - work / world / seconds)
     return Timing(seconds, generation, update, waiting, sampling.open_tokens)
 
 
-def _bridge_seconds(setup: Setup) -> float:
-    """Weights to the first host's memory, to the other nodes, and to the engines."""
-    total = setup.compute_bytes * setup.actor_size.parameters
-    ways = 2 / constant("host_gb_per_second") + 1 / constant("node_gb_per_second")
-    return total * ways / GB
+def _bridge_seconds(setup: Setup, num_training: int, gpu: Gpu) -> float:
+    """Shards from their owners to the engines, which then exchange what each has received.
+
+    Args:
+        setup: The ranks that generate.
+        num_training: Ranks that train.
+        gpu: The device of each.
+    """
+    total, number = setup.compute_bytes * setup.actor_size.parameters / GB, setup.world_size
+    if setup.config.devices_shared:  # NCCL refuses: from device to host, and to the other device
+        return total * (2 / constant("host_gb_per_second") + 1 / constant("gloo_gb_per_second"))
+    is_one_node = number + num_training <= setup.ranks_per_node
+    link = gpu.link_gb_per_second if is_one_node else constant("node_gb_per_second")
+    shares = 1 / min(number, num_training) + (number - 1) / number
+    return total * shares / (link * constant("link_share"))
 
 
 def _overlapped(draws: Sequence[float], update: float, bridge: float, *, lag: int) -> float:

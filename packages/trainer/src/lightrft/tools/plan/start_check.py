@@ -71,7 +71,9 @@ def check_budget(
 def settle(setup: Setup, write: Callable[[str], None]) -> TrainConfig:
     """The decision of `check_budget`, once the machine is known; the same on all ranks."""
     plan = plan_memory(setup)
-    if setup.has_gpu and not plan.fits and setup.has_server_engine:
+    # Ranks that generate in other processes have the share that was given.
+    may_change = setup.has_server_engine and not setup.config.rollout_ranks
+    if setup.has_gpu and not plan.fits and may_change:
         plan = _with_another_share(plan, write)
     config = plan.setup.config
     write(f"memory: {summary(plan)}")
@@ -114,6 +116,8 @@ def machine_setup(config: TrainConfig, strategy: StrategyBase) -> Setup:
         capacity = float(torch.cuda.get_device_properties(strategy.device).total_memory)
     capacity, host = (-float(strategy.all_reduce(-x, op="max")) for x in (capacity, host))
     engine = config.engine_type
+    if config.rollout_ranks and not config.devices_shared:
+        engine = "hf"  # which takes nothing of a rank that only trains
     return Setup(
         config=config,
         actor_size=read_model_size(str(config.pretrain)),
