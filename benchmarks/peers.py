@@ -39,8 +39,8 @@ def load(
             continue
         try:
             found[name] = make()
-        except (ImportError, AttributeError):
-            absent[name] = "peer absent"
+        except (ImportError, AttributeError) as err:
+            absent[name] = f"peer absent: {err}"
     return found, absent
 
 

@@ -1,62 +1,178 @@
-"""The commands of the first hour on a GPU, rehearsed without one."""
+"""The table of a GPU: limits, lines that survive, culprits, and what is made of a folder."""
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
+import tarfile
+import time
 
 import pytest
-from tests.machine import seconds
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "run_all.sh"
+from lightrft.tools.plan.constants import with_measured
+
+MINUTES = 15
+# Start of the machine, transfers, and giving it back.
+AROUND_SECONDS = 120
 
 
-def rehearse(folder, *arguments):
-    return subprocess.run(
-        ["bash", str(SCRIPT), "--rehearse", "--out", str(folder), *arguments],
-        env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+@pytest.fixture
+def gpu(repository, monkeypatch):
+    """Import a module of benchmarks/gpu."""
+    monkeypatch.syspath_prepend(str(repository / "benchmarks" / "gpu"))
+    monkeypatch.setenv("LIGHTRFT_TABLE", "")
+    return importlib.import_module
+
+
+@pytest.fixture
+def runner(gpu, tmp_path):
+    (tmp_path / "out").mkdir()
+    return gpu("steps").Runner(tmp_path / "out", 600, tmp_path / "scratch")
+
+
+def planted(repository, code):
+    """Arguments of python3 for a step that begins with `code`."""
+    place = str(repository / "benchmarks" / "gpu")
+    return ("-c", f"import sys, time\nsys.path.insert(0, {place!r})\nimport lines\n{code}")
+
+
+@pytest.mark.parametrize("call", ["first", "second"])
+def test_limits_of_the_steps_add_up_to_the_seconds_of_their_call(gpu, call):
+    steps = gpu("steps")
+    limits = sum(step.limit for step in steps.CALLS[call])
+    assert steps.PREPARE_SECONDS[call] + limits <= steps.SECONDS[call] <= 595
+
+
+def test_both_calls_fit_into_the_minutes_of_a_machine(gpu):
+    assert sum(gpu("steps").SECONDS.values()) + AROUND_SECONDS <= 60 * MINUTES
+
+
+def test_the_headline_comes_first(gpu):
+    names = [step.name for step in gpu("steps").CALLS["first"]]
+    assert names[:3] == ["grpo_0.5b", "grpo_0.5b_stream", "rows_0.6b_16k"]
+
+
+def test_all_tests_that_need_a_gpu_are_run(gpu, repository):
+    chosen = gpu("steps").TESTS
+    for path in (repository / "tests").rglob("test_*.py"):
+        name = str(path.relative_to(repository))
+        if "mark.gpu" in path.read_text() and path.name != "test_gpu_script.py":
+            assert any(name == each or name.startswith(f"{each}/") for each in chosen), name
+
+
+def test_a_step_that_meets_its_limit_keeps_what_it_has_measured(gpu, runner, repository):
+    code = 'lines.add("grpo", "0.5b", step=2, mfu=0.3)\ntime.sleep(600)'
+    step = gpu("steps").Step("slow", 9, (planted(repository, code),))
+    assert runner.step(step, time.monotonic() + 9) == "limit"
+    runner.keep()
+    assert gpu("lines").read(runner.folder / "table.jsonl")[0]["mfu"] == 0.3
+    assert "| 0.5B |" in (runner.folder / "table.md").read_text()
+    assert "0.3" in (runner.folder / "table.md").read_text()
+
+
+def test_a_line_that_was_cut_in_the_middle_takes_no_other_with_it(gpu, tmp_path):
+    (tmp_path / "t").write_text('{"part": "a", "name": "b"}\n{"part": "a", "na')
+    assert gpu("lines").read(tmp_path / "t") == [{"part": "a", "name": "b"}]
+
+
+def test_a_folder_has_three_files_that_are_renewed(gpu, runner, repository):
+    step = gpu("steps").Step("quick", 60, (planted(repository, 'print("hello")'),))
+    assert runner.run((step, step))
+    names = ["raw.tgz", "table.jsonl", "table.md"]
+    assert sorted(file.name for file in runner.folder.iterdir()) == names
+    with tarfile.open(runner.folder / "raw.tgz") as archive:
+        assert archive.getnames() == ["raw/quick.0.txt", "raw/quick.1.txt"]
+
+
+@pytest.mark.parametrize(
+    ("runs_with", "culprit"),
+    [("enforce_eager=true", "CUDA graphs"), ("TRITON_ATTN", "FlashAttention"), ("x", "binaries")],
+)
+def test_a_way_that_runs_names_the_culprit_and_is_kept(gpu, runner, repository, runs_with, culprit):
+    steps = gpu("steps")
+    code = f"sys.exit(not any({runs_with!r} in each for each in sys.argv))"
+    step = steps.Step("grpo_0.5b", 60, (planted(repository, code),), steps.TRIES)
+    assert runner.run((step,)) == (runs_with != "x")
+    (line,) = (each for each in gpu("lines").read(runner.folder / "table.jsonl") if "text" in each)
+    assert culprit in line["text"]
+    if runs_with != "x":
+        assert runner.run((step,))
+        assert (
+            len(list(runner.raw.iterdir()))
+            == {"enforce_eager=true": 3, "TRITON_ATTN": 4}[runs_with]
+        )
+
+
+def test_a_failure_after_the_first_number_is_not_repeated(gpu, runner, repository):
+    steps = gpu("steps")
+    code = 'lines.add("grpo", "0.5b", step=1, step_seconds=2)\nsys.exit(1)'
+    step = steps.Step("grpo_0.5b", 60, (planted(repository, code),), steps.TRIES)
+    assert not runner.run((step,))
+    assert len(list(runner.raw.iterdir())) == 1
+
+
+def test_a_step_without_time_is_left_out_and_named(gpu, tmp_path, repository):
+    (tmp_path / "out").mkdir()
+    runner = gpu("steps").Runner(tmp_path / "out", 1, tmp_path / "scratch")
+    assert runner.run(gpu("steps").CALLS["second"])
+    lines = gpu("lines").read(tmp_path / "out" / "table.jsonl")
+    assert {line["outcome"] for line in lines} == {"left out"}
+
+
+def test_an_unknown_step_is_refused_with_those_there_are(repository, tmp_path):
+    script = repository / "benchmarks" / "gpu" / "steps.py"
+    done = subprocess.run(
+        [sys.executable, script, "--out", tmp_path, "--scratch", tmp_path, "speed"],
         capture_output=True,
         text=True,
-        timeout=seconds(500),
         check=False,
     )
-
-
-@pytest.mark.slow
-@pytest.mark.shard("planning")
-@pytest.mark.timeout(600)
-def test_b14_the_training_step_is_rehearsed_and_writes_its_phases(tmp_path):
-    done = rehearse(tmp_path, "--seconds", "480", "training_step")
-    assert done.returncode == 0, done.stdout[-3000:]
-    found = json.loads((tmp_path / "training_step.json").read_text())
-    assert set(found["seconds"]) == {"score", "train", "optimizer"}
-    assert all(value > 0 for value in found["seconds"].values())
-    assert found["train_tflops_per_second"] > 0
-    assert found["planned_bytes"] > 0
-    assert (tmp_path / "steps.txt").read_text().startswith("training_step 0 ")
-
-
-def test_b14_a_step_without_time_is_left_out_and_named(tmp_path):
-    done = rehearse(tmp_path, "--seconds", "1", "linear_logprob", "doctor")
-    lines = (tmp_path / "steps.txt").read_text().splitlines()
-    assert [line.split()[0] for line in lines] == ["linear_logprob", "doctor"]
-    assert all("left out" in line for line in lines)
-    assert done.returncode == 0
-
-
-def test_b14_an_unknown_step_is_refused_with_those_there_are(tmp_path):
-    done = rehearse(tmp_path, "speed")
     assert done.returncode == 2
-    assert "unknown step speed: expected some of linear_logprob training_step" in done.stderr
+    assert "unknown step speed: expected some of grpo_0.5b" in done.stderr
 
 
-def test_b14_the_headline_comes_first():
-    text = SCRIPT.read_text()
-    steps = (
-        next(line for line in text.splitlines() if line.startswith("ALL=")).split('"')[1].split()
-    )
-    assert steps[:2] == ["linear_logprob", "training_step"]
-    assert all(f"{name}()" in text for name in steps)
+LINES = [
+    {"part": "machine", "name": "versions", "device": "NVIDIA H100", "torch": "2.11.0"},
+    {"part": "grpo", "name": "0.5b", "step": 1, "mfu": 0.01, "rollout_tokens_per_second": 9.0},
+    {"part": "grpo", "name": "0.5b", "step": 2, "mfu": 0.31, "rollout_tokens_per_second": 7e4},
+    {"part": "grpo", "name": "0.5b", "step": 3, "mfu": 0.33, "rollout_tokens_per_second": 8e4},
+    {"part": "grpo", "name": "0.5b", "bare_tokens_per_second": 1e5},
+    {"part": "grpo", "name": "0.5b", "step": 1, "sync_seconds": 9.0, "sync_gb": 1.0},
+    {"part": "grpo", "name": "0.5b", "step": 2, "sync_seconds": 0.02, "sync_gb": 1.0},
+    {"part": "rows", "name": "0.6b_16k", "kind": "ours", "step": 2, "step_seconds": 1.6384},
+    {"part": "rows", "name": "0.6b_16k", "kind": "ours", "gradient_difference": 0.004},
+    {"part": "rows", "name": "0.6b_16k", "kind": "ours", "context_gb": 0.6},
+    {"part": "rows", "name": "0.6b_16k", "kind": "trl", "step": 2, "step_seconds": 3.2768},
+    {"part": "step", "name": "grpo_0.5b", "outcome": "limit", "seconds": 130.0},
+]
+
+
+def test_the_table_has_medians_of_warm_steps_beside_what_others_publish(gpu):
+    text = gpu("report").table_of(LINES)
+    (row,) = (line for line in text.splitlines() if line.startswith("| 0.5B |"))
+    assert "| 75,000 / 100,000 | 0.75 | 0.02 s, 50 / - |" in row
+    assert "| 0.32 |" in row
+    assert "| Qwen3-0.6B, 2 x 16,384: lightrft | 1.64 | 20,000 |" in text
+    assert "| Qwen3-0.6B, 2 x 16,384: TRL 1.16 | 3.28 | 10,000 |" in text
+    assert "as published (H100) | 1.99 | 16,466 |" in text
+    assert "| 1.5B | not measured |" in text
+    assert "- grpo_0.5b: limit, 130 s" in text
+
+
+def test_constants_come_from_a_gpu_alone_and_are_those_of_the_plan(gpu, tmp_path):
+    constants = gpu("report").constants_of(LINES)
+    assert constants["train_efficiency"] == {
+        "value": 0.32,
+        "measured_on": "NVIDIA H100, torch 2.11.0",
+    }
+    (tmp_path / "m.json").write_text(json.dumps(constants))
+    assert with_measured(tmp_path / "m.json")["context_gb"].value == 0.6
+    assert gpu("report").constants_of([{**LINES[0], "device": "CPU"}, *LINES[1:]]) == {}
+
+
+def test_the_page_is_that_of_the_lines_that_were_kept(gpu):
+    report = gpu("report")
+    measured = gpu("lines").read(report.KEPT)
+    assert report.PAGE.read_text("utf-8") == report.write_page(measured)

@@ -185,7 +185,7 @@ def write_shape(
     """
     tokenizer = chat_tokenizer(byte_level_core(size.vocab), [USER, ASSISTANT, SYSTEM])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_published_config(size), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(published_config(size), dtype=torch.bfloat16)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
     model.generation_config.eos_token_id = end_ids(size.vocab, lengths)
@@ -218,7 +218,8 @@ def write_shape(
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), "utf-8")
 
 
-def _published_config(size: ModelSize) -> PretrainedConfig:
+def published_config(size: ModelSize) -> PretrainedConfig:
+    """Return the configuration of Qwen 2.5 or Qwen 3 in a shape."""
     kind, positions = (Qwen3Config, 40_960) if size.has_qk_norm else (Qwen2Config, 32_768)
     return kind(
         vocab_size=size.vocab,
