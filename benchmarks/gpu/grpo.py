@@ -4,7 +4,7 @@
 
 The model is the folder `0.5b` in that of the environment (`LIGHTRFT_SCRATCH`), of random weights
 whose sampled lengths are geometric. A line is written for every step when it ends; once, after the
-first rollout, for bare `LLM.generate` on the same prompts, and for the memory that a sleeping engine
+first rollout, for bare `LLM.generate` on the same prompts, and for the memory that sleeping
 frees.
 """
 

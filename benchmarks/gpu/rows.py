@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import os
 import socket
 import sys
@@ -312,6 +313,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--lora_rank", type=int, default=0)
     options = parser.parse_args()
+    if options.lora_rank and importlib.util.find_spec("peft") is None:
+        lines.add("absent", options.name, text="adapters need peft, which is not installed")
+        return
     size, tokens = SHAPES[options.shape], options.tokens
     if lines.is_rehearsal():
         size, tokens = ModelSize(2, 64, 160, 512, 4, 2, 16, True, has_qk_norm=True), TINY_TOKENS

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tarfile
 import time
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.tools.plan.constants import with_measured
 
@@ -131,6 +133,30 @@ def test_an_unknown_step_is_refused_with_those_there_are(repository, tmp_path):
     )
     assert done.returncode == 2
     assert "unknown step speed: expected some of grpo_0.5b" in done.stderr
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.shard("start_vllm")
+@pytest.mark.timeout(1200)
+def test_the_rehearsal_with_vllm_makes_the_whole_row_of_grpo(gpu, repository, tmp_path):
+    pytest.importorskip("vllm")
+    script = repository / "benchmarks" / "gpu" / "run_all.sh"
+    done = subprocess.run(
+        [script, "--rehearse", "--out", tmp_path, "grpo_0.5b", "grpo_0.5b_stream"],
+        env={**os.environ, "PYTHON": sys.executable, "PREPARE_SECONDS": "300"},
+        capture_output=True,
+        text=True,
+        timeout=seconds(1100),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = gpu("report").Found(gpu("lines").read(tmp_path / "table.jsonl"))
+    keys = ("rollout_tokens_per_second", "train_tokens_per_second", "sync_seconds", "sync_gb")
+    keys += ("idle_seconds_share", "thin_seconds_share", "logprob_diff_mean", "memory_gib")
+    for name in ("0.5b", "0.5b_stream"):
+        assert all(found.median("grpo", name, key) is not None for key in keys)
+    assert found.median("grpo", "0.5b", "bare_tokens_per_second") > 0
 
 
 LINES = [
