@@ -189,6 +189,16 @@ def arguments_of(name: str, folder: Path, sizes: dict[str, int], *, streams: boo
     ]
 
 
+def add_memory(name: str, summary: Path) -> None:
+    """Write what was planned and measured in the phase for which most is planned."""
+    phases = json.loads(summary.read_text()).get("memory", {}) if summary.is_file() else {}
+    known = {phase: found for phase, found in phases.items() if len(found) == 2}
+    if known:
+        phase, found = max(known.items(), key=lambda pair: pair[1]["planned_bytes"])
+        planned, measured = (found[f"{key}_bytes"] / 2**30 for key in ("planned", "measured"))
+        lines.add("grpo", name, phase=phase, planned_gib=planned, measured_gib=measured)
+
+
 def main() -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -219,6 +229,7 @@ def main() -> int:
             path = folder / "run" / file
             if path.is_file():
                 (scratch / "raw" / f"{name}.{file}").write_bytes(path.read_bytes())
+    add_memory(name, folder / "run" / "summary.json")
     lines.add("grpo", name, copy_gb_per_second=copy_rate())
     return code
 

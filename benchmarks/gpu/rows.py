@@ -209,7 +209,7 @@ def run_ours(name: str, size, tokens: int, lora_rank: int) -> None:
             )
             peak = torch.cuda.max_memory_allocated(device) / GIB if has_gpu else None
             memory = {"planned_gib": planned, "peak_gib": peak}
-            add(step=step, step_seconds=seconds, **rates, **memory)
+            add(step=step, tokens=tokens, step_seconds=seconds, **rates, **memory)
         if has_gpu:
             free, total = torch.cuda.mem_get_info()
             add(context_gb=(total - free - torch.cuda.memory_reserved()) / 1e9)
@@ -267,8 +267,8 @@ def run_trl(name: str, size, tokens: int, lora_rank: int) -> None:
         def on_step_end(self, args, state, control, **others):
             seconds = synchronize(device) - self.begin
             peak = torch.cuda.max_memory_allocated(device) / GIB if has_gpu else None
-            step = state.global_step
-            lines.add("rows", name, kind="trl", step=step, step_seconds=seconds, peak_gib=peak)
+            values = {"step": state.global_step, "tokens": tokens, "step_seconds": seconds}
+            lines.add("rows", name, kind="trl", peak_gib=peak, **values)
 
     peft_config = None
     if lora_rank:

@@ -55,10 +55,6 @@ model() { # folder, arguments of init-model
   "$python" -m lightrft.cli.main init-model "$work/$1" "${@:2}"
 }
 prepare() {
-  mkdir -p "$site" "$work/vllm" "$work/peers" "$work/raw" || return
-  for package in kernels strategy engines trainer; do
-    cp -r "packages/$package/src/lightrft" "$site/" || return
-  done
   if [ -n "$rehearse" ]; then
     model 0.5b --lengths 16 &
     model 1.5b --preset tiny-llama --lengths 16
@@ -81,6 +77,11 @@ prepare() {
   touch "$work/ready"
 }
 
+mkdir -p "$site" "$work/vllm" "$work/peers" "$work/raw" || exit 1
+# Each time: a second call may bring other sources.
+for package in kernels strategy engines trainer; do
+  cp -r "packages/$package/src/lightrft" "$site/" || exit 1
+done
 export -f extension model prepare
 export python work site rehearse
 [ -e "$work/ready" ] || timeout -k 2 "${PREPARE_SECONDS:-90}" bash -c prepare 2>&1 | tail -n 5

@@ -167,10 +167,24 @@ LINES = [
     {"part": "grpo", "name": "0.5b", "bare_tokens_per_second": 1e5},
     {"part": "grpo", "name": "0.5b", "step": 1, "sync_seconds": 9.0, "sync_gb": 1.0},
     {"part": "grpo", "name": "0.5b", "step": 2, "sync_seconds": 0.02, "sync_gb": 1.0},
-    {"part": "rows", "name": "0.6b_16k", "kind": "ours", "step": 2, "step_seconds": 1.6384},
+    {
+        "part": "rows",
+        "name": "0.6b_16k",
+        "kind": "ours",
+        "step": 2,
+        "step_seconds": 1.6384,
+        "tokens": 16384,
+    },
     {"part": "rows", "name": "0.6b_16k", "kind": "ours", "gradient_difference": 0.004},
     {"part": "rows", "name": "0.6b_16k", "kind": "ours", "context_gb": 0.6},
-    {"part": "rows", "name": "0.6b_16k", "kind": "trl", "step": 2, "step_seconds": 3.2768},
+    {
+        "part": "rows",
+        "name": "0.6b_16k",
+        "kind": "trl",
+        "step": 2,
+        "step_seconds": 3.2768,
+        "tokens": 16384,
+    },
     {"part": "step", "name": "grpo_0.5b", "outcome": "limit", "seconds": 130.0},
 ]
 
