@@ -216,10 +216,6 @@ def test_options_that_contradict_each_other_are_named():
             "which tokens the sglang engine kept",
         ),
         ({"correction_high": 2.0}, "need off_policy_correction"),
-        (
-            {"meta_init": True, "lora_rank": 4, "fsdp": True},
-            "leave out one of meta_init and lora_rank",
-        ),
         ({"adam_8bit": True}, "DeepSpeed lays Adam's moments out itself: add fsdp"),
         ({"adam_8bit": True, "fsdp": True, "use_mp_opt": True}, "float32 weights, use_mp_opt"),
         ({"adam_8bit": True, "fsdp": True, "audit_every": 1}, "one of adam_8bit and audit_every"),

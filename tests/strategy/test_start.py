@@ -108,7 +108,10 @@ def test_the_decision_is_agreed_and_printed(device, chosen):
     assert printed[0].startswith(f"meta_init = {str(chosen).lower()}: ")
     assert printed[1].startswith(f"packing_samples = {str(chosen).lower()}: ")
     adapted = decide_by_machine(TrainConfig(**given, lora_rank=4), strategy, facts=facts)
-    assert (adapted.meta_init, adapted.packing_samples) == (False, chosen)
+    assert (adapted.meta_init, adapted.packing_samples) == (chosen, chosen)
+    # New weights are in no file.
+    renewed = TrainConfig(**given, allow_new_weights=("lm_head.*",))
+    assert not decide_by_machine(renewed, strategy, facts=facts).meta_init
     # Rows that a user counted are not replaced by tokens; what was given stays.
     counted = TrainConfig(**given, micro_train_batch_size=2)
     assert not decide_by_machine(counted, strategy, facts=facts).packing_samples

@@ -21,7 +21,6 @@ from lightrft.models.loading import ModelLoadError, load_causal_lm, load_trunk
 from lightrft.models.lora import LoraActor, target_layers
 from lightrft.models.sequence_model import freeze, has_prefix
 from lightrft.run.assembly import run_training
-from lightrft.strategy.meta_init import parameters_on_meta
 
 pytestmark = pytest.mark.shard("vision")
 
@@ -342,8 +341,3 @@ def test_a_scorer_without_its_head_is_refused(model, tmp_path):
     save_file({"weight": torch.zeros(1, 3)}, tmp_path / "scorer" / "score.safetensors")
     with pytest.raises(ModelLoadError, match=r"expected one tensor `weight` of shape \(1, 128\)"):
         RewardModel.from_pretrained(path)
-
-
-def test_meta_init_is_refused(model):
-    with parameters_on_meta(), pytest.raises(ModelLoadError, match="use --no_meta_init"):
-        Actor.from_pretrained(model)

@@ -140,17 +140,30 @@ def test_a1_zero_3_is_advised_where_it_is_enough():
     assert all("zero_stage" in c or "fsdp" in c or "adam_offload" in c for c in changes)
 
 
-def test_a2_lora_reads_whole_models_on_the_host_and_says_so():
-    setup = setup_of("70b", 8, "h100-80g", fsdp=True, lora_rank=64, engine_tp_size=8)
+def test_a2_whole_models_on_the_host_are_counted():
+    lora = {"fsdp": True, "lora_rank": 64, "engine_tp_size": 8}
+    setup = setup_of("70b", 8, "h100-80g", **lora, meta_init=False)
     plan = plan_memory(setup)
     # 70.55e9 numbers of four bytes, and adapters, on each of eight ranks.
     assert plan.host_bytes == pytest.approx(285.5e9, rel=2e-3)
     less, enough = (plan_memory(replace(setup, host_bytes=x / 8)) for x in (2.2e12, 2.4e12))
     assert any("the host needs 2284" in text for text in less.problems)
     assert not any("host" in text for text in enough.problems)
-    # Without adapters each rank reads its own rows.
-    whole = setup_of("70b", 8, "h100-80g", fsdp=True, engine_tp_size=8)
-    assert phase(plan_memory(whole), "load").host_bytes == 0
+
+
+def test_a2_ranks_read_their_own_rows_with_adapters_and_a_tower_too():
+    lora = {"fsdp": True, "lora_rank": 64, "engine_tp_size": 8}
+    adapted = setup_of("70b", 8, "h100-80g", **lora)
+    # Adapters are in no file: each rank makes them whole, in float32.
+    load = phase(plan_memory(adapted), "load").host_bytes
+    assert load == 4 * adapted.actor.adapters
+    assert 0 < load < 4e9
+    for name in ("70b", "7b-vl"):
+        whole = setup_of(name, 8, "h100-80g", fsdp=True, engine_tp_size=8)
+        assert phase(plan_memory(whole), "load").host_bytes == 0
+    # A reward model has a head in no file, and is read whole.
+    rewards = replace(setup_of("70b", 8, "h100-80g", fsdp=True), stage="reward")
+    assert phase(plan_memory(rewards), "load").host_bytes > 270e9
 
 
 def test_a2_one_rank_collects_what_it_exports():
@@ -246,7 +259,7 @@ def least_needs(setup):
     row = 2 * 2 * size.num_layers * size.num_kv_heads * size.head_dim / config.engine_tp_size
     longest = config.prompt_max_len + config.generate_max_len
     engine = 2 * numbers / config.engine_tp_size + row * longest
-    meta = config.fsdp and not config.lora_rank and not vision and 2 * numbers > 2e9
+    meta = config.fsdp and 2 * numbers > 2e9
     host = 0.0 if meta else 4 * numbers
     return rank, engine, max(host, host_states)
 

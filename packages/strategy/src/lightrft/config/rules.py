@@ -325,14 +325,6 @@ RULES: tuple[Rule, ...] = (
         )
     ),
     lambda c: (
-        c.meta_init
-        and c.lora_rank > 0
-        and (
-            "meta_init fills a model from its files, and adapters are in none: leave out one of "
-            "meta_init and lora_rank"
-        )
-    ),
-    lambda c: (
         c.lora_path is not None
         and c.lora_rank == 0
         and "lora_path needs lora_rank: give that of the adapters (r in adapter_config.json)"

@@ -258,7 +258,7 @@ class StrategyConfig:
     meta_init: bool | None = distributed_option(
         None,
         "FSDP2: build models without memory: ranks read their own rows of the files; unset "
-        "means yes on GPUs, above 2 GB of weights and without adapters.",
+        "means yes on GPUs, above 2 GB of weights and without allow_new_weights.",
         acts_with="fsdp",
         by_machine=True,
         commands=LANGUAGE,
@@ -637,8 +637,7 @@ class StrategyConfig:
         Args:
             has_gpu: Whether every rank has a GPU.
             weight_bytes: Of the actor in bfloat16.
-            is_in_files: Whether a rank finds all its rows in the files by the model's own names:
-                not those of adapters, and not those of vision-language models.
+            is_in_files: Whether the files have all weights of the models: not new ones.
         """
         if self.meta_init is not None:
             return self.meta_init

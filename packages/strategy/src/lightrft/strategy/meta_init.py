@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 _depth = [0]
@@ -36,6 +37,25 @@ def parameters_on_meta(is_wanted: bool = True) -> Iterator[None]:
         _depth[0] = outer
         if outer == 0 and is_wanted:
             nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def on_host(module: nn.Module) -> Iterator[None]:
+    """Parameters without memory are on the host inside: of a shape, and of one number's memory."""
+    empty = [
+        (child, name, parameter)
+        for child in module.modules()
+        for name, parameter in child.named_parameters(recurse=False)
+        if parameter.is_meta
+    ]
+    for child, name, parameter in empty:
+        value = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
+        child.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    try:
+        yield
+    finally:
+        for child, name, parameter in empty:
+            child.register_parameter(name, parameter)
 
 
 def is_building_on_meta() -> bool:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from pickle import UnpicklingError
+from types import SimpleNamespace
 
 import torch
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.files import FileError, read_object, read_text, regular_file, weight_files
+from lightrft.config.files import FileError, read_object, read_text
 from lightrft.config.options import short
 from lightrft.config.other_names import said_once
 from lightrft.config.printable import one_line
@@ -36,6 +36,7 @@ from lightrft.engines.media.families import family_of
 from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.kernels.names import first_line
 from lightrft.models.attention import use_short_attention
+from lightrft.strategy.checkpoints.gathered_model import WeightFiles
 from lightrft.strategy.meta_init import is_building_on_meta
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
 from lightrft.utils.hub import is_hub_reachable
@@ -361,7 +362,6 @@ def load_model(
     _require(path, WEIGHT_PATTERNS, "weights")
     is_on_meta = is_building_on_meta()
     if is_on_meta:
-        _require_own_names(config, path)
         # What is in no file would get no memory.
         allow_new_weights, left_out = None, (*left_out, *(allow_new_weights or ()))
     fits = _Fit(path, allow_new_weights, left_out)
@@ -369,11 +369,11 @@ def load_model(
         if is_on_meta:
             # The strategy reads the weights from the configuration's directory, shard by shard.
             options.pop("config", None)
-            model: PreTrainedModel = auto_class.from_config(config, **options)
+            model: PreTrainedModel = auto_class.from_config(config, **options).eval()
             fits.check_files(model)
         else:
             model = _with_weights(auto_class, path, options, fits)
-            _own_up_to_ties(model)
+        _own_up_to_ties(model)
         if model.can_generate():
             model.generation_config = read_generation_config(path)[0] or model.generation_config
     use_short_attention(model)
@@ -399,14 +399,6 @@ def _one_line_errors(path: str) -> Iterator[None]:
             f"cannot load the model {path!r}: {first_line(err)}"
             + ("; a file of weights is cut or damaged: get it again" if is_cut else "")
         ) from err
-
-
-def _require_own_names(config: PretrainedConfig, path: str) -> None:
-    if family_of(config) is not None:
-        raise ModelLoadError(
-            "meta_init reads weights by the names of the model, and files of vision-language "
-            f"models have others: got {config.model_type!r} in {path!r}; use --no_meta_init"
-        )
 
 
 @contextmanager
@@ -469,42 +461,30 @@ class _Fit:
 
     def check_files(self, model: PreTrainedModel) -> None:
         """The same for a model that is built without memory, from the headers of its files."""
-        stored: dict[str, tuple[int, ...]] = {}
-        files: dict[str, Path] = {}
-        for file in weight_files(Path(self._path)):
-            with safe_open(regular_file(file), "pt") as stream:
-                for name in stream.keys():  # noqa: SIM118  # not a mapping
-                    files[name] = file
-                    stored[name] = tuple(stream.get_slice(name).get_shape())
-        tied = tied_parameter_names(model)
-        for names in tied.items():
-            if files.keys() >= set(names) and not _are_equal(*((files[n], n) for n in names)):
+        files = WeightFiles(Path(self._path), model)
+        for names in tied_parameter_names(model).items():
+            if files.names.issuperset(names) and not files.are_equal(*names):
                 raise ModelLoadError(
                     f"{self._path!r} says tie_word_embeddings and has two different tensors "
                     f"{' and '.join(names)}: set it to false in its config.json"
                 )
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        wanted = {tied.get(name, name) for name in shapes}
-        found = {tied.get(name, name): shape for name, shape in stored.items()}
+        odd = SimpleNamespace(
+            missing_keys=shapes.keys() - files.names, unexpected_keys=files.names - shapes.keys()
+        )
+        model._adjust_missing_and_unexpected_keys(odd)
         self.check(
             model,
-            missing=wanted - found.keys(),
-            unexpected=found.keys() - wanted,
+            missing=odd.missing_keys,
+            unexpected=odd.unexpected_keys,
             mismatched=[
-                (name, found[name], shapes[name])
-                for name in sorted(wanted & found.keys())
-                if found[name] != shapes[name]
+                (name, files.shape(name), shape)
+                for name, shape in sorted(shapes.items())
+                if name in files.names and files.shape(name) != shape
             ],
         )
-
-
-def _are_equal(*tensors: tuple[Path, str]) -> bool:
-    """Return whether tensors of files, by file and name, hold the same numbers."""
-    values = []
-    for file, name in tensors:
-        with safe_open(regular_file(file), "pt") as stream:
-            values.append(stream.get_tensor(name))
-    return all(torch.equal(values[0], value) for value in values[1:])
+        # As `from_pretrained` does: a model is saved by the names that it was read by.
+        model._weight_conversions = files.conversions
 
 
 def _own_up_to_ties(model: PreTrainedModel) -> None:

@@ -35,15 +35,20 @@ from lightrft.models.adapter_files import (
 )
 from lightrft.models.reward_model import HEAD, RewardModel
 from lightrft.models.sequence_model import SequenceModel, has_prefix, names_part
-from lightrft.strategy.checkpoints.gathered_model import SavesPretrained, pretrained_prefix
+from lightrft.strategy.checkpoints.gathered_model import (
+    BASE_LAYER,
+    SavesPretrained,
+    pretrained_prefix,
+)
 from lightrft.strategy.distributed.collectives import transfer_device
+from lightrft.strategy.meta_init import on_host, parameters_on_meta
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 
 ALL_LINEAR = "all-linear"
 # Layers that an error about others does not name.
 _TAKEN = nn.Embedding | nn.Linear
 ADAPTER = "default"
-BASE = ".base_layer"
+BASE = BASE_LAYER
 FIRST, SECOND = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
 
@@ -232,7 +237,8 @@ def _inject(model: PreTrainedModel, config: TrainConfig, whole: Sequence[str]) -
         bias="none",
         base_model_name_or_path=config.pretrain,
     )
-    with torch.random.fork_rng(devices=[]):
+    # Adapters are in no file, and peft puts them where their layers are.
+    with torch.random.fork_rng(devices=[]), parameters_on_meta(False), on_host(model):
         torch.manual_seed(config.seed)
         inject_adapter_in_model(adapters, model, adapter_name=ADAPTER)
     # Afterwards: it would make copies of them.

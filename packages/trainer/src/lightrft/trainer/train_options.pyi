@@ -81,7 +81,7 @@ class TrainOptions(TypedDict, total=False):
     """Write checkpoints in the background, from copies in host memory."""
     meta_init: bool | None
     """FSDP2: build models without memory: ranks read their own rows of the files; unset means
-    yes on GPUs, above 2 GB of weights and without adapters."""
+    yes on GPUs, above 2 GB of weights and without allow_new_weights."""
     compile_backend: Literal["inductor", "aot_eager", "eager"] | None
     """FSDP2: compile every block by torch.compile with this backend; unset does not."""
     timeout_minutes: float

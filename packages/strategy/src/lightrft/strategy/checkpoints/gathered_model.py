@@ -1,10 +1,12 @@
 """Hugging Face files of models whose parameters are sharded over ranks."""
 
+import copy
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 from safetensors import safe_open
@@ -21,12 +23,18 @@ from lightrft.strategy.weight_sync.parameter_source import (
     tied_parameter_names,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter, WeightTransform
+
 logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 # Large enough for a disk, and small beside a shard.
 PIECE_BYTES = 8 * 2**20
+# The part of a layer's name that peft adds where it puts adapters.
+BASE_LAYER = ".base_layer"
 
 
 @runtime_checkable
@@ -128,52 +136,143 @@ def as_saved(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.detach().to("cpu", target, copy=True).contiguous()
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of a file."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """The whole tensor."""
+        with safe_open(regular_file(self.file), "pt") as stream:
+            value: Tensor = stream.get_tensor(self.name)
+            return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Tensors of a model that transformers makes of others: merged experts, a reshaped kernel.
+
+    Args:
+        model: Whose tensors they are.
+        converter: That makes them.
+        name: The first of them, by which the converter knows them.
+        sources: The tensors that they are made of, each with the pattern of its name.
+    """
+
+    model: "PreTrainedModel"
+    converter: "WeightConverter"
+    name: str
+    sources: list[tuple[str, _Stored]] = field(default_factory=list)
+
+    def values(self, read: Callable[[_Stored], Tensor]) -> dict[str, Tensor]:
+        """The tensors by name, of what `read` returns of their sources."""
+        converter = copy.deepcopy(self.converter)
+        for pattern, stored in self.sources:
+            converter.add_tensor(self.name, stored.name, pattern, read(stored))
+        made = converter.convert(self.name, model=self.model, config=self.model.config)
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
+
+
 class WeightFiles:
     """The tensors of a safetensors file or of a checkpoint folder, read in parts.
 
     Args:
         path: A `.safetensors` file, or a folder with `model*.safetensors` and possibly files of
             further children such as `value_head.safetensors`.
-        module: The model they are for; names are given as in it.
+        module: The model they are for; names are given as in it, whatever transformers renames.
+
+    Attributes:
+        conversions: Rules by which transformers renames or converts what is in the files.
 
     Raises:
         FileNotFoundError: There are no weights.
     """
 
     def __init__(self, path: Path, module: nn.Module) -> None:
-        self._files: dict[str, tuple[Path, str]] = {}
-        prefix = pretrained_prefix(module) or ""
+        self._path, self._stored = path, dict[str, _Stored]()
+        # By name in the module: what makes a tensor, and the name that it gets there.
+        self._made: dict[str, tuple[_Made, str]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._last: tuple[_Made, dict[str, Tensor]] | None = None
+        self.conversions: list[WeightTransform] = []
+        prefix = pretrained_prefix(module)
         files = [path] if path.is_file() else weight_files(path)
         if not files:
             raise FileNotFoundError(f"no model*.safetensors in {path}")
-        for file in files:
-            self._add(file, prefix)
+        stored = {each.name: each for file in files for each in _tensors(file)}
+        if prefix is None:
+            self._stored = stored
+        else:
+            model = module.get_submodule(prefix.rstrip(".")) if prefix else module
+            self._add_renamed(cast("PreTrainedModel", model), prefix, stored)
         for name, _ in module.named_children() if prefix and path.is_dir() else ():
             extra = path / f"{name}.safetensors"
             if f"{name}." != prefix and extra.is_file():
-                self._add(extra, f"{name}.")
+                self._stored |= {f"{name}.{each.name}": each for each in _tensors(extra)}
         # A checkpoint may name a tied parameter either way.
         for second, first in tied_parameter_names(module).items():
             for name, other in ((first, second), (second, first)):
-                if name in self._files:
-                    self._files.setdefault(other, self._files[name])
+                if name in self._stored:
+                    self._stored.setdefault(other, self._stored[name])
+        self._shapes |= {name: each.shape for name, each in self._stored.items()}
 
-    def _add(self, file: Path, prefix: str) -> None:
-        with safe_open(regular_file(file), "pt") as stream:
-            for name in stream.keys():  # noqa: SIM118  # not a mapping
-                self._files[prefix + name] = (file, name)
+    def _add_renamed(
+        self, model: "PreTrainedModel", prefix: str, stored: Mapping[str, _Stored]
+    ) -> None:
+        """Names tensors as in the module, by the rules with which transformers loads a model."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        state = {name.replace(BASE_LAYER, ""): name for name in model.state_dict()}
+        rules = get_model_conversion_mapping(model)
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+        of_pattern = {p: converter for converter in converters for p in converter.source_patterns}
+        groups: dict[str, _Made] = {}
+        for key in sorted(stored, key=dot_natural_key):
+            place = (model.base_model_prefix, state)
+            name, pattern = rename_source_key(key, renamings, converters, *place)
+            if name not in state and key in state:
+                name, pattern = rename_source_key(key, [], [], *place)
+            if pattern is None or name not in state:
+                self._stored.setdefault(prefix + state.get(name, name), stored[key])
+            else:
+                made = groups.setdefault(name, _Made(model, of_pattern[pattern], name))
+                made.sources.append((pattern, stored[key]))
+        for made in groups.values():
+            empty = made.values(lambda each: torch.empty(each.shape, device="meta"))
+            for name, value in empty.items():
+                self._made[prefix + state.get(name, name)] = made, name
+                self._shapes[prefix + state.get(name, name)] = tuple(value.shape)
+        self.conversions = [rule for rule in rules if rule.was_used()]
 
     @property
     def names(self) -> set[str]:
         """All names, as in the module."""
-        return set(self._files)
+        return set(self._shapes)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor; the whole of a scalar."""
-        file, stored_name = self._files[name]
-        with safe_open(regular_file(file), "pt") as stream:
-            part = stream.get_slice(stored_name)
-            found: Tensor = part[start:stop] if part.get_shape() else stream.get_tensor(stored_name)
+        if name in self._made:
+            made, its_name = self._made[name]
+            if self._last is None or self._last[0] is not made:
+                self._last = None  # before others take memory
+                self._last = made, made.values(_Stored.read)
+            return self._last[1][its_name][start:stop]
+        stored = self._stored[name]
+        if not stored.shape:
+            return stored.read()
+        with safe_open(regular_file(stored.file), "pt") as stream:
+            found: Tensor = stream.get_slice(stored.name)[start:stop]
             return found
 
     def read_into(
@@ -185,11 +284,13 @@ class WeightFiles:
             CheckpointError: The tensor has not this shape.
         """
         if self.shape(name) != shape:
+            where = self._stored[name].file if name in self._stored else "its files"
             raise CheckpointError(
-                f"{name} has shape {self.shape(name)} in {self._files[name][0]}, expected {shape}"
+                f"{name} has shape {self.shape(name)} in {where}, expected {shape}"
             )
-        if not target.dim() or not target.numel():
+        if not target.dim():
             target.copy_(self.rows(name, start, stop))
+        if not target.dim() or not target.numel():
             return
         row_bytes = target[0].numel() * max(target.element_size(), 4)
         step = max(1, PIECE_BYTES // row_bytes)
@@ -199,9 +300,18 @@ class WeightFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
-        file, stored_name = self._files[name]
-        with safe_open(regular_file(file), "pt") as stream:
-            return tuple(stream.get_slice(stored_name).get_shape())
+        return self._shapes[name]
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors of the files, or one by two names, hold the same numbers."""
+        first, second = self._stored[name], self._stored[other]
+        return first == second or torch.equal(first.read(), second.read())
+
+
+def _tensors(file: Path) -> Iterator[_Stored]:
+    with safe_open(regular_file(file), "pt") as stream:
+        for name in stream.keys():  # noqa: SIM118  # not a mapping
+            yield _Stored(file, name, tuple(stream.get_slice(name).get_shape()))
 
 
 def check_names(wanted: set[str], found: set[str], *, source: str, strict: bool) -> set[str]:

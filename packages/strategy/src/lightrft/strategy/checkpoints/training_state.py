@@ -59,7 +59,7 @@ def load_full_weights(
         path: A file or folder.
         module: The wrapped module.
         strict: Whether missing and unexpected names are errors.
-        names: Only these, which must all be there; None is all.
+        names: Only these, which must all be there, and the buffers that are there; None is all.
 
     Raises:
         FileNotFoundError: There are no weights.
@@ -79,9 +79,10 @@ def _fill(
 ) -> None:
     state = module_state(module)
     found = files.names - set(tied_parameter_names(module))
+    wanted = set(state)
     if names is not None:
-        found &= names
-    wanted = set(state) if names is None else names
+        wanted = names | found.intersection(name for name, _ in module.named_buffers())
+        found &= wanted
     for name in sorted(check_names(wanted, found, source=source, strict=strict)):
         target = state[name]
         files.read_into(name, *local_rows(target.detach()), tuple(target.shape))

@@ -16,7 +16,6 @@ from lightrft.algorithms.interface import advantage_traits
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.config.rules import is_served
-from lightrft.engines.media.families import family_of
 from lightrft.models import Actor, Critic, LoraActor, SequenceModel, load_causal_lm
 from lightrft.models.attention import try_packing
 from lightrft.models.loading import ModelLoadError, load_config
@@ -331,13 +330,11 @@ class ModelFacts:
     Args:
         num_weights: Numbers in the files of the actor.
         packs: Whether all that are trained pack with one kernel for all rows, on this rank.
-        has_vision: Whether the actor reads images, which its files name otherwise than its modules.
         packing: The kernel, or why there is none.
     """
 
     num_weights: int
     packs: bool
-    has_vision: bool = False
     packing: str = ""
 
 
@@ -353,7 +350,6 @@ def read_model_facts(config: TrainConfig, strategy: StrategyBase) -> ModelFacts:
     return ModelFacts(
         count_model(str(config.pretrain)),
         trial.works,
-        has_vision=family_of(load_config(str(config.pretrain))) is not None,
         packing=trial.finding,
     )
 
@@ -383,11 +379,10 @@ def decide_by_machine(
     agreed = strategy.all_reduce(own, op="max")
     has_gpu, size = agreed["on_cpu"] == 0, BF16_BYTES * agreed["weights"]
     where = "every rank has a GPU" if has_gpu else "not every rank has a GPU"
-    has_vision = facts is not None and facts.has_vision
     on_meta = config.builds_on_meta(
         has_gpu=has_gpu,
         weight_bytes=size,
-        is_in_files=config.lora_rank == 0 and not has_vision,
+        is_in_files=not config.allow_new_weights,
     )
     packs, why = packing_by_machine(config, facts, can_pack=has_gpu and agreed["pads"] == 0)
     decisions = {

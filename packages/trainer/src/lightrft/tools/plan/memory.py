@@ -586,7 +586,7 @@ def _buckets(setup: Setup) -> Iterator[Term]:
 
 
 def _loading(setup: Setup) -> Iterator[Term]:
-    """Sharding takes whole weights from the host, unless ranks read their own rows.
+    """Sharding takes whole weights from the host, unless ranks read their own rows: then adapters.
 
     Actor and critic are read together, then each other model once those before it are placed,
     reward models together; all of them in float32.
@@ -596,7 +596,9 @@ def _loading(setup: Setup) -> Iterator[Term]:
     rewards = sum(m.stored for name, m in models.items() if name.startswith("reward model"))
     others = [m.stored for name, m in models.items() if not name.startswith("reward model")]
     trained = setup.actor.total + (0 if setup.critic is None else setup.critic.total)
-    read = rewards if setup.builds_on_meta else max(trained, rewards, *others, 0)
+    read = max(trained, rewards, *others, 0)
+    if setup.builds_on_meta:
+        read = max(rewards, setup.actor.adapters)
     name = "whole float32 weights, on the way"
     yield Term(name, FLOAT * read, is_on_host=setup.has_gpu)
     if not setup.config.fsdp and setup.config.zero_stage == 3:

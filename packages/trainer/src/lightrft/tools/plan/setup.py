@@ -423,10 +423,12 @@ class Setup:
     @property
     def builds_on_meta(self) -> bool:
         """Whether ranks read their own rows of the files instead of the whole model."""
-        return self.config.fsdp and self.config.builds_on_meta(
+        # A reward model has a head that is in no file.
+        is_read = self.config.fsdp and self.stage != "reward"
+        return is_read and self.config.builds_on_meta(
             has_gpu=self.has_gpu,
             weight_bytes=2 * self.actor_size.parameters,
-            is_in_files=self.config.lora_rank == 0 and self.actor_size.vision is None,
+            is_in_files=not self.config.allow_new_weights,
         )
 
     @property
