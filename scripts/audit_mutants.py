@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -199,8 +200,15 @@ class Mutant:
             return None
 
 
-def mutants_of(path: Path) -> Iterator[Mutant]:
-    """All mutants of a file: functions, also decorated ones, decorators, defaults, constants."""
+def mutants_of(
+    path: Path, choose: Callable[[list[Any]], list[Any]] = lambda mutations: mutations
+) -> Iterator[Mutant]:
+    """All mutants of a file: functions, also decorated ones, decorators, defaults, constants.
+
+    Args:
+        path: The file.
+        choose: Takes some of mutmut's mutations; the code of the others is not written.
+    """
     import libcst
     from libcst.metadata import MetadataWrapper, PositionProvider
     from mutmut.mutation.file_mutation import MutationVisitor, deep_replace
@@ -225,7 +233,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
     wrapper.visit(visitor)
     places = wrapper.resolve(PositionProvider)
     shown = statement_lines(ast.parse(source))
-    for mutation in visitor.mutations:
+    for mutation in choose(visitor.mutations):
         before, after = mutation.original_node, mutation.mutated_node
         line = places[before].start.line
         code = deep_replace(wrapper.module, before, after).code

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_timeout
-from tests import machine
+from tests import machine, tiers
 
 machine.publish()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -53,6 +53,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
     return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=limit))
 
 
+# Seconds of tests that are quick and take long, by the speed of this machine.
+LONG: dict[str, float] = {}
 # Of every collected test: its file, whether it is slow, and its shard.
 COLLECTED = pytest.StashKey[list[tuple[str, bool, str | None]]]()
 
@@ -69,6 +71,7 @@ def shard_of(item: pytest.Item) -> str | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Takes a shard's tests, and skips those whose hardware or package is missing."""
+    tiers.mark_long_tables(items)
     config.stash[COLLECTED] = [
         (str(item.path), item.get_closest_marker("slow") is not None, shard_of(item))
         for item in items
@@ -108,6 +111,30 @@ def pytest_collection_finish() -> None:
     # Modules and collected tests live to the end: collections need not walk a million objects.
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Notes tests that are quick by their markers and take long."""
+    if report.when == "call" and not {"full", "slow"} & set(report.keywords):
+        limit = machine.seconds(tiers.QUICK_SECONDS)
+        if report.duration > limit:
+            LONG[report.nodeid] = report.duration / machine.slowness()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a run of the tests with a quick one that takes far too long."""
+    if max(LONG.values(), default=0.0) > tiers.MOST_SECONDS and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names quick tests that take long."""
+    for name, seconds in sorted(LONG.items(), key=lambda item: -item[1]):
+        verb = "must" if seconds > tiers.MOST_SECONDS else "may have to"
+        terminalreporter.write_line(
+            f"{name} took {seconds:.0f} s by the speed of this machine: a quick test takes at most "
+            f"{tiers.QUICK_SECONDS:.0f} s, it {verb} be marked full"
+        )
 
 
 @pytest.fixture(scope="session")

@@ -265,6 +265,7 @@ def test_every_damaged_run_is_continued_or_named(folder):
     assert run_cases(0, 1, str(folder), tuple(CASES), as_process=True) == 12
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_flipped_byte_of_a_run_is_passed_over_or_its_file_is_named(folder):
     arguments = (str(folder), 1, 1)

@@ -149,6 +149,7 @@ class Command:
         return load_file(self.run / "model" / "model.safetensors")
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_stopped_and_a_killed_run_are_continued_by_the_same_command(folder, model):
     whole = Command(folder, model, "whole")

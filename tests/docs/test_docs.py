@@ -104,6 +104,7 @@ def test_every_page_is_either_run_or_has_nothing_to_run():
         assert text.count("```") == 2 * len(BLOCK.findall(text))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", CHEAP)
 def test_a_cheap_page_runs(page, tmp_path):
     run_page(page, tmp_path)

@@ -115,6 +115,7 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert command("pytest") in ci.read_text().splitlines()
 
 
+@pytest.mark.full
 def test_own_run(tmp_path):
     (source,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     (tmp_path / "my_reward.py").write_text(source)

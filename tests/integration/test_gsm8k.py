@@ -71,6 +71,7 @@ def steps_of(run):
     return [row for row in rows if "grad_norm" in row], rows
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("engine", "backend", "placement"), CELLS)

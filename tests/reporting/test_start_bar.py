@@ -107,6 +107,7 @@ def test_only_the_terminal_of_a_person_shows_it(terminal, monkeypatch, how):
     assert terminal.getvalue() == ""
 
 
+@pytest.mark.full
 def test_a_recorded_command_shows_it_before_its_first_word(tmp_path, monkeypatch):
     for name in ("CI", "RANK"):
         monkeypatch.delenv(name, raising=False)

@@ -135,6 +135,7 @@ def test_an_attribute_reward_pays_where_nothing_else_does(file):
         assert not hosted(f"{file}:{name}", takes_attribute=True).describe()[""]["has_reward"]
 
 
+@pytest.mark.full
 def test_a_worker_gets_the_secrets_that_are_named_and_the_arguments(file, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "s3cret")
     options = {"environment": f"{file}:Deep", "environment_workers": 1, "apply_chat_template": True}

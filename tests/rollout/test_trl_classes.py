@@ -109,6 +109,7 @@ def play(tmp_path, monkeypatch, pool, names, rewards, **options):
         return sampler.collect(stage.prompts, first_request_id=0, step=1, timer=StepTimer())
 
 
+@pytest.mark.full
 def test_eight_shapes_are_played_and_paid_as_under_trl(tmp_path, monkeypatch, pool):
     samples = play(tmp_path, monkeypatch, pool, list(CASES), REWARDS)
     for number, item in enumerate(samples.scored):

@@ -88,6 +88,7 @@ def paid_at(samples):
     return [(int(turns[i]), float(values[i])) for i in np.flatnonzero(values)]
 
 
+@pytest.mark.full
 def test_calls_are_paid_where_their_turn_ends(tmp_path, monkeypatch):
     turns = [call("say", word="to") + call("say", word="four"), call("say", word="bad"), "done"]
     place = f"{tmp_path / 'paying.py'}:Paying"
@@ -107,6 +108,7 @@ def test_a_class_may_pay_its_calls_alone(tmp_path, monkeypatch):
     assert samples.scored[0].reward == 1.0
 
 
+@pytest.mark.full
 def test_turns_of_a_skyrl_gym_class_are_paid_where_they_end(tmp_path, monkeypatch):
     place = f"skyrl_gym:{HERE / 'text_environments.py'}:Countdown"
     samples = sampled(tmp_path, monkeypatch, place, ["1", "2", "7"])

@@ -171,6 +171,7 @@ def differing(metrics, expected):
     }
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_a_cover_of_all_pairs_of_options_gives_the_plain_step(tmp_path):

@@ -115,6 +115,7 @@ MANY = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.timeout(3600)

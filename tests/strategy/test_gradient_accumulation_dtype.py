@@ -94,6 +94,7 @@ def program(rank: int, world_size: int) -> dict[str, list[float]]:
     return {name: norm_of_sum(case, world_size) for name, case in CASES.items()}
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_bfloat16_gradients_are_added_up_in_float32():

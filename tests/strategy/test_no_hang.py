@@ -169,9 +169,9 @@ def wait_for_error(processes: list[subprocess.Popen], limit: float) -> dict[int,
             place,
             kind,
             id=f"{place}-{kind}",
-            marks=[]
-            if (place, kind) in {("gather", "stall"), ("update", "kill")}
-            else pytest.mark.slow,
+            marks={("gather", "stall"): pytest.mark.full, ("update", "kill"): ()}.get(
+                (place, kind), pytest.mark.slow
+            ),
         )
         for place in PHASES
         for kind in ("kill", "stall")

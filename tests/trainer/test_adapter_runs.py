@@ -15,6 +15,7 @@ def run_of(folder, model, name, **changes):
     return options(folder, model, name, **given)
 
 
+@pytest.mark.full
 def test_two_ranks_agree_with_one_resume_and_sample_as_with_merged_weights(tmp_path, tiny_model):
     write_inputs(tmp_path)
     half = run_of(tmp_path, tiny_model, "half", max_steps=1)

@@ -18,7 +18,7 @@ from lightrft.rollout.sampler import training_params
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.replay import run_replay as replay
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.full]
 
 AGENT = Path(__file__).with_name("agent_of_run.py")
 PROGRAM = Path(__file__).parent.parent / "tools" / "agents" / "program_of_agent.py"

@@ -151,6 +151,7 @@ def check(folder, model, world_size, backends):
 slow = pytest.mark.slow
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1500)
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed

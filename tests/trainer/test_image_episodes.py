@@ -119,6 +119,7 @@ def test_a_run_shows_and_trains_the_images_of_all_turns(tmp_path, capsys):
     assert "only runs of models of text can be replayed" in told
 
 
+@pytest.mark.full
 def test_a_run_trains_on_what_an_agent_shows(tmp_path):
     write_tiny_vision_model(tmp_path / "model", "tiny-qwen2.5-vl", seed=1)
     output = tmp_path / "out"

@@ -290,6 +290,7 @@ def run_all(rank, world_size, folder, num_runs, chain, seed):
     return num_kills
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
@@ -333,6 +334,7 @@ def run_agents(rank, world_size, folder, num_runs, chain, seed):
     return num_kills
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
@@ -381,6 +383,7 @@ def run_moody(rank, world_size, folder, num_runs, chain, seed):
     return num_runs
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ def write_inputs(folder):
     byte_level_tokenizer().save_pretrained(folder / "reward_model")
 
 
+@pytest.mark.full
 def test_two_processes_agree_with_one(tmp_path, tiny_model):
     write_inputs(tmp_path)
     (alone,) = run_multiprocess(

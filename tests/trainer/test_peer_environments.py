@@ -113,6 +113,7 @@ def runs_in(tmp_path):
     ]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_step_on_the_classes_of_trl_and_of_skyrl_gym(tmp_path):
     runs, seen = runs_in(tmp_path), set()

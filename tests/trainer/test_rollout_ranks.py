@@ -195,6 +195,7 @@ def compare_all(rank, world_size, folder, num_schedules, longest):
     return sum(compare(folder, case, seeds=range(num_schedules), longest=longest) for case in CASES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_schedules", "longest"),
     [(1, 0.02), pytest.param(10, 0.3, marks=pytest.mark.slow)],
@@ -262,6 +263,7 @@ def kill_all(rank, world_size, folder, num_kills, seed):
     return num_done
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "num_kills", [5, pytest.param(10, marks=pytest.mark.slow)], ids=["5 kills", "10 kills"]
 )
@@ -301,6 +303,7 @@ def stop_for_a_while(rank, world_size, folder):
     return stopped + 1
 
 
+@pytest.mark.full
 def test_a_rank_that_stands_still_for_five_seconds_changes_nothing(tmp_path):
     assert run_multiprocess(stop_for_a_while, 1, timeout_seconds=600, args=(str(tmp_path),)) == [2]
 

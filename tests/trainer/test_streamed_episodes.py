@@ -128,6 +128,7 @@ def run_all(rank, world_size, folder, num_runs, chain, seed):
     return num_kills
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.shard("episode_kills")
 @pytest.mark.timeout(3600)
@@ -159,6 +160,7 @@ def run_both_forms(rank, world_size, folder):
     return found[0] == found[1] and len(found[0][1]) == NUM_STEPS * 8
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_long_chunks_train_the_weights_of_the_run_without_streaming(tmp_path):

@@ -226,6 +226,7 @@ def test_the_cover_has_every_pair_of_options():
     assert 20 <= len(COVER) <= 60
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -201,6 +201,7 @@ def run_to_the_end(folder, *, seed):
     return json.loads((folder / "summary.json").read_text())
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]

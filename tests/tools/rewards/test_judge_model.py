@@ -59,6 +59,7 @@ def worker(reward) -> psutil.Process:
 TEXTS = [f"answer {number}" for number in range(12)]
 
 
+@pytest.mark.full
 def test_an_answer_follows_from_the_weights_and_its_question_alone(folder):
     with build_reward(["judge"], config=config_of(folder)) as reward:
         first = grades(reward, TEXTS)
@@ -79,6 +80,7 @@ def test_both_orders_are_compared_as_by_a_server(folder):
         assert reward.take_tallies()["judge/requests"] == (6, None)
 
 
+@pytest.mark.full
 def test_other_weights_do_not_find_old_answers(folder, tmp_path):
     shutil.copytree(folder / "scorer", tmp_path / "model")
     config = replace(config_of(folder), output_dir=str(tmp_path), judge_model=f"{tmp_path}/model")
@@ -90,6 +92,7 @@ def test_other_weights_do_not_find_old_answers(folder, tmp_path):
         assert grades(reward, TEXTS[:2]) == [0.2, 0.2]
 
 
+@pytest.mark.full
 def test_a_judge_that_refuses_or_dies_is_named_and_goes_on(folder):
     with build_reward(["judge"], config=config_of(folder)) as reward:
         with pytest.raises(RewardError, match=r"sample 1: .*8192"):
@@ -208,6 +211,7 @@ def rollouts(output: Path) -> bytes:
     return (output / "rollouts.jsonl").read_bytes()
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_run_is_judged_alike_on_two_ranks_and_after_an_interruption(folder, tmp_path):
     whole = run(folder, tmp_path / "whole", 1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from lightrft.engines.rows import Job, RawCompletion
 from lightrft.engines.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput
-    from vllm.logprobs import FlatLogprobs
 
 
 def native_params(
@@ -29,8 +28,6 @@ def native_params(
     """
     from vllm import SamplingParams as NativeParams
 
-    # Numbers in a few lists, in place of a dictionary and an object for each token.
-    flat = {"flat_logprobs": True} if "flat_logprobs" in NativeParams.__struct_fields__ else {}
     stops = list(params.stop) if with_stops else []
     return NativeParams(
         n=1 if params.is_greedy else job.num_samples,
@@ -47,7 +44,6 @@ def native_params(
         detokenize=bool(stops),
         skip_special_tokens=False,
         include_stop_str_in_output=True,
-        **flat,
     )
 
 
@@ -56,24 +52,12 @@ def raw_completions_of(job: Job, outputs: Sequence[CompletionOutput]) -> list[Ra
     raws = []
     for output in sorted(outputs, key=lambda o: o.index):
         tokens = tuple(int(t) for t in output.token_ids)
-        logprobs = _sampled_logprobs(tokens, output.logprobs)
+        logprobs = tuple(
+            float(entry[token].logprob)
+            for token, entry in zip(tokens, output.logprobs, strict=True)
+        )
         raws.append(RawCompletion(tokens, logprobs, _reason(output.finish_reason)))
     return raws * job.num_samples if len(raws) == 1 else raws
-
-
-def _sampled_logprobs(tokens: tuple[int, ...], logprobs: object) -> tuple[float, ...]:
-    """The logprob of each sampled token, from either of vLLM's forms."""
-    if isinstance(logprobs, list):
-        return tuple(
-            float(entry[token].logprob) for token, entry in zip(tokens, logprobs, strict=True)
-        )
-    flat = cast("FlatLogprobs", logprobs)
-    if tuple(flat.token_ids) != tokens:
-        raise RuntimeError(
-            f"vLLM gave logprobs of {len(flat.token_ids)} tokens that are not the {len(tokens)} "
-            "sampled ones: report this with vLLM's version"
-        )
-    return tuple(flat.logprobs)
 
 
 def _reason(native: str | None) -> FinishReason:

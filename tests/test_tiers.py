@@ -1,0 +1,121 @@
+"""The quick tests cover each long table, and a fault of the table is told which test found it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from tests.tiers import MOST_CASES, cover
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+
+
+def first(count, names, indices):
+    places = cover(names, indices)
+    return [next(places) for _ in range(count)]
+
+
+def test_a_cover_has_every_value_of_every_parameter_before_it_repeats_one():
+    indices = [{"loss": i, "mode": j} for i in range(15) for j in range(9)]
+    names = [f"case[{i}-{j}]" for i in range(15) for j in range(9)]
+    chosen = [indices[place] for place in first(MOST_CASES, names, indices)]
+    assert {case["loss"] for case in chosen} == set(range(15))
+    assert {case["mode"] for case in chosen} == set(range(9))
+
+
+def test_a_cover_is_spread_over_a_table_of_one_parameter_and_holds_when_a_case_is_added():
+    names = [f"case[{i}]" for i in range(200)]
+    indices = [{"row": i} for i in range(200)]
+    chosen = first(MOST_CASES, names, indices)
+    assert sum(place < 100 for place in chosen) in range(4, 17)
+    more = first(MOST_CASES, [*names, "case[200]"], [*indices, {"row": 200}])
+    assert len({*chosen} - {*more}) <= 1
+
+
+@pytest.fixture(scope="module")
+def kill_table():
+    pytest.importorskip("libcst", reason="the group mutation is not installed")
+    pytest.importorskip("coverage", reason="the group mutation is not installed")
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        spec = importlib.util.spec_from_file_location("kill_table", SCRIPTS / "kill_table.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["kill_table"] = module
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    return module
+
+
+TOY = {
+    "packages/toy/sums.py": """
+def double(x):
+    return x + x
+
+
+def sign(x):
+    if x < 0:
+        return -1
+    return 1
+
+
+def unused(x):
+    return x + 7
+""",
+    "tests/ranks.py": "_PRELOADED = []\n",
+    "tests/__init__.py": "",
+    "tests/test_toy.py": """
+import sys, subprocess, pytest
+sys.path.insert(0, "packages")
+from toy.sums import double, sign
+
+def test_double():
+    assert double(3) == 6
+
+def test_looks_at_nothing():
+    double(3), sign(3)
+
+@pytest.mark.full
+def test_sign_in_a_process():
+    code = "import sys; sys.path.insert(0, 'packages'); from toy.sums import sign; print(sign(-2))"
+    assert subprocess.check_output([sys.executable, "-c", code]) == b"-1\\n"
+
+def test_is_red_anyway():
+    assert double(3) == 7
+""",
+    "pytest.ini": "[pytest]\nmarkers = full\n",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.shard("audit_rest")
+def test_faults_are_killed_by_the_cheapest_test_that_sees_them(kill_table, tmp_path, monkeypatch):
+    folder, state = tmp_path / "clone0", tmp_path
+    for name, text in TOY.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    checkout = kill_table.Checkout(folder, Path(sys.executable), state)
+    kill_table.measure_reach(checkout, ["-q", "tests/test_toy.py"])
+    reach = kill_table.read_reach(state, folder)
+    assert "tests/test_toy.py::test_is_red_anyway" not in reach.costs
+    faults = kill_table.draw_faults(folder, {"toy": "packages/toy"}, 1000, seed=0)
+    kept = state / "verdicts.jsonl"
+    kill_table.plant_faults([checkout], reach, faults[: len(faults) // 2], kept)
+    half = kill_table.read_lines(kept)
+    kill_table.plant_faults([checkout], reach, faults, kept)
+    verdicts = kill_table.read_lines(kept)
+    assert verdicts[: len(half)] == half
+    assert len(verdicts) == len(faults) > len(half)
+
+    by_line = {}
+    for verdict in verdicts:
+        killer = (verdict["killer"] or "").rpartition("::")[2]
+        by_line.setdefault(verdict["line"], set()).add((verdict["outcome"], killer))
+    assert by_line[3] == {("killed", "test_double")}
+    assert ("killed", "test_sign_in_a_process") in by_line[8]
+    assert by_line[13] == {("not reached", "")}
+    assert any(outcome == "survived" for line in (7, 9) for outcome, _ in by_line[line])
+    assert (folder / "packages/toy/sums.py").read_text() == TOY["packages/toy/sums.py"]

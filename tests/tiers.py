@@ -1,0 +1,56 @@
+"""Which tests the usual command runs: the quick ones, and a cover of each long table.
+
+A test without a marker is quick. `full` marks what takes longer than a few seconds, and the cases
+of a table that its cover leaves out; `.ci/run` runs both, the quick ones first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from hashlib import blake2s
+
+import pytest
+
+MOST_CASES = 20  # of a table that are quick
+QUICK_SECONDS = 5.0  # a quick test on a core that nothing else uses
+MOST_SECONDS = 15.0  # above it a run of the tests fails: no noise triples a test
+
+
+def mark_long_tables(items: Sequence[pytest.Item]) -> None:
+    """Mark the cases of long tables as full, but for those of a cover.
+
+    Args:
+        items: Collected tests; those that are slow or full already do not count.
+    """
+    tables: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") or item.get_closest_marker("full"):
+            continue
+        if getattr(item, "callspec", None) is not None:
+            tables.setdefault(getattr(item, "function", item), []).append(item)
+    for table in tables.values():
+        if len(table) > MOST_CASES:
+            indices = [item.callspec.indices for item in table]
+            names = [item.nodeid for item in table]
+            quick = set(itertools.islice(cover(names, indices), MOST_CASES))
+            for place, item in enumerate(table):
+                if place not in quick:
+                    item.add_marker(pytest.mark.full)
+
+
+def cover(names: Sequence[str], indices: Sequence[dict[str, int]]) -> Iterator[int]:
+    """Yield the places of cases, those first that have most values which no earlier one has.
+
+    Args:
+        names: Of equal cases the one whose name has the smaller checksum comes first, so that the
+            choice is spread over a table, the same everywhere, and hardly moves with a new case.
+        indices: For each case, the place of each parameter's value.
+    """
+    left = sorted(range(len(names)), key=lambda place: blake2s(names[place].encode()).digest())
+    seen: set[tuple[str, int]] = set()
+    while left:
+        best = max(left, key=lambda place: len(indices[place].items() - seen))
+        left.remove(best)
+        seen |= indices[best].items()
+        yield best
