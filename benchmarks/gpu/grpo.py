@@ -35,8 +35,8 @@ KEYS = (
     "logprob_diff_mean",
     "response_length",
 )
-SIZES = {"prompt": 128, "response": 2048, "prompts": 32, "samples": 8, "steps": 5, "chunk": 768}
-TINY_SIZES = {"prompt": 48, "response": 48, "prompts": 4, "samples": 4, "steps": 3, "chunk": 16}
+SIZES = {"prompt": 128, "response": 2048, "prompts": 32, "samples": 8, "chunk": 768}
+TINY_SIZES = {"prompt": 48, "response": 48, "prompts": 4, "samples": 4, "chunk": 16}
 GB = 1e9
 
 
@@ -54,15 +54,18 @@ class Watch:
 
     def install(self) -> None:
         """Look on when the engine generates, sleeps, and gets weights."""
+        from lightrft.engines.types import EngineStatus
         from lightrft.strategy.engine.session import EngineSession
 
         sleep, update = EngineSession.sleep, EngineSession.update_weights
 
         def watched_sleep(session: EngineSession, level: int) -> None:
-            self.measure_bare(session)
+            is_awake = session.status is EngineStatus.WAKEUP
+            if is_awake:
+                self.measure_bare(session)
             before = free_bytes()
             sleep(session, level)
-            if self.is_bare_known and not self.is_sleep_known and before is not None:
+            if is_awake and self.is_bare_known and not self.is_sleep_known and before is not None:
                 self.is_sleep_known = True
                 lines.add("grpo", self.name, freed_gb=(free_bytes() - before) / GB)
 
@@ -204,15 +207,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--steps", type=int, default=3)
     options, more = parser.parse_known_args()
     name = options.name
-    sizes = TINY_SIZES if lines.is_rehearsal() else SIZES
+    sizes = {**(TINY_SIZES if lines.is_rehearsal() else SIZES), "steps": options.steps}
     scratch = Path(os.environ["LIGHTRFT_SCRATCH"])
     folder = scratch / f"{name}.{os.getpid()}"
     write_inputs(folder, sizes)
     from lightrft.cli.main import main as lightrft
 
+    lines.add("grpo", name, copy_gb_per_second=copy_rate())
     watch, ended = Watch(name), threading.Event()
+    # In flight there are other rows; the plain run has it.
+    watch.is_bare_known = options.stream
     watch.install()
     follower = threading.Thread(
         target=watch.follow, args=(folder / "run" / "metrics.jsonl", ended), daemon=True
@@ -230,7 +237,6 @@ def main() -> int:
             if path.is_file():
                 (scratch / "raw" / f"{name}.{file}").write_bytes(path.read_bytes())
     add_memory(name, folder / "run" / "summary.json")
-    lines.add("grpo", name, copy_gb_per_second=copy_rate())
     return code
 
 

@@ -133,7 +133,8 @@ def grpo_table(found: Found) -> list[str]:
         def value(key: str, name: str = name) -> float | None:
             return found.median("grpo", name, key)
 
-        rate, bare = value("rollout_tokens_per_second"), value("bare_tokens_per_second")
+        rate = value("rollout_tokens_per_second")
+        bare = value("bare_tokens_per_second", name.removesuffix("_stream"))
         seconds = value("sync_seconds")
         sync = both(ratio(value("sync_gb"), seconds), value("copy_gb_per_second"))
         rows.append(

@@ -1,6 +1,6 @@
 """Two micro-batches of one full row of random tokens, as prime-rl's own baselines train them.
 
-    python3 benchmarks/gpu/rows.py ours|trl NAME SHAPE --tokens N [--lora_rank R]
+    python3 benchmarks/gpu/rows.py ours|trl NAME SHAPE --tokens N [--steps N] [--lora_rank R]
 
 Ids, advantages and behaviour logprobs are random, activations are computed again, the optimizer is
 Adam. A line is written for every step when it ends; for lightrft, before them, one for the relative
@@ -25,7 +25,6 @@ import torch
 
 NUM_MICRO, LEARNING_RATE, CLIP = 2, 1e-6, 0.2
 GRADIENT_TOKENS, TINY_TOKENS = 2048, 64
-STEPS = 4
 GIB = 2**30
 
 
@@ -175,13 +174,13 @@ def planned_bytes(config, size, device: torch.device) -> float:
     return train.device_bytes - context
 
 
-def run_ours(name: str, size, tokens: int, lora_rank: int) -> None:
+def run_ours(options: argparse.Namespace, size, tokens: int) -> None:
     """Measure lightrft."""
     from lightrft.run.gpus import gpu_of
     from lightrft.run.throughput import Work, training_flops, utilisation
     from lightrft.strategy import get_strategy
 
-    config = options_of(tokens, lora_rank)
+    name, config = options.name, options_of(tokens, options.lora_rank)
     with get_strategy(config) as strategy:
         device = strategy.device
         has_gpu = device.type == "cuda"
@@ -194,7 +193,7 @@ def run_ours(name: str, size, tokens: int, lora_rank: int) -> None:
         lengths = np.full(NUM_MICRO, tokens)
         gpu = gpu_of(torch.cuda.get_device_name(device)) if has_gpu else None
         planned = planned_bytes(config, size, device) / GIB
-        for step in range(1, 1 + STEPS):
+        for step in range(1, 1 + options.steps):
             if has_gpu and step == 2:
                 torch.cuda.reset_peak_memory_stats(device)
             begin = synchronize(device)
@@ -213,18 +212,20 @@ def run_ours(name: str, size, tokens: int, lora_rank: int) -> None:
         if has_gpu:
             free, total = torch.cuda.mem_get_info()
             add(context_gb=(total - free - torch.cuda.memory_reserved()) / 1e9)
-        begin = synchronize(device)
         mask = torch.ones_like(rows[0].ids, dtype=torch.bool)
-        with torch.no_grad():
-            ours.model(rows[0].ids, mask)
-        seconds = synchronize(device) - begin
+        for _ in range(2):  # the first is cold
+            begin = synchronize(device)
+            with torch.no_grad():
+                ours.model(rows[0].ids, mask)
+            seconds = synchronize(device) - begin
         if gpu is not None:
             work = flops.total(lengths[:1], lengths[:1] - 1) / 3
             add(score_mfu=work / seconds / 1e12 / gpu.tflops)
 
 
-def run_trl(name: str, size, tokens: int, lora_rank: int) -> None:
+def run_trl(options: argparse.Namespace, size, tokens: int) -> None:
     """Measure TRL's own trainer on the same rows, given to it in place of a rollout's."""
+    name, lora_rank = options.name, options.lora_rank
     try:
         from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
@@ -280,7 +281,7 @@ def run_trl(name: str, size, tokens: int, lora_rank: int) -> None:
         per_device_train_batch_size=1,
         gradient_accumulation_steps=NUM_MICRO,
         num_generations=NUM_MICRO,
-        max_steps=STEPS,
+        max_steps=options.steps,
         learning_rate=LEARNING_RATE,
         beta=0.0,
         bf16=has_gpu,
@@ -311,6 +312,7 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("shape")
     parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lora_rank", type=int, default=0)
     options = parser.parse_args()
     if options.lora_rank and importlib.util.find_spec("peft") is None:
@@ -326,7 +328,7 @@ def main() -> None:
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     run = run_ours if options.kind == "ours" else run_trl
-    run(options.name, size, tokens, options.lora_rank)
+    run(options, size, tokens)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 #
 # FOLDER is $OUT, else benchmarks/results/gpu; table.jsonl, table.md and raw.tgz are written there, a
 # line when its number is known. The limits of the steps add up to the seconds of the call (560, and
-# 200 of the second one, which goes on where the first has prepared the machine). --rehearse needs no
+# 210 of the second one, which goes on where the first has prepared the machine). --rehearse needs no
 # GPU: it runs every step of both calls in a tiny shape, with vLLM where it is installed.
 #
 # Needs python3 with torch >= 2.11, transformers, psutil and pytest; the extension pybind11, cmake,
@@ -36,6 +36,7 @@ if [ -n "$rehearse" ]; then
   work="$(mktemp -d "${TMPDIR:-/tmp}/lightrft-gpu-XXXXXX")"
   trap 'rm -rf "$work"' EXIT
 else
+  "$python" -c "import xdist" 2>/dev/null && PYTEST_ADDOPTS="$PYTEST_ADDOPTS -n 8"
   # The second call finds what the first has prepared.
   work="${TMPDIR:-/tmp}/lightrft-gpu"
 fi
@@ -84,6 +85,6 @@ for package in kernels strategy engines trainer; do
 done
 export -f extension model prepare
 export python work site rehearse
-[ -e "$work/ready" ] || timeout -k 2 "${PREPARE_SECONDS:-90}" bash -c prepare 2>&1 | tail -n 5
+[ -e "$work/ready" ] || timeout -k 2 "${PREPARE_SECONDS:-75}" bash -c prepare 2>&1 | tail -n 5
 echo "prepared in $SECONDS s"
 "$python" benchmarks/gpu/steps.py --out "$results" --scratch "$work" --spent "$SECONDS" "${pass[@]}"

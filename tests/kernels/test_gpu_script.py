@@ -48,7 +48,8 @@ def test_limits_of_the_steps_add_up_to_the_seconds_of_their_call(gpu, call):
 
 
 def test_both_calls_fit_into_the_minutes_of_a_machine(gpu):
-    assert sum(gpu("steps").SECONDS.values()) + AROUND_SECONDS <= 60 * MINUTES
+    both = [gpu("steps").SECONDS[call] for call in ("first", "second")]
+    assert sum(both) + AROUND_SECONDS <= 60 * MINUTES
 
 
 def test_the_headline_comes_first(gpu):
