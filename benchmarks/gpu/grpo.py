@@ -115,12 +115,13 @@ class Watch:
         while True:
             is_last = ended.is_set()
             recorded = lines.read(path)
+            if recorded and not count:
+                add_start(self.name, path.with_name("run.json"))
             for row in recorded[count:]:
-                memory = [v for k, v in row.items() if k.startswith("memory/")]
                 values = {key: row[key] for key in KEYS if key in row}
-                # The first rollout of a chunk holds the bare one, and whatever is cold.
-                step = row["global_step"]
-                lines.add("grpo", self.name, step=step, memory_gib=max(memory, default=0), **values)
+                # Of torch alone: the engine sleeps meanwhile.
+                values["train_gib"] = row.get("memory/train_gb")
+                lines.add("grpo", self.name, step=row["global_step"], **values)
             count = len(recorded)
             if is_last:
                 return
@@ -192,14 +193,14 @@ def arguments_of(name: str, folder: Path, sizes: dict[str, int], *, streams: boo
     ]
 
 
-def add_memory(name: str, summary: Path) -> None:
-    """Write what was planned and measured in the phase for which most is planned."""
-    phases = json.loads(summary.read_text()).get("memory", {}) if summary.is_file() else {}
-    known = {phase: found for phase, found in phases.items() if len(found) == 2}
-    if known:
-        phase, found = max(known.items(), key=lambda pair: pair[1]["planned_bytes"])
-        planned, measured = (found[f"{key}_bytes"] / 2**30 for key in ("planned", "measured"))
-        lines.add("grpo", name, phase=phase, planned_gib=planned, measured_gib=measured)
+def add_start(name: str, path: Path) -> None:
+    """Write what the start of the run has decided: attention, and the planned memory."""
+    start = json.loads(path.read_text()) if path.is_file() else {}
+    if start.get("attention"):
+        lines.add("path", name, text=f"attention: {start['attention']}")
+    planned = start.get("planned_bytes") or {}
+    if "train" in planned:
+        lines.add("grpo", name, planned_gib=planned["train"] / 2**30)
 
 
 def main() -> int:
@@ -236,7 +237,6 @@ def main() -> int:
             path = folder / "run" / file
             if path.is_file():
                 (scratch / "raw" / f"{name}.{file}").write_bytes(path.read_bytes())
-    add_memory(name, folder / "run" / "summary.json")
     return code
 
 

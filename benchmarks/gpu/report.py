@@ -54,9 +54,13 @@ def versions() -> dict[str, str]:
 
     import torch
 
-    has_gpu = torch.cuda.is_available()
+    from lightrft.kernels import capabilities
+
+    has_gpu, kernels = torch.cuda.is_available(), capabilities()
+    built = "C++" if kernels.native_extension else "not built"
     found = {
         "device": torch.cuda.get_device_name() if has_gpu else "CPU",
+        "extension": "CUDA" if kernels.cuda_extension else built,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
@@ -147,14 +151,14 @@ def grpo_table(found: Found) -> list[str]:
                 shown(value("mfu"), 2),
                 shown(value("step_seconds")),
                 both(value("idle_seconds_share"), value("thin_seconds_share")),
-                both(value("planned_gib"), value("measured_gib") or value("memory_gib")),
+                both(value("planned_gib"), value("train_gib")),
                 shown(value("freed_gb")),
                 shown(value("logprob_diff_mean"), 2),
             ]
         )
     header = (
         "model | rollout tokens/s / bare `LLM.generate` | share | sync, GB/s / a device copy | "
-        "train tokens/s | MFU | step s | idle / thin share | GiB planned / measured | "
+        "train tokens/s | MFU | step s | idle / thin share | update: GiB planned / measured | "
         "GB freed by sleep | `logprob_diff_mean`"
     )
     return markdown(header, rows)
@@ -243,7 +247,7 @@ def table_of(measured: list[dict]) -> str:
     text += ["### A step of GRPO", "", *grpo_table(found), ""]
     text += ["### A published baseline's shapes", "", *rows_table(found), ""]
     text += ["### Kernels", "", *kernels_table(found), ""]
-    remarks = [line for line in measured if line["part"] in ("step", "culprit", "absent")]
+    remarks = [line for line in measured if line["part"] in ("step", "culprit", "absent", "path")]
     if remarks:
         text += ["### Steps", ""]
     for line in remarks:

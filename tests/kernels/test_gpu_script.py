@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 
 import pytest
@@ -136,6 +137,23 @@ def test_an_unknown_step_is_refused_with_those_there_are(repository, tmp_path):
     assert "unknown step speed: expected some of grpo_0.5b" in done.stderr
 
 
+def test_steps_are_written_as_the_run_records_them_with_what_its_start_decided(
+    gpu, tmp_path, monkeypatch
+):
+    start = {"attention": "packed", "planned_bytes": {"train": 4 * 2**30}}
+    (tmp_path / "run.json").write_text(json.dumps(start))
+    steps = [{"global_step": n, "mfu": n / 10, "memory/train_gb": 3.0} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in steps))
+    monkeypatch.setenv("LIGHTRFT_TABLE", str(tmp_path / "table.jsonl"))
+    ended = threading.Event()
+    ended.set()
+    gpu("grpo").Watch("0.5b").follow(tmp_path / "metrics.jsonl", ended)
+    found = gpu("report").Found(gpu("lines").read(tmp_path / "table.jsonl"))
+    values = [found.median("grpo", "0.5b", key) for key in ("planned_gib", "train_gib", "mfu")]
+    assert values == [4.0, 3.0, 0.2]
+    assert "- 0.5b: attention: packed" in gpu("report").table_of(found.lines)
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.shard("start_vllm")
@@ -154,7 +172,7 @@ def test_the_rehearsal_with_vllm_makes_the_whole_row_of_grpo(gpu, repository, tm
     assert done.returncode == 0, done.stdout[-3000:]
     found = gpu("report").Found(gpu("lines").read(tmp_path / "table.jsonl"))
     keys = ("rollout_tokens_per_second", "train_tokens_per_second", "sync_seconds", "sync_gb")
-    keys += ("idle_seconds_share", "thin_seconds_share", "logprob_diff_mean", "memory_gib")
+    keys += ("idle_seconds_share", "thin_seconds_share", "logprob_diff_mean", "train_gib")
     for name in ("0.5b", "0.5b_stream"):
         assert all(found.median("grpo", name, key) is not None for key in keys)
     assert found.median("grpo", "0.5b", "bare_tokens_per_second") > 0
