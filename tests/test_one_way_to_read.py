@@ -38,7 +38,6 @@ OTHERS = {
     "kernels/lazy.py": PACKAGE,
     "models/adapter_files.py": "adapters",
     "models/critic.py": "heads",
-    "models/loading.py": TRAINED,
     "models/reward_model.py": "heads",
     "models/weight_files.py": "weights",
     "rewards/consumption.py": KERNEL,
