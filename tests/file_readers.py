@@ -187,7 +187,7 @@ def make_checkpoint(folder):
     from lightrft.strategy.checkpoints.manifest import Manifest
 
     entries = tuple(
-        folders._flush_and_hash(path, name)
+        folders.flush_and_hash(path, name)
         for name in ("client_state.json", "client_state.safetensors")
     )
     manifest = Manifest("global_step1", 1, "fsdp2", 1, files=entries)
@@ -428,12 +428,12 @@ def make_counted(folder):
 
 def count_steps(folder):
     from lightrft.config import TrainConfig
-    from lightrft.tools.audit.decisions import _left_out
-    from lightrft.tools.audit.sources import _count_rows
+    from lightrft.tools.audit.decisions import read_left_out
+    from lightrft.tools.audit.sources import count_recorded_rows
 
     config = TrainConfig(prompt_data=str(folder / "d.jsonl"))
-    round(_left_out("actor", folder, 3, config))
-    _count_rows(folder, config)
+    round(read_left_out("actor", folder, 3, config))
+    count_recorded_rows(folder, config)
 
 
 def cut_records(folder):
@@ -474,10 +474,10 @@ def make_heads(folder):
 
 def read_heads(folder):
     from lightrft.models.critic import Critic
-    from lightrft.models.reward_model import _load_head
+    from lightrft.models.reward_model import load_score_head
 
     critic = Critic.from_pretrained(str(folder / "m"))
-    _load_head(str(folder / "m"), critic.trunk)
+    load_score_head(str(folder / "m"), critic.trunk)
 
 
 def adapted_layer():
@@ -532,9 +532,9 @@ def make_template(folder):
 
 
 def read_template(folder):
-    from lightrft.models.loading import _read_template
+    from lightrft.models.loading import read_template
 
-    return _read_template(folder / "chat.jinja")
+    return read_template(folder / "chat.jinja")
 
 
 CONFIG, LOADING = "lightrft.config.options:ConfigError", "lightrft.models.loading:ModelLoadError"

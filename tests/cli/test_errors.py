@@ -280,6 +280,6 @@ def test_success_passes_its_code_on():
     assert run_guarded("lightrft", lambda: 0) == 0
 
 
-@pytest.mark.parametrize(("module", "name"), [row[:2] for row in errors._CODES])
+@pytest.mark.parametrize(("module", "name"), [row[:2] for row in errors.ERROR_CODES])
 def test_every_error_with_a_code_is_where_the_table_says(module, name):
     assert issubclass(getattr(importlib.import_module(module), name), Exception)

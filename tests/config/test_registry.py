@@ -81,7 +81,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
 
 
 def test_register_adds_a_name_once(monkeypatch):
-    monkeypatch.setattr(LOGGERS, "_entries", dict(LOGGERS._entries))  # later tests read them
+    monkeypatch.setattr(LOGGERS, "entries", dict(LOGGERS.entries))  # later tests read them
 
     @register("loggers", "registered_by_a_test")
     class Logger: ...

@@ -11,6 +11,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import mask_address
 from lightrft.config.printable import one_line, printable
 from lightrft.config.toml import write_whole
+from lightrft.rewards import RewardError
 from lightrft.tools.rewards.remote import RemoteReward, service_address
 
 SECRET = "hunter2"
@@ -103,8 +104,9 @@ def test_an_address_with_variables_is_saved_as_it_is_and_filled_in_where_it_is_u
     for name, value in {"WHO": "me", "PW": SECRET, "REWARD_TOKEN": SECRET}.items():
         monkeypatch.setenv(name, value)
     assert service_address(address) == f"http://me:{SECRET}@h:1/x?token={SECRET}"
-    # Private: the text that error messages are made of.
-    assert SECRET not in RemoteReward(address)._shown
+    with pytest.raises(RewardError, match="a column is no JSON") as caught:
+        RemoteReward(address).score(["p"], ["r"], [None], {"k": [object()]})
+    assert SECRET not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from tests.datasets.film_files import film, sound_alone
 from tests.machine import seconds
 
-from lightrft.engines.media.containers import _BEGINNINGS, demuxer_of
+from lightrft.engines.media.containers import BEGINNINGS, demuxer_of
 
 # open, openat, openat2, creat, socket, connect, bind
 CALLS = {
@@ -258,7 +258,7 @@ def test_recordings_of_cameras_phones_and_broadcasts_are_known(content, demuxer)
     assert demuxer_of(content) == demuxer
 
 
-@pytest.mark.parametrize("kind", _BEGINNINGS)
+@pytest.mark.parametrize("kind", BEGINNINGS)
 def test_every_demuxer_that_is_named_is_one_of_ffmpegs(kind):
     import av
 

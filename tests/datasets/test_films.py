@@ -20,7 +20,7 @@ from lightrft.engines.media.films import FrameRules, read_film
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import MediaError, VideoSource, as_video
 from lightrft.engines.types import MediaBounds
-from lightrft.records.media import _pack, _Sources, _unpack
+from lightrft.records.media import MediaSources, pack_sources, unpack_sources
 from lightrft.stages.policy.inputs import limit_pixels
 
 CONFIG = TrainConfig(apply_chat_template=True, prompt_max_len=2000)
@@ -237,7 +237,7 @@ def test_films_travel_as_their_bytes_with_their_rules(tmp_path):
     (tmp_path / "a.mp4").write_bytes(film())
     media = Media({"video": [as_video("a.mp4", name="x", folder=tmp_path)]})
     media = media.by_rules(FrameRules(fps=5))
-    ((_, again),) = _unpack(_pack({5: _Sources("text", media)}, [5]))
+    ((_, again),) = unpack_sources(pack_sources({5: MediaSources("text", media)}, [5]))
     (video,) = again.media.videos
     assert isinstance(video, VideoSource)
     assert video.digest == media.videos[0].digest

@@ -18,7 +18,7 @@ from lightrft.datasets.types import DataError
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sounds import SoundRules, as_audio, as_wav
 from lightrft.engines.media.sources import MediaError
-from lightrft.records.media import _pack, _Sources, _unpack
+from lightrft.records.media import MediaSources, pack_sources, unpack_sources
 from lightrft.tools.model_presets import byte_level_tokenizer
 
 CONFIG = TrainConfig(apply_chat_template=True, prompt_max_len=400)
@@ -89,7 +89,7 @@ def test_a_plain_wav_file_is_what_ffmpeg_reads(channels, monkeypatch):
     noise = np.random.default_rng(0).integers(-32768, 32768, (4000, channels), dtype=np.int16)
     source = as_audio(as_wav(noise, 16000), name="x", folder=Path())
     found, _ = source.decode()
-    monkeypatch.setattr("lightrft.engines.media.sounds._of_wav", lambda *_: None)
+    monkeypatch.setattr("lightrft.engines.media.sounds.read_plain_wav", lambda *_: None)
     expected, _ = source.decode()
     assert np.array_equal(found, expected)
     assert len(found) == 4000
@@ -240,7 +240,7 @@ def test_without_pyav_the_extra_is_named(monkeypatch):
 def test_sounds_travel_as_their_bytes_with_their_rules():
     rules = SoundRules(8000, 4.0)
     media = Media({"audio": [sound(), sound(0.5, 1)]}).by_rules(None, rules)
-    ((_, again),) = _unpack(_pack({5: _Sources("text", media)}, [5]))
+    ((_, again),) = unpack_sources(pack_sources({5: MediaSources("text", media)}, [5]))
     assert [s.rules for s in again.media.audios] == [rules, rules]
     assert [s.digest for s in again.media] == [s.digest for s in media]
     for one, other in zip(again.media, media, strict=True):

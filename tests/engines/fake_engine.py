@@ -64,14 +64,14 @@ class FakeEngine(RolloutEngine):
         check_options(config.options, ("vocab_size", "eos_token_id"), engine_name=self.name)
         given = _default_parameters(config) if parameters is None else parameters
         super().__init__(config)
-        self._weights: ParameterStore = ParameterStore(_own_copies(given), self.name)
-        self._weights.unwritten.update(unwritten)
+        self.weights: ParameterStore = ParameterStore(_own_copies(given), self.name)
+        self.weights.unwritten.update(unwritten)
         self.calls: list[str] = []
         self.requests: list[GenerationRequest] = []
-        self._script = script
+        self.script = script
         self._vocab_size = int(config.options.get("vocab_size", 97))
         eos_id = int(config.options.get("eos_token_id", 1))
-        self._eos_ids = () if eos_id == -1 else (eos_id,)
+        self.eos_ids = () if eos_id == -1 else (eos_id,)
         # Any token id has a hash, and images and videos are only recorded.
         self._limits = Limits(2**62, config.max_model_len, self.name, reads_media=True)
         self._prefix_cache: dict[tuple[int, ...], int] = {}
@@ -110,11 +110,11 @@ class FakeEngine(RolloutEngine):
         self.check_usable()
         return self._score(tuple(token_ids), self._fingerprint())
 
-    def _drop_caches(self) -> None:
+    def drop_caches(self) -> None:
         self._prefix_cache.clear()
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.stop and self._script is None:
+        if params.stop and self.script is None:
             raise ValueError("the fake engine has no tokenizer; use stop_token_ids, not stop")
 
     def _encode(self, text: str) -> tuple[int, ...]:
@@ -123,18 +123,18 @@ class FakeEngine(RolloutEngine):
     def _encode_media(self, request: GenerationRequest) -> None:
         """Images and videos are only noted."""
 
-    def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+    def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
         """One row after the other."""
         requests = {request.request_id: request for request in self.requests}
         for row in rows:
-            yield [(row, self._complete(row, requests[row.request_id], params))]
+            yield [(row, self.complete(row, requests[row.request_id], params))]
 
-    def _complete(
+    def complete(
         self, row: Row, request: GenerationRequest, params: SamplingParams
     ) -> RawCompletion:
-        if self._script is None:
+        if self.script is None:
             return self._draw(row, params)
-        scripted, given = self._script(request, row.sample_index)
+        scripted, given = self.script(request, row.sample_index)
         tokens = tuple(scripted)[: row.max_tokens]
         if given is None:
             scores = self._score((*row.prompt, *tokens), self._cached_fingerprint(row.prompt))
@@ -181,9 +181,9 @@ class FakeEngine(RolloutEngine):
     def _fingerprint(self) -> int:
         """A number that changes with any bit of any weight."""
         total = 0
-        for name in sorted(self._weights.tensors):
+        for name in sorted(self.weights.tensors):
             # float64 holds every narrower float exactly.
-            bits = self._weights.tensors[name].detach().reshape(-1).double().view(torch.int64)
+            bits = self.weights.tensors[name].detach().reshape(-1).double().view(torch.int64)
             places = torch.arange(bits.numel(), device=bits.device)
             total = (total * 31 + int(mix64(bits ^ mix64(places)).sum())) % 2**63
         return total

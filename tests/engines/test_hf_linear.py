@@ -11,7 +11,7 @@ from lightrft.engines.hf.engine import FewRowsLinear, HFEngine, use_few_rows_pro
 
 @pytest.fixture(autouse=True)
 def small_weights_too(monkeypatch):
-    monkeypatch.setattr(module, "_MIN_WEIGHT", 1)
+    monkeypatch.setattr(module, "MIN_WEIGHT", 1)
 
 
 def layers(*, bias: bool) -> tuple[nn.Linear, nn.Linear]:
@@ -86,7 +86,7 @@ def test_the_number_of_rows_changes_no_token(tiny_model):
 
 
 def test_a_small_weight_is_left_as_it_is(monkeypatch):
-    monkeypatch.setattr(module, "_MIN_WEIGHT", 97 * 160)
+    monkeypatch.setattr(module, "MIN_WEIGHT", 97 * 160)
     model = nn.Sequential(nn.Linear(96, 160), nn.Linear(97, 160))
     use_few_rows_products(model)
     assert [type(layer) for layer in model] == [nn.Linear, FewRowsLinear]

@@ -101,7 +101,7 @@ def gate_in_up(engine):
     finish = engine.finish_weight_update
 
     def finishes():
-        tensors = engine._weights._adapters.tensors
+        tensors = engine.weights.adapters.tensors
         for name, tensor in tensors.items():
             if ".up_proj." in name:
                 tensor.copy_(tensors[name.replace("up_proj", "gate_proj")])
@@ -113,12 +113,12 @@ def gate_in_up(engine):
 def stale_prefix_cache(engine):
     """vLLM keeps keys and values of the adapters before, under the same name."""
     answers(engine)
-    engine._drop_caches = lambda: None
+    engine.drop_caches = lambda: None
 
 
 def old_base(engine):
     """One base weight is not that of the checkpoint."""
-    modules = engine._weights._modules
+    modules = engine.weights.modules
     modules["model.layers.0.mlp.down_proj"].weight.data[0, 0] += 1e-3
 
 
@@ -147,7 +147,7 @@ def test_what_arrives_wrong_is_found(world, plant, check, name):
     for planted in vars(engine).keys() - before:
         delattr(engine, planted)
     if plant is old_base:
-        engine._weights._modules["model.layers.0.mlp.down_proj"].weight.data[0, 0] -= 1e-3
+        engine.weights.modules["model.layers.0.mlp.down_proj"].weight.data[0, 0] -= 1e-3
     synced(actor, sync)
 
 

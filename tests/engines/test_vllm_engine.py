@@ -88,7 +88,7 @@ def send(engine, model, *, resets_caches: bool = True) -> None:
         engine.reset_caches()
     else:
         # Only the accounting: vLLM keeps its cache.
-        engine._weights.reset_caches()
+        engine.weights.reset_caches()
 
 
 def perturbed(model, seed: int) -> None:

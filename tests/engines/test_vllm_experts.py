@@ -109,8 +109,8 @@ def check_accounting(engine, model):
     manifest = {parameter.name: parameter for parameter in engine.parameter_manifest()}
     assert set(manifest) == {name for name, _ in model.named_parameters()}
     reader = reader_of(engine, {n: tuple(p.shape) for n, p in model.named_parameters()})
-    filled = {".".join(reader._target(name)) for name in manifest}
-    assert filled == {name for name, _ in engine._started.model.named_parameters()}
+    filled = {".".join(reader.target_of(name)) for name in manifest}
+    assert filled == {name for name, _ in engine.started.model.named_parameters()}
     stacks = [p for p in manifest.values() if ".experts." in p.name]
     assert len(stacks) == 4
     for stack in stacks:
@@ -121,7 +121,7 @@ def check_accounting(engine, model):
 
 def reader_of(engine, shapes):
     return LayoutReader(
-        engine._started.model,
+        engine.started.model,
         ModelShape(shapes, {}),
         tp_rank=0,
         tp_size=1,
@@ -168,7 +168,7 @@ def test_experts_are_hashed_in_the_storage_that_vllm_computes_with(tmp_path, mon
         check_split_names(engine, model)
         # Positive control: two experts exchanged.
         name = "model.layers.1.mlp.experts"
-        stack = dict(engine._started.model.named_modules())[f"{name}.routed_experts"].w2_weight
+        stack = dict(engine.started.model.named_modules())[f"{name}.routed_experts"].w2_weight
         with torch.no_grad():
             stack.copy_(stack[[1, 0, 2, 3]])
         again = engine.hash_parameters(None)
@@ -190,7 +190,7 @@ def check_split_names(engine, model):
             for each, values in zip(names, rows.chunk(len(names)), strict=True):
                 tensors[f"{layer}.experts.{expert}.{each}.weight"] = values.contiguous()
     reader = reader_of(engine, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    split = weights.VLLMWeights(engine._started, reader.read(), "vllm")
+    split = weights.VLLMWeights(engine.started, reader.read(), "vllm")
     assert split.hashes(None) == {name: hash_tensor(tensor) for name, tensor in tensors.items()}
     split.begin()
     doubled = {name: 2 * tensor for name, tensor in tensors.items()}

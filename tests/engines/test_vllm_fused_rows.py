@@ -69,12 +69,8 @@ def rows_of_rank(rank: int, world_size: int) -> dict[str, tuple[int, ...] | None
         tp_size=world_size,
         default_dtype=torch.float32,
     ).read()
-    weights = object.__new__(VLLMWeights)
-    weights._modules = dict(root.named_modules())
-    weights._layout, weights._adapters = read, None
-    weights._is_updating = False
-    names = [name for name in shapes if name in read.places]
-    found = dict(zip(names, weights._stored_hashes(names), strict=True))
+    weights = VLLMWeights(SimpleNamespace(model=root), read, "vllm")
+    found = weights.hashes([name for name in shapes if name in read.places])
     wanted = {
         name: hash_tensor(numbered(name.split(".")[0], is_bias=name.endswith("bias")))
         for name in shapes
@@ -82,7 +78,7 @@ def rows_of_rank(rank: int, world_size: int) -> dict[str, tuple[int, ...] | None
     # A rank with one wrong element is found.
     if rank == 1:
         root.qkv.weight.data[5, 1] += 1
-    spoilt = weights._stored_hashes(["qkv.weight"])[0]
+    spoilt = weights.hashes(["qkv.weight"])["qkv.weight"]
     return {
         **{name: (found.get(name), wanted[name]) for name in shapes},
         "spoilt": (spoilt, wanted["qkv.weight"]),
@@ -103,7 +99,7 @@ def test_hashes_of_fused_tensors_are_those_of_the_trainer():
 def test_what_a_loader_of_its_own_deals_out_is_not_read_back(monkeypatch):
     from lightrft.engines.vllm import layout
 
-    monkeypatch.setattr(layout, "_vocabulary_rows", lambda module: None)
+    monkeypatch.setattr(layout, "vocabulary_rows", lambda module: None)
     root = nn.Module()
     root.inner = nn.Linear(HIDDEN, 4, bias=False)
     shapes = {"inner.weight": (8, HIDDEN)}

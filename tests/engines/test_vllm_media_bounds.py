@@ -10,7 +10,7 @@ from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import Media
 from lightrft.engines.types import MediaBounds
-from lightrft.engines.vllm.options import _media_arguments
+from lightrft.engines.vllm.options import media_arguments
 from lightrft.models.loading import save_pretrained
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.engine.generation import engine_config
@@ -20,11 +20,11 @@ def test_bounds_of_a_run_become_arguments_of_vllm():
     options = {"max_pixels": 3136, "limit_mm_image_per_prompt": 2, "pretrain": "m"}
     own = engine_config(TrainConfig(**options), "vllm", has_gpu=False, module=None)
     assert own.media == MediaBounds(3136, None, {"image": 2})
-    assert _media_arguments(own.media) == {
+    assert media_arguments(own.media) == {
         "mm_processor_kwargs": {"images_kwargs": {"max_pixels": 3136}},
         "limit_mm_per_prompt": {"image": 2},
     }
-    assert _media_arguments(MediaBounds()) == {}
+    assert media_arguments(MediaBounds()) == {}
     # What tools show is in no row, and a strategy alone has no rows.
     shown = TrainConfig(**options, tools=("tools.py:f",), apply_chat_template=True)
     assert engine_config(shown, "vllm", has_gpu=False, module=None).media.per_prompt == {}

@@ -108,7 +108,7 @@ def train_step(
         number += 4
         return [prompt(number - 4 + i) for i in range(4)]
 
-    monkeypatch.setattr(maker, "_layout_policy", lambda *_: LayoutPolicy(packs_samples=is_packed))
+    monkeypatch.setattr(maker, "choose_layout", lambda *_: LayoutPolicy(packs_samples=is_packed))
     stream = NOTHING_OPEN
     for step in range(num_steps):
         samples = source.collect(
@@ -218,12 +218,12 @@ def scored_otherwise(change):
     """The reward function is given other rollouts than were sampled."""
 
     def plant(patch):
-        right = scoring.GroupScorer._call
+        right = scoring.GroupScorer.call_reward
 
         def call(self, rollouts):
             return right(self, [change(rollout) for rollout in rollouts])
 
-        patch.setattr(scoring.GroupScorer, "_call", call)
+        patch.setattr(scoring.GroupScorer, "call_reward", call)
 
     return plant
 

@@ -315,11 +315,11 @@ def test_positions_that_restart_wrongly_are_found(is_packed, monkeypatch):
 def test_bounds_and_scored_places_of_a_stream_are_checked(monkeypatch):
     scored, strategy = sampled_step(4, num_rows=8)
     evidence = evidence_of(scored, strategy)
-    right = layout_module._bounds
+    right = layout_module.stream_bounds
     with monkeypatch.context() as patch:
         patch.setattr(
             layout_module,
-            "_bounds",
+            "stream_bounds",
             lambda lengths, device, group: right([sum(lengths)], device, group),
         )
         with pytest.raises(LedgerError, match="does not end its sequences where rows end"):

@@ -26,7 +26,7 @@ class ReplayEngine(FakeEngine):
     """Replays completions of unequal lengths that depend on nothing but the request."""
 
     def weights_copy(self) -> dict[str, np.ndarray]:
-        return {name: t.detach().numpy().copy() for name, t in self._weights.tensors.items()}
+        return {name: t.detach().numpy().copy() for name, t in self.weights.tensors.items()}
 
 
 def scripted(request, sample_index):
@@ -168,7 +168,7 @@ def train(rank: int, world_size: int, backend: str) -> tuple:
 
 def _replay(config, module):
     engine = ReplayEngine.for_module(config, module)
-    engine._script = scripted
+    engine.script = scripted
     return engine
 
 

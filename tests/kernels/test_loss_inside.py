@@ -120,7 +120,7 @@ def test_the_comparison_sees_a_lost_target_entry(monkeypatch):
     leaves, targets, upstream = make_inputs()
     upstream[1] = 0
     _, wanted = slow(leaves, targets, upstream, temperature=1.0, softcap=None)
-    monkeypatch.setattr(stored_logits.StoredLogits, "_clear_targets", lambda *args: None)
+    monkeypatch.setattr(stored_logits.StoredLogits, "clear_targets", lambda *args: None)
     output = linear_policy_loss(
         *leaves[:2], targets, weighted(upstream), bias=leaves[2], entropy="none"
     )

@@ -232,9 +232,9 @@ def test_values_are_asserted_where_nothing_may_be_transferred():
 @pytest.mark.parametrize(("ignored", "waits"), [(-100, ["tolist"]), (None, [])])
 def test_a_loss_inside_waits_once_for_targets_that_may_be_ignored_and_else_never(ignored, waits):
     with HostWaits() as watch:
-        active = policy_loss._active_tokens(torch.tensor([4, 0, 2]), 5, ignored, is_device=True)
+        active = policy_loss.active_tokens(torch.tensor([4, 0, 2]), 5, ignored, is_device=True)
     assert watch.names == waits
     assert active.tolist() == [0, 1, 2]
     for is_device in (True, False):
         with pytest.raises((RuntimeError, ValueError), match=r"targets must lie in \[0, 3\)"):
-            policy_loss._active_tokens(torch.tensor([4]), 3, ignored, is_device=is_device)
+            policy_loss.active_tokens(torch.tensor([4]), 3, ignored, is_device=is_device)

@@ -80,7 +80,7 @@ def test_values_in_the_interpreter_equal_the_definition() -> None:
 def test_values_on_a_gpu_equal_the_definition(dtype) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     # The choice is silent only if the kernel compiled and agreed with the definition.
-    hash_flat = operations._device_hasher(device)
+    hash_flat = operations.device_hasher(device)
     assert hash_flat is not reference.hash_flat
     tensor = (torch.randn(3_000_001, device=device) * 50).to(dtype)
     for start, part in ((0, tensor), (2**33 + 7, tensor[1:]), (1023, tensor[:3])):

@@ -60,8 +60,8 @@ def fifth(token_id, logprob):
 class FifthEngine(FakeEngine):
     """The adapter."""
 
-    def _complete(self, row, request, params):
-        raw = super()._complete(row, request, params)
+    def complete(self, row, request, params):
+        raw = super().complete(row, request, params)
         pairs = zip(raw.token_ids, raw.logprobs, strict=True)
         return replace(raw, facts={NAME: tuple(fifth(*pair) for pair in pairs)})
 
@@ -414,14 +414,14 @@ def test_completions_in_parts_join_and_cut_it(planted):
     engine = sampled(num_rows=0)[1]
     request = GenerationRequest((3, 4))
     raws = []
-    stream = engine._stream  # what the backend gave, before completions are made of it
+    stream = engine.stream_rows  # what the backend gave, before completions are made of it
 
     def noted(rows, params):
         for part in stream(rows, params):
             raws.extend(raw for _, raw in part)
             yield part
 
-    engine._stream = noted
+    engine.stream_rows = noted
     engine.generate([request, replace(request, request_id=1)], params)
     whole = joined(*raws, params, None)
     assert whole.facts[NAME] == raws[0].facts[NAME] + raws[1].facts[NAME]

@@ -92,7 +92,7 @@ async def _double(responses):
 
 def test_a_function_of_this_process_is_awaited_also_inside_a_running_loop(monkeypatch) -> None:
     # Private: a name that is registered for good would reach later tests.
-    monkeypatch.setitem(REWARDS._entries, "doubled", _double)
+    monkeypatch.setitem(REWARDS.entries, "doubled", _double)
 
     async def notebook():
         return ask("doubled", times=2)

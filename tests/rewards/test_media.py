@@ -20,6 +20,7 @@ from lightrft.records.rollout import AnsweredCall, Conversation, Rollout
 from lightrft.rewards import build_reward
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.scoring import GroupScorer
+from lightrft.tools.rewards.http import HttpClient
 from lightrft.tools.rewards.judge import JudgeReward
 from lightrft.tools.rewards.remote import RemoteReward
 
@@ -160,13 +161,11 @@ def asked_of_judge(folder, monkeypatch, items):
     config = TrainConfig(judge_url="http://127.0.0.1:9/v1", judge_model="m", output_dir=str(folder))
     judge, asked = JudgeReward(config), []
 
-    def answer(bodies):
-        asked.extend(json.loads(body) for _, body in bodies.values())
-        for key in bodies:
-            judge._cache.put(key, "Score: 5")
-        return {}
+    def answers(bodies, *, seconds):
+        asked.extend(map(json.loads, bodies))
+        return [b'{"choices": [{"message": {"content": "Score: 5"}}]}'] * len(bodies)
 
-    monkeypatch.setattr(judge, "_ask", answer)
+    monkeypatch.setattr(judge.server, "answers", answers)
     with GroupScorer(judge, has_media=True) as scorer:
         scorer.results(items)
     judge.close()
@@ -209,15 +208,14 @@ def test_a_judge_and_a_service_get_the_files(tmp_path, monkeypatch):
 
     service, sent = RemoteReward("http://127.0.0.1:9"), []
 
-    def told(request):
-        sent.append(request)
-        return {"rewards": [0.0] * len(request["responses"])}
+    def answer(client, request):
+        sent.append(json.loads(request.body))
+        return json.dumps({"rewards": [0.0] * len(sent[-1]["responses"])}).encode()
 
-    monkeypatch.setattr(service, "_ask", told)
+    monkeypatch.setattr(HttpClient, "fetch", answer)
     with GroupScorer(service, columns=["k"], has_media=True) as scorer:
         assert scorer.results(rollouts(tmp_path))[0] == RewardResult(0.0, {"remote": 0.0})
     service.close()
-    json.dumps(sent)
     assert sent[0]["conversations"][0][-1] == {"role": "assistant", "content": "r0.0"}
     given = [shades_of(own) for request in sent for own in request["images"]]
     assert given == [[10, 200]] * 2 + [[]] * 2 + [[90]] * 2

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from tests.machine import seconds
 
@@ -104,11 +104,10 @@ def test_the_process_lives_on_between_calls_and_ends_with_close(file) -> None:
         (result,) = reward.score(["p"], ["a"], [None], {})
         assert result.reward == expected
     assert reward.score([], [], [], {}) == []
-    # Private: nothing else names the process of a reward.
-    process = reward._functions[0]._workers.workers[0]._started.process
+    pid = reward.functions[0].workers.workers[0].pid
     reward.close()
     reward.close()
-    assert process.returncode == -signal.SIGKILL
+    assert not psutil.pid_exists(pid)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +183,7 @@ def test_an_endless_worker_ends_with_its_killed_parent(file) -> None:
         f"reward = build_reward([{str(file) + ':hangs'!r}])\n"
         "call = lambda: reward.score(['p'], ['hang'], [None], {})\n"
         "threading.Thread(target=call, daemon=True).start()\n"
-        "print(reward._functions[0]._workers.workers[0].pid, flush=True)\n"
+        "print(reward.functions[0].workers.workers[0].pid, flush=True)\n"
         "threading.Event().wait(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

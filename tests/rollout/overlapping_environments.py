@@ -92,8 +92,8 @@ class Faulty:
         if what.startswith("forge"):
             loops = [each for each in gc.get_objects() if type(each).__name__ == "OperationLoop"]
             body = {"forge a number": b'{"number": 1000000}', "forge text": b"{"}.get(what, b"")
-            loops[0]._answers.write(struct.pack("<Q", len(body) or 1000) + body)
-            loops[0]._answers.flush()
+            loops[0].answers.write(struct.pack("<Q", len(body) or 1000) + body)
+            loops[0].answers.flush()
             await asyncio.Event().wait()
         if what == "hold on":
             while True:

@@ -276,8 +276,8 @@ class WholeEngine(FakeEngine):
 
     streams = False
 
-    def _stream(self, rows, params):
-        yield [row for part in super()._stream(rows, params) for row in part]
+    def stream_rows(self, rows, params):
+        yield [row for part in super().stream_rows(rows, params) for row in part]
 
 
 def test_rewards_are_bit_identical_however_they_are_spread(file):

@@ -20,7 +20,7 @@ from lightrft.engines.media.media import RowMedia
 from lightrft.engines.types import EngineConfig
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.models.actor import Actor
-from lightrft.records.media import _pack, _Sources, _unpack, encode_row
+from lightrft.records.media import MediaSources, encode_row, pack_sources, unpack_sources
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments import specs
 from lightrft.rollout.environments.call_formats import ToolCall
@@ -281,8 +281,8 @@ def test_places_are_those_of_the_whole_conversation(played):
 
 def test_rows_travel_with_their_images(played):
     stage, rollouts, _ = played("tiny-qwen2.5-vl")
-    own = {-1 - r.sample_id: _Sources.of(r) for r in rollouts}
-    found = dict(_unpack(_pack(own, list(own))))
+    own = {-1 - r.sample_id: MediaSources.of(r) for r in rollouts}
+    found = dict(unpack_sources(pack_sources(own, list(own))))
     assert list(found) == list(own)
     for rollout in rollouts:
         expected = encode_row(rollout, stage.encoder)

@@ -318,7 +318,7 @@ def replayed(played, text, say=None):
         return engine.generate(requests, params)
 
     if say is not None:
-        engine._script = say
+        engine.script = say
     config = played.stage.config
     replay_journal(
         read_journal(path),
@@ -328,7 +328,7 @@ def replayed(played, text, say=None):
         generate=generate,
         into=found,
     )
-    engine._script = played.stage.say
+    engine.script = played.stage.say
     return found
 
 

@@ -18,7 +18,13 @@ from lightrft.engines.media.inputs import media_inputs
 from lightrft.engines.media.media import MEDIA_KINDS, Media, MediaKind
 from lightrft.engines.media.sources import FileSource, MediaError
 from lightrft.engines.types import Completion
-from lightrft.records.media import _pack, _Sources, _unpack, deliver_media, media_request
+from lightrft.records.media import (
+    MediaSources,
+    deliver_media,
+    media_request,
+    pack_sources,
+    unpack_sources,
+)
 from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.records.table import row_table
 from lightrft.strategy import get_fake_strategy
@@ -153,8 +159,8 @@ def test_a_planted_kind_goes_from_the_data_into_the_inputs_of_a_model(prompts):
 
 def test_a_planted_kind_travels_to_other_ranks(prompts):
     _, found, _ = prompts
-    own = {5: _Sources(found[2].text, found[2].media)}
-    ((key, again),) = _unpack(_pack(own, [5]))
+    own = {5: MediaSources(found[2].text, found[2].media)}
+    ((key, again),) = unpack_sources(pack_sources(own, [5]))
     assert key == 5
     assert type(again.media["tone"][0]) is Tone
     assert [tone.digest for tone in again.media] == [tone.digest for tone in found[2].media]

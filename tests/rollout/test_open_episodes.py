@@ -124,7 +124,7 @@ class Session:
     def __init__(self, context, script=say):
         self.context = context
         self.engine = FakeEngine(EngineConfig("fake", ""), script=script)
-        self.engine._eos_ids = (TOKENIZER.eos_token_id,)
+        self.engine.eos_ids = (TOKENIZER.eos_token_id,)
         self.engine.set_weights_version(0)
         self.calls, self.fails = [], False
 

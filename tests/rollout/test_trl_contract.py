@@ -121,8 +121,8 @@ def test_a_turn_that_another_stop_token_ended_gets_its_end_unsampled(tmp_path):
         ids, logprobs = own(request, index)
         return ([*ids[:-1], other] if len(ids) > 20 else ids), logprobs
 
-    stage.engine._script = say
-    stage.engine._eos_ids = (stage.tokenizer.eos_token_id, other)
+    stage.engine.script = say
+    stage.engine.eos_ids = (stage.tokenizer.eos_token_id, other)
     rollouts, _ = stage.sample()
     text = stage.text(rollouts[0])
     assert "</tool_call><|im_start|><|im_end|>\n<|im_start|>user" in text

@@ -121,7 +121,7 @@ def asked(talk: Sequence[object], **more: object) -> str:
     from lightrft.rollout.agents.messages import read_chat
     from lightrft.tools.serve.chat_model import ChatModel
 
-    chat = ChatModel(TOKENIZER, TrainConfig())._chat
+    chat = ChatModel(TOKENIZER, TrainConfig()).chat_ids
     call = read_chat({"model": "m", "messages": list(talk), **more})
     return TOKENIZER.decode(chat.prompt(template_messages(call.messages), call.tools).token_ids)
 
@@ -161,9 +161,9 @@ def arguments_of_a_client_are_text() -> None:
 
 def sampled_calls(arguments: str) -> list[object]:
     """Arguments of a call that a model samples for a tool."""
-    from lightrft.rollout.environments.call_formats import Marked, _json_body
+    from lightrft.rollout.environments.call_formats import Marked, parse_json_body
 
-    parse = Marked("<tool_call>", "</tool_call>", _json_body)
+    parse = Marked("<tool_call>", "</tool_call>", parse_json_body)
     text = f'<tool_call>{{"name": "f"{arguments}}}</tool_call>'
     return [call.arguments for call in parse(text, True)]
 

@@ -215,10 +215,10 @@ def test_adapters_that_are_held_and_not_applied_once_are_found(times, dtype, mon
     """Hashes are right then, and limits for bfloat16 let the logprobs pass."""
     from lightrft.engines import adapters
 
-    add = adapters._add
+    add = adapters.add_adapter
     monkeypatch.setattr(
         adapters,
-        "_add",
+        "add_adapter",
         lambda layer, inputs, output: output + times * (add(layer, inputs, output) - output),
     )
     actor = lora_actor(getattr(torch, dtype)).to(getattr(torch, dtype))

@@ -81,14 +81,14 @@ class CountingStore:
 
 def test_micro_batches_share_one_record_and_one_thread(monkeypatch):
     store, now = CountingStore(), [100.0]
-    monkeypatch.setattr(deadlines, "_store", lambda: store)
+    monkeypatch.setattr(deadlines, "shared_store", lambda: store)
     monkeypatch.setattr(deadlines.time, "monotonic", lambda: now[0])
     with phase("generate", 1e6):
         pass
     watchers = set()
     for _ in range(64):
         with phase("train", 1e6), phase("a part of it", 1e6):
-            watchers.add(deadlines._Watcher.running)
+            watchers.add(deadlines.Watcher.running)
     assert store.texts == ["generate", "train"]
     assert len(watchers) == 1
     # What takes longer than a second is told, inner phases and pauses too.

@@ -25,8 +25,8 @@ def host(monkeypatch):
         }
         monkeypatch.setattr(network.psutil, "net_if_addrs", lambda: entries)
         # Private: what the host says of itself is the input of these tests.
-        monkeypatch.setattr(network, "_resolve", lambda _: own)
-        monkeypatch.setattr(network, "_address_towards", lambda _: towards)
+        monkeypatch.setattr(network, "resolve", lambda _: own)
+        monkeypatch.setattr(network, "address_towards", lambda _: towards)
 
     return make
 
@@ -78,9 +78,9 @@ def test_only_the_first_node_may_be_called_by_loopback(host):
 
 def test_this_host_can_be_asked():
     # Private: the other tests replace these three; here they ask this host.
-    assert "lo" in network._addresses()
-    assert network._address_towards("127.0.0.1") == "127.0.0.1"
-    assert network._resolve("no-such-host.invalid") is None
+    assert "lo" in network.interface_addresses()
+    assert network.address_towards("127.0.0.1") == "127.0.0.1"
+    assert network.resolve("no-such-host.invalid") is None
 
 
 def limits(monkeypatch, own, most):
@@ -131,4 +131,4 @@ def groups_with_few_files(rank, world_size):
 def test_ranks_connect_although_few_files_may_be_open_at_first():
     taken = run_multiprocess(groups_with_few_files, 3, timeout_seconds=120)
     assert min(taken) > 3
-    assert max(taken) < 3 * network._FILES_PER_RANK
+    assert max(taken) < 3 * network.FILES_PER_RANK

@@ -179,7 +179,7 @@ def fail_on_rank_1(rank: int, world_size: int, place: str, stays: bool) -> list[
     from lightrft.strategy.distributed import one_sided
 
     del world_size
-    one_sided.GRACE_SECONDS, one_sided._MARGIN_SECONDS = 1.0, 1.0
+    one_sided.GRACE_SECONDS, one_sided.MARGIN_SECONDS = 1.0, 1.0
     dist.init_process_group("gloo")
 
     def action() -> int:

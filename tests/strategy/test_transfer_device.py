@@ -52,13 +52,13 @@ def test_a_single_process_has_no_wire():
 
 def test_vllm_is_told_the_device_of_the_process_not_its_rank_in_the_world(start_group, monkeypatch):
     # Private: its public caller needs vLLM.
-    from lightrft.engines.vllm.backend import _rank_variables
+    from lightrft.engines.vllm.backend import rank_variables
 
     start_group("gloo")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with _rank_variables():
+    with rank_variables():
         assert os.environ["LOCAL_RANK"] == "0"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with _rank_variables():
+    with rank_variables():
         assert os.environ["LOCAL_RANK"] == "3"
     assert "LOCAL_RANK" not in os.environ

@@ -61,7 +61,7 @@ def count_messages(rank, world_size):
             report = WeightSync(engine, bucket_bytes=BUCKET_BYTES).sync(source)
         for name, tensor in full.items():
             # Private: a fake engine shows to nobody else what it was given.
-            assert torch.equal(engine._weights.tensors[name], tensor), name
+            assert torch.equal(engine.weights.tensors[name], tensor), name
         payload = [name for name in seen.names if name.startswith("_allgather_base_")]
         calls = [name for name in engine.calls if name != "load_weights"]
         counts[num_tensors] = {

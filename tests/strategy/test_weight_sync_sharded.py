@@ -81,7 +81,7 @@ def check_fake_engine(source, full: dict[str, torch.Tensor]) -> None:
         WeightSync(engine, bucket_bytes=bucket_bytes).sync(source)
         for name, tensor in full.items():
             # Private: a fake engine shows to nobody else what it was given.
-            assert torch.equal(engine._weights.tensors[name], tensor), name
+            assert torch.equal(engine.weights.tensors[name], tensor), name
 
 
 def check_hf_engine(make_source, actor, wrapped, gather, step, *, is_tied: bool) -> list:

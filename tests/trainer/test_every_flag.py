@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from lightrft.engines.media.media import MEDIA_KINDS
 from lightrft.reporting.alarms import alarms
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.scoring import overlong_penalty
-from lightrft.run.assembly import _open_console
+from lightrft.run.assembly import open_console
 from lightrft.stages.policy.algorithm import build_policy_loss
 from lightrft.stages.policy.inputs import pretrain_mix
 from lightrft.stages.policy.models import build_models
@@ -222,12 +223,9 @@ def deadline(config):
 
 def console(config):
     """Whether the first step gets a line."""
-    lines = []
-    with ExitStack() as stack:
-        shown = _open_console(config, stack)
-        shown._screen.line = lines.append
-        shown.log(1, {"reward": 1.0})
-    return len(lines)
+    with redirect_stdout(StringIO()) as text, ExitStack() as stack:
+        open_console(config, stack).log(1, {"reward": 1.0})
+    return text.getvalue().count("reward")
 
 
 def texts(config):
@@ -258,7 +256,7 @@ def reward_deadline(config):
 
     reward = read_inputs(config).reward
     reward.close()
-    return reward._functions[0]._seconds
+    return reward.functions[0].seconds
 
 
 def built_actor(config):

@@ -120,7 +120,7 @@ def changes_what_is_held(change):
 
     def wrong(generator, number, *others):
         if number == 3:
-            flights = generator._flights
+            flights = generator.flights
             flights[2] = replace(flights[2], held=change(flights))
         draw(generator, number, *others)
 

@@ -78,18 +78,18 @@ def test_the_loss_has_the_ratio_to_the_version_that_sampled(build_world):
     from lightrft.stages.policy.updates import Update
 
     world = build_world(rollout_lag=2, num_prompts=16, args={"actor_learning_rate": 2e-2})
-    seen, original = [], Update._correction
+    seen, original = [], Update.correction_of
 
     def weights_of(update, batch, new_logprobs=None):
         seen.append((batch, original(update, batch, new_logprobs)))
         return seen[-1][1]
 
-    Update._correction = weights_of
+    Update.correction_of = weights_of
     try:
         for _ in range(4):
             step(world)
     finally:
-        Update._correction = original
+        Update.correction_of = original
     for batch, found in seen:
         mask, old = batch.rollouts.response_mask, batch.outputs.old_logprobs
         ratio = (old.double() - batch.rollouts.rollout_logprobs.double()).exp().clamp(max=2.0)
@@ -419,11 +419,11 @@ def test_waiting_is_measured_and_what_helps_is_said_once(build_world, capsys):
     waits = {"step_seconds": 10.0, "idle_seconds": 2.0, "thin_seconds": 1.4, "global_step": 3}
     capsys.readouterr()
     for changes in ({"global_step": 2}, {"idle_seconds": 1.0}, {}, {}):
-        stage._advise({**waits, **changes}, experience.table)
+        stage.advise({**waits, **changes}, experience.table)
     shown = capsys.readouterr().out
     assert shown.count("--stream_chunk 16") == 1
     for options in ({"stop": ("x",)}, {"stream_chunk": 3}):
         other = build_world(num_prompts=16, **options).trainer.stage
         capsys.readouterr()
-        other._advise(waits, experience.table)
+        other.advise(waits, experience.table)
         assert "--stream_chunk" not in capsys.readouterr().out

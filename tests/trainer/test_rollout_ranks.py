@@ -320,7 +320,7 @@ def lose_a_picture(rank, world_size, folder):
             raise OSError("the disk is gone")
 
         if rank == 1:
-            media._pack = unreadable
+            media.pack_sources = unreadable
 
     ranks = Ranks(options, 2, plant)
     codes = ranks.wait(60)

@@ -68,7 +68,7 @@ def test_options_reach_models_that_a_script_built(build_world):
         for world in (plain, fused)
     ]
     assert [head.is_fused for head in heads] == [False, True]
-    assert "chunk_columns=7" in repr(heads[1]._workspace)
+    assert "chunk_columns=7" in repr(heads[1].workspace)
     for world, is_on in ((plain, False), (fused, True)):
         assert world.strategy.unwrap_model(world.trainer.actor).is_gradient_checkpointing == is_on
     losses = []

@@ -64,7 +64,7 @@ def train(rank, world_size, values, hanging, failed):
 
     start_process_group(None)  # of both runs
     episodes = (*told_by(hanging), time.time() - failed[1].stat().st_mtime)
-    submit, stream, seen = HFEngine.submit, HFEngine._stream, []
+    submit, stream, seen = HFEngine.submit, HFEngine.stream_rows, []
 
     def submit_bounded(self, requests, params):
         is_training = params.n == 2
@@ -81,7 +81,7 @@ def train(rank, world_size, values, hanging, failed):
                     time.sleep(0.01)
                 seen.append((len(part), failed[0].exists()))
 
-    HFEngine.submit, HFEngine._stream = submit_bounded, stream_until_it_failed
+    HFEngine.submit, HFEngine.stream_rows = submit_bounded, stream_until_it_failed
     return episodes, (*told_by(values), time.time() - failed[0].stat().st_mtime), seen
 
 

@@ -49,7 +49,7 @@ def update(rank, world_size, settings):
     config = TrainConfig(timeout_minutes=DEADLINE_SECONDS / 60)
     step = Update(config, None, strategy, StepMetrics())
     strategy.barrier()
-    step._optimize(trained, [share, stopped])
+    step.optimize(trained, [share, stopped])
 
 
 @pytest.mark.multiprocess

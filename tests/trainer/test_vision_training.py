@@ -66,7 +66,7 @@ def config_of(data, model, output, **options):
 def train(rank, world_size, data, model, output, options, cut):
     """Metrics of both steps."""
     if cut is not None:
-        forward._cut_tokens = cut
+        forward.cut_tokens = cut
     config = config_of(data, model, output, **options)
     summary = run_training(config)
     lines = (output / "metrics.jsonl").read_text().splitlines() if rank == 0 else []

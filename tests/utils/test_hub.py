@@ -26,9 +26,9 @@ def online(monkeypatch):
     ):
         monkeypatch.delenv(name, raising=False)
     # Private: an answer is remembered for the process, beyond this test.
-    hub._answers.cache_clear()
+    hub.answers.cache_clear()
     yield
-    hub._answers.cache_clear()
+    hub.answers.cache_clear()
 
 
 @pytest.fixture

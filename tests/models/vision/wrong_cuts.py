@@ -1,6 +1,6 @@
 """Faults: ranks that share a stream with images take their parts of it in wrong ways.
 
-Each has the signature of `lightrft.models.vision.forward._cut_tokens`, in whose place it is put.
+Each has the signature of `lightrft.models.vision.forward.cut_tokens`, in whose place it is put.
 """
 
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from lightrft.engines.media.inputs import language_model
 from lightrft.models.vision import forward
 
 # Private: a planted fault has to stand in the very place.
-right_cut = forward._cut_tokens
+right_cut = forward.cut_tokens
 
 
 @contextmanager

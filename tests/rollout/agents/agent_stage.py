@@ -62,7 +62,7 @@ class AgentStage:
         self.prompts = load_prompts(data, self.tokenizer, self.config).prompts
         self.strategy = get_fake_strategy(self.config)
         self.engine = FakeEngine(EngineConfig("fake", ""), script=self.say)
-        self.engine._eos_ids = (self.tokenizer.eos_token_id,)
+        self.engine.eos_ids = (self.tokenizer.eos_token_id,)
         self.engine.set_weights_version(3)
         self.strategy.inference_engine = self.engine
         self.reward = CombinedReward((), ())

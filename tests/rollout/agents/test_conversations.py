@@ -135,8 +135,9 @@ def test_bodies_that_wait_are_bounded_together():
     try:
         found = desk.raw(post_of(port, desk.key, b" " * 3500))
         assert found.startswith(b"HTTP/1.1 429 ")
-        assert desk.post().status_code == 200  # what was held is let go of
-        assert desk.endpoint.server._held.num_bytes == 0
+        for _ in range(4):  # what was held is let go of
+            answer = desk.raw(post_of(port, desk.key, b" " * 1400))
+            assert answer.startswith(b"HTTP/1.1 200 ")
     finally:
         desk.close()
 

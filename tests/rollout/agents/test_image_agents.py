@@ -286,13 +286,13 @@ def test_a_fault_in_what_was_shown_is_found(name, monkeypatch):
 
 
 def test_pixels_of_another_row_are_found(monkeypatch, tmp_path):
-    own = AgentEpisode._rollout
+    own = AgentEpisode.to_rollout
 
     def rollout(self, number, turns):
         found = own(self, number, turns)
         return replace(found, later=tuple(with_other_images(turns[-1], found.later)))
 
-    monkeypatch.setattr(AgentEpisode, "_rollout", rollout)
+    monkeypatch.setattr(AgentEpisode, "to_rollout", rollout)
     stage = Stage(tmp_path, "tiny-gemma3")
     samples = stage.sample()
     problems = {each.problem for each in samples.evidence.ledger.entries.values()}

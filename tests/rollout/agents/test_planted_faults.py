@@ -54,7 +54,7 @@ class Played:
         end = self.tokenizer.eos_token_id
         self.chat = ChatIds(self.tokenizer, end)
         self.engine = FakeEngine(EngineConfig("fake", ""), script=self.say)
-        self.engine._eos_ids = (end,)
+        self.engine.eos_ids = (end,)
         self.engine.set_weights_version(3)
         self.strategy = OneRank(self.engine)
         params = SamplingParams(max_tokens=60, stop_token_ids=(end,))
@@ -165,25 +165,25 @@ def inserted(found, place, token):
 
 
 def begin(chat):
-    return chat._tokenizer.convert_tokens_to_ids("<|im_start|>")
+    return chat.tokenizer.convert_tokens_to_ids("<|im_start|>")
 
 
 def forged(patch):
     """Texts are encoded like the template."""
-    own = ChatIds._ids
-    patch.setattr(ChatIds, "_ids", lambda self, text, **options: own(self, text))
+    own = ChatIds.encode_text
+    patch.setattr(ChatIds, "encode_text", lambda self, text, **options: own(self, text))
 
 
 def wrong_parent(patch):
     """A history is taken for another one of the episode."""
-    own = Conversations._place
+    own = Conversations.place
 
     def place(self, call):
         parent, before = own(self, call)
         others = [turn for turn in self.turns if turn is not parent and turn.parent is None]
         return (others[0], before) if parent is not None and others else (parent, before)
 
-    patch.setattr(Conversations, "_place", place)
+    patch.setattr(Conversations, "place", place)
 
 
 def any_history(patch):
@@ -207,16 +207,16 @@ def ignores_texts(patch):
 
 def joined_with(change):
     def plant(patch):
-        own = episodes._joined
-        patch.setattr(episodes, "_joined", lambda turns: change(turns, own(turns)))
+        own = episodes.joined_completion
+        patch.setattr(episodes, "joined_completion", lambda turns: change(turns, own(turns)))
 
     return plant
 
 
 def shorter_versions(patch):
     """As many versions as a row has tokens, when one is missing."""
-    own = episodes._versions
-    patch.setattr(episodes, "_versions", lambda turns: own(turns)[:-1])
+    own = episodes.sampled_versions
+    patch.setattr(episodes, "sampled_versions", lambda turns: own(turns)[:-1])
 
 
 def without_branch(patch):
@@ -319,19 +319,21 @@ PLANTED = {
         lambda t, f: replace(f, prompt_token_ids=f.prompt_token_ids[:-1])
     ),
     "the version of another call": lambda patch: patch.setattr(
-        episodes, "_versions", lambda turns: (2,) * len(episodes._joined(turns).output_token_ids)
+        episodes,
+        "sampled_versions",
+        lambda turns: (2,) * len(episodes.joined_completion(turns).output_token_ids),
     ),
     "the request of another call": lambda patch: patch.setattr(
         episodes,
-        "_segments",
-        lambda turns, own=episodes._segments: tuple(
+        "join_segments",
+        lambda turns, own=episodes.join_segments: tuple(
             replace(segment, request_id=segment.request_id + 1) for segment in own(turns)
         ),
     ),
     "a branch is never made": without_branch,
     "a turn is in two branches": with_a_turn_twice,
     "turns in another order": lambda patch: patch.setattr(
-        episodes, "_segments", lambda turns, own=episodes._segments: own(turns)[::-1]
+        episodes, "join_segments", lambda turns, own=episodes.join_segments: own(turns)[::-1]
     ),
 }
 CHANGED = {

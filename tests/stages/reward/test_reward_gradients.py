@@ -167,7 +167,7 @@ def test_worked_numbers_of_pairs_with_margins_and_centring():
     ]:
         pairs = (replace(PAIRS[0], margin=margin), replace(PAIRS[1], margin=None))
         stage = build_stage(get_fake_strategy(STILL), pairs, centering_coef=coefficient)
-        found = stage._sum_of_losses(pairs, scores).item() / 2
+        found = stage.sum_of_losses(pairs, scores).item() / 2
         assert found == pytest.approx(expected, abs=1e-9)
 
 

@@ -173,7 +173,7 @@ def test_a_run_that_ends_behind_its_last_checkpoint_exports_the_same_model(
         raise Interrupted
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(assembly, "_finish", fail)
+        patch.setattr(assembly, "finish_run", fail)
         run(model, rows, tmp_path / "parts", **settings)
     assert run(model, rows, tmp_path / "parts", **settings).num_resumed_steps == 2
     configs = [(tmp_path / name / "model/config.json").read_text() for name in ("whole", "parts")]

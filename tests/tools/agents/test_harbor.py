@@ -18,7 +18,7 @@ from lightrft.datasets import load_prompts
 from lightrft.datasets.files import local_files, read_rows
 from lightrft.datasets.types import DataError
 from lightrft.rewards.types import RewardError
-from lightrft.tools.agents.harbor_agent import _UNPACK
+from lightrft.tools.agents.harbor_agent import UNPACK
 from lightrft.tools.agents.harbor_tasks import read_task
 
 COMMAND = f"python3 {Path(__file__).with_name('program_of_tasks.py')} {{base_url}} {{row}}"
@@ -123,7 +123,7 @@ def test_an_archive_of_a_program_writes_into_its_folders_alone(tmp_path):
             entry.size = len(data) if kind == tarfile.REGTYPE else 0
             tar.addfile(entry, io.BytesIO(data))
     found = {}
-    exec(_UNPACK, found)
+    exec(UNPACK, found)
     found["unpack"](archive.getvalue(), [str(app)])
     assert list(tests.iterdir()) == []
     assert sorted(path.name for path in app.iterdir()) == ["file", "up", "x"]

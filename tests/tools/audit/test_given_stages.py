@@ -325,7 +325,7 @@ def centring_is_left_out(patch):
 
         return losses
 
-    wrap(patch, reward_stage.RewardStage, "_sum_of_losses", change)
+    wrap(patch, reward_stage.RewardStage, "sum_of_losses", change)
 
 
 @bug(SCORES, "reward")

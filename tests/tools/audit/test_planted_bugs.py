@@ -702,7 +702,7 @@ def adam_forgets_its_state(patch):
 
         return observer
 
-    wrap(patch, policy_stage.PolicyStage, "_observer", change)
+    wrap(patch, policy_stage.PolicyStage, "observe_step", change)
 
 
 @bug("schedule position, actor", steps=2)
@@ -808,7 +808,7 @@ def weights_change_between_sampling_and_update(patch):
         return observer
 
     # Also by the mean distance of a token: in later steps the first weights are not at hand.
-    wrap(patch, policy_stage.PolicyStage, "_observer", change)
+    wrap(patch, policy_stage.PolicyStage, "observe_step", change)
 
 
 def with_eps(patch, eps):

@@ -17,7 +17,7 @@ from lightrft.tools.audit import report as reports
 from lightrft.tools.audit.findings import DIFFERS, EQUAL, NOT_AUDITED, Findings
 from lightrft.tools.audit.record import CONFIG, read_record, step_folder
 from lightrft.tools.audit.report import audit_step
-from lightrft.tools.audit.sources import _check_schedules, planned_steps
+from lightrft.tools.audit.sources import check_schedules, planned_steps
 from lightrft.tools.audit.tolerances import tolerances_of
 
 ADAPTERS = {"lora_rank": 2, "lora_alpha": 3.0, "train_batch_size": 16}
@@ -25,14 +25,14 @@ ADAPTERS = {"lora_rank": 2, "lora_alpha": 3.0, "train_batch_size": 16}
 
 def begins_with(patch, change):
     """Does something to the main model before the states of each step are recorded."""
-    original = policy_stage.PolicyStage._observer
+    original = policy_stage.PolicyStage.observe_step
 
     def observer(self, *args):
         with torch.no_grad():
             change(dict(self.models.main.model.named_parameters()))
         return original(self, *args)
 
-    patch.setattr(policy_stage.PolicyStage, "_observer", observer)
+    patch.setattr(policy_stage.PolicyStage, "observe_step", observer)
 
 
 def scale(part, factor=1.001):
@@ -167,7 +167,7 @@ def test_a_run_that_is_made_longer_has_the_gap_of_its_two_plans(world, micro_mod
         own = {"actor": replace(facts, **changes)}
         found = Findings(tolerances_of("float32"))
         changed = replace(record, facts=replace(record.facts, optimizers=own))
-        _check_schedules(found, changed, before, {"actor": 4})
+        check_schedules(found, changed, before, {"actor": 4})
         return [each.quantity for each in found.rows if each.verdict != EQUAL]
 
     assert gap < -0.1

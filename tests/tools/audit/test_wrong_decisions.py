@@ -108,7 +108,7 @@ def begins_with(change):
         change(self.models)
         return original(self, *args)
 
-    return calls(policy_stage.PolicyStage, "_observer", observer)
+    return calls(policy_stage.PolicyStage, "observe_step", observer)
 
 
 CRITIC = {"advantage_estimator": "gae"}
@@ -206,7 +206,7 @@ def first_of(original, count, **kwargs):
 
 
 def learns_once(original, self, batch, trained, **kwargs):
-    if all(update.model != trained.name for update in self.observer._updates):
+    if all(update.model != trained.name for update in self.observer.updates):
         original(self, batch, trained, **kwargs)
 
 

@@ -100,7 +100,7 @@ def test_a_hanging_reward_ends_at_its_deadline_in_one_call(check, tmp_path):
 def test_a_hanging_function_of_this_process_is_interrupted(check, tmp_path, monkeypatch):
     (tmp_path / "slow_rewards.py").write_text("def hangs(responses):\n    while True: pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(certificate, "_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(certificate, "GRACE_SECONDS", 0.5)
     code, _, err = check(
         GOOD, "--reward_fn", "slow_rewards:hangs", "--reward_timeout_seconds", "0.5"
     )

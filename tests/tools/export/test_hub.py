@@ -75,7 +75,7 @@ def hub(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_of_this_test")
     monkeypatch.setattr(constants, "ENDPOINT", server.address)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    reachable._answers.cache_clear()
+    reachable.answers.cache_clear()
     yield server
     server.shutdown()
     server.server_close()

@@ -297,7 +297,7 @@ def test_planted_differences_are_caught(planted, caught, models, monkeypatch):
     from lightrft.tools.invariance import measure
 
     path, reference = str(models / "qwen3"), str(models / "qwen3.actor")
-    prepare, share = measure.prepare, measure._share
+    prepare, share = measure.prepare, measure.loss_share
     if planted == "one row left out":
 
         def patched(model, role, micro, normalizer):
@@ -305,11 +305,13 @@ def test_planted_differences_are_caught(planted, caught, models, monkeypatch):
             kept[0] = False
             return share(model, role, replace(micro, response_mask=kept), normalizer)
 
-        monkeypatch.setattr(measure, "_share", patched)
+        monkeypatch.setattr(measure, "loss_share", patched)
     elif planted == "gradient scaled":
         factor = 1 + 3e-6
         monkeypatch.setattr(
-            measure, "_share", lambda *args: (lambda loss, out: (loss * factor, out))(*share(*args))
+            measure,
+            "loss_share",
+            lambda *args: (lambda loss, out: (loss * factor, out))(*share(*args)),
         )
     elif planted == "one weight transposed":
 

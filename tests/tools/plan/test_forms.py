@@ -113,13 +113,13 @@ def test_ranks_that_generate_beside_others_take_the_larger_of_both():
     generation = engines.decode([(longest, 10)] * rows)
     assert generation == pytest.approx(one_step * longest)
     for update in (0.3 * generation, 3 * generation):
-        found = forms._overlapped([generation], update, 0.5, lag=1)
+        found = forms.overlapped_seconds([generation], update, 0.5, lag=1)
         assert found == pytest.approx(max(generation, update) + 0.5, rel=1e-9)
     # A long and a short step: one batch ahead hides what none ahead waits for.
     uneven = [2.0, 0.0, 2.0, 0.0]
-    alone = forms._overlapped(uneven, 1.0, 0.0, lag=0)
+    alone = forms.overlapped_seconds(uneven, 1.0, 0.0, lag=0)
     assert alone == pytest.approx(2.0)
-    assert forms._overlapped(uneven, 1.0, 0.0, lag=2) < 1.3
+    assert forms.overlapped_seconds(uneven, 1.0, 0.0, lag=2) < 1.3
 
 
 def test_lengths_have_the_mean_and_the_bound_that_were_asked_for():

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from lightrft.config import TrainConfig
 from lightrft.models import Actor, LoraActor
-from lightrft.models.lora import _is_factor
+from lightrft.models.lora import is_factor
 from lightrft.models.sequence_model import freeze
 from lightrft.tools.plan.memory import Term, head_bytes, plan_memory, tower_bytes
 from lightrft.tools.plan.setup import ModelSize, Setup
@@ -147,7 +147,7 @@ def test_adapters_count_what_peft_adds(kind, frozen):
     config = TrainConfig(lora_rank=4, freeze_prefix=frozen)
     actor = LoraActor(model, config)
     freeze(actor, frozen)
-    added = sum(p.numel() for n, p in actor.named_parameters() if _is_factor(n))
+    added = sum(p.numel() for n, p in actor.named_parameters() if is_factor(n))
     setup = setup_of(size, lora_rank=4, freeze_prefix=frozen)
     close(setup.actor.adapters, added, 0.06)
     alone = {"lora_sync": "adapter", "engine_type": "hf"}

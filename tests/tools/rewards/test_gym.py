@@ -14,7 +14,6 @@ from lightrft.datasets.types import DataError
 from lightrft.rewards import RewardError, RewardResult, build_reward
 from lightrft.rewards.process import WorkerPool
 from lightrft.strategy.config import ConfigError
-from lightrft.tools.rewards.fork import Fork
 from lightrft.tools.rewards.gym import find_answer
 from lightrft.tools.rewards.gym_task import EVALUATED, PARSED, GymScorer, is_harmless
 
@@ -97,14 +96,7 @@ def test_answers_are_extracted(response: str, answer: str) -> None:
     assert find_answer(response) == answer
 
 
-def scorer(function) -> GymScorer:
-    made = object.__new__(GymScorer)
-    # Private: a scorer of reasoning-gym that misbehaves does not exist.
-    made._name, made._scorer, made._fork = "gcd", function, Fork(made._score)
-    return made
-
-
-def test_a_scorer_that_raises_hangs_or_ends_costs_its_own_answer_only() -> None:
+def test_a_scorer_that_raises_hangs_or_ends_costs_its_own_answer_only(monkeypatch) -> None:
     def score(answer, entry):
         if answer == "hang":
             while True:
@@ -117,7 +109,8 @@ def test_a_scorer_that_raises_hangs_or_ends_costs_its_own_answer_only() -> None:
 
     answers = ["1", "hang", "1", "exit", "nan", "text", "1"]
     entries = [{"by": 2}] * 5 + [{}, {"by": 4}]
-    assert scorer(score)((answers, entries, 0.5)) == [
+    monkeypatch.setattr(reasoning_gym, "get_score_answer_fn", lambda name: score)
+    assert GymScorer("gcd")((answers, entries, 0.5)) == [
         (0.5, "scored"),
         None,
         (0.5, "scored"),

@@ -17,7 +17,7 @@ from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError, build_reward
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.model_presets import write_tiny_model
-from lightrft.tools.plan.memory import Term, _models
+from lightrft.tools.plan.memory import Term, model_terms
 from lightrft.tools.plan.setup import Setup, read_model_size
 from lightrft.tools.rewards.judge import CACHE_FOLDER
 
@@ -51,8 +51,8 @@ def grades(reward, texts):
 
 def worker(reward) -> psutil.Process:
     """The process that holds the model; its parent is the supervisor."""
-    [judge] = reward._functions
-    found = psutil.Process(judge._server._workers.workers[0].pid).children()
+    [judge] = reward.functions
+    found = psutil.Process(judge.server.workers.workers[0].pid).children()
     return found[0]
 
 
@@ -152,7 +152,7 @@ def test_a_plan_counts_the_judge_on_the_host(folder):
     for has_gpu in (False, True):
         setup = Setup(config, size, 2, 2, has_gpu, 1e12, "hf")
         judge = read_model_size(config.judge_model)
-        assert Term("judge", 4 * judge.parameters, has_gpu) in list(_models(setup))
+        assert Term("judge", 4 * judge.parameters, has_gpu) in list(model_terms(setup))
     served = replace(config, judge_url="http://127.0.0.1:1/v1")
     assert Setup(served, size, 2, 2, False, 1e12, "hf").judge is None
 

@@ -67,7 +67,7 @@ def test_plain_answers_start_no_grader() -> None:
     responses = [r"\boxed{4x+5}", r"\boxed{4x-5}", r"\boxed{\sqrt{8}}", r"\boxed{\frac{2i}{2}-1}"]
     assert _scores(reward, responses, ["5+4x", "5+4x", r"2\sqrt{2}", "-1+i"]) == [1, 0, 1, 1]
     # Private here and below: only a worker knows whether it was started.
-    assert [worker.num_starts for worker in reward._workers] == [0, 0]
+    assert [worker.num_starts for worker in reward.workers] == [0, 0]
     assert "math_verify" not in sys.modules
 
 
@@ -118,7 +118,7 @@ def test_an_answer_that_hangs_the_grader_is_undecided_and_harms_no_other() -> No
         reward.close()
     assert results == [None, RewardResult(1.0, {"boxed_math": 1.0})]
     # A fork of the worker was killed, not the worker.
-    assert reward._workers[0].num_starts == 1
+    assert reward.workers[0].num_starts == 1
 
 
 @pytest.mark.parametrize(
@@ -225,13 +225,13 @@ def test_hostile_answers_end_with_the_batch_and_leave_the_worker_alive() -> None
     deadline = seconds(60)
     reward = MathReward(BOXED_MATH, grading_seconds=0.2, batch_seconds=deadline, num_workers=1)
     try:
-        reward._workers[0].start()
+        reward.workers[0].start()
         responses = [f"\\boxed{{{answer}}}" for answer in HOSTILE]
         start = time.monotonic()
         results = reward.score([""] * 23, responses, [r"\frac{3}{7}+\sqrt{2}"] * 23, {})
         # 23 times 0.2 s, then 8 times; a restart of the worker for each would take minutes.
         assert time.monotonic() - start < deadline
-        assert reward._workers[0].num_starts == 1
+        assert reward.workers[0].num_starts == 1
     finally:
         reward.close()
     assert {result.reward for result in results if result is not None} <= {0.0}
@@ -257,7 +257,7 @@ def test_answers_cannot_use_up_the_deadline_of_their_batch(monkeypatch) -> None:
         spent.append((len(pairs), limit))
         return [None] * len(pairs)
 
-    monkeypatch.setattr(reward, "_grade", undecided)
+    monkeypatch.setattr(reward, "grade", undecided)
     for count in (1, 20, 400):
         reward.score([""] * count, [r"\boxed{x^{y^z}}"] * count, ["x^{z^y}"] * count, {})
     assert spent == [

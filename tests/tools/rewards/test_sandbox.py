@@ -195,7 +195,7 @@ with socket.socket(fileno={channel}) as channel:
 
 
 def test_programs_of_one_user_each_have_their_own_limit(monkeypatch) -> None:
-    monkeypatch.setattr(module, "_NUM_USERS", 1)
+    monkeypatch.setattr(module, "NUM_USERS", 1)
     monkeypatch.setattr(module, "MAX_SLOTS", 1)
     crowd = Sandbox("bubblewrap", replace(LIMITS, num_processes=12))
     with contextlib.ExitStack() as held:
@@ -229,7 +229,7 @@ from lightrft.tools.rewards import sandbox
 
 PR_SET_CHILD_SUBREAPER = 36
 ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-sandbox._NUM_USERS = 1
+sandbox.NUM_USERS = 1
 made = sandbox.Sandbox("bubblewrap", sandbox.SandboxLimits(num_processes=4))
 outputs = [made.run(b"print('well')").stdout for _ in range(12)]
 made.close()

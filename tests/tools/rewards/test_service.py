@@ -173,7 +173,7 @@ def test_requests_beyond_what_may_wait_or_be_held_are_told_to_come_again(serve):
         for connection in waiting:
             connection.sendall(post())
         deadline = time.monotonic() + seconds(20)
-        while server._num_waiting < 2 and time.monotonic() < deadline:
+        while server.num_waiting < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         answer = send(server, post())
         assert status_of(answer) == 503
@@ -194,7 +194,7 @@ def test_too_many_connections_are_turned_away(serve):
     server = serve(max_connections=3, read_seconds=60)
     held = [connect(server) for _ in range(3)]
     deadline = time.monotonic() + seconds(20)
-    while server._num_connections < 3 and time.monotonic() < deadline:
+    while server.num_connections < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert status_of(send(server, post())) == 503
     for connection in held:

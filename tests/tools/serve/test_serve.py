@@ -91,7 +91,7 @@ def test_a_temperature_that_no_logit_can_be_divided_by_is_refused(service, tempe
 
 def test_a_call_that_fails_fails_alone(service, monkeypatch, capsys):
     """Four calls wait while one is answered, and make one round; one of them breaks the engine."""
-    sample, sizes, first = service._model.sample, [], threading.Event()
+    sample, sizes, first = service.model.sample, [], threading.Event()
 
     def breaks(how, asked):
         sizes.append(len(asked))
@@ -102,7 +102,7 @@ def test_a_call_that_fails_fails_alone(service, monkeypatch, capsys):
             raise FloatingPointError("the logits are not finite\nand more")
         return sample(how, asked)
 
-    monkeypatch.setattr(service._model, "sample", breaks)
+    monkeypatch.setattr(service.model, "sample", breaks)
     answers = {}
 
     def ask(number):

@@ -46,10 +46,13 @@ def add_adapters(model: nn.Module, adapters: AdapterShape) -> set[str]:
             made = made.to_empty(device=layer.weight.device).requires_grad_(False)
             layer.add_module(factor.split(".")[1], made)
             names.add(name + factor)
-        layer.register_forward_hook(_add)
+        layer.register_forward_hook(add_adapter)
     return names
 
 
-def _add(layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+def add_adapter(
+    layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+) -> torch.Tensor:
+    """Add what the two factors of a layer make of its input to its output."""
     added: torch.Tensor = layer.get_submodule("lora_B")(layer.get_submodule("lora_A")(inputs[0]))
     return output + added

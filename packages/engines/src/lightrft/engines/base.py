@@ -85,7 +85,7 @@ class RolloutEngine(ABC):
 
     # Whether sleeping must have been enabled at the start.
     sleeps_on_request_only = False
-    _weights: EngineWeights
+    weights: EngineWeights
 
     def __init__(self, config: EngineConfig) -> None:
         self.status = EngineStatus.WAKEUP
@@ -169,7 +169,7 @@ class RolloutEngine(ABC):
         """Vocabulary, longest sequence and end-of-sequence ids of a transformers model."""
         text_config = hf_config.get_text_config()
         vocabulary, num_rows = self._config.vocabulary, int(text_config.vocab_size)
-        self._eos_ids = {*end_of_sequence_ids(hf_config, generation_config), *vocabulary.ends}
+        self.eos_ids = {*end_of_sequence_ids(hf_config, generation_config), *vocabulary.ends}
         self._limits = Limits(
             vocab_size=min(num_rows, vocabulary.num_tokens or num_rows),
             num_rows=num_rows,
@@ -250,7 +250,7 @@ class RolloutEngine(ABC):
         )
         self._check_params(sampling_params)
         if rows:
-            batches = self._stream(rows, sampling_params)
+            batches = self.stream_rows(rows, sampling_params)
             self._running = _Running(batches, sampling_params, len(rows))
 
     def poll(self) -> list[Completion]:
@@ -309,7 +309,7 @@ class RolloutEngine(ABC):
         return self._media.encode(request)
 
     @abstractmethod
-    def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+    def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
         """Samples one completion for each row; gives rows as they end, in batches of at least one.
 
         Closed before its end, it leaves nothing of the rows in the backend.
@@ -317,7 +317,7 @@ class RolloutEngine(ABC):
 
     def _stop_ids(self, params: SamplingParams) -> list[int]:
         """Every id that ends a completion."""
-        return sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
+        return sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)})
 
     def sleep(self, level: int = 1) -> None:
         """Releases memory. Level 1 keeps the weights on the host, level 2 drops them.
@@ -331,7 +331,7 @@ class RolloutEngine(ABC):
         if level not in (1, 2):
             raise ValueError(f"sleep level must be 1 or 2: got {level}")
         self._check_idle()
-        if self._weights.is_open:
+        if self.weights.is_open:
             raise RuntimeError(f"the {self.name} engine cannot sleep while a weight update is open")
         if self.sleeps_on_request_only and not self._config.enable_sleep:
             raise RuntimeError(
@@ -341,7 +341,7 @@ class RolloutEngine(ABC):
         self._fall_asleep(level)
 
     def _fall_asleep(self, level: int) -> None:
-        self._weights.release(level)
+        self.weights.release(level)
         self._sleeping_tags = set(TAGS)
         self.status = EngineStatus.SLEEPED
 
@@ -362,7 +362,7 @@ class RolloutEngine(ABC):
         if woken:
             self._resume_memory(woken)
         if "weights" in woken:
-            self._weights.restore()
+            self.weights.restore()
         self._sleeping_tags -= set(woken)
         if not self._sleeping_tags:
             self.status = EngineStatus.WAKEUP
@@ -373,16 +373,16 @@ class RolloutEngine(ABC):
     @property
     def weights_were_dropped(self) -> bool:
         """Whether some parameter holds no weights, or none was ever sent."""
-        return self.weights_version < 0 or bool(self._weights.unwritten)
+        return self.weights_version < 0 or bool(self.weights.unwritten)
 
     def parameter_manifest(self) -> tuple[EngineParameter, ...]:
         """Every parameter the engine needs, in checkpoint names, in a fixed order."""
-        return self._weights.manifest
+        return self.weights.manifest
 
     def begin_weight_update(self) -> None:
         """Opens an update; `generate` raises until it is finished."""
         self._check_idle()
-        self._weights.begin()
+        self.weights.begin()
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
         """Writes pieces; a parameter may arrive in several pieces and in several calls.
@@ -391,7 +391,7 @@ class RolloutEngine(ABC):
             KeyError: A name is not in the manifest.
             ValueError: A shape or dtype differs from the manifest.
         """
-        self._weights.load(pieces)
+        self.weights.load(pieces)
 
     def finish_weight_update(self) -> None:
         """Closes the update (post-processing, repacking). Caches stay invalid until reset.
@@ -399,14 +399,14 @@ class RolloutEngine(ABC):
         Raises:
             ValueError: A parameter was written in part.
         """
-        self._weights.finish()
+        self.weights.finish()
 
     def reset_caches(self) -> None:
         """Drops every cached activation (prefix cache, encoder cache), which ends an update."""
-        self._drop_caches()
-        self._weights.reset_caches()
+        self.drop_caches()
+        self.weights.reset_caches()
 
-    def _drop_caches(self) -> None:  # noqa: B027 - an engine may have no cache
+    def drop_caches(self) -> None:  # noqa: B027 - an engine may have no cache
         """Lets a backend drop its caches."""
 
     def hash_parameters(self, names: Sequence[str] | None = None) -> dict[str, int]:
@@ -418,7 +418,7 @@ class RolloutEngine(ABC):
         Returns:
             Checkpoint name -> signed 64-bit hash, that of `lightrft.kernels.hash_tensors`.
         """
-        return self._weights.hashes(names)
+        return self.weights.hashes(names)
 
     def alias_weights(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Shares the given full tensors as the engine's own storage.
@@ -427,7 +427,7 @@ class RolloutEngine(ABC):
             False if this engine cannot alias, or if names, shapes, dtypes or devices disagree
             (nothing was changed).
         """
-        return self._weights.alias(tensors)
+        return self.weights.alias(tensors)
 
     def shared_names(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
         """Names of the parameters whose storage, as the engine computes with it, is the one given.
@@ -435,7 +435,7 @@ class RolloutEngine(ABC):
         Args:
             tensors: Checkpoint name -> full tensor of the trainer.
         """
-        return self._weights.shared_names(tensors)
+        return self.weights.shared_names(tensors)
 
     def check_usable(self) -> None:
         """Raises unless the engine is open, awake, idle, and holds a complete set of weights."""
@@ -451,7 +451,7 @@ class RolloutEngine(ABC):
             )
 
     def _check_weights(self) -> None:
-        self._weights.check_settled()
+        self.weights.check_settled()
         if self._stale_reason is not None:
             raise StaleEngineError(
                 f"the {self.name} engine must not generate: {self._stale_reason}; "

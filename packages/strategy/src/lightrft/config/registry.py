@@ -55,20 +55,20 @@ class Registry(Collection[str]):
         self.takes_own = takes_own
         self.group = group
         self._built_in = frozenset(entries)
-        self._entries: dict[str, object] = dict(entries)
+        self.entries: dict[str, object] = dict(entries)
 
     def __contains__(self, name: object) -> bool:
-        if name in self._entries:
+        if name in self.entries:
             return True
         if not isinstance(name, str):
             return False
         return (self.takes_own and split_reference(name) is not None) or name in self.installed
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self.entries)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     @cached_property
     def installed(self) -> Mapping[str, "EntryPoint"]:
@@ -88,7 +88,7 @@ class Registry(Collection[str]):
                     f"{self.kind} {point.name!r} is brought by two packages, "
                     f"{package_of(found[point.name])} and {package_of(point)}: uninstall one"
                 )
-            if point.name not in self._entries:
+            if point.name not in self.entries:
                 found[point.name] = point
         return found
 
@@ -98,7 +98,7 @@ class Registry(Collection[str]):
 
     def is_packaged(self, name: str) -> bool:
         """Whether the choice is the table's or an installed package's, not of this process."""
-        is_own = name in self._entries or (self.takes_own and split_reference(name) is not None)
+        is_own = name in self.entries or (self.takes_own and split_reference(name) is not None)
         return self.is_built_in(name) or (not is_own and name in self.installed)
 
     def load(self, name: str) -> object:
@@ -115,20 +115,20 @@ class Registry(Collection[str]):
                 f"unknown {self.kind} {name!r}: expected one of {', '.join(known)}{own}"
                 f"{did_you_mean(name, known).partition('; known')[0]}"
             )
-        entry = self._entries.get(name, name)
-        if name not in self._entries and name in self.installed:
+        entry = self.entries.get(name, name)
+        if name not in self.entries and name in self.installed:
             return _load_entry_point(self.installed[name], kind=self.kind)
         return load_reference(entry, kind=self.kind) if isinstance(entry, str) else entry
 
     @contextmanager
     def lent(self, entries: Mapping[str, object]) -> Iterator[None]:
         """Further choices while the body runs."""
-        self._entries.update(entries)
+        self.entries.update(entries)
         try:
             yield
         finally:
             for name in entries:
-                del self._entries[name]
+                del self.entries[name]
 
 
 def package_of(point: "EntryPoint") -> str:
@@ -546,9 +546,9 @@ def register(option_name: str, name: str) -> Callable[[Object], Object]:
     registry = REGISTRIES[option_name]
 
     def add(entry: Object) -> Object:
-        if name in registry._entries:
+        if name in registry.entries:
             raise ConfigError(f"there is a {registry.kind} {name!r} already: choose another name")
-        registry._entries[name] = entry
+        registry.entries[name] = entry
         return entry
 
     return add

@@ -21,11 +21,12 @@ def is_hub_reachable() -> bool:
         return False
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     scheme = endpoint.partition("://")[0]
-    return _answers(urllib.request.getproxies().get(scheme, endpoint))
+    return answers(urllib.request.getproxies().get(scheme, endpoint))
 
 
 @lru_cache
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
+    """Return whether an address accepts connections; asked once in a process."""
     try:
         parts = urlsplit(address if "//" in address else f"//{address}")
         place = (parts.hostname or "", parts.port or _PORTS.get(parts.scheme, 443))

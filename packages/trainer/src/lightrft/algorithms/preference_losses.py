@@ -298,7 +298,7 @@ def orpo_loss(sums: PreferenceSums, *, beta: float = 0.1) -> Tensor:
 
     Source: Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7.
     """
-    odds = _log_odds(sums.chosen.mean_logprobs) - _log_odds(sums.rejected.mean_logprobs)
+    odds = log_odds(sums.chosen.mean_logprobs) - log_odds(sums.rejected.mean_logprobs)
     return sft_loss(sums) - beta * F.logsigmoid(odds)
 
 
@@ -329,7 +329,7 @@ def _require_positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be positive: got {value}")
 
 
-def _log_odds(mean_logprobs: Tensor) -> Tensor:
+def log_odds(mean_logprobs: Tensor) -> Tensor:
     """Log odds z - log(1 - e^z) for z < 0, accurate near 0 and far from it."""
     tiny = torch.finfo(mean_logprobs.dtype).tiny
     z = mean_logprobs.clamp(max=-tiny)

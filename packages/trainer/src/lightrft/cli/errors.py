@@ -79,7 +79,7 @@ def refuse(problems: Sequence[str], error: type[Exception]) -> None:
 
 # Errors of the packages below; one can only be raised once its module is loaded, so nothing is
 # imported here. Commands derive theirs from `CommandError`.
-_CODES: tuple[tuple[str, str, ExitCode], ...] = (
+ERROR_CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.config.files", "FileError", ExitCode.USAGE),
     ("lightrft.config.files", "FolderGoneError", ExitCode.PREFLIGHT),
     ("lightrft.config.options", "ConfigError", ExitCode.USAGE),
@@ -210,7 +210,7 @@ def _class_code(error: BaseException) -> int | None:
         return ExitCode.INTERRUPTED
     known = (
         code
-        for module, name, code in _CODES
+        for module, name, code in ERROR_CODES
         if module in sys.modules and isinstance(error, getattr(sys.modules[module], name))
     )
     code = error.code if isinstance(error, CommandError) else next(known, None)

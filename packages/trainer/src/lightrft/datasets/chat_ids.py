@@ -64,7 +64,7 @@ class ChatIds:
         encoder: Encoder = TEXT_ENCODER,
         renderer: PreTrainedTokenizerBase | VisionPrompts | None = None,
     ) -> None:
-        self._tokenizer, self._end = tokenizer, end_of_turn
+        self.tokenizer, self._end = tokenizer, end_of_turn
         self.encoder, self.renderer = encoder, renderer or tokenizer
         name = None if end_of_turn is None else tokenizer.convert_ids_to_tokens(end_of_turn)
         self._end_text = str(name or "")
@@ -78,7 +78,7 @@ class ChatIds:
         self._names = {str(tokenizer.convert_ids_to_tokens(i)): i for i in sorted(ids)}
         longest_first = sorted({*self._names, *encoder.placeholders}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._pieces = PieceIds(self._ids, encoder, end_of_turn, self._end_text)
+        self._pieces = PieceIds(self.encode_text, encoder, end_of_turn, self._end_text)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Rendered:
         """A conversation from its beginning, up to where the assistant speaks.
@@ -114,7 +114,7 @@ class ChatIds:
 
     def text(self, text: str) -> Rendered:
         """A text that the model is to continue; no part of it is a special token."""
-        ids = [*frame_ids(self._tokenizer)[0], *self._ids(text, split_special_tokens=True)]
+        ids = [*frame_ids(self.tokenizer)[0], *self.encode_text(text, split_special_tokens=True)]
         self._refuse_places(ids)
         return Rendered(tuple(ids))
 
@@ -261,8 +261,9 @@ class ChatIds:
         if not self._places.isdisjoint(ids):
             raise RenderingError("a text holds what the model reads as the place of an image")
 
-    def _ids(self, text: str, **options: bool) -> list[int]:
-        found = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+    def encode_text(self, text: str, **options: bool) -> list[int]:
+        """Return the ids of a text without special tokens of its own."""
+        found = self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
         return cast("list[int]", found)
 
 

@@ -485,7 +485,7 @@ def make_experience(
             ids = [table.sample_ids[each].tolist() for each in wanted]
             evidence = _told(samples.evidence, version, config)
             evidence = deliver_evidence(evidence, ids, givers)
-            policy, made = _layout_policy(models, strategy), (table, samples.greedy)
+            policy, made = choose_layout(models, strategy), (table, samples.greedy)
             check_ledger(
                 batch, rows, evidence, made, policy=policy, slices=slices, strategy=strategy
             )
@@ -591,7 +591,8 @@ def _told(evidence: Evidence, version: int, config: TrainConfig) -> Evidence:
     return replace(evidence, version=version, masks_truncated=config.mask_truncated)
 
 
-def _layout_policy(models: ForwardModels, strategy: StrategyBase) -> LayoutPolicy:
+def choose_layout(models: ForwardModels, strategy: StrategyBase) -> LayoutPolicy:
+    """Return the layout policy of the actor."""
     actor = models.actor
     return layout_policy(strategy.unwrap_model(actor) if isinstance(actor, nn.Module) else actor)
 

@@ -132,7 +132,7 @@ class LinearLogprobHead(nn.Module):
     def fuse(self, chunk_size: int | None) -> None:
         """Compute logprobs together with the projection, in chunks of the vocabulary."""
         self.is_fused = True
-        self._workspace = None if chunk_size is None else Workspace(chunk_size)
+        self.workspace = None if chunk_size is None else Workspace(chunk_size)
 
     def forward(
         self,
@@ -176,7 +176,7 @@ class LinearLogprobHead(nn.Module):
             nothing = hidden.new_zeros(len(hidden), dtype=torch.float32)
             return nothing, None, None, token_loss.read(Projected(hidden, layer))
         if support is not None:
-            size = (self._workspace or Workspace()).chunk_columns
+            size = (self.workspace or Workspace()).chunk_columns
             mass = replay_support(hidden, layer, targets, support, chunk_size=size)
         if token_loss is not None:
             return self._with_loss(hidden, targets, bias, scaled, entropy, mass, token_loss)
@@ -189,7 +189,7 @@ class LinearLogprobHead(nn.Module):
             softcap=self.transform.softcap,
             entropy=entropy,
             impl="auto" if self.is_fused else "reference",
-            workspace=self._workspace if self.is_fused else None,
+            workspace=self.workspace if self.is_fused else None,
             num_tokens=self.num_tokens,
         )
         logprobs = output.logprobs if self.is_fused else output.logprobs.clone()  # FSDP2: no view

@@ -150,7 +150,7 @@ class TokenLayout:
             sources=sources,
             is_real=is_real,
             token_ids=token_ids,
-            bounds=_bounds(lengths, token_ids.device, group),
+            bounds=stream_bounds(lengths, token_ids.device, group),
             own=own if is_cut_late and group is not None else None,
         )
 
@@ -346,7 +346,10 @@ def _positions(is_real: Tensor) -> Tensor:
     return (is_real.long().cumsum(dim=1) - 1).clamp_(min=0)
 
 
-def _bounds(lengths: list[int], device: torch.device, group: ProcessGroup | None) -> SequenceBounds:
+def stream_bounds(
+    lengths: list[int], device: torch.device, group: ProcessGroup | None
+) -> SequenceBounds:
+    """Return the bounds of sequences in one stream, on the device."""
     offsets = tuple(accumulate(lengths, initial=0))
     # From the host's ordinary memory a copy would wait for what the device has to do.
     given = torch.tensor(offsets, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -122,7 +122,7 @@ def chosen_template(config: TrainConfig, own: str | None) -> str | None:
         file = Path(config.chat_template)
         if not file.is_file():
             raise ConfigError(f"chat_template: no file {file}")
-        own = _read_template(file)
+        own = read_template(file)
     sets = ""
     for name, value in (config.chat_template_args or {}).items():
         if not isinstance(own, str) or not re.search(rf"\b{re.escape(name)}\b", own):
@@ -139,7 +139,7 @@ def chosen_template(config: TrainConfig, own: str | None) -> str | None:
     return f"{before}{sets}{_END_OF_ARGUMENTS}{rest}"
 
 
-def _read_template(file: Path) -> str:
+def read_template(file: Path) -> str:
     """The text of a chat template; raises a ConfigError if it is none."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

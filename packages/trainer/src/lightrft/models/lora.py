@@ -107,7 +107,7 @@ class LoraModel(SequenceModel):
     def merged_source(self, source: ParameterSource) -> ParameterSource:
         """See strategy's `AdaptedModel`; one collective for all adapters."""
         entries = source.parameters()
-        factors = _gather([entry for entry in entries if _is_factor(entry.checkpoint_name)], source)
+        factors = _gather([entry for entry in entries if is_factor(entry.checkpoint_name)], source)
         adapted = {name.removesuffix(FIRST) for name in factors if name.endswith(FIRST)}
 
         def add_local(name: str, start: int, values: Tensor) -> None:
@@ -125,7 +125,7 @@ class LoraModel(SequenceModel):
                 is_aliasable=False,
             )
             for entry in entries
-            if not _is_factor(entry.checkpoint_name)
+            if not is_factor(entry.checkpoint_name)
         )
         return ParameterSource(source.owner, merged, source.group, source.tied_names, add_local)
 
@@ -145,7 +145,7 @@ class LoraModel(SequenceModel):
         """See `lightrft.strategy.weight_sync.parameter_source.AdaptedModel`."""
         merged: dict[str, Tensor] = {}
         for name, value in state.items():
-            if _is_factor(name):
+            if is_factor(name):
                 continue
             layer = name.removesuffix(f"{BASE}.weight")
             first, second = state.get(layer + FIRST), state.get(layer + SECOND)
@@ -164,7 +164,7 @@ class LoraModel(SequenceModel):
             # The inner name as PEFT's own wrapper has it, which adds no name of the adapter.
             f"{PREFIX}{name.replace(f'.{ADAPTER}.', '.')}": value
             for name, value in inner.items()
-            if _is_factor(name) or is_below(name, self.whole)
+            if is_factor(name) or is_below(name, self.whole)
         }
         self.adapters.save_pretrained(folder)
         save_file(tensors, folder / WEIGHTS_FILE)
@@ -318,7 +318,7 @@ def adapter_coverage(model: PreTrainedModel, whole: Sequence[str] = ()) -> str:
     without: Counter[str] = Counter()
     total = 0
     for name, value in model.named_parameters():
-        if _is_factor(name) or id(value) in ends or is_below(name, whole):
+        if is_factor(name) or id(value) in ends or is_below(name, whole):
             continue
         total += value.numel()
         if value.dim() > 1 and name.removesuffix(f"{BASE}.weight") + FIRST not in names:
@@ -341,7 +341,7 @@ def _is_meant(name: str, target: str) -> bool:
 
 def _apart(entry: SourceParameter, scale: float) -> SourceParameter:
     name = entry.checkpoint_name.replace(BASE, "")
-    if not _is_factor(name):
+    if not is_factor(name):
         return replace(entry, checkpoint_name=name)
     own = name.replace(f".{ADAPTER}.", ".")
     if name.endswith(FIRST):
@@ -351,7 +351,8 @@ def _apart(entry: SourceParameter, scale: float) -> SourceParameter:
     return replace(entry, checkpoint_name=own, local_shard=scaled, is_aliasable=False)
 
 
-def _is_factor(name: str) -> bool:
+def is_factor(name: str) -> bool:
+    """Return whether a parameter is a factor of an adapter."""
     return name.endswith((FIRST, SECOND))
 
 

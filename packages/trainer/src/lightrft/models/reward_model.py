@@ -156,7 +156,7 @@ class RewardModel(SequenceModel):
         config = load_config(path)
         if family_of(config) is not None or (Path(path) / SCORE_FILE).is_file():
             trunk = load_trunk(path, dtype=dtype, allow_new_weights=allow_new_weights)
-            return cls(trunk, _load_head(path, trunk))
+            return cls(trunk, load_score_head(path, trunk))
         scores = score_weights(config)
         if config.num_labels != len(scores):
             raise ModelLoadError(
@@ -252,7 +252,7 @@ class RewardModel(SequenceModel):
         return self.model.config
 
 
-def _load_head(path: str, trunk: PreTrainedModel) -> nn.Module:
+def load_score_head(path: str, trunk: PreTrainedModel) -> nn.Module:
     """The head beside a trunk.
 
     Raises:

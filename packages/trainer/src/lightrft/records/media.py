@@ -116,7 +116,7 @@ def require_text(prompts: Sequence[Prompt], option: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sources:
+class MediaSources:
     """Sources of a row; the rows of a prompt share them if none has images of its own.
 
     Args:
@@ -192,21 +192,21 @@ def exchange_media(
         ranks: Bring bytes from rank to rank.
         encoder: Of the model.
     """
-    rank, own = ranks.rank, dict[int, _Sources]()
+    rank, own = ranks.rank, dict[int, MediaSources]()
     keys: dict[int, int] = {}
     for rollout in (item.rollout for item in scored):
-        sources = _Sources.of(rollout)
+        sources = MediaSources.of(rollout)
         if sources is not None:
             is_alone = rollout.conversation is not None
             key = _key_of_row(rollout.sample_id) if is_alone else rollout.group_id
             keys[rollout.sample_id], own[key] = key, sources
     parts = [
-        b"" if receiver == rank else _pack(own, _held(table, rows, rank, keys))
+        b"" if receiver == rank else pack_sources(own, _held(table, rows, rank, keys))
         for receiver, rows in enumerate(wanted)
     ]
     found = {key: own[key].encode(encoder) for key in _held(table, wanted[rank], rank, keys)}
     for data in ranks.exchange_bytes(parts):
-        found |= {key: sources.encode(encoder) for key, sources in _unpack(data)}
+        found |= {key: sources.encode(encoder) for key, sources in unpack_sources(data)}
     rows = wanted[rank]
     pairs = zip(table.sample_ids[rows].tolist(), table.group_ids[rows].tolist(), strict=True)
     return tuple(found.get(_key_of_row(sample), found.get(group)) for sample, group in pairs)
@@ -233,7 +233,7 @@ def _held(
     return list(dict.fromkeys(keys[sample] for sample in held if sample in keys))
 
 
-def _pack(own: Mapping[int, _Sources], keys: Sequence[int]) -> bytes:
+def pack_sources(own: Mapping[int, MediaSources], keys: Sequence[int]) -> bytes:
     """The sources of some rows, which have the bytes of all media in them, each once."""
     if not keys:
         return b""
@@ -245,7 +245,7 @@ def _pack(own: Mapping[int, _Sources], keys: Sequence[int]) -> bytes:
             for file in files
         )
 
-    def with_bytes(sources: _Sources) -> _Sources:
+    def with_bytes(sources: MediaSources) -> MediaSources:
         media = {
             kind: [MEDIA_KINDS[kind].rebuild(m.name, loaded(m.files), m.facts) for m in media]
             for kind, media in sources.media.by_kind.items()
@@ -256,5 +256,6 @@ def _pack(own: Mapping[int, _Sources], keys: Sequence[int]) -> bytes:
     return pickle.dumps([(key, with_bytes(own[key])) for key in keys])
 
 
-def _unpack(data: bytes) -> list[tuple[int, _Sources]]:
+def unpack_sources(data: bytes) -> list[tuple[int, MediaSources]]:
+    """Return what `pack_sources` packed."""
     return pickle.loads(data) if data else []

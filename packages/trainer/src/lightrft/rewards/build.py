@@ -64,7 +64,7 @@ class CombinedReward:
         *,
         recipes: RewardRecipes | None = None,
     ) -> None:
-        self._functions = tuple(functions)
+        self.functions = tuple(functions)
         self._weights = tuple(weights)
         self._recipes = recipes
         self.name = "+".join(function.name for function in functions)
@@ -87,7 +87,7 @@ class CombinedReward:
     @property
     def needs_labels(self) -> bool:
         """One of the functions does."""
-        return any(function.needs_labels for function in self._functions)
+        return any(function.needs_labels for function in self.functions)
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
@@ -98,7 +98,7 @@ class CombinedReward:
         def score(index: int) -> dict[int, RewardResult | None]:
             rows = [i for i, row in enumerate(weights) if index in row]
             with self._turns[index]:
-                found = self._functions[index].score(
+                found = self.functions[index].score(
                     [prompts[i] for i in rows],
                     [responses[i] for i in rows],
                     [labels[i] for i in rows],
@@ -107,14 +107,14 @@ class CombinedReward:
                 )
             if len(found) != len(rows):
                 raise RewardError(
-                    f"reward {self._functions[index].name} returned {len(found)} results for "
+                    f"reward {self.functions[index].name} returned {len(found)} results for "
                     f"{len(rows)} responses: expected one for each"
                 )
             return dict(zip(rows, found, strict=True))
 
-        count = len(self._functions)
+        count = len(self.functions)
         # In this thread, where signals work: the only one, and those that run in this process.
-        others = [i for i, each in enumerate(self._functions) if count > 1 and _is_elsewhere(each)]
+        others = [i for i, each in enumerate(self.functions) if count > 1 and _is_elsewhere(each)]
         here = [index for index in range(count) if index not in others]
         # Functions wait for processes and services, so threads are enough to overlap them.
         with ThreadPoolExecutor(len(others) or 1, thread_name_prefix="reward") as threads:
@@ -133,18 +133,18 @@ class CombinedReward:
             return [dict(enumerate(self._weights))] * num_rows
         values = columns.get(self._recipes.column, [None] * num_rows)
         recipes = [self._recipes.weights_of(value) for value in values]
-        names = [function.name for function in self._functions]
+        names = [function.name for function in self.functions]
         return [{i: row[n] for i, n in enumerate(names) if n in row} for row in recipes]
 
     @property
     def label_use(self) -> Literal["labels", "column", ""]:
         """That of the function which makes most of labels; all but users' own read them."""
-        uses = [f.label_use if isinstance(f, TakesColumns) else "labels" for f in self._functions]
+        uses = [f.label_use if isinstance(f, TakesColumns) else "labels" for f in self.functions]
         return "labels" if "labels" in uses else "column" if "column" in uses else ""
 
     def label_problem(self, label: str | None) -> str | None:
         """The reason why no response to a row with this label can be right; None without one."""
-        for function in self._functions:
+        for function in self.functions:
             if isinstance(function, ChecksLabels):
                 problem = function.label_problem(label)
                 if problem is not None:
@@ -153,30 +153,30 @@ class CombinedReward:
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise a RewardError if a user's function needs an argument that is no column."""
-        for function in self._functions:
+        for function in self.functions:
             if isinstance(function, TakesColumns):
                 function.check_columns(columns)
 
     def try_out(self, prompts: Texts, labels: Labels, columns: Columns) -> None:
         """Calls a user's functions once; a RewardError if one fails or returns no numbers."""
-        for function in self._functions:
+        for function in self.functions:
             if isinstance(function, TakesColumns):
                 function.try_out(prompts, labels, columns)
 
     def use_engine(self, engine: "RolloutEngine") -> None:
         """See `UsesEngine`."""
-        for function in self._functions:
+        for function in self.functions:
             if isinstance(function, UsesEngine):
                 function.use_engine(engine)
 
     def take_tallies(self) -> Tallies:
         """See `CountsCosts`."""
-        counting = [each for each in self._functions if isinstance(each, CountsCosts)]
+        counting = [each for each in self.functions if isinstance(each, CountsCosts)]
         return {name: tally for each in counting for name, tally in each.take_tallies().items()}
 
     def close(self) -> None:
         """Ends the worker processes; may be called twice."""
-        for function in self._functions:
+        for function in self.functions:
             function.close()
 
     def __enter__(self) -> Self:
@@ -199,7 +199,7 @@ class CombinedReward:
             if result is None:
                 return None
             for name, value in result.components.items():
-                own = f"{self._functions[index].name}/{name}" if name in components else name
+                own = f"{self.functions[index].name}/{name}" if name in components else name
                 components[own] = value
             total += weights[index] * result.reward
         return RewardResult(total, components)

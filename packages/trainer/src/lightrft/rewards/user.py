@@ -262,9 +262,9 @@ class UserReward(FunctionReward):
         self._spelling = f"{path}:{function}"
         if not file.is_file():
             raise ConfigError(f"reward function {self._spelling}: no file {file}")
-        self._seconds = config.reward_timeout_seconds
+        self.seconds = config.reward_timeout_seconds
         self.parallel_calls = config.reward_workers
-        self._workers = WorkerPool(
+        self.workers = WorkerPool(
             WorkerTask(
                 "lightrft.rewards.user_task",
                 "UserFunction",
@@ -286,14 +286,14 @@ class UserReward(FunctionReward):
 
     def close(self) -> None:
         """Ends the worker processes; may be called twice."""
-        self._workers.close()
+        self.workers.close()
 
     def _call(self, arguments: dict[str, object], num_responses: int) -> list[CheckedResult]:
         try:
-            answer = self._workers.call(with_bytes(arguments), seconds=self._seconds)
+            answer = self.workers.call(with_bytes(arguments), seconds=self.seconds)
         except WorkerTimeoutError as err:
             raise RewardError(
-                f"reward function {self._spelling} did not return within {self._seconds:g} s for "
+                f"reward function {self._spelling} did not return within {self.seconds:g} s for "
                 f"{num_responses} responses: make it faster or raise --reward_timeout_seconds"
             ) from err
         except WorkerFailedError as err:
@@ -302,7 +302,7 @@ class UserReward(FunctionReward):
 
     def _load(self) -> Signature:
         try:
-            signature = Signature(**cast("Description", self._workers.start()))
+            signature = Signature(**cast("Description", self.workers.start()))
         except WorkerFailedError as err:
             if err.kind == MissingFunctionError.__name__:
                 raise ConfigError(f"reward function {self._spelling}: {err}") from err

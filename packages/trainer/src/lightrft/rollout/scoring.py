@@ -160,7 +160,7 @@ class GroupScorer:
     def _whole(self, rollouts: Sequence[Rollout]) -> GroupResults | None:
         """The results of one call for everything; None if it failed and groups are to be tried."""
         try:
-            return self._call(rollouts) if rollouts else []
+            return self.call_reward(rollouts) if rollouts else []
         except RewardError:
             if not self._masks_failures:
                 raise
@@ -168,7 +168,7 @@ class GroupScorer:
 
     def _score(self, rollouts: Sequence[Rollout]) -> GroupResults:
         try:
-            return self._call(rollouts)
+            return self.call_reward(rollouts)
         except RewardError:
             if not self._masks_failures:
                 raise
@@ -178,7 +178,7 @@ class GroupScorer:
             result: RewardResult | None = None
             if num_failures < MAX_FAILURES_IN_A_ROW and not self._is_closed.is_set():
                 try:
-                    (result,) = self._call([rollout])
+                    (result,) = self.call_reward([rollout])
                 except RewardError:
                     num_failures += 1
                 else:
@@ -188,7 +188,8 @@ class GroupScorer:
             results.append(result)
         return results
 
-    def _call(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+    def call_reward(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        """Score rollouts with one call of the reward function."""
         rows = [rollout.prompt for rollout in rollouts]
         texts, labels = [row.text for row in rows], [row.label for row in rows]
         columns = {name: [row.columns.get(name) for row in rows] for name in self._columns}

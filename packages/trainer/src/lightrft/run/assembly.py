@@ -203,7 +203,7 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
             stack.callback(inputs.close)
             if rank == 0:
                 stack.enter_context(sole_writer(folder))
-                console = _open_console(config, stack)
+                console = open_console(config, stack)
                 with phase("hash images and sounds", 60 * config.timeout_minutes):
                     media = media_sha256(inputs.media_digests())
         if rank == 0:
@@ -236,7 +236,7 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
             strategy.finish_saving()
             end_run(config, strategy, "stopped", result.num_steps)
             raise RunStoppedError(result.num_steps, config.output_dir)
-        return _finish(config, loop, result, num_resumed=num_resumed, started=started)
+        return finish_run(config, loop, result, num_resumed=num_resumed, started=started)
 
 
 def _nothing_left(config: TrainConfig, summary: Mapping[str, object]) -> RunSummary:
@@ -271,7 +271,7 @@ def _with_learning_rate(config: TrainConfig, stage: str) -> tuple[TrainConfig, t
     return config.replaced({"actor_learning_rate": rate}), (text,)
 
 
-def _open_console(config: TrainConfig, stack: ExitStack) -> RunConsole:
+def open_console(config: TrainConfig, stack: ExitStack) -> RunConsole:
     """The console of the run until the stack is closed; all lines of this process go there."""
     console = RunConsole(
         every=config.logging_steps,
@@ -303,7 +303,7 @@ def _open_folder(config: TrainConfig, plan: RunPlan, notes: Sequence[str]) -> No
         config.save(folder / CONFIG_FILE)
 
 
-def _finish(
+def finish_run(
     config: TrainConfig,
     loop: Loop[object],
     result: LoopResult,

@@ -102,7 +102,7 @@ class Recorder(ABC, Generic[Raw]):
             each.name: PreparedModel(each.model, each.optimizer, each.scheduler)
             for each in step.models.trained
         }
-        self._updates: list[Update] = []
+        self.updates: list[Update] = []
         self._number, self._num_planned = step.number, step.num_planned
         self._folder = step_folder(Path(self._config.output_dir), self._number)
         self._partial = self._folder.with_name(f".{self._folder.name}.partial")
@@ -140,11 +140,11 @@ class Recorder(ABC, Generic[Raw]):
 
     def begin_update(self, model: str, normalizer: Tensor) -> None:
         """Before the micro batches of an optimizer step, with Z over all ranks."""
-        self._updates.append(Update(model, float(normalizer)))
+        self.updates.append(Update(model, float(normalizer)))
 
     def end_update(self, result: OptimizerStepResult) -> None:
         """After an optimizer step."""
-        update = self._updates[-1]
+        update = self.updates[-1]
         update.grad_norm, update.learning_rate = result.grad_norm, result.learning_rate
         update.is_skipped = result.is_skipped
 
@@ -155,7 +155,7 @@ class Recorder(ABC, Generic[Raw]):
         # Ranks that share their sequences saw the same rows.
         counts = strategy.get_rank() % strategy.config.sp_size == 0
         values = self._own_values() if counts else {}
-        own = Share(self._own_raw(), values, self._updates if counts else [])
+        own = Share(self._own_raw(), values, self.updates if counts else [])
         # Only the first rank writes.
         parts = [pickle.dumps(own), *([b""] * (strategy.world_size - 1))]
         gathered = strategy.context.exchange_bytes(parts)
@@ -183,7 +183,7 @@ class Recorder(ABC, Generic[Raw]):
                 values[name] = {**values.get(name, {}), **rows}
         updates = [
             [share.updates[i] for share in shares if share.updates]
-            for i in range(len(self._updates))
+            for i in range(len(self.updates))
         ]
         strategy, moments = self._strategy, self.moments
         engine = strategy.inference_engine
@@ -239,7 +239,7 @@ class StepRecorder(Recorder[SampleTable]):
         weights: Tensor | None = None,
     ) -> None:
         """See `StepObserver`."""
-        update, by_row = self._updates[-1], _by_sample(batch, values)
+        update, by_row = self.updates[-1], _by_sample(batch, values)
         if weights is not None:
             update.weights |= _by_sample(batch, weights)
         update.add(list(by_row), by_row, terms)

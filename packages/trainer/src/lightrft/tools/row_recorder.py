@@ -41,7 +41,7 @@ class RowRecorder(Recorder[None]):
             is_last = rows.is_trained & (counts == counts[:, -1:])
             seen["ref_logprobs"] = reference[:, None] * is_last
         own = {name: by_row(each, rows.attention_mask, rows.ids) for name, each in seen.items()}
-        self._updates[-1].add(rows.ids, own.get("old_logprobs", {}), terms)
+        self.updates[-1].add(rows.ids, own.get("old_logprobs", {}), terms)
         for name, found in own.items():
             self._values.setdefault(name, {}).update(found)
 

@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 _MIN_ROWS = 12
 _MAX_ROWS = 64
 # A smaller weight stays in the cache, and turning the result round costs more than it brings.
-_MIN_WEIGHT = 500_000
+MIN_WEIGHT = 500_000
 
 
 class HFEngine(RolloutEngine):
@@ -69,8 +69,8 @@ class HFEngine(RolloutEngine):
         if config.adapters is not None:
             unwritten |= add_adapters(self._model, config.adapters)
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        self._weights = ParameterStore(parameters, self.name)
-        self._weights.unwritten.update(unwritten)
+        self.weights = ParameterStore(parameters, self.name)
+        self.weights.unwritten.update(unwritten)
         if config.tensor_parallel_size > 1:
             _logger.info(
                 "the hf engine generates on each rank by itself; tensor_parallel_size=%d only "
@@ -86,7 +86,9 @@ class HFEngine(RolloutEngine):
         """The transformers model."""
         return self._model
 
-    def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+    def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+        """See `RolloutEngine.stream_rows`."""
+
         def group(row: Row) -> int:
             # Rows that cannot be dropped are decoded with others of their length.
             return 0 if self._traits.can_drop_rows else len(row.prompt)
@@ -329,7 +331,7 @@ def use_few_rows_products(model: nn.Module) -> None:
     """Makes the large float32 linear layers that a model has on the CPU `FewRowsLinear`s."""
     for module in model.modules():
         # A subclass has a forward of its own.
-        if type(module) is not nn.Linear or module.weight.numel() < _MIN_WEIGHT:
+        if type(module) is not nn.Linear or module.weight.numel() < MIN_WEIGHT:
             continue
         if module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
             module.__class__ = FewRowsLinear

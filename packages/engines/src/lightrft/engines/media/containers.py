@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from av.container import InputContainer
 
 # By the name of FFmpeg's demuxer: the first bytes of its files.
-_BEGINNINGS = {
+BEGINNINGS = {
     "mov": rb".{4}(?:[fs]typ|sidx|moov|mdat|wide|free|skip|uuid|pnot)",
     "matroska": rb"\x1a\x45\xdf\xa3",
     "avi": rb"RIFF.{4}AVI",
@@ -42,7 +42,7 @@ _BEGINNINGS = {
 }
 FILMS = ("mov", "matroska", "avi", "mpeg", "mpegvideo", "mpegts", "asf", "flv")
 _BEGINNING = re.compile(
-    b"|".join(b"(?P<%s>%s)" % (name.encode(), first) for name, first in _BEGINNINGS.items()),
+    b"|".join(b"(?P<%s>%s)" % (name.encode(), first) for name, first in BEGINNINGS.items()),
     re.DOTALL,
 )
 _TAG_BYTES, _HAS_FOOTER = 10, 0x10
@@ -90,7 +90,7 @@ def opened_container(
     if demuxer is None:
         raise MediaError(
             f"{name} is a damaged {what}, or none: its first bytes are those of no known format "
-            f"({', '.join(_BEGINNINGS)}); replace or leave it out"
+            f"({', '.join(BEGINNINGS)}); replace or leave it out"
         )
     try:
         with av.open(

@@ -168,7 +168,7 @@ def _waveform(content: bytes, name: str, rules: SoundRules) -> "NDArray[np.float
             f"{name} is cut off: its header names {declared} bytes and it has {len(content)}; "
             "replace or leave it out"
         )
-    samples = _of_wav(content, rules)
+    samples = read_plain_wav(content, rules)
     if samples is not None:
         return samples
     extra = "pip install 'lightrft[audio]'"
@@ -178,7 +178,7 @@ def _waveform(content: bytes, name: str, rules: SoundRules) -> "NDArray[np.float
         return _resampled(container, name, rules)
 
 
-def _of_wav(content: bytes, rules: SoundRules) -> "NDArray[np.float32] | None":
+def read_plain_wav(content: bytes, rules: SoundRules) -> "NDArray[np.float32] | None":
     """The samples of a plain WAV file at the model's rate, as FFmpeg gives them; of others None."""
     try:
         with wave.open(io.BytesIO(content)) as file:

@@ -81,9 +81,9 @@ class SGLangEngine(RolloutEngine):
             EngineParameter(name, size, self._dtype, verifiable=False, tied_to=shape.tied.get(name))
             for name, size in shape.shapes.items()
         ]
-        self._weights = SGLangWeights(self._engine, manifest, self.name)
+        self.weights = SGLangWeights(self._engine, manifest, self.name)
         if not config.model_path:
-            self._weights.unwritten.update(self._weights.owners)
+            self.weights.unwritten.update(self.weights.owners)
         # Without a GPU there is nothing to release, and SGLang fails where it waits for one.
         self._releases_memory = torch.cuda.is_available()
         self._take_over(module)
@@ -110,7 +110,9 @@ class SGLangEngine(RolloutEngine):
                 "enable_deterministic_inference=false, which draws without the seed"
             )
 
-    def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+    def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+        """See `RolloutEngine.stream_rows`."""
+
         def run(jobs: Sequence[Job], *, with_stops: bool) -> list[list[FinishedJob]]:
             vocab_size = self._limits.vocab_size
             natives = [
@@ -161,7 +163,7 @@ class SGLangEngine(RolloutEngine):
         if self._releases_memory:
             self._started.resume_memory_occupation(tags=list(tags))
 
-    def _drop_caches(self) -> None:
+    def drop_caches(self) -> None:
         """Drops SGLang's prefix cache.
 
         Raises:

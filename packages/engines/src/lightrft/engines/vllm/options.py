@@ -103,12 +103,12 @@ def engine_arguments(
     if "cpu_distributed_timeout_seconds" in hints:  # not in older versions
         arguments["cpu_distributed_timeout_seconds"] = GROUP_SECONDS
     if reads_media:
-        arguments |= _media_arguments(config.media)
+        arguments |= media_arguments(config.media)
     arguments |= adapter_arguments(config)
     return {**arguments, **parse_options(config.options, hints)}
 
 
-def _media_arguments(bounds: MediaBounds) -> dict[str, object]:
+def media_arguments(bounds: MediaBounds) -> dict[str, object]:
     """VLLM's arguments for the bounds of a run; of images alone, as the trainer's processor."""
     given = {"max_pixels": bounds.max_pixels, "min_pixels": bounds.min_pixels}
     sizes = {name: value for name, value in given.items() if value is not None}

@@ -50,25 +50,25 @@ class VLLMWeights(AssembledWeights):
         device = next(backend.model.parameters()).device
         apart = () if adapters is None else adapters.manifest
         super().__init__((*layout.manifest, *apart), engine_name, device=device)
-        self._adapters = adapters
+        self.adapters = adapters
         self.unwritten.update(parameter.name for parameter in apart)
         self._backend = backend
         self._layout = layout
-        self._modules = plain_modules(backend.model)
+        self.modules = plain_modules(backend.model)
         self._reloaded: set[str] = set()
 
     def forget_engine(self) -> None:
         """Lets go of vLLM, whose model and cache would live as long as this object."""
         self._forget()
-        self._modules = {}
-        self._adapters = None
+        self.modules = {}
+        self.adapters = None
         del self._backend
 
     def _hand_over(self, tensors: dict[str, torch.Tensor]) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        if self._adapters is not None:
-            self._adapters.write(tensors)
+        if self.adapters is not None:
+            self.adapters.write(tensors)
             return
         tensors = {name: tensor for name, tensor in tensors.items() if name in self._layout.modules}
         with reloading(self._backend):
@@ -85,7 +85,7 @@ class VLLMWeights(AssembledWeights):
         with reloading(self._backend):
             finalize_layerwise_reload(self._backend.model, self._backend.model_config)
             self._repack_tied_heads()
-            repack_on_cpu(self._modules, self._reloaded)
+            repack_on_cpu(self.modules, self._reloaded)
 
     def _repack_tied_heads(self) -> None:
         """Renews the copy that a CPU head computes with where its weight is the embedding's.
@@ -107,7 +107,7 @@ class VLLMWeights(AssembledWeights):
                 f"a weight update of the {self._engine_name} engine is open; call "
                 "finish_weight_update() before hash_parameters()"
             )
-        places, adapters = self._layout.places, self._adapters
+        places, adapters = self._layout.places, self.adapters
         if adapters is None:
             return self._sum_over_group(self._local_hashes([places[name] for name in names]))
         # Of one rank alone.
@@ -128,7 +128,7 @@ class VLLMWeights(AssembledWeights):
         for owner, place in ((i, place) for i, own in enumerate(places) for place in own):
             if place.is_replicated and not is_first:
                 continue
-            parameter = self._modules[place.module_name].get_parameter(place.attribute)
+            parameter = self.modules[place.module_name].get_parameter(place.attribute)
             tensor = parameter.detach().flatten(0, place.num_row_dims - 1)
             rows = tensor[place.local_start : place.local_start + place.num_rows].contiguous()
             row_size = rows[0].numel() if place.num_rows else 0

@@ -137,7 +137,7 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     validate_options(temperature, softcap, entropy, "auto")
     _validate_sizes(chunk_tokens, logits_budget_bytes)
     num_rows = len(weight[:num_tokens])
-    active = _active_tokens(targets, num_rows, ignore_index, is_device=targets.is_cuda)
+    active = active_tokens(targets, num_rows, ignore_index, is_device=targets.is_cuda)
     chunk_tokens, budget = plan_loss(
         len(active), hidden, weight, chunk_tokens=chunk_tokens, budget_bytes=logits_budget_bytes
     )
@@ -157,7 +157,7 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     return PolicyLossOutput(loss, logprobs, None if entropy == "none" else entropies)
 
 
-def _active_tokens(
+def active_tokens(
     targets: Tensor, vocab_size: int, ignore_index: int | None, *, is_device: bool
 ) -> Tensor:
     """Which targets count, [rows] int64; the host looks at a device once, or never."""

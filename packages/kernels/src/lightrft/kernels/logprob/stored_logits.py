@@ -176,7 +176,7 @@ class StoredLogits:
                 scaled = self.hidden * factor[:, None]
                 partial = None if grad_hidden is None else torch.zeros_like(grad_hidden)
             values = self._exponentials(block, chunk)
-            self._clear_targets(values, block)
+            self.clear_targets(values, block)
             own = slice(block.start, block.stop)
             if partial is not None:
                 self._accumulate(partial, values, chunk.weight)
@@ -213,7 +213,8 @@ class StoredLogits:
     def _accumulate(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         accumulate_into(total, left, right, is_rounded=self.rounds_operands)
 
-    def _clear_targets(self, values: Tensor, block: Block) -> None:
+    def clear_targets(self, values: Tensor, block: Block) -> None:
+        """Set the entries of the targets within a block to zero."""
         is_inside = (self.targets >= block.start) & (self.targets < block.stop)
         inside = is_inside.nonzero().squeeze(1)
         values[inside, self.targets[inside] - block.start] = 0

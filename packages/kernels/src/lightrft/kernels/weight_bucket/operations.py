@@ -187,7 +187,7 @@ def unpack(
 
 def _torch_hashes(flats: Sequence[Tensor], moves: Sequence[Move], impl: Implementation) -> Tensor:
     """[tensors] int64 beside them, without the extension."""
-    hash_flat = _device_hasher(flats[0].device) if impl == "auto" else reference.hash_flat
+    hash_flat = device_hasher(flats[0].device) if impl == "auto" else reference.hash_flat
     return torch.stack(
         [
             hash_flat(flat.detach().to(move.dtype), move.start)
@@ -197,7 +197,7 @@ def _torch_hashes(flats: Sequence[Tensor], moves: Sequence[Move], impl: Implemen
 
 
 @cache
-def _device_hasher(device: torch.device) -> Callable[[Tensor, int], Tensor]:
+def device_hasher(device: torch.device) -> Callable[[Tensor, int], Tensor]:
     """The Triton kernel on a GPU where it gives the definition's numbers, else plain torch."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return reference.hash_flat

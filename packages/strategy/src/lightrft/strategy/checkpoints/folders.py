@@ -204,7 +204,7 @@ def complete_checkpoint(
             ranks.together(flush)
         names = ranks.on_first(lambda: _list_files(folder))
         share = names[ranks.rank :: ranks.world_size]
-        hashed = ranks.together(lambda: [_flush_and_hash(folder, name) for name in share])
+        hashed = ranks.together(lambda: [flush_and_hash(folder, name) for name in share])
         manifest = Manifest(
             tag=opened.tag,
             order=opened.order,
@@ -451,7 +451,8 @@ def _list_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def _flush_and_hash(folder: Path, name: str) -> FileEntry:
+def flush_and_hash(folder: Path, name: str) -> FileEntry:
+    """Flush a file to the disk and return its entry."""
     path = folder / name
     with named_errors(path), path.open("rb") as stream:
         os.fsync(stream.fileno())

@@ -47,13 +47,13 @@ class _Deadline:
     expires: float
 
 
-class _Watcher(threading.Thread):
+class Watcher(threading.Thread):
     """Ends the process when a phase takes too long.
 
     One thread for all phases: every micro-batch is one.
     """
 
-    running: _Watcher | None = None
+    running: Watcher | None = None
 
     @classmethod
     def wake(cls) -> None:
@@ -64,6 +64,7 @@ class _Watcher(threading.Thread):
         _changed.notify_all()
 
     def run(self) -> None:
+        """Waits for the nearest deadline and ends the process at it."""
         with _stack_lock:
             while True:
                 nearest = min(_stack, key=lambda deadline: deadline.expires, default=None)
@@ -92,7 +93,7 @@ class _Record:
 
         All ranks write to the process of rank 0, and micro-batches are phases.
         """
-        store, now = _store(), time.monotonic()
+        store, now = shared_store(), time.monotonic()
         outermost = _stack[0].phase_name if _stack else self.outermost
         is_known = store is self.store and outermost == self.outermost
         if store is None or (is_known and now - self.written < _RECORD_SECONDS):
@@ -111,7 +112,7 @@ def _rank() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _store() -> dist.Store | None:
+def shared_store() -> dist.Store | None:
     """The store of the default process group: it needs no collective to be read."""
     if not dist.is_initialized():
         return None
@@ -125,7 +126,7 @@ def _record(name: str, seconds: float = math.inf) -> None:
 
 def peer_phases() -> list[str]:
     """Last recorded phases, by rank; "no phase recorded" for a rank that never did."""
-    store = _store()
+    store = shared_store()
     if store is None:
         return []
     _, world_size = _rank()
@@ -143,7 +144,7 @@ def silent_ranks() -> list[int]:
     Ranks that wait for each other do so for equally long: one that is stopped or stuck elsewhere
     does not answer.
     """
-    store = _store()
+    store = shared_store()
     if store is None:
         return []
     rank, world_size = _rank()
@@ -214,7 +215,7 @@ def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
         deadline = _Deadline(name, limit, begin, begin + limit)
         _stack.append(deadline)
         _record(name, limit)
-        _Watcher.wake()
+        Watcher.wake()
         _arm_last_resort()
     try:
         yield

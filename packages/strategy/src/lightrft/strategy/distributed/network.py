@@ -11,7 +11,7 @@ import psutil
 VARIABLE = "GLOO_SOCKET_IFNAME"
 # A group of gloo has a connection to each other rank. Training and rollouts have one of all ranks
 # each, an engine, NCCL and DeepSpeed have theirs.
-_LEAST_FILES_PER_RANK, _FILES_PER_RANK = 2, 16
+_LEAST_FILES_PER_RANK, FILES_PER_RANK = 2, 16
 _OTHER_FILES = 1024
 
 
@@ -37,7 +37,7 @@ def choose_gloo_interface(environment: Mapping[str, str] = os.environ) -> str | 
     if int(environment.get("LOCAL_WORLD_SIZE", num_ranks)) >= num_ranks:
         return None  # one node
     _check_first_node(environment)
-    addresses = _addresses()
+    addresses = interface_addresses()
     chosen = environment.get(VARIABLE)
     if chosen is not None:
         # Several may be given; "=" and "^" are prefixes of NCCL's form.
@@ -48,10 +48,10 @@ def choose_gloo_interface(environment: Mapping[str, str] = os.environ) -> str | 
                 f"{sorted(addresses)}"
             )
         return None
-    own = _resolve(socket.gethostname())
+    own = resolve(socket.gethostname())
     if own is not None and not ipaddress.ip_address(own).is_loopback:
         return None
-    leading = _address_towards(environment.get("MASTER_ADDR", "localhost"))
+    leading = address_towards(environment.get("MASTER_ADDR", "localhost"))
     outside = {
         name: held
         for name, held in addresses.items()
@@ -89,7 +89,7 @@ def allow_open_files(num_ranks: int) -> None:
     Raises:
         NetworkError: It may not open enough for the groups that every run has.
     """
-    wanted, least = _OTHER_FILES + _FILES_PER_RANK * num_ranks, _LEAST_FILES_PER_RANK * num_ranks
+    wanted, least = _OTHER_FILES + FILES_PER_RANK * num_ranks, _LEAST_FILES_PER_RANK * num_ranks
     most = raise_open_files(wanted)
     if most is not None and most < least:
         raise NetworkError(
@@ -104,7 +104,7 @@ def _check_first_node(environment: Mapping[str, str]) -> None:
     if int(environment.get("RANK", "0")) < int(environment.get("LOCAL_WORLD_SIZE", "1")):
         return  # the first node may call itself as it likes
     given = environment.get("MASTER_ADDR", "localhost")
-    found = _resolve(given)
+    found = resolve(given)
     if found is not None and ipaddress.ip_address(found).is_loopback:
         raise NetworkError(
             f"MASTER_ADDR={given} is this node itself ({found}), on a node other than the first: "
@@ -112,7 +112,8 @@ def _check_first_node(environment: Mapping[str, str]) -> None:
         )
 
 
-def _addresses() -> dict[str, set[str]]:
+def interface_addresses() -> dict[str, set[str]]:
+    """Return the addresses of each network interface of this host."""
     families = (socket.AF_INET, socket.AF_INET6)
     return {
         name: {entry.address.split("%")[0] for entry in entries if entry.family in families}
@@ -120,14 +121,15 @@ def _addresses() -> dict[str, set[str]]:
     }
 
 
-def _resolve(host: str) -> str | None:
+def resolve(host: str) -> str | None:
+    """Return the address of a host, or None if it has none."""
     try:
         return socket.gethostbyname(host)
     except OSError:
         return None
 
 
-def _address_towards(host: str) -> str:
+def address_towards(host: str) -> str:
     """Address of this host on the way to another; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -26,7 +26,7 @@ PEER_FAILED_EXIT_CODE = 1
 # So long others may take to come out of the action by themselves; then all of them raise.
 GRACE_SECONDS = 10.0
 # A little later, so that the failing rank has left before those that wait for it are ended.
-_MARGIN_SECONDS = 3.0
+MARGIN_SECONDS = 3.0
 _POLL_SECONDS = 0.25
 # By group, since ranks may call the actions of two groups in different orders.
 _calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -151,7 +151,7 @@ class _Watcher:
     def _watch(self) -> None:
         while not self._done.wait(_POLL_SECONDS):
             text = self._board.failure()
-            if text is not None and not self._done.wait(GRACE_SECONDS + _MARGIN_SECONDS):
+            if text is not None and not self._done.wait(GRACE_SECONDS + MARGIN_SECONDS):
                 line = f"ended because another rank failed: {self._board.what} on {text}"
                 print(line, file=sys.stderr, flush=True)  # noqa: T201
                 end_process(line, PEER_FAILED_EXIT_CODE)

@@ -165,7 +165,7 @@ class RemoteEngine(RolloutEngine):
         """See `generate`."""
         return cast("list[float]", _equal(self.bridge.ask("call", "score", token_ids), "score"))
 
-    def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+    def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
         """Never called: the engines behind the bridge stream for themselves."""
         raise NotImplementedError
 

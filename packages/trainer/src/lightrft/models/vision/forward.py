@@ -116,7 +116,7 @@ def run_trunk(
             hook = _with_dummies(trunk, family, absent)
             hooks.enter_context(trunk.get_input_embeddings().register_forward_hook(hook))
         if layout.own is not None:
-            hooks.enter_context(_cut_tokens(trunk, layout.own))
+            hooks.enter_context(cut_tokens(trunk, layout.own))
         output: MoeModelOutputWithPast = trunk(input_ids=input_ids, use_cache=False, **arguments)
     return output
 
@@ -175,7 +175,7 @@ def _floats(found: object) -> Iterator[Tensor]:
             yield from _floats(value)
 
 
-def _cut_tokens(trunk: "PreTrainedModel", own: slice) -> AbstractContextManager[object]:
+def cut_tokens(trunk: "PreTrainedModel", own: slice) -> AbstractContextManager[object]:
     """Gives the language model this rank's part of the tokens, after all media are in place."""
 
     def cut(module: nn.Module, args: tuple[object, ...], given: dict[str, object]) -> Arguments:

@@ -161,7 +161,7 @@ class Conversations:
             RenderingError: The chat template cannot render its messages.
         """
         call = self._kept_once(call)
-        parent, before = self._place(call)
+        parent, before = self.place(call)
         context = before.token_ids if parent is None else (*parent.token_ids, *before.token_ids)
         # Places of images have the same ids whatever they show.
         images = "".join(image.digest for image in call.images)
@@ -223,7 +223,7 @@ class Conversations:
             tools = self._tools.setdefault(call.tools_key, tools)
         return replace(call, messages=tuple(messages), tools=tools)
 
-    def _place(self, call: ChatCall) -> tuple[CalledTurn | None, Rendered]:
+    def place(self, call: ChatCall) -> tuple[CalledTurn | None, Rendered]:
         """The turn that a call goes on from, if there is one, and what is rendered for it."""
         if call.text is not None:
             return None, self.chat.text(call.text)

@@ -60,10 +60,11 @@ class AgentEpisode:
         """
         rows = [] if self.failure else self.talk.branches()
         if not rows:
-            return [self._rollout(0, [])]
-        return [self._rollout(number, row) for number, row in enumerate(rows)]
+            return [self.to_rollout(0, [])]
+        return [self.to_rollout(number, row) for number, row in enumerate(rows)]
 
-    def _rollout(self, number: int, turns: list[CalledTurn]) -> Rollout:
+    def to_rollout(self, number: int, turns: list[CalledTurn]) -> Rollout:
+        """Make the rollout of one branch of turns."""
         if not turns:
             prompt = self.prompt
             completion = Completion(
@@ -73,7 +74,7 @@ class AgentEpisode:
             # Its agent has chosen what to show of the row, and what else.
             ids, none = turns[0].context, Media()
             prompt = replace(self.prompt, token_ids=ids, messages=(), media=none)
-            completion = _joined(turns)
+            completion = joined_completion(turns)
         texts = tuple(told(turn).text for turn in turns)
         return Rollout(
             prompt=prompt,
@@ -81,8 +82,8 @@ class AgentEpisode:
             group_id=self.group_id,
             sample_id=branch_id(self.sample_id, number),
             response_text="\n".join(filter(None, texts)),
-            token_versions=_versions(turns),
-            segments=_segments(turns),
+            token_versions=sampled_versions(turns),
+            segments=join_segments(turns),
             conversation=Conversation(texts, (), self.num_restarts),
             later=turns[-1].later if turns else (),
         )
@@ -97,7 +98,8 @@ class AgentEpisode:
         return dict(zip(AGENT_COUNTS, (*found, self.num_restarts), strict=True))
 
 
-def _segments(turns: list[CalledTurn]) -> tuple[Segment, ...]:
+def join_segments(turns: list[CalledTurn]) -> tuple[Segment, ...]:
+    """Return the segment of each turn of a branch."""
     found = []
     for turn, following in zip_longest(turns, turns[1:]):
         seen = ((), ()) if following is None else _shown(following)
@@ -109,7 +111,7 @@ def _shown(turn: CalledTurn) -> tuple[tuple[int, ...], tuple[tuple[int, int], ..
     return turn.before.token_ids, turn.before.text_spans
 
 
-def _joined(turns: list[CalledTurn]) -> Completion:
+def joined_completion(turns: list[CalledTurn]) -> Completion:
     """The response of a row: what was sampled, and what was shown between it."""
     ids, logprobs, sampled = list[int](), list[float](), list[bool]()
     parts = []
@@ -131,7 +133,8 @@ def _joined(turns: list[CalledTurn]) -> Completion:
     )
 
 
-def _versions(turns: list[CalledTurn]) -> tuple[int, ...]:
+def sampled_versions(turns: list[CalledTurn]) -> tuple[int, ...]:
+    """Return the weights version of each token of a branch, -1 where nothing was sampled."""
     found = []
     for number, turn in enumerate(turns):
         found += [-1] * (len(turn.before.token_ids) if number else 0)

@@ -139,7 +139,8 @@ def _decoded(text: str, place: int) -> tuple[object, int]:
         raise MalformedCallError(f"a call is no JSON object: {error}") from error
 
 
-def _json_body(text: str, place: int) -> tuple[list[ToolCall], int]:
+def parse_json_body(text: str, place: int) -> tuple[list[ToolCall], int]:
+    """Read one call that is a JSON object."""
     value, end = _decoded(text, place)
     return [from_value(value, ("arguments", "parameters"))], end
 
@@ -354,7 +355,7 @@ _CALL_BEGIN = f"<{_DEEPSEEK.format(f'call{chr(0x2581)}begin')}>"
 _CALL_END = f"<{_DEEPSEEK.format(f'call{chr(0x2581)}end')}>"
 _SEP = f"<{_DEEPSEEK.format('sep')}>"
 _XML = Marked("<tool_call>", "</tool_call>", _xml_body)
-hermes_calls = Marked("<tool_call>", "</tool_call>", _json_body)
+hermes_calls = Marked("<tool_call>", "</tool_call>", parse_json_body)
 glm_calls = Marked("<tool_call>", "</tool_call>", _glm_body)
 deepseek_calls = Marked(
     _CALL_BEGIN,

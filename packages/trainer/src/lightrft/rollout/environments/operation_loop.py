@@ -47,7 +47,7 @@ class OperationLoop:
         answers: BinaryIO,
         running: Running,
     ) -> None:
-        self._perform, self._failure, self._answers = perform, failure, answers
+        self._perform, self._failure, self.answers = perform, failure, answers
         self._work = Work(running)
         self._received = bytearray()
         self._waiting: deque[Request] = deque()
@@ -121,7 +121,7 @@ class OperationLoop:
             frame = framed({"number": operation.number, **answer})
         except (TypeError, ValueError, RecursionError) as error:
             frame = framed({"number": operation.number, **self._failure(error)})
-        write_frame(self._answers, frame)
+        write_frame(self.answers, frame)
 
     def _check(self, operation: Operation) -> None:
         """Cancels an operation that is late; one that goes on all the same has hung."""

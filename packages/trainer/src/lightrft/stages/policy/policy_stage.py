@@ -284,7 +284,7 @@ class PolicyStage(Stage[PolicyBatch]):
             step.metrics.add_max("kl_coef", kl_coef)
         names = [each.name for each in self.models.trained]
         work = Work(tuple(n for n in names if n != "actor" or maker.trains_actor(step)))
-        observer = self._observer(batch, step)
+        observer = self.observe_step(batch, step)
         why_idle = experience.samples.why_idle
         if why_idle is not None:
             self.strategy.print(f"warning: no update in step {step.number}: {why_idle}")
@@ -309,7 +309,7 @@ class PolicyStage(Stage[PolicyBatch]):
             maker.remote.complete(step)
         return work
 
-    def _observer(self, batch: PolicyBatch, step: Step) -> StepObserver:
+    def observe_step(self, batch: PolicyBatch, step: Step) -> StepObserver:
         """The receiver of the step's numbers; collective where one is due."""
         every = self.config.audit_every
         if every <= 0 or step.number % every:
@@ -334,7 +334,7 @@ class PolicyStage(Stage[PolicyBatch]):
         if self.maker.remote is not None:
             in_flight, num_tokens = self.maker.remote.completed(int(metrics["global_step"]))
             batch = replace(batch, in_flight=in_flight, num_sampled_tokens=num_tokens)
-        self._advise(metrics, batch.experience.table)
+        self.advise(metrics, batch.experience.table)
         self.memory = self.memory.after_step(batch, kl=metrics.get("kl_per_response"))
         return metrics | experience_metrics(
             batch.experience,
@@ -344,7 +344,7 @@ class PolicyStage(Stage[PolicyBatch]):
             num_sampled_tokens=batch.num_sampled_tokens,
         )
 
-    def _advise(self, metrics: Mapping[str, float], table: RowTable) -> None:
+    def advise(self, metrics: Mapping[str, float], table: RowTable) -> None:
         """Says once, from the third step on, that ranks wait for long responses."""
         idle, thin = (
             metrics[f"{each}_seconds"] / metrics["step_seconds"] for each in ("idle", "thin")

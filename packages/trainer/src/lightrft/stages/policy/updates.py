@@ -228,7 +228,7 @@ class Update:
             if self.gate is not None:
                 self.gate(join_micro_batches(found, batch.rollouts.token_ids.shape[1]))
 
-        self._optimize(actor, [*shares, *extra_losses], check)
+        self.optimize(actor, [*shares, *extra_losses], check)
         record_total("policy_loss", self.strategy, self.metrics)
         if sums is not None:
             record_total("aux_loss", self.strategy, self.metrics)
@@ -243,15 +243,16 @@ class Update:
             partial(self._value_share, select_experience(batch, rows), critic.model, normalizer)
             for rows in slices or self._row_slices(batch)
         ]
-        self._optimize(critic, shares)
+        self.optimize(critic, shares)
         record_total("critic_loss", self.strategy, self.metrics)
 
-    def _optimize(
+    def optimize(
         self,
         trained: TrainedModel,
         shares: Sequence[Callable[[], Tensor]],
         before_step: Callable[[], None] = lambda: None,
     ) -> None:
+        """Take one optimizer step on the sum of shares and record it."""
         result = optimizer_step(
             trained,
             shares,
@@ -291,7 +292,7 @@ class Update:
         if self.config.high_entropy_token_ratio > 0:
             weights = self._entropy_mask(batch).float()
         if self.corrections and not self._corrects_in_pass(batch):
-            factors = self._correction(batch)
+            factors = self.correction_of(batch)
             weights = factors if weights is None else weights * factors
         return weights
 
@@ -322,7 +323,8 @@ class Update:
         """Whether the logprobs that corrections need are those of the forward pass."""
         return self.follows_policy or batch.outputs.old_logprobs is None
 
-    def _correction(self, batch: ExperienceBatch, new_logprobs: Tensor | None = None) -> Tensor:
+    def correction_of(self, batch: ExperienceBatch, new_logprobs: Tensor | None = None) -> Tensor:
+        """Return the factor of each token for the gap between trainer and engine."""
         rollouts, mask, metrics = batch.rollouts, batch.rollouts.response_mask, self.metrics
         trainer_logprobs = batch.outputs.sampling_logprobs
         if trainer_logprobs is None:
@@ -425,7 +427,7 @@ class Update:
         if self.gate is not None:
             scored.append(output.sampling_logprobs.detach())
         if self.corrections and self._corrects_in_pass(micro):
-            tokens = tokens.weighted(self._correction(seen, output.sampling_logprobs))
+            tokens = tokens.weighted(self.correction_of(seen, output.sampling_logprobs))
         terms = objective.terms(tokens, output.logprobs, output.entropy)
         old_logprobs = tokens.old_logprobs_or(output.logprobs)
         record_ratios(terms.token_loss, output.logprobs, old_logprobs, mask, metrics)

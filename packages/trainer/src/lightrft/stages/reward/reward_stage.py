@@ -226,7 +226,7 @@ class RewardStage(Stage[JudgementBatch]):
         """The share of scores [answers, names] in a loss, whose metrics are added."""
         share = scores.new_zeros(())
         for own, (name, weight) in zip(scores.unbind(1), self._weights.items(), strict=True):
-            share = share + weight * self._sum_of_losses(judgements, own, name) / counts[name]
+            share = share + weight * self.sum_of_losses(judgements, own, name) / counts[name]
         metrics.add_mean("loss", share, 0.0)
         self._record(judgements, scores.detach(), metrics)
         return share
@@ -266,9 +266,10 @@ class RewardStage(Stage[JudgementBatch]):
         found: Tensor = model(rows.token_ids, rows.attention_mask, is_read=where, by_name=True)
         return found[where].double()
 
-    def _sum_of_losses(
+    def sum_of_losses(
         self, judgements: Sequence[Judgement], scores: Tensor, name: str = ""
     ) -> Tensor:
+        """Return the sum of the losses of judgements under one objective."""
         loss = self._losses[name]
         if not self.data.is_paired:
             return loss(scores, _labels(judgements, scores)).sum()

@@ -29,7 +29,7 @@ from lightrft.tools.agents.harbor_tasks import (
 from lightrft.tools.agents.program_agent import ProgramAgent
 from lightrft.tools.rewards.sandbox import Ending, SandboxError
 
-_UNPACK = """
+UNPACK = """
 import io, json, os, subprocess, sys, tarfile
 def unpack(data, folders):
     def within(tar):
@@ -45,7 +45,7 @@ def unpack(data, folders):
         tar.extractall("/", within(tar))
 """
 _PLAYS = (
-    _UNPACK
+    UNPACK
     + """
 unpack(sys.stdin.buffer.read(), given["folders"])
 os.makedirs(given["workdir"], exist_ok=True)
@@ -72,7 +72,7 @@ with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as tar:
 """
 )
 _TESTS = (
-    _UNPACK
+    UNPACK
     + """
 data = sys.stdin.buffer.read()
 unpack(data[:given["num_bytes"]], given["folders"])

@@ -215,11 +215,11 @@ def _count(
     if num_steps and config.allow_changes:
         return None
     num_steps = _taken_steps(model, num_steps, config)
-    left_out = _left_out(model, run, record.facts.step, config)
+    left_out = read_left_out(model, run, record.facts.step, config)
     return None if left_out is None else round((num_steps - left_out) * _updates_of_step(config))
 
 
-def _left_out(model: str, run: Path, step: int, config: TrainConfig) -> float | None:
+def read_left_out(model: str, run: Path, step: int, config: TrainConfig) -> float | None:
     """Steps before this one whose updates were not taken, by the run's metrics; None is unknown.
 
     Their gradients were not finite, or there was nothing to learn from.

@@ -49,7 +49,7 @@ def planned_steps(run: Path, record: StepRecord, config: TrainConfig) -> tuple[i
         None where neither is known.
     """
     top = config.max_steps
-    counted = None if record.facts.stage != "policy" else _count_rows(run, config)
+    counted = None if record.facts.stage != "policy" else count_recorded_rows(run, config)
     if counted is None:
         return None if top is None else (1, top)
     world, batch = max(record.facts.world_size, 1), config.rollout_batch_size
@@ -58,7 +58,7 @@ def planned_steps(run: Path, record: StepRecord, config: TrainConfig) -> tuple[i
     return max(least, 1), most
 
 
-def _count_rows(run: Path, config: TrainConfig) -> tuple[int, int] | None:
+def count_recorded_rows(run: Path, config: TrainConfig) -> tuple[int, int] | None:
     """Rows that are surely short enough, and all; None where a file of lines is not the data."""
     paths = [Path(name) for name in (config.prompt_data or "").split(",")]
     if config.prompt_data_probs or any(
@@ -117,7 +117,7 @@ def check_sources(step: Step, before: StepRecord | None, planned: tuple[int, int
         planned: See `planned_steps`.
     """
     _check_length(step.found, step.record, planned)
-    _check_schedules(step.found, step.record, before, step.decided.counts)
+    check_schedules(step.found, step.record, before, step.decided.counts)
     _check_components(step.found, step.record.samples, step.config)
     _check_first_weights(step)
 
@@ -132,7 +132,7 @@ def _check_length(found: Findings, record: StepRecord, planned: tuple[int, int] 
     found.add(name, float(seen), float(most), float(max(least - seen, seen - most, 0)), 0.0)
 
 
-def _check_schedules(
+def check_schedules(
     found: Findings,
     record: StepRecord,
     before: StepRecord | None,

@@ -19,7 +19,7 @@ from lightrft.tools.data.probes import FORMS, Probe, final_answer, gold_text, pr
 from lightrft.tools.data.row_checks import CheckedRow
 
 MAX_ROWS, MAX_PROBED_ROWS = 500, 50
-_GRACE_SECONDS = 10.0
+GRACE_SECONDS = 10.0
 # Answers made without the label may be right by chance; as many, or as many as one answer given to
 # all rows, are no doubt.
 _CHANCE = 0.1
@@ -307,7 +307,7 @@ def _score(
     print(
         f"scoring {len(responses)} answers by {reward.name}, at most {seconds:g} s ...", flush=True
     )
-    with _interrupted_after(seconds + _GRACE_SECONDS, reward.name):
+    with _interrupted_after(seconds + GRACE_SECONDS, reward.name):
         results = reward.score(
             [row.text for row in rows],
             responses,

@@ -129,7 +129,7 @@ def take_step(strategy: StrategyBase, ready: PreparedModel, cell: Cell, rows: Ro
     with strategy.accumulation(len(slices), optimizer):
         for part in slices:
             micro = rows.select(own[part], device)
-            share, found = _share(model, cell, micro, normalizer)
+            share, found = loss_share(model, cell, micro, normalizer)
             strategy.backward(share, model, optimizer)
             strategy.optimizer_step(optimizer, model, None)
             loss += share.item()
@@ -138,7 +138,10 @@ def take_step(strategy: StrategyBase, ready: PreparedModel, cell: Cell, rows: Ro
     return StepResult(strategy.reduce_over_data(loss, "sum"), outputs, own)
 
 
-def _share(model: nn.Module, cell: Cell, micro: Rows, normalizer: Tensor) -> tuple[Tensor, Tensor]:
+def loss_share(
+    model: nn.Module, cell: Cell, micro: Rows, normalizer: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return a micro-batch's share of the loss and the model's values that it is made of."""
     if cell.role == "critic":
         values: Tensor = model(micro.token_ids, micro.attention_mask, media=micro.media)
         return value_share(values, micro, normalizer), values

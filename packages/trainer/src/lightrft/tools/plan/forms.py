@@ -359,7 +359,9 @@ def simulate(run: Run, changes: Mapping[str, object]) -> Timing:
         bridge = phases["sync"] + _bridge_seconds(setup, world - generating, run.gpu)
         seconds = generation + update + bridge  # one after the other on devices that are shared
         if not setup.config.devices_shared:
-            seconds = _overlapped(sampling.seconds, update, bridge, lag=setup.config.rollout_lag)
+            seconds = overlapped_seconds(
+                sampling.seconds, update, bridge, lag=setup.config.rollout_lag
+            )
         work = generating * min(sampling.ideal_seconds, generation) + (world - generating) * update
         work += world * bridge
     waiting = max(0.0, 1 - work / world / seconds)
@@ -383,7 +385,7 @@ def _bridge_seconds(setup: Setup, num_training: int, gpu: Gpu) -> float:
     return total * shares / (link * constant("link_share"))
 
 
-def _overlapped(draws: Sequence[float], update: float, bridge: float, *, lag: int) -> float:
+def overlapped_seconds(draws: Sequence[float], update: float, bridge: float, *, lag: int) -> float:
     """Seconds of a step where some ranks sample step t + lag while the others train on t.
 
     Args:

@@ -479,7 +479,7 @@ def plan_memory(setup: Setup) -> MemoryPlan:
     """Predicts every phase, from the second step on, when all states exist."""
     if not setup.rolls_out:
         return MemoryPlan(setup, tuple(_given_phases(setup)))
-    always = [*_context(setup), *_models(setup)]
+    always = [*_context(setup), *model_terms(setup)]
     asleep = [Term("engine: graphs", asleep_bytes(setup))]
     if setup.num_apart and setup.has_gpu:  # the base is not sent again
         weights = [Term(f"{t.name}, asleep", t.num_bytes, True) for t in _engine_weights(setup)]
@@ -498,7 +498,7 @@ def plan_memory(setup: Setup) -> MemoryPlan:
 
 def _given_phases(setup: Setup) -> Iterator[Phase]:
     """Phases of a stage that reads its rows."""
-    always = [*_context(setup), *_models(setup)]
+    always = [*_context(setup), *model_terms(setup)]
     yield Phase("load", (*_context(setup), *_loading(setup)))
     if setup.stage == "prefer":
         yield Phase("score", (*always, *_scoring(setup, setup.config.micro_train_batch_size)))
@@ -514,7 +514,7 @@ def rank_bytes(terms: Sequence[Term]) -> float:
 def fitting_share(plan: MemoryPlan) -> float | None:
     """The share of its engine with which all of a run works; None where there is none."""
     setup = plan.setup
-    trainer = rank_bytes([*_context(setup), *_models(setup)])
+    trainer = rank_bytes([*_context(setup), *model_terms(setup)])
     if not _sleeps(setup):
         others = max(p.device_bytes for p in plan.phases if p.name != "rollout")
         trainer = max(trainer, others - rank_bytes(list(_engine(setup))))
@@ -526,7 +526,8 @@ def _context(setup: Setup) -> Iterator[Term]:
         yield Term("CUDA context and NCCL", constant("context_gb") * GB)
 
 
-def _models(setup: Setup) -> Iterator[Term]:
+def model_terms(setup: Setup) -> Iterator[Term]:
+    """Yield what the models of a run hold in memory."""
     yield from resting(setup, setup.actor)
     if setup.critic is not None:
         for term in resting(setup, setup.critic):
@@ -591,7 +592,7 @@ def _loading(setup: Setup) -> Iterator[Term]:
     Actor and critic are read together, then each other model once those before it are placed,
     reward models together; all of them in float32.
     """
-    yield from (term for term in _models(setup) if "Adam" not in term.name)
+    yield from (term for term in model_terms(setup) if "Adam" not in term.name)
     models = setup.evaluated
     rewards = sum(m.stored for name, m in models.items() if name.startswith("reward model"))
     others = [m.stored for name, m in models.items() if not name.startswith("reward model")]

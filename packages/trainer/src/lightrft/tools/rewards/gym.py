@@ -42,9 +42,9 @@ class GymReward:
             "lightrft.tools.rewards.gym_task", "GymScorer", (self.name,), resident_bytes=4 << 30
         )
         self.parallel_calls = config.reward_workers
-        self._workers = WorkerPool(task, size=config.reward_workers, name=spelling)
+        self.workers = WorkerPool(task, size=config.reward_workers, name=spelling)
         try:
-            self._workers.start()
+            self.workers.start()
         except WorkerFailedError as err:
             raise ConfigError(f"reward {spelling}: {err}") from err
 
@@ -60,7 +60,7 @@ class GymReward:
             self._require_entry(index, entry)
         answers = [find_answer(response) for response in responses]
         try:
-            found = self._workers.call(
+            found = self.workers.call(
                 (answers, list(entries), ANSWER_SECONDS), seconds=self._seconds
             )
         except WorkerTimeoutError as err:
@@ -74,7 +74,7 @@ class GymReward:
 
     def close(self) -> None:
         """Ends the worker processes; may be called twice."""
-        self._workers.close()
+        self.workers.close()
 
     def _require_entry(self, index: int, entry: object) -> None:
         metadata = entry.get("metadata") if isinstance(entry, Mapping) else None

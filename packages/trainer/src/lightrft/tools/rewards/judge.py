@@ -174,7 +174,7 @@ class JudgeReward:
             "n": 1,
             **(config.judge_args or {}),
         }
-        self._server = self._open(config)
+        self.server = self._open(config)
         self._cache = AnswerCache(Path(config.output_dir) / CACHE_FOLDER)
 
     def _open(self, config: TrainConfig) -> _Server:
@@ -186,14 +186,14 @@ class JudgeReward:
 
     def use_engine(self, engine: RolloutEngine) -> None:
         """See `UsesEngine`."""
-        if isinstance(self._server, JudgePolicy):
-            self._server.use_engine(engine)
+        if isinstance(self.server, JudgePolicy):
+            self.server.use_engine(engine)
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult | None]:
         """See `RewardFunction.score`."""
-        if not self._server.keeps_weights:
+        if not self.server.keeps_weights:
             self._cache = AnswerCache(None)
         found = [columns[name] for name in MEDIA_COLUMNS if name in columns]
         media = [Media()] * len(responses)
@@ -231,7 +231,7 @@ class JudgeReward:
 
     def close(self) -> None:
         """Ends the connections; may be called twice."""
-        self._server.close()
+        self.server.close()
 
     def _body(self, text: str, media: Media) -> bytes:
         content: object = text
@@ -247,7 +247,7 @@ class JudgeReward:
         Raises:
             RewardError: One is not.
         """
-        start = self._server.identity + b"\0"
+        start = self.server.identity + b"\0"
         keys = [hashlib.sha256(start + body).hexdigest() for body in bodies]
         asked = {
             key: (question, body)
@@ -261,7 +261,7 @@ class JudgeReward:
         for key, question in zip(keys, questions, strict=True):
             if key in problems:
                 others = f" ({len(problems)} answers like it)" if len(problems) > 1 else ""
-                where = f"judge {self._server.shown}, sample {question.index}"
+                where = f"judge {self.server.shown}, sample {question.index}"
                 raise RewardError(f"{where}: {problems[key]}{others}")
         return [self._cache.get(key) or "" for key in keys]
 
@@ -279,7 +279,7 @@ class JudgeReward:
         """Puts usable answers into the cache; what is wrong with the others, by key."""
         seconds: list[float] = []
         bodies = [body for _, body in asked.values()]
-        answers = self._server.answers(bodies, seconds=seconds) if bodies else []
+        answers = self.server.answers(bodies, seconds=seconds) if bodies else []
         with self._costs.lock:
             self._costs.num_requests += len(seconds)
             self._costs.seconds += sum(seconds)

@@ -57,9 +57,9 @@ class JudgeModel:
         self.shown, self._seconds = folder, config.reward_timeout_seconds
         self.identity = f"{fingerprint(path)} {tokenizer_hash(path)}".encode()
         task = WorkerTask(__name__, "JudgeWorker", (folder, bound), start_seconds=START_SECONDS)
-        self._workers = WorkerPool(task, size=1, name="judge")
+        self.workers = WorkerPool(task, size=1, name="judge")
         try:
-            self._workers.start()
+            self.workers.start()
         except WorkerFailedError as err:
             self.close()
             raise ConfigError(f"judge_model: {folder}: {err}") from err
@@ -79,7 +79,7 @@ class JudgeModel:
             if problem is None:
                 try:
                     answer, taken = cast(
-                        "tuple[str, float]", self._workers.call(body, seconds=max(left, 0.0))
+                        "tuple[str, float]", self.workers.call(body, seconds=max(left, 0.0))
                     )
                 except WorkerTimeoutError:
                     problem = HttpError(
@@ -102,7 +102,7 @@ class JudgeModel:
 
     def close(self) -> None:
         """Ends the worker; may be called twice."""
-        self._workers.close()
+        self.workers.close()
 
 
 class JudgePolicy:

@@ -189,7 +189,7 @@ class MathReward:
         self._rule = rule
         self._grading_seconds = grading_seconds
         self._batch_seconds = batch_seconds
-        self._workers = [WorkerProcess(_TASK, name=rule.name) for _ in range(num_workers)]
+        self.workers = [WorkerProcess(_TASK, name=rule.name) for _ in range(num_workers)]
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
@@ -210,14 +210,14 @@ class MathReward:
             undecided = [index for index in pairs if outcomes[index] is None][:most]
             share = _ROUND_SHARE * self._batch_seconds / max(1, len(undecided))
             limit = min(seconds, self._grading_seconds, share)
-            found = self._grade([pairs[index] for index in undecided], limit, deadline)
+            found = self.grade([pairs[index] for index in undecided], limit, deadline)
             for index, outcome in zip(undecided, found, strict=True):
                 outcomes[index] = outcome
         return [self._result(outcome) for outcome in outcomes]
 
     def close(self) -> None:
         """Ends the worker processes; may be called twice."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.close()
 
     def label_problem(self, label: str | None) -> str | None:
@@ -236,14 +236,14 @@ class MathReward:
             raise RewardError(f"reward {self.name!r}, label of sample {index}: {problem}")
         return self._rule.find_gold(label)
 
-    def _grade(
+    def grade(
         self, pairs: Sequence[tuple[str, str]], seconds: float, deadline: float
     ) -> list[bool | None]:
         """Whether each answer equals its gold answer; None where that takes more seconds."""
         if not pairs:
             return []
         idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
-        for worker in self._workers:
+        for worker in self.workers:
             idle.put(worker)
 
         def grade(pair: tuple[str, str]) -> bool | None:
@@ -253,7 +253,7 @@ class MathReward:
             finally:
                 idle.put(worker)
 
-        num_threads = min(len(self._workers), len(pairs))
+        num_threads = min(len(self.workers), len(pairs))
         with ThreadPoolExecutor(num_threads, thread_name_prefix="reward") as threads:
             return list(threads.map(grade, pairs))
 

@@ -34,7 +34,7 @@ from lightrft.utils.scratch import scratch_folder
 
 MAX_SLOTS = 16
 # Ids that Debian and systemd give to nobody; processes of one machine start at different ones.
-_FIRST_USER, _NUM_USERS = 60514, 669
+_FIRST_USER, NUM_USERS = 60514, 669
 # Linux from which on a user namespace counts its own processes; older ones count all of a user.
 _COUNTS_NAMESPACES = (5, 14)
 _SYSTEM_FOLDERS = ("lib", "lib32", "lib64", "bin", "sbin")
@@ -263,7 +263,7 @@ class Sandbox:
 
         Those of the last program may still be ending.
         """
-        return _FIRST_USER + next(self._users) % _NUM_USERS if os.geteuid() == 0 else None
+        return _FIRST_USER + next(self._users) % NUM_USERS if os.geteuid() == 0 else None
 
     def _python(self, folder: str) -> list[str]:
         return [self.interpreter, "-s", "-S", "-X", "utf8", f"{folder}/main.py"]

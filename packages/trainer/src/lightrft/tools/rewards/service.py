@@ -88,8 +88,8 @@ class RewardServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._ended = threading.Event()
-        self._num_connections = 0
-        self._num_waiting = 0
+        self.num_connections = 0
+        self.num_waiting = 0
         self._held_bytes = 0
 
     def serve_forever(self) -> None:
@@ -128,7 +128,7 @@ class RewardServer:
             server.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_connections += 1
+        self.num_connections += 1
         body = bytearray()
         try:
             status, answer = await self._answer(reader, writer, body)
@@ -141,7 +141,7 @@ class RewardServer:
             writer.transport.abort()
         finally:
             self._held_bytes -= len(body)
-            self._num_connections -= 1
+            self.num_connections -= 1
             writer.close()
 
     async def _answer(
@@ -167,7 +167,7 @@ class RewardServer:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytearray
     ) -> None:
         """Fills the body of a request that may be answered."""
-        if self._num_connections > self._limits.max_connections:
+        if self.num_connections > self._limits.max_connections:
             raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
         method, headers = await _read_head(reader)
         if self._token is not None:
@@ -205,9 +205,9 @@ class RewardServer:
         return int(text)
 
     async def _score(self, body: bytearray) -> Mapping[str, object]:
-        if self._num_waiting >= self._limits.max_waiting:
+        if self.num_waiting >= self._limits.max_waiting:
             raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests are waiting")
-        self._num_waiting += 1
+        self.num_waiting += 1
         try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._scorer, _score, self._reward, bytes(body))
@@ -216,7 +216,7 @@ class RewardServer:
         except ValueError as err:
             raise _RefusedError(HTTPStatus.BAD_REQUEST, one_line(str(err))) from err
         finally:
-            self._num_waiting -= 1
+            self.num_waiting -= 1
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[str, Message]:

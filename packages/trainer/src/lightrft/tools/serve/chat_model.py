@@ -63,7 +63,7 @@ class ChatModel:
             params = replace(params, stop_token_ids=(end,))
         ends = [each for each in (end, tokenizer.eos_token_id) if each is not None]
         self.tokenizer = tokenizer
-        self._chat = ChatIds(tokenizer, end, encoder=encoder, renderer=renderer)
+        self.chat_ids = ChatIds(tokenizer, end, encoder=encoder, renderer=renderer)
         self.rules = AnswerRules(
             tokenizer,
             config.tool_parser,
@@ -75,7 +75,7 @@ class ChatModel:
 
     def episode(self) -> AgentEpisode:
         """An episode without calls."""
-        talk = Conversations(self._chat, 0, repeats_seeds=True)
+        talk = Conversations(self.chat_ids, 0, repeats_seeds=True)
         return AgentEpisode(0, None, 0, 0, {}, talk)  # type: ignore[arg-type]
 
     def answers(

@@ -123,10 +123,10 @@ class Service:
         from lightrft.rollout.agents.http_server import MEDIA_LIMITS
         from lightrft.tools.serve.served_model import ServedModel
 
-        self._model: ServedModel = ServedModel(path, config)
-        self._model.statements.say(print)
-        self._episode: AgentEpisode = self._model.chat.episode()
-        chat = self._model.chat
+        self.model: ServedModel = ServedModel(path, config)
+        self.model.statements.say(print)
+        self._episode: AgentEpisode = self.model.chat.episode()
+        chat = self.model.chat
         limits = MEDIA_LIMITS if chat.rules.encoder.reads_media else None
         self.endpoint: Endpoint = Endpoint(chat.tokenizer, limits, port=port)
         self.key = self.endpoint.open(self._episode, key)
@@ -147,7 +147,7 @@ class Service:
             self._episode.known.clear()
             talk.chat.encoder.forget()
         try:
-            answer_round(calls, self._model.chat.rules, self._model.sample)
+            answer_round(calls, self.model.chat.rules, self.model.sample)
         except Exception as error:  # noqa: BLE001 - one request must not end the server
             if len(calls) > 1:
                 for call in calls:
@@ -169,7 +169,7 @@ class Service:
     def close(self) -> None:
         """Ends the server."""
         self.endpoint.close()
-        self._model.engine.close()
+        self.model.engine.close()
 
     def __enter__(self) -> Service:
         return self

@@ -74,7 +74,7 @@ class Generator:
     logs: SampleLogs
     wants_stop: Callable[[], bool]
     # By number of completed steps: a step that is given up leaves the rows of the one before.
-    _flights: dict[int, InFlight] = field(default_factory=dict)
+    flights: dict[int, InFlight] = field(default_factory=dict)
     _data: BatchStream[Prompt] | None = None
     _num_planned: int = 0
     _report: DrawnReport | None = None
@@ -101,7 +101,7 @@ class Generator:
         """
         if start is not None:
             self._begin(number - 1, start)
-        before, timer = self._flights[number - 1], StepTimer(number)
+        before, timer = self.flights[number - 1], StepTimer(number)
         session = self.strategy.session
         session.last_weight_sync = sync
         session.take_work()  # of an evaluation
@@ -113,7 +113,7 @@ class Generator:
         flight, more = self._sample(flight, further, timer)
         drawn += more
         _, left = take_step(before, flight, drawn, self.config, session.context)
-        self._flights = {number - 1: before, number: left}
+        self.flights = {number - 1: before, number: left}
         self.inputs.environments.encoder.forget()
         work = session.take_work()
         self._report = DrawnReport(
@@ -129,7 +129,7 @@ class Generator:
 
     def _begin(self, num_steps: int, start: Start) -> None:
         context, self._num_planned = self.strategy.context, start.num_planned
-        self._flights[num_steps] = from_parts(
+        self.flights[num_steps] = from_parts(
             start.parts,
             start.num_requests,
             rank=context.rank,
@@ -179,7 +179,7 @@ class Generator:
 
     def save(self, num_steps: int) -> None:
         """Gives the rows in flight after so many steps, for a checkpoint."""
-        self.bridge.answer(to_bytes(self._flights[num_steps], self.strategy.context.rank))
+        self.bridge.answer(to_bytes(self.flights[num_steps], self.strategy.context.rank))
 
     def evaluate(self, params: SamplingParams) -> None:
         """Samples the held-out prompts."""
