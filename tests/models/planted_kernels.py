@@ -72,6 +72,6 @@ def losing_gradients(query, key, value, cu_seq_q, *bounds, scale=None, window_si
 
 def plant(monkeypatch, kernel):
     """Let this torch have a kernel, on any device."""
-    monkeypatch.setattr(varlen, "_trials", {})
+    monkeypatch.setattr(varlen, "known_trials", {})
     monkeypatch.setattr(varlen, "kernel_hindrance", lambda shape: None)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)

@@ -59,9 +59,9 @@ def calls(monkeypatch):
     """Counts calls of the kernel for unequal lengths."""
     found = []
     # Private: the numbers do not say which kernel ran.
-    kernel = attention._attend_varlen
+    kernel = attention.attend_stream
     monkeypatch.setattr(
-        attention, "_attend_varlen", lambda *args: (found.append(1), kernel(*args))[1]
+        attention, "attend_stream", lambda *args: (found.append(1), kernel(*args))[1]
     )
     return found
 

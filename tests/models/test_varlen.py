@@ -43,8 +43,8 @@ def test_a_kernel_that_raises_or_computes_otherwise_is_left_alone(kernel, monkey
 def test_each_shape_is_tried_once_in_a_process(monkeypatch):
     kernels.plant(monkeypatch, kernels.without_argument)
     tried = []
-    real = varlen._tried
-    monkeypatch.setattr(varlen, "_tried", lambda shape: (tried.append(shape), real(shape))[1])
+    real = varlen.run_trial
+    monkeypatch.setattr(varlen, "run_trial", lambda shape: (tried.append(shape), real(shape))[1])
     for size in (64, 64, 32):
         rows = torch.zeros(1, 2, 3, size, dtype=torch.bfloat16)
         assert attention.has_varlen_kernel(rows, rows, rows)
@@ -68,7 +68,7 @@ def test_a_trial_draws_no_random_numbers_and_needs_no_gradients_of_the_caller(mo
     ],
 )
 def test_where_no_kernel_can_be_nothing_is_tried(shape, reason, monkeypatch):
-    monkeypatch.setattr(varlen, "_trials", {})
+    monkeypatch.setattr(varlen, "known_trials", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     trial = try_kernel(shape)
     assert not trial.works
@@ -162,7 +162,7 @@ def test_torchs_own_kernel_is_put_back_where_flash_attention_3_fails(kernel, mon
 
 
 def test_this_torch_offers_what_the_choice_of_a_kernel_asks_for(monkeypatch):
-    monkeypatch.setattr(varlen, "_trials", {SHAPE: KernelTrial(True, "varlen_attn")})
+    monkeypatch.setattr(varlen, "known_trials", {SHAPE: KernelTrial(True, "varlen_attn")})
     # Without the package nothing changes; with it, a CPU passes no trial.
     varlen.use_newer_kernel([SHAPE])
     assert torch.nn.attention.current_flash_attention_impl() is None

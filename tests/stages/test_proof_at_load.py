@@ -44,7 +44,7 @@ def forget_transform(monkeypatch):
 
 def leak_a_token(monkeypatch):
     """The last token of a row is seen by the next one in the stream."""
-    attend = attention._attend_each
+    attend = attention.attend_each
 
     def leaking(qkv, bounds, options):
         whole = attend(qkv, bounds, options)
@@ -62,7 +62,7 @@ def leak_a_token(monkeypatch):
             whole[:, :, start:stop] = part[:, :, 1:]
         return whole
 
-    monkeypatch.setattr(attention, "_attend_each", leaking)
+    monkeypatch.setattr(attention, "attend_each", leaking)
 
 
 def show_padding(monkeypatch):

@@ -222,7 +222,7 @@ def sync_often(rank, world_size, planted, faults, seconds):
                 parameters={name: torch.zeros(shape) for name, shape in SHAPES.items()},
             )
             generate(bridge, engine, wire, plant)
-            held = {name: engine._weights.tensors[name].clone() for name in SHAPES}
+            held = {name: engine.weights.tensors[name].clone() for name in SHAPES}
             return held, memory.asked, bridge.take_received(), HostTimeline.num_waits
         start_process_group(timedelta(seconds=60))
         engine = RemoteEngine(bridge, "fake", wire)

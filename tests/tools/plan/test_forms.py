@@ -263,7 +263,7 @@ def test_weights_of_split_ranks_cross_from_gpu_to_gpu_or_through_the_host():
         setup = long_run(16384, gpus=gpus, rollout_ranks=num_generating, rollout_lag=1, **options)
         side = replace(setup, world_size=num_generating)
         total = side.compute_bytes * side.actor_size.parameters / GB
-        return forms._bridge_seconds(side, gpus - num_generating, GPU) / total
+        return forms.bridge_seconds(side, gpus - num_generating, GPU) / total
 
     assert seconds(2, 1) == pytest.approx(1 / (450 * 0.7))
     assert seconds(8, 4) == pytest.approx((1 / 4 + 3 / 4) / (450 * 0.7))

@@ -126,7 +126,7 @@ def packed_attention(
     if group is not None:
         query, key, value = gather_sequence(query, key, value, group)
     is_varlen = has_varlen_kernel(query, key, value) and sequence_bounds.blocks is None
-    attend = _attend_varlen if is_varlen else _attend_each
+    attend = attend_stream if is_varlen else attend_each
     attended = attend((query, key, value), sequence_bounds, options)
     if group is not None:
         attended = scatter_sequence(attended, group)
@@ -141,7 +141,7 @@ def has_varlen_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return try_kernel(shape).works
 
 
-def _attend_each(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> Tensor:
+def attend_each(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> Tensor:
     """One call of torch's attention for each sequence: [1, heads, tokens, head_dim]."""
     is_grouped = qkv[0].shape[1] != qkv[1].shape[1]
     pieces = []
@@ -184,7 +184,7 @@ def _visible(
     return mask
 
 
-def _attend_varlen(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> Tensor:
+def attend_stream(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> Tensor:
     """One kernel for all sequences: [1, heads, tokens, head_dim]."""
     if options.get("dropout"):
         raise ValueError("packed attention has no dropout on a GPU: set attention_dropout to 0")

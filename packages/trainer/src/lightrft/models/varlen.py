@@ -87,14 +87,14 @@ class KernelTrial:
         return f"{way}: {self.finding}"
 
 
-_trials: dict[KernelShape, KernelTrial] = {}
+known_trials: dict[KernelShape, KernelTrial] = {}
 
 
 def try_kernel(shape: KernelShape) -> KernelTrial:
     """Whether one kernel takes all sequences of a stream; the first call on a shape tries it."""
-    if shape not in _trials:
-        _trials[shape] = _tried(shape)
-    return _trials[shape]
+    if shape not in known_trials:
+        known_trials[shape] = run_trial(shape)
+    return known_trials[shape]
 
 
 def use_newer_kernel(shapes: Iterable[KernelShape]) -> None:
@@ -112,9 +112,9 @@ def use_newer_kernel(shapes: Iterable[KernelShape]) -> None:
     # The package is absent, or made for another torch.
     with suppress(Exception):
         activate_flash_attention_impl(NEWER)
-        trials = {shape: _tried(shape) for shape in wanted}
+        trials = {shape: run_trial(shape) for shape in wanted}
     if trials and all(trial.works for trial in trials.values()):
-        _trials.update(trials)
+        known_trials.update(trials)
     else:
         use_own_kernel()
 
@@ -123,7 +123,7 @@ def use_own_kernel() -> None:
     """Puts torch's own kernel back, if another one was turned on."""
     if current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
-        _trials.clear()
+        known_trials.clear()
 
 
 def kernel_hindrance(shape: KernelShape) -> str | None:
@@ -179,7 +179,8 @@ def _parameters_of(function: Callable[..., object]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _tried(shape: KernelShape) -> KernelTrial:
+def run_trial(shape: KernelShape) -> KernelTrial:
+    """Run the kernel of a shape in this process and compare it with torch."""
     hindrance = kernel_hindrance(shape)
     if hindrance is not None:
         return KernelTrial(False, hindrance)

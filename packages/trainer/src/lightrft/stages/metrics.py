@@ -35,7 +35,7 @@ class StepMetrics:
     """
 
     def __init__(self) -> None:
-        self._values: dict[tuple[str, Reduction], list[float | Tensor]] = {}
+        self.values: dict[tuple[str, Reduction], list[float | Tensor]] = {}
         self._derived: dict[str, tuple[int, Callable[[Tensor], float | None]]] = {}
         self._pairs: dict[str, tuple[Callable[[PairedMoments], float | None], list[Tensor]]] = {}
 
@@ -104,8 +104,8 @@ class StepMetrics:
         Returns:
             Name -> value, the same on every rank, names sorted.
         """
-        keys = sorted(self._values)
-        local = [_joined(map(float, self._values[key]), key[1])[None] for key in keys]
+        keys = sorted(self.values)
+        local = [_joined(map(float, self.values[key]), key[1])[None] for key in keys]
         pairs = sorted(self._pairs.items())
         local += [
             PairedMoments.joined(torch.stack(parts).cpu()).to_tensor() for _, (_, parts) in pairs
@@ -136,7 +136,7 @@ class StepMetrics:
         # Kept as a tensor: reading it here would wait for the device once per metric and micro
         # batch.
         kept = value.detach() if isinstance(value, torch.Tensor) else value
-        self._values.setdefault((name, join), []).append(kept)
+        self.values.setdefault((name, join), []).append(kept)
 
 
 def _mean(sums: Tensor) -> float | None:

@@ -356,7 +356,7 @@ def simulate(run: Run, changes: Mapping[str, object]) -> Timing:
         seconds = generation + update + phases["sync"]
         work = world * (seconds - max(0.0, generation - sampling.ideal_seconds))
     else:
-        bridge = phases["sync"] + _bridge_seconds(setup, world - generating, run.gpu)
+        bridge = phases["sync"] + bridge_seconds(setup, world - generating, run.gpu)
         seconds = generation + update + bridge  # one after the other on devices that are shared
         if not setup.config.devices_shared:
             seconds = overlapped_seconds(
@@ -368,7 +368,7 @@ def simulate(run: Run, changes: Mapping[str, object]) -> Timing:
     return Timing(seconds, generation, update, waiting, sampling.open_tokens)
 
 
-def _bridge_seconds(setup: Setup, num_training: int, gpu: Gpu) -> float:
+def bridge_seconds(setup: Setup, num_training: int, gpu: Gpu) -> float:
     """Shards from their owners to the engines, which then exchange what each has received.
 
     Args:
