@@ -18,7 +18,7 @@ import pytest
 import torch
 from tests.ranks import run_multiprocess
 
-NUM_ROUNDS, BUCKET_BYTES = 5, 32 * 2**20
+NUM_ROUNDS, BUCKET_BYTES = 9, 32 * 2**20
 SHAPES = {f"layer{number}": (1024, 1024) for number in range(64)}
 DTYPE = torch.bfloat16
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.engines.fake_engine import FakeEngine
 from tests.ranks import RankFailure, run_multiprocess
 
+from lightrft.config import ConfigError
 from lightrft.engines.types import EngineConfig, EngineStatus
 from lightrft.strategy import FakeStrategy
 from lightrft.strategy.distributed import process_groups
@@ -403,7 +404,7 @@ def plant_gpus(monkeypatch, count, side=None):
 def test_a_rank_beyond_the_gpus_is_refused_with_the_option_that_shares_them(monkeypatch):
     side = process_groups.Side(1, 1, 1)
     plant_gpus(monkeypatch, 1, side)
-    with pytest.raises(RuntimeError, match=r"local rank 1 has no GPU: .* add devices_shared"):
+    with pytest.raises(ConfigError, match=r"local rank 1 has no GPU: .* add devices_shared"):
         resolve_device(1)
     assert resolve_device(1, devices_shared=True) == torch.device("cuda", 0)
     plant_gpus(monkeypatch, 2, process_groups.Side(3, 2, 2))
@@ -414,10 +415,10 @@ def test_a_rank_beyond_the_gpus_is_refused_with_the_option_that_shares_them(monk
 def test_gpus_are_shared_by_one_rank_of_each_side_only(monkeypatch):
     """NCCL refuses two ranks of one GPU in the group of a side."""
     plant_gpus(monkeypatch, 1, process_groups.Side(1, 2, 1))
-    with pytest.raises(RuntimeError, match=r"local rank 1 has no GPU: .* at most 1 ranks on each"):
+    with pytest.raises(ConfigError, match=r"local rank 1 has no GPU: .* at most 1 ranks on each"):
         resolve_device(1, devices_shared=True)
     plant_gpus(monkeypatch, 1)
-    with pytest.raises(RuntimeError, match=r"start at most 1 processes per node$"):
+    with pytest.raises(ConfigError, match=r"start at most 1 processes per node$"):
         resolve_device(1, devices_shared=True)
     plant_gpus(monkeypatch, 0)
     assert resolve_device(5, devices_shared=True) == torch.device("cpu")

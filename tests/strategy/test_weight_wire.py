@@ -8,6 +8,7 @@ import signal
 from contextlib import ExitStack
 from datetime import timedelta
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.ranks import RankFailure, run_multiprocess
 from lightrft.kernels import BucketLayout, TensorSpec
 from lightrft.kernels.weight_bucket.broadcaster import BucketPacker, Timeline
 from lightrft.strategy.split import weight_wire
+from lightrft.strategy.split.bridge import Bridge
 from lightrft.strategy.split.weight_wire import Route, WeightWire, wire_backend
 from lightrft.strategy.weight_sync.verification import WeightSyncError
 
@@ -172,7 +174,6 @@ def lose_at_the_second_bucket(how):
 def open_ranks(stack, rank, seconds):
     """The side of this rank and the connection."""
     from lightrft.strategy.distributed.process_groups import leave_side, take_side
-    from lightrft.strategy.split.bridge import Bridge
 
     timeout = timedelta(seconds=seconds)
     side, store = take_side(NUM_GENERATING, timeout)
@@ -320,6 +321,28 @@ def test_from_gpu_to_gpu_nothing_stops_in_the_host():
         weight_wire.identity_of = real
     assert bridge.opened == ("weights", 0, 2, "nccl")
     assert {kind for kind, _ in memory.asked} == {"cuda"}
+
+
+def test_groups_of_gpus_wait_as_long_as_the_phase_and_are_given_up_at_the_end(monkeypatch):
+    ended = []
+
+    class Planted:
+        class Options:
+            pass
+
+        def __init__(self, store, rank, size, options):
+            assert (rank, size) == (1, 3)
+            assert options._timeout > timedelta(days=1)
+
+        def abort(self):
+            ended.append(self)
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Planted, raising=False)
+    lifeline = SimpleNamespace(close=lambda: None)
+    bridge = SimpleNamespace(_store=torch.distributed.HashStore(), _on_gpus=[], _lifeline=lifeline)
+    group = Bridge.open_group(bridge, "weights", 1, 3, "nccl")
+    Bridge.close(bridge)
+    assert ended == [group]
 
 
 def layout_of(kinds, num_ranks):

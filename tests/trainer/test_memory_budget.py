@@ -15,7 +15,7 @@ from lightrft.config import TrainConfig
 from lightrft.strategy import get_fake_strategy
 from lightrft.tools.plan.memory import gigabytes, plan_memory
 from lightrft.tools.plan.setup import SHAPES, ModelSize, Setup, read_model_size
-from lightrft.tools.plan.start_check import check_budget, settle
+from lightrft.tools.plan.start_check import check_budget, machine_setup, settle
 
 
 def setup_of(name, gpus, num_gigabytes, *, has_gpu=True, **options):
@@ -55,6 +55,34 @@ def test_a_host_is_only_warned_about():
     setup = setup_of("qwen2.5-7b", 2, 16, has_gpu=False)
     assert settle(setup, lines.append) is setup.config
     assert any("may run out of memory" in line for line in lines)
+
+
+def test_a_gpu_that_two_ranks_share_holds_both(monkeypatch):
+    """The engine of another process has the share that was given: nothing here can change it."""
+    monkeypatch.setattr("lightrft.tools.plan.start_check.read_model_size", lambda _: SIZE)
+    gpu = SimpleNamespace(total_memory=80e9)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: gpu)
+    strategy = SimpleNamespace(
+        device=torch.device("cuda"), world_size=1, all_reduce=lambda value, op: value
+    )
+
+    def planned(**options):
+        options |= {"fsdp": True, "rollout_ranks": 1, "rollout_lag": 1, "engine_mem_util": 0.9}
+        options |= {"gradient_checkpointing": True, "generate_max_len": 512}
+        config = TrainConfig(engine_type="vllm", enable_engine_sleep=False, **options)
+        return plan_memory(machine_setup(config, strategy))
+
+    apart, shared = planned(), planned(devices_shared=True)
+    assert apart.problems == []
+    assert shared.worst.device_bytes - apart.worst.device_bytes > 0.8 * 80e9
+    assert not shared.fits
+    lines = []
+    with pytest.raises(MemoryError):
+        settle(shared.setup, lines.append)
+    assert not any("instead of" in line for line in lines)
+
+
+SIZE = SHAPES["qwen2.5-1.5b"]
 
 
 class Inputs:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lightrft.config.options import ConfigError
 from lightrft.strategy.distributed.network import (
     VARIABLE,
     allow_open_files,
@@ -164,7 +165,7 @@ def resolve_device(local_rank: int, *, devices_shared: bool = False) -> torch.de
         devices_shared: A rank that only generates may have the GPU of one that trains.
 
     Raises:
-        RuntimeError: The node has fewer GPUs than local ranks, or than those of one side.
+        ConfigError: The node has fewer GPUs than local ranks, or than those of one side.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -178,7 +179,7 @@ def resolve_device(local_rank: int, *, devices_shared: bool = False) -> torch.de
                 ", or for a trial add devices_shared: ranks that only generate then use the GPUs "
                 f"of those that train, at most {count} ranks on each side"
             )
-        raise RuntimeError(f"local rank {index} has no GPU: this node shows {count}; {remedy}")
+        raise ConfigError(f"local rank {index} has no GPU: this node shows {count}; {remedy}")
     return torch.device("cuda", index % count)
 
 

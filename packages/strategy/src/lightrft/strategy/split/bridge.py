@@ -107,6 +107,7 @@ class Bridge:
         self._problem: Exception | None = None
         self._has_answered = True  # the command under way
         self.timeout, self._store = timeout, store
+        self._on_gpus: list[dist.ProcessGroupNCCL] = []
         self.everyone = self.open_group("everyone", self.rank, self.world_size)
         self._link: dist.ProcessGroup | None = None
         if side.generates or side.rank == 0:
@@ -124,7 +125,8 @@ class Bridge:
             return cast("dist.ProcessGroup", group)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER
-        return cast("dist.ProcessGroup", dist.ProcessGroupNCCL(prefixed, rank, size, options))
+        self._on_gpus.append(dist.ProcessGroupNCCL(prefixed, rank, size, options))
+        return cast("dist.ProcessGroup", self._on_gpus[-1])
 
     @property
     def is_first(self) -> bool:
@@ -307,6 +309,9 @@ class Bridge:
     def close(self) -> None:
         """Ends the connection; whoever still waits learns of it."""
         self._lifeline.close()
+        for group in self._on_gpus:  # a collective that waits for a lost rank would never end
+            group.abort()
+        self._on_gpus.clear()
         self.everyone = self._link = None  # type: ignore[assignment]
 
 

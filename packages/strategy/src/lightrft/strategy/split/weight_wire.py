@@ -205,8 +205,10 @@ class WeightWire:
             ]
         slots = []
         for number in range(_NUM_SLOTS):
-            make = (self._allocate(n, dtype=torch.uint8, device=device) for n in (size, size))
-            full, spare = make
+            spare_size = size if self._side.generates else 0
+            full, spare = (
+                self._allocate(n, dtype=torch.uint8, device=device) for n in (size, spare_size)
+            )
             if is_staged:
                 moved = self._pinned[number]
                 slots.append(_Slot(full, spare, moved[:size], moved[size : size + share]))

@@ -13,7 +13,7 @@ from lightrft.run.gpus import GB, Gpu
 from lightrft.tools.plan.constants import constant
 from lightrft.tools.plan.engine_room import LARGEST_SHARE, engine_room
 from lightrft.tools.plan.forms import Lengths, Run, Timing, simulate, splits
-from lightrft.tools.plan.memory import MemoryPlan, gigabytes, plan_memory
+from lightrft.tools.plan.memory import gigabytes, plan_memory
 from lightrft.tools.plan.setup import Setup
 
 ALONE, LAGGING, STREAMING = "waits for all", "lag, one program", "streaming"
@@ -161,13 +161,7 @@ def _form(run: Run, name: str, changes: Mapping[str, object]) -> Form:
 
 def _split_memory(trains: Setup, samples: Setup) -> tuple[float, str]:
     """Bytes of the rank that needs most, and what does not fit, of ranks that do one thing each."""
-    plan = plan_memory(trains)
-    phases = [
-        replace(each, terms=tuple(t for t in each.terms if not t.name.startswith("engine: ")))
-        for each in plan.phases
-        if each.name not in ("rollout", "sync")
-    ]
-    training = MemoryPlan(replace(trains, engine=""), tuple(phases))
+    training = plan_memory(replace(trains, engine=""))
     found = [f"ranks that train: {problem}" for problem in training.problems]
     weights = samples.compute_bytes * samples.actor_size.parameters / samples.config.engine_tp_size
     context = constant("context_gb") * GB if samples.has_gpu else 0.0

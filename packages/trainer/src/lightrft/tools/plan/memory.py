@@ -560,6 +560,8 @@ def _engine_weights(setup: Setup) -> Iterator[Term]:
 
 
 def _engine(setup: Setup) -> Iterator[Term]:
+    if not setup.engine:  # other ranks generate
+        return
     room = engine_room(setup)
     if room is not None and setup.has_gpu:
         yield Term("engine: weights", room.weight_bytes)
@@ -575,7 +577,8 @@ def _engine(setup: Setup) -> Iterator[Term]:
 
 def _waking(setup: Setup) -> Iterator[Term]:
     """Of an engine that takes weights before it has a cache again."""
-    yield from _engine_weights(setup)
+    if setup.engine:
+        yield from _engine_weights(setup)
     yield Term("engine: graphs", asleep_bytes(setup))
 
 

@@ -306,7 +306,7 @@ class Setup:
         has_gpu: Whether ranks have a GPU each.
         capacity_bytes: Memory of a rank's device; of its share of the host without a GPU.
         host_bytes: Memory of the host that is this rank's share; None is not known.
-        engine: "vllm", "sglang" or "hf".
+        engine: "vllm", "sglang" or "hf"; "" where only other ranks generate.
         stage: Of `config.registry.STAGES`.
         rows_per_item: Answers that are compared with each other, at most; 1 where none are.
         longest_row: Tokens of the longest row of given ones; None takes what the options allow.

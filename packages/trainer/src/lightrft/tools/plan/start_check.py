@@ -117,7 +117,7 @@ def machine_setup(config: TrainConfig, strategy: StrategyBase) -> Setup:
     capacity, host = (-float(strategy.all_reduce(-x, op="max")) for x in (capacity, host))
     engine = config.engine_type
     if config.rollout_ranks and not config.devices_shared:
-        engine = "hf"  # which takes nothing of a rank that only trains
+        engine = ""
     return Setup(
         config=config,
         actor_size=read_model_size(str(config.pretrain)),
