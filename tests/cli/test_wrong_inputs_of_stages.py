@@ -1,6 +1,6 @@
 """Bad data and options of the stages on given rows: one line, the documented code, no file.
 
-What one stage alone refuses is tested beside it (test_sft.py, test_prefer.py and so on).
+Distillation of prompts is tested in test_distill.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 IDS = {"token_ids": [5, 6], "is_trained": [0, 1]}
 RANKED = {"prompt": "a", "answers": ["b", "c"], "ranks": [1, 2]}
 STEPS = {"prompt": "a", "completions": ["b", "c"], "labels": [True, False]}
+LABELLED = {"prompt": "a ", "completion": "b", "label": True}
 SCORED = {"prompt_ids": [5], "response_ids": [6], "score": 1}
 GOOD = {"sft": SFT, "distill": SFT, "prefer": PAIR, "reward": PAIR}
 FORWARD = {"teacher": "model", "teacher_form": "forward"}
@@ -58,6 +59,53 @@ def option(stage, *expected, files=None, **options):
     return Wrong(stage, USAGE, expected, None, options, files or {})
 
 
+# One mistake in several stages: code, words, rows (None stands for a good one) and options.
+OF_STAGES = {
+    "no JSON": ("sft prefer", DATA, "rows.jsonl:2: not valid JSON", (None, "{"), {}),
+    "no rows": ("sft reward", DATA, "rows.jsonl holds no rows", (), {}),
+    "two kinds": ("prefer reward", DATA, ":2: expected rows like the first", (None, LABELLED), {}),
+    "too long": (
+        "prefer reward",
+        DATA,
+        "all 1 pairs exceed max_row_tokens = 2",
+        (None,),
+        {"max_row_tokens": 2},
+    ),
+    "few rows": (
+        "sft prefer reward",
+        USAGE,
+        "has 1 usable rows, less than one step",
+        (None,),
+        {"train_batch_size": 2},
+    ),
+    "no model": (
+        "sft prefer reward",
+        USAGE,
+        "--pretrain: no model directory at nothing",
+        (None,),
+        {"pretrain": "nothing"},
+    ),
+    "of sft": (
+        "prefer reward",
+        USAGE,
+        "train_on is an option of lightrft sft, not of",
+        (None,),
+        {"train_on": "all"},
+    ),
+    "of train": (
+        "sft prefer",
+        USAGE,
+        "policy_loss is an option of lightrft train",
+        (None,),
+        {"policy_loss": "gspo"},
+    ),
+}
+SHARED = {
+    f"{name}, {stage}": Wrong(stage, code, (words,), rows, options)
+    for name, (stages, code, words, marks, options) in OF_STAGES.items()
+    for stage in stages.split()
+    for rows in [tuple(GOOD[stage] if mark is None else mark for mark in marks)]
+}
 WRONG = {
     # What is no row.
     "no object": row("sft", "[1, 2]", "rows.jsonl:1"),
@@ -138,6 +186,70 @@ WRONG = {
     "score of no label": row("reward", SCORED | {"score": 0.5}, "--reward_loss mse"),
     "score a text": row("reward", SCORED | {"score": "1"}, "'score'"),
     "score missing": row("reward", {"prompt_ids": [5], "response_ids": [6]}, "score is missing"),
+    **SHARED,
+    "no column of sft": row("sft", {"question": "a"}, "rows.jsonl:1: expected a column messages"),
+    "no column of pairs": row(
+        "prefer", {"prompt": "a"}, ":1: expected columns chosen and rejected"
+    ),
+    "texts as pairs": row("reward", {"text": "a"}, ":1: expected columns chosen and rejected"),
+    "another kind": Wrong(
+        "sft", DATA, ("rows.jsonl:2: expected prompt and completion",), (SFT, {"text": "a"})
+    ),
+    "no answer": row("sft", {"messages": CHAT[:1]}, "rows.jsonl:1: no message of role"),
+    "empty completion": row("sft", SFT | {"completion": ""}, "column 'completion' must"),
+    "long rows": row("sft", SFT, "all 1 rows exceed max_row_tokens = 2", max_row_tokens=2),
+    "mask of chats": row("sft", SFT, "train_on assistant: rows with prompt", train_on="assistant"),
+    "no match": row("sft", SFT, "train_on_regex 'x' matches no token", train_on_regex="x"),
+    "no file": Wrong("sft", DATA, ("no.jsonl does not exist",), None, {"prompt_data": "no.jsonl"}),
+    "no preference": row("prefer", PAIR | {"chosen": "c"}, "rows.jsonl:1: chosen and rejected"),
+    "no preference to learn": row(
+        "reward", PAIR | {"chosen": "c"}, "rows.jsonl:1: chosen and rejected are the same"
+    ),
+    "empty rejected": row("prefer", PAIR | {"rejected": ""}, "column 'rejected' must hold a te"),
+    "negative margin": row("prefer", PAIR | {"margin": -2}, "the chosen answer is worse than"),
+    "worse": row(
+        *("reward", PAIR | {"margin": -1}),
+        "rows.jsonl:1: the chosen answer is worse than the rejected one, by 1",
+    ),
+    "no label": row("reward", LABELLED | {"label": "yes"}, "column 'label' must be true or false"),
+    "no ranks": row(
+        *("reward", {"prompt": "a ", "answers": ["b", "c"]}),
+        "rows.jsonl:1: column 'ranks' must hold a list",
+    ),
+    "no such mask": option("sft", "train_on: got 'all_of_it', expected", train_on="all_of_it"),
+    "no such loss": option("sft", "sft_loss: got 'nll', expected one of ['token", sft_loss="nll"),
+    "no pattern": option("sft", "train_on_regex: got '(', expected a regul", train_on_regex="("),
+    "frozen and audited": option(
+        "sft", "an audit follows all wei", audit_every=1, freeze_prefix="a"
+    ),
+    "misspelled": option("sft", "unknown option 'max_epoch'; did you mean", max_epoch=2),
+    "misspelled loss": option("prefer", "(did you mean 'dpo'?)", preference_loss="dop"),
+    "idle value": option(
+        "prefer", "preference_args: gamma does nothing", preference_args="gamma=1"
+    ),
+    "idle weight": option("prefer", "got 2 for 1 losses", preference_weights="1 2"),
+    "no value": option("prefer", "preference_loss dpo: beta: got 'x'", preference_args="beta=x"),
+    "labels alone": Wrong(
+        "prefer", USAGE, ("preference_loss dpo compares two answers to a prompt",), (LABELLED,)
+    ),
+    "regex of sft": option("prefer", "train_on_regex is an option of lightrft", train_on_regex="x"),
+    "loss of sft": option("prefer", "sft_loss is an option of lightrft sft, not", sft_loss="dft"),
+    "no loss of rewards": option(
+        "reward", "reward_loss: got 'dpo', expected one of", reward_loss="dpo"
+    ),
+    "loss of labels": option("reward", "reward_loss mse is of labelled answers", reward_loss="mse"),
+    "loss of pairs": Wrong(
+        *("reward", USAGE, ("reward_loss hps is of pairs or rankings",), (LABELLED,)),
+        {"reward_loss": "hps"},
+    ),
+    "no pairs": Wrong(
+        "reward", USAGE, ("centering_coef is of pairs",), (LABELLED,), {"centering_coef": 0.1}
+    ),
+    "labels held out of pairs": option(
+        *("reward", "must be of one kind: got labelled"),
+        eval_data="e.jsonl",
+        files={"e.jsonl": json.dumps(LABELLED)},
+    ),
     # Options that no stage can carry out.
     "rows a step": option("sft", "train_batch_size", train_batch_size=0),
     "rows a pass": option("prefer", "micro_train_batch_size", micro_train_batch_size=3),
