@@ -316,19 +316,20 @@ def main() -> None:
     parser.add_argument("--lora_rank", type=int, default=0)
     options = parser.parse_args()
     if options.lora_rank and importlib.util.find_spec("peft") is None:
-        lines.add("absent", options.name, text="adapters need peft, which is not installed")
-        return
+        text = "adapters need peft, which is not installed"
+        return lines.add("absent", options.name, text=text)
     size, tokens = SHAPES[options.shape], options.tokens
     if lines.is_rehearsal():
         size, tokens = ModelSize(2, 64, 160, 512, 4, 2, 16, True, has_qk_norm=True), TINY_TOKENS
+    if options.kind == "trl":  # in one plain process: with a world of one rank it would take DDP
+        return run_trl(options, size, tokens)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
-    run = run_ours if options.kind == "ours" else run_trl
-    run(options, size, tokens)
+    return run_ours(options, size, tokens)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ def test_all_tests_that_need_a_gpu_are_run(gpu, repository):
             assert any(name == each or name.startswith(f"{each}/") for each in chosen), name
 
 
+@pytest.mark.full
 def test_a_step_that_meets_its_limit_keeps_what_it_has_measured(gpu, runner, repository):
     code = 'lines.add("grpo", "0.5b", step=2, mfu=0.3)\ntime.sleep(600)'
     step = gpu("steps").Step("slow", 9, (planted(repository, code),))
