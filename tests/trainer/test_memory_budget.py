@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tests.ranks import run_multiprocess
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightrft.cli.options import merge_options
 from lightrft.config import TrainConfig
+from lightrft.stages.policy.models import packing_by_machine
 from lightrft.strategy import get_fake_strategy
-from lightrft.tools.plan.memory import gigabytes, plan_memory
-from lightrft.tools.plan.setup import SHAPES, ModelSize, Setup, read_model_size
+from lightrft.tools.model_presets import write_tiny_model
+from lightrft.tools.plan.memory import (
+    LARGEST_BUDGET,
+    fitting_budget,
+    gigabytes,
+    plan_memory,
+    with_tokens,
+)
+from lightrft.tools.plan.setup import PLANNED, SHAPES, ModelSize, Setup, read_model_size
 from lightrft.tools.plan.start_check import check_budget, machine_setup, settle
 
 
@@ -25,10 +36,99 @@ def setup_of(name, gpus, num_gigabytes, *, has_gpu=True, **options):
 
 def test_what_fits_is_left_alone():
     lines = []
-    setup = setup_of("qwen2.5-0.5b", 1, 80)
+    setup = setup_of("qwen2.5-0.5b", 1, 80, micro_batch_tokens=4096)
     assert settle(setup, lines.append) is setup.config
     assert len(lines) == 1
     assert lines[0].startswith("memory: largest phase")
+
+
+@pytest.mark.parametrize("gigabytes_each", [24, 40, 80, 141])
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"])
+@pytest.mark.parametrize("stage", ["policy", "sft", "prefer", "reward"])
+def test_a_budget_is_the_largest_power_of_two_that_fits(name, gigabytes_each, stage):
+    config = TrainConfig(engine_type="vllm", fsdp=True, train_batch_size=256)
+    machine = (SHAPES[name], 8, 8, True, gigabytes_each * 1e9, "vllm")
+    setup = Setup(config, *machine, stage=stage, rows_per_item=PLANNED[stage])
+    tokens, least = fitting_budget(setup), setup.item_tokens
+    assert tokens & (tokens - 1) == 0 or tokens in (least, setup.batch_tokens)
+    assert least <= tokens <= min(LARGEST_BUDGET, setup.batch_tokens)
+
+    def fits(budget):
+        plan = plan_memory(with_tokens(setup, budget))
+        passes = [each for each in plan.phases if each.name in ("score", "train")]
+        return max(1.1 * each.device_bytes for each in passes) <= plan.usable_bytes
+
+    assert tokens == least or fits(tokens)
+    larger = min(2 ** tokens.bit_length(), LARGEST_BUDGET, setup.batch_tokens)
+    assert larger == tokens or not fits(larger)
+
+
+def test_a_budget_grows_with_the_device_and_ends_at_the_batch():
+    def budget(memory, **options):
+        return fitting_budget(setup_of("qwen2.5-1.5b", 8, memory, fsdp=True, **options))
+
+    sizes = [budget(memory) for memory in (16, 24, 40, 80, 141)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1] == LARGEST_BUDGET
+    # 16 samples over 8 ranks have two rows each.
+    assert budget(141, train_batch_size=16) == 2 * 2048
+
+
+def test_ranks_take_the_least_of_their_budgets(tmp_path):
+    lines = []
+    setup = setup_of("qwen2.5-0.5b", 2, 80, fsdp=True)
+    config = settle(setup, lines.append, agree=lambda tokens: min(tokens, 4096))
+    assert config.micro_batch_tokens == 4096
+    assert lines[0].startswith("micro_batch_tokens = 4096: the peak of train is planned at ")
+    train = plan_memory(replace(setup, config=config)).phases[3]
+    assert gigabytes(train.device_bytes) in lines[0]
+
+
+@pytest.mark.multiprocess
+def test_ranks_of_unequal_devices_train_with_one_budget(tmp_path):
+    write_tiny_model(tmp_path / "model", "tiny-qwen3")
+    budgets = run_multiprocess(budget_of_rank, 2, args=(str(tmp_path / "model"),))
+    assert budgets[0] == budgets[1]
+    assert 64 <= budgets[0] < 2**15
+
+
+def budget_of_rank(rank, world_size, model):
+    """The budget on a rank whose device has its own size."""
+    from lightrft.strategy import get_strategy
+    from lightrft.tools.plan import start_check
+
+    sizes = {"rollout_batch_size": 8, "n_samples_per_prompt": 8, "generate_max_len": 32}
+    config = TrainConfig(pretrain=model, fsdp=True, engine_type="hf", bf16=False, **sizes)
+    start_check.device_bytes = lambda device: (1e12, 2.0e9)[rank]
+    with get_strategy(config) as strategy:
+        return check_budget(config, strategy).micro_batch_tokens
+
+
+@pytest.mark.parametrize("size", ["micro_train_batch_size", "micro_rollout_batch_size"])
+def test_a_size_of_the_command_line_or_of_a_file_counts_though_it_is_the_default(tmp_path, size):
+    default = TrainConfig.__dataclass_fields__[size].default
+    (tmp_path / "options.toml").write_text(f"{size} = {default}\n")
+    flags, _ = merge_options([], {size: str(default)})
+    file, _ = merge_options([tmp_path / "options.toml"], {})
+    for config in (flags, file, TrainConfig().replaced({size: default})):
+        assert config.sizes_in_rows == [size]
+        setup = replace(setup_of("qwen2.5-0.5b", 1, 80), config=config)
+        assert settle(setup, lambda text: None) is config
+        assert packing_by_machine(config, None, can_pack=True)[0] is False
+    assert merge_options([], {"seed": "1"})[0].sizes_in_rows == []
+
+
+def test_an_engine_that_fills_the_device_while_it_samples_leaves_the_budget_alone():
+    setup = setup_of("qwen2.5-7b", 1, 80, fsdp=True, lora_rank=16)
+    plan = plan_memory(setup)
+    assert plan.worst.name == "rollout"
+    assert 1.1 * plan.worst.device_bytes > plan.usable_bytes
+    assert fitting_budget(setup) > 2048
+
+
+def test_on_a_cpu_no_budget_is_chosen():
+    setup = setup_of("qwen2.5-0.5b", 1, 80, has_gpu=False)
+    assert settle(setup, lambda text: None).micro_batch_tokens is None
 
 
 def test_the_engine_gets_what_the_trainer_leaves():

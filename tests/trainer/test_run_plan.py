@@ -46,7 +46,7 @@ def leave_run(config, *, checkpoint=True, summary=False, stage="", given=None):
     digest = file_sha256(folder / "config.toml")
     inputs = describe_inputs(config)
     models = describe_models(config)
-    start = {"inputs": inputs, "hashes": ("", digest), "stage": stage, "models": models}
+    start = {"inputs": inputs, "config_sha256": digest, "stage": stage, "models": models}
     start["decided"] = decided_options(given or config, config)
     write_start(folder / "run.json", world_size=1, **start)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')

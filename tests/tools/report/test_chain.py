@@ -31,7 +31,7 @@ def make_run(folder, stage, *, data=None, **options):
     inputs, models = describe_inputs(config), describe_models(config)
     digest = run_hash(folder.name, inputs, models)
     start = folder / START_FILE
-    write_start(start, world_size=1, inputs=inputs, stage=stage, models=models, hashes=(digest, ""))
+    write_start(start, world_size=1, inputs=inputs, stage=stage, models=models, run_sha256=digest)
     (folder / "model" / "model.safetensors").write_bytes(folder.name.encode() * 99)
     write_model_run(folder / "model", folder, run_sha256=digest, stage=stage)
     return folder / "model"
@@ -119,7 +119,7 @@ def test_rows_that_were_changed_are_of_no_run(pipeline):
 def test_a_run_that_names_itself_ends(tmp_path):
     run = {"path": str(tmp_path), "run_sha256": "a" * 64, "stage": "sft", "is_unchanged": True}
     models = {"pretrain": {"path": "m", "run": run}}
-    write_start(tmp_path / START_FILE, world_size=1, models=models, hashes=("a" * 64, ""))
+    write_start(tmp_path / START_FILE, world_size=1, models=models, run_sha256="a" * 64)
     assert chain_of(tmp_path)[-1].endswith(", as above")
 
 

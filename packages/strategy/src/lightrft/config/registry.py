@@ -451,7 +451,8 @@ STAGES = Registry(
     },
 )
 # Functions of (config, strategy) that run before models are built and return the options to run
-# with; collective. Keyword-only arguments `stage` and `inputs` are its name and its `StageInputs`.
+# with; collective. Keyword-only arguments `stage` and `inputs` are its name and its `StageInputs`,
+# and `resumes` says whether the run continues from a checkpoint.
 START_HOOKS = Registry(
     "start hook",
     {"memory_budget": "lightrft.tools.plan.start_check:check_budget"},

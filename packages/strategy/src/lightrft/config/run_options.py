@@ -1008,8 +1008,11 @@ class RunOptions(StrategyConfig):
     )
     micro_batch_tokens: int | None = training_option(
         None,
-        "Cut micro-batches by this many tokens, padding included, instead of by rows.",
+        "Cut micro-batches by this many tokens, padding included, instead of by rows. Unset, it is "
+        "decided at the start on GPUs unless a micro_* size was given: the largest power of two up "
+        "to 32,768 whose memory plan fits, and at most what the batch has.",
         at_least=1,
+        by_machine=True,
     )
     peak_tflops: float | None = monitoring_option(
         None,

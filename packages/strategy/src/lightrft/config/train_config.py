@@ -141,6 +141,17 @@ class TrainConfig(RunOptions):
             return self.micro_batch_tokens
         return micro_batch_size * self.max_episode_tokens
 
+    @property
+    def sizes_in_rows(self) -> list[str]:
+        """The micro_* options that somebody gave: they count rows, and nothing replaces them."""
+        names = ("micro_train_batch_size", "micro_rollout_batch_size")
+        defaults = options_of(type(self))
+        return [
+            name
+            for name in names
+            if name in self.given or self.__dict__[name] != defaults[name][0].default
+        ]
+
     def check_world_size(self, world_size: int) -> None:
         """Check that the batch sizes fit together on `world_size` processes.
 
@@ -171,7 +182,7 @@ class TrainConfig(RunOptions):
         ]
         if problems:
             raise TypeError("; ".join(problems))
-        return type(self).from_args({**self.__dict__, **ours})
+        return type(self).from_args({**self.__dict__, **ours, "given": self.given | ours.keys()})
 
     @property
     def teacher_places(self) -> dict[str, str]:

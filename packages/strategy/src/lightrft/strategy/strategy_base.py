@@ -124,6 +124,8 @@ class StrategyBase:
         self.args = args
         # Options of the run that the machine decided, each with the reason.
         self.chosen_options: dict[str, str] = {}
+        # Bytes that torch allocates at the peak of each phase, as planned; {} where nothing is.
+        self.planned_bytes: Mapping[str, float] = {}
         self.seed = seed
         self.max_norm = max_norm
         self.micro_train_batch_size = micro_train_batch_size

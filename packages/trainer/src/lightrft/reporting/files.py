@@ -44,38 +44,17 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PACKAGES = ("lightrft-trainer", "torch", "transformers", "deepspeed", "vllm", "sglang")
 
 
-def write_start(
-    path: Path,
-    *,
-    world_size: int,
-    inputs: Mapping[str, object] | None = None,
-    stage: str = "",
-    models: Mapping[str, object] | None = None,
-    hashes: tuple[str, str] = ("", ""),
-    decided: Mapping[str, object] | None = None,
-    attention: str = "",
-) -> None:
-    """Records when a run of a stage started, with how many processes, versions and inputs.
+def write_start(path: Path, *, world_size: int, **facts: object) -> None:
+    """Records when a run started, with how many processes and versions, and further facts.
 
     The file ends with a hash of all the rest.
-
-    Args:
-        path: The file.
-        world_size, inputs, stage, models, decided, attention: Entries of it.
-        hashes: SHA-256 of the run and of its configuration.
     """
     python = ".".join(map(str, sys.version_info[:3]))
     start = {
         "started_unix": time.time(),
         "world_size": world_size,
         "versions": {"python": python, **package_versions(_PACKAGES)},
-        "inputs": dict(inputs or {}),
-        "config_sha256": hashes[1],
-        "stage": stage,
-        "models": dict(models or {}),
-        "run_sha256": hashes[0],
-        "decided": dict(decided or {}),
-        "attention": attention,
+        **facts,
     }
     write_whole(path, sealed(start) + "\n")
 

@@ -1,6 +1,7 @@
 """Meanings of the metrics of a run: `metrics.toml`, for the report and the documentation."""
 
 import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -42,6 +43,45 @@ class MetricRow:
                 return f"at least {low:g}"
             case low, high:
                 return f"{low:g} to {high:g}"
+
+
+# Begins the note of an exception for lack of memory that says what was planned and measured.
+PEAK_NOTE = "memory: "
+# Stages of a step in which the peak of a planned phase is reached.
+_STAGES_OF = {
+    "rollout": ("rollout",),
+    "score": ("forward", "score"),
+    "train": ("train",),
+    "sync": ("weight_sync",),
+}
+
+
+def memory_peaks(
+    planned: Mapping[str, object], steps: Iterable[Mapping[str, object]]
+) -> dict[str, dict[str, float]]:
+    """Bytes at the peak of each phase on the fullest rank: planned, and measured where a step was.
+
+    On a GPU the measured ones are `torch.cuda.max_memory_allocated`, on a CPU what the process
+    holds at the end of the phase.
+
+    Args:
+        planned: Bytes by phase, of `run.json`.
+        steps: Metrics of each step.
+    """
+    peaks = {name: {"planned_bytes": float(str(value))} for name, value in planned.items()}
+    for step in steps:
+        for phase, stages in _STAGES_OF.items():
+            found = [step.get(f"memory/{stage}_gb") for stage in stages]
+            most = max((each for each in found if isinstance(each, int | float)), default=0.0)
+            if most:
+                peak = peaks.setdefault(phase, {})
+                peak["measured_bytes"] = max(peak.get("measured_bytes", 0.0), most * 2**30)
+    return peaks
+
+
+def planned_phase(stage: str) -> str:
+    """The planned phase that a stage of a step, or a phase within it, belongs to; "" of others."""
+    return next((name for name, stages in _STAGES_OF.items() if stage in stages), "")
 
 
 def _read_table() -> dict[str, MetricRow]:

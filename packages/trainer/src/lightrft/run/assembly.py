@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -32,6 +32,7 @@ from lightrft.reporting.files import (
     set_aside,
 )
 from lightrft.reporting.loggers import MetricsLogger, notebook_loggers, own_loggers
+from lightrft.reporting.metric_table import PEAK_NOTE, memory_peaks, planned_phase
 from lightrft.reporting.timeline import rank_timeline
 from lightrft.reporting.trackers import build_trackers
 from lightrft.run.callbacks import Callback, require_callbacks
@@ -46,7 +47,7 @@ from lightrft.stages.stage import StageInputs
 from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.console_sink import console_sink
 from lightrft.strategy.distributed.context import print_on_first_rank
-from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.deadlines import peak_bytes, phase, phase_of
 from lightrft.strategy.distributed.process_end import RunStoppedError
 from lightrft.strategy.engine.generation import check_engine_type
 from lightrft.strategy.split.bridge import Bridge
@@ -72,6 +73,7 @@ class RunSummary:
         verdict: "trained: ..." or "no update: ...", see `run_verdict`; then, what ended the run
             before its last step.
         alarms: The alarms that ended it (`stop_on_alarm`).
+        memory: See `memory_peaks`.
     """
 
     output_dir: str
@@ -87,6 +89,7 @@ class RunSummary:
     last_metrics: dict[str, float]
     verdict: str
     alarms: tuple[str, ...] = ()
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the verdict, the folders and the main numbers."""
@@ -210,9 +213,8 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
             if plan.resumes:
                 require_media(config, media)
             _open_folder(config, plan, note)
-        stack.enter_context(rank_log(folder, rank))
-        stack.enter_context(held_folder(folder))
-        stack.enter_context(rank_timeline(folder, rank))
+        for each in (rank_log(folder, rank), held_folder(folder), rank_timeline(folder, rank)):
+            stack.enter_context(each)
         if console is not None:
             trackers = (*build_trackers(config), *own_loggers(config))
             lines = JsonLinesLogger(folder / METRICS_FILE)
@@ -222,7 +224,9 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
         if bridge is not None:
             strategy.inference_engine = RemoteEngine(bridge, check_engine_type(config.engine_type))
             stop_request = partial(bridge.asked_to_stop, stop_request)
-        config = _ready(config, inputs, strategy, stage)
+        known = {"stage": stage, "inputs": inputs, "resumes": plan.resumes}
+        config = _ready(config, strategy, known)
+        stack.enter_context(_memory_noted(config, strategy))
         loop = Loop(inputs.build(config, strategy), loggers, begin.callbacks)
         # The models themselves may have refused to pack.
         config = config.replaced({"packing_samples": loop.stage.config.packing_samples})
@@ -249,14 +253,41 @@ def _nothing_left(config: TrainConfig, summary: Mapping[str, object]) -> RunSumm
     return RunSummary(**values)  # type: ignore[arg-type]
 
 
-def _ready(
-    config: TrainConfig, inputs: StageInputs, strategy: StrategyBase, stage: str
-) -> TrainConfig:
-    """The configuration with all that is decided on the machine; collective."""
+@contextmanager
+def _memory_noted(config: TrainConfig, strategy: StrategyBase) -> Iterator[None]:
+    """Adds to an exception for lack of memory what was planned, measured and can be lowered."""
+    try:
+        yield
+    except Exception as error:
+        name = planned_phase(phase_of(error) or "")
+        if name and (isinstance(error, MemoryError) or "memory" in str(error).lower()):
+            planned = strategy.planned_bytes.get(name)
+            text = "not planned" if planned is None else f"planned {planned / 1e9:.3g} GB"
+            error.add_note(
+                f"{PEAK_NOTE}{text}, measured {peak_bytes() / 1e9:.3g} GB at the peak of {name}"
+                + _budget_text(config) * (name in ("train", "score"))
+            )
+        raise
+
+
+def _budget_text(config: TrainConfig) -> str:
+    tokens = config.micro_batch_tokens
+    if tokens is None:
+        return f", micro_train_batch_size = {config.micro_train_batch_size}"
+    return f", micro_batch_tokens = {tokens}: give --micro_batch_tokens {max(1, tokens // 2)}"
+
+
+def _ready(config: TrainConfig, strategy: StrategyBase, known: Mapping[str, object]) -> TrainConfig:
+    """The configuration with all that is decided on the machine; collective.
+
+    Args:
+        config, strategy: Options of the run, and its ranks.
+        known: What start hooks may ask for, by name.
+    """
+    inputs = cast("StageInputs", known["inputs"])
     config = choose_threads(inputs.decided(config, strategy), strategy)
     for name in START_HOOKS:
         hook = cast("Callable[..., TrainConfig]", START_HOOKS.load(name))
-        known = {"stage": stage, "inputs": inputs}
         asked = {n: known[n] for n in known if n in keyword_options(hook)}
         config = hook(config, strategy, **asked)
     return config.replaced({"ckpt_path": str(config.checkpoint_dir)})
@@ -362,6 +393,7 @@ def _summarise(
         last_metrics=result.last_metrics,
         num_steps=result.num_steps,
         alarms=result.alarms,
+        memory=memory_peaks(strategy.planned_bytes, (entry for _, entry in lines)),
         verdict="; ".join([verdict, *(f"ended by an alarm: {text}" for text in result.alarms)]),
     )
 

@@ -79,9 +79,11 @@ def start_run(
             inputs=inputs,
             stage=stage,
             models=models,
-            hashes=(run_hash(digest, inputs, models), digest),
+            config_sha256=digest,
+            run_sha256=run_hash(digest, inputs, models),
             decided=decided_options(given, config),
             attention=attention,
+            planned_bytes=strategy.planned_bytes,
         )
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         for name in STEP_FILES:

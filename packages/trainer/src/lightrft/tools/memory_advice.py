@@ -6,6 +6,7 @@ import sys
 from lightrft.cli.errors import chain, is_memory_error
 from lightrft.config import TrainConfig
 from lightrft.kernels.names import first_line
+from lightrft.reporting.metric_table import PEAK_NOTE
 
 NUM_REMEDIES = 3
 # Phases and stages by name, and whose remedies apply.
@@ -41,12 +42,19 @@ def memory_report(error: BaseException, phase: str | None, config: TrainConfig |
         config: Of the run.
     """
     where = "in an unknown phase" if phase is None else f"in phase {phase!r}"
-    headline = f"out of memory {where}: {first_words(error)}"
+    headline = f"out of memory {where}: {first_words(error)}{_peak(error)}"
     if config is None:
         return headline
     listed = remedies(_KINDS.get(phase or "", "train"), config)[:NUM_REMEDIES]
     lines = [f"  {number}. {text}" for number, text in enumerate(listed, start=1)]
     return "\n".join([headline, "cheapest remedies, the first one first:", *lines])
+
+
+def _peak(error: BaseException) -> str:
+    """The note of `run.assembly` about planned and measured memory, or ""."""
+    notes = (note for link in chain(error) for note in link.__dict__.get("__notes__", ()))
+    peak = next((note for note in notes if note.startswith(PEAK_NOTE)), "")
+    return f"; {peak.removeprefix(PEAK_NOTE)}" if peak else ""
 
 
 def remedies(kind: str, config: TrainConfig) -> list[str]:
@@ -56,13 +64,17 @@ def remedies(kind: str, config: TrainConfig) -> list[str]:
     always = (*_states(config), "more processes or a machine with more memory")
     available = {
         "train": (
-            _halved(config, "micro_train_batch_size", "same result, activations of fewer samples"),
+            _halved(config, "micro_batch_tokens", "same result, activations of fewer tokens")
+            or _halved(
+                config, "micro_train_batch_size", "same result, activations of fewer samples"
+            ),
             *_activations(config),
             *_states(config),
             shorter,
         ),
         "forward": (
-            _halved(config, "micro_rollout_batch_size", "same result, fewer rows at once"),
+            _halved(config, "micro_batch_tokens", "same result, fewer tokens at once")
+            or _halved(config, "micro_rollout_batch_size", "same result, fewer rows at once"),
             *_activations(config),
             no_reference,
             shorter,
@@ -84,7 +96,7 @@ def remedies(kind: str, config: TrainConfig) -> list[str]:
 
 
 def _halved(config: TrainConfig, name: str, effect: str) -> str:
-    value: int = config.__dict__[name]
+    value: int = config.__dict__[name] or 0
     return f"--{name} {value // 2} (now {value}): {effect}" if value > 1 else ""
 
 

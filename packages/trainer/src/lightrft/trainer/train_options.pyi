@@ -496,7 +496,9 @@ class TrainOptions(TypedDict, total=False):
     of their names: visual is the vision tower of Qwen-VL with its projector, visual(?!\.merger)
     without."""
     micro_batch_tokens: int | None
-    """Cut micro-batches by this many tokens, padding included, instead of by rows."""
+    """Cut micro-batches by this many tokens, padding included, instead of by rows. Unset, it is
+    decided at the start on GPUs unless a micro_* size was given: the largest power of two up to
+    32,768 whose memory plan fits, and at most what the batch has."""
     peak_tflops: float | None
     """Peak of a device for the metric mfu, in 1e12 operations per second; unset knows common
     GPUs."""

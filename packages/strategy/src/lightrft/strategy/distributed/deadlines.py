@@ -257,6 +257,13 @@ def phase_of(error: BaseException) -> str | None:
     return None
 
 
+def peak_bytes() -> int:
+    """The most that torch allocated since a stage began; on a CPU what the process holds."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return measure_memory().allocated_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class StageSpan:
     """Time of a stage of a step on this rank.
@@ -304,8 +311,7 @@ class StepTimer:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Measures what runs inside."""
-        has_gpu = torch.cuda.is_available()
-        if has_gpu:
+        if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         start, began = time.perf_counter(), time.time()
         try:
@@ -316,5 +322,4 @@ class StepTimer:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         for sink in _span_sinks:
             sink(StageSpan(self.step, name, began, time.time()))
-        peak = torch.cuda.max_memory_allocated() if has_gpu else measure_memory().allocated_bytes
-        self.memory_bytes[name] = max(self.memory_bytes.get(name, 0), peak)
+        self.memory_bytes[name] = max(self.memory_bytes.get(name, 0), peak_bytes())

@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.interface import advantage_traits
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.options import options_of
 from lightrft.config.rules import is_served
 from lightrft.models import Actor, Critic, LoraActor, SequenceModel, load_causal_lm
 from lightrft.models.attention import try_packing
@@ -405,12 +404,6 @@ def packing_by_machine(
         if facts is None or facts.packs:
             return False, "not every rank packs with one kernel"
         return False, facts.packing
-    options = options_of(TrainConfig)
-    changed = [
-        name
-        for name in ("micro_train_batch_size", "micro_rollout_batch_size")
-        if config.__dict__[name] != options[name][0].default
-    ]
-    if changed:
-        return False, f"{' and '.join(changed)} count rows; --packing_samples counts tokens"
+    if sizes := config.sizes_in_rows:
+        return False, f"{' and '.join(sizes)} count rows; --packing_samples counts tokens"
     return True, "one kernel for rows of any length"

@@ -8,7 +8,7 @@ from itertools import product
 from lightrft.config import TrainConfig
 from lightrft.run.gpus import GPUS, Gpu
 from lightrft.tools.plan.duration import step_seconds
-from lightrft.tools.plan.memory import MemoryPlan, fitting_share, plan_memory
+from lightrft.tools.plan.memory import MemoryPlan, fitting_budget, fitting_share, plan_memory
 from lightrft.tools.plan.setup import Setup
 
 # One of each may be chosen beside leaving all as it is.
@@ -93,7 +93,7 @@ def _cost(advice: Advice, gpu: Gpu) -> tuple[float, int]:
     setup = advice.plan.setup
     if not setup.rolls_out:
         # From the cheapest on, as they stand in `CHOICES`.
-        order = [name for choice in CHOICES for step in choice for name in step]
+        order = [name for choice in _choices(setup) for step in choice for name in step]
         return float(sum(2 ** order.index(n) for n in advice.changes)), 0
     seconds = step_seconds(setup, gpu).total
     return seconds * (1 + WORTH) ** len(advice.changes), len(advice.changes)
@@ -112,10 +112,13 @@ def _excess(plan: MemoryPlan) -> float:
 def _choices(setup: Setup) -> list[list[dict[str, object]]]:
     """What may be changed; without rollouts nothing of them."""
     left_out = () if setup.rolls_out else ("micro_rollout_batch_size",)
-    return [
+    choices = [
         [{n: value for n, value in step.items() if n not in left_out} for step in choice]
         for choice in CHOICES
     ]
+    if setup.config.micro_batch_tokens is not None:
+        choices.append([{"micro_batch_tokens": fitting_budget(setup)}])
+    return choices
 
 
 def _combinations(setup: Setup) -> Iterator[dict[str, object]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from lightrft.run.gpus import GB, Gpu
 from lightrft.tools.plan.constants import constant
 from lightrft.tools.plan.engine_room import engine_room
-from lightrft.tools.plan.memory import plan_memory
+from lightrft.tools.plan.memory import plan_memory, with_budget
 from lightrft.tools.plan.setup import Setup
 
 TERA = 1e12
@@ -72,10 +72,10 @@ def step_seconds(setup: Setup, gpu: Gpu) -> StepSeconds:
 
 
 def scale(setup: Setup, gpu: Gpu, counts: Sequence[int]) -> list[StepSeconds]:
-    """The same options on several numbers of GPUs."""
+    """The same options on several numbers of GPUs, each with the token budget of its start."""
     node = setup.ranks_per_node
     return [
-        step_seconds(replace(setup, world_size=n, ranks_per_node=min(n, node)), gpu)
+        step_seconds(with_budget(replace(setup, world_size=n, ranks_per_node=min(n, node))), gpu)
         for n in counts
         if n % setup.config.engine_tp_size == 0
     ]

@@ -4,13 +4,16 @@ A phase adds its own to what FSDP2 or a stage of ZeRO holds of the models at res
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightrft.run.gpus import GB
 from lightrft.tools.plan.constants import constant
 from lightrft.tools.plan.engine_room import EngineRoom, asleep_bytes, engine_room, working_share
 from lightrft.tools.plan.setup import Model, ModelSize, Setup
 
+# Predictions err by less than this factor.
+TOLERANCE = 1.1
+LARGEST_BUDGET = 2**15
 MEGABYTE = 1_000_000
 # Buckets in flight at a time.
 NUM_BUCKETS = 2
@@ -30,6 +33,7 @@ LOSS_MULTIPLE = 128
 # As in `models.divergence`.
 DIVERGENCE_LOGITS = 2**24
 REWARD_SHARDS = 8
+CONTEXT = "CUDA context and NCCL"
 FLOAT = 4
 
 
@@ -413,6 +417,11 @@ class Phase:
         return rank_bytes(self.terms)
 
     @property
+    def allocated_bytes(self) -> float:
+        """Of them what torch allocates, which `max_memory_allocated` measures."""
+        return rank_bytes([term for term in self.terms if term.name != CONTEXT])
+
+    @property
     def host_bytes(self) -> float:
         """On the host beside a GPU."""
         return sum(term.num_bytes for term in self.terms if term.is_on_host)
@@ -439,6 +448,12 @@ class MemoryPlan:
     def worst(self) -> Phase:
         """The phase that needs most."""
         return max(self.phases, key=lambda phase: phase.device_bytes)
+
+    @property
+    def passes_fit(self) -> bool:
+        """Whether the phases that depend on micro-batches fit, though predictions err."""
+        needs = (each.device_bytes for each in self.phases if each.name in ("score", "train"))
+        return TOLERANCE * max(needs) <= self.usable_bytes
 
     @property
     def host_bytes(self) -> float:
@@ -496,6 +511,35 @@ def plan_memory(setup: Setup) -> MemoryPlan:
     return MemoryPlan(setup, phases)
 
 
+def fitting_budget(setup: Setup) -> int:
+    """Tokens of a micro-batch: the largest power of two up to `LARGEST_BUDGET` that fits.
+
+    It leaves as much as a prediction may err by, is not more than the batch has, and not less than
+    the longest row, which is trained whatever the budget is.
+    """
+    least, most = setup.item_tokens, min(LARGEST_BUDGET, setup.batch_tokens)
+    for power in range(LARGEST_BUDGET.bit_length() - 1, -1, -1):
+        tokens = min(1 << power, most)
+        if tokens <= least:
+            break
+        if plan_memory(with_tokens(setup, tokens)).passes_fit:
+            return tokens
+    return min(least, LARGEST_BUDGET)
+
+
+def with_tokens(setup: Setup, tokens: int) -> Setup:
+    """The setup with another token budget of micro-batches."""
+    return replace(setup, config=setup.config.replaced({"micro_batch_tokens": tokens}))
+
+
+def with_budget(setup: Setup) -> Setup:
+    """The setup with the token budget of a start on GPUs, where its options leave it open."""
+    config = setup.config
+    if not setup.has_gpu or config.micro_batch_tokens is not None or config.sizes_in_rows:
+        return setup
+    return with_tokens(setup, fitting_budget(setup))
+
+
 def _given_phases(setup: Setup) -> Iterator[Phase]:
     """Phases of a stage that reads its rows."""
     always = [*_context(setup), *model_terms(setup)]
@@ -523,7 +567,7 @@ def fitting_share(plan: MemoryPlan) -> float | None:
 
 def _context(setup: Setup) -> Iterator[Term]:
     if setup.has_gpu:
-        yield Term("CUDA context and NCCL", constant("context_gb") * GB)
+        yield Term(CONTEXT, constant("context_gb") * GB)
 
 
 def model_terms(setup: Setup) -> Iterator[Term]:

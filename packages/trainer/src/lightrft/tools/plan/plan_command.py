@@ -22,7 +22,14 @@ from lightrft.tools.plan.duration import (
 )
 from lightrft.tools.plan.form_report import compare_forms, form_table, recorded_lengths
 from lightrft.tools.plan.forms import Lengths
-from lightrft.tools.plan.memory import MemoryPlan, gigabytes, memory_table, plan_memory, summary
+from lightrft.tools.plan.memory import (
+    MemoryPlan,
+    gigabytes,
+    memory_table,
+    plan_memory,
+    summary,
+    with_budget,
+)
 from lightrft.tools.plan.setup import PLANNED, SHAPES, Setup, read_model_size
 
 GPUS_PER_NODE = 8
@@ -76,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
         mean_length_share=parsed.mean_length_share,
     )
     lengths = _lengths(setup, parsed.length_sigma, parsed.lengths_of)
-    plan, advice = plan_memory(setup), advise(setup, gpu)
+    plan, advice = plan_memory(with_budget(setup)), advise(setup, gpu)
     if parsed.json:
         print(json.dumps(to_json(plan, advice), indent=2))
     else:
@@ -198,6 +205,7 @@ def to_json(plan: MemoryPlan, advice: Advice) -> dict[str, object]:
         "usable_bytes": plan.usable_bytes,
         "phases": {phase.name: phase.device_bytes for phase in plan.phases},
         "host_bytes": plan.host_bytes,
+        "micro_batch_tokens": plan.setup.config.micro_batch_tokens,
         "feasible_settings": dict(advice.changes) if advice.plan.fits else None,
     }
 
@@ -213,6 +221,7 @@ def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu, lengths: Lengths | N
             none.
     """
     setup = plan.setup
+    budget = setup.config.micro_batch_tokens
     lines = [
         f"{setup.actor_size.parameters / GB:.2f}e9 parameters, {setup.world_size} ranks, "
         + (f"engine {setup.engine}" if setup.rolls_out else f"stage {setup.stage}"),
@@ -221,13 +230,15 @@ def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu, lengths: Lengths | N
         memory_table(plan),
         "",
         summary(plan),
+        *([f"micro_batch_tokens: {budget}, unless one is given"] if budget else []),
     ]
     lines += [f"does not fit: {problem}" for problem in plan.problems]
     if plan.fits:
         lines.append("fits: these settings are feasible")
-    elif advice.plan.fits:
-        lines += [f"feasible settings: {advice.flags}", summary(advice.plan)]
         setup = advice.plan.setup
+    elif advice.plan.fits:
+        setup = advice.plan.setup
+        lines += [f"feasible settings: {advice.flags}", summary(plan_memory(with_budget(setup)))]
     else:
         lines.append(
             f"nor does what the other options give fit ({advice.flags}; "

@@ -465,16 +465,26 @@ class Setup:
         # A bound below one row still admits that row.
         return -(-max(tokens, self.row_tokens) // self.config.sp_size)
 
+    @property
+    def item_tokens(self) -> int:
+        """Tokens of the longest row, or of the answers that are compared with each other."""
+        return self.rows_per_item * self.row_tokens
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of an optimizer batch on one rank, at most."""
+        share = -(-self.config.train_batch_size * self.config.sp_size // self.world_size)
+        return share * self.item_tokens
+
     def _given_tokens(self, num_items: int) -> int:
         """Tokens of a micro batch of given items, at most."""
-        config, item = self.config, self.rows_per_item * self.row_tokens
+        config, item = self.config, self.item_tokens
         bound = config.micro_batch_tokens
         if bound is None and config.packing_samples:
             bound = config.micro_train_batch_size * self.rows_per_item * config.max_row_tokens
         if bound is None:
             return num_items * item
-        share = -(-config.train_batch_size * config.sp_size // self.world_size)
-        return max(item, min(bound, share * item))
+        return max(item, min(bound, self.batch_tokens))
 
     def scored_tokens(self, num_rows: int) -> int:
         """Of them those the output projection sees."""

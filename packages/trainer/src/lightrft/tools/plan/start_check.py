@@ -13,16 +13,17 @@ from lightrft.engines.factory import resolve_engine_type
 from lightrft.stages.stage import StageInputs
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.tools.plan.memory import (
+    TOLERANCE,
     MemoryPlan,
     fitting_share,
+    gigabytes,
     memory_table,
     plan_memory,
     summary,
+    with_budget,
+    with_tokens,
 )
 from lightrft.tools.plan.setup import PLANNED, Setup, read_model_size
-
-# A prediction that is over by less than this is no reason to stop a run.
-TOLERANCE = 1.1
 
 
 def check_budget(
@@ -31,18 +32,21 @@ def check_budget(
     *,
     stage: str = "policy",
     inputs: StageInputs | None = None,
+    resumes: bool = False,
 ) -> TrainConfig:
     """Compares what a run will need with what its ranks have; collective.
 
-    Args:
-        config, strategy: Of the run.
-        stage: Of `config.registry.STAGES`; the memory of others is not known.
-        inputs: Of the stage; None are those of rollouts.
+    On GPUs the share of an engine that would leave too little is lowered, and micro-batches get
+    the token budget that fits, on all ranks alike.
 
-    On GPUs the share of an engine that would leave too little is lowered, on all ranks alike.
+    Args:
+        config, strategy: Options of the run, and its ranks, which get the planned bytes.
+        stage: A name in `config.registry.STAGES`; the memory of others is not known.
+        inputs: Rows of the stage; None are those of rollouts.
+        resumes: The run continues: its micro-batches stay as they are.
 
     Returns:
-        The configuration, with the share that fits.
+        The configuration, with the share and the token budget that fit.
 
     Raises:
         MemoryError: It cannot fit on a GPU; the message shows the sum and the cheapest remedies.
@@ -62,19 +66,42 @@ def check_budget(
                 rows_per_item=max(map(len, items)),
                 longest_row=max(len(row.token_ids) for item in items for row in item),
             )
-        return settle(setup, strategy.print)
+
+        def least(tokens: int) -> int:
+            return -int(strategy.all_reduce(-tokens, op="max"))
+
+        config = settle(setup, strategy.print, agree=None if resumes else least)
+        phases = plan_memory(replace(setup, config=config)).phases
+        strategy.planned_bytes = {phase.name: phase.allocated_bytes for phase in phases}
+        return config
     except ConfigError as error:  # a plan that cannot be made refuses no run
         strategy.print(f"memory is not planned: {error}")
         return config
 
 
-def settle(setup: Setup, write: Callable[[str], None]) -> TrainConfig:
-    """The decision of `check_budget`, once the machine is known; the same on all ranks."""
+def settle(
+    setup: Setup, write: Callable[[str], None], *, agree: Callable[[int], int] | None = int
+) -> TrainConfig:
+    """The decision of `check_budget`, once the machine is known; the same on all ranks.
+
+    Args:
+        setup: The run on the machine.
+        write: Gets a line for each decision.
+        agree: The least of a number over all ranks; None leaves micro-batches as they are.
+    """
     plan = plan_memory(setup)
     # Ranks that generate in other processes have the share that was given.
     may_change = setup.has_server_engine and not setup.config.rollout_ranks
     if setup.has_gpu and not plan.fits and may_change:
         plan = _with_another_share(plan, write)
+    tokens = with_budget(plan.setup).config.micro_batch_tokens
+    if agree is not None and tokens is not None and setup.config.micro_batch_tokens is None:
+        plan = plan_memory(with_tokens(plan.setup, agree(tokens)))
+        train = next(phase for phase in plan.phases if phase.name == "train")
+        write(
+            f"micro_batch_tokens = {plan.setup.config.micro_batch_tokens}: the peak of train is "
+            f"planned at {gigabytes(train.device_bytes)} of {gigabytes(plan.usable_bytes)}"
+        )
     config = plan.setup.config
     write(f"memory: {summary(plan)}")
     if plan.fits:
@@ -108,12 +135,11 @@ def is_hopeless(plan: MemoryPlan) -> bool:
 
 def machine_setup(config: TrainConfig, strategy: StrategyBase) -> Setup:
     """The run on this machine; its smallest rank counts, so that all ranks decide alike."""
-    has_gpu = strategy.all_reduce(int(strategy.device.type != "cuda"), op="max") == 0
+    own = device_bytes(strategy.device)
+    has_gpu = strategy.all_reduce(int(own is None), op="max") == 0
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or strategy.world_size)
     host = psutil.virtual_memory().available / ranks
-    capacity = host
-    if has_gpu:
-        capacity = float(torch.cuda.get_device_properties(strategy.device).total_memory)
+    capacity = own if has_gpu and own is not None else host
     capacity, host = (-float(strategy.all_reduce(-x, op="max")) for x in (capacity, host))
     engine = config.engine_type
     if config.rollout_ranks and not config.devices_shared:
@@ -128,6 +154,12 @@ def machine_setup(config: TrainConfig, strategy: StrategyBase) -> Setup:
         engine=resolve_engine_type(engine) if engine == "auto" else engine,
         host_bytes=host if has_gpu else None,
     )
+
+
+def device_bytes(device: torch.device) -> float | None:
+    """The memory of a rank's GPU; None without one."""
+    is_gpu = device.type == "cuda"
+    return float(torch.cuda.get_device_properties(device).total_memory) if is_gpu else None
 
 
 def _with_another_share(plan: MemoryPlan, write: Callable[[str], None]) -> MemoryPlan:

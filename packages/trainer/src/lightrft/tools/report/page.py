@@ -9,7 +9,7 @@ from lightrft.config.printable import printable
 from lightrft.config.toml import write_whole
 from lightrft.reporting.alarms import run_verdict
 from lightrft.reporting.files import CONFIG_FILE, REPORT_FILE
-from lightrft.reporting.metric_table import METRICS, STAGES, MetricRow, metric_row
+from lightrft.reporting.metric_table import METRICS, STAGES, MetricRow, memory_peaks, metric_row
 from lightrft.tools.report.charts import Chart, format_number, library_address, packed_library
 from lightrft.tools.report.run_data import RunData, read_run
 from lightrft.tools.report.sample_page import (
@@ -238,10 +238,20 @@ def run_facts(run: RunData) -> list[tuple[str, str]]:
             facts.append((name, f"{values[0]:.3f} → {values[-1]:.3f}"))
     facts.append(("verdict", run_verdict(row for step, row in run.metrics.items() if step > 0)))
     facts.append(("weight sync", _sync_line(run)))
+    facts.append(("memory at the peak", _memory_line(run)))
     facts += [("trained on", f"{path}: samples of {text}") for path, text in run.origins.items()]
     versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
     facts.append(("versions", versions or "not recorded"))
     return facts
+
+
+def _memory_line(run: RunData) -> str:
+    """Planned and measured GB of each phase."""
+    parts = []
+    for phase, peak in memory_peaks(run.planned_bytes, run.metrics.values()).items():
+        numbers = (f"{n.split('_')[0]} {value / 1e9:.3g}" for n, value in peak.items())
+        parts.append(f"{phase}: {', '.join(numbers)} GB")
+    return "; ".join(parts) or "none recorded"
 
 
 def _sync_line(run: RunData) -> str:

@@ -82,6 +82,7 @@ class RunData:
         events: Starts, stops and continuations, oldest first.
         origins: By file of rows, the run whose samples they are.
         chain: Lines of the tree of runs that it came from, see `chain_of`.
+        planned_bytes: Planned memory by phase.
     """
 
     name: str
@@ -98,6 +99,7 @@ class RunData:
     origins: Mapping[str, str]
     chain: Sequence[str]
     command: str
+    planned_bytes: Mapping[str, object]
 
     def points(self, name: str) -> list[tuple[int, float | None]]:
         """Steps and values of one metric, where a step has it."""
@@ -147,6 +149,7 @@ def read_run(folder: Path) -> RunData:
     durations = [row["step_seconds"] or 0.0 for row in metrics.values() if "step_seconds" in row]
     last_step = max(metrics, default=0)
     world_size = start.get("world_size", summary.get("world_size"))
+    planned = start.get("planned_bytes")
     events = [_event(step, entry) for step, entry in JsonLines(folder / EVENTS_FILE)]
     ended: dict[str, Status] = {"stopped": "paused", "interrupted": "interrupted"}
     status = ended.get(events[-1].name) if events else None
@@ -165,6 +168,7 @@ def read_run(folder: Path) -> RunData:
         origins=_origins(start.get("inputs")),
         chain=chain_of(folder),
         command=_COMMANDS.get(str(start.get("stage")), "train"),
+        planned_bytes=planned if isinstance(planned, Mapping) else {},
     )
 
 
