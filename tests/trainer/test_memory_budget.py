@@ -13,6 +13,7 @@ import torch
 from tests.ranks import run_multiprocess
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightrft.cli.main import main
 from lightrft.cli.options import merge_options
 from lightrft.config import TrainConfig
 from lightrft.stages.policy.models import packing_by_machine
@@ -26,7 +27,7 @@ from lightrft.tools.plan.memory import (
     with_tokens,
 )
 from lightrft.tools.plan.setup import PLANNED, SHAPES, ModelSize, Setup, read_model_size
-from lightrft.tools.plan.start_check import check_budget, machine_setup, settle
+from lightrft.tools.plan.start_check import check_budget, is_hopeless, machine_setup, settle
 
 
 def setup_of(name, gpus, num_gigabytes, *, has_gpu=True, **options):
@@ -261,3 +262,30 @@ def test_sizes_are_read_by_whatever_names_a_family_has_for_them(tmp_path, family
         model = AutoModelForCausalLM.from_config(config)
     layers = sum(p.numel() for name, p in model.named_parameters() if re.search(r"\.\d+\.", name))
     assert size.num_layers * size.layer_parameters == pytest.approx(layers, rel=0.05)
+
+
+def test_a_cache_counts_while_the_embedded_engine_samples_and_not_where_others_sample():
+    def names(phase, engine):
+        plan = plan_memory(replace(setup_of("qwen2.5-7b", 8, 80, fsdp=True), engine=engine))
+        terms = next(each for each in plan.phases if each.name == phase).terms
+        return {term.name for term in terms if term.name.startswith("engine: ") and term.num_bytes}
+
+    assert names("rollout", "hf") == {"engine: weights", "engine: keys and values"}
+    assert names("train", "hf") == {"engine: weights"}
+    assert names("rollout", "") == names("train", "") == set()
+
+
+def test_zero_in_bfloat16_which_no_device_was_traced_for_is_refused_later_and_says_so(capsys):
+    def is_refused(over, **options):
+        setup = replace(setup_of("qwen2.5-7b", 8, 80, **options), engine="hf")
+        need = plan_memory(setup).worst.device_bytes
+        return is_hopeless(plan_memory(replace(setup, capacity_bytes=need / over / 0.95)))
+
+    zero, fsdp = {"zero_stage": 2}, {"fsdp": True}
+    assert [is_refused(over, **fsdp) for over in (1.05, 1.2, 1.4)] == [False, True, True]
+    assert [is_refused(over, **zero) for over in (1.05, 1.2, 1.4)] == [False, False, True]
+    assert is_refused(1.2, bf16=False, **zero)
+    main(["plan", "--pretrain", "qwen2.5-7b", "--gpus", "8"])
+    assert "ZeRO in bfloat16 were compared with this sum on CPUs alone" in capsys.readouterr().out
+    main(["plan", "--pretrain", "qwen2.5-7b", "--gpus", "8", "--fsdp"])
+    assert "on CPUs alone" not in capsys.readouterr().out

@@ -23,6 +23,7 @@ from lightrft.tools.plan.duration import (
 from lightrft.tools.plan.form_report import compare_forms, form_table, recorded_lengths
 from lightrft.tools.plan.forms import Lengths
 from lightrft.tools.plan.memory import (
+    UNTRACED_TOLERANCE,
     MemoryPlan,
     gigabytes,
     memory_table,
@@ -34,6 +35,10 @@ from lightrft.tools.plan.setup import PLANNED, SHAPES, Setup, read_model_size
 
 GPUS_PER_NODE = 8
 MEAN_LENGTH_SHARE = 0.5
+UNTRACED = (
+    "not traced on a device: updates of ZeRO in bfloat16 were compared with this sum on CPUs alone "
+    f"and may need up to {UNTRACED_TOLERANCE - 1:.0%} more; those of --fsdp were traced"
+)
 # What "auto" takes where there is a GPU.
 ON_A_GPU = {"auto": "vllm"}
 
@@ -201,6 +206,7 @@ def to_json(plan: MemoryPlan, advice: Advice) -> dict[str, object]:
     """
     return {
         "fits": plan.fits,
+        "is_traced": plan.is_traced,
         "problems": plan.problems,
         "usable_bytes": plan.usable_bytes,
         "phases": {phase.name: phase.device_bytes for phase in plan.phases},
@@ -231,6 +237,7 @@ def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu, lengths: Lengths | N
         "",
         summary(plan),
         *([f"micro_batch_tokens: {budget}, unless one is given"] if budget else []),
+        *([] if plan.is_traced else [UNTRACED]),
     ]
     lines += [f"does not fit: {problem}" for problem in plan.problems]
     if plan.fits:

@@ -130,7 +130,7 @@ def is_hopeless(plan: MemoryPlan) -> bool:
     """
     room = plan.room
     lacks_share = room is not None and room.least_bytes > TOLERANCE * room.share_bytes
-    return lacks_share or plan.worst.device_bytes > TOLERANCE * plan.usable_bytes
+    return lacks_share or plan.worst.device_bytes > plan.tolerance * plan.usable_bytes
 
 
 def machine_setup(config: TrainConfig, strategy: StrategyBase) -> Setup:
