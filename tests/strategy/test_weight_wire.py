@@ -250,6 +250,7 @@ def run(*, planted=False, faults=(), seconds=60):
     return run_multiprocess(sync_often, ranks, timeout_seconds=120, args=given)
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("planted", [False, True], ids=["CPU", "two ranks of one GPU"])
 def test_two_ranks_bring_their_shards_to_two_engines_and_faults_are_found(planted):
@@ -269,6 +270,7 @@ def test_two_ranks_bring_their_shards_to_two_engines_and_faults_are_found(plante
         assert num_waits > 0
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("fault", "seconds"), [("dies@3", 60), ("dies@1", 60), ("stands_still@2", 4)]
