@@ -7,13 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.models import planted_kernels as kernels
+from tests.models.tiny import tiny_model
 from transformers import DeepseekV3Config, Qwen3Config, Qwen3NextConfig
 
 from lightrft.config import TrainConfig
-from lightrft.models import attention, varlen
+from lightrft.models import Actor, attention, varlen
 from lightrft.models.varlen import KernelShape, KernelTrial, try_kernel
 from lightrft.stages.policy import models
 from lightrft.stages.policy.models import decide_by_machine, read_model_facts
+from lightrft.strategy.fsdp2.sharding import find_blocks
 
 SHAPE = KernelShape("cpu", torch.bfloat16, 64, 64)
 FAILING = {
@@ -167,3 +169,17 @@ def test_this_torch_offers_what_the_choice_of_a_kernel_asks_for(monkeypatch):
     varlen.use_newer_kernel([SHAPE])
     assert torch.nn.attention.current_flash_attention_impl() is None
     assert try_kernel(SHAPE).finding == "varlen_attn"
+
+
+def test_compiled_blocks_take_any_number_of_packed_rows():
+    actor = Actor(tiny_model("llama"))
+    actor.pack_samples()
+    for block in find_blocks(actor):
+        block.compile(backend="eager")
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for num_rows in range(2, 8):
+            token_ids = torch.arange(num_rows * 9).reshape(num_rows, 9) % 90
+            mask = torch.arange(9) < 2 + torch.arange(num_rows)[:, None]
+            with torch.no_grad():
+                assert actor(token_ids, mask).logprobs.isfinite().all()

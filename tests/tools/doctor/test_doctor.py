@@ -91,6 +91,9 @@ def test_a_deviation_is_marked_and_gives_exit_code_8(monkeypatch, capsys):
     [
         (["--gpu", "--pretrain", "m"], "--gpu looks at no model"),
         (["--bf16"], "--bf16 acts only with --invariance"),
+        (["--compile_backend", "inductor"], "--compile_backend needs --pretrain"),
+        (["--compile_backend", "inductor", "--gpu"], "is an examination of its own"),
+        (["--compile_backend", "gcc", "--pretrain", "m"], "invalid choice"),
         (["--invariance"], "--pretrain"),
         (["--invariance", "--gpu", "--pretrain", "m"], "two examinations"),
         (["--invariance", "--pretrain", "/absent/model"], "no model directory"),

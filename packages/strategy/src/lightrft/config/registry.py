@@ -455,7 +455,10 @@ STAGES = Registry(
 # and `resumes` says whether the run continues from a checkpoint.
 START_HOOKS = Registry(
     "start hook",
-    {"memory_budget": "lightrft.tools.plan.start_check:check_budget"},
+    {
+        "memory_budget": "lightrft.tools.plan.start_check:check_budget",
+        "compile_verdict": "lightrft.tools.invariance.compiled:say_verdict",
+    },
     takes_own=False,
     group="lightrft.start_hooks",
 )

@@ -290,6 +290,8 @@ def use_short_attention(model: PreTrainedModel) -> None:
         set_text_attention(model, SHORT)
 
 
-AttentionInterface.register(PACKED, packed_attention)
+# Compiled blocks leave it out: each number of rows would be compiled anew, up to torch's limit.
+uncompiled = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
+AttentionInterface.register(PACKED, uncompiled)
 AttentionInterface.register(SHORT, short_attention)
 AttentionMaskInterface.register(SHORT, sdpa_mask)

@@ -80,7 +80,7 @@ def remembered_media(
     name = hashlib.sha256(json.dumps([str(Path.cwd()), data, versions]).encode()).hexdigest()
     known: dict[str, Verdict] = {}
     with suppress(RuntimeError, OSError, FileError):
-        held = unsealed(read_object(_cache_folder() / name), name)
+        held = unsealed(read_object(cache_folder("media") / name), name)
         known = typed(dict[str, Verdict], held["files"], name)
     verdicts, before = Verdicts(known, settled_seconds=settled_seconds), repr(known)
     try:
@@ -90,14 +90,14 @@ def remembered_media(
         if writes and repr(verdicts.by_path) != before:
             files = {path: asdict(verdict) for path, verdict in verdicts.by_path.items()}
             with suppress(RuntimeError, OSError):
-                folder = _cache_folder()
+                folder = cache_folder("media")
                 folder.mkdir(parents=True, exist_ok=True)
                 write_whole(folder / name, sealed({"files": files}))
 
 
-def _cache_folder() -> Path:
-    """Of this user; a RuntimeError of one without a home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightrft", "media")
+def cache_folder(kind: str) -> Path:
+    """The folder of what runs of this user remember; a RuntimeError of one without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightrft", kind)
 
 
 def describe_inputs(config: TrainConfig, media: str = "") -> dict[str, Mapping[str, object]]:

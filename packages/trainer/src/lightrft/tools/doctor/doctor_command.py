@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser, add_number
+from lightrft.config.options import options_of
+from lightrft.config.strategy_config import StrategyConfig
 from lightrft.tools.invariance.cells import Deviations
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ def run(argv: Sequence[str]) -> int:
     check_options(options)
     if options.invariance:
         return examine_model(options)
+    if options.compile_backend is not None:
+        return examine_compiler(options)
     if options.pretrain is not None:
         return examine_statements(options.pretrain)
     return examine_machine(gpu=options.gpu)
@@ -45,6 +49,13 @@ def check_options(options: Namespace) -> None:
         raise UsageError("lightrft doctor --invariance needs --pretrain: the model to examine")
     if options.gpu and options.pretrain is not None:
         raise UsageError("lightrft doctor: --gpu looks at no model: leave --pretrain out")
+    if options.compile_backend is not None and (options.invariance or options.gpu):
+        raise UsageError(
+            "lightrft doctor: --compile_backend is an examination of its own: leave --invariance "
+            "and --gpu out"
+        )
+    if options.compile_backend is not None and options.pretrain is None:
+        raise UsageError("lightrft doctor --compile_backend needs --pretrain: the model to compile")
     if options.bf16 and not options.invariance:
         raise UsageError("lightrft doctor: --bf16 acts only with --invariance")
 
@@ -81,6 +92,21 @@ def examine_machine(*, gpu: bool) -> int:
     verdicts = report(checks(), lambda text: print(text, flush=True))
     is_bad = Verdict.BAD in verdicts or (gpu and Verdict.OK not in verdicts)
     return ExitCode.PREFLIGHT if is_bad else ExitCode.OK
+
+
+def examine_compiler(options: Namespace) -> int:
+    """Times a step of the model without and with a compiler; 8 if the results differ, or none came.
+
+    Raises:
+        ConfigError: The model cannot be tried.
+    """
+    from lightrft.tools.invariance.compiled import try_compiling
+
+    hide_progress_bars()
+    backend, seconds = options.compile_backend, 60 * options.timeout_minutes
+    verdict = try_compiling(options.pretrain, backend, timeout_seconds=seconds)
+    print(f"{'BAD' if verdict.problem else 'ok':4}compile_backend {backend}: {verdict}", flush=True)
+    return ExitCode.VERIFICATION if verdict.problem else ExitCode.OK
 
 
 def examine_model(options: Namespace) -> int:
@@ -122,7 +148,8 @@ def build_parser() -> Parser:
         "of turn, vocabulary, templates; exit code 2 if nothing can be decided. --invariance "
         "carries out one training step of a model in many "
         "ways - micro-batches, packed samples, divided sequences, recomputed activations, FSDP2, "
-        "ZeRO - and compares losses, gradients and weights; exit code 8 if any of them differs.",
+        "ZeRO - and compares losses, gradients and weights; exit code 8 if any of them differs. "
+        "--compile_backend compares a step, and its seconds, without and with torch.compile.",
     )
     parser.add_argument("--invariance", action="store_true", help="Compare the ways of a step.")
     parser.add_argument(
@@ -133,6 +160,12 @@ def build_parser() -> Parser:
         action="store_true",
         help="Compare the ways in bfloat16: each may deviate from float32 by three times what the "
         "plainest one does.",
+    )
+    parser.add_argument(
+        "--compile_backend",
+        choices=options_of(StrategyConfig)["compile_backend"][1].choices,
+        help="Compare a step of --pretrain without and with this backend of torch.compile: results "
+        "and seconds. Runs of that shape on this machine say the verdict.",
     )
     parser.add_argument("--pretrain", metavar="PATH", help="Checkpoint of a causal language model.")
     parser.add_argument(

@@ -82,6 +82,7 @@ def make_strategy(cell: Cell) -> StrategyBase:
         "bf16": cell.bf16,
         "fsdp_cpu_offload" if is_fsdp else "adam_offload": cell.offloads,
         "use_mp_opt": cell.keeps_masters,
+        "compile_backend": cell.compile_backend,
         "max_norm": 0.0,
         "micro_train_batch_size": 1,
         "train_batch_size": NUM_ROWS,
@@ -295,6 +296,7 @@ def measure_cells(
             bf16=cell.bf16,
             offloads=cell.offloads,
             keeps_masters=cell.keeps_masters,
+            compile_backend=cell.compile_backend,
         )
         if key not in strategies:
             strategies[key] = make_strategy(key)
@@ -379,15 +381,23 @@ def examine(
     with tempfile.TemporaryDirectory() as folder:
         for world_size in sorted({cell.world_size for cell in cells}):
             chosen = [cell for cell in cells if cell.world_size == world_size]
-            _run_on_ranks(world_size, timeout_seconds, (chosen, path, Path(folder)))
+            run_on_ranks(examine_cells, world_size, timeout_seconds, (chosen, path, Path(folder)))
             results = torch.load(Path(folder, RESULTS_NAME), weights_only=False)
             yield from zip(chosen, results, strict=True)
 
 
-def _run_on_ranks(
-    world_size: int, timeout_seconds: float, work: tuple[list[Cell], str, Path]
+def run_on_ranks(
+    function: Callable[..., None],
+    world_size: int,
+    timeout_seconds: float,
+    work: tuple[list[Cell], str, Path],
 ) -> None:
-    """Runs `examine_cells` in new processes, which end with this one."""
+    """Runs a function of rank, number of ranks and work in new processes, which end with this one.
+
+    Raises:
+        ProcessException: One of them failed.
+        TimeoutError: They took longer than `timeout_seconds`.
+    """
     launcher = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
@@ -398,7 +408,7 @@ def _run_on_ranks(
     deadline = time.monotonic() + timeout_seconds
     with replaced_environment(launcher):
         ranks = start_processes(  # type: ignore[no-untyped-call]
-            examine_cells, (world_size, *work), world_size, join=False, daemon=True
+            function, (world_size, *work), world_size, join=False, daemon=True
         )
     while not ranks.join(max(0.0, deadline - time.monotonic()), grace_period=GRACE_SECONDS):
         if time.monotonic() >= deadline:
