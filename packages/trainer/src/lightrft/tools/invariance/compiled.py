@@ -91,13 +91,13 @@ def try_compiling(path: str, backend: str, *, timeout_seconds: float) -> Compile
     cells = [eager, replace(eager, compile_backend=backend)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "verdict.json")
-        run_on_ranks(_try_cells, 1, timeout_seconds, (cells, path, file))
-        verdict = typed(CompileVerdict, json.loads(file.read_text()), file)
-    _keep(path, backend, verdict)
+        run_on_ranks(try_cells, 1, timeout_seconds, (cells, path, file))
+        verdict = typed(CompileVerdict, read_object(file), file)
+    keep_verdict(path, backend, verdict)
     return verdict
 
 
-def _try_cells(rank: int, world_size: int, cells: list[Cell], path: str, file: Path) -> None:
+def try_cells(rank: int, world_size: int, cells: list[Cell], path: str, file: Path) -> None:
     """Writes the verdict on the second cell, by the first one, into a file."""
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     reference = file.with_name("reference.safetensors")
@@ -178,7 +178,8 @@ def known_verdicts(path: str) -> Iterator[tuple[str, CompileVerdict]]:
         yield from typed(dict[str, CompileVerdict], values["backends"], name).items()
 
 
-def _keep(path: str, backend: str, verdict: CompileVerdict) -> None:
+def keep_verdict(path: str, backend: str, verdict: CompileVerdict) -> None:
+    """Keeps a verdict beside those of other backends, where this user has a folder for it."""
     verdicts = {**dict(known_verdicts(path)), backend: verdict}
     values = {"backends": {name: asdict(each) for name, each in verdicts.items()}}
     with suppress(RuntimeError, OSError):
