@@ -159,7 +159,9 @@ class Runner:
             kept = self.scratch / "engine_args"
             known = tuple(kept.read_text().split("\n")) if step.tries and kept.exists() else ()
             outcome = self.command(step.name, (*command, *known), end)
-            for number, each in enumerate(step.tries if outcome.startswith("exit code") else ()):
+            # A wrong command (2) is wrong in every way.
+            is_fault = outcome.startswith("exit code") and outcome != "exit code 2"
+            for number, each in enumerate(step.tries if is_fault else ()):
                 if known or self.has_numbers(step.name) or end - time.monotonic() < LEAST_SECONDS:
                     break
                 outcome = self.command(step.name, (*command, *each.arguments), end)
