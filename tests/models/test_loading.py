@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.models.tiny import tiny_model
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.files import FileError
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.types import EngineConfig
 from lightrft.models import ModelLoadError, load_causal_lm, load_config, load_tokenizer, load_trunk
@@ -140,6 +142,28 @@ def test_files_of_weights_that_the_model_does_not_name_are_left_alone(tmp_path):
     for name, value in model.state_dict().items():
         assert torch.equal(files.rows(name, 0, len(value)), value), name
     assert count_model(str(tmp_path / "model")) == sum(v.numel() for v in model.parameters())
+
+
+def test_of_experts_that_are_one_tensor_only_the_wanted_rows_are_read(tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = tiny_model("qwen3_moe", **experts)
+    model.save_pretrained(tmp_path)
+    whole = tmp_path / "model.safetensors"
+    for name, value in load_file(whole).items():
+        save_file({name: value}, tmp_path / f"model-{name}.safetensors")
+    whole.unlink()
+    files = WeightFiles(tmp_path, model)
+    # Other experts are gone before anything is read.
+    for file in tmp_path.glob("model-*.safetensors"):
+        if ".experts.2." not in file.name:
+            file.unlink()
+    names = [name for name in files.names if ".experts." in name]
+    assert len(names) == 4
+    for name in names:
+        value = model.get_parameter(name)
+        assert torch.equal(files.rows(name, 2, 3), value[2:3])
+        with pytest.raises(FileError):
+            files.rows(name, 1, 3)
 
 
 @pytest.fixture

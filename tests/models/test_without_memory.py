@@ -172,7 +172,7 @@ def measure(rank, world_size, folders):
 
 @pytest.mark.multiprocess
 def test_a_rank_holds_its_shards_and_a_tensor_beside_them(folders):
-    paths = [folders[name] for name in ("untied", "tiny-qwen2-vl")]
+    paths = [folders[name] for name in ("untied", "experts", "tiny-qwen2-vl")]
     for found in run_multiprocess(measure, 2, args=(paths,), timeout_seconds=240):
         for path, (whole, shards), bound, total in found:
             assert shards <= bound < total <= whole, path

@@ -159,23 +159,35 @@ class _Made:
         model: Whose tensors they are.
         converter: That makes them.
         name: The first of them, by which the converter knows them.
-        sources: The tensors that they are made of, each with the pattern of its name.
+        sources: The tensors that they are made of, by the pattern of their names.
     """
 
     model: "PreTrainedModel"
     converter: "WeightConverter"
     name: str
-    sources: list[tuple[str, _Stored]] = field(default_factory=list)
+    sources: dict[str, list[_Stored]] = field(default_factory=dict)
 
-    def values(self, read: Callable[[_Stored], Tensor]) -> dict[str, Tensor]:
-        """The tensors by name, of what `read` returns of their sources."""
+    def values(
+        self, read: Callable[[_Stored], Tensor], rows: slice = slice(None)
+    ) -> dict[str, Tensor]:
+        """The tensors by name, of what `read` returns of their sources; some rows of a stack."""
         converter = copy.deepcopy(self.converter)
-        for pattern, stored in self.sources:
-            converter.add_tensor(self.name, stored.name, pattern, read(stored))
+        for pattern, sources in self.sources.items():
+            for stored in sources[rows]:
+                converter.add_tensor(self.name, stored.name, pattern, read(stored))
         made = converter.convert(self.name, model=self.model, config=self.model.config)
         return {
             name: value[0] if isinstance(value, list) else value for name, value in made.items()
         }
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether a row is made of one source of each kind, as those of experts are."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist
+
+        first, *others = self.converter.operations
+        is_merged = isinstance(first, MergeModulelist) and first.dim == 0
+        return is_merged and all(isinstance(op, Concatenate) and op.dim > 0 for op in others)
 
 
 class WeightFiles:
@@ -247,7 +259,7 @@ class WeightFiles:
                 self._stored.setdefault(prefix + state.get(name, name), stored[key])
             else:
                 made = groups.setdefault(name, _Made(model, of_pattern[pattern], name))
-                made.sources.append((pattern, stored[key]))
+                made.sources.setdefault(pattern, []).append(stored[key])
         for made in groups.values():
             empty = made.values(lambda each: torch.empty(each.shape, device="meta"))
             for name, value in empty.items():
@@ -264,6 +276,8 @@ class WeightFiles:
         """Rows [start, stop) of a tensor; the whole of a scalar."""
         if name in self._made:
             made, its_name = self._made[name]
+            if made.is_stack:
+                return made.values(_Stored.read, slice(start, stop))[its_name]
             if self._last is None or self._last[0] is not made:
                 self._last = None  # before others take memory
                 self._last = made, made.values(_Stored.read)
