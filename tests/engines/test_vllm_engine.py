@@ -193,6 +193,57 @@ def test_stop_strings_end_a_completion_and_stay_in_it(started):
         assert not any(hits[6:-1])
 
 
+def test_flat_logprobs_give_the_same_tokens_and_logprobs(started, monkeypatch):
+    from vllm import SamplingParams as NativeParams
+    from vllm.logprobs import FlatLogprobs
+
+    from lightrft.engines.vllm import engine as vllm_engine
+
+    engine, model = started
+    send(engine, model)
+    forms = []
+    real = vllm_engine.raw_completions_of
+
+    def noting(job, outputs):
+        forms.extend(type(output.logprobs) for output in outputs)
+        return real(job, outputs)
+
+    monkeypatch.setattr(vllm_engine, "raw_completions_of", noting)
+    drawn = SamplingParams(max_tokens=40, n=3, temperature=1.0, seed=7)
+    flat = engine.generate(prompts(4, 9), drawn)
+    assert set(forms) == {FlatLogprobs}
+    # As an older vLLM, which lacks the field.
+    fields = [name for name in NativeParams.__struct_fields__ if name != "flat_logprobs"]
+    monkeypatch.setattr(vllm_engine, "native_params", without_field(fields))
+    forms.clear()
+    plain = engine.generate(prompts(4, 9), drawn)
+    assert set(forms) == {list}
+    assert [c.output_token_ids for c in flat] == [c.output_token_ids for c in plain]
+    assert [c.output_logprobs for c in flat] == [c.output_logprobs for c in plain]
+
+
+def without_field(fields):
+    """`native_params` of a vLLM whose sampling parameters have other fields."""
+    import vllm
+
+    from lightrft.engines.vllm.sampling import native_params
+
+    class Older:
+        __struct_fields__ = tuple(fields)
+
+        def __new__(cls, **options):
+            return newer(**options)
+
+    newer = vllm.SamplingParams
+
+    def build(job, params, stop_ids, *, with_stops):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(vllm, "SamplingParams", Older)
+            return native_params(job, params, stop_ids, with_stops=with_stops)
+
+    return build
+
+
 def test_a_failed_call_leaves_nothing_queued(started, monkeypatch):
     engine, model = started
     send(engine, model)

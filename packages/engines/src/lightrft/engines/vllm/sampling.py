@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lightrft.engines.rows import Job, RawCompletion
 from lightrft.engines.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput
+    from vllm.logprobs import FlatLogprobs
 
 
 def native_params(
@@ -28,6 +29,8 @@ def native_params(
     """
     from vllm import SamplingParams as NativeParams
 
+    # Numbers in a few lists, in place of a dictionary and an object for each token.
+    flat = {"flat_logprobs": True} if "flat_logprobs" in NativeParams.__struct_fields__ else {}
     stops = list(params.stop) if with_stops else []
     return NativeParams(
         n=1 if params.is_greedy else job.num_samples,
@@ -44,6 +47,7 @@ def native_params(
         detokenize=bool(stops),
         skip_special_tokens=False,
         include_stop_str_in_output=True,
+        **flat,
     )
 
 
@@ -52,12 +56,24 @@ def raw_completions_of(job: Job, outputs: Sequence[CompletionOutput]) -> list[Ra
     raws = []
     for output in sorted(outputs, key=lambda o: o.index):
         tokens = tuple(int(t) for t in output.token_ids)
-        logprobs = tuple(
-            float(entry[token].logprob)
-            for token, entry in zip(tokens, output.logprobs, strict=True)
-        )
+        logprobs = _sampled_logprobs(tokens, output.logprobs)
         raws.append(RawCompletion(tokens, logprobs, _reason(output.finish_reason)))
     return raws * job.num_samples if len(raws) == 1 else raws
+
+
+def _sampled_logprobs(tokens: tuple[int, ...], logprobs: object) -> tuple[float, ...]:
+    """The logprob of each sampled token, from either of vLLM's forms."""
+    if isinstance(logprobs, list):
+        return tuple(
+            float(entry[token].logprob) for token, entry in zip(tokens, logprobs, strict=True)
+        )
+    flat = cast("FlatLogprobs", logprobs)
+    if tuple(flat.token_ids) != tokens:
+        raise RuntimeError(
+            f"vLLM gave logprobs of {len(flat.token_ids)} tokens that are not the {len(tokens)} "
+            "sampled ones: report this with vLLM's version"
+        )
+    return tuple(flat.logprobs)
 
 
 def _reason(native: str | None) -> FinishReason:
