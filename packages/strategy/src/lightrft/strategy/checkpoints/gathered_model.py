@@ -226,12 +226,15 @@ class WeightFiles:
             extra = path / f"{name}.safetensors"
             if f"{name}." != prefix and extra.is_file():
                 self._stored |= {f"{name}.{each.name}": each for each in _tensors(extra)}
-        # A checkpoint may name a tied parameter either way.
+        self._add_tied(module)
+        self._shapes |= {name: each.shape for name, each in self._stored.items()}
+
+    def _add_tied(self, module: nn.Module) -> None:
+        """Lets a tied parameter be found by both names: a checkpoint may have either."""
         for second, first in tied_parameter_names(module).items():
             for name, other in ((first, second), (second, first)):
                 if name in self._stored:
                     self._stored.setdefault(other, self._stored[name])
-        self._shapes |= {name: each.shape for name, each in self._stored.items()}
 
     def _add_renamed(
         self, model: "PreTrainedModel", prefix: str, stored: Mapping[str, _Stored]
