@@ -108,7 +108,7 @@ def describe_attention(config: TrainConfig, strategy: StrategyBase, model: nn.Mo
     if not isinstance(module, SequenceModel):
         return ""
     if not module.layout_policy.is_packed:
-        return f"padded rows: {strategy.chosen_options.get('packing_samples', 'as asked for')}"
+        return f"padded rows: {strategy.chosen_options.get('packing_samples', 'by the options')}"
     device = strategy.device.type
     bf16 = config.computes_in_bf16(has_gpu=device == "cuda")
     trial = try_kernel(KernelShape.of_model(module.config, device, bf16=bf16))
