@@ -89,14 +89,14 @@ def tried(monkeypatch, tmp_path, model, measure):
     """The verdict of planted measurements of the compiled way."""
 
     def measured(rank, world_size, cells):
-        return [measure() if cells[0][0].compile_backend else FP32_BOUNDS]
+        return [measure() if cells[0][0].compiler else FP32_BOUNDS]
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(compiled, "write_reference", lambda *_: None)
     monkeypatch.setattr(compiled, "measure_cells", measured)
     monkeypatch.setattr(compiled, "seconds_of_step", lambda *_: 0.5)
-    cells = [Cell(backend="fsdp"), Cell(backend="fsdp", compile_backend="inductor")]
+    cells = [Cell(backend="fsdp"), Cell(backend="fsdp", compiler="inductor")]
     compiled.try_cells(0, 1, cells, model, tmp_path / "verdict.json")
     return CompileVerdict(**json.loads((tmp_path / "verdict.json").read_text()))
 

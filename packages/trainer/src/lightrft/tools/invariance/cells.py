@@ -26,7 +26,7 @@ class Cell:
         bf16: Compute in bfloat16.
         offloads: FSDP2's parameters, gradients and states, or ZeRO's states, are on the CPU.
         keeps_masters: FSDP2's shards are bfloat16 beside float32 masters (`use_mp_opt`).
-        compile_backend: FSDP2 compiles every block with this backend.
+        compiler: Backend with which FSDP2 compiles every block; None compiles none.
     """
 
     backend: Backend = "fake"
@@ -41,7 +41,7 @@ class Cell:
     bf16: bool = False
     offloads: bool = False
     keeps_masters: bool = False
-    compile_backend: str | None = None
+    compiler: str | None = None
 
     def __str__(self) -> str:
         parts = [
@@ -56,7 +56,7 @@ class Cell:
             "bf16" if self.bf16 else "",
             "offloaded" if self.offloads else "",
             "masters" if self.keeps_masters else "",
-            f"compiled by {self.compile_backend}" if self.compile_backend else "",
+            f"compiled by {self.compiler}" if self.compiler else "",
         ]
         return ", ".join(part for part in parts if part)
 

@@ -88,7 +88,7 @@ def try_compiling(path: str, backend: str, *, timeout_seconds: float) -> Compile
         The verdict, which is kept for runs on this machine.
     """
     eager = Cell(backend="fsdp", bf16=torch.cuda.is_available())
-    cells = [eager, replace(eager, compile_backend=backend)]
+    cells = [eager, replace(eager, compiler=backend)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "verdict.json")
         run_on_ranks(try_cells, 1, timeout_seconds, (cells, path, file))

@@ -82,7 +82,7 @@ def make_strategy(cell: Cell) -> StrategyBase:
         "bf16": cell.bf16,
         "fsdp_cpu_offload" if is_fsdp else "adam_offload": cell.offloads,
         "use_mp_opt": cell.keeps_masters,
-        "compile_backend": cell.compile_backend,
+        "compile_backend": cell.compiler,
         "max_norm": 0.0,
         "micro_train_batch_size": 1,
         "train_batch_size": NUM_ROWS,
@@ -296,7 +296,7 @@ def measure_cells(
             bf16=cell.bf16,
             offloads=cell.offloads,
             keeps_masters=cell.keeps_masters,
-            compile_backend=cell.compile_backend,
+            compile_backend=cell.compiler,
         )
         if key not in strategies:
             strategies[key] = make_strategy(key)
