@@ -65,8 +65,8 @@ class SpreadEngine(HFEngine):
 class LateEngine(SpreadEngine):
     """Gives everything at the end."""
 
-    def _stream(self, rows, params):
-        yield [row for part in super()._stream(rows, params) for row in part]
+    def stream_rows(self, rows, params):
+        yield [row for part in super().stream_rows(rows, params) for row in part]
 
 
 class Numbers:

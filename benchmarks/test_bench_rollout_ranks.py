@@ -47,7 +47,7 @@ def end_at_random_lengths(rank: int) -> None:
     from lightrft.engines.hf.engine import HFEngine
     from lightrft.run.loop import Loop
 
-    stream = HFEngine._stream
+    stream = HFEngine.stream_rows
     next_step, end_step = Loop.next_step, Loop._end_step
     left: dict[int, int] = {}
 
@@ -94,7 +94,7 @@ def end_at_random_lengths(rank: int) -> None:
         note(loop)
         return found
 
-    HFEngine._stream = bounded
+    HFEngine.stream_rows = bounded
     Loop.next_step, Loop._end_step = begun, timed
 
 

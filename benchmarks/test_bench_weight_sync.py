@@ -171,9 +171,9 @@ def measure(rank, world_size, layout):
         with Collectives() as seen:
             run()
         collectives[name] = seen.count
-    reference = {n: t.clone() for n, t in world.engine._weights.tensors.items()}
+    reference = {n: t.clone() for n, t in world.engine.weights.tensors.items()}
     world.ours(verify=True)
-    for name, tensor in world.engine._weights.tensors.items():
+    for name, tensor in world.engine.weights.tensors.items():
         assert torch.equal(tensor, reference[name]), name
     seconds, cpu_seconds = {name: [] for name in ways}, {name: [] for name in ways}
     for _ in range(NUM_ROUNDS):

@@ -133,7 +133,7 @@ def test_a_command_says_which_extra_brings_what_it_lacks(lightrft):
         "import lightrft.cli.main as cli\n"
         "def run(argv):\n"
         "    import peft\n"
-        "cli.COMMANDS._entries['weigh'] = run\n"
+        "cli.COMMANDS.entries['weigh'] = run\n"
         "sys.exit(cli.main(['weigh']))\n"
     )
     done = lightrft(program=program)

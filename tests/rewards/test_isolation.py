@@ -116,7 +116,7 @@ def test_no_child_outlives_a_killed_trainer(file, tmp_path):
         f"reward = build_reward([{str(file) + ':leaves'!r}])\n"
         f"columns = {{'how': ['twice'], 'file': [{str(tmp_path / 'pid')!r}]}}\n"
         "reward.score(['p'], ['a'], [None], columns)\n"
-        "print(reward._functions[0]._workers.workers[0].pid, flush=True)\n"
+        "print(reward.functions[0].workers.workers[0].pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
