@@ -173,6 +173,7 @@ def test_one_process_at_the_shell(program, name):
     assert_message(done.stderr, name, expected, prefix="")
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("name", "code", "expected"),

@@ -366,6 +366,7 @@ def on_all_backends(rank, world_size, path, folder, names):
     return {n: (c, {k: v.numpy() for k, v in f.items()}) for n, (c, f) in results.items()}
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_two_processes_agree_over_backends(checkpoints, tmp_path):

@@ -228,6 +228,7 @@ def test_no_text_raises_anything_else(name):
             PARSERS[name](text, draw.random() < 0.5)
 
 
+@pytest.mark.full
 def test_many_calls_take_time_in_proportion():
     text = '<tool_call>{"name": "f"}</tool_call>' * 20_000
     assert len(hermes_calls(text, True)) == 20_000

@@ -416,6 +416,7 @@ def streamed(stream, tmp_path_factory):
     return list(map(facts, found))
 
 
+@pytest.mark.full
 def test_with_long_chunks_every_step_is_the_synchronous_one(tmp_path, monkeypatch):
     """With random numbers of a real engine: turns have the same ids of requests."""
     from lightrft.rollout.environments.calls import ToolCall
@@ -509,6 +510,7 @@ def test_ranks_go_on_with_the_episodes_of_others(tmp_path, stream, streamed):
         assert facts(player.step()) == streamed[player.number - 1]
 
 
+@pytest.mark.full
 def test_an_evaluation_between_steps_disturbs_no_open_episode(tmp_path, stream, streamed):
     player, evaluated = Player(config_of(**stream), tmp_path), []
     for expected in streamed:
@@ -654,6 +656,7 @@ def test_an_environment_that_answers_otherwise_after_a_resume_starts_over(
     assert player.stream.groups == ()
 
 
+@pytest.mark.full
 def test_episodes_of_a_worker_that_ended_are_brought_back(tmp_path, stream, streamed, whole):
     player = Player(config_of("Leaving", reward_failure="mask", **stream), tmp_path)
     found = play(player, (4,))

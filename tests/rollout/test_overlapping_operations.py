@@ -67,6 +67,7 @@ class Player:
         return {number: future.result() for number, future in self.begin(episodes).items()}
 
 
+@pytest.mark.full
 def test_coroutines_of_one_worker_wait_for_each_other(pool_of):
     player = Player(pool_of("Meeting"))
     found = player.at_once({number: [("meet", {})] * 3 for number in range(2)})
@@ -85,6 +86,7 @@ def test_functions_take_turns_and_may_run_an_event_loop_of_their_own(pool_of):
     assert [found[number][0][1] for number in range(1, 4)] == ["ran"] * 3
 
 
+@pytest.mark.full
 def test_the_time_of_other_episodes_is_not_charged(pool_of, tmp_path):
     limit = seconds(3)
     player = Player(pool_of("Meeting"), limit=limit)
@@ -94,6 +96,7 @@ def test_the_time_of_other_episodes_is_not_charged(pool_of, tmp_path):
     assert found[1][0][1:-1] == ["rested"] * 3 + ["opened"]
 
 
+@pytest.mark.full
 def test_draws_do_not_depend_on_what_overlaps(pool_of):
     calls = [("draw", {"count": 3}), ("wait_for_the_task", {}), ("draw", {"count": 1})]
     episodes = dict.fromkeys(range(6), calls)

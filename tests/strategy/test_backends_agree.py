@@ -14,6 +14,8 @@ from torch import nn
 
 from lightrft.strategy.fake import FakeStrategy
 
+# One process for each world runs every backend, a minute in all.
+pytestmark = pytest.mark.full
 VOCAB = 251
 NUM_STEPS = 3
 

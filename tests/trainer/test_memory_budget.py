@@ -85,6 +85,7 @@ def test_ranks_take_the_least_of_their_budgets(tmp_path):
     assert gigabytes(train.device_bytes) in lines[0]
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_ranks_of_unequal_devices_train_with_one_budget(tmp_path):
     write_tiny_model(tmp_path / "model", "tiny-qwen3")

@@ -172,6 +172,7 @@ def check_frozen(model, trained, folder):
     return moved
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_frozen", [True, False])
 def test_a_frozen_tower_stays_and_is_accounted_for(is_frozen, model, data, tmp_path):
     options = {"lora_rank": 4, "target_modules": ("all-linear",)} if not is_frozen else {}
@@ -251,6 +252,7 @@ def test_adapters_of_a_tower_follow_what_is_frozen(frozen, has_tower, model):
     assert any("visual" in name for name in adapted) == has_tower
 
 
+@pytest.mark.full
 def test_the_example_trains_on_images(model, data, tmp_path, repository):
     flags = [
         "--pretrain",

@@ -49,6 +49,7 @@ def options(models, prompts, folder, **changes):
     }
 
 
+@pytest.mark.full
 def test_the_student_moves_to_the_teacher(tmp_path, models, prompts):
     many = {"n_samples_per_prompt": 16, "generate_max_len": 3, "num_episodes": 40}
     many |= {"train_batch_size": 128, "micro_train_batch_size": 128, "lr_scheduler": "linear"}
@@ -109,6 +110,7 @@ def test_a_teacher_equal_to_the_student_gives_0(tmp_path, models, prompts):
     assert "teacher = student gives 0" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
 
 
+@pytest.mark.full
 def test_an_interrupted_run_continues_to_the_bit(tmp_path, models, prompts):
     settings = partial(options, models, prompts, save_steps=1, max_steps=3, num_episodes=3)
     summary = continued(DistillationTrainer, tmp_path, settings, 3)
@@ -136,6 +138,7 @@ def trained(models, summary):
     return torch.cat([(after[n].double() - before[n].double()).flatten() for n in before])
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_a_step_is_equal_in_every_layout_on_one_rank_and_on_two(tmp_path, models):

@@ -101,6 +101,7 @@ def test_the_tail_makes_a_divergence_of_all_but_one_token_that_of_all(models, se
     assert 0 < found[2]["loss"] < found[0]["loss"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["reverse", "forward", "jsd"])
 def test_the_student_moves_to_a_teacher_of_few_tokens(models, served, tmp_path, form):
     changes = {"teacher_form": form, "teacher": served.url, "teacher_top_k": 20, "max_epochs": 25}

@@ -99,11 +99,13 @@ def compare_with_one_rank(tmp_path, model, interrupted_at, **backend):
     return [summary["num_resumed_steps"] for (summary,) in ranks]
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_two_ranks_train_on_the_rows_of_one_and_continue(tmp_path, model):
     assert compare_with_one_rank(tmp_path, model, 4, fsdp=True) == [2, 2]
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_two_ranks_of_zero_train_on_the_rows_of_one(tmp_path, model):

@@ -181,6 +181,7 @@ def test_a_run_that_ends_behind_its_last_checkpoint_exports_the_same_model(
     assert configs[0] == configs[1]
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_two_ranks_train_on_the_pairs_of_one_and_continue(tmp_path, model, rows):
     changes = {"micro_train_batch_size": 2, "save_steps": 2, "eval_data": rows, "fsdp": True}

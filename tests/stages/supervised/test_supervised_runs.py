@@ -117,6 +117,7 @@ def test_an_end_at_which_engines_do_not_stop_is_warned_of(model, end):
     assert all("trained to end in '<|pad|>', and generation stops at '<|end|>'" in x for x in said)
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "backend",

@@ -135,6 +135,7 @@ def test_files_that_a_program_closed_are_tested(play):
     assert play(said).sample().scored[0].reward == 1.0
 
 
+@pytest.mark.full
 def test_what_a_program_left_at_its_time_limit_is_tested(play):
     said = "cp data/word.txt answer.txt; sleep 1000"
     task = {"toml": f"[agent]\ntimeout_sec = {seconds(5)}\n[environment]\ncpus = 1\n"}

@@ -140,6 +140,7 @@ TABLE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_forms_gain_what_another_simulation_found(case, monkeypatch):
     for name, value in (("decode_bandwidth_share", 0.7), ("decode_step_seconds", 0.0025)):

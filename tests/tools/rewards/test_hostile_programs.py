@@ -89,6 +89,7 @@ def check(sandbox: Sandbox, folder: Path, name: str) -> None:
     assert wait_until(lambda: shared_bytes() < shared + NOISE_BYTES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", QUICK)
 def test_a_hostile_program_costs_its_own_reward_and_leaves_nothing(sandbox, folder, name) -> None:
     check(sandbox, folder, name)

@@ -196,6 +196,7 @@ def flags(options):
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
+@pytest.mark.full
 def test_a_judge_learns_its_task_and_the_run_shows_that_it_ignores_positions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_tiny_model("tiny", "tiny-qwen3")

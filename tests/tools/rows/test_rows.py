@@ -464,6 +464,7 @@ def train(rank, world_size, values):
     run_training(TrainConfig(**values))
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_chosen_ids_are_the_sampled_ones_and_supervised_rows_take_them(tmp_path, model, capsys):
     prompts = [{"input": f"say {'aeiou'[i]}", "label": ""} for i in range(4)]
