@@ -53,6 +53,7 @@ def test_a_wrong_input_is_one_line(folder, capsys, name):
     assert not (folder / "run").exists()
 
 
+@pytest.mark.full
 def test_rewards_are_reported_and_the_file_of_a_run_may_be_given_again(folder, capsys):
     argv = ["--pretrain", "model", "--prompt_data", "rows.jsonl", "--teacher", "model"]
     measured = ["--reward_fn", "gsm8k", "--eval_data", "rows.jsonl"]

@@ -102,6 +102,7 @@ def train(folder, name, *flags):
     return line
 
 
+@pytest.mark.full
 @pytest.mark.timeout(280)
 def test_own_choices_train_and_their_hyper_parameters_change_the_numbers(folder):
     plain = train(folder, "plain", "--advantage_args", "shift=1")
@@ -174,6 +175,7 @@ def test_what_cannot_be_called_is_named_before_anything_is_built(capsys, folder,
     assert not (folder / "none").exists()
 
 
+@pytest.mark.full
 def test_a_changed_file_of_an_own_loss_is_not_continued_silently(capsys, folder):
     train(folder, "again", "--save_steps", "1")
     (folder / "own.py").write_text(OWN.replace("-factor", "-2 * factor"))

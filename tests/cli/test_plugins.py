@@ -59,6 +59,7 @@ def lightrft(tmp_path):
     return run
 
 
+@pytest.mark.full
 def test_an_installed_package_brings_a_command(lightrft):
     lightrft.plant("my-plugin", "[lightrft.commands]\nweigh = my_plugin:run\n", PLUGIN)
     done = lightrft("weigh", "a", "--b")

@@ -121,6 +121,7 @@ def violations(path: str, text: str) -> list[str]:
     return found + ([] if path in COLLECTIONS else lists_of_options(path, tree))
 
 
+@pytest.mark.full
 def test_no_source_file_repeats_what_the_record_says():
     assert [line for path, text in sources().items() for line in violations(path, text)] == []
 

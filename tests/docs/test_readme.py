@@ -145,6 +145,7 @@ def quickstart_run(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1500)
 def test_quickstart(quickstart_run):
     summary = json.loads((quickstart_run / "summary.json").read_text())
@@ -162,6 +163,7 @@ def test_quickstart(quickstart_run):
     assert not any(value.equal(trained[name]) for name, value in started.items())
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1500)
 def test_the_report_of_quickstart_opens_offline(quickstart_run):
     reason = "package playwright is not installed"

@@ -204,6 +204,7 @@ def test_fsdp2_equals_one_process(world_size, expected):
     assert_equal(gather(actual), expected)
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -136,6 +136,7 @@ def test_a_spill_and_a_narrow_store_would_be_noticed():
     assert "no HGMMA" in faults({**row, "products": {"FFMA": 3}})[0]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_kernels_compile_to_the_committed_table():
     rows = compile_cases("--fast")

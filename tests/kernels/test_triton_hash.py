@@ -69,6 +69,7 @@ def run(code: str, **environment: str) -> str:
     return process.stdout
 
 
+@pytest.mark.full
 @pytest.mark.triton
 def test_values_in_the_interpreter_equal_the_definition() -> None:
     assert run(VALUES, TRITON_INTERPRET="1").strip() == "equal"

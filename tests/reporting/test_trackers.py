@@ -76,6 +76,7 @@ def test_tensorboard_gets_every_finite_number(tmp_path):
     assert any((tmp_path / "elsewhere").iterdir())
 
 
+@pytest.mark.full
 def test_wandb_gets_the_options_without_secrets_and_one_id_for_all_parts(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="needs wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -42,6 +42,7 @@ def task_of(tmp_path, monkeypatch):
     return lambda name, **limits: WorkerTask("starts_of_workers", name, **limits)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["computes", "waits"])
 def test_a_start_that_does_not_end_is_refused_with_what_it_did(task_of, name) -> None:
     worker = WorkerProcess(task_of(name, start_seconds=1.0))

@@ -92,6 +92,7 @@ def timeless(text):
     return [json.dumps(event, sort_keys=True) for event in order]
 
 
+@pytest.mark.full
 def test_a_journal_that_ends_anywhere_is_followed_to_the_same_end(whole, tmp_path):
     lines = whole.lines.splitlines(keepends=True)
     sampled = {}
@@ -149,6 +150,7 @@ def test_an_episode_that_is_answered_otherwise_starts_over_alone(whole, tmp_path
     assert third.restarts == []
 
 
+@pytest.mark.full
 def test_what_starts_over_leaves_nothing_of_its_first_turns_in_the_ledger(
     whole, tmp_path, monkeypatch
 ):
@@ -176,6 +178,7 @@ def test_what_starts_over_leaves_nothing_of_its_first_turns_in_the_ledger(
     assert asked.isdisjoint(s.request_id for s in fourth.rollouts[5].segments)
 
 
+@pytest.mark.full
 def test_a_journal_of_other_weights_or_prompts_is_not_followed(whole, tmp_path):
     header, *rest = events_of(whole.lines)
     for name, value in (("weights", 5), ("prompts", "0"), ("world_size", 2), ("batch", 1)):
@@ -187,6 +190,7 @@ def test_a_journal_of_other_weights_or_prompts_is_not_followed(whole, tmp_path):
     assert Played(tmp_path / "again", weights=0, lines=unknown.lines).num_requests > 0
 
 
+@pytest.mark.full
 def test_functions_without_state_are_answered_from_the_journal(tmp_path):
     counter = tmp_path / "calls"
 
@@ -206,6 +210,7 @@ def test_functions_without_state_are_answered_from_the_journal(tmp_path):
     assert counter.read_text() == "x" * 7
 
 
+@pytest.mark.full
 def test_a_deadline_is_not_decided_twice(tmp_path):
     def script(request_id):
         return [call("act", what="exit" if request_id == 1 else "none"), "done"]
@@ -231,6 +236,7 @@ def round_of(rounds, sample_id, turn):
     )
 
 
+@pytest.mark.full
 def test_late_episodes_join_later_rounds_with_the_same_tokens(tmp_path):
     gate = tmp_path / "gate"
 
@@ -263,6 +269,7 @@ def test_late_episodes_join_later_rounds_with_the_same_tokens(tmp_path):
     assert [sorted(t) for t in known[:count]] == [sorted(t) for t in rounds[:count]]
 
 
+@pytest.mark.full
 def test_episodes_that_missed_a_round_do_not_wait_for_those_that_took_part(tmp_path):
     first, second = (str(tmp_path / name) for name in ("first", "second"))
 

@@ -117,6 +117,7 @@ def words(text):
     return "".join(c if c.isdigit() or c == "." else " " for c in text).split()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "reason", "num_ends"),
     [
@@ -152,6 +153,7 @@ def test_where_nobody_knows_what_ended_a_worker_calls_are_repeated_one_at_a_time
     assert all(texts[1].startswith("1 ") for texts, _ in found.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "what", ["unknown signal", "forge a number", "forge text", "forge a beginning"]
 )
@@ -187,6 +189,7 @@ def test_an_answer_that_cannot_be_written_is_an_error_of_its_operation():
     assert "recursion" in answer["error"]
 
 
+@pytest.mark.full
 def test_an_episode_that_holds_too_much_memory_fails_alone(pool_of):
     player = Player(pool_of("Hungry", environment_memory_gb=0.8))
     sizes = {0: 1, 1: 1500, 2: 1}

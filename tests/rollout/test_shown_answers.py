@@ -77,6 +77,7 @@ def acting(request_id):
     return [*(call("act", what=what) for what in acts[request_id % 3 :: 2]), "<tool_call>x", "done"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "options"),
     [

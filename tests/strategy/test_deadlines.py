@@ -39,6 +39,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 def test_expired_phase_ends_the_process_and_names_itself():
     begin = time.monotonic()
     done = run(HANGING)

@@ -56,6 +56,7 @@ def test_evaluation_is_greedy_and_counts_every_prompt_once(build_world):
     assert set(first) >= {"eval/vowels", "eval/lower", "eval/response_length"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("with_critic", [False, True])
 def test_a_stopped_and_resumed_run_ends_like_an_unbroken_one(build_world, tmp_path, with_critic):
     options = {

@@ -328,6 +328,7 @@ def lose_a_picture(rank, world_size, folder):
     return codes, ranks.log.read_text()
 
 
+@pytest.mark.full
 def test_an_image_that_cannot_be_read_in_the_exchange_ends_both_sides(tmp_path):
     given = (str(tmp_path),)
     ((codes, text),) = run_multiprocess(lose_a_picture, 1, timeout_seconds=400, args=given)
@@ -359,6 +360,7 @@ def lose(rank, world_size, folder):
     return told
 
 
+@pytest.mark.full
 def test_a_lost_rank_of_either_side_ends_the_other_which_names_it(tmp_path):
     (told,) = run_multiprocess(lose, 1, timeout_seconds=600, args=(str(tmp_path),))
     for (how, lost), (code, text) in told.items():

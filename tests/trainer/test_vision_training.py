@@ -91,6 +91,7 @@ def assert_same_steps(found, expected):
         assert one["logprob_diff_mean"] < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_rank_without_images_takes_the_step_of_one_process(data, models, tmp_path):
     model = models("tiny-qwen2.5-vl")

@@ -41,6 +41,7 @@ def test_sources_that_are_spelled_wrongly(text, told):
         read_source(text)
 
 
+@pytest.mark.full
 @without_verifiers
 def test_verifiers_is_needed(tmp_path):
     with pytest.raises(DataError, match=r"verifiers:a: needs verifiers 0.4 \(uv pip install"):

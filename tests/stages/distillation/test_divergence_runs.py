@@ -46,6 +46,7 @@ def options(models, rows, folder, **changes):
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_the_student_moves_to_the_teacher(tmp_path, models, rows, form):
     changes = {"teacher_form": form, "max_epochs": 40, "lr_scheduler": "constant"}

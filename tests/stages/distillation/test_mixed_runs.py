@@ -74,6 +74,7 @@ def named(models, *pairs):
     return {"teachers": tuple(f"{name}={models / place}" for name, place in pairs)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["sampled", "forward"])
 def test_teachers_of_one_model_are_one_teacher_and_weights_count(models, tmp_path, form):
     """The losses add up: each row has its own teacher, and one denominator."""
@@ -152,6 +153,7 @@ def test_a_completion_takes_the_place_of_the_rows_own():
 MIXED = {"generate_max_len": 4, "prompt_max_len": 32, "teacher_form": "reverse"}
 
 
+@pytest.mark.full
 def test_the_student_moves_to_the_teacher_on_its_own_samples(models, tmp_path):
     rows, folder = write_rows(tmp_path), tmp_path / "run"
     given = {**MIXED, "teacher": str(models / "first"), "offpolicy_fraction": 0.0}
@@ -192,6 +194,7 @@ def in_ranks(rank, world_size, settings):
     return DistillationTrainer(TrainConfig(**settings)).train().last_metrics
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_mixed_step_of_two_teachers_is_equal_on_one_rank_and_on_two(models, tmp_path):
     rows = write_rows(tmp_path, teacher=list("xxxxxxxy"))

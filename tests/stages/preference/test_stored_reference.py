@@ -129,6 +129,7 @@ def in_ranks(rank, world_size, settings):
     return PreferenceTrainer(TrainConfig(**settings)).train().last_metrics
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_two_ranks_write_what_one_reads(tmp_path, model, rows):
     """The rows of a rank are its own; nine answers do not share out evenly."""

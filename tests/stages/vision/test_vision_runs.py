@@ -48,6 +48,7 @@ def run(trainer, model, path, folder, **changes):
     return trainer(TrainConfig(**options(model, path, folder, **settings))).train()
 
 
+@pytest.mark.full
 def test_supervised_training_learns_what_is_in_the_image(tmp_path, model):
     chats = [([*ASKED, assistant("a" * 6 if name == "a" else "b" * 6)], [name]) for name in "abab"]
     path = write_rows(tmp_path, chat_rows(chats))
@@ -66,6 +67,7 @@ def test_supervised_training_learns_what_is_in_the_image(tmp_path, model):
         assert best[places - 1].tolist() == given["input_ids"][0, places].tolist()
 
 
+@pytest.mark.full
 def test_a_reward_model_that_sees_images_is_trained_exported_and_loaded(tmp_path, model):
     path = write_rows(tmp_path, pair_rows())
     summary = run(RewardTrainer, model, path, tmp_path / "run", max_epochs=8)

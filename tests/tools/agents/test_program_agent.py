@@ -47,6 +47,7 @@ def test_what_a_program_was_answered_is_trained_with_the_reward_that_it_prints(s
         assert "<|im_start|>user\nAnd 7?<|im_end|>" in played.text(item.rollout)
 
 
+@pytest.mark.full
 def test_more_programs_run_at_once_than_a_process_may_open_files_for_by_default(stage):
     own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
@@ -87,6 +88,7 @@ def processes_of(word):
     return found
 
 
+@pytest.mark.full
 def test_a_program_is_ended_at_its_deadline_with_what_it_started(stage):
     played = stage(
         f"{COMMAND} of-this-test",

@@ -25,6 +25,7 @@ def lines_of(output):
     return [line for line in output.splitlines() if line.startswith(("ok ", "BAD ", "-- "))]
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_sound_model_gives_the_same_step_in_every_way_of_one_process(model, capsys):
     assert main(["doctor", "--invariance", "--pretrain", model, "--nproc_per_node", "1"]) == 0

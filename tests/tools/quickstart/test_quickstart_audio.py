@@ -93,6 +93,7 @@ def test_the_recipe_is_a_legal_configuration_without_unused_options(tmp_path):
     assert config.unused_options() == []
 
 
+@pytest.mark.full
 def test_a_short_run(tmp_path, capsys):
     folder = tmp_path / "run"
     argv = ["--audio", "--output_dir", str(folder), "--threads", "1"]

@@ -164,6 +164,7 @@ def test_the_recipe_is_a_legal_configuration_without_unused_options(tmp_path):
     assert config.max_turns >= 2
 
 
+@pytest.mark.full
 def test_a_short_run_holds_conversations(tmp_path, capsys):
     folder = tmp_path / "run"
     argv = ["--environment", "--output_dir", str(folder), "--threads", "1"]

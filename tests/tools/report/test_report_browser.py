@@ -100,6 +100,7 @@ def test_charts_are_drawn_without_a_request_or_a_complaint(run_folder, visit):
     assert (run_folder / "report.html").stat().st_size < 5_000_000
 
 
+@pytest.mark.full
 def test_a_page_draws_with_the_library_beside_it_and_says_where_it_is_missing(tmp_path, browser):
     folder = write_run(tmp_path / "run")
     library = write_library(tmp_path)
@@ -128,6 +129,7 @@ def test_the_response_has_the_width_and_numbers_stay_whole(tmp_path, browser):
     seen.context.close()
 
 
+@pytest.mark.full
 def test_tokens_are_shaded_by_the_quantity_that_is_chosen(run_folder, visit):
     page = visit(run_folder).page
     tokens = page.locator("#token-samples .token")
@@ -214,6 +216,7 @@ def views(tmp_path_factory):
     return {"report": write_report(one), "comparison": comparison, "troubled": troubled}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("view", ["report", "comparison", "troubled"])
 def test_nothing_overlaps_on_a_phone_and_on_a_wide_screen(views, browser, view, tmp_path):
     seen = Visit(browser, views[view], width=400)
@@ -263,6 +266,7 @@ PLANT = """([where, style]) => {
 }"""
 
 
+@pytest.mark.full
 def test_what_is_pushed_over_its_neighbour_or_out_of_its_box_is_found(views, browser):
     seen = Visit(browser, views["report"], width=400)
     page = seen.page
@@ -277,6 +281,7 @@ def test_what_is_pushed_over_its_neighbour_or_out_of_its_box_is_found(views, bro
     seen.context.close()
 
 
+@pytest.mark.full
 def test_a_followed_page_shows_a_new_step_by_itself_and_stays_where_it_was(tmp_path, browser):
     folder = write_run(tmp_path / "run", 12)
     with serving([folder]) as server:

@@ -72,6 +72,7 @@ def test_an_answer_follows_from_the_weights_and_its_question_alone(folder):
     assert apart[::-1] == first
 
 
+@pytest.mark.full
 def test_both_orders_are_compared_as_by_a_server(folder):
     config = config_of(folder, "verdicts", judge_compare="verdicts", judge_args={"max_tokens": 16})
     with build_reward(["judge"], config=config) as reward:
@@ -107,6 +108,7 @@ def test_a_judge_that_refuses_or_dies_is_named_and_goes_on(folder):
         assert len(grades(reward, TEXTS[4:7])) == 3
 
 
+@pytest.mark.full
 def test_a_judge_that_hangs_is_ended_at_the_deadline(folder):
     config = config_of(folder, reward_timeout_seconds=seconds(3))
     with build_reward(["judge"], config=config) as reward:
@@ -128,6 +130,7 @@ def without_template(folder):
     return "plain"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [

@@ -54,6 +54,7 @@ def grades(reward, texts):
     return [each.reward for each in reward.score(["task"] * len(texts), texts, [None] * 99, {})]
 
 
+@pytest.mark.full
 def test_one_batch_has_the_answers_of_a_judge_of_the_same_folder(folder, engine):
     with build_reward(["judge"], config=config_of(folder, str(folder / "scorer"))) as reward:
         expected = grades(reward, TEXTS)
@@ -158,6 +159,7 @@ def run(folder, world_size, name, **options):
     return ranks[0][0], rewards
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)
 def test_a_policy_that_judges_is_trained_alike_on_one_process_and_two(folder):

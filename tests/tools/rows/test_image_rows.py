@@ -190,6 +190,7 @@ def test_changed_images_and_processors_are_refused(folder, run_folder, tmp_path)
             load(**changes)
 
 
+@pytest.mark.full
 def test_a_run_names_its_images_and_is_not_continued_with_others(folder, tmp_path):
     path = folder / "alone.jsonl"
     path.write_text(json.dumps({"prompt": "<image>?", "completion": "a", "images": "c.png"}))
