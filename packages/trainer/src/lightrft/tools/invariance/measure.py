@@ -296,7 +296,7 @@ def measure_cells(
             bf16=cell.bf16,
             offloads=cell.offloads,
             keeps_masters=cell.keeps_masters,
-            compile_backend=cell.compiler,
+            compiler=cell.compiler,
         )
         if key not in strategies:
             strategies[key] = make_strategy(key)
