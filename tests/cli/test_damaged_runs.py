@@ -253,6 +253,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_two_damaged_runs_are_continued_or_named(folder):
     assert run_multiprocess(run_called, 1, timeout_seconds=240, args=(str(folder), DEFAULT)) == [2]

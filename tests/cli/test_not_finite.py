@@ -89,6 +89,7 @@ def test_an_update_that_ends_all_weights_publishes_nothing(folder, capsys, more)
     )
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("only_process")
 def test_a_model_that_is_not_finite_is_not_evaluated_exported_or_trained(folder, capsys):
     words = arguments(folder, "run")

@@ -155,6 +155,7 @@ def wait_for(folder: Path, processes, names) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(400)
 def test_nodes_named_by_loopback_meet_and_a_lost_one_ends_the_other_in_time(nodes, tmp_path):

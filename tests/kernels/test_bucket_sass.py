@@ -71,6 +71,7 @@ def test_rows_of_the_committed_table_fit_their_registers_and_move_16_bytes_at_a_
         check({**rows[0], "accesses": {**rows[0]["accesses"], "ST.16": 99}})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "target", [t if t == 90 else pytest.param(t, marks=pytest.mark.slow) for t in TARGETS]
 )

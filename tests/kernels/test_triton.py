@@ -16,6 +16,7 @@ from lightrft.kernels import linear_logprob
 FOLDER = Path(__file__).parent
 
 
+@pytest.mark.full
 @pytest.mark.triton
 def test_values_in_the_interpreter():
     case_file = FOLDER / "interpreter_cases.py"

@@ -21,6 +21,7 @@ print("deepspeed" in sys.modules)
 """
 
 
+@pytest.mark.full
 @pytest.mark.deepspeed
 def test_writing_loading_and_saving_a_model_does_not_import_deepspeed(tmp_path):
     done = subprocess.run(

@@ -157,6 +157,7 @@ def compare(rank, world_size, directories):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_shared_sequences_give_the_results_of_whole_ones(checkpoints):

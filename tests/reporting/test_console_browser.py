@@ -116,6 +116,7 @@ def tell_of_a_run(stream, num_steps, step_seconds):
     return pictures
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("num_steps", "step_seconds"), [(40, 1.5), (100_000, 90_000.0)])
 def test_nothing_breaks_and_columns_stand_below_each_other(

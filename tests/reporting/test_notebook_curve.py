@@ -46,6 +46,7 @@ CELLS = (
 )
 
 
+@pytest.mark.full
 def test_a_notebook_runs(tmp_path):
     nbformat = pytest.importorskip("nbformat", reason="notebooks need nbclient and ipykernel")
     client = pytest.importorskip("nbclient", reason="notebooks need nbclient and ipykernel")

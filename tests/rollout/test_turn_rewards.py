@@ -101,6 +101,7 @@ def test_calls_are_paid_where_their_turn_ends(tmp_path, monkeypatch):
     assert batch.facts["turn_rewards"].sum(-1).tolist() == [0.5, 0.5]
 
 
+@pytest.mark.full
 def test_a_class_may_pay_its_calls_alone(tmp_path, monkeypatch):
     place = f"{tmp_path / 'paying.py'}:OnlyCalls"
     samples = sampled(tmp_path, monkeypatch, place, [call("say", word="four"), "done"])
@@ -122,6 +123,7 @@ def test_turns_of_a_skyrl_gym_class_are_paid_where_they_end(tmp_path, monkeypatc
     assert "turn_rewards" not in batch.facts
 
 
+@pytest.mark.full
 def test_a_reward_of_a_call_that_is_no_number_fails_the_episode(tmp_path, monkeypatch):
     place = f"{tmp_path / 'paying.py'}:Broken"
     with pytest.raises(Exception, match="get_call_reward: expected a number, got 'much'"):

@@ -161,6 +161,7 @@ def wait_for_error(processes: list[subprocess.Popen], limit: float) -> dict[int,
     return {}
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("place", "kind"),

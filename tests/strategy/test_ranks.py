@@ -45,6 +45,7 @@ def test_failure_of_one_rank_ends_all_and_shows_its_traceback():
     assert time.monotonic() - begin < seconds(40)
 
 
+@pytest.mark.full
 def test_deadline_is_kept():
     begin = time.monotonic()
     with pytest.raises(RankFailure, match="did not finish before the deadline"):

@@ -106,6 +106,7 @@ def test_layers_for_adapters_are_looked_for_before_weights_are_read(tmp_path, ti
         read_inputs(TrainConfig(**wrong))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("only_process")
 def test_a_run_leaves_its_files_and_a_broken_one_is_continued(tmp_path, tiny_model, capsys):
     write_inputs(tmp_path)
@@ -148,6 +149,7 @@ def test_a_run_leaves_its_files_and_a_broken_one_is_continued(tmp_path, tiny_mod
     assert [entry["step"] for entry in read(tmp_path / "parts" / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("only_process")
 def test_two_processes_train_like_one(tmp_path, tiny_model):
@@ -204,6 +206,7 @@ def test_what_a_user_got_wrong_is_said_before_anything_starts(tmp_path, tiny_mod
         run_training(TrainConfig(**options(tmp_path, tiny_model)))
 
 
+@pytest.mark.full
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("only_process")
 def test_deepspeed_and_fsdp_give_the_same_run(tmp_path, tiny_model):

@@ -315,6 +315,7 @@ def run_cases(rank, world_size, backend, folder, num_cases, seed):
 SHARDED = tuple(name for name, settings in BACKENDS.items() if settings is not None)
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.timeout(1600)

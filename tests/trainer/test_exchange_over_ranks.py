@@ -125,6 +125,7 @@ def assert_same_runs(ranks, runs):
             assert content == gathered[name], name
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_two_ranks_train_the_same_bits(tmp_path, tiny_model):
     write_inputs(tmp_path)
@@ -189,6 +190,7 @@ def train_with_a_planted_column(rank, world_size, values, plants_a_fault):
     return means
 
 
+@pytest.mark.full
 def test_a_planted_column_comes_from_the_engine_to_the_audits_record(tmp_path, tiny_model):
     write_inputs(tmp_path)
     values = settings(tmp_path, tiny_model, "run", stream_chunk=3, max_steps=2)

@@ -92,6 +92,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_a_run_shows_and_trains_the_images_of_all_turns(tmp_path, capsys):
     write_tiny_vision_model(tmp_path / "model", "tiny-qwen2.5-vl", seed=1)
     output = tmp_path / "out"

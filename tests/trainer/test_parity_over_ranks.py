@@ -76,6 +76,7 @@ def settings(folder, model, name, **changes):
     }
 
 
+@pytest.mark.full
 def test_the_only_forward_of_a_step_is_compared_before_any_optimizer_acts(tmp_path, tiny_model):
     rows = "".join(f'{{"prompt": "{n}+{n}="}}\n' for n in range(8))
     (tmp_path / "train.jsonl").write_text(rows)

@@ -235,6 +235,7 @@ def run_all(rank, world_size, folder, num_runs, chain, seed):
     return num_kills
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.timeout(3600)

@@ -75,6 +75,7 @@ def train(rank, world_size, data, model, output, options):
     return verdict, [{name: step[name] for name in COMPARED} for step in steps]
 
 
+@pytest.mark.full
 def test_a_run_trains_tower_projector_and_text_packed_as_padded(data, model, tmp_path):
     verdict, steps = train(0, 1, data, model, tmp_path / "padded", {})
     assert verdict.startswith("trained")

@@ -48,6 +48,7 @@ class Echoes(Sound):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "warnings"),
     [

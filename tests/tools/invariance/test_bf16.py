@@ -117,6 +117,7 @@ def violations(cells: list[Cell], model: tuple[str, str], *, seconds: float) -> 
     ]
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
 def test_a_handful_of_ways_in_bfloat16_gives_the_step(model):

@@ -149,6 +149,7 @@ def test_one_process_gives_the_same_step_in_any_layout(folder, alone):
         assert_same_step(folder, planted, expected)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_two_processes_give_the_step_of_one(folder, alone):
     for found in run(folder, 2, available(TWO)):

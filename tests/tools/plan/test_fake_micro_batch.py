@@ -85,6 +85,7 @@ def variants(name, layers):
     ]
 
 
+@pytest.mark.full
 def test_no_tensor_of_the_host_takes_part_in_a_micro_batch():
     both = variants("qwen2.5-7b", 2)
     check_variants([both[0], both[-1]])  # padded; packed with adapters and checkpointing
