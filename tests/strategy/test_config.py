@@ -212,6 +212,6 @@ def test_precision_follows_the_device_unless_set():
 
 def test_every_field_has_help():
     options = options_of(StrategyConfig)
-    no_options = {"extra_args", "given"}
+    no_options = {"extra_args", "explicit"}
     assert set(options) == {entry.name for entry in fields(StrategyConfig)} - no_options
     assert all(info.help.endswith(".") and info.group for _, info in options.values())

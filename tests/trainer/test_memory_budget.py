@@ -120,6 +120,17 @@ def test_a_size_of_the_command_line_or_of_a_file_counts_though_it_is_the_default
     assert merge_options([], {"seed": "1"})[0].sizes_in_rows == []
 
 
+def test_the_file_of_a_run_leaves_open_what_the_run_left_open(tmp_path):
+    size = "micro_train_batch_size"
+    for options in ({"seed": "1"}, {size: "1"}, {size: "2"}):
+        config, _ = merge_options([], options)
+        config.save(tmp_path / "config.toml")
+        again, _ = merge_options([tmp_path / "config.toml"], {})
+        assert again == config == TrainConfig.load(tmp_path / "config.toml")
+        assert again.sizes_in_rows == config.sizes_in_rows == [size] * (size in options)
+        assert TrainConfig.load(tmp_path / "config.toml").sizes_in_rows == config.sizes_in_rows
+
+
 def test_an_engine_that_fills_the_device_while_it_samples_leaves_the_budget_alone():
     setup = setup_of("qwen2.5-7b", 1, 80, fsdp=True, lora_rank=16)
     plan = plan_memory(setup)

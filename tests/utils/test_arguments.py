@@ -62,7 +62,7 @@ def test_every_field_can_be_a_flag_and_round_trips():
     assert config.adam_betas == (0.8, 0.9)
     assert (config.critic_pretrain, config.max_len) == ("/c", 7)
     missing = {e.name for e in fields(StrategyConfig)} - set(vars(args))
-    assert missing == {"extra_args", "given", "engine_args", "learning_rate_factors"}
+    assert missing == {"extra_args", "explicit", "engine_args", "learning_rate_factors"}
 
 
 def test_unknown_names_are_refused():

@@ -477,8 +477,8 @@ class StrategyConfig:
     )
 
     extra_args: dict[str, object] = field(default_factory=dict, repr=False)
-    # Names of options that a command, a file or a call gave, also with their default.
-    given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    # Names of options that a command, a file or a call set, also to their default.
+    explicit: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         found = self.problems()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,16 +39,21 @@ def read_toml(path: Path) -> dict[str, object]:
     return values
 
 
-def write_toml(config: StrategyConfig, path: Path) -> None:
+def write_toml(config: StrategyConfig, path: Path, *, left_out: Collection[str] = ()) -> None:
     """Write the options of `config` in groups; those that are None and secrets are left out.
 
     The file appears whole or not at all, and only its owner may read it: a value that nobody marked
     may be a secret all the same.
+
+    Args:
+        config: The options.
+        path: The file.
+        left_out: Names of further options that are not written.
     """
     groups: dict[str, list[str]] = {}
     options = options_of(type(config))
     for name, value in without_secrets(config).items():
-        if value is not None:
+        if value is not None and name not in left_out:
             groups.setdefault(options[name][1].group, []).append(f"{name} = {format_toml(value)}")
     text = "\n\n".join("\n".join([f"# {group}", *lines]) for group, lines in groups.items())
     make_folder(path.parent)

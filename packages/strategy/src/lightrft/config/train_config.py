@@ -22,6 +22,9 @@ from lightrft.config.toml import read_toml, write_toml
 DEFAULT_POLICY_LOSS = "ppo"
 
 
+_ROW_SIZES = ("micro_train_batch_size", "micro_rollout_batch_size")
+
+
 @dataclass(kw_only=True)
 class TrainConfig(RunOptions):
     """Options of `lightrft train` and of the trainers, checked alone and together.
@@ -143,13 +146,12 @@ class TrainConfig(RunOptions):
 
     @property
     def sizes_in_rows(self) -> list[str]:
-        """The micro_* options that somebody gave: they count rows, and nothing replaces them."""
-        names = ("micro_train_batch_size", "micro_rollout_batch_size")
+        """The micro_* options that somebody set: they count rows, and nothing replaces them."""
         defaults = options_of(type(self))
         return [
             name
-            for name in names
-            if name in self.given or self.__dict__[name] != defaults[name][0].default
+            for name in _ROW_SIZES
+            if name in self.explicit or self.__dict__[name] != defaults[name][0].default
         ]
 
     def check_world_size(self, world_size: int) -> None:
@@ -182,7 +184,9 @@ class TrainConfig(RunOptions):
         ]
         if problems:
             raise TypeError("; ".join(problems))
-        return type(self).from_args({**self.__dict__, **ours, "given": self.given | ours.keys()})
+        return type(self).from_args(
+            {**self.__dict__, **ours, "explicit": self.explicit | ours.keys()}
+        )
 
     @property
     def teacher_places(self) -> dict[str, str]:
@@ -229,8 +233,12 @@ class TrainConfig(RunOptions):
         return self.replaced({"advantage_estimator": NO_REWARDS})
 
     def save(self, path: str | Path) -> None:
-        """Write all options as TOML, except secrets and those that are None."""
-        write_toml(self, Path(path))
+        """Write all options as TOML, except secrets and those that are None.
+
+        Sizes of micro-batches that nobody set are left out: a run that begins from the file decides
+        on them as this one did.
+        """
+        write_toml(self, Path(path), left_out={*_ROW_SIZES} - {*self.sizes_in_rows})
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -242,7 +250,7 @@ class TrainConfig(RunOptions):
         """
         known = options_of(cls)
         ours, problems = with_our_names(read_toml(Path(path)), known)
-        config = cls.from_args(ours)
+        config = cls.from_args({**ours, "explicit": frozenset(ours)})
         if problems or config.extra_args:
             lines = [f"{path}: {problem}" for problem in problems] + [
                 f"{path}: unknown option {name!r}"

@@ -204,7 +204,7 @@ def merge_options(
     config = TrainConfig()
     for name, value in {**values, **texts}.items():
         setattr(config, name, value)
-    config.given = frozenset(values | texts)
+    config.explicit = frozenset(values | texts)
     if command in _OF_A_RUN and "fsdp" not in values | texts:
         config = config.with_installed_backend()
     problems += config.problems()
