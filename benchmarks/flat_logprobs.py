@@ -25,7 +25,7 @@ ROWS, TOKENS, ROUNDS = 256, 512, 5
 
 
 def seconds_per_token(*, is_flat: bool) -> float:
-    """Of processor time, for all rows."""
+    """Return the processor time of all rows."""
     gc.collect()
     one = (np.array([[7]]), np.array([[-0.5]], dtype=np.float32), np.array([1]), None)
     begin = time.process_time()

@@ -204,7 +204,7 @@ def add_start(name: str, path: Path) -> None:
 
 
 def main() -> int:
-    """See the module's docstring."""
+    """Measure as the options say."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
     parser.add_argument("--stream", action="store_true")

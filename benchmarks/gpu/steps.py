@@ -176,9 +176,9 @@ class Runner:
 
     def has_numbers(self, name: str) -> bool:
         """Return whether a step has written the numbers of a step of training by now."""
-        found = lines.read(self.folder / "table.jsonl")
+        kept = lines.read(self.folder / "table.jsonl")
         return any(
-            f"{line['part']}_{line['name']}" == name and "step_seconds" in line for line in found
+            f"{line['part']}_{line['name']}" == name and "step_seconds" in line for line in kept
         )
 
     def command(self, name: str, arguments: tuple[str, ...], end: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ def read_toml(path: Path) -> dict[str, object]:
     return values
 
 
-def write_toml(config: StrategyConfig, path: Path, *, left_out: Collection[str] = ()) -> None:
+def write_toml(config: StrategyConfig, path: Path, left_out: set[str]) -> None:
     """Write the options of `config` in groups; those that are None and secrets are left out.
 
     The file appears whole or not at all, and only its owner may read it: a value that nobody marked

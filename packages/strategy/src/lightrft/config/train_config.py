@@ -147,11 +147,10 @@ class TrainConfig(RunOptions):
     @property
     def sizes_in_rows(self) -> list[str]:
         """The micro_* options that somebody set: they count rows, and nothing replaces them."""
-        defaults = options_of(type(self))
         return [
             name
             for name in _ROW_SIZES
-            if name in self.explicit or self.__dict__[name] != defaults[name][0].default
+            if name in self.explicit or self.__dict__[name] != getattr(type(self), name)
         ]
 
     def check_world_size(self, world_size: int) -> None:
@@ -238,7 +237,7 @@ class TrainConfig(RunOptions):
         Sizes of micro-batches that nobody set are left out: a run that begins from the file decides
         on them as this one did.
         """
-        write_toml(self, Path(path), left_out={*_ROW_SIZES} - {*self.sizes_in_rows})
+        write_toml(self, Path(path), {*_ROW_SIZES} - {*self.sizes_in_rows})
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -137,8 +137,9 @@ def has_varlen_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether one kernel takes all sequences; else torch's attention runs once for each."""
     if len({x.dtype for x in (query, key, value)}) > 1:
         return False
-    shape = KernelShape(query.device.type, query.dtype, query.shape[-1], value.shape[-1])
-    return try_kernel(shape).works
+    return try_kernel(
+        KernelShape(query.device.type, query.dtype, query.shape[-1], value.shape[-1])
+    ).works
 
 
 def attend_each(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> Tensor:

@@ -105,7 +105,7 @@ def use_newer_kernel(shapes: Iterable[KernelShape]) -> None:
     """
     wanted = set(shapes)
     # Without a kernel of torch's own there is nothing to be better than.
-    is_needed = bool(wanted) and all(try_kernel(shape).works for shape in wanted)
+    is_needed = wanted and all(try_kernel(shape).works for shape in wanted)
     if not is_needed or current_flash_attention_impl() is not None:
         return
     trials = {}
@@ -156,8 +156,11 @@ def attend_varlen(
     query, key, value = (x.contiguous() for x in stream)
     kernel: Callable[..., object] = varlen_attn
     # Torch 2.11's lacks the argument, and passes grouped heads on.
-    has_argument = "enable_gqa" in _parameters_of(kernel)
-    grouping = {"enable_gqa": query.shape[1] != key.shape[1]} if has_argument else {}
+    grouping = (
+        {"enable_gqa": query.shape[1] != key.shape[1]}
+        if "enable_gqa" in _parameters_of(kernel)
+        else {}
+    )
     attended = kernel(
         query,
         key,

@@ -87,7 +87,7 @@ class HFEngine(RolloutEngine):
         return self._model
 
     def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
-        """See `RolloutEngine.stream_rows`."""
+        """Yield rows as they finish, see `RolloutEngine`."""
 
         def group(row: Row) -> int:
             # Rows that cannot be dropped are decoded with others of their length.

@@ -111,7 +111,7 @@ class SGLangEngine(RolloutEngine):
             )
 
     def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
-        """See `RolloutEngine.stream_rows`."""
+        """Yield rows as they finish, see `RolloutEngine`."""
 
         def run(jobs: Sequence[Job], *, with_stops: bool) -> list[list[FinishedJob]]:
             vocab_size = self._limits.vocab_size

@@ -127,7 +127,7 @@ class VLLMEngine(RolloutEngine):
             )
 
     def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
-        """See `RolloutEngine.stream_rows`."""
+        """Yield rows as they finish, see `RolloutEngine`."""
 
         def run(jobs: Sequence[Job], *, with_stops: bool) -> Iterator[list[FinishedJob]]:
             natives = [native_params(job, params, stop_ids, with_stops=with_stops) for job in jobs]

@@ -39,13 +39,6 @@ def wire_backend(gpus: Sequence[str]) -> GroupBackend:
     return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
-def own_device() -> torch.device:
-    """Device where this process computes."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def identity_of(device: torch.device) -> str:
     """Identity of a GPU, the same in every process that uses it; "" for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
@@ -165,8 +158,8 @@ class WeightWire:
 
     def is_new(self, layout: BucketLayout) -> bool:
         """Whether the last sync had another layout."""
-        is_known, self._layout = self._layout is layout, layout
-        return not is_known
+        before, self._layout = self._layout, layout
+        return before is not layout
 
     def _connect(self) -> torch.device:
         """Opens the groups at the first call, which all ranks of the launch make together.
@@ -175,11 +168,12 @@ class WeightWire:
             Where this rank computes.
         """
         bridge, side = self._bridge, self._side
-        device = self._device = self._device or own_device()
+        index = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        device = self._device = self._device or torch.device(index)
         if self._backend is not None:
             return device
-        own = identity_of(device).encode()
-        gpus = [each.decode() for each in bridge.exchange_bytes([own] * bridge.world_size)]
+        gpu = identity_of(device).encode()
+        gpus = [each.decode() for each in bridge.exchange_bytes([gpu] * bridge.world_size)]
         backend = self._backend = wire_backend(gpus)
         if backend == "nccl":
             self._group = bridge.open_group("weights", bridge.rank, bridge.world_size, backend)
@@ -270,7 +264,7 @@ class WeightWire:
             timeline.begin()
             start, stop = route.sent[rank]
             first = 0 if bucket.kind == "gather" else start
-            own = slice(first, first + stop - start)
+            part = slice(first, first + stop - start)
             with timeline.filling():
                 try:
                     if stop > start:
@@ -278,9 +272,9 @@ class WeightWire:
                 except Exception as error:  # noqa: BLE001 - raised once all buckets are sent
                     problem = problem or error
                 if slot.is_staged:
-                    slot.moved[own].copy_(slot.full[own], non_blocking=True)
+                    slot.moved[part].copy_(slot.full[part], non_blocking=True)
                     slot.has_moved = timeline.mark()
-            waiting.append((slot, route, own))
+            waiting.append((slot, route, part))
             # A copy to the host runs while the bucket before it is sent.
             while len(waiting) > slot.is_staged:
                 self._begin_sending(*waiting.popleft(), timeline)
@@ -292,11 +286,11 @@ class WeightWire:
         if problem is not None:
             raise problem
 
-    def _begin_sending(self, slot: _Slot, route: Route, own: slice, timeline: Timeline) -> None:
+    def _begin_sending(self, slot: _Slot, route: Route, part: slice, timeline: Timeline) -> None:
         slot.has_moved()
         with timeline.filling():
             sizes = route.sizes_from(self._side.rank)
-            self._begin(slot, slot.moved[:0], slot.moved[own], sizes)
+            self._begin(slot, slot.moved[:0], slot.moved[part], sizes)
 
     def receive(
         self, layout: BucketLayout, owners: Sequence[int]
