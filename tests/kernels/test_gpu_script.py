@@ -149,10 +149,10 @@ def test_steps_are_written_as_the_run_records_them_with_what_its_start_decided(
     ended = threading.Event()
     ended.set()
     gpu("grpo").Watch("0.5b").follow(tmp_path / "metrics.jsonl", ended)
-    found = gpu("report").Found(gpu("lines").read(tmp_path / "table.jsonl"))
-    values = [found.median("grpo", "0.5b", key) for key in ("planned_gib", "train_gib", "mfu")]
+    results = gpu("report").Measured(gpu("lines").read(tmp_path / "table.jsonl"))
+    values = [results.median("grpo", "0.5b", key) for key in ("planned_gib", "train_gib", "mfu")]
     assert values == [4.0, 3.0, 0.2]
-    assert "- 0.5b: attention: packed" in gpu("report").table_of(found.lines)
+    assert "- 0.5b: attention: packed" in gpu("report").table_of(results.lines)
 
 
 @pytest.mark.vllm
@@ -171,12 +171,12 @@ def test_the_rehearsal_with_vllm_makes_the_whole_row_of_grpo(gpu, repository, tm
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    found = gpu("report").Found(gpu("lines").read(tmp_path / "table.jsonl"))
+    results = gpu("report").Measured(gpu("lines").read(tmp_path / "table.jsonl"))
     keys = ("rollout_tokens_per_second", "train_tokens_per_second", "sync_seconds", "sync_gb")
     keys += ("idle_seconds_share", "thin_seconds_share", "logprob_diff_mean", "train_gib")
     for name in ("0.5b", "0.5b_stream"):
-        assert all(found.median("grpo", name, key) is not None for key in keys)
-    assert found.median("grpo", "0.5b", "bare_tokens_per_second") > 0
+        assert all(results.median("grpo", name, key) is not None for key in keys)
+    assert results.median("grpo", "0.5b", "bare_tokens_per_second") > 0
 
 
 LINES = [
