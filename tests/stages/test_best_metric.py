@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.stages.stage_runs import options, tiny_models, write
+from tests.runs import row_options, tiny_models, write
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.reporting.metric_table import larger_is_better
@@ -45,7 +45,7 @@ def test_a_model_that_gets_worse_is_not_the_best(
         "actor_learning_rate": 0.03,
         "lr_warmup_ratio": 0.0,
     }
-    run = options(model, write(tmp_path / "rows.jsonl", rows), tmp_path / "run", **changes)
+    run = row_options(model, write(tmp_path / "rows.jsonl", rows), tmp_path / "run", **changes)
     trainer(TrainConfig(**run)).train()
     said = [
         line for line in capsys.readouterr().out.splitlines() if f"best {metric} so far" in line

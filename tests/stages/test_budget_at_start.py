@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.stages.stage_runs import interrupted, tiny_models, write
+from tests.runs import interrupted, tiny_models, write
 
 from lightrft.cli.errors import MemoryExhaustedError
 from lightrft.cli.train import train

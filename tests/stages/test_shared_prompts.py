@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.stages.stage_runs import options, tiny_models, write
+from tests.runs import row_options, tiny_models, write
 
 from lightrft.config import TrainConfig
 from lightrft.stages.opening import shared_prompts
@@ -28,7 +28,7 @@ def test_fine_tuning_says_what_of_its_evaluation_it_trains_on(tmp_path, model, c
     rows = write(tmp_path / "rows.jsonl", [{"prompt": p, "completion": "1"} for p in "abcd"])
     held = write(tmp_path / "held.jsonl", [{"prompt": p, "completion": "2"} for p in "abe"])
     config = TrainConfig(
-        **options(model, rows, tmp_path / "run", train_batch_size=4, max_steps=1, eval_data=held)
+        **row_options(model, rows, tmp_path / "run", max_steps=1, eval_data=held)
     )
     SFTTrainer(config).train()
     assert LINE.format("rows") in capsys.readouterr().out

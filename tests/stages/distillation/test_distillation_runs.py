@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.ranks import run_multiprocess
-from tests.stages.stage_runs import continued, in_ranks, steps, tiny_models, write
+from tests.runs import continued, in_ranks, steps, tiny_models, write
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import DataError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.stages.stage_runs import steps, tiny_models, write
+from tests.runs import steps, tiny_models, write
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.run.assembly import run_training

@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from tests import runs
 from tests.ranks import run_multiprocess
-from tests.stages import stage_runs
-from tests.stages.stage_runs import continued, in_ranks, steps, tiny_models, write
+from tests.runs import continued, in_ranks, steps, tiny_models, write
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.run.assembly import run_training
 from lightrft.trainer import PreferenceTrainer
 
-options = partial(stage_runs.options, actor_learning_rate=1e-3)
+options = partial(runs.row_options, actor_learning_rate=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 from tests.ranks import run_multiprocess
+from tests.runs import digest, steps
 from tests.stages.preference.test_preference_runs import options, write_pairs
-from tests.stages.stage_runs import digest, steps
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.files import FileError

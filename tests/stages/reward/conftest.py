@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tests.runs import write
 from tests.stages.reward.reward_world import pairs
-from tests.stages.stage_runs import write
 
 from lightrft.tools.model_presets import write_tiny_model
 

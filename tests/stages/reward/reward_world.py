@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 from tests.models.tiny import SPECIAL, tiny_config
-from tests.stages.stage_runs import options
+from tests.runs import row_options
 from tests.stages.stage_world import configured, prepared, row
 
 from lightrft.config import TrainConfig
@@ -121,4 +121,4 @@ def pairs(num, *, seed=0, swapped=False, **columns):
 
 def run(model, rows, folder, **changes):
     settings = {"actor_learning_rate": 1e-3, "train_batch_size": 8, **changes}
-    return RewardTrainer(TrainConfig(**options(model, rows, folder, **settings))).train()
+    return RewardTrainer(TrainConfig(**row_options(model, rows, folder, **settings))).train()

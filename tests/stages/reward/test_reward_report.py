@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tests.runs import write
 from tests.stages.reward.reward_world import (
     PAIRS,
     build_stage,
@@ -15,7 +16,6 @@ from tests.stages.reward.reward_world import (
     slow_scores,
     tiny_classifier,
 )
-from tests.stages.stage_runs import write
 from tests.stages.stage_world import STILL
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 

@@ -10,15 +10,15 @@ from functools import partial
 import pytest
 import torch
 from tests.ranks import run_multiprocess
-from tests.stages.reward.reward_world import pairs, run
-from tests.stages.stage_runs import (
+from tests.runs import (
     Interrupted,
     continued,
     in_ranks,
-    options,
+    row_options,
     steps,
     write,
 )
+from tests.stages.reward.reward_world import pairs, run
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrft.config import ConfigError, TrainConfig
@@ -154,7 +154,7 @@ def test_a_reward_model_is_trained_on_from_where_it_was(tmp_path, model, rows):
 @pytest.mark.parametrize("changes", [{}, {"lora_rank": 4, "packing_samples": True}])
 def test_an_interrupted_run_continues_to_the_bit(tmp_path, model, rows, changes):
     shared = {"actor_learning_rate": 1e-3, "train_batch_size": 8, "eval_data": rows}
-    settings = partial(options, model, rows, save_steps=2, **shared, **changes)
+    settings = partial(row_options, model, rows, save_steps=2, **shared, **changes)
     # In the middle of the second pass over the data.
     summary = continued(RewardTrainer, tmp_path, settings, 5)
     assert (summary.num_resumed_steps, summary.num_steps) == (4, 9)
@@ -186,8 +186,8 @@ def test_a_run_that_ends_behind_its_last_checkpoint_exports_the_same_model(
 def test_two_ranks_train_on_the_pairs_of_one_and_continue(tmp_path, model, rows):
     changes = {"micro_train_batch_size": 2, "save_steps": 2, "eval_data": rows, "fsdp": True}
     changes |= {"train_batch_size": 8, "actor_learning_rate": 1e-3, "max_epochs": 2}
-    RewardTrainer(TrainConfig(**options(model, rows, tmp_path / "one", **changes))).train()
-    settings = options(model, rows, tmp_path / "two", **changes)
+    RewardTrainer(TrainConfig(**row_options(model, rows, tmp_path / "one", **changes))).train()
+    settings = row_options(model, rows, tmp_path / "two", **changes)
     args = ("RewardTrainer", [settings], 4)
     for (summary,) in run_multiprocess(in_ranks, 2, timeout_seconds=300, args=args):
         assert summary["num_resumed_steps"] == 2

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 from tests.ranks import run_multiprocess
+from tests.runs import digest, interrupted, row_options, steps, write
 from tests.stages.reward.reward_world import PAIRS, build_stage, run, tiny_classifier
-from tests.stages.stage_runs import digest, interrupted, options, steps, write
 from tests.stages.stage_world import STILL, distance, row, train_step
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -264,9 +264,9 @@ def test_two_ranks_train_the_heads_of_one(tmp_path, model, changes):
     path = write(tmp_path / "rows.jsonl", named_rankings(16))
     changes |= {"reward_heads": tuple(NAMES), "reward_pooling": "attention", "eval_data": path}
     changes |= {"actor_learning_rate": 1e-3, "train_batch_size": 8, "max_epochs": 2}
-    one = {**options(model, path, tmp_path / "one", **changes), "fsdp": True, "zero_stage": 0}
+    one = {**row_options(model, path, tmp_path / "one", **changes), "fsdp": True, "zero_stage": 0}
     RewardTrainer(TrainConfig(**one)).train()
-    settings = options(model, path, tmp_path / "two", **changes)
+    settings = row_options(model, path, tmp_path / "two", **changes)
     assert run_multiprocess(in_ranks, 2, timeout_seconds=400, args=(settings,)) == [4, 4]
     alone, shared = steps(tmp_path / "one"), steps(tmp_path / "two")
     for expected, found in zip(alone, shared, strict=True):
@@ -283,7 +283,7 @@ def test_an_interrupted_run_of_several_heads_continues_to_the_bit(tmp_path, mode
     changes = {"reward_heads": tuple(NAMES), "reward_pooling": "attention", "save_steps": 1}
     changes |= {"train_batch_size": 4, "max_epochs": 2, "lora_rank": 2, "packing_samples": True}
     whole, parts = (
-        TrainConfig(**options(model, path, tmp_path / name, **changes)) for name in "ab"
+        TrainConfig(**row_options(model, path, tmp_path / name, **changes)) for name in "ab"
     )
     RewardTrainer(whole).train()
     interrupted(RewardTrainer, parts, 3)

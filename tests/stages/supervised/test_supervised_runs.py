@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from tests import runs
 from tests.models import planted_kernels
 from tests.ranks import run_multiprocess
-from tests.stages import stage_runs
-from tests.stages.stage_runs import continued, in_ranks, interrupted, steps, tiny_models, write
+from tests.runs import continued, in_ranks, interrupted, steps, tiny_models, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.config import ConfigError, TrainConfig
@@ -24,7 +24,7 @@ from lightrft.trainer import SFTTrainer
 ANSWERS = {f"name {i}": f"word {i * 7 % 10}{chr(97 + i)}" for i in range(8)}
 
 
-options = partial(stage_runs.options, actor_learning_rate=3e-3)
+options = partial(runs.row_options, actor_learning_rate=3e-3)
 
 
 @pytest.fixture(scope="module")

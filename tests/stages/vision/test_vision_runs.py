@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.ranks import run_multiprocess
-from tests.stages.stage_runs import options, steps
+from tests.runs import row_options, steps
 from tests.stages.vision.vision_rows_world import assistant, chat_rows, seen_alone, user, write_rows
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -45,7 +45,7 @@ def pair_rows(num=8):
 
 def run(trainer, model, path, folder, **changes):
     settings = {"actor_learning_rate": 2e-3, "train_batch_size": 4, "eval_data": path, **changes}
-    return trainer(TrainConfig(**options(model, path, folder, **settings))).train()
+    return trainer(TrainConfig(**row_options(model, path, folder, **settings))).train()
 
 
 @pytest.mark.full
@@ -175,9 +175,9 @@ def test_two_ranks_take_the_steps_of_one_with_one_image_in_a_step(tmp_path, mode
         ]
     path = write_rows(tmp_path, rows)
     changes = {"eval_data": path, "fsdp": True, "max_epochs": 3, "actor_learning_rate": 1e-3}
-    settings = options(model, path, tmp_path / "one", **changes)
+    settings = row_options(model, path, tmp_path / "one", **changes)
     {"sft": SFTTrainer, "reward": RewardTrainer}[kind](TrainConfig(**settings)).train()
-    settings = options(model, path, tmp_path / "two", **changes)
+    settings = row_options(model, path, tmp_path / "two", **changes)
     assert run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(kind, settings)) == [3, 3]
     one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
     assert len(one) == len(two) == 4

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 from tests.ranks import run_multiprocess
-from tests.stages.stage_runs import interrupted, tiny_models
+from tests.runs import interrupted, tiny_models
 
 from lightrft.config import TrainConfig
 from lightrft.stages.preference import preference_stage

@@ -1,0 +1,250 @@
+"""Whole runs for tests: inputs and options of a small one, ranks that carry it out, its records.
+
+A test writes inputs, says what is different in its run, and looks at what the run left:
+
+    inputs = write_inputs(tmp_path)
+    train(rollout_options(inputs, "run", init_kl_coef=0.1))
+    assert steps(tmp_path / "run")[-1]["kl"] > 0
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from unittest.mock import patch
+
+import pytest
+from tests.ranks import run_multiprocess
+
+from lightrft.config import TrainConfig
+from lightrft.run.assembly import run_training
+from lightrft.run.loop import Loop
+from lightrft.tools.model_presets import write_tiny_model
+
+# Depends on the response alone, is never the same for a whole group, and needs no label.
+REWARD = """
+def score(responses, **columns):
+    return [sum(ord(c) % 2 for c in text) / max(len(text), 1) for text in responses]
+"""
+# Of a step: what a clock says, what a machine has.
+NOT_COMPARED = ("second", "memory/", "mfu", "tflops", "engine_hash")
+
+
+class Interrupted(Exception):
+    """A test ends a run here, in the middle of a step."""
+
+
+def tiny_models(folder, *names):
+    """Write a tiny model of each name, with random weights of its own; return the folder."""
+    for seed, name in enumerate(names, start=1):
+        write_tiny_model(folder / name, "tiny-qwen3", seed=seed)
+    return folder
+
+
+def write(path, rows):
+    """Write rows as a file of JSON lines; return its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def say_rows(count, **columns):
+    """Return prompts of three lengths; a further column is a function of the row's number."""
+    return [
+        {
+            "prompt": f"say {'aeiou'[number % 5] * (1 + number % 3)}",
+            **{name: value(number) for name, value in columns.items()},
+        }
+        for number in range(count)
+    ]
+
+
+def write_inputs(folder, rows=None, *, reward=REWARD, files=None):
+    """Write what `rollout_options` names, but for the model; return the folder.
+
+    Args:
+        folder: Gets `train.jsonl`, `reward.py` and the further files.
+        rows: Prompts; 32 of `say_rows` if None.
+        reward: Source of `score`.
+        files: Text of each further file.
+    """
+    write(folder / "train.jsonl", say_rows(32) if rows is None else rows)
+    for name, text in {"reward.py": reward, **(files or {})}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def rollout_options(folder, name="run", **changes):
+    """Return options of two steps of reinforcement with four prompts and four samples of each."""
+    return {
+        "pretrain": str(folder / "model"),
+        "prompt_data": str(folder / "train.jsonl"),
+        "input_key": "prompt",
+        "reward_fn": (f"{folder / 'reward.py'}:score",),
+        "output_dir": str(folder / name),
+        "fsdp": True,
+        "bf16": False,
+        "engine_type": "hf",
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 2,
+        "generate_max_len": 8,
+        "prompt_max_len": 32,
+        "init_kl_coef": 0.0,
+        "actor_learning_rate": 1e-3,
+        "lr_warmup_ratio": 0.0,
+        "max_steps": 2,
+        **changes,
+    }
+
+
+def row_options(model, rows, folder, **changes):
+    """Return options of a run over rows: three passes in steps of four."""
+    return {
+        "pretrain": str(model),
+        "prompt_data": str(rows),
+        "output_dir": str(folder),
+        "train_batch_size": 4,
+        "micro_train_batch_size": 2,
+        "max_epochs": 3,
+        "num_threads": 1,
+        **changes,
+    }
+
+
+def words(options):
+    """Return options as the words of a command line."""
+    line = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            line.append(f"--{name}" if value else f"--no_{name}")
+        else:
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            line += [f"--{name}", *map(str, values)]
+    return line
+
+
+def train(options):
+    """Carry out a run in this process; return its summary.
+
+    Args:
+        options: As for `TrainConfig`, and `stage` where that is not "policy".
+    """
+    settings = {"stage": "policy", **options}
+    stage = settings.pop("stage")
+    return run_training(TrainConfig(**settings), stage=stage)
+
+
+@contextmanager
+def calling(*calls, stops=range(90)):
+    """Let a random model call tools in each turn and end its turns early.
+
+    Args:
+        calls: Tool calls that each turn is read as; the turns stay as they are if there are none.
+        stops: Ids that end a turn.
+    """
+    import lightrft.rollout.environments.specs as specs
+    import lightrft.rollout.sampler as sampler
+
+    usual = sampler.training_params
+
+    def training_params(config):
+        return replace(usual(config), stop_token_ids=tuple(stops))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sampler, "training_params", training_params)
+        if calls:
+            patched.setattr(specs, "choose_parser", lambda *_: lambda *_: list(calls))
+        yield
+
+
+def train_each(rank, world_size, runs):
+    """Carry out runs one after the other; return the summary of each as a dictionary."""
+    from lightrft.strategy.distributed.process_groups import start_process_group
+
+    # Kept over all runs: to end one and start the next at one address is a race.
+    start_process_group(None)
+    return [asdict(train(options)) for options in runs]
+
+
+def train_on_ranks(world_size, runs, timeout_seconds=300.0):
+    """Carry out runs on new ranks; return for each rank the summary of each run."""
+    return run_multiprocess(
+        train_each, world_size, timeout_seconds=timeout_seconds, args=(list(runs),)
+    )
+
+
+def compared(metrics):
+    """Return metrics without what a clock or a machine says."""
+    return {n: v for n, v in metrics.items() if not any(word in n for word in NOT_COMPARED)}
+
+
+def steps(folder):
+    """Return the metrics of every step that two equal runs share."""
+    return [compared(json.loads(line)) for line in (folder / "metrics.jsonl").open()]
+
+
+def assert_same(first, second, *, rel=1e-3):
+    """Check that metrics of two runs differ by rounding alone."""
+    assert set(first) == set(second)
+    for name, value in compared(first).items():
+        is_extreme = any(w in name for w in ("max", "min", "diff", "log_ratio", "parity"))
+        tolerance = 1e-4 if is_extreme else 1e-6
+        assert second[name] == pytest.approx(value, rel=rel, abs=tolerance), name
+
+
+def digest(folder):
+    """Return a hash of the trained weights."""
+    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def interrupted(trainer, config, step):
+    """End a run in the update of a step; what it has written stays."""
+    original = Loop.update
+
+    def update(self, batch, under_way):
+        if under_way.number == step:
+            raise Interrupted
+        return original(self, batch, under_way)
+
+    with patch.object(Loop, "update", update):
+        try:
+            trainer(config).train()
+        except Interrupted:
+            return
+    raise AssertionError(f"the run ended before step {step}")
+
+
+def continued(trainer, folder, settings, step):
+    """Check that a run that ended in a step and went on equals a whole one; return its summary.
+
+    Args:
+        trainer: Class of the stage.
+        folder: Gets both runs.
+        settings: Function of the folder of a run.
+        step: The step in which one ends.
+    """
+    whole, parts = (TrainConfig(**settings(folder / name)) for name in ("whole", "parts"))
+    trainer(whole).train()
+    interrupted(trainer, parts, step)
+    summary = trainer(parts).train()
+    assert steps(folder / "parts") == steps(folder / "whole")
+    assert digest(folder / "parts") == digest(folder / "whole")
+    return summary
+
+
+def in_ranks(rank, world_size, name, runs, interrupted_at=None):
+    """Return the summary of each run on this rank; one that is interrupted is continued."""
+    import lightrft.trainer
+    from lightrft.strategy.distributed.process_groups import start_process_group
+
+    start_process_group(None)
+    trainer, summaries = getattr(lightrft.trainer, name), []
+    for settings in runs:
+        config = TrainConfig(**settings)
+        if interrupted_at is not None:
+            interrupted(trainer, config, interrupted_at)
+        summaries.append(asdict(trainer(config).train()))
+    return summaries
