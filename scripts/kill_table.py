@@ -5,11 +5,13 @@
     uv run --group mutation python scripts/kill_table.py table     benchmarks/results/kills.json
 
 Two cores need about two hours for each of the first two. Both work in a clone of the last commit
-under `build/kills`, and keep there what they know: `kill` goes on where it was stopped.
+under `build/kills`, keep there what they know, and go on where they were stopped: `reach` after the
+quick tests, `kill` after any fault. `reach --anew` begins again, with the commit of today.
 
 A fault is one of mutmut's mutations, drawn with a seed from the packages. Of the tests that run its
 line, the quick ones are tried first, cheapest first, then the others: the first that fails kills
-it. That test must pass without the fault, and is left out from then on if it does not.
+it. That test must pass without the fault, and is left out from then on if it does not. Faults that
+cheap tests leave alive wait until each of the others has had as much: `PASSES`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 
@@ -42,8 +44,9 @@ AREAS = {
     **{name: f"packages/{name}/src/lightrft/{name}" for name in ("strategy", "engines", "kernels")},
 }
 FIRST_SECONDS = 5.0  # of tests that are tried together; each further try has twice as many
-MOST_SECONDS = 900.0  # of tests that are tried on one fault
+PASSES = (30.0, 120.0, 600.0)  # seconds of tests on one fault before the next one has its turn
 QUICK, FULL = "quick", "full"
+TIERS = {QUICK: "not slow and not full", FULL: "full and not slow"}
 
 
 @dataclass(frozen=True)
@@ -82,17 +85,22 @@ class Reach:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a fault: "killed", "survived", "not reached" or "undecided"."""
+    """What came of a fault: "killed", "survived", "not reached" or, so far, "undecided"."""
 
     area: str
     file: str
     line: int
     what: str
-    outcome: str
+    outcome: str = "undecided"
     killer: str | None = None
     tier: str | None = None
     tests_tried: int = 0
     seconds: float = 0.0
+
+    @property
+    def fault(self) -> tuple[str, int, str]:
+        """What tells this fault from others."""
+        return self.file, self.line, self.what
 
 
 @dataclass
@@ -134,30 +142,47 @@ class Checkout:
         left = [name for name in names if name not in {r["test"] for r in reports}]
         return (failed or left or list(names))[0]
 
-    def try_fault(self, mutant: Mutant, area: str, reach: Reach) -> Verdict:
-        """Plant a fault and try tests on it until one fails."""
-        file = str(mutant.path)
-        names = reach.candidates(file, mutant.lines)
-        verdict = Verdict(area, file, mutant.line, mutant.what, "survived")
-        if not names:
-            return Verdict(**{**asdict(verdict), "outcome": "not reached"})
+    def try_fault(self, mutant: Mutant, verdict: Verdict, reach: Reach, limit: float) -> Verdict:
+        """Plant a fault and try further tests on it.
+
+        Args:
+            mutant: The fault.
+            verdict: What is known of it.
+            reach: Tests of each line.
+            limit: Seconds of tests after which the fault stays undecided.
+        """
+        names = reach.candidates(verdict.file, mutant.lines)
+        for group in groups_by_cost(names[verdict.tests_tried :], reach.costs):
+            if verdict.seconds >= limit:
+                return replace(verdict, outcome="undecided")
+            killer = self.first_killer(mutant, verdict.file, group, reach)
+            verdict = replace(
+                verdict,
+                tests_tried=verdict.tests_tried + len(group),
+                seconds=round(verdict.seconds + sum(reach.costs[n].seconds for n in group), 1),
+            )
+            if killer is not None:
+                tier = reach.costs[killer].tier
+                return replace(verdict, outcome="killed", killer=killer, tier=tier)
+        return replace(verdict, outcome="survived" if names else "not reached")
+
+    def first_killer(
+        self, mutant: Mutant, file: str, names: Sequence[str], reach: Reach
+    ) -> str | None:
+        """Return the first of these tests that fails with a fault and passes without it."""
+        left = [name for name in names if name not in self.flaky]
         source = (self.folder / file).read_text()
-        tried, spent = 0, 0.0
-        for group in groups_by_cost([n for n in names if n not in self.flaky], reach.costs):
-            cost = sum(reach.costs[name].seconds for name in group)
-            if spent + cost > MOST_SECONDS:
-                return Verdict(**asdict(verdict) | tried_of("undecided", tried, spent))
+        while left:
+            cost = sum(reach.costs[name].seconds for name in left)
             (self.folder / file).write_text(mutant.code)
             try:
-                killer = self.run_tests(group, limit=120 + 10 * cost)
+                failed = self.run_tests(left, limit=120 + 10 * cost)
             finally:
                 (self.folder / file).write_text(source)
-            tried, spent = tried + len(group), spent + cost
-            if killer is not None and self.passes_without(killer, reach):
-                tier = reach.costs[killer].tier
-                facts = tried_of("killed", tried, spent) | {"killer": killer, "tier": tier}
-                return Verdict(**asdict(verdict) | facts)
-        return Verdict(**asdict(verdict) | tried_of("survived", tried, spent))
+            if failed is None or self.passes_without(failed, reach):
+                return failed
+            left = left[left.index(failed) + 1 :]
+        return None
 
     def passes_without(self, name: str, reach: Reach) -> bool:
         """Return whether a test passes where nothing is planted; it is tried once."""
@@ -169,11 +194,6 @@ class Checkout:
 
 
 PLUGINS = ("-p", "reach_plugin", "-p", "no:cacheprovider")
-
-
-def tried_of(outcome: str, tests_tried: int, seconds: float) -> dict[str, object]:
-    """Return the fields of a verdict that say what was tried."""
-    return {"outcome": outcome, "tests_tried": tests_tried, "seconds": round(seconds, 1)}
 
 
 def groups_by_cost(names: Sequence[str], costs: Mapping[str, TestCost]) -> Iterator[list[str]]:
@@ -216,11 +236,9 @@ def clone(state: Path, name: str, commit: str) -> Checkout:
     return Checkout(folder, folder / ".venv" / "bin" / "python", state)
 
 
-def measure_reach(checkout: Checkout, arguments: Sequence[str]) -> None:
-    """Run the tests once, with the lines and the seconds of each."""
+def measure_reach(checkout: Checkout, tier: str, arguments: Sequence[str]) -> None:
+    """Run the tests of a tier once, with the lines and the seconds of each."""
     state = checkout.state
-    for path in (*state.glob("lines*"), state / "costs.jsonl", state / "tiers.json"):
-        path.unlink(missing_ok=True)
     rc = state / "coverage.ini"
     rc.write_text(
         f"[run]\ndata_file = {state / 'lines'}\nparallel = true\npatch = _exit, fork\n"
@@ -228,30 +246,31 @@ def measure_reach(checkout: Checkout, arguments: Sequence[str]) -> None:
     )
     environment = {
         **test_environment(checkout.folder),
-        "LIGHTRFT_COSTS": str(state / "costs.jsonl"),
-        "LIGHTRFT_TIERS": str(state / "tiers.json"),
+        "LIGHTRFT_COSTS": str(state / f"{tier}-costs.jsonl"),
         "COVERAGE_PROCESS_START": str(rc),
     }
-    command = [str(checkout.python), "-m", "pytest", *PLUGINS, *arguments]
+    command = [str(checkout.python), "-m", "pytest", *PLUGINS, "-m", TIERS[tier], *arguments]
     subprocess.run(command, cwd=checkout.folder, env=environment, check=False)
-    combine = [str(checkout.python), "-m", "coverage", "combine", "--quiet", f"--rcfile={rc}"]
-    subprocess.run(combine, cwd=checkout.folder, check=True)
+    combine = [str(checkout.python), "-m", "coverage", "combine", "--append", "--quiet"]
+    subprocess.run([*combine, f"--rcfile={rc}"], cwd=checkout.folder, check=True)
+    (state / f"{tier}-done").touch()
 
 
 def read_reach(state: Path, folder: Path) -> Reach:
     """Return what `measure_reach` kept."""
-    seconds: Counter[str] = Counter()
-    failed = set()
-    for report in read_lines(state / "costs.jsonl"):
-        seconds[report["test"]] += report["seconds"]
-        if report["outcome"] != "passed":
-            failed.add(report["test"])
-    tiers = json.loads((state / "tiers.json").read_text())
-    costs = {
-        name: TestCost(round(cost, 3), tiers.get(name, FULL))
-        for name, cost in seconds.items()
-        if name not in failed
-    }
+    costs = {}
+    for tier in TIERS:
+        seconds: Counter[str] = Counter()
+        failed = set()
+        for report in read_lines(state / f"{tier}-costs.jsonl"):
+            seconds[report["test"]] += report["seconds"]
+            if report["outcome"] != "passed":
+                failed.add(report["test"])
+        costs |= {
+            name: TestCost(round(cost, 3), tier)
+            for name, cost in seconds.items()
+            if name not in failed
+        }
     data = CoverageData(str(state / "lines"))
     data.read()
 
@@ -293,27 +312,50 @@ def draw_faults(folder: Path, areas: Mapping[str, str], count: int, seed: int) -
 
 
 def plant_faults(checkouts: Sequence[Checkout], reach: Reach, faults: list, kept: Path) -> None:
-    """Try all faults that have no verdict yet, one at a time in each clone."""
-    done = {(v["file"], v["line"], v["what"]) for v in read_lines(kept)}
-    left = [f for f in faults if (str(f[1].path), f[1].line, f[1].what) not in done]
-    waiting, lock = iter(left), Lock()
+    """Try all faults that are undecided, one at a time in each clone.
 
-    def work(checkout: Checkout) -> None:
+    Args:
+        checkouts: Clones that work side by side.
+        reach: Tests of each line.
+        faults: Pairs of an area and a fault.
+        kept: File to which verdicts are added.
+    """
+    lock = Lock()
+    verdicts = {verdict.fault: verdict for verdict in read_verdicts(kept)}
+
+    def is_left(verdict: Verdict, mutant: Mutant, limit: float) -> bool:
+        number = len(reach.candidates(verdict.file, mutant.lines))
+        is_known = verdict.outcome != "undecided" and verdict.tests_tried >= number
+        return verdict.outcome != "killed" and not is_known and verdict.seconds < limit
+
+    def work(checkout: Checkout, waiting: Iterator[tuple[Verdict, Mutant]], limit: float) -> None:
         while True:
             with lock:
-                fault = next(waiting, None)
-            if fault is None:
+                verdict, mutant = next(waiting, (None, None))
+            if verdict is None or mutant is None:
                 return
-            area, mutant = fault
-            verdict = checkout.try_fault(mutant, area, reach)
+            verdict = checkout.try_fault(mutant, verdict, reach, limit)
             with lock, kept.open("a") as file:
+                verdicts[verdict.fault] = verdict
                 file.write(json.dumps(asdict(verdict)) + "\n")
-                print(
-                    f"{verdict.outcome}: {verdict.file}:{verdict.line} {verdict.what}", flush=True
-                )
+                print(f"{verdict.outcome}: {' '.join(map(str, verdict.fault))}", flush=True)
 
-    with ThreadPoolExecutor(len(checkouts)) as pool:
-        list(pool.map(work, checkouts))
+    for limit in PASSES:
+        pairs = []
+        for area, mutant in faults:
+            verdict = Verdict(area, str(mutant.path), mutant.line, mutant.what)
+            verdict = verdicts.get(verdict.fault, verdict)
+            if is_left(verdict, mutant, limit):
+                pairs.append((verdict, mutant))
+        waiting = iter(pairs)
+        with ThreadPoolExecutor(len(checkouts)) as pool:
+            list(pool.map(partial(work, waiting=waiting, limit=limit), checkouts))
+
+
+def read_verdicts(kept: Path) -> list[Verdict]:
+    """Return the last verdict of each fault."""
+    verdicts = (Verdict(**line) for line in read_lines(kept))
+    return list({verdict.fault: verdict for verdict in verdicts}.values())
 
 
 def summary(verdicts: Sequence[Verdict]) -> dict[str, dict[str, int]]:
@@ -334,18 +376,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS))
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "kills")
+    parser.add_argument("--anew", action="store_true", help="reach: forget an earlier commit")
     arguments, further = parser.parse_known_args(argv)
     state = arguments.state.resolve()
-    state.mkdir(parents=True, exist_ok=True)
-    kept, at = state / "verdicts.jsonl", state / "commit"
     if arguments.step == "reach":
-        head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
-        at.write_text(head)
-        kept.unlink(missing_ok=True)
-        usual = ["-q", "-n", str(arguments.jobs), "--dist", "worksteal", "-m", "not slow"]
-        measure_reach(clone(state, "clone0", head.strip()), [*usual, *further])
+        begin_reach(state, arguments.anew)
+        checkout = clone(state, "clone0", (state / "commit").read_text())
+        spread = ["-q", "-n", str(arguments.jobs), "--dist", "worksteal"]
+        for tier in TIERS:
+            if not (state / f"{tier}-done").exists():
+                measure_reach(checkout, tier, [*spread, *further])
         return 0
-    commit = at.read_text().strip()
+    commit, kept = (state / "commit").read_text(), state / "verdicts.jsonl"
     if arguments.step == "kill":
         checkouts = [clone(state, f"clone{job}", commit) for job in range(arguments.jobs)]
         reach = read_reach(state, checkouts[0].folder)
@@ -353,15 +395,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         faults = draw_faults(checkouts[0].folder, areas, arguments.faults, arguments.seed)
         plant_faults(checkouts, reach, faults, kept)
         return 0
-    verdicts = [Verdict(**verdict) for verdict in read_lines(kept)]
+    verdicts = read_verdicts(kept)
     table = {
         "commit": commit,
         "areas": summary(verdicts),
-        "faults": [asdict(v) for v in sorted(verdicts, key=lambda v: (v.file, v.line, v.what))],
+        "faults": [asdict(v) for v in sorted(verdicts, key=lambda v: v.fault)],
     }
     RESULTS.write_text(json.dumps(table, indent=1) + "\n")
     print(json.dumps(table["areas"], indent=1))
     return 0
+
+
+def begin_reach(state: Path, anew: bool) -> None:
+    """Name the commit whose tests are run, unless that is known."""
+    state.mkdir(parents=True, exist_ok=True)
+    if anew:
+        for path in state.iterdir():
+            if path.is_file():
+                path.unlink()
+    if not (state / "commit").exists():
+        head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
+        (state / "commit").write_text(head.strip())
 
 
 if __name__ == "__main__":

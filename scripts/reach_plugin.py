@@ -17,7 +17,6 @@ from coverage import Coverage
 
 TEST = "LIGHTRFT_TEST"  # read by the coverage configuration of processes that are started
 COSTS = "LIGHTRFT_COSTS"
-TIERS = "LIGHTRFT_TIERS"
 
 
 def name_context() -> None:
@@ -71,14 +70,3 @@ def pytest_configure() -> None:
     from tests import ranks
 
     ranks._PRELOADED.append("reach_ranks")
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the tier of each test; the processes that run tests write the same."""
-    if TIERS in os.environ:
-        tiers = {i.nodeid: "full" if i.get_closest_marker("full") else "quick" for i in items}
-        path = Path(os.environ[TIERS])
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(tiers))
-        part.replace(path)

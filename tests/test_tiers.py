@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_sign_in_a_process():
 def test_is_red_anyway():
     assert double(3) == 7
 """,
-    "pytest.ini": "[pytest]\nmarkers = full\n",
+    "pytest.ini": "[pytest]\nmarkers =\n    full\n    slow\n",
 }
 
 
@@ -98,22 +99,26 @@ def test_faults_are_killed_by_the_cheapest_test_that_sees_them(kill_table, tmp_p
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     checkout = kill_table.Checkout(folder, Path(sys.executable), state)
-    kill_table.measure_reach(checkout, ["-q", "tests/test_toy.py"])
+    kept, run = state / "verdicts.jsonl", partial(kill_table.measure_reach, checkout)
+    run(kill_table.QUICK, ["-q", "tests/test_toy.py"])
+    quick = kill_table.read_reach(state, folder)
+    faults = kill_table.draw_faults(folder, {"toy": "packages/toy"}, 1000, seed=0)
+    kill_table.plant_faults([checkout], quick, faults[: len(faults) // 2], kept)
+    half = kill_table.read_verdicts(kept)
+    kill_table.plant_faults([checkout], quick, faults, kept)
+    by_quick = kill_table.read_verdicts(kept)
+    assert by_quick[: len(half)] == half
+    assert len(by_quick) == len(faults) > len(half)
+    assert {v.outcome for v in by_quick if v.line == 8} == {"not reached"}
+
+    run(kill_table.FULL, ["-q", "tests/test_toy.py"])
     reach = kill_table.read_reach(state, folder)
     assert "tests/test_toy.py::test_is_red_anyway" not in reach.costs
-    faults = kill_table.draw_faults(folder, {"toy": "packages/toy"}, 1000, seed=0)
-    kept = state / "verdicts.jsonl"
-    kill_table.plant_faults([checkout], reach, faults[: len(faults) // 2], kept)
-    half = kill_table.read_lines(kept)
     kill_table.plant_faults([checkout], reach, faults, kept)
-    verdicts = kill_table.read_lines(kept)
-    assert verdicts[: len(half)] == half
-    assert len(verdicts) == len(faults) > len(half)
-
     by_line = {}
-    for verdict in verdicts:
-        killer = (verdict["killer"] or "").rpartition("::")[2]
-        by_line.setdefault(verdict["line"], set()).add((verdict["outcome"], killer))
+    for verdict in kill_table.read_verdicts(kept):
+        killer = (verdict.killer or "").rpartition("::")[2]
+        by_line.setdefault(verdict.line, set()).add((verdict.outcome, killer))
     assert by_line[3] == {("killed", "test_double")}
     assert ("killed", "test_sign_in_a_process") in by_line[8]
     assert by_line[13] == {("not reached", "")}
