@@ -6,9 +6,10 @@ import importlib.util
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from tests.tiers import MOST_CASES, cover
+from tests.tiers import MOST_CASES, cover, mark_long_tables
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
@@ -33,6 +34,32 @@ def test_a_cover_is_spread_over_a_table_of_one_parameter_and_holds_when_a_case_i
     assert sum(place < 100 for place in chosen) in range(4, 17)
     more = first(MOST_CASES, [*names, "case[200]"], [*indices, {"row": 200}])
     assert len({*chosen} - {*more}) <= 1
+
+
+class Case:
+    """A case of a table, as pytest collects it."""
+
+    def __init__(self, number, *marks):
+        self.nodeid, self.function = f"case[{number}]", Case
+        self.callspec = SimpleNamespace(indices={"row": number})
+        self.marks = {mark.name: mark for mark in marks}
+
+    def get_closest_marker(self, name):
+        return self.marks.get(name)
+
+    def add_marker(self, mark):
+        self.marks[mark.name] = mark
+
+
+@pytest.mark.parametrize(
+    ("marks", "cases", "quick"),
+    [((), 20, 20), ((), 30, 20), ((pytest.mark.cover(2).mark,), 7, 2)],
+    ids=["as long as may be", "longer", "of long cases"],
+)
+def test_a_table_has_so_many_quick_cases(marks, cases, quick):
+    table = [Case(number, *marks) for number in range(cases)]
+    mark_long_tables([*table, Case(99, pytest.mark.slow.mark)])
+    assert sum("full" not in case.marks for case in table) == quick
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """Which tests the usual command runs: the quick ones, and a cover of each long table.
 
 A test without a marker is quick. `full` marks what takes longer than a few seconds, and the cases
-of a table that its cover leaves out; `.ci/run` runs both, the quick ones first.
+of a table that its cover leaves out; `cover(2)` marks a table of long cases of which two are quick.
+`.ci/run` runs both, the quick ones first.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ def mark_long_tables(items: Sequence[pytest.Item]) -> None:
         if getattr(item, "callspec", None) is not None:
             tables.setdefault(getattr(item, "function", item), []).append(item)
     for table in tables.values():
-        if len(table) > MOST_CASES:
+        marker = table[0].get_closest_marker("cover")
+        most = MOST_CASES if marker is None else marker.args[0]
+        if len(table) > most:
             indices = [item.callspec.indices for item in table]
             names = [item.nodeid for item in table]
-            quick = set(itertools.islice(cover(names, indices), MOST_CASES))
+            quick = set(itertools.islice(cover(names, indices), most))
             for place, item in enumerate(table):
                 if place not in quick:
                     item.add_marker(pytest.mark.full)
