@@ -6,12 +6,15 @@
 
 Two cores need about two hours for each of the first two. Both work in a clone of the last commit
 under `build/kills`, keep there what they know, and go on where they were stopped: `reach` after the
-quick tests, `kill` after any fault. `reach --anew` begins again, with the commit of today.
+quick tests, `kill` after any fault.
 
 A fault is one of mutmut's mutations, drawn with a seed from the packages. Of the tests that run its
 line, the quick ones are tried first, cheapest first, then the others: the first that fails kills
 it. That test must pass without the fault, and is left out from then on if it does not. Faults that
 cheap tests leave alive wait until each of the others has had as much: `PASSES`.
+
+Tests may change: `reach` then runs those that are new, and `kill` tries the faults again whose
+killer is gone. If the packages have changed, both must begin again: `reach --anew`.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
+from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 
@@ -102,6 +106,11 @@ class Verdict:
         """What tells this fault from others."""
         return self.file, self.line, self.what
 
+    @property
+    def key(self) -> str:
+        """Name of the file with the tests that this fault passed."""
+        return sha256(repr(self.fault).encode()).hexdigest()[:16]
+
 
 @dataclass
 class Checkout:
@@ -152,7 +161,10 @@ class Checkout:
             limit: Seconds of tests after which the fault stays undecided.
         """
         names = reach.candidates(verdict.file, mutant.lines)
-        for group in groups_by_cost(names[verdict.tests_tried :], reach.costs):
+        passed = self.state / "passed" / f"{verdict.key}.txt"
+        done = set(passed.read_text().splitlines()) if passed.exists() else set()
+        left = [name for name in names if name not in done]
+        for group in groups_by_cost(left, reach.costs):
             if verdict.seconds >= limit:
                 return replace(verdict, outcome="undecided")
             killer = self.first_killer(mutant, verdict.file, group, reach)
@@ -164,6 +176,9 @@ class Checkout:
             if killer is not None:
                 tier = reach.costs[killer].tier
                 return replace(verdict, outcome="killed", killer=killer, tier=tier)
+            passed.parent.mkdir(exist_ok=True)
+            with passed.open("a") as file:
+                file.write("".join(f"{name}\n" for name in group))
         return replace(verdict, outcome="survived" if names else "not reached")
 
     def first_killer(
@@ -236,41 +251,55 @@ def clone(state: Path, name: str, commit: str) -> Checkout:
     return Checkout(folder, folder / ".venv" / "bin" / "python", state)
 
 
-def measure_reach(checkout: Checkout, tier: str, arguments: Sequence[str]) -> None:
-    """Run the tests of a tier once, with the lines and the seconds of each."""
-    state = checkout.state
+def measure_reach(checkout: Checkout, tier: str, options: Sequence[str] = ()) -> None:
+    """Run the tests of a tier that were not run yet, with the lines and the seconds of each."""
+    state, pytest = checkout.state, [str(checkout.python), "-m", "pytest", *PLUGINS]
+    environment = {**test_environment(checkout.folder), "LIGHTRFT_COSTS": os.devnull}
+    command = [*pytest, "-m", TIERS[tier], "--collect-only", "-q"]
+    lines = subprocess.run(
+        command, cwd=checkout.folder, env=environment, check=False, capture_output=True, text=True
+    ).stdout.splitlines()
+    names = [line for line in lines if "::" in line and not line.startswith(("SKIPPED", " "))]
+    (state / f"{tier}-tests.txt").write_text("\n".join(names))
+    costs = state / "costs.jsonl"
+    known = {report["test"] for report in read_lines(costs)}
+    chosen = []
+    if not known.isdisjoint(names):
+        listed = state / f"{tier}-new.txt"
+        listed.write_text("\n".join(name for name in names if name not in known))
+        chosen = [f"@{listed}"]
     rc = state / "coverage.ini"
     rc.write_text(
         f"[run]\ndata_file = {state / 'lines'}\nparallel = true\npatch = _exit, fork\n"
         f"source = {checkout.folder / 'packages'}\ncontext = ${{LIGHTRFT_TEST-}}\n"
     )
-    environment = {
-        **test_environment(checkout.folder),
-        "LIGHTRFT_COSTS": str(state / f"{tier}-costs.jsonl"),
-        "COVERAGE_PROCESS_START": str(rc),
-    }
-    command = [str(checkout.python), "-m", "pytest", *PLUGINS, "-m", TIERS[tier], *arguments]
+    environment |= {"LIGHTRFT_COSTS": str(costs), "COVERAGE_PROCESS_START": str(rc)}
+    command = [*pytest, "-q", "-m", TIERS[tier], *options, *chosen]
     subprocess.run(command, cwd=checkout.folder, env=environment, check=False)
     combine = [str(checkout.python), "-m", "coverage", "combine", "--append", "--quiet"]
-    subprocess.run([*combine, f"--rcfile={rc}"], cwd=checkout.folder, check=True)
+    subprocess.run([*combine, f"--rcfile={rc}"], cwd=checkout.folder, check=False)
     (state / f"{tier}-done").touch()
 
 
 def read_reach(state: Path, folder: Path) -> Reach:
-    """Return what `measure_reach` kept."""
-    costs = {}
-    for tier in TIERS:
-        seconds: Counter[str] = Counter()
-        failed = set()
-        for report in read_lines(state / f"{tier}-costs.jsonl"):
-            seconds[report["test"]] += report["seconds"]
-            if report["outcome"] != "passed":
-                failed.add(report["test"])
-        costs |= {
-            name: TestCost(round(cost, 3), tier)
-            for name, cost in seconds.items()
-            if name not in failed
-        }
+    """Return what `measure_reach` kept of the tests that there are."""
+    seconds: Counter[str] = Counter()
+    failed = set()
+    for report in read_lines(state / "costs.jsonl"):
+        seconds[report["test"]] += report["seconds"]
+        if report["outcome"] != "passed":
+            failed.add(report["test"])
+    tiers = {
+        name: tier
+        for tier in TIERS
+        if (state / f"{tier}-done").exists()
+        for name in (state / f"{tier}-tests.txt").read_text().splitlines()
+    }
+    costs = {
+        name: TestCost(round(seconds[name], 3), tier)
+        for name, tier in tiers.items()
+        if name in seconds and name not in failed
+    }
     data = CoverageData(str(state / "lines"))
     data.read()
 
@@ -323,10 +352,10 @@ def plant_faults(checkouts: Sequence[Checkout], reach: Reach, faults: list, kept
     lock = Lock()
     verdicts = {verdict.fault: verdict for verdict in read_verdicts(kept)}
 
-    def is_left(verdict: Verdict, mutant: Mutant, limit: float) -> bool:
-        number = len(reach.candidates(verdict.file, mutant.lines))
-        is_known = verdict.outcome != "undecided" and verdict.tests_tried >= number
-        return verdict.outcome != "killed" and not is_known and verdict.seconds < limit
+    def is_left(verdict: Verdict, limit: float) -> bool:
+        if verdict.outcome == "killed":
+            return verdict.killer not in reach.costs
+        return verdict.seconds < limit
 
     def work(checkout: Checkout, waiting: Iterator[tuple[Verdict, Mutant]], limit: float) -> None:
         while True:
@@ -334,18 +363,21 @@ def plant_faults(checkouts: Sequence[Checkout], reach: Reach, faults: list, kept
                 verdict, mutant = next(waiting, (None, None))
             if verdict is None or mutant is None:
                 return
-            verdict = checkout.try_fault(mutant, verdict, reach, limit)
+            before = replace(verdict, outcome="undecided", killer=None, tier=None)
+            now = checkout.try_fault(mutant, before, reach, limit)
+            if now == verdict:
+                continue
             with lock, kept.open("a") as file:
-                verdicts[verdict.fault] = verdict
-                file.write(json.dumps(asdict(verdict)) + "\n")
-                print(f"{verdict.outcome}: {' '.join(map(str, verdict.fault))}", flush=True)
+                verdicts[now.fault] = now
+                file.write(json.dumps(asdict(now)) + "\n")
+                print(f"{now.outcome}: {' '.join(map(str, now.fault))}", flush=True)
 
     for limit in PASSES:
         pairs = []
         for area, mutant in faults:
             verdict = Verdict(area, str(mutant.path), mutant.line, mutant.what)
             verdict = verdicts.get(verdict.fault, verdict)
-            if is_left(verdict, mutant, limit):
+            if is_left(verdict, limit):
                 pairs.append((verdict, mutant))
         waiting = iter(pairs)
         with ThreadPoolExecutor(len(checkouts)) as pool:
@@ -382,7 +414,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.step == "reach":
         begin_reach(state, arguments.anew)
         checkout = clone(state, "clone0", (state / "commit").read_text())
-        spread = ["-q", "-n", str(arguments.jobs), "--dist", "worksteal"]
+        spread = [f"-n{arguments.jobs}", "--dist=worksteal"]
         for tier in TIERS:
             if not (state / f"{tier}-done").exists():
                 measure_reach(checkout, tier, [*spread, *further])
@@ -407,15 +439,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def begin_reach(state: Path, anew: bool) -> None:
-    """Name the commit whose tests are run, unless that is known."""
+    """Name the commit whose tests are run; forget what another one's packages make untrue."""
     state.mkdir(parents=True, exist_ok=True)
+    commit = state / "commit"
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
     if anew:
-        for path in state.iterdir():
-            if path.is_file():
-                path.unlink()
-    if not (state / "commit").exists():
-        head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
-        (state / "commit").write_text(head.strip())
+        for path in (
+            *state.glob("*.*"),
+            *state.glob("lines*"),
+            *state.glob("*-done"),
+            *state.glob("passed/*"),
+            commit,
+        ):
+            path.unlink(missing_ok=True)
+    elif commit.exists() and commit.read_text() != head:
+        compare = ["git", "diff", "--quiet", commit.read_text(), head, "--", "packages"]
+        if subprocess.run(compare, cwd=ROOT, check=False).returncode:
+            sys.exit(f"the packages have changed since {commit.read_text()[:8]}: reach --anew")
+        for path in state.glob("*-done"):
+            path.unlink()
+    commit.write_text(head)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,14 @@ def test_is_red_anyway():
 }
 
 
+def outcomes_by_line(verdicts):
+    by_line = {}
+    for verdict in verdicts:
+        killer = (verdict.killer or "").rpartition("::")[2]
+        by_line.setdefault(verdict.line, set()).add((verdict.outcome, killer))
+    return by_line
+
+
 @pytest.mark.slow
 @pytest.mark.shard("audit_rest")
 def test_faults_are_killed_by_the_cheapest_test_that_sees_them(kill_table, tmp_path, monkeypatch):
@@ -127,7 +135,7 @@ def test_faults_are_killed_by_the_cheapest_test_that_sees_them(kill_table, tmp_p
         path.write_text(text)
     checkout = kill_table.Checkout(folder, Path(sys.executable), state)
     kept, run = state / "verdicts.jsonl", partial(kill_table.measure_reach, checkout)
-    run(kill_table.QUICK, ["-q", "tests/test_toy.py"])
+    run(kill_table.QUICK)
     quick = kill_table.read_reach(state, folder)
     faults = kill_table.draw_faults(folder, {"toy": "packages/toy"}, 1000, seed=0)
     kill_table.plant_faults([checkout], quick, faults[: len(faults) // 2], kept)
@@ -138,16 +146,25 @@ def test_faults_are_killed_by_the_cheapest_test_that_sees_them(kill_table, tmp_p
     assert len(by_quick) == len(faults) > len(half)
     assert {v.outcome for v in by_quick if v.line == 8} == {"not reached"}
 
-    run(kill_table.FULL, ["-q", "tests/test_toy.py"])
+    run(kill_table.FULL)
     reach = kill_table.read_reach(state, folder)
     assert "tests/test_toy.py::test_is_red_anyway" not in reach.costs
     kill_table.plant_faults([checkout], reach, faults, kept)
-    by_line = {}
-    for verdict in kill_table.read_verdicts(kept):
-        killer = (verdict.killer or "").rpartition("::")[2]
-        by_line.setdefault(verdict.line, set()).add((verdict.outcome, killer))
+    by_line = outcomes_by_line(kill_table.read_verdicts(kept))
     assert by_line[3] == {("killed", "test_double")}
     assert ("killed", "test_sign_in_a_process") in by_line[8]
     assert by_line[13] == {("not reached", "")}
     assert any(outcome == "survived" for line in (7, 9) for outcome, _ in by_line[line])
     assert (folder / "packages/toy/sums.py").read_text() == TOY["packages/toy/sums.py"]
+
+    # Another name: only this test is run again, and only its faults.
+    test = folder / "tests/test_toy.py"
+    test.write_text(test.read_text().replace("def test_double", "def test_twice"))
+    num_costs, num_verdicts = (len(kill_table.read_lines(p)) for p in (state / "costs.jsonl", kept))
+    run(kill_table.QUICK)
+    assert len(kill_table.read_lines(state / "costs.jsonl")) == num_costs + 3  # its phases
+    kill_table.plant_faults([checkout], kill_table.read_reach(state, folder), faults, kept)
+    again = [line["line"] for line in kill_table.read_lines(kept)[num_verdicts:]]
+    assert set(again) == {3}
+    by_line = outcomes_by_line(kill_table.read_verdicts(kept))
+    assert by_line[3] == {("killed", "test_twice")}
