@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 
 import harness
-import peers
+import logprob_peers
 import pytest
 import torch
 
@@ -119,8 +119,8 @@ def test_linear_logprob(benchmark, device, shape, mode, dtype):
     if shape == "0.5B head" and (mode != "forward" or dtype == torch.float32):
         pytest.skip("too slow on a CPU")
     inputs = make_inputs(SHAPES[shape], device, dtype)
-    functions = {**our_providers(device), "naive": peers.naive}
-    found, absent = peers.load(device)
+    functions = {**our_providers(device), "naive": logprob_peers.naive}
+    found, absent = logprob_peers.load(device)
     functions.update(found)
     runs = {name: functools.partial(step, f, inputs, mode) for name, f in functions.items()}
     for name in list(runs):
@@ -170,8 +170,8 @@ def test_peak_memory_of_a_micro_batch(benchmark, device, shape):
         pytest.skip("on a GPU every test above measures it")
     inputs = make_inputs(CPU_MEMORY_SHAPES[shape], device, torch.float32)
     gradients_mib = sum(t.numel() * t.element_size() for t in inputs[:2]) / 2**20
-    functions = {"ours chunked": functools.partial(ours, "chunked"), "naive": peers.naive}
-    found, absent = peers.load(device)
+    functions = {"ours chunked": functools.partial(ours, "chunked"), "naive": logprob_peers.naive}
+    found, absent = logprob_peers.load(device)
     table = {}
     for name, function in {**functions, **found}.items():
         peak = harness.peak_bytes(functools.partial(step, function, inputs, "both"), device)
@@ -224,7 +224,7 @@ def test_policy_loss(benchmark, device, shape):
 
     runs = {"loss inside": inside, "loss after": after}
     # They do less: one mean, no number for a token. They bound what three products can cost.
-    found, absent = peers.load(device, "mean loss")
+    found, absent = logprob_peers.load(device, "mean loss")
     for name, function in found.items():
         try:
             mean_loss(function)

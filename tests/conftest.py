@@ -1,16 +1,16 @@
-"""Skips tests whose hardware or package is missing, with the reason, and fixes threads."""
+"""Fixtures of every test, and the settings of its process; the hooks are in hooks.py.
+
+`benchmarks/peers` and `benchmarks/pretrained` have them, too: each conftest there imports this one.
+"""
 
 from __future__ import annotations
 
-import gc
-import importlib.util
 import os
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-import pytest_timeout
-from tests import machine, tiers
+from tests import hooks, machine
 
 machine.publish()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,128 +19,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
-PROCESS_GROUP = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def _has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def _missing(marker: str) -> str | None:
-    """Why tests with this marker cannot run here, or None if they can."""
-    if marker == "gpu":
-        import torch
-
-        return None if torch.cuda.is_available() else "no CUDA device"
-    packages = {"vllm": "vllm", "sglang": "sglang", "deepspeed": "deepspeed", "triton": "triton"}
-    if marker in packages and not _has(packages[marker]):
-        return f"package {packages[marker]} is not installed"
-    return None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> object:
-    """The time limit of a test, longer where the machine is busy."""
-    limit = machine.seconds(settings.timeout)
-    return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=limit))
-
-
-# Seconds of tests that are quick and take long, by the speed of this machine.
-LONG: dict[str, float] = {}
-# Of every collected test: its file, whether it is slow, and its shard.
-COLLECTED = pytest.StashKey[list[tuple[str, bool, str | None]]]()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", help="only tests of this shard: .ci/slow lists them")
-
-
-def shard_of(item: pytest.Item) -> str | None:
-    marker = item.get_closest_marker("shard")
-    return None if marker is None else marker.args[0]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes a shard's tests, and skips those whose hardware or package is missing."""
-    tiers.mark_long_tables(items)
-    config.stash[COLLECTED] = [
-        (str(item.path), item.get_closest_marker("slow") is not None, shard_of(item))
-        for item in items
-    ]
-    wanted = config.getoption("--shard")
-    if wanted is not None:
-        known = {shard for _, _, shard in config.stash[COLLECTED] if shard is not None}
-        if wanted not in known:
-            raise pytest.UsageError(f"no shard is called {wanted}: expected {sorted(known)}")
-        config.hook.pytest_deselected(items=[i for i in items if shard_of(i) != wanted])
-        items[:] = [item for item in items if shard_of(item) == wanted]
-    reasons = {name: _missing(name) for name in ("gpu", "vllm", "sglang", "deepspeed", "triton")}
-    for item in items:
-        for marker, reason in reasons.items():
-            if reason is not None and item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A command in this process names its process group; later tests start without one.
-
-    Around the test's fixtures of every scope, which a fixture of a function would not be.
-    """
-    before = {name: os.environ.pop(name, None) for name in PROCESS_GROUP}
-    machine.publish()
-    try:
-        return (yield)
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
-def pytest_collection_finish() -> None:
-    # Modules and collected tests live to the end: collections need not walk a million objects.
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Notes tests that are quick by their markers and take long."""
-    if report.when == "call" and not {"full", "slow"} & set(report.keywords):
-        limit = machine.seconds(tiers.QUICK_SECONDS)
-        if report.duration > limit:
-            LONG[report.nodeid] = report.duration / machine.slowness()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails a run of the tests with a quick one that takes far too long."""
-    if max(LONG.values(), default=0.0) > tiers.MOST_SECONDS and session.exitstatus == 0:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Names quick tests that take long."""
-    for name, seconds in sorted(LONG.items(), key=lambda item: -item[1]):
-        verb = "must" if seconds > tiers.MOST_SECONDS else "may have to"
-        terminalreporter.write_line(
-            f"{name} took {seconds:.0f} s by the speed of this machine: a quick test takes at most "
-            f"{tiers.QUICK_SECONDS:.0f} s, it {verb} be marked full"
-        )
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register the hooks once, whichever folders a run of the tests collects."""
+    pluginmanager.import_plugin("tests.hooks")
 
 
 @pytest.fixture(scope="session")
 def collected(pytestconfig: pytest.Config) -> list[tuple[str, bool, str | None]]:
     """Of every collected test: its file, whether it is slow, and its shard."""
-    return pytestconfig.stash[COLLECTED]
+    return pytestconfig.stash[hooks.COLLECTED]
 
 
 @pytest.fixture(scope="session")
@@ -159,7 +49,7 @@ def test_data() -> Path:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What runs remember of media; uv keeps its own, which is large."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("UV_CACHE_DIR", str(usual / "uv"))
@@ -167,7 +57,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def one_thread() -> None:
     """Two tests on one machine must not fight for cores, and sums must not depend on them."""
     import torch
 

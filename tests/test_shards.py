@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
-# Not below tests/: they measure, and are no tests of the suite.
+ROOT = Path(__file__).parent.parent
+# They measure, and are no tests of the suite.
 OF_BENCHMARKS = {"overheads", "decoder", "peers_speed"}
 # Their fast tests need what only the shard has: many examples, packages that are in no lock.
 WHOLE = {"fuzz", "fuzz_files", "trackers"}
@@ -34,9 +34,11 @@ def test_every_slow_test_of_what_was_collected_is_in_a_shard_that_ci_runs(collec
         assert shard in listed if is_slow else shard is None or shard in listed, path
 
 
-def test_every_shard_has_tests(collected, listed):
+def test_every_shard_has_tests(collected, listed, pytestconfig):
+    folders = pytestconfig.getini("testpaths")
     files = {path for path, _, _ in collected}
-    missing = [path.read_text() for path in TESTS.rglob("test_*.py") if str(path) not in files]
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("test_*.py")]
+    missing = [path.read_text() for path in paths if str(path) not in files]
     # A module that needs a package which is not there has no tests, and still names its shard.
     if not all(map(NEEDS_A_PACKAGE.search, missing)):
         pytest.skip("only a part of the tests was collected")

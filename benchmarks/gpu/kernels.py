@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
-import peers
+import logprob_peers
 import test_bench_linear_logprob as head_bench
 import test_bench_weight_buckets as bucket_bench
 
@@ -26,7 +26,7 @@ from lightrft.kernels import hash_tensors, linear_logprob, linear_policy_loss
 SHAPE, TINY_SHAPE = (8192, 3584, 152_064), (64, 64, 2048)
 BUDGET_SECONDS, TINY_SECONDS = 2.0, 0.05
 BUCKET_BYTES = 256 * 2**20
-PEERS = {"trl": peers._trl, "liger": peers._liger}
+PEERS = {"trl": logprob_peers._trl, "liger": logprob_peers._liger}
 
 
 def measured(
@@ -52,7 +52,7 @@ def providers(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]:
         functions = head_bench.our_providers(device)
     else:
         functions = {"ours products": functools.partial(head_bench.ours, "chunked")}
-    functions["naive"] = peers.naive
+    functions["naive"] = logprob_peers.naive
     for name, make in PEERS.items():
         if name == "liger" and device.type != "cuda":
             lines.add("absent", name, text="it needs a GPU")

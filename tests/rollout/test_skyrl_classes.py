@@ -47,11 +47,10 @@ CASES = {
 }
 
 
-def played(tmp_path, monkeypatch, name, **changes):
+def played(tmp_path, monkeypatch, name, place=f"skyrl_gym:{FILE}", **changes):
     """The first of two equal episodes of a shape, what it was answered, and its reward."""
     row, turns, _, _, options = CASES[name]
     row = {"input": "2+2?", "reward_spec": {"ground_truth": "4"}, **row}
-    place = f"skyrl_gym:{FILE}" if name[0].isupper() else "skyrl_gym"
     monkeypatch.setattr(environments, "CASES", place)
     monkeypatch.setattr(environments, "pool_of", EnvironmentPool)
     options = {"max_turns": 4, **options, **changes}
@@ -83,14 +82,3 @@ def test_a_turn_is_never_replaced_by_what_an_environment_makes_of_it(tmp_path, m
     monkeypatch.setitem(CASES, "Rewrites", CASES["Grade"])
     with pytest.raises(RewardError, match=r"postprocessed_action 'so': .* is trained as it was"):
         played(tmp_path, monkeypatch, "Rewrites")
-
-
-@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_multi_turn", "aime", "lcb", "searchcode"])
-def test_the_packages_own_classes_run_where_it_is_installed(tmp_path, monkeypatch, name):
-    pytest.importorskip("skyrl_gym")
-    truth = {"ground_truth": "[]" if name == "lcb" else "4"}
-    row = {"reward_spec": truth, "reward_model": truth, "extra_info": {}}
-    monkeypatch.setitem(CASES, name, (row, ["so\nAnswer: 4\n#### 4"], None, None, {}))
-    _, answers, reward = played(tmp_path, monkeypatch, name)
-    assert answers[-1] == [""]
-    assert name in ("lcb", "searchcode") or reward == 1.0

@@ -5,7 +5,6 @@ Runs with the group `peers` (`.ci/slow peers`).
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 from pathlib import Path
@@ -21,11 +20,9 @@ from lightrft.rollout.environments.call_schema import check_call
 from lightrft.rollout.environments.calls import choose_parser
 
 pytestmark = [pytest.mark.slow, pytest.mark.shard("peers")]
-_TRL = importlib.util.find_spec("trl")
-if _TRL is None:
-    pytest.skip("TRL is not installed", allow_module_level=True)
+trl = pytest.importorskip("trl")
 
-FOLDER = Path(str(_TRL.origin)).with_name("chat_templates")
+FOLDER = Path(trl.__file__).with_name("chat_templates")
 READ = {
     "hermes": "qwen2_5 qwen3 qwen3_instruct_2507 qwen3_vl",
     "xml": "nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra "

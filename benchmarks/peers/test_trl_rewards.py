@@ -11,9 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.stages.reward.reward_world import build_stage
-from tests.stages.stage_world import STILL, train_step
-from tests.stages.trl_peer import (
+from benchmarks.peers.trl_peer import (
     TWO_BATCHES,
     read,
     require_equal,
@@ -21,6 +19,8 @@ from tests.stages.trl_peer import (
     step_of,
     tiny_checkpoint,
 )
+from tests.stages.reward.reward_world import build_stage
+from tests.stages.stage_world import STILL, train_step
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrft.datasets.preference_rows import load_preferences

@@ -10,9 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from tests.stages.stage_world import STILL, train_step
-from tests.stages.supervised.supervised_world import build_stage
-from tests.stages.trl_peer import (
+from benchmarks.peers.trl_peer import (
     TWO_BATCHES,
     causal,
     read,
@@ -21,6 +19,8 @@ from tests.stages.trl_peer import (
     step_of,
     tiny_checkpoint,
 )
+from tests.stages.stage_world import STILL, train_step
+from tests.stages.supervised.supervised_world import build_stage
 from transformers import AutoTokenizer
 
 from lightrft.datasets.supervised_rows import SupervisedRow, load_supervised

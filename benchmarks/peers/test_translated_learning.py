@@ -12,7 +12,7 @@ from tests.machine import seconds
 
 pytest.importorskip("trl", reason="uv sync --group peers")
 pytestmark = [pytest.mark.slow, pytest.mark.shard("peers")]
-PARITY = Path(__file__).parents[3] / "benchmarks/learning_parity.py"
+PARITY = Path(__file__).parents[1] / "learning_parity.py"
 
 
 def test_sums_are_learnt_by_a_script_of_trl_and_by_its_translation(tmp_path):

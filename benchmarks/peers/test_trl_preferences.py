@@ -15,10 +15,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from tests.stages.preference.preference_world import build_stage, noisy_model
-from tests.stages.stage_world import STILL, distance, train_step
-from tests.stages.supervised.supervised_world import build_stage as build_supervised
-from tests.stages.trl_peer import (
+from benchmarks.peers.trl_peer import (
     TWO_BATCHES,
     causal,
     read,
@@ -27,6 +24,9 @@ from tests.stages.trl_peer import (
     step_of,
     tiny_checkpoint,
 )
+from tests.stages.preference.preference_world import build_stage, noisy_model
+from tests.stages.stage_world import STILL, distance, train_step
+from tests.stages.supervised.supervised_world import build_stage as build_supervised
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from examples.smollm2.from_gguf import main
+from tests.conftest import *  # noqa: F403 - the fixtures and the hooks of the tests
 
 
 @pytest.fixture(scope="session")

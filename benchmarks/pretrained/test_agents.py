@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.rollout.agents.verifiers_cases import resources, sums
+from benchmarks.peers.verifiers_cases import resources, sums
 
 from lightrft.cli.main import main
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.peers.verifiers_cases import WORDS, resources, sums, write_words
 from tests.machine import seconds, wait_until
 from tests.rollout.agents.agent_stage import AgentStage
 from tests.rollout.agents.test_agents import check_exact
-from tests.rollout.agents.verifiers_cases import WORDS, resources, sums, write_words
 
 from lightrft.config import ConfigError
 from lightrft.datasets.files import read_rows
@@ -22,7 +22,7 @@ from lightrft.rewards.types import RewardError
 from lightrft.rewards.worker import ReportedError
 from lightrft.tools.agents.verifiers_agent import host
 
-SERVER = Path(__file__).parents[1] / "openenv_server.py"
+SERVER = Path(__file__).parents[2] / "tests/rollout/openenv_server.py"
 pytestmark = [pytest.mark.slow, pytest.mark.shard("verifiers"), pytest.mark.timeout(1200)]
 pytest.importorskip("verifiers", reason="needs scripts/verifiers.txt")
 
