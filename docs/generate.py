@@ -1,20 +1,24 @@
-"""Writes what follows from the code: configuration.md, metrics.md, and the types of `train`.
+"""Writes what follows from the code: pages, parts of pages, and the types of `train`.
 
 Run `python docs/generate.py` after an option or a metric has changed; a test compares them.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
+from lightrft.algorithms.correction_terms import CORRECTION_PRESETS
+from lightrft.algorithms.interface import AdvantageTraits, PolicyLossTraits
 from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
 from lightrft.config.options import NOT_OF_TRAIN, SFT, OptionInfo, options_of, type_hints
 from lightrft.config.other_names import OTHER_NAMES
-from lightrft.config.registry import REGISTRIES
+from lightrft.config.registry import REGISTRIES, keyword_options
 from lightrft.reporting.metric_table import METRICS
 from lightrft.run.gpus import GB, GPUS
 from lightrft.tools.plan.advice import advise
@@ -158,6 +162,69 @@ def scaling() -> str:
     return before + BEGIN + text + END + after
 
 
+def algorithms() -> str:
+    """Return docs/algorithms.md with the formulas that the code's docstrings give."""
+    before, _, rest = (FOLDER / "algorithms.md").read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    parts = [""]
+    for option, title in FORMULAS.items():
+        registry = REGISTRIES[option]
+        parts.append(f"## {title}: `--{option}`")
+        entries: dict[int, list[str]] = {}
+        for name in registry:
+            entries.setdefault(id(registry.load(name)), []).append(name)
+        parts += [_formula(names, registry.load(names[0])) for names in entries.values()]
+    parts += ["## Corrections: `--off_policy_correction`", _corrections(), ""]
+    return before + BEGIN + "\n\n".join(parts) + END + after
+
+
+def _formula(names: list[str], entry: object) -> str:
+    """Return what the docstring of a loss or an estimator says before its arguments."""
+    function = entry
+    while isinstance(function, partial):
+        function = function.func
+    documented = re.split(r"\n\n(?:Args|Returns|Raises):", inspect.getdoc(function) or "")[0]
+    lines = [f"### {', '.join(f'`{name}`' for name in names)}", ""]
+    for paragraph in documented.split("\n\n"):
+        is_formula = re.match(r"[\w()\[\]^* ]{1,24} = ", paragraph)
+        lines += ["```text", paragraph, "```", ""] if is_formula else [paragraph, ""]
+    bound = entry.keywords if isinstance(entry, partial) else {}
+    options = {
+        name: bound.get(name, item.default) for name, item in keyword_options(function).items()
+    }
+    if options:
+        shown = "; ".join(f"`{name}` = `{value!r}`" for name, value in options.items())
+        lines += [f"Options: {shown}.", ""]
+    traits = getattr(entry, "lightrft_traits", None)
+    if isinstance(traits, PolicyLossTraits):
+        lines += [f"Aggregation: `{traits.aggregation}`.", ""]
+    if isinstance(traits, AdvantageTraits):
+        needs = [text for trait, text in NEEDS.items() if getattr(traits, trait)]
+        lines += [f"It {', '.join(needs)}.", ""] if needs else []
+    return "\n".join(lines).rstrip()
+
+
+def _corrections() -> str:
+    """Return the presets of corrections and their terms, as Markdown."""
+    lines = ["| preset | terms |", "|---|---|"]
+    lines += [f"| `{name}` | `{terms}` |" for name, terms in CORRECTION_PRESETS.items()]
+    return "\n".join(lines)
+
+
+FORMULAS = {
+    "advantage_estimator": "Advantage estimators",
+    "policy_loss": "Policy losses",
+    "preference_loss": "Preference losses",
+    "reward_loss": "Losses of reward models",
+}
+NEEDS = {
+    "needs_groups": "needs at least two samples of each prompt",
+    "needs_critic": "trains a critic",
+    "needs_greedy_rewards": "samples one more response of each prompt, greedily",
+    "whitens": "is whitened over all tokens of the step",
+}
+
+
 def train_options() -> str:
     """The stub with the keywords of `lightrft.trainer.train`, which editors complete."""
     lines = [
@@ -207,7 +274,12 @@ BEGIN, END = "<!-- written by docs/generate.py -->", "<!-- end -->"
 # Arguments of `train` by other names, or set by it.
 NAMED_ARGUMENTS = ("pretrain", "prompt_data", "eval_data", "reward_fn", "loggers")
 OPTIONS_STUB = "../packages/trainer/src/lightrft/trainer/train_options.pyi"
-PAGES = {"configuration.md": configuration, "metrics.md": metrics, "scaling.md": scaling}
+PAGES = {
+    "algorithms.md": algorithms,
+    "configuration.md": configuration,
+    "metrics.md": metrics,
+    "scaling.md": scaling,
+}
 PAGES[OPTIONS_STUB] = train_options
 
 
