@@ -24,7 +24,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     """Register the hooks once, whichever folders a run of the tests collects."""
-    pluginmanager.import_plugin("tests.hooks")
+    if not pluginmanager.has_plugin(hooks.__name__):
+        pluginmanager.register(hooks, hooks.__name__)
 
 
 @pytest.fixture(scope="session")
