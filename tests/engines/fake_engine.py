@@ -3,25 +3,18 @@
 Importing this module makes it the engine "fake".
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
-from torch import nn
 
 from lightrft.engines.backend_options import check_options
-from lightrft.engines.base import FinishedRows, RolloutEngine
+from lightrft.engines.base import RolloutEngine
 from lightrft.engines.engine_weights import ParameterStore, full_shape, is_full_tensor
 from lightrft.engines.factory import ENGINES
-from lightrft.engines.rows import Limits, RawCompletion, Row
+from lightrft.engines.rows import Limits, RawCompletion
 from lightrft.engines.sampling import draw_tokens, mix64, row_keys, sampling_logprobs, uniforms
 from lightrft.engines.types import (
-    EngineConfig,
-    FinishReason,
-    GenerationRequest,
     SamplingParams,
 )
 
@@ -54,33 +47,32 @@ class FakeEngine(RolloutEngine):
 
     def __init__(
         self,
-        config: EngineConfig,
+        config,
         *,
-        script: Callable[[GenerationRequest, int], tuple[Sequence[int], Sequence[float] | None]]
-        | None = None,
-        parameters: Mapping[str, torch.Tensor] | None = None,
-        unwritten: Iterable[str] = (),
-    ) -> None:
+        script=None,
+        parameters=None,
+        unwritten=(),
+    ):
         check_options(config.options, ("vocab_size", "eos_token_id"), engine_name=self.name)
         given = _default_parameters(config) if parameters is None else parameters
         super().__init__(config)
-        self.weights: ParameterStore = ParameterStore(_own_copies(given), self.name)
+        self.weights = ParameterStore(_own_copies(given), self.name)
         self.weights.unwritten.update(unwritten)
-        self.calls: list[str] = []
-        self.requests: list[GenerationRequest] = []
+        self.calls = []
+        self.requests = []
         self.script = script
         self._vocab_size = int(config.options.get("vocab_size", 97))
         eos_id = int(config.options.get("eos_token_id", 1))
         self.eos_ids = () if eos_id == -1 else (eos_id,)
         # Any token id has a hash, and images and videos are only recorded.
         self._limits = Limits(2**62, config.max_model_len, self.name, reads_media=True)
-        self._prefix_cache: dict[tuple[int, ...], int] = {}
+        self._prefix_cache = {}
 
     @classmethod
-    def for_module(cls, config: EngineConfig, module: nn.Module) -> FakeEngine:
+    def for_module(cls, config, module):
         """An engine with the parameters of a module, in `config.dtype`."""
         unwritten = set()
-        copies: dict[torch.Tensor, torch.Tensor] = {}
+        copies = {}
         named = dict(module.named_parameters(remove_duplicate=False))
         for name, parameter in module.named_parameters():
             copies[parameter] = torch.zeros(full_shape(parameter), dtype=config.torch_dtype)
@@ -92,46 +84,42 @@ class FakeEngine(RolloutEngine):
         return cls(config, parameters=parameters, unwritten=unwritten)
 
     @property
-    def native(self) -> FakeEngine:
+    def native(self):
         """The engine itself."""
         return self
 
-    def submit(
-        self, requests: Sequence[GenerationRequest], sampling_params: SamplingParams
-    ) -> None:
+    def submit(self, requests, sampling_params):
         """Notes the requests; see `RolloutEngine.submit`."""
         self.check_usable()
         self.requests.extend(requests)
         super().submit(requests, sampling_params)
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
+    def score(self, token_ids):
         """Scores a sequence at temperature 1 under the weights of now."""
         self.calls.append("score")
         self.check_usable()
         return self._score(tuple(token_ids), self._fingerprint())
 
-    def drop_caches(self) -> None:
+    def drop_caches(self):
         self._prefix_cache.clear()
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params):
         if params.stop and self.script is None:
             raise ValueError("the fake engine has no tokenizer; use stop_token_ids, not stop")
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def _encode(self, text):
         return tuple(byte % self._vocab_size for byte in text.encode())
 
-    def _encode_media(self, request: GenerationRequest) -> None:
+    def _encode_media(self, request):
         """Images and videos are only noted."""
 
-    def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+    def stream_rows(self, rows, params):
         """One row after the other."""
         requests = {request.request_id: request for request in self.requests}
         for row in rows:
             yield [(row, self.complete(row, requests[row.request_id], params))]
 
-    def complete(
-        self, row: Row, request: GenerationRequest, params: SamplingParams
-    ) -> RawCompletion:
+    def complete(self, row, request, params):
         if self.script is None:
             return self._draw(row, params)
         scripted, given = self.script(request, row.sample_index)
@@ -140,17 +128,17 @@ class FakeEngine(RolloutEngine):
             scores = self._score((*row.prompt, *tokens), self._cached_fingerprint(row.prompt))
             given = scores[len(row.prompt) :]
         ends = bool(tokens) and tokens[-1] in self._stop_ids(params)
-        reason: FinishReason = "stop" if ends or len(scripted) < row.max_tokens else "length"
+        reason = "stop" if ends or len(scripted) < row.max_tokens else "length"
         return RawCompletion(tokens, tuple(given)[: row.max_tokens], reason)
 
-    def _draw(self, row: Row, params: SamplingParams) -> RawCompletion:
+    def _draw(self, row, params):
         stop_ids = self._stop_ids(params)
         state = _prefix_states(self._cached_fingerprint(row.prompt), row.prompt)[-1:]
         keys = row_keys(params.seed, [row.request_id], [row.sample_index], device=_CPU)
         numbers = uniforms(keys, 0, row.max_tokens)
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        reason: FinishReason = "length"
+        tokens = []
+        logprobs = []
+        reason = "length"
         for step in range(row.max_tokens):
             token, logprob = draw_tokens(self._logits(state), numbers[step], params)
             state = mix64(state ^ token)
@@ -161,7 +149,7 @@ class FakeEngine(RolloutEngine):
                 break
         return RawCompletion(tuple(tokens), tuple(logprobs), reason)
 
-    def _score(self, token_ids: tuple[int, ...], fingerprint: int) -> list[float]:
+    def _score(self, token_ids, fingerprint):
         if not token_ids:
             return []
         logits = self._logits(_prefix_states(fingerprint, token_ids)[:-1])
@@ -169,16 +157,16 @@ class FakeEngine(RolloutEngine):
         logprobs = sampling_logprobs(logits, SamplingParams()).gather(-1, targets)
         return [0.0, *logprobs.squeeze(-1).tolist()]
 
-    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+    def _logits(self, states):
         """Logits in [0, 4), [states, vocab] float32."""
         return (4 * uniforms(states, 0, self._vocab_size).T).float()
 
-    def _cached_fingerprint(self, prompt: tuple[int, ...]) -> int:
+    def _cached_fingerprint(self, prompt):
         if prompt not in self._prefix_cache:
             self._prefix_cache[prompt] = self._fingerprint()
         return self._prefix_cache[prompt]
 
-    def _fingerprint(self) -> int:
+    def _fingerprint(self):
         """A number that changes with any bit of any weight."""
         total = 0
         for name in sorted(self.weights.tensors):
@@ -189,10 +177,10 @@ class FakeEngine(RolloutEngine):
         return total
 
 
-def _recorded(name: str) -> Callable[..., object]:
-    def method(self: FakeEngine, *args: object, **options: object) -> object:
+def _recorded(name):
+    def method(self, *args, **options):
         self.calls.append(name)
-        inherited: Callable[..., object] = getattr(super(FakeEngine, self), name)
+        inherited = getattr(super(FakeEngine, self), name)
         return inherited(*args, **options)
 
     return method
@@ -214,14 +202,14 @@ for _name in (
     setattr(FakeEngine, _name, _recorded(_name))
 
 
-def _prefix_states(fingerprint: int, token_ids: tuple[int, ...]) -> torch.Tensor:
+def _prefix_states(fingerprint, token_ids):
     """One 64-bit state for each prefix of the tokens, [tokens] int64."""
     first = torch.tensor([fingerprint], dtype=torch.int64)
     states = accumulate(token_ids, lambda state, token: mix64(state ^ token), initial=first)
     return torch.cat(list(states)[1:])
 
 
-def _default_parameters(config: EngineConfig) -> dict[str, torch.Tensor]:
+def _default_parameters(config):
     """Three small matrices, a vector and a tied head, in `config.dtype`."""
     shapes = {"embed.weight": (13, 4), "layers.0.weight": (4, 6), "norm.weight": (4,)}
     parameters = {
@@ -231,15 +219,15 @@ def _default_parameters(config: EngineConfig) -> dict[str, torch.Tensor]:
     return {**parameters, "head.weight": parameters["embed.weight"]}
 
 
-def _own_copies(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    copies: dict[int, torch.Tensor] = {}
+def _own_copies(parameters):
+    copies = {}
     return {
         name: copies.setdefault(id(tensor), tensor.detach().clone())
         for name, tensor in parameters.items()
     }
 
 
-def build_fake(config: EngineConfig, *, module: nn.Module | None = None) -> FakeEngine:
+def build_fake(config, *, module=None):
     """The engine, with the parameters of a module if there is one."""
     return FakeEngine(config) if module is None else FakeEngine.for_module(config, module)
 

@@ -1,9 +1,8 @@
 """The actor equals the transformers model it wraps, whichever head it uses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from tests.models.batches import relative_norm
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -57,11 +56,6 @@ def gradients(module, outputs, upstream):
     return dict(zip(named, torch.autograd.grad(loss, named.values()), strict=True))
 
 
-def relative_difference(got, want):
-    total = sum((got[n].double() - want[n].double()).square().sum() for n in want).sqrt()
-    return float(total / sum(w.double().square().sum() for w in want.values()).sqrt())
-
-
 @pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_values_and_gradients_equal_transformers(checkpoint, is_fused, temperature):
@@ -76,7 +70,7 @@ def test_values_and_gradients_equal_transformers(checkpoint, is_fused, temperatu
     got = gradients(actor.model, (output.logprobs, output.entropy), upstream)
     want = gradients(model, expected, upstream)
     assert set(got) == set(want)
-    assert relative_difference(got, want) < 2e-6
+    assert relative_norm(got, want) < 2e-6
 
 
 def test_a_transposed_projection_is_noticed(checkpoint):
@@ -104,7 +98,7 @@ def test_scored_mask_selects_and_zeroes(checkpoint, is_fused):
     masked = [g * scored for g in upstream]
     got = gradients(actor, (output.logprobs, output.entropy), upstream)
     want = gradients(actor, (everything.logprobs, everything.entropy), masked)
-    assert relative_difference(got, want) < 2e-6
+    assert relative_norm(got, want) < 2e-6
 
 
 @pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
@@ -174,7 +168,7 @@ def test_gradient_checkpointing_changes_no_gradient(checkpoint):
     want = gradients(actor, [actor(token_ids, attention_mask).logprobs], upstream[:1])
     actor.gradient_checkpointing_enable()
     got = gradients(actor, [actor(token_ids, attention_mask).logprobs], upstream[:1])
-    assert relative_difference(got, want) < 1e-6
+    assert relative_norm(got, want) < 1e-6
 
 
 @pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
@@ -199,7 +193,7 @@ def test_models_that_change_their_logits_after_the_projection(config, is_fused):
     output = actor(token_ids, attention_mask, temperature=0.7, entropy="grad")
     assert (output.logprobs - expected[0]).abs().max() < 2e-5
     got = gradients(actor.model, (output.logprobs, output.entropy), upstream)
-    assert relative_difference(got, want) < 5e-6
+    assert relative_norm(got, want) < 5e-6
 
 
 def test_unknown_scaling_and_heads_are_refused():

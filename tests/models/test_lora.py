@@ -1,20 +1,21 @@
 """Adapters: bound, trained alone, merged exactly in the engine and in files, never in the base."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.models.tiny import tiny_model
 from tests.ranks import run_multiprocess
+from tests.strategy.backend_world import are_equal, make, prepared, weights
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.engines.types import GenerationRequest, SamplingParams
 from lightrft.models.loading import load_causal_lm
+from lightrft.models.lora import LoraActor, add_product
+from lightrft.stages.opening import check_parts
 
 peft = pytest.importorskip("peft", reason="package peft is not installed")
 
@@ -23,8 +24,6 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def lora_actor(path, **options):
-    from lightrft.models.lora import LoraActor
-
     config = TrainConfig(**{"lora_rank": RANK, "lora_alpha": ALPHA, **options})
     return LoraActor(load_causal_lm(path), config)
 
@@ -54,15 +53,17 @@ def merged_reference(actor):
     return merged
 
 
+def plain(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
 def tokens():
     ids = torch.tensor([[5, 17, 60, 99, 3, 44, 71, 8]])
     return ids, torch.ones_like(ids).bool()
 
 
 def merged_model(path, merged):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = plain(path)
     missing, unexpected = model.load_state_dict(
         {n: v.float() for n, v in merged.items()}, strict=False
     )
@@ -111,10 +112,8 @@ def test_a_target_that_binds_to_nothing_is_an_error(checkpoint):
 @pytest.fixture
 def of_peft(checkpoint, tmp_path_factory):
     """A model of PEFT with adapters that have an effect, and the folder it wrote."""
-    from transformers import AutoModelForCausalLM
-
     settings = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "down_proj"]}
-    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    base = plain(checkpoint)
     model = peft.get_peft_model(base, peft.LoraConfig(**settings, task_type="CAUSAL_LM"))
     randomise_second_factors(model)
     folder = tmp_path_factory.mktemp("adapters") / "made"
@@ -135,10 +134,6 @@ def test_training_starts_from_adapters_of_peft_and_gives_them_back(checkpoint, o
 
 
 def test_adapters_are_compared_before_weights_are_read(checkpoint, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    from lightrft.stages.opening import check_parts
-
     actor = lora_actor(checkpoint)
     actor.save_adapters(dict(actor.state_dict()), tmp_path)
     given = {"pretrain": str(checkpoint), "lora_rank": RANK, "lora_alpha": ALPHA}
@@ -206,8 +201,6 @@ def test_seed_fixes_the_factors_and_leaves_the_generator_alone(checkpoint):
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 35), (3, 4), (6, 15), (34, 35), (7, 7), (0, 34)])
 def test_product_has_the_same_bits_in_every_range(start, stop):
-    from lightrft.models.lora import add_product
-
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randn(s, generator=generator) for s in ((3, 7), (5, 3)))
     base = torch.randn(35, generator=generator)
@@ -219,19 +212,14 @@ def test_product_has_the_same_bits_in_every_range(start, stop):
     torch.testing.assert_close(whole.double(), expected, rtol=1e-7, atol=1e-7)
 
 
-def settings(path, **options):
-    return {
-        "pretrain": path,
-        "seed": 3,
-        "train_batch_size": 4,
-        "micro_train_batch_size": 2,
-        "actor_learning_rate": 0.02,
-        "lr_warmup_ratio": 0.0,
-        "engine_type": "hf",
-        "bf16": False,
-        "enable_engine_sleep": False,
-        **options,
-    }
+def options_of(path, world_size):
+    given = {"pretrain": path, "actor_learning_rate": 0.02, "enable_engine_sleep": False}
+    return given | {"train_batch_size": world_size}
+
+
+def step(strategy, ready, rank):
+    strategy.backward(loss_of(ready.model, rank), ready.model, ready.optimizer)
+    strategy.optimizer_step(ready.optimizer, ready.model, ready.scheduler)
 
 
 def loss_of(actor, rank):
@@ -243,18 +231,14 @@ def train_twice(strategy, path, rank):
     """Two optimizer steps; returns the ready actor."""
     actor = lora_actor(path)
     randomise_second_factors(actor)
-    ready, _, _, _ = strategy.prepare_models_and_optimizers(actor, None, None, None, None, 10)
+    ready = prepared(strategy, actor)
     for _ in range(2):
-        with strategy.accumulation(1, ready.optimizer):
-            strategy.backward(loss_of(ready.model, rank), ready.model, ready.optimizer)
-            strategy.optimizer_step(ready.optimizer, ready.model, ready.scheduler)
+        step(strategy, ready, rank)
     return ready
 
 
 def check_engine_and_file(strategy, ready, path, folder, base):
     """The engine's greedy tokens, hash and file are those of the merged model."""
-    from lightrft.engines.types import GenerationRequest, SamplingParams
-
     strategy.setup_inference_engine(None, "hf", actor=ready)
     strategy.update_engine_weights(ready)
     report = strategy.last_weight_sync
@@ -264,8 +248,6 @@ def check_engine_and_file(strategy, ready, path, folder, base):
         SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True), [GenerationRequest(prompt)]
     )
     strategy.save_model(ready, None, folder)
-    from transformers import AutoModelForCausalLM
-
     saved = AutoModelForCausalLM.from_pretrained(folder).eval()
     full = dict(saved.named_parameters())
     assert not any("lora" in name or "base_layer" in name for name in full)
@@ -290,44 +272,31 @@ def check_engine_and_file(strategy, ready, path, folder, base):
 def check_resume(strategy, ready, path, folder, rank):
     """A checkpoint brings adapters and moments back: the next step is the same."""
     strategy.save_ckpt(ready, folder, "first")
-    strategy.backward(loss_of(ready.model, rank), ready.model, ready.optimizer)
-    strategy.optimizer_step(ready.optimizer, ready.model, ready.scheduler)
-    after = shards(strategy, ready)
+    step(strategy, ready, rank)
+    after = weights(strategy, ready)
     strategy.load_ckpt(ready, folder, "first")
-    assert any(not torch.equal(a, b) for a, b in zip(after, shards(strategy, ready), strict=True))
-    strategy.backward(loss_of(ready.model, rank), ready.model, ready.optimizer)
-    strategy.optimizer_step(ready.optimizer, ready.model, ready.scheduler)
-    assert all(torch.equal(a, b) for a, b in zip(after, shards(strategy, ready), strict=True))
-
-
-def shards(strategy, ready):
-    return [e.local_shard.clone() for e in strategy.parameter_source(ready).parameters()]
+    assert not are_equal(after, weights(strategy, ready))
+    step(strategy, ready, rank)
+    assert are_equal(after, weights(strategy, ready))
 
 
 def check_adapters(ready, path, folder):
     """PEFT gives the base model the policy's numbers with the adapters that were written."""
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    base = plain(path)
     found = peft.PeftModel.from_pretrained(base, f"{folder}/adapter").eval()
     ids, mask = tokens()
-    before = logprobs_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), ids)
+    before = logprobs_of(plain(path), ids)
     own = ready(ids, mask).logprobs[0, 1:].detach()
     assert (own - before).abs().max() > 1e-3
     torch.testing.assert_close(logprobs_of(found, ids), own, rtol=0, atol=2e-5)
 
 
 def base_of(path):
-    from transformers import AutoModelForCausalLM
-
-    return dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+    return dict(plain(path).named_parameters())
 
 
 def test_one_process_syncs_saves_and_resumes(checkpoint, tmp_path):
-    from lightrft.strategy import get_fake_strategy
-
-    config = SimpleNamespace(**settings(checkpoint, train_batch_size=2))
-    with get_fake_strategy(config) as strategy:
+    with make("fake", **options_of(checkpoint, 1)) as strategy:
         ready = train_twice(strategy, checkpoint, 0)
         expected = merged_reference(strategy.unwrap_model(ready))
         _, full = check_engine_and_file(
@@ -344,19 +313,15 @@ def test_one_process_syncs_saves_and_resumes(checkpoint, tmp_path):
         check_resume(strategy, ready, checkpoint, str(tmp_path / "ckpt"), 0)
 
 
-BACKENDS = {"fsdp2": {"fsdp": True}, "zero2": {"zero_stage": 2}, "zero3": {"zero_stage": 3}}
+BACKENDS = ("fsdp2", "zero2", "zero3")
 
 
 def on_all_backends(rank, world_size, path, folder, names):
-    import torch.distributed as dist
-
-    from lightrft.strategy import get_strategy
-
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
     results = {}
     for name in names:
-        with get_strategy(SimpleNamespace(**settings(path, **BACKENDS[name]))) as strategy:
+        with make(name, **options_of(path, world_size)) as strategy:
             ready = train_twice(strategy, path, rank)
             report, full = check_engine_and_file(
                 strategy, ready, path, f"{folder}/{name}", base_of(path)
@@ -372,7 +337,7 @@ def on_all_backends(rank, world_size, path, folder, names):
 def test_two_processes_agree_over_backends(checkpoints, tmp_path):
     path = checkpoints["tiny-qwen3"]
     first, second = run_multiprocess(
-        on_all_backends, 2, timeout_seconds=400, args=(path, str(tmp_path), tuple(BACKENDS))
+        on_all_backends, 2, timeout_seconds=400, args=(path, str(tmp_path), BACKENDS)
     )
     reference = first["fsdp2"][1]
     for name, (_, full) in first.items():
@@ -390,8 +355,6 @@ def test_two_processes_agree_over_backends(checkpoints, tmp_path):
 
 
 def test_weights_without_adapters_are_named_with_their_share():
-    from lightrft.models.lora import LoraActor
-
     dense, mixture = (
         LoraActor(tiny_model(family, **options), TrainConfig(lora_rank=2)).coverage
         for family, options in (
@@ -410,8 +373,6 @@ def test_weights_without_adapters_are_named_with_their_share():
 
 
 def test_a_model_of_other_layers_is_refused_before_its_weights_are_read(tmp_path):
-    from lightrft.stages.opening import check_parts
-
     config = GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=2)
     config.save_pretrained(tmp_path)
     options = TrainConfig(pretrain=str(tmp_path), lora_rank=2)

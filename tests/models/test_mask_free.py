@@ -1,28 +1,15 @@
 """Right-padded rows need no mask: causality keeps tokens from the padding behind them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.models.batches import forget_window, gradients, make_batch, relative_norm, sliding_model
 from torch.overrides import TorchFunctionMode
-from transformers import MistralConfig, MistralForCausalLM
 
 from lightrft.models import Actor, Critic, TokenLayout
 from lightrft.models.layout import LayoutPolicy
-
-LENGTHS = (19, 5, 33, 1, 12)
-
-
-def make_batch():
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor(LENGTHS)[:, None]
-    width = int(lengths.max())
-    token_ids = torch.randint(0, 256, (len(LENGTHS), width), generator=generator)
-    upstream = torch.randn(len(LENGTHS), width, generator=generator)
-    return token_ids, torch.arange(width) < lengths, upstream
 
 
 class SeenMasks(TorchFunctionMode):
@@ -49,19 +36,13 @@ class Masked(LayoutPolicy):
 
 
 def results(model):
-    token_ids, attention_mask, upstream = make_batch()
+    token_ids, attention_mask, _, upstream = make_batch()
     model.zero_grad()
     with SeenMasks() as seen:
         output = model(token_ids, attention_mask)
         values = output.logprobs if isinstance(model, Actor) else output
         (values * upstream).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    return values.detach(), gradients, seen.masks
-
-
-def relative_norm(found, expected):
-    difference = sum(float((found[n] - expected[n]).double().square().sum()) for n in expected)
-    return (difference / sum(float(v.double().square().sum()) for v in expected.values())) ** 0.5
+    return values.detach(), gradients(model), seen.masks
 
 
 @pytest.mark.parametrize("kind", [Actor, Critic])
@@ -70,19 +51,19 @@ def test_rows_without_a_mask_give_what_rows_with_one_give(checkpoint, kind):
     model = kind.from_pretrained(checkpoint)
     if kind is Critic:
         torch.nn.init.normal_(model.value_head.weight)
-    values, gradients, masks = results(model)
+    values, unmasked, masks = results(model)
     assert masks
     assert all(mask is None for mask in masks)
     model.layout_policy = Masked()
-    wanted, wanted_gradients, masks = results(model)
+    wanted, masked, masks = results(model)
     assert all(mask is not None for mask in masks)
     assert torch.allclose(values, wanted, rtol=0, atol=1e-5)
-    assert relative_norm(gradients, wanted_gradients) <= 1e-6
+    assert relative_norm(unmasked, masked) <= 1e-6
 
 
 def test_left_padded_rows_keep_their_mask(checkpoint):
     actor = Actor.from_pretrained(checkpoint)
-    token_ids, attention_mask, _ = make_batch()
+    token_ids, attention_mask, *_ = make_batch()
     wanted = actor(token_ids, attention_mask).logprobs
     flipped = torch.zeros_like(token_ids)
     is_real = attention_mask.flip(1)
@@ -95,7 +76,7 @@ def test_left_padded_rows_keep_their_mask(checkpoint):
 
 def test_the_comparison_catches_rows_that_see_their_padding(checkpoint):
     actor = Actor.from_pretrained(checkpoint)
-    token_ids, attention_mask, _ = make_batch()
+    token_ids, attention_mask, *_ = make_batch()
     wanted = actor(token_ids, attention_mask).logprobs
     for layer in actor.model.model.layers:
         layer.self_attn.is_causal = False
@@ -106,32 +87,18 @@ def test_the_comparison_catches_rows_that_see_their_padding(checkpoint):
 def test_a_model_that_says_it_is_not_causal_keeps_its_mask(checkpoint):
     actor = Actor.from_pretrained(checkpoint)
     actor.model.config.is_causal = False
-    token_ids, attention_mask, _ = make_batch()
+    token_ids, attention_mask, *_ = make_batch()
     with SeenMasks() as seen:
         actor(token_ids, attention_mask)
     assert all(mask is not None for mask in seen.masks)
 
 
 def test_a_sliding_window_is_kept():
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=256,
-        hidden_size=64,
-        head_dim=32,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_hidden_layers=2,
-        intermediate_size=96,
-        initializer_range=0.1,
-        sliding_window=7,
-    )
-    actor = Actor(MistralForCausalLM(config))
-    values, gradients, _ = results(actor)
+    actor = Actor(sliding_model())
+    values, unmasked, _ = results(actor)
     actor.layout_policy = Masked()
-    wanted, wanted_gradients, _ = results(actor)
+    wanted, masked, _ = results(actor)
     assert torch.allclose(values, wanted, rtol=0, atol=1e-5)
-    assert relative_norm(gradients, wanted_gradients) <= 1e-6
-    config.sliding_window = None
-    for layer in actor.model.model.layers:
-        layer.self_attn.sliding_window = None
+    assert relative_norm(unmasked, masked) <= 1e-6
+    forget_window(actor.model)
     assert (results(actor)[0] - wanted).abs().max() > 0.01

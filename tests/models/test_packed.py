@@ -1,34 +1,15 @@
 """A packed stream gives what padded rows give, and keeps its sequences apart."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from tests.models.batches import forget_window, gradients, make_batch, relative_norm, sliding_model
+from transformers import AutoModelForCausalLM
 
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.models import Actor, Critic, TokenLayout
 from lightrft.models.attention import PACKED
-
-LENGTHS = (19, 5, 33, 1, 12)
-
-
-def make_batch(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.tensor(LENGTHS)[:, None]
-    width = int(lengths.max())
-    token_ids = torch.randint(0, 256, (len(LENGTHS), width), generator=generator)
-    attention_mask = torch.arange(width) < lengths
-    scored_mask = attention_mask & (torch.arange(width) >= 1 + lengths // 3)
-    upstream = torch.randn(len(LENGTHS), width, generator=generator)
-    return token_ids, attention_mask, scored_mask, upstream
-
-
-def relative_norm(found, expected):
-    difference = sum(float((found[n] - expected[n]).double().square().sum()) for n in expected)
-    return (difference / sum(float(v.double().square().sum()) for v in expected.values())) ** 0.5
 
 
 def actor_results(actor):
@@ -38,8 +19,7 @@ def actor_results(actor):
         token_ids, attention_mask, scored_mask=scored_mask, entropy="grad", temperature=0.7
     )
     ((output.logprobs - 0.3 * output.entropy) * upstream).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in actor.named_parameters()}
-    return output.logprobs.detach(), output.entropy.detach(), gradients
+    return output.logprobs.detach(), output.entropy.detach(), gradients(actor)
 
 
 def critic_results(critic):
@@ -47,14 +27,7 @@ def critic_results(critic):
     critic.zero_grad()
     values = critic(token_ids, attention_mask)
     (values * upstream).square().sum().backward()
-    return values.detach(), {name: p.grad.clone() for name, p in critic.named_parameters()}
-
-
-def random_critic(checkpoint):
-    critic = Critic.from_pretrained(checkpoint)
-    torch.manual_seed(3)
-    torch.nn.init.normal_(critic.value_head.weight)
-    return critic
+    return values.detach(), gradients(critic)
 
 
 def test_the_stream_has_the_real_tokens_and_positions_that_start_anew():
@@ -85,31 +58,33 @@ def test_left_padding_and_empty_batches_can_be_packed():
 @pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
 def test_packed_logprobs_entropies_and_gradients_equal_padded_ones(checkpoint, is_fused):
     actor = Actor.from_pretrained(checkpoint, fused_linear_logprob=is_fused, chunk_size=100)
-    logprobs, entropy, gradients = actor_results(actor)
+    logprobs, entropy, expected = actor_results(actor)
     actor.pack_samples()
     packed_logprobs, packed_entropy, packed_gradients = actor_results(actor)
     assert torch.allclose(packed_logprobs, logprobs, rtol=0, atol=1e-5)
     assert torch.allclose(packed_entropy, entropy, rtol=0, atol=1e-5)
-    assert relative_norm(packed_gradients, gradients) <= 1e-6
+    assert relative_norm(packed_gradients, expected) <= 1e-6
     actor.pack_samples(False)
     assert torch.equal(actor_results(actor)[0], logprobs)
 
 
 def test_packed_values_and_gradients_equal_padded_ones(checkpoint):
-    critic = random_critic(checkpoint)
-    values, gradients = critic_results(critic)
+    critic = Critic.from_pretrained(checkpoint)
+    torch.manual_seed(3)
+    torch.nn.init.normal_(critic.value_head.weight)
+    values, expected = critic_results(critic)
     critic.pack_samples()
     packed_values, packed_gradients = critic_results(critic)
     assert (packed_values - values).norm() <= 1e-6 * values.norm()
-    assert relative_norm(packed_gradients, gradients) <= 1e-6
+    assert relative_norm(packed_gradients, expected) <= 1e-6
 
 
 def test_gradient_checkpointing_of_a_stream_changes_no_gradient(checkpoint):
     actor = Actor.from_pretrained(checkpoint).train()
     actor.pack_samples()
-    _, _, gradients = actor_results(actor)
+    expected = actor_results(actor)[2]
     actor.gradient_checkpointing_enable()
-    assert relative_norm(actor_results(actor)[2], gradients) <= 1e-6
+    assert relative_norm(actor_results(actor)[2], expected) <= 1e-6
 
 
 def test_no_sequence_sees_another(checkpoint):
@@ -140,27 +115,13 @@ def test_the_comparison_catches_sequences_that_see_each_other(checkpoint):
 
 
 def test_a_sliding_window_holds_inside_each_sequence():
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=256,
-        hidden_size=64,
-        head_dim=32,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_hidden_layers=2,
-        intermediate_size=96,
-        initializer_range=0.1,
-        sliding_window=7,
-    )
-    actor = Actor(MistralForCausalLM(config))
-    logprobs, _, gradients = actor_results(actor)
+    actor = Actor(sliding_model())
+    logprobs, _, expected = actor_results(actor)
     actor.pack_samples()
     packed, _, packed_gradients = actor_results(actor)
     assert torch.allclose(packed, logprobs, rtol=0, atol=1e-5)
-    assert relative_norm(packed_gradients, gradients) <= 1e-6
-    config.sliding_window = None
-    for layer in actor.model.model.layers:
-        layer.self_attn.sliding_window = None
+    assert relative_norm(packed_gradients, expected) <= 1e-6
+    forget_window(actor.model)
     assert (actor_results(actor)[0] - logprobs).abs().max() > 0.01
 
 

@@ -1,13 +1,11 @@
 """The proof at load: real families whose head, attention or packing goes wrong, and those right."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest
 import torch
 from tests.models.tiny import SHAPE
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrft.engines.hf.attention import GROUPED, use_attention
 from lightrft.models import Actor, Critic
@@ -18,7 +16,7 @@ from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.stages.policy.models import turn_off_dropout
 from lightrft.strategy import get_fake_strategy
 
-MINICPM3 = {
+LOW_RANK = {
     "num_key_value_heads": 2,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -26,8 +24,8 @@ MINICPM3 = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
     "head_dim": 16,
-    "dim_model_base": 16,
 }
+MINICPM3 = {**LOW_RANK, "dim_model_base": 16}
 # As a whole tensor of these types may be sent to other experts by a rounding, two choose all.
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 MAMBA = {
@@ -40,13 +38,7 @@ MAMBA = {
 WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 PER_LAYER = {"vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 16}
 LATENT = {
-    "num_key_value_heads": 2,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "head_dim": 16,
+    **LOW_RANK,
     "n_routed_experts": 4,
     "moe_intermediate_size": 48,
     "n_group": 1,
@@ -88,7 +80,7 @@ PADDED = {
 }
 
 
-def tiny(family: str, *, seed: int = 0, **changes: object) -> PreTrainedModel:
+def tiny(family, *, seed=0, **changes):
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**SHAPE, "pad_token_id": 0, **changes})
     model = AutoModelForCausalLM.from_config(config)

@@ -1,12 +1,13 @@
 """The kept mass of a truncated law, found again from the trainer's own logits."""
 
-from __future__ import annotations
-
 import itertools
+import math
 
 import pytest
 import torch
+from tests.engines.test_sampling import slow_law
 
+from lightrft.engines.types import SamplingParams
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 from lightrft.models import Actor
 from lightrft.models.support import SamplingSupport, log_kept_mass, replay_support
@@ -19,18 +20,11 @@ VOCAB = 40
 
 
 def slow_log_mass(logits, target, support):
-    """One row in float64, token by token: top_k, then top_p of what is left, then min_p."""
-    p = logits.double().softmax(-1).tolist()
-    order = sorted(range(len(p)), key=lambda token: (-p[token], token))
-    if support.top_k != -1:
-        order = order[: support.top_k]
-    left, before, kept = sum(p[token] for token in order), 0.0, []
-    for token in order:
-        if support.top_p == 1 or before / left < support.top_p:
-            kept.append(token)
-        before += p[token]
-    kept = [token for token in kept if p[token] >= support.min_p * p[order[0]]]
-    return torch.tensor(sum(p[token] for token in {*kept, target})).log(), kept
+    """One row in float64 by the law that its tokens are drawn from."""
+    params = SamplingParams(top_k=support.top_k, top_p=support.top_p, min_p=support.min_p)
+    law = slow_law(logits.double().tolist(), params)
+    kept = [token for token, logprob in enumerate(law) if logprob > -math.inf]
+    return logits.double().softmax(-1)[[*{*kept, target}]].sum().log(), kept
 
 
 @pytest.mark.parametrize("support", SUPPORTS, ids=str)

@@ -1,19 +1,19 @@
-from __future__ import annotations
-
-import copy
+"""What one process does, with which all strategies are compared in test_backends_agree.py."""
 
 import pytest
 import torch
+from tests.models.tiny import tiny_model
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from lightrft.strategy import FakeStrategy, PreparedModel, get_fake_strategy
+from lightrft.strategy import PreparedModel, get_fake_strategy
 from lightrft.strategy.config import ConfigError
 
 
 class TinyModel(nn.Module):
     """One hidden layer; deterministic given the seed."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -22,21 +22,17 @@ class TinyModel(nn.Module):
         return self.layers(inputs)
 
 
-def batch(num_rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_rows, 4, generator=generator), torch.randn(
-        num_rows, 3, generator=generator
-    )
+def batch(num_rows):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(num_rows, width, generator=generator) for width in (4, 3)]
 
 
-def prepared(strategy: FakeStrategy, seed: int = 0, max_steps: int = 20) -> PreparedModel:
-    actor, *_ = strategy.prepare_models_and_optimizers(
-        TinyModel(seed), None, None, None, None, max_steps
-    )
+def prepared(strategy, seed=0):
+    actor, *_ = strategy.prepare_models_and_optimizers(TinyModel(seed), None, None, None, None, 20)
     return actor
 
 
-def strategy_with(**settings) -> FakeStrategy:
+def strategy_with(**settings):
     return get_fake_strategy({"actor_learning_rate": 1e-2, "train_batch_size": 1, **settings})
 
 
@@ -46,81 +42,31 @@ def train_step(strategy, ready, inputs, targets, name="actor"):
     return strategy.optimizer_step(ready.optimizer, ready, ready.scheduler, name=name)
 
 
-def weights(model: nn.Module) -> torch.Tensor:
+def weights(model):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def test_usage_of_the_design_document(tmp_path):
-    strategy = get_fake_strategy()
-    strategy.setup_distributed()
-    model = TinyModel()
-    optimizer = strategy.create_optimizer(model, lr=0.1)
-    before = weights(model)
-    strategy.backward(model(batch(2)[0]).square().mean(), model, optimizer)
-    strategy.optimizer_step(optimizer, model, None)
-    assert not torch.equal(weights(model), before)
-    strategy.save_ckpt(model, str(tmp_path / "checkpoints"))
-
-
-def test_construction_needs_no_process_group(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    with get_fake_strategy() as strategy:
-        assert (strategy.world_size, strategy.get_rank(), strategy.is_rank_0()) == (1, 0, True)
-        assert strategy.accumulated_gradient == 1
-        assert not torch.distributed.is_initialized()
-
-
-def test_order_of_construction_is_the_published_one():
-    calls = []
-
-    class Watched(FakeStrategy):
-        def setup_distributed(self, timeout=None, num_gpu_per_node=None):
-            calls.append((timeout.total_seconds(), hasattr(self, "sp_data_processor")))
-            super().setup_distributed(timeout, num_gpu_per_node)
-
-    args = {"adam_offload": True, "zpg": 2, "overlap_comm": True}
-    strategy = Watched(1, 2.0, 1, 1, args)
-    assert calls == [(3600.0, False)]
-    assert strategy.args is args
-    assert (strategy.adam_offload, strategy.zpg, strategy.overlap_comm) == (True, 2, True)
-    # `_profile_step` is published by seed 004.
-    assert (strategy.time_steps["x"], strategy._profile_step) == (0, 0)
-    assert strategy.inference_engine is None
-    assert strategy.inference_engine_status.name == "SLEEPED"
 
 
 def test_accumulation_equals_one_step_on_the_whole_batch():
     inputs, targets = batch(8)
-    whole = strategy_with()
-    reference = prepared(whole)
-    parts = strategy_with(train_batch_size=4)
-    ready = prepared(parts)
-    for _ in range(3):
-        train_step(whole, reference, inputs, targets)
+    whole, parts, shares = (strategy_with(train_batch_size=size) for size in (1, 4, 64))
+    expected, by_parts, by_shares = (prepared(each) for each in (whole, parts, shares))
+    for sizes in ([3, 5], [1, 1, 6], [8]):
+        train_step(whole, expected, inputs, targets)
         results = [
-            train_step(parts, ready, inputs[i : i + 2], targets[i : i + 2]) for i in (0, 2, 4, 6)
+            train_step(parts, by_parts, inputs[i : i + 2], targets[i : i + 2]) for i in (0, 2, 4, 6)
         ]
         assert [r is None for r in results] == [True, True, True, False]
-    torch.testing.assert_close(weights(ready.model), weights(reference.model))
-
-
-def test_shares_of_unequal_micro_batches_equal_the_whole_batch():
-    inputs, targets = batch(8)
-    reference_strategy, strategy = strategy_with(), strategy_with(train_batch_size=64)
-    reference, ready = prepared(reference_strategy), prepared(strategy)
-    for sizes in ([3, 5], [1, 1, 6], [8]):
-        train_step(reference_strategy, reference, inputs, targets)
         start = 0
-        with strategy.accumulation(len(sizes), ready.optimizer):
+        with shares.accumulation(len(sizes), by_shares.optimizer):
             for size in sizes:
                 rows = slice(start, start + size)
-                loss = (ready.model(inputs[rows]) - targets[rows]).square().sum() / targets.numel()
-                strategy.backward(loss, ready, ready.optimizer)
-                result = strategy.optimizer_step(ready.optimizer, ready, ready.scheduler)
+                loss = (by_shares(inputs[rows]) - targets[rows]).square().sum() / targets.numel()
+                shares.backward(loss, by_shares, by_shares.optimizer)
+                result = shares.optimizer_step(by_shares.optimizer, by_shares, by_shares.scheduler)
                 start += size
                 assert (result is None) == (start < 8)
-    torch.testing.assert_close(weights(ready.model), weights(reference.model))
+    for ready in (by_parts, by_shares):
+        torch.testing.assert_close(weights(ready.model), weights(expected.model))
 
 
 def test_accumulation_left_early_or_overrun_or_nested_is_an_error():
@@ -163,60 +109,16 @@ def test_interleaved_optimizers_count_and_clip_for_themselves():
     assert torch.equal(weights(actor.model), weights(alone.model))
 
 
-def test_max_norm_zero_keeps_gradients():
-    strategy = strategy_with(max_norm=0.0, lr_warmup_ratio=0.0)
-    model = TinyModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    expected = copy.deepcopy(model)
-    inputs, targets = batch(4)
-    (expected(inputs) - 50 * targets).square().mean().backward()
-    ready = PreparedModel(model, optimizer, None)
-    result = train_step(strategy, ready, inputs, 50 * targets)
-    gradient = torch.cat([p.grad.reshape(-1) for p in expected.parameters()])
-    torch.testing.assert_close(weights(model), weights(expected) - gradient)
-    assert result.grad_norm == pytest.approx(gradient.norm().item())
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_not_finite_gradients_skip_the_step_and_are_counted(bad):
-    strategy = strategy_with()
-    ready = prepared(strategy)
-    inputs, targets = batch(4)
-    train_step(strategy, ready, inputs, targets)
-    before, rate = weights(ready.model), ready.optimizer.param_groups[0]["lr"]
-    result = train_step(strategy, ready, inputs * bad, targets)
-    assert result.is_skipped
-    assert strategy.num_skipped_steps == {"actor": 1}
-    assert torch.equal(weights(ready.model), before)
-    assert ready.optimizer.param_groups[0]["lr"] == rate
-    assert all(p.grad is None for p in ready.model.parameters())
-    assert not train_step(strategy, ready, inputs, targets).is_skipped
-
-
 def test_prepare_models_and_optimizers_returns_four_items():
-    strategy = strategy_with(critic_learning_rate=3e-2, lr_warmup_ratio=0.0)
-    actor, critic, rewards, initial = strategy.prepare_models_and_optimizers(
-        TinyModel(0), TinyModel(1), [TinyModel(2), TinyModel(3)], TinyModel(4), None, 10
-    )
-    assert actor.model.is_actor is True
-    assert actor.optimizer.param_groups[0]["lr"] == 1e-2
-    assert critic.optimizer.param_groups[0]["lr"] == 3e-2
-    assert [p.requires_grad for r in rewards for p in r.parameters()] == [False] * 8
-    assert not initial.training
-    single = TinyModel(2)
-    actor, critic, rewards, initial = strategy.prepare_models_and_optimizers(
-        TinyModel(0), None, single, None, None, 10
-    )
-    assert critic == (None, None, None)
-    assert (rewards, initial) == (single, None)
-    assert not any(p.requires_grad for p in single.parameters())
-
-
-def test_remote_rewards_leave_reward_models_alone():
-    strategy = strategy_with(remote_rm_url="http://host/score")
-    reward = TinyModel(2)
-    strategy.prepare_models_and_optimizers(TinyModel(0), None, reward, None, None, 10)
-    assert all(p.requires_grad for p in reward.parameters())
+    single, several = TinyModel(2), [TinyModel(3), TinyModel(4)]
+    for given in (several, single):
+        actor, critic, rewards, initial = strategy_with().prepare_models_and_optimizers(
+            TinyModel(0), None, given, None, None, 10
+        )
+        assert actor.model.is_actor is True
+        assert critic == (None, None, None)
+        assert (rewards, initial) == (given, None)
+    assert not any(p.requires_grad for model in (single, *several) for p in model.parameters())
 
 
 def test_prepare_takes_each_form():
@@ -236,20 +138,6 @@ def test_prepare_takes_each_form():
         strategy.prepare(3)
 
 
-def test_prepare_reward_model_takes_settings_of_its_own():
-    strategy = strategy_with()
-    ready = strategy.prepare_reward_model(
-        TinyModel(), {"actor_learning_rate": 0.5, "lr_warmup_ratio": 0.0}, 10
-    )
-    assert ready.optimizer.param_groups[0]["lr"] == 0.5
-    assert ready.model.training
-
-
-@pytest.mark.parametrize("size", [-1, 1, 8])
-def test_any_shard_size_works_on_one_rank(size):
-    strategy_with().prepare_model(TinyModel(), shard_size=size)
-
-
 def test_bf16_computes_in_bf16_and_keeps_float32_weights():
     strategy = strategy_with(bf16=True)
     ready = prepared(strategy)
@@ -258,41 +146,6 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights():
     train_step(strategy, ready, *batch(2))
     frozen = strategy.prepare_model(TinyModel())
     assert {p.dtype for p in frozen.parameters()} == {torch.bfloat16}
-
-
-def test_checkpoint_continues_bit_for_bit(tmp_path):
-    inputs, targets = batch(4)
-    strategy = strategy_with()
-    ready = prepared(strategy)
-    for _ in range(3):
-        train_step(strategy, ready, inputs, targets)
-    strategy.save_ckpt(ready, str(tmp_path), client_state={"step": 3, "kl": 0.25})
-    expected_noise = torch.randn(3)
-    for _ in range(3):
-        train_step(strategy, ready, inputs, targets)
-    other_strategy = strategy_with()
-    other = prepared(other_strategy, seed=9)
-    path, state = other_strategy.load_ckpt(other.model, str(tmp_path))
-    assert state == {"step": 3, "kl": 0.25}
-    assert path.startswith(str(tmp_path))
-    assert torch.equal(torch.randn(3), expected_noise)
-    for _ in range(3):
-        train_step(other_strategy, other, inputs, targets)
-    assert torch.equal(weights(other.model), weights(ready.model))
-    assert other.scheduler.get_last_lr() == ready.scheduler.get_last_lr()
-
-
-def test_module_only_load_leaves_the_optimizer_alone(tmp_path):
-    strategy = strategy_with()
-    ready = prepared(strategy)
-    train_step(strategy, ready, *batch(4))
-    strategy.save_ckpt(ready, str(tmp_path), tag="one")
-    fresh = prepared(strategy, seed=3)
-    strategy.load_ckpt(fresh, str(tmp_path), tag="one", load_module_only=True)
-    assert torch.equal(weights(fresh.model), weights(ready.model))
-    assert not fresh.optimizer.state_dict()["state"]
-    with pytest.raises(FileNotFoundError):
-        strategy.load_ckpt(fresh, str(tmp_path), tag="two")
 
 
 def test_strict_loading_is_honoured(tmp_path):
@@ -305,35 +158,9 @@ def test_strict_loading_is_honoured(tmp_path):
     strategy.load_ckpt(bigger, str(tmp_path), load_module_strict=False)
 
 
-def test_save_and_load_model_round_trip_with_tied_weights(tmp_path):
-    strategy = strategy_with()
-    models = [TinyModel(seed) for seed in (0, 1)]
-    for model in models:
-        model.twin = nn.Linear(4, 8)
-        model.twin.weight = model.layers[0].weight
-    strategy.save_model(models[0], None, str(tmp_path))
-    strategy.load_model(models[1], str(tmp_path))
-    assert torch.equal(weights(models[0]), weights(models[1]))
-    with pytest.raises(FileNotFoundError):
-        strategy.load_model(models[1], str(tmp_path / "none"))
-
-
-def test_moving_average():
-    strategy = strategy_with()
-    model, average = TinyModel(0), TinyModel(1)
-    expected = 0.9 * weights(average) + 0.1 * weights(model)
-    strategy.moving_average(model, average, beta=0.9)
-    torch.testing.assert_close(weights(average), expected)
-    with pytest.raises(ValueError, match="must have the same parameters"):
-        strategy.moving_average(model, nn.Linear(2, 2))
-
-
 def test_memory_aids_return_what_they_got():
     strategy = strategy_with()
     model = TinyModel()
-    optimizer = strategy.create_optimizer(model)
-    assert strategy.maybe_offload_optimizer(optimizer) is optimizer
-    assert strategy.maybe_load_optimizer(optimizer) is optimizer
     assert strategy.reload_model(strategy.offload_model(model)) is model
     for meta_init in (True, False):  # one process has nobody to share the loading with
         with strategy.init_model_context(meta_init=meta_init):
@@ -373,12 +200,6 @@ def test_options_without_effect_warn_or_with_strict_fail(capsys):
         strategy_with(use_mp_opt=True, strict=True)
 
 
-def test_batch_sizes_that_do_not_fit_show_numbers_and_remedy():
-    with pytest.raises(ValueError, match="Nearest legal train_batch_size: 3 or 6") as caught:
-        get_fake_strategy({"train_batch_size": 5, "micro_train_batch_size": 3})
-    assert all(text in str(caught.value) for text in ("train_batch_size: 5", "world_size: 1"))
-
-
 def test_misspelt_options_are_refused():
     strategy = strategy_with()
     ready = prepared(strategy)
@@ -388,35 +209,24 @@ def test_misspelt_options_are_refused():
         strategy.create_optimizer(ready.model, learning_rate=1.0)
 
 
-class Wrapper(nn.Module):
-    """An actor (child `model`) or a critic (child `trunk` and a head) around a small Llama."""
+class SmallCritic(nn.Module):
+    """A trunk and a head, as critics have them."""
 
-    def __init__(self, kind: str, seed: int) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
+    def __init__(self, seed):
         super().__init__()
-        torch.manual_seed(seed)
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
-        config = LlamaConfig(
-            vocab_size=50, num_hidden_layers=1, tie_word_embeddings=kind == "model", **sizes
-        )
-        setattr(self, kind, LlamaForCausalLM(config))
-        if kind == "trunk":
-            self.value_head = nn.Linear(32, 1)
+        self.trunk = tiny_model("llama", seed=seed)
+        self.value_head = nn.Linear(64, 1)
 
 
-@pytest.mark.parametrize("kind", ["model", "trunk"])
-def test_saved_models_are_hugging_face_checkpoints(tmp_path, kind):
-    from transformers import AutoModelForCausalLM
-
+def test_a_saved_critic_is_a_hugging_face_checkpoint(tmp_path):
     strategy = strategy_with()
-    saved, loaded = Wrapper(kind, 0), Wrapper(kind, 1)
+    saved, loaded = SmallCritic(0), SmallCritic(1)
     assert not torch.equal(weights(saved), weights(loaded))
     strategy.save_model(saved, None, str(tmp_path))
     strategy.load_model(loaded, str(tmp_path))
     assert torch.equal(weights(saved), weights(loaded))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(weights(plain), weights(saved.get_submodule(kind)))
+    assert torch.equal(weights(plain), weights(saved.trunk))
 
 
 def test_load_model_is_strict_about_names(tmp_path):
@@ -426,5 +236,7 @@ def test_load_model_is_strict_about_names(tmp_path):
     bigger.extra = nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match=r"extra\.bias"):
         strategy.load_model(bigger, str(tmp_path))
+    with pytest.raises(FileNotFoundError):
+        strategy.load_model(bigger, str(tmp_path / "none"))
     strategy.load_model(bigger, str(tmp_path), strict=False)
     assert torch.equal(bigger.layers[0].weight, TinyModel(0).layers[0].weight)

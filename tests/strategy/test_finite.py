@@ -1,7 +1,5 @@
 """Values that are not finite end every rank, by name, and nothing that holds them is written."""
 
-from __future__ import annotations
-
 import math
 from datetime import timedelta
 from importlib.util import find_spec
@@ -10,18 +8,19 @@ import pytest
 import torch
 from tests.models.tiny import tiny_model
 from tests.ranks import run_multiprocess
+from tests.strategy.backend_world import make, prepared
 from torch import nn
 
+from lightrft.engines import EngineConfig
+from lightrft.engines.hf.engine import HFEngine
+from lightrft.models import Actor
 from lightrft.strategy.distributed.collectives import nonfinite_names
 from lightrft.strategy.distributed.process_end import NumericsError
+from lightrft.strategy.distributed.process_groups import start_process_group
+from lightrft.strategy.weight_sync.sync import WeightSync
 
-BACKENDS = {
-    "fake": {},
-    "fsdp": {"fsdp": True},
-    "zero1": {"zero_stage": 1},
-    "zero2": {"zero_stage": 2},
-    "zero3": {"zero_stage": 3},
-}
+# A checkpoint is written in the background where the name says so.
+CASES = ("fake", "fsdp2", "fsdp2 background", "zero1", "zero2", "zero2 background", "zero3")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -49,7 +48,7 @@ def test_what_overflows_where_it_is_sent_is_not_finite():
 def parts_of(backend, model, ready):
     """Storage of one weight on this rank: what the forward pass uses, and the optimizer's."""
     parameter = dict(model.named_parameters())["1.weight"].detach()
-    if backend == "fsdp":
+    if backend == "fsdp2":
         return [parameter.to_local()]
     if not backend.startswith("zero"):
         return [parameter]
@@ -68,31 +67,21 @@ def message(action):
     return None
 
 
-def spoil_and_save(rank, world_size, backend, folder, in_background):
+def spoil_and_save(name, folder):
     """What every way out says of a value that only the last rank holds."""
-    from pathlib import Path
-
-    from lightrft.config import TrainConfig
-    from lightrft.strategy import get_strategy
-
-    config = {"async_save": in_background, "bf16": False, **BACKENDS[backend]}
-    with get_strategy(TrainConfig(**config)) as strategy:
-        strategy.setup_distributed(timeout=timedelta(seconds=200))
+    backend, _, background = name.partition(" ")
+    with make(backend, async_save=bool(background)) as strategy:
+        rank, world_size = strategy.get_rank(), strategy.world_size
         torch.manual_seed(0)
-        model = strategy.prepare_model(
-            nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), is_training=True
-        )
-        optimizer = strategy.create_optimizer(model, lr=1e-2)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
-        ready = strategy.prepare((model, optimizer, schedule))
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+        ready = prepared(strategy, model)
         with strategy.accumulation(1, ready.optimizer):
             loss = ready.model(torch.ones(2, 4)).square().mean()
             strategy.backward(loss, ready.model, ready.optimizer)
             strategy.optimizer_step(ready.optimizer, ready.model, ready.scheduler)
-        checkpoints = Path(folder) / "checkpoints"
 
         def save(tag):
-            strategy.save_ckpt(ready, str(checkpoints), tag, 1)
+            strategy.save_ckpt(ready, f"{folder}/checkpoints", tag, 1)
 
         save("good")
         strategy.finish_saving()
@@ -111,7 +100,9 @@ def spoil_and_save(rank, world_size, backend, folder, in_background):
         }
         for part, values in zip(parts, kept, strict=True):
             part.copy_(values)
-        states = [state for state in optimizer.state.values() if state.get("exp_avg") is not None]
+        states = [
+            state for state in ready.optimizer.state.values() if state.get("exp_avg") is not None
+        ]
         if rank == world_size - 1:
             value = states[0]["exp_avg"]
             (value.to_local() if hasattr(value, "to_local") else value).view(-1)[0] = math.inf
@@ -120,44 +111,15 @@ def spoil_and_save(rank, world_size, backend, folder, in_background):
         return said
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("backend", "in_background"),
-    [*((name, False) for name in BACKENDS), ("fsdp", True), ("zero2", True)],
-)
-def test_all_ranks_end_and_nothing_is_written(tmp_path, backend, in_background):
-    if backend.startswith("zero") and find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed")
-    world_size = 1 if backend == "fake" else 2
-    arguments = (backend, str(tmp_path), in_background)
-    found = run_multiprocess(spoil_and_save, world_size, timeout_seconds=120, args=arguments)
-    assert found == [found[0]] * world_size
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["good", "latest"]
-    assert not (tmp_path / "model").exists()
-    for what, text in found[0].items():
-        assert text is not None, what
-        assert "not finite" in text
-        assert "\n" not in text
-    assert "1.weight" in found[0]["weights"]
-    assert "exp_avg" in found[0]["optimizer"]
-
-
-def sync_spoilt(rank, world_size):
+def sync_spoilt():
     """What a sync says of a weight that only the last rank holds, and then of a sound one."""
-    from lightrft.config import TrainConfig
-    from lightrft.engines import EngineConfig
-    from lightrft.engines.hf.engine import HFEngine
-    from lightrft.models import Actor
-    from lightrft.strategy import get_strategy
-    from lightrft.strategy.weight_sync.sync import WeightSync
-
-    with get_strategy(TrainConfig(fsdp=True, bf16=False)) as strategy:
+    with make("fsdp2") as strategy:
         actor = strategy.prepare_model(Actor(tiny_model()), is_training=True)
-        engine = HFEngine(EngineConfig(engine_type="hf", model_path=""), module=tiny_model(seed=9))
+        engine = HFEngine(EngineConfig("hf", ""), module=tiny_model(seed=9))
         sync = WeightSync(engine)
         shard = dict(actor.named_parameters())["model.model.norm.weight"].detach().to_local()
         kept = shard.clone()
-        if rank == world_size - 1:
+        if strategy.get_rank() == strategy.world_size - 1:
             shard[-1] = math.inf
         said = message(lambda: sync.sync(strategy.parameter_source(actor)))
         versions = [engine.weights_version]
@@ -166,7 +128,49 @@ def sync_spoilt(rank, world_size):
         return said, [*versions, engine.weights_version]
 
 
+def program(rank, world_size, names, folder):
+    start_process_group(timedelta(seconds=200))
+    return sync_spoilt(), {name: spoil_and_save(name, f"{folder}/{name}") for name in names}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("finite")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    """What each of two ranks has said in every case."""
+    has_deepspeed = find_spec("deepspeed") is not None
+    names = [name for name in CASES[1:] if has_deepspeed or name.startswith("fsdp2")]
+    return run_multiprocess(program, 2, timeout_seconds=200, args=(names, str(folder)))
+
+
 @pytest.mark.multiprocess
-def test_no_rank_sends_a_weight_that_is_not_finite():
-    found = run_multiprocess(sync_spoilt, 2, timeout_seconds=120)
-    assert found == [("weights are not finite: model.norm.weight", [-1, 0])] * 2
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.deepspeed] if name.startswith("zero") else [])
+        for name in CASES
+    ],
+)
+def test_all_ranks_end_and_nothing_is_written(folder, ranks, name):
+    if name == "fake":
+        said = spoil_and_save(name, folder / name)
+    else:
+        said, other = (cases[name] for _, cases in ranks)
+        assert said == other
+    assert sorted(p.name for p in (folder / name / "checkpoints").iterdir()) == ["good", "latest"]
+    assert not (folder / name / "model").exists()
+    for what, text in said.items():
+        assert text is not None, what
+        assert "not finite" in text
+        assert "\n" not in text
+    assert "1.weight" in said["weights"]
+    assert "exp_avg" in said["optimizer"]
+
+
+@pytest.mark.multiprocess
+def test_no_rank_sends_a_weight_that_is_not_finite(ranks):
+    said = ("weights are not finite: model.norm.weight", [-1, 0])
+    assert [synced for synced, _ in ranks] == [said] * 2

@@ -3,16 +3,13 @@
 Each case starts two processes of this file without any launcher that would end the other one.
 """
 
-from __future__ import annotations
-
 import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from tests.ranks import RankFailure, find_free_port, run_multiprocess
+from tests.ranks import RankFailure, run_multiprocess
+from tests.strategy.lone_ranks import note_fault, scaled, seconds_since_fault, texts, two_programs
 
 pytestmark = pytest.mark.shard("start_vllm")
 
@@ -29,18 +26,13 @@ SETTINGS = {
 }
 
 
-def scaled(nominal: float) -> float:
-    """The same on a busy machine; `tests.machine` cannot be imported where this is a program."""
-    return nominal * float(os.environ.get("LIGHTRFT_TEST_TIME_FACTOR", "1"))
-
-
-def fail_if_faulty(folder: str) -> None:
+def fail_if_faulty(folder):
     if os.environ["RANK"] == "1":
-        Path(folder, "fault").write_text(str(time.time()))
+        note_fault(folder)
         raise MemoryError(CAUSE)
 
 
-def wait_inside(folder: str) -> None:
+def wait_inside(folder):
     """What an engine does: the ranks agree on something, and one of them fails before."""
     import torch
     import torch.distributed as dist
@@ -49,7 +41,7 @@ def wait_inside(folder: str) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def run_fake(place: str, folder: str) -> None:
+def run_fake(place, folder):
     from tests.engines.fake_engine import FakeEngine
     from torch import nn
 
@@ -81,7 +73,7 @@ def run_fake(place: str, folder: str) -> None:
         strategy.gather_and_generate({"max_tokens": 2}, [[1, 2]])
 
 
-def run_vllm(place: str, folder: str) -> None:
+def run_vllm(place, folder):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -123,55 +115,25 @@ def run_vllm(place: str, folder: str) -> None:
         strategy.gather_and_generate({"max_tokens": 2}, [[1, 2]])
 
 
-def run_pair(engine: str, place: str, folder: Path) -> tuple[list[int], list[str], float]:
-    """Exit codes and output of both ranks, and the seconds from the fault to the last end."""
-    port, processes = str(find_free_port()), []
-    for rank in range(2):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
-        }
-        with (folder / f"rank{rank}.log").open("w") as log:
-            command = [sys.executable, __file__, engine, place, str(folder)]
-            processes.append(
-                subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-            )
+def check(engine, place, folder):
     limit = time.monotonic() + scaled(START_SECONDS)
-    try:
+    with two_programs(__file__, folder, engine, place) as processes:
         while time.monotonic() < limit and None in [process.poll() for process in processes]:
             time.sleep(0.1)
-        ended = time.time()
+        took = seconds_since_fault(folder, time.time())
         codes = [process.poll() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    texts = [(folder / f"rank{rank}.log").read_text() for rank in range(2)]
-    fault = folder / "fault"
-    took = ended - float(fault.read_text()) if fault.exists() else float("nan")
-    return codes, texts, took
-
-
-def check(engine: str, place: str, folder: Path) -> None:
-    codes, texts, took = run_pair(engine, place, folder)
-    shown = f"{texts[0][-3000:]}\n--- rank 1\n{texts[1][-3000:]}"
+    first, second = texts(folder)
+    shown = f"{first[-3000:]}\n--- rank 1\n{second[-3000:]}"
     assert codes == [1, 1], shown
     assert took <= scaled(LIMIT_SECONDS), shown
     told = {"generate": "generation failed", "canary": "the weight sync failed"}
     what = told.get(place, "the engine did not start")
-    assert f"{what} on rank 1: MemoryError: {CAUSE}" in texts[0], shown
-    assert f"MemoryError: {CAUSE}" in texts[1], shown
-    assert "on rank 1 of 2" in texts[1], shown
+    assert f"{what} on rank 1: MemoryError: {CAUSE}" in first, shown
+    assert f"MemoryError: {CAUSE}" in second, shown
+    assert "on rank 1 of 2" in second, shown
 
 
-def fail_on_rank_1(rank: int, world_size: int, place: str, stays: bool) -> list[int]:
+def fail_on_rank_1(rank, world_size, place, stays):
     """Rank 1 fails; "inside" rank 0 waits for it meanwhile, "after" it has done its part."""
     import torch
     import torch.distributed as dist
@@ -182,7 +144,7 @@ def fail_on_rank_1(rank: int, world_size: int, place: str, stays: bool) -> list[
     one_sided.GRACE_SECONDS, one_sided.MARGIN_SECONDS = 1.0, 1.0
     dist.init_process_group("gloo")
 
-    def action() -> int:
+    def action():
         if rank == 1 and place != "nowhere":
             raise MemoryError(CAUSE)
         if place != "after":

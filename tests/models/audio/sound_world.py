@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from tests.models.vision import tiny_world
 from tests.models.vision.tiny_world import Batch, shaken
 
 from lightrft.engines.media.encoder import PromptEncoder
@@ -49,11 +50,7 @@ def heard(encoder, *sounds):
 
 
 def prompt(encoder, text, num_sounds=0):
-    parts = [{"type": "audio"}] * num_sounds
-    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
-    return encoder.processor.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True
-    )
+    return tiny_world.prompt(encoder, text, num_sounds=num_sounds)
 
 
 def encoded_prompts(encoder):

@@ -1,15 +1,14 @@
-"""Rows with sounds score as transformers scores them, padded and packed, and as the engine does."""
+"""What is particular to sounds; tests of pictures score rows with them, too."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from tests.engines.media_requests import logprob_error, requests_of
 from tests.models.audio.sound_world import batch_of, encoded_prompts, heard, prompt, sound, tiny
-from tests.models.vision.test_scores import distance, gradients, scored
+from tests.models.vision.tiny_world import scored
 
 from lightrft.engines.hf.engine import HFEngine
-from lightrft.engines.media.families import family_of, placeholder_ids
+from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import Media, RowMedia
 from lightrft.engines.types import EngineConfig, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.engines.vllm.media import name_tower
@@ -17,27 +16,6 @@ from lightrft.models.actor import Actor
 from lightrft.tools.tiny_audio_models import write_tiny_audio_model
 
 LOGPROB = 1e-5
-
-
-def test_rows_score_as_they_do_alone_padded_and_packed():
-    model, encoder = tiny()
-    batch = batch_of(model, encoder)
-    weights = [torch.randn(len(r) - s) for r, s in zip(batch.rows, batch.starts, strict=True)]
-    alone = [batch.alone(model, i) for i in range(len(batch.rows))]
-    sum((a * w).sum() for a, w in zip(alone, weights, strict=True)).backward()
-    alone = [a.detach() for a in alone]
-    expected = gradients(model)
-    assert any("audio_tower" in name and grad.any() for name, grad in expected.items())
-    model.zero_grad()
-    actor = Actor(model)
-    for is_packed in (False, True):
-        actor.pack_samples(is_packed)
-        found = batch.of_rows(scored(actor, batch))
-        for one, other in zip(found, alone, strict=True):
-            torch.testing.assert_close(one, other, atol=LOGPROB, rtol=0)
-        sum((f * w).sum() for f, w in zip(found, weights, strict=True)).backward()
-        assert distance(gradients(model), expected) < 1e-5
-        model.zero_grad()
 
 
 def test_the_slow_way_gives_the_same_features():
@@ -61,29 +39,6 @@ def test_the_slow_way_gives_the_same_features():
     by_hand = model.lm_head(trunk.language_model(inputs_embeds=embeds, use_cache=False)[0])
     given = model(input_ids=ids, **own.tensors, use_cache=False).logits
     torch.testing.assert_close(given, by_hand, atol=1e-5, rtol=0)
-
-
-def test_a_rank_without_sounds_runs_the_tower_without_effect():
-    model, encoder = tiny()
-    text = batch_of(model, encoder, prompts=[encoded_prompts(encoder)[1]])
-    alone = text.alone(model, 0)
-    alone.sum().backward()
-    expected, alone = gradients(model), alone.detach()
-    model.zero_grad()
-    actor, calls = Actor(model), []
-    model.model.audio_tower.register_forward_hook(lambda *_: calls.append(1))
-    found = text.of_rows(scored(actor, text, RowMedia((None,), frozenset({"audio"}))))[0]
-    torch.testing.assert_close(found, alone, atol=LOGPROB, rtol=0)
-    found.sum().backward()
-    seen = gradients(model)
-    assert distance(seen, expected) < 1e-5
-    assert not any(seen[name].any() for name in seen.keys() - expected.keys())
-    reached = {n for n, p in model.named_parameters() if p.requires_grad}
-    # Positions of the tower are constants.
-    assert {name for name in reached if "audio_tower" in name} == {
-        name for name in seen if "audio_tower" in name
-    }
-    assert len(calls) == 1
 
 
 @torch.no_grad()
@@ -132,32 +87,6 @@ def test_features_equal_places_or_the_row_is_refused(monkeypatch):
     monkeypatch.setattr(encoder.processor, "replace_audio_token", one_more)
     with pytest.raises(ValueError, match=r"gave 25 features and 26 places for .* 1 audios"):
         encoder.encode(prompt(encoder, "?", 1), heard(encoder, sound(1.0)))
-
-
-def test_packed_rows_without_bounds_would_be_seen():
-    model, encoder = tiny()
-    batch = batch_of(model, encoder)
-    rows = batch.rows
-    stream = torch.cat(rows)[None]
-    tensors = [p.tensors for p in batch.media.prompts if p is not None]
-    joined = {name: torch.cat([t[name] for t in tensors]) for name in tensors[0]}
-    with torch.no_grad():
-        logits = model(input_ids=stream, **joined, use_cache=False).logits
-        start = len(rows[0]) + len(rows[1])
-        mixed = batch.response_logprobs(logits[:, start:], 2)
-        assert (mixed - batch.alone(model, 2)).abs().max() > 1e-2
-
-
-def test_samples_score_as_the_trainer_scores_them():
-    model, encoder = tiny()
-    batch = batch_of(model, encoder)
-    engine = HFEngine(EngineConfig("hf", ""), module=model)
-    params = SamplingParams(max_tokens=9, min_tokens=5, n=2, seed=4)
-    completions = engine.generate(requests_of(batch.prompts), params)
-    forbidden = set(placeholder_ids(model.config))
-    assert forbidden == {model.config.audio_token_id}
-    assert not forbidden & {t for c in completions for t in c.output_token_ids}
-    assert logprob_error(Actor(model), encoder, batch.prompts, completions, n=2) < LOGPROB
 
 
 def test_raw_sounds_are_heard_by_the_engine_s_own_processor(tmp_path):

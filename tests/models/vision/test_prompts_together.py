@@ -1,7 +1,5 @@
 """Prompts that one call of the processor encodes are what calls of their own give."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,4 +1,4 @@
-"""Rows with media score as they do alone, padded and packed, with their gradients."""
+"""Rows with pictures or sounds score as they do alone, padded and packed, with their gradients."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,6 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 import transformers as hf
+from tests.models.audio import sound_world
 from tests.models.vision.tiny_families import TINY_FAMILIES
 from tests.models.vision.tiny_world import MROPE, PACKABLE, Batch, scored, set_window, tiny
 
@@ -19,6 +20,18 @@ from lightrft.models.layout import TokenLayout
 from lightrft.models.vision.forward import vision_inputs
 
 LOGPROB = 1e-5
+AUDIO = "tiny-qwen2-audio"
+MEDIA = [*TINY_FAMILIES, AUDIO]
+CAN_PACK = [*PACKABLE, AUDIO]
+
+
+def world(preset):
+    """A model of a family, its encoder, and rows with and without media."""
+    if preset == AUDIO:
+        model, encoder = sound_world.tiny()
+        return model, encoder, sound_world.batch_of(model, encoder)
+    model, encoder = tiny(preset)
+    return model, encoder, Batch(model, encoder)
 
 
 def gradients(model):
@@ -38,10 +51,9 @@ def check_rows(actor, batch, alone):
     return found
 
 
-@pytest.mark.parametrize("preset", TINY_FAMILIES)
+@pytest.mark.parametrize("preset", MEDIA)
 def test_rows_score_as_they_do_alone_padded_and_packed(preset):
-    model, encoder = tiny(preset)
-    batch = Batch(model, encoder)
+    model, _, batch = world(preset)
     weights = [torch.randn(len(r) - s) for r, s in zip(batch.rows, batch.starts, strict=True)]
     alone = [batch.alone(model, i) for i in range(len(batch.rows))]
     sum((a * w).sum() for a, w in zip(alone, weights, strict=True)).backward()
@@ -50,7 +62,7 @@ def test_rows_score_as_they_do_alone_padded_and_packed(preset):
     model.zero_grad()
     actor = Actor(model)
     for is_packed in (False, True):
-        if is_packed and preset not in PACKABLE:
+        if is_packed and preset not in CAN_PACK:
             with pytest.raises(LayoutRefusedError, match="train without packing_samples"):
                 actor.pack_samples()
             continue
@@ -85,11 +97,10 @@ def one_sequence(given):
     return {"sequence_bounds": lost}
 
 
-@pytest.mark.parametrize("preset", PACKABLE)
+@pytest.mark.parametrize("preset", CAN_PACK)
 @torch.no_grad()
 def test_the_test_sees_packed_rows_without_bounds(preset):
-    model, encoder = tiny(preset)
-    batch = Batch(model, encoder)
+    model, _, batch = world(preset)
     alone = [batch.alone(model, i) for i in range(len(batch.rows))]
     actor = Actor(model)
     actor.pack_samples()
@@ -116,12 +127,11 @@ def gap_of_plain_stream(model, batch, alone, planted):
     return max(float((f - a).abs().max()) for f, a in zip(found[1:], alone[1:], strict=True))
 
 
-@pytest.mark.parametrize("preset", PACKABLE)
+@pytest.mark.parametrize("preset", CAN_PACK)
 @torch.no_grad()
 def test_packed_rows_do_not_mix_by_a_cache_or_a_mask_of_ones(preset):
     """Both mix the rows where bounds are read off positions; here attention is told the bounds."""
-    model, encoder = tiny(preset)
-    batch = Batch(model, encoder)
+    model, _, batch = world(preset)
     alone = [batch.alone(model, i) for i in range(len(batch.rows))]
     num_tokens = [len(row) for row in batch.rows]
     mask = {"attention_mask": torch.ones(1, sum(num_tokens), dtype=torch.int64)}
@@ -141,10 +151,9 @@ def test_packed_rows_do_not_mix_by_a_cache_or_a_mask_of_ones(preset):
         assert seen[0]["sequence_bounds"].offsets == (0, *accumulate(num_tokens))
 
 
-@pytest.mark.parametrize("preset", TINY_FAMILIES)
-def test_the_test_sees_images_of_the_wrong_row(preset):
-    model, encoder = tiny(preset)
-    batch = Batch(model, encoder)
+@pytest.mark.parametrize("preset", MEDIA)
+def test_the_test_sees_media_of_the_wrong_row(preset):
+    model, _, batch = world(preset)
     first, _, last = batch.media.prompts
     # The tensors of the one with the tokens of the other: a plain exchange raises, see below.
     alone = batch.alone(model, 0)
@@ -160,8 +169,7 @@ def test_the_test_sees_images_of_the_wrong_row(preset):
 
 
 def test_media_of_another_prompt_are_refused():
-    model, encoder = tiny("tiny-llava")
-    batch = Batch(model, encoder)
+    model, _, batch = world("tiny-llava")
     first, _, last = batch.media.prompts
     with pytest.raises(ValueError, match=r"row 0 does not begin with the prompt its media"):
         scored(Actor(model), batch, RowMedia((last, None, first)))
@@ -186,8 +194,7 @@ def test_families_that_do_not_fit_are_refused_with_the_reason(config, reason):
 
 @pytest.mark.parametrize("preset", MROPE)
 def test_places_by_count_alone_would_be_wrong(preset):
-    model, encoder = tiny(preset)
-    batch = Batch(model, encoder)
+    model, _, batch = world(preset)
     given = batch.arguments(0)
     length = given["input_ids"].shape[1]
     wrong = model(**given, position_ids=torch.arange(length)[None], use_cache=False).logits
@@ -195,10 +202,9 @@ def test_places_by_count_alone_would_be_wrong(preset):
     assert distance.abs().max() > 0.05
 
 
-@pytest.mark.parametrize("preset", TINY_FAMILIES)
-def test_a_rank_without_images_runs_the_tower_without_effect(preset):
-    model, encoder = tiny(preset)
-    batch = Batch(model, encoder)
+@pytest.mark.parametrize("preset", MEDIA)
+def test_a_rank_without_media_runs_the_tower_without_effect(preset):
+    model, encoder, batch = world(preset)
     text = Batch(model, encoder, prompts=[batch.prompts[1]])
     alone = text.alone(model, 0)
     alone.sum().backward()
@@ -206,7 +212,7 @@ def test_a_rank_without_images_runs_the_tower_without_effect(preset):
     expected = gradients(model)
     model.zero_grad()
     actor = Actor(model)
-    # Ranks with images and ranks without have to wait for the same gradients.
+    # Ranks with media and ranks without have to wait for the same gradients.
     scored(actor, batch)[batch.scored].sum().backward()
     reached = set(gradients(model))
     model.zero_grad()
@@ -229,8 +235,7 @@ def test_a_rank_without_images_runs_the_tower_without_effect(preset):
 @pytest.mark.parametrize("preset", ["tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-gemma3"])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_placeholder_in_a_response_is_a_token_like_others(preset, is_packed):
-    model, encoder = tiny(preset)
-    batch = Batch(model, encoder)
+    model, _, batch = world(preset)
     mark = placeholder_ids(model.config)[0]
     for i, start in enumerate(batch.starts):
         batch.rows[i][start + 3] = mark
@@ -253,8 +258,7 @@ def test_a_placeholder_in_a_response_is_a_token_like_others(preset, is_packed):
 
 
 def test_selected_rows_share_the_tensors_of_their_prompt():
-    model, encoder = tiny("tiny-qwen2.5-vl")
-    first, text, last = Batch(model, encoder).media.prompts
+    first, text, last = world("tiny-qwen2.5-vl")[2].media.prompts
     media = RowMedia((first,) * 8 + (text,) + (last,) * 8)
     part = media[6:11]
     assert [p and p.tensors["pixel_values"].data_ptr() for p in part.prompts] == [

@@ -1,7 +1,5 @@
 """Tiny models of every family survive being written and loaded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.models.vision.tiny_families import TINY_FAMILIES, build_tiny, write_tiny_vision_model

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import transformers as hf
@@ -17,7 +18,9 @@ from lightrft.tools.tiny_vision_models import (
 )
 
 PATCH = 14
+LLAMA = {"model_type": "llama", "head_dim": 32}
 SIDE = 56
+SQUARE = {"height": SIDE, "width": SIDE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class TinyFamily:
     Args:
         marks: Special tokens of media.
         build: From the marks' ids, the text settings and the tokenizer to the configuration and
-            the processor, which gets the chat template.
+            a function of the chat template that makes the processor.
         image, video: What stands for a medium in the chat template; no video where the family
             reads none.
         named: Attributes of the tokenizer by which its processor finds the marks.
@@ -68,12 +71,12 @@ def qwen_ids(ids):
 
 
 def qwen_processor(kind, tokenizer):
-    """A function that makes a processor of a chat template."""
-    return lambda template: kind(
+    """A function that makes a processor with a chat template."""
+    return partial(
+        kind,
         image_processor=hf.Qwen2VLImageProcessor(**PIXELS),
         tokenizer=tokenizer,
         video_processor=hf.Qwen2VLVideoProcessor(**PIXELS),
-        chat_template=template,
     )
 
 
@@ -148,7 +151,8 @@ def _qwen3_vl(ids, text, tokenizer, kind=hf.Qwen3VLConfig):
 
 def _qwen3_processor(tokenizer):
     half = [0.5] * 3
-    return lambda template: hf.Qwen3VLProcessor(
+    return partial(
+        hf.Qwen3VLProcessor,
         # The engines normalise images and videos with one mean and deviation.
         image_processor=hf.Qwen2VLImageProcessor(
             patch_size=PATCH, image_mean=half, image_std=half, **PIXELS
@@ -157,7 +161,6 @@ def _qwen3_processor(tokenizer):
         video_processor=hf.Qwen3VLVideoProcessor(
             patch_size=PATCH, size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112 * 8}
         ),
-        chat_template=template,
     )
 
 
@@ -201,11 +204,11 @@ def _glm4v(ids, text, tokenizer):
     )
     # Of two frames, as this family counts.
     size = {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 112 * 112}
-    return config, lambda template: hf.Glm4vProcessor(
+    return config, partial(
+        hf.Glm4vProcessor,
         image_processor=hf.Glm4vImageProcessor(size=size),
         tokenizer=tokenizer,
         video_processor=hf.Glm4vVideoProcessor(size=size),
-        chat_template=template,
     )
 
 
@@ -217,12 +220,12 @@ def _mistral3(ids, text, tokenizer):
         spatial_merge_size=2,
         tie_word_embeddings=False,
     )
-    return config, lambda template: hf.PixtralProcessor(
+    return config, partial(
+        hf.PixtralProcessor,
         image_processor=hf.PixtralImageProcessor(size={"longest_edge": 2 * SIDE}, patch_size=PATCH),
         tokenizer=tokenizer,
         patch_size=PATCH,
         spatial_merge_size=2,
-        chat_template=template,
     )
 
 
@@ -235,15 +238,14 @@ def _internvl(ids, text, tokenizer):
         downsample_ratio=0.5,
         tie_word_embeddings=False,
     )
-    size = {"height": SIDE, "width": SIDE}
-    return config, lambda template: hf.InternVLProcessor(
+    return config, partial(
+        hf.InternVLProcessor,
         image_processor=hf.GotOcr2ImageProcessor(
-            size=size, crop_to_patches=True, min_patches=1, max_patches=4
+            size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=4
         ),
         tokenizer=tokenizer,
-        video_processor=hf.InternVLVideoProcessor(size=size),
+        video_processor=hf.InternVLVideoProcessor(size=SQUARE),
         image_seq_length=4,
-        chat_template=template,
     )
 
 
@@ -263,19 +265,17 @@ def _gemma3(ids, text, tokenizer):
         image_token_index=ids["<image_soft_token>"],
         initializer_range=0.1,
     )
-    return config, lambda template: hf.Gemma3Processor(
-        image_processor=hf.Gemma3ImageProcessor(
-            size={"height": SIDE, "width": SIDE}, image_seq_length=4
-        ),
+    return config, partial(
+        hf.Gemma3Processor,
+        image_processor=hf.Gemma3ImageProcessor(size=SQUARE, image_seq_length=4),
         tokenizer=tokenizer,
         image_seq_length=4,
-        chat_template=template,
     )
 
 
 def _llava(ids, text, tokenizer):
     config = hf.LlavaConfig(
-        text_config=text | {"model_type": "llama", "head_dim": 32},
+        text_config=text | LLAMA,
         vision_config=_vision(model_type="clip_vision_model", projection_dim=64),
         image_token_index=ids["<image>"],
         vision_feature_layer=-2,
@@ -283,16 +283,14 @@ def _llava(ids, text, tokenizer):
         image_seq_length=16,
         tie_word_embeddings=False,
     )
-    return config, lambda template: hf.LlavaProcessor(
-        image_processor=hf.CLIPImageProcessor(
-            size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
-        ),
+    return config, partial(
+        hf.LlavaProcessor,
+        image_processor=hf.CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=SQUARE),
         tokenizer=tokenizer,
         patch_size=PATCH,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         image_token="<image>",
-        chat_template=template,
     )
 
 
@@ -310,22 +308,23 @@ def _llava_onevision(ids, text, tokenizer):
         vision_feature_select_strategy="full",
         tie_word_embeddings=False,
     )
-    size = {"height": SIDE, "width": SIDE}
-    return config, lambda template: hf.LlavaOnevisionProcessor(
-        image_processor=hf.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=_PINPOINTS),
+    return config, partial(
+        hf.LlavaOnevisionProcessor,
+        image_processor=hf.LlavaOnevisionImageProcessor(
+            size=SQUARE, image_grid_pinpoints=_PINPOINTS
+        ),
         tokenizer=tokenizer,
-        video_processor=hf.LlavaOnevisionVideoProcessor(size=size),
+        video_processor=hf.LlavaOnevisionVideoProcessor(size=SQUARE),
         num_image_tokens=16,
         vision_feature_select_strategy="full",
         image_token="<image>",
         video_token="<video>",
-        chat_template=template,
     )
 
 
 def _llava_next(ids, text, tokenizer):
     config = hf.LlavaNextConfig(
-        text_config=text | {"model_type": "llama", "head_dim": 32},
+        text_config=text | LLAMA,
         vision_config=_vision(model_type="clip_vision_model", projection_dim=64),
         image_token_index=ids["<image>"],
         image_grid_pinpoints=_PINPOINTS,
@@ -333,30 +332,30 @@ def _llava_next(ids, text, tokenizer):
         vision_feature_select_strategy="default",
         tie_word_embeddings=False,
     )
-    size = {"height": SIDE, "width": SIDE}
-    return config, lambda template: hf.LlavaNextProcessor(
+    return config, partial(
+        hf.LlavaNextProcessor,
         image_processor=hf.LlavaNextImageProcessor(
-            size={"shortest_edge": SIDE}, crop_size=size, image_grid_pinpoints=_PINPOINTS
+            size={"shortest_edge": SIDE}, crop_size=SQUARE, image_grid_pinpoints=_PINPOINTS
         ),
         tokenizer=tokenizer,
         patch_size=PATCH,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         image_token="<image>",
-        chat_template=template,
     )
 
 
 def _smolvlm(ids, text, tokenizer):
     config = hf.SmolVLMConfig(
-        text_config=text | {"model_type": "llama", "head_dim": 32},
+        text_config=text | LLAMA,
         vision_config=_vision(),
         image_token_id=ids["<image>"],
         pad_token_id=tokenizer.pad_token_id,
         scale_factor=2,
         tie_word_embeddings=False,
     )
-    return config, lambda template: hf.SmolVLMProcessor(
+    return config, partial(
+        hf.SmolVLMProcessor,
         image_processor=hf.SmolVLMImageProcessor(
             size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
         ),
@@ -365,26 +364,25 @@ def _smolvlm(ids, text, tokenizer):
             size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE}
         ),
         image_seq_len=4,
-        chat_template=template,
     )
 
 
 def _idefics3(ids, text, tokenizer):
     config = hf.Idefics3Config(
-        text_config=text | {"model_type": "llama", "head_dim": 32},
+        text_config=text | LLAMA,
         vision_config=_vision(),
         image_token_id=ids["<image>"],
         pad_token_id=tokenizer.pad_token_id,
         scale_factor=2,
         tie_word_embeddings=False,
     )
-    return config, lambda template: hf.Idefics3Processor(
+    return config, partial(
+        hf.Idefics3Processor,
         image_processor=hf.Idefics3ImageProcessor(
             size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
         ),
         tokenizer=tokenizer,
         image_seq_len=4,
-        chat_template=template,
     )
 
 
@@ -408,12 +406,10 @@ def _mllama(ids, text, tokenizer):
         image_token_index=ids["<|image|>"],
         tie_word_embeddings=False,
     )
-    return config, lambda template: hf.MllamaProcessor(
-        image_processor=hf.MllamaImageProcessor(
-            size={"height": SIDE, "width": SIDE}, max_image_tiles=4
-        ),
+    return config, partial(
+        hf.MllamaProcessor,
+        image_processor=hf.MllamaImageProcessor(size=SQUARE, max_image_tiles=4),
         tokenizer=tokenizer,
-        chat_template=template,
     )
 
 
@@ -511,7 +507,8 @@ def build_tiny(preset, *, seed=0, initializer_range=0.1):
     config, build_processor = family.build(ids, text, tokenizer)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     config.vision_config.initializer_range = initializer_range
-    processor = build_processor(TEMPLATE.format(image=family.image, video=family.video))
+    template = TEMPLATE.format(image=family.image, video=family.video)
+    processor = build_processor(chat_template=template)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = hf.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

@@ -53,8 +53,9 @@ def set_window(model, window):
             module.sliding_window = window
 
 
-def prompt(encoder, text, num_images=0, num_videos=0):
-    parts = [{"type": "image"}] * num_images + [{"type": "video"}] * num_videos
+def prompt(encoder, text, num_images=0, num_videos=0, num_sounds=0):
+    kinds = ["image"] * num_images + ["video"] * num_videos + ["audio"] * num_sounds
+    parts = [{"type": kind} for kind in kinds]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
     return encoder.processor.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True

@@ -1,0 +1,42 @@
+"""Right-padded rows of unequal lengths, and gradients of what a model makes of them."""
+
+import torch
+from tests.models.tiny import tiny_model
+
+LENGTHS = (19, 5, 33, 1, 12)
+
+
+def make_batch(lengths=LENGTHS):
+    """Return token ids, attention mask, scored mask and weights of the results, each [rows, width].
+
+    Scored are the last two thirds of each row.
+    """
+    generator = torch.Generator().manual_seed(0)
+    column = torch.tensor(lengths)[:, None]
+    shape = len(lengths), max(lengths)
+    token_ids = torch.randint(0, 256, shape, generator=generator)
+    places = torch.arange(shape[1])
+    attention_mask = places < column
+    scored_mask = attention_mask & (places >= 1 + column // 3)
+    return token_ids, attention_mask, scored_mask, torch.randn(shape, generator=generator)
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def relative_norm(found, expected):
+    """Return the norm of the difference by that of the expected gradients."""
+    difference = sum(float((found[n] - expected[n]).double().square().sum()) for n in expected)
+    return (difference / sum(float(v.double().square().sum()) for v in expected.values())) ** 0.5
+
+
+def sliding_model():
+    return tiny_model("mistral", vocab_size=256, sliding_window=7)
+
+
+def forget_window(model):
+    """Let a model that slides see whole rows."""
+    model.config.sliding_window = None
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
