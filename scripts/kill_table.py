@@ -121,6 +121,7 @@ class Checkout:
     state: Path
     flaky: set[str] = field(default_factory=set)
     sound: set[str] = field(default_factory=set)
+    server: subprocess.Popen[str] | None = None
 
     def run_tests(self, names: Sequence[str], *, limit: float) -> str | None:
         """Run tests in this order; return the first that fails, None if all pass."""
@@ -128,21 +129,9 @@ class Checkout:
         costs.unlink(missing_ok=True)
         listed = self.state / f"{self.folder.name}-tests.txt"
         listed.write_text("\n".join(names))
-        environment = {**test_environment(self.folder), "LIGHTRFT_COSTS": str(costs)}
-        command = [str(self.python), "-m", "pytest", *PLUGINS, "-x", "-q", "-m", "", f"@{listed}"]
-        with subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        ) as process:
-            try:
-                code = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                code = -1
-                os.killpg(process.pid, 9)
+        arguments = [*PLUGINS, "-x", "-q", "-m", "", f"@{listed}"]
+        request = json.dumps({"arguments": arguments, "seconds": limit})
+        code = self.answer_of_server(request, costs)
         if code == 0:
             return None
         reports = read_lines(costs)
@@ -150,6 +139,24 @@ class Checkout:
         # Nothing failed: it hangs, or what the tests import cannot be imported.
         left = [name for name in names if name not in {r["test"] for r in reports}]
         return (failed or left or list(names))[0]
+
+    def answer_of_server(self, request: str, costs: Path) -> int:
+        """Return the exit code of a run of pytest in the clone; -1 if it was killed."""
+        if self.server is None or self.server.poll() is not None:
+            self.server = subprocess.Popen(
+                [str(self.python), str(SCRIPTS / "test_server.py")],
+                cwd=self.folder,
+                env={**test_environment(self.folder), "LIGHTRFT_COSTS": str(costs)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.write(f"{request}\n")
+        self.server.stdin.flush()
+        return int(self.server.stdout.readline() or -1)
 
     def try_fault(self, mutant: Mutant, verdict: Verdict, reach: Reach, limit: float) -> Verdict:
         """Plant a fault and try further tests on it.
