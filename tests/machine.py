@@ -52,3 +52,29 @@ def wait_until(condition: Callable[[], object], nominal: float = 60.0) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def run_program(*words: object, limit: float = 240.0, code: int = 0, **environment: str):
+    """Run a program to its end, which has to be this exit status; return what it wrote.
+
+    Args:
+        words: Of the command line.
+        limit: Nominal seconds.
+        code: Exit status.
+        environment: Variables beside those of this process.
+    """
+    done = subprocess.run(
+        [*map(str, words)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=seconds(limit),
+        check=False,
+    )
+    assert done.returncode == code, done.stdout[-6000:] + done.stderr[-6000:]
+    return done
+
+
+def run_python(program: str, **how):
+    """Run a program of Python as `run_program` does."""
+    return run_program(sys.executable, "-c", program, **how)

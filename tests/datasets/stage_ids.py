@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from tests.datasets.row_files import written
 
 from lightrft.config import TrainConfig
 from lightrft.datasets import DataError, load_prompts
@@ -64,7 +64,6 @@ PROMPTS = {
 
 def outcomes(folder, tokenizer, prompt, tools):
     """By stage the ids of a prompt, with an answer behind it where the stage has one, or None."""
-    path = folder / "rows.jsonl"
     columns = {
         "input": prompt,
         "messages": [*prompt, ANSWER],
@@ -73,7 +72,7 @@ def outcomes(folder, tokenizer, prompt, tools):
         "rejected": [WORSE],
         "tools": tools,
     }
-    path.write_text(json.dumps(columns) + "\n")
+    path = written(folder, [columns])
     asks = TrainConfig(apply_chat_template=True, prompt_max_len=9999)
     answers = TrainConfig(train_on="last_assistant", max_row_tokens=9999)
     given = {"max_samples": 1, "split": "train"}
@@ -91,9 +90,9 @@ def outcomes(folder, tokenizer, prompt, tools):
             load_prompts(path, ToolTokenizer(tokenizer, tools), asks)[0].token_ids
         ),
         "agents": agents,
-        "sft": lambda: load_supervised(str(path), tokenizer, answers, **given).rows[0].token_ids,
+        "sft": lambda: load_supervised(path, tokenizer, answers, **given).rows[0].token_ids,
         "prefer": lambda: (
-            load_preferences(str(path), tokenizer, answers, **given).rows[0].chosen.token_ids
+            load_preferences(path, tokenizer, answers, **given).rows[0].chosen.token_ids
         ),
     }
     found = {}

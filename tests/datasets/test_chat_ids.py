@@ -1,19 +1,13 @@
 """Messages of clients as token ids, against the suffixes of environments and whole renderings."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+from tests.datasets import chat_families as families
 
 from lightrft.datasets.chat_ids import ChatIds, RenderingError
 from lightrft.datasets.suffix import TurnSuffix
 
-_SPEC = importlib.util.spec_from_file_location(
-    "chat_families", Path(__file__).parent / "chat_families.py"
-)
-families = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(families)
 FAMILIES = sorted(families.FAMILIES)
 TEXTS = ["plain", " spaced \n", '{"a": "q"}', "\n\nlines.\n", "<tool_response>", "é 数"]
 CALL = {

@@ -135,13 +135,6 @@ def test_a_folder_holds_splits_in_one_file_or_several(write, tmp_path) -> None:
         read_rows(tmp_path / "d", split="eval")
 
 
-def test_gsm8k_reads_whole(test_data) -> None:
-    rows = read_rows(test_data / "gsm8k", split="test")
-    assert len(rows) == 1319
-    assert set(rows[-1].columns) == {"question", "answer"}
-    assert rows[-1].location.endswith("test.jsonl:1319")
-
-
 def test_a_small_parquet_file_of_many_rows_is_refused_before_they_are_made(tmp_path, monkeypatch):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = arrow.array(["x" * 1000] * 20_000).dictionary_encode()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.datasets.chat_families import tokenizer_of
+from tests.datasets.row_files import written
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
@@ -160,9 +161,8 @@ FAULTS = {
 
 
 def rows_of(folder, tokenizer):
-    path = folder / "rows.jsonl"
-    path.write_text(json.dumps({"messages": CHAT}))
-    return load_supervised(str(path), tokenizer, TrainConfig(), max_samples=9, split="train").rows
+    path = written(folder, [{"messages": CHAT}])
+    return load_supervised(path, tokenizer, TrainConfig(), max_samples=9, split="train").rows
 
 
 def as_table(rows):

@@ -1,52 +1,25 @@
 """Images and videos of data rows: every form, every mistake in one line."""
 
-import base64
-import json
+from functools import partial
 
 import pytest
-from tests.datasets.media_files import encoded, picture, write_bad_media
+from tests.datasets.media_files import picture, write_bad_media
+from tests.datasets.row_files import prompts_of
 from tests.models.vision.tiny_world import tiny
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.files import Row
-from lightrft.datasets.media import VisionPrompts, with_media
-from lightrft.datasets.prompts import load_prompts
+from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.media import Media
-from lightrft.engines.media.sources import as_image, as_video
+from lightrft.engines.media.sources import as_video
 from lightrft.tools.model_presets import byte_level_tokenizer
 
 CONFIG = TrainConfig(apply_chat_template=True, prompt_max_len=400)
+load = partial(prompts_of, CONFIG)
 
 
 @pytest.fixture(scope="module")
 def reader():
     return VisionPrompts(tiny("tiny-qwen2.5-vl")[1])
-
-
-def load(folder, rows, reader, **options):
-    file = folder / "train.jsonl"
-    file.write_text("\n".join(json.dumps(row) for row in rows))
-    return load_prompts(file, reader, CONFIG.replaced(options)).prompts
-
-
-def test_an_image_is_the_same_in_every_form(tmp_path):
-    content = encoded(picture())
-    (tmp_path / "a.png").write_bytes(content)
-    text = base64.b64encode(content).decode()
-    forms = [
-        "a.png",
-        f"file://{tmp_path / 'a.png'}",
-        content,
-        text,
-        f"data:image/png;base64,{text}",
-        {"bytes": content, "path": None},
-        {"path": "a.png"},
-        {"image": "a.png"},
-        picture(),
-    ]
-    pixels = {as_image(form, name="x", folder=tmp_path).decode().tobytes() for form in forms}
-    assert len(pixels) == 1
 
 
 def test_rows_with_and_without_media_become_prompts(tmp_path, reader):
@@ -111,7 +84,6 @@ BAD = {
     "address": ({"images": "https://example.org/a.png"}, "would have to be fetched"),
     "base64": ({"images": "data:image/png;base64,???"}, "not valid base64"),
     "kind": ({"images": 3}, "expected an image as path, bytes"),
-    "count": ({"input": "<image><image>", "images": "a.png"}, "names 2 images and 0 videos, and"),
     "limit": ({"images": ["a.png", "a.png"]}, "2 images, more than --limit_mm_image_per_prompt 1"),
     "video without rate": (
         {"videos": [{"frames": ["a.png", "a.png"]}]},
@@ -148,15 +120,3 @@ def test_a_model_of_text_is_never_trained_blind(tmp_path):
     with pytest.raises(DataError, match=r":2: column 'images' holds images.*--text_only"):
         load(tmp_path, rows, tokenizer)
     assert len(load(tmp_path, rows, tokenizer, text_only=True)) == 2
-
-
-def test_marks_of_a_chat_are_not_doubled():
-    media = Media({"image": (as_image(picture(), name="x", folder=None),)})
-    read = with_media([{"role": "user", "content": "see <image>!"}], media, Row({}, "row 1"))
-    (message,) = read.content
-    assert read.media.images == media.images
-    assert message["content"] == [
-        {"type": "text", "text": "see "},
-        {"type": "image"},
-        {"type": "text", "text": "!"},
-    ]

@@ -1,7 +1,6 @@
 """The gate of media: rows of every form times families end right, or in one line."""
 
 import base64
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from tests.datasets.media_files import encoded, picture
+from tests.datasets.row_files import prompts_of
 from tests.models.vision.tiny_families import TINY_FAMILIES
 from tests.models.vision.tiny_world import Batch, prompt, scored, tiny
 
@@ -129,9 +129,7 @@ WRONG = {
 def load(folder, row, reader, **options):
     A.save(folder / "a.png")
     B.save(folder / "b.png")
-    file = folder / "rows.jsonl"
-    file.write_text(f"{json.dumps({'input': 'first'})}\n{json.dumps(row)}\n")
-    return load_prompts(file, reader, CONFIG.replaced(options)).prompts[1]
+    return prompts_of(CONFIG, folder, [{"input": "first"}, row], reader, **options)[1]
 
 
 def names_of(media):
@@ -170,7 +168,7 @@ def test_what_is_wrong_names_the_row(tmp_path, family):
     for name, (row, message) in rows.items():
         with pytest.raises(DataError, match=message) as caught:
             load(tmp_path, row, reader)
-        assert "rows.jsonl:2" in str(caught.value), name
+        assert "train.jsonl:2" in str(caught.value), name
         assert "\n" not in str(caught.value), name
 
 
@@ -189,7 +187,7 @@ def test_without_a_chat_template_the_text_has_the_model_s_own_places(tmp_path, f
     if mark != "<image>":
         bad["mark of data"] = {"input": "<image>?", "images": "a.png"}
     for name, row in bad.items():
-        with pytest.raises(DataError, match=r"rows.jsonl:2: .*(places|--apply_chat_template)"):
+        with pytest.raises(DataError, match=r"train.jsonl:2: .*(places|--apply_chat_template)"):
             load(tmp_path, row, reader, **plain)
             pytest.fail(name)
 
@@ -357,12 +355,21 @@ def test_a_file_that_changed_since_it_was_read_ends_the_run(tmp_path):
     assert media_request(found, 1, reader.encoder).encoded.token_ids == found.token_ids
     reader.encoder.forget()
     picture(56, 28).save(tmp_path / "a.png")
-    fresh = load_prompts(tmp_path / "rows.jsonl", reader, CONFIG).prompts[1]
+    fresh = load_prompts(tmp_path / "train.jsonl", reader, CONFIG).prompts[1]
     with pytest.raises(ValueError, match="a file has changed"):
         media_request(replace(found, media=fresh.media), 1, reader.encoder)
 
 
 FORMS = {
+    "path": "a.png",
+    "path object": lambda folder: folder / "a.png",
+    "address": lambda folder: f"file://{folder / 'a.png'}",
+    "address of data": ADDRESS,
+    "base64": ADDRESS.partition(",")[2],
+    "bytes": encoded(A),
+    "object with a path": {"path": "a.png"},
+    "object with an image": {"image": "a.png"},
+    "of Pillow": A,
     "bytearray": bytearray(encoded(A)),
     "memoryview": memoryview(encoded(A)),
     "list of integers": list(encoded(A)),
@@ -378,13 +385,9 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_one_picture_are_one_picture(tmp_path, form):
-    found = as_image(FORMS[form], name="x", folder=tmp_path).decode()
-    assert found.tobytes() == A.tobytes()
-
-
-def test_a_path_object_is_a_path(tmp_path):
     A.save(tmp_path / "a.png")
-    assert as_image(tmp_path / "a.png", name="x", folder=tmp_path).decode().tobytes() == A.tobytes()
+    value = FORMS[form](tmp_path) if callable(FORMS[form]) else FORMS[form]
+    assert as_image(value, name="x", folder=tmp_path).decode().tobytes() == A.tobytes()
 
 
 def test_grey_arrays_are_grey(tmp_path):
@@ -437,20 +440,6 @@ def test_a_part_may_hold_a_video(tmp_path):
     found = load(tmp_path, user(part, {"type": "image", "image": "a.png"}, text("?")), reader)
     assert [len(found.media[kind]) for kind in ("image", "video")] == [1, 1]
     assert found.text.index("video_pad") < found.text.index("image_pad")
-
-
-def test_columns_of_a_saved_data_set_are_found(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    held = datasets.Dataset.from_dict(
-        {"input": ["<image>?", "<image><image>?"], "images": [[A], [B, A]]},
-        features=datasets.Features(
-            {"input": datasets.Value("string"), "images": datasets.List(datasets.Image())}
-        ),
-    )
-    held.save_to_disk(tmp_path / "saved")
-    reader = VisionPrompts(tiny("tiny-qwen2.5-vl")[1])
-    found = load_prompts(tmp_path / "saved", reader, CONFIG).prompts
-    assert [names_of(p.media) for p in found] == ["a", "ba"]
 
 
 def test_pictures_of_parquet_are_bytes(tmp_path):

@@ -1,11 +1,12 @@
 """Files that rows name lie in the folder of their data, or in one that an option names."""
 
 import hashlib
-import json
+from pathlib import Path
 
 import pytest
 from tests.datasets.film_files import film
 from tests.datasets.media_files import picture
+from tests.datasets.row_files import prompts_of, written
 from tests.models.vision.tiny_world import tiny
 
 from lightrft.config import TrainConfig
@@ -36,9 +37,7 @@ def world(tmp_path):
 
 
 def load(folder, row, reader, **options):
-    file = folder / "train.jsonl"
-    file.write_text(json.dumps({"input": "?"} | row))
-    return load_prompts(file, reader, CONFIG.replaced(options)).prompts
+    return prompts_of(CONFIG, folder, [{"input": "?"} | row], reader, **options)
 
 
 def asked(**part):
@@ -63,22 +62,7 @@ def outside(world):
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "absolute",
-        "up",
-        "down and up",
-        "link",
-        "linked folder",
-        "address",
-        "object",
-        "frame",
-        "film",
-        "part",
-        "address in a part",
-    ],
-)
+@pytest.mark.parametrize("name", outside(Path()))
 def test_a_file_outside_the_folder_of_the_data_is_refused_unless_allowed(name, world, reader):
     row = outside(world)[name]
     with pytest.raises(
@@ -91,8 +75,7 @@ def test_a_file_outside_the_folder_of_the_data_is_refused_unless_allowed(name, w
 
 
 def test_the_rule_holds_where_no_model_is_there(world):
-    (world / "data/train.jsonl").write_text(json.dumps({"input": "?", "images": "link.png"}))
-    (row,) = read_rows(world / "data/train.jsonl")
+    (row,) = read_rows(written(world / "data", [{"input": "?", "images": "link.png"}]))
     with pytest.raises(DataError, match="is outside of"):
         TextModality(None, has_model=False).read(row, CONFIG)
 
@@ -106,9 +89,7 @@ def test_files_beside_the_data_need_no_option(world, reader):
 def test_a_folder_of_splits_is_the_place_of_its_media(world, reader):
     (world / "data").rename(world / "pictures")
     (world / "data").mkdir()
-    (world / "data/train.jsonl").write_text(
-        json.dumps({"input": "?", "images": "../pictures/a.png"})
-    )
+    written(world / "data", [{"input": "?", "images": "../pictures/a.png"}], "train.jsonl")
     assert load_prompts(world, reader, CONFIG).prompts[0].media
     with pytest.raises(DataError, match="is outside of"):
         load_prompts(world / "data", reader, CONFIG)

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 from tests.datasets import chat_families
+from tests.datasets.row_files import written
 from tests.datasets.stage_ids import PROMPTS, require_alike
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -51,12 +52,6 @@ def calling(arguments, **more):
     return {"role": "assistant", "content": "", "tool_calls": [call], **more}
 
 
-def written(folder, rows):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def trained(folder, row, *, template=CHATML, **options):
     """The text of a row of `sft` with what is trained between >> and <<."""
     from lightrft.stages.supervised.supervised_inputs import marked_text
@@ -82,25 +77,6 @@ def preferred(folder, row, *, template=CHATML):
         written(folder, [row]), tokenizer, TrainConfig(), max_samples=9, split="train"
     )
     return tokenizer.decode(data.rows[0].rows[0].token_ids)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"city": "Paris"}, '{"city": "Paris"}'],
-)
-def test_arguments_as_text_or_object_are_written_once_in_every_stage(tmp_path, arguments):
-    talk = [ASK, calling(arguments), RESULT]
-    call = '<call>{"name": "weather", "arguments": {"city": "Paris"}}'
-    assert f">>{call}<|im_end|><<" in trained(tmp_path, {"messages": talk[:2]})
-    assert call in prompted(tmp_path, {"input": talk})
-    pair = {"prompt": talk, "chosen": [SAID], "rejected": [{**SAID, "content": "no"}]}
-    assert call in preferred(tmp_path, pair)
-
-
-@pytest.mark.parametrize("arguments", [None, "null", "", "{}", {}])
-def test_a_call_without_arguments_has_an_empty_object(tmp_path, arguments):
-    shown = trained(tmp_path, {"messages": [ASK, calling(arguments)]})
-    assert '<call>{"name": "weather", "arguments": {}}' in shown
 
 
 def test_a_template_that_takes_arguments_as_json_gets_them_so(tmp_path):
@@ -146,68 +122,20 @@ def test_other_forms_of_calls_are_the_same_turn(tmp_path):
     assert len({trained(tmp_path, {"messages": form}) for form in results}) == 1
 
 
-def parquet(folder, rows):
-    import pyarrow
-    from pyarrow import parquet
-
-    path = folder / "rows.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return str(path)
-
-
-def padded_rows():
-    """Rows whose messages, arguments and tools have other keys, so that Parquet pads them."""
-    tools = [
-        {"type": "function", "function": {"name": "f", "parameters": {"city": "text"}}},
-        {"type": "function", "function": {"name": "g", "parameters": {"x": 1, "y": 2}}},
-    ]
-    talk = [ASK, calling({"city": "Paris"}), {**RESULT, "name": "f"}, SAID]
-    other = [ASK, calling({"x": 1, "y": 2}), RESULT, SAID]
-    return [{"messages": talk, "tools": tools}, {"messages": other, "tools": tools}]
-
-
-def test_nulls_of_arrow_are_in_no_stage(tmp_path):
+def test_nulls_of_saved_data_sets_are_left_out_and_said(tmp_path):
     datasets = pytest.importorskip("datasets")
-    rows = padded_rows()
+    talks = [[ASK, calling({"city": "Paris"}), SAID], [ASK, calling({"x": 1, "y": 2}), SAID]]
+    rows = [{"messages": talk} for talk in talks]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-    paths = [written(tmp_path, rows), parquet(tmp_path, rows), str(tmp_path / "saved")]
-    tokenizer = tokenizer_of()
-    config = TrainConfig(max_row_tokens=4000)
-    found = [
-        [
-            tokenizer.decode(row.token_ids)
-            for row in load_supervised(path, tokenizer, config, max_samples=9, split="train").rows
-        ]
-        for path in paths
-    ]
-    assert found[0] == found[1] == found[2]
-    assert "null" not in str(found)
-    load = {"max_samples": 9, "split": "train"}
-    said = [load_supervised(path, tokenizer, config, **load).summary for path in paths]
-    assert [text.count("nulls within calls and tools are left out") for text in said] == [0, 1, 1]
-    config = TrainConfig(input_key="messages", apply_chat_template=True, prompt_max_len=4000)
-    asked = [{**row, "messages": row["messages"][:3]} for row in rows]
-    texts = [
-        [prompt.text for prompt in load_prompts(path, tokenizer, config)]
-        for path in (written(tmp_path, asked), parquet(tmp_path, asked))
-    ]
-    assert texts[0] == texts[1]
-    assert "null" not in str(texts)
-
-
-def test_a_template_that_asks_for_keys_sees_none_that_are_null(tmp_path):
-    template = "{% for m in messages %}{% if 'tool_calls' in m %}CALLS{% endif %}{{ m.content }}"
-    rows = [
-        {"input": [ASK, calling("{}"), RESULT]},
-        {"input": [{"role": "user", "content": "Say 1."}]},
-    ]
-    config = TrainConfig(apply_chat_template=True)
-    tokenizer = tokenizer_of(template + "{{ m.tool_calls | string }}{% endfor %}")
-    tokenizer.chat_template = (
-        template + "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{% endfor %}"
+    tokenizer, limits = tokenizer_of(), {"max_samples": 9, "split": "train"}
+    plain, saved = (
+        load_supervised(path, tokenizer, TrainConfig(max_row_tokens=4000), **limits)
+        for path in (written(tmp_path, rows), str(tmp_path / "saved"))
     )
-    prompts = load_prompts(parquet(tmp_path, rows), tokenizer, config)
-    assert prompts[1].text == "Say 1."
+    said = "nulls within calls and tools are left out"
+    assert [data.summary.count(said) for data in (plain, saved)] == [0, 1]
+    for one, other in zip(plain.rows, saved.rows, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
 
 
 @pytest.mark.parametrize("mark", ["weight", "train", "trainable", "loss"])
@@ -279,19 +207,6 @@ def test_a_tools_column_is_shown_in_every_stage(tmp_path, tools):
     ("row", "said"),
     [
         ({"messages": [ASK, calling({"city": "Paris"}), RESULT, SAID]}, "drops the calls of tools"),
-        (
-            {
-                "messages": [
-                    ASK,
-                    {
-                        "role": "assistant",
-                        "content": "",
-                        "function_call": {"name": "f", "arguments": "{}"},
-                    },
-                ]
-            },
-            "drops the calls of tools",
-        ),
         ({"messages": [ASK, {**SAID, "reasoning_content": "hm"}]}, "drops the thinking beside"),
         ({"messages": [ASK, {**SAID, "thinking": "hm"}]}, "drops the thinking beside"),
         ({"messages": [ASK, SAID], "tools": [TOOL]}, "does not show tools"),
@@ -325,13 +240,8 @@ def test_unread_columns_and_keys_are_named_once(tmp_path):
     path = written(tmp_path, [row, row])
     data = load_supervised(path, tokenizer_of(), TrainConfig(), max_samples=9, split="train")
     assert data.summary.endswith(f"\n{path}: not read: columns source, text; keys of messages name")
-    plain = load_supervised(
-        written(tmp_path, [{"messages": [ASK, SAID]}]),
-        tokenizer_of(),
-        TrainConfig(),
-        max_samples=9,
-        split="train",
-    )
+    path = written(tmp_path, [{"messages": [ASK, SAID]}])
+    plain = load_supervised(path, tokenizer_of(), TrainConfig(), max_samples=9, split="train")
     assert "not read" not in plain.summary
     path = written(tmp_path, [{"input": "one", "system": "Be brief.", "level": 1}])
     report = load_prompts(path, tokenizer_of(), TrainConfig()).report
@@ -346,32 +256,10 @@ def test_an_empty_trained_turn_is_refused(tmp_path, content):
     assert trained(tmp_path, {"messages": [ASK, {**empty, "weight": 0}, ASK, SAID]})
 
 
-def test_a_prompt_that_ends_with_an_answer_is_refused_in_every_stage(tmp_path):
-    begun = [ASK, {"role": "assistant", "content": "It is"}]
-    said = "rows.jsonl:1: the prompt ends with the assistant's message 'It is', .*lightrft sft"
-    with pytest.raises(DataError, match=said):
-        prompted(tmp_path, {"input": begun})
-    with pytest.raises(DataError, match=said.replace(":1:", ":1, chosen:")):
-        pair = {"prompt": begun, "chosen": [SAID], "rejected": [{**SAID, "content": "no"}]}
-        preferred(tmp_path, pair)
-    with pytest.raises(DataError, match=said):
-        row = {"prompt": begun, "completion": [SAID]}
-        trained(tmp_path, row, apply_chat_template=True)
-
-
 def test_prompt_and_completion_may_be_messages(tmp_path):
     row = {"prompt": [ASK], "completion": [SAID, ASK, SAID]}
     expected = trained(tmp_path, {"messages": [ASK, SAID, ASK, SAID]})
     assert trained(tmp_path, row, apply_chat_template=True) == expected
-
-
-def test_parts_that_are_texts_are_one_text_in_every_stage(tmp_path):
-    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1?"}]
-    talk = [{"role": "user", "content": parts}]
-    assert "user\nWhat is 1?<|im_end|>" in trained(tmp_path, {"messages": [*talk, SAID]})
-    assert "user\nWhat is 1?<|im_end|>" in prompted(tmp_path, {"input": talk})
-    pair = {"prompt": talk, "chosen": [SAID], "rejected": [{**SAID, "content": "no"}]}
-    assert "user\nWhat is 1?<|im_end|>" in preferred(tmp_path, pair)
 
 
 def test_a_part_of_another_kind_is_not_trained_as_what_is_said(tmp_path):

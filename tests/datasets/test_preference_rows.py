@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from tests.datasets.row_files import written
 from tests.datasets.test_supervised_rows import CHAT, SPOKEN, family_tokenizer
 
 from lightrft.config import TrainConfig
@@ -29,12 +28,11 @@ CHATS = {
 
 
 def load(folder, rows, *, tokenizer=None, vocab_size=None, **options):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = written(folder, rows)
     tokenizer = tokenizer or family_tokenizer("Qwen2.5")
     config = TrainConfig(**options)
     return load_preferences(
-        str(path), tokenizer, config, max_samples=100, split="train", vocab_size=vocab_size
+        path, tokenizer, config, max_samples=100, split="train", vocab_size=vocab_size
     )
 
 

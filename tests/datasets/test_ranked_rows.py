@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from tests.datasets.row_files import written
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import read_rows
@@ -16,10 +15,9 @@ GOOD = {"prompt": "2+2=", "answers": ["4", "5", "five"], "ranks": [1, 2, 2]}
 
 
 def load(tmp_path, *rows, **changes):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = written(tmp_path, rows)
     config = TrainConfig(**{"max_row_tokens": 100, **changes})
-    given = {"path": str(path), "vocab_size": None, "reader": None}
+    given = {"path": path, "vocab_size": None, "reader": None}
     return RANKED.of(read_rows(path), byte_level_tokenizer(), config, **given)
 
 

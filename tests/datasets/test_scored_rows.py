@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from tests.datasets.row_files import written
 from tests.datasets.test_supervised_rows import family_tokenizer
 
 from lightrft.config import TrainConfig
@@ -15,10 +14,9 @@ ROW = {"prompt_ids": [3, 4], "response_ids": [5, 6, 2], "score": 1.0}
 
 
 def load(folder, rows, **options):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = written(folder, rows)
     return load_rows(
-        str(path),
+        path,
         family_tokenizer("Qwen2.5"),
         TrainConfig(**options),
         max_samples=100,
@@ -59,8 +57,3 @@ def test_a_wrong_row_is_named_with_its_place(tmp_path, rows, said):
     with pytest.raises(DataError, match=f"rows.jsonl{said}") as error:
         load(tmp_path, rows)
     assert "\n" not in str(error.value)
-
-
-def test_a_chat_template_is_refused(tmp_path):
-    with pytest.raises(DataError, match="apply_chat_template: rows with token ids have no turns"):
-        load(tmp_path, [ROW], apply_chat_template=True)

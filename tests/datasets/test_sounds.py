@@ -2,18 +2,18 @@
 
 import base64
 import io
-import json
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.datasets.film_files import film, sound_alone
+from tests.datasets.row_files import prompts_of
 from tests.models.audio.sound_world import as_sound, sound, tiny, tone
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.media import VisionPrompts
-from lightrft.datasets.prompts import load_prompts
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sounds import SoundRules, as_audio, as_wav
@@ -22,17 +22,12 @@ from lightrft.records.media import MediaSources, pack_sources, unpack_sources
 from lightrft.tools.model_presets import byte_level_tokenizer
 
 CONFIG = TrainConfig(apply_chat_template=True, prompt_max_len=400)
+load = partial(prompts_of, CONFIG)
 
 
 @pytest.fixture(scope="module")
 def reader():
     return VisionPrompts(tiny()[1])
-
-
-def load(folder, rows, reader, **options):
-    file = folder / "train.jsonl"
-    file.write_text("\n".join(json.dumps(row) for row in rows))
-    return load_prompts(file, reader, CONFIG.replaced(options)).prompts
 
 
 def stored(samples, suffix, codec, rate=16000):
@@ -105,17 +100,16 @@ def test_channels_are_averaged():
 
 
 @pytest.mark.parametrize(
-    ("suffix", "codec"), [("flac", "flac"), ("mp3", "mp3"), ("ogg", "libvorbis"), ("mp4", "aac")]
+    ("suffix", "codec", "rate", "tolerance"),
+    [
+        ("flac", "flac", 16000, 1e-4),
+        ("mp3", "libmp3lame", 16000, 0.1),
+        ("ogg", "libopus", 48000, 0.1),
+        ("mp4", "aac", 16000, 0.1),
+    ],
 )
-def test_usual_formats_are_read(suffix, codec):
-    if codec in ("libvorbis", "aac", "mp3"):
-        samples, tolerance = tone(1.0, loudness=0.3), 0.1
-    else:
-        samples, tolerance = tone(1.0), 1e-4
-    codec = {"libvorbis": "libopus", "mp3": "libmp3lame"}.get(codec, codec)
-    rate = 48000 if codec == "libopus" else 16000
-    if rate != 16000:
-        samples = tone(1.0, rate=rate, loudness=0.3)
+def test_usual_formats_are_read(suffix, codec, rate, tolerance):
+    samples = tone(1.0, rate=rate, loudness=0.3)
     wave, _ = as_audio(stored(samples, suffix, codec, rate), name="x", folder=None).decode()
     assert 0.95 < len(wave) / 16000 < 1.15
     middle = wave[4000:12000]

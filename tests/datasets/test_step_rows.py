@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
+from tests.datasets.row_files import written
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import DataError
@@ -16,10 +15,9 @@ GOOD = {"prompt": "2+2+2=", "completions": ["2+2 is 4.", "4+2 is 7."], "labels":
 
 
 def load(tmp_path, *rows, **changes):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = written(tmp_path, rows)
     config = TrainConfig(**{"max_row_tokens": 100, **changes})
-    return load_rows(str(path), byte_level_tokenizer(), config, max_samples=99, split="train")
+    return load_rows(path, byte_level_tokenizer(), config, max_samples=99, split="train")
 
 
 def test_steps_end_in_their_newline_and_the_last_one_with_the_row(tmp_path):

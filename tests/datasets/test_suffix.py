@@ -1,17 +1,10 @@
 # ruff: noqa: RUF001
-import importlib.util
 from pathlib import Path
 
 import pytest
+from tests.datasets.chat_families import FAMILIES, family_tokenizer
 
 from lightrft.datasets.suffix import TemplateRefusedError, TurnSuffix
-
-_SPEC = importlib.util.spec_from_file_location(
-    "chat_families", Path(__file__).with_name("chat_families.py")
-)
-families = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(families)
-FAMILIES, family_tokenizer = families.FAMILIES, families.family_tokenizer
 
 STRIPPED = "thinking in earlier turns is stripped"
 PROMPT = "the prompt is rendered otherwise once an answer follows it"
@@ -94,18 +87,6 @@ def test_the_suffix_is_what_the_family_documents(name):
     if name == "GLM":  # its stop token is the first of the next turn
         expected = expected.removeprefix("<|observation|>")
     assert tokenizer.decode(found, skip_special_tokens=False) == expected
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_several_results_keep_their_order_and_their_text(name):
-    tokenizer = family_tokenizer(name)
-    found = (
-        TurnSuffix(tokenizer)
-        .after(ended_turn(name, tokenizer), ["first", "second", "ok"])
-        .token_ids
-    )
-    text = tokenizer.decode(found, skip_special_tokens=False)
-    assert 0 <= text.find("first") < text.find("second") < text.find("ok")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -214,23 +195,6 @@ def test_templates_that_carry_no_turns_are_refused_beforehand():
         with pytest.raises(TemplateRefusedError, match="--chat_template FILE") as refusal:
             TurnSuffix(tokenizer)
         assert reason in str(refusal.value)
-
-
-def test_the_difference_of_two_renderings_fails_where_ours_does_not():
-    """Why one rendering: the other way is no prefix on Qwen3 and Phi."""
-
-    def two_renderings(tokenizer):
-        turns = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "hello"}]
-        before = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=False)
-        after = tokenizer.apply_chat_template(
-            [*turns, {"role": "user", "content": "ok"}], tokenize=False, add_generation_prompt=True
-        )
-        return after.startswith(before)
-
-    holds = {name: two_renderings(family_tokenizer(name)) for name in FAMILIES}
-    assert not holds["Qwen3"]
-    assert not holds["Phi"]
-    assert holds["Qwen2.5"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from tests.datasets import chat_families
+from tests.datasets.row_files import written
 from tokenizers.pre_tokenizers import ByteLevel
 
 from lightrft.config import ConfigError, TrainConfig
@@ -31,11 +30,10 @@ SPOKEN = [
 
 
 def load(folder, rows, *, tokenizer=None, **options):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = written(folder, rows)
     tokenizer = tokenizer or family_tokenizer("Qwen2.5")
     config = TrainConfig(**options)
-    data = load_supervised(str(path), tokenizer, config, max_samples=100, split="train")
+    data = load_supervised(path, tokenizer, config, max_samples=100, split="train")
     return data, [
         (tokenizer.decode(row.token_ids), tokenizer.decode(row.token_ids[row.is_trained]))
         for row in data.rows
@@ -134,11 +132,10 @@ def test_rows_of_token_ids_are_taken_as_they_are(tmp_path, train_on, trained):
     ],
 )
 def test_a_wrong_row_of_token_ids_is_named_with_its_place(tmp_path, token_ids, is_trained, said):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"token_ids": token_ids, "is_trained": is_trained}))
+    path = written(tmp_path, [{"token_ids": token_ids, "is_trained": is_trained}])
     with pytest.raises(DataError, match=f"rows.jsonl:1: .*{said}") as error:
         load_supervised(
-            str(path),
+            path,
             family_tokenizer("Qwen2.5"),
             TrainConfig(),
             max_samples=1,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from tests.kernels.logprob_world import (
+    check_loss,
+    float64_program,
+    make_inputs,
+    relative_error,
+    weighted,
+    weighted_tokens,
+)
 
 from lightrft.kernels import linear_logprob, linear_policy_loss
 from lightrft.kernels.logprob import stored_logits
@@ -14,93 +20,67 @@ from lightrft.kernels.logprob.products import cpu_multiplies_bfloat16, split_pro
 from lightrft.kernels.logprob.rows import RunningRows
 from lightrft.kernels.logprob.selection import automatic_choice
 
-NUM_TOKENS, VOCAB, SIZE = 37, 5000, 16
+NUM_TOKENS, VOCAB = 37, 5000
 
 
-def make_inputs(spread=3.0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(NUM_TOKENS, SIZE, generator=generator)
-    weight = torch.randn(VOCAB, SIZE, generator=generator) * (spread / math.sqrt(SIZE))
-    bias = torch.randn(VOCAB, generator=generator)
-    targets = torch.randint(0, VOCAB, (NUM_TOKENS,), generator=generator)
+def inputs(spread=3.0, dtype=torch.float32):
+    leaves, targets, upstream = make_inputs(NUM_TOKENS, VOCAB, size=16, spread=spread, dtype=dtype)
     targets[5], targets[6] = targets[4], -100  # one twice, one ignored
-    leaves = [t.to(dtype).requires_grad_() for t in (hidden, weight, bias)]
-    return leaves, targets, torch.randn(2, NUM_TOKENS, generator=generator)
-
-
-def slow(leaves, targets, upstream, *, temperature, softcap):
-    """Loss and gradients of sum(u lp + v H), token by token in float64."""
-    hidden, weight, bias = (leaf.detach().double().requires_grad_() for leaf in leaves)
-    loss = torch.zeros((), dtype=torch.float64)
-    for token, target in enumerate(targets.tolist()):
-        if target == -100:
-            continue
-        logits = weight @ hidden[token] + bias
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        law = torch.log_softmax(logits / temperature, 0)
-        finite = law.masked_fill(law == -torch.inf, 0.0)
-        loss = loss + upstream[0, token].double() * law[target]
-        loss = loss - upstream[1, token].double() * (law.exp() * finite).sum()
-    return loss, torch.autograd.grad(loss, (hidden, weight, bias))
-
-
-def weighted(upstream):
-    def token_loss(logprobs, entropy, rows):
-        u, v = upstream[:, rows].to(logprobs.dtype)
-        loss = (u * logprobs).sum() + (v * entropy).sum()
-        return loss, u, v if v.any() else None
-
-    return token_loss
-
-
-def distance(found, wanted):
-    return float((found.double() - wanted).norm() / wanted.norm())
+    return leaves, targets, upstream
 
 
 @pytest.mark.parametrize("entropy", ["none", "value", "grad"])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("chunk_tokens", [None, 9])
-def test_loss_and_gradients_equal_float64(entropy, softcap, temperature, chunk_tokens):
-    leaves, targets, upstream = make_inputs()
+@pytest.mark.parametrize(("chunk_tokens", "budget"), [(None, None), (9, 90_000), (7, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_and_gradients_equal_float64(
+    entropy, softcap, temperature, chunk_tokens, budget, dtype
+):
+    leaves, targets, upstream = inputs(dtype=dtype)
     if entropy != "grad":
         upstream[1] = 0
-    options = {"temperature": temperature, "softcap": softcap}
-    loss, wanted = slow(leaves, targets, upstream, **options)
-    output = linear_policy_loss(
-        *leaves[:2],
-        targets,
-        weighted(upstream),
-        bias=leaves[2],
-        entropy=entropy,
-        chunk_tokens=chunk_tokens,
-        logits_budget_bytes=None if chunk_tokens is None else 90_000,
-        **options,
+    how = {"entropy": entropy, "chunk_tokens": chunk_tokens, "logits_budget_bytes": budget}
+    # 16-bit gradients are rounded when they are stored, and those of the logits before, on a CPU
+    # that multiplies bfloat16.
+    gradient = 5e-6 if dtype == torch.float32 else 6e-3
+    program = {"temperature": temperature, "softcap": softcap}
+    output = check_loss(
+        leaves, targets, upstream, value=2e-5, gradient=gradient, how=how, **program
     )
-    assert float(output.loss) == pytest.approx(float(loss), rel=2e-5)
+    values, _, _ = float64_program(leaves, targets, **program)
+    assert output.loss.item() == pytest.approx(weighted(values, upstream).item(), rel=2e-5)
     assert (output.entropy is None) == (entropy == "none")
-    for found, exact in zip(torch.autograd.grad(output.loss, leaves), wanted, strict=True):
-        assert distance(found, exact) < 5e-6
+
+
+def test_rows_that_count_are_handed_over_once_and_in_order():
+    leaves, targets, upstream = inputs()
+    calls = []
+
+    def token_loss(logprobs, entropy, rows):
+        calls.append(rows)
+        return weighted_tokens(upstream)(logprobs, entropy, rows)
+
+    output = linear_policy_loss(*leaves[:2], targets, token_loss, chunk_tokens=7)
+    assert torch.equal(torch.cat(calls), (targets != -100).nonzero().squeeze(1))
+    assert all(len(rows) <= 7 for rows in calls)
+    once = torch.autograd.grad(output.loss, leaves[:2])
+    again = linear_policy_loss(*leaves[:2], targets, token_loss, chunk_tokens=7)
+    for thrice, plain in zip(torch.autograd.grad(3.0 * again.loss, leaves[:2]), once, strict=True):
+        torch.testing.assert_close(thrice, 3.0 * plain)
 
 
 @pytest.mark.parametrize("spread", [9.0, 3000.0])
 def test_large_logits_and_excluded_tokens(spread):
-    leaves, targets, upstream = make_inputs(spread)
+    leaves, targets, upstream = inputs(spread)
     upstream[1] = 0
     with torch.no_grad():
         leaves[2][torch.arange(0, VOCAB, 7)] = -torch.inf
     targets = torch.where(targets % 7 == 0, targets + 1, targets).clamp(max=VOCAB - 2)
-    loss, wanted = slow(leaves, targets, upstream, temperature=1.0, softcap=None)
-    output = linear_policy_loss(
-        *leaves[:2], targets, weighted(upstream), bias=leaves[2], entropy="value"
+    output = check_loss(
+        leaves, targets, upstream, value=2e-5, gradient=1e-5, how={"entropy": "value"}
     )
-    assert float(output.loss) == pytest.approx(float(loss), rel=1e-4)
     assert bool(output.entropy.isfinite().all())
-    # The rounding of a logit of 10^4 is 1e-3, and that of its probability, too.
-    bound = 1e-5 if spread < 100 else 5e-3
-    for found, exact in zip(torch.autograd.grad(output.loss, leaves), wanted, strict=True):
-        assert distance(found, exact) < bound
 
 
 def test_a_near_certain_target_keeps_the_digits_of_its_gradient():
@@ -117,28 +97,25 @@ def test_a_near_certain_target_keeps_the_digits_of_its_gradient():
 
 def test_the_comparison_sees_a_lost_target_entry(monkeypatch):
     """Positive control: without clearing the targets' probabilities they count twice."""
-    leaves, targets, upstream = make_inputs()
+    leaves, targets, upstream = inputs()
     upstream[1] = 0
-    _, wanted = slow(leaves, targets, upstream, temperature=1.0, softcap=None)
     monkeypatch.setattr(stored_logits.StoredLogits, "clear_targets", lambda *args: None)
-    output = linear_policy_loss(
-        *leaves[:2], targets, weighted(upstream), bias=leaves[2], entropy="none"
-    )
-    assert distance(torch.autograd.grad(output.loss, leaves)[1], wanted[1]) > 1e-4
+    with pytest.raises(AssertionError):
+        check_loss(leaves, targets, upstream, gradient=1e-4, how={"entropy": "none"})
 
 
 def test_gradients_are_handed_over_once():
-    leaves, targets, upstream = make_inputs()
-    output = linear_policy_loss(*leaves[:2], targets, weighted(upstream))
+    leaves, targets, upstream = inputs()
+    output = linear_policy_loss(*leaves[:2], targets, weighted_tokens(upstream))
     torch.autograd.grad(output.loss, leaves[0], retain_graph=True)
     with pytest.raises(RuntimeError, match="differentiated before"):
         output.loss.backward()
 
 
 def test_a_gradient_for_an_entropy_that_has_none_is_refused():
-    leaves, targets, upstream = make_inputs()
+    leaves, targets, upstream = inputs()
     with pytest.raises(ValueError, match="pass entropy='grad', got 'value'"):
-        linear_policy_loss(*leaves[:2], targets, weighted(upstream), entropy="value")
+        linear_policy_loss(*leaves[:2], targets, weighted_tokens(upstream), entropy="value")
 
 
 @pytest.mark.parametrize("rises", [False, True])
@@ -166,10 +143,10 @@ def test_three_parts_hold_a_float32_weight():
     weight = torch.randn(96, 64, generator=generator)
     hidden = torch.randn(64, 33, generator=generator).bfloat16()
     exact = weight.double() @ hidden.double()
-    assert distance(split_product(weight, hidden), exact) < 5e-7
-    assert distance(split_product(hidden.T, weight.T), exact.T) < 5e-7
+    assert relative_error(split_product(weight, hidden), exact) < 5e-7
+    assert relative_error(split_product(hidden.T, weight.T), exact.T) < 5e-7
     # Positive control: a weight that was rounded once.
-    assert distance(split_product(weight, hidden, num_parts=1), exact) > 1e-3
+    assert relative_error(split_product(weight, hidden, num_parts=1), exact) > 1e-3
 
 
 def test_bfloat16_products_of_a_cpu_are_exact():
@@ -179,25 +156,15 @@ def test_bfloat16_products_of_a_cpu_are_exact():
     try:
         if not cpu_multiplies_bfloat16():
             pytest.skip("this CPU has no instructions for bfloat16 products")
-        (hidden, weight, _), targets, upstream = make_inputs(dtype=torch.bfloat16)
+        (hidden, weight, _), targets, upstream = inputs(dtype=torch.bfloat16)
         targets = targets.clamp(min=0)
-        exact = torch.log_softmax(hidden.double() @ weight.double().T, 1)
-        exact = exact.gather(1, targets[:, None]).squeeze(1)
-        found = linear_logprob(hidden, weight, targets).logprobs
-        assert (found.double() - exact).abs().max() < 5e-5
         # Of float32 operands nothing is rounded, whatever the program allows.
-        wide = linear_logprob(hidden.float() / 3, weight.float(), targets).logprobs
-        exact = torch.log_softmax((hidden.float() / 3).double() @ weight.double().T, 1)
-        exact = exact.gather(1, targets[:, None]).squeeze(1)
-        assert (wide.double() - exact).abs().max() < 5e-5
+        for leaves in ((hidden, weight), (hidden.float() / 3, weight.float())):
+            (exact, _), _, _ = float64_program(leaves, targets)
+            result = linear_logprob(*leaves, targets).logprobs
+            assert (result.double() - exact).abs().max() < 5e-5
         upstream[1] = 0
-        inside = linear_policy_loss(hidden, weight, targets, weighted(upstream), entropy="none")
-        none = torch.zeros(VOCAB)
-        _, wanted = slow((hidden, weight, none), targets, upstream, temperature=1.0, softcap=None)
-        for got, want in zip(
-            torch.autograd.grad(inside.loss, (hidden, weight)), wanted[:2], strict=True
-        ):
-            assert distance(got, want) < 6e-3
+        check_loss((hidden, weight), targets, upstream, gradient=6e-3, how={"entropy": "none"})
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -230,3 +197,36 @@ def test_auto_is_a_fixed_choice():
     assert of(bf16, bf16, 4096) == "cublas"
     assert of(bf16, bf16, 896) == "triton"
     assert plan_loss(700, torch.empty(700, 64), torch.empty(9999, 64)) == (700, 700 * 9999 * 4)
+
+
+def test_no_gradient_is_computed_where_none_is_needed():
+    (hidden, weight, _), targets, upstream = inputs()
+    upstream[1] = 0
+    token_loss = weighted_tokens(upstream)
+    with torch.no_grad():
+        silent = linear_policy_loss(hidden, weight, targets, token_loss)
+    assert not silent.loss.requires_grad
+    frozen = weight.detach()
+    output = linear_policy_loss(hidden, frozen, targets, token_loss)
+    assert output.loss.item() == silent.loss.item()
+    output.loss.backward()
+    plain = linear_logprob(hidden, frozen, targets).logprobs
+    (wanted,) = torch.autograd.grad((plain * upstream[0]).sum(), hidden)
+    assert relative_error(hidden.grad, wanted) < 5e-6
+
+
+def test_all_tokens_ignored():
+    leaves, targets, _ = inputs()
+    output = linear_policy_loss(*leaves[:2], torch.full_like(targets, -100), None)
+    assert output.loss.item() == 0
+    assert all(not g.any() for g in torch.autograd.grad(output.loss, leaves[:2]))
+
+
+def test_wrong_shapes_are_refused():
+    (hidden, weight, _), targets, _ = inputs()
+    with pytest.raises(ValueError, match=r"got loss \(5,\) and gradients \[\(5,\)\]"):
+        linear_policy_loss(
+            hidden, weight, targets, lambda logprobs, entropy, rows: (logprobs[:5],) * 2 + (None,)
+        )
+    with pytest.raises(ValueError, match="chunk_tokens must be positive: got 0"):
+        linear_policy_loss(hidden, weight, targets, None, chunk_tokens=0)

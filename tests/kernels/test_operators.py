@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.host_waits import HostWaits
+from tests.kernels.logprob_world import make_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -16,14 +17,15 @@ from lightrft.kernels.logprob.rows import select_rows
 pytestmark = pytest.mark.shard("strategies")
 
 
-def make_inputs(dtype=torch.float32, num_tokens=20, vocab=100, size=24):
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(num_tokens, size, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(vocab, size, generator=generator).to(dtype).requires_grad_()
-    bias = torch.randn(vocab, generator=generator).to(dtype).requires_grad_()
-    targets = torch.randint(0, vocab, (num_tokens,), generator=generator)
+def leaves_and_targets(dtype=torch.float32):
+    leaves, targets, _ = make_inputs(20, 100, dtype=dtype)
     targets[3] = -100
-    return hidden, weight, bias, targets
+    return (*leaves, targets)
+
+
+def summed(logprobs, entropy, rows):
+    """Return the sum as a loss, with its gradient."""
+    return logprobs.sum(), torch.ones_like(logprobs), None
 
 
 def logprobs_and_entropy(hidden, weight, bias, targets):
@@ -45,7 +47,7 @@ def assert_same(values, expected):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_in_one_graph_forward_and_backward(dynamic):
-    inputs = make_inputs()
+    inputs = leaves_and_targets()
     compiled = torch.compile(
         logprobs_and_entropy, fullgraph=True, dynamic=dynamic, backend="aot_eager"
     )
@@ -58,13 +60,13 @@ def test_compiles_in_one_graph_forward_and_backward(dynamic):
 
 @pytest.mark.slow
 def test_compiles_in_one_graph_with_inductor():
-    inputs = make_inputs()
+    inputs = leaves_and_targets()
     compiled = torch.compile(logprobs_and_entropy, fullgraph=True)
     assert_same(run(compiled, inputs), run(logprobs_and_entropy, inputs))
 
 
 def test_a_checkpoint_that_does_not_reenter_recomputes_it():
-    inputs = make_inputs()
+    inputs = leaves_and_targets()
 
     def recomputed(*arguments):
         return checkpoint(logprobs_and_entropy, *arguments, use_reentrant=False)
@@ -73,15 +75,10 @@ def test_a_checkpoint_that_does_not_reenter_recomputes_it():
 
 
 def test_a_checkpoint_of_a_loss_inside_recomputes_it():
-    hidden, weight, _, targets = make_inputs()
+    hidden, weight, _, targets = leaves_and_targets()
 
     def loss_of(hidden, weight):
-        return linear_policy_loss(
-            hidden,
-            weight,
-            targets,
-            lambda logprobs, entropy, rows: (logprobs.sum(), torch.ones_like(logprobs), None),
-        ).loss
+        return linear_policy_loss(hidden, weight, targets, summed).loss
 
     want = torch.autograd.grad(loss_of(hidden, weight), (hidden, weight))
     loss = checkpoint(loss_of, hidden, weight, use_reentrant=False)
@@ -89,7 +86,7 @@ def test_a_checkpoint_of_a_loss_inside_recomputes_it():
 
 
 def operator_arguments(entropy):
-    hidden, weight, bias, targets = make_inputs()
+    hidden, weight, bias, targets = leaves_and_targets()
     options = (0.7, 5.0, -100, entropy, "auto", 64, None)
     forward = (hidden, weight, bias, targets, *options)
     results = [tensor.detach() for tensor in torch.ops.lightrft.linear_logprob(*forward)]
@@ -107,14 +104,9 @@ def test_operators_pass_torchs_own_checks(entropy):
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_second_derivatives_are_refused_also_beside_another_term(inside):
-    hidden, weight, _, targets = make_inputs()
+    hidden, weight, _, targets = leaves_and_targets()
     if inside:
-        loss = linear_policy_loss(
-            hidden,
-            weight,
-            targets,
-            lambda logprobs, entropy, rows: (logprobs.sum(), torch.ones_like(logprobs), None),
-        ).loss
+        loss = linear_policy_loss(hidden, weight, targets, summed).loss
     else:
         loss = linear_logprob(hidden, weight, targets).logprobs.sum()
     (gradient,) = torch.autograd.grad(loss + (hidden**3).sum(), hidden, create_graph=True)
@@ -124,7 +116,7 @@ def test_second_derivatives_are_refused_also_beside_another_term(inside):
 
 
 def test_vmap_is_refused_with_what_to_do():
-    _, weight, _, targets = make_inputs()
+    _, weight, _, targets = leaves_and_targets()
 
     def logprobs(hidden):
         return linear_logprob(hidden, weight.detach(), targets).logprobs
@@ -156,12 +148,12 @@ class Watch(TorchDispatchMode):
 
 
 def test_no_setting_of_the_program_is_changed():
-    hidden, weight, _, targets = make_inputs(torch.bfloat16)
+    hidden, weight, _, targets = leaves_and_targets(torch.bfloat16)
     seen = []
 
     def token_loss(logprobs, entropy, rows):
         seen.append(settings())
-        return logprobs.sum(), torch.ones_like(logprobs), None
+        return summed(logprobs, entropy, rows)
 
     before = settings()
     linear_policy_loss(hidden, weight, targets, token_loss)

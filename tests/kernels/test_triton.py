@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tests.machine import seconds
+from tests.machine import run_program
 
 from lightrft.kernels import linear_logprob
 
@@ -20,16 +19,9 @@ FOLDER = Path(__file__).parent
 @pytest.mark.triton
 def test_values_in_the_interpreter():
     case_file = FOLDER / "interpreter_cases.py"
-    process = subprocess.run(
-        [sys.executable, "-m", "pytest", str(case_file), "-q", "-p", "no:cacheprovider"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=seconds(280),
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-6000:]
-    assert "passed" in process.stdout
+    words = (sys.executable, "-m", "pytest", case_file, "-q", "-p", "no:cacheprovider")
+    done = run_program(*words, limit=280, OMP_NUM_THREADS="1", TRITON_INTERPRET="1")
+    assert "passed" in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run here")

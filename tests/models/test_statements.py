@@ -265,21 +265,13 @@ def test_twenty_five_pairs_are_planted():
     assert len(DECIDED) + len(REFUSED) >= 25
 
 
-def test_doctor_and_data_check_say_the_same(model, tmp_path, capsys):
+def test_the_doctor_says_the_same(model, capsys):
     only_tokenizer_ends(model)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"input": "1+1?", "label": "2"}) + "\n")
-    line = DECIDED["an end of the tokenizer"][1]
     assert main(["doctor", "--pretrain", str(model)]) == 0
-    assert line in capsys.readouterr().out
-    assert main(["data", "check", str(rows), "--pretrain", str(model)]) == 0
-    said = capsys.readouterr().out
-    assert line in said
-    assert "trained (mask 1) up to and including ⟦<|end|>⟧" in said
+    assert DECIDED["an end of the tokenizer"][1] in capsys.readouterr().out
     with_tokens("<tool>")(model)
-    for argv in (["doctor"], ["data", "check", str(rows)]):
-        assert main([*argv, "--pretrain", str(model)]) == 2
-        assert "has ids up to 261" in capsys.readouterr().err
+    assert main(["doctor", "--pretrain", str(model)]) == 2
+    assert "has ids up to 261" in capsys.readouterr().err
 
 
 def test_a_generation_config_that_transformers_refuses_is_saved_repaired(model, tmp_path):

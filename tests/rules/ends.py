@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.datasets.row_files import written
 from tests.rules.spoken import END, ROWS, SMALL, rollouts, spoken_model
 from tests.rules.stages import Cell, cells
 
@@ -41,11 +42,10 @@ def a_run_stops_where_the_tokenizer_ends(tmp_path: Path) -> None:
 
 def an_evaluation_stops_where_the_tokenizer_ends(tmp_path: Path) -> None:
     model = spoken_model(tmp_path, TALKING)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    rows = written(tmp_path, ROWS)
     argv = [
         "--eval_data",
-        str(rows),
+        rows,
         "--reward_fn",
         "boxed_math",
         "--output_dir",
@@ -70,9 +70,8 @@ def a_served_answer_stops_where_the_tokenizer_ends(tmp_path: Path) -> None:
 
 def the_check_of_data_names_every_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = spoken_model(tmp_path, TALKING)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
-    assert main(["data", "check", str(rows), "--pretrain", model]) == 0
+    rows = written(tmp_path, ROWS)
+    assert main(["data", "check", rows, "--pretrain", model]) == 0
     said = capsys.readouterr().out
     assert "trained (mask 1) up to and including ⟦<|end|>⟧" in said
     assert "generation stops at '<|end|>' (tokenizer, chat template)" in said

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.datasets.chat_families import tokenizer_of
+from tests.datasets.row_files import written
 from tests.rules.stages import cells
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -48,19 +49,6 @@ def calling(*arguments: object) -> dict[str, object]:
     function = {"name": "f", **({"arguments": arguments[0]} if arguments else {})}
     call = {"id": "call00001", "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def file_of(folder: Path, rows: Sequence[dict[str, object]], *, as_parquet: bool = False) -> str:
-    """A file of rows, for which Parquet has one form of all."""
-    path = folder / ("rows.parquet" if as_parquet else "rows.jsonl")
-    if as_parquet:
-        import pyarrow
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def row_of(stage: str, talk: Sequence[object], **columns: object) -> dict[str, object]:
@@ -111,7 +99,7 @@ def load(stage: str, path: str, **options: object) -> tuple[list[str], str]:
 
 def read(stage: str, folder: Path, talk: Sequence[object], **columns: object) -> str:
     """The text of one row of a stage."""
-    (text,), _ = load(stage, file_of(folder, [row_of(stage, talk, **columns)]))
+    (text,), _ = load(stage, written(folder, [row_of(stage, talk, **columns)]))
     return text
 
 
@@ -134,8 +122,8 @@ def nulls_of_arrow_are_stripped(stage: str, tmp_path: Path) -> None:
         row_of(stage, [ASK, calling({"x": 1, "y": 2}), RESULT], **columns),
         row_of(stage, [ASK], **columns),
     ]
-    texts, _ = load(stage, file_of(tmp_path, rows))
-    padded, _ = load(stage, file_of(tmp_path, rows, as_parquet=True))
+    texts, _ = load(stage, written(tmp_path, rows))
+    padded, _ = load(stage, written(tmp_path, rows, "rows.parquet"))
     assert padded == texts
     assert "null" not in str(texts)
     assert "<call>" not in texts[2]
@@ -221,8 +209,8 @@ def a_begun_answer_is_refused(stage: str, tmp_path: Path) -> None:
     if stage in ("sft", "distill on rows"):
         row = {"prompt": BEGUN, "completion": [SAID]}
     options = {"apply_chat_template": True} if "completion" in row else {}
-    with pytest.raises(DataError, match="the prompt ends with the assistant's message 'It is'"):
-        load(stage, file_of(tmp_path, [row]), **options)
+    with pytest.raises(DataError, match=r"assistant's message 'It is', .*lightrft sft"):
+        load(stage, written(tmp_path, [row]), **options)
 
 
 def a_begun_answer_of_a_client_is_refused() -> None:
@@ -234,7 +222,7 @@ def a_begun_answer_of_a_client_is_refused() -> None:
 
 def unread_names_are_said(stage: str, tmp_path: Path) -> None:
     row = row_of(stage, [{**ASK, "mood": "good"}], text="x", instruction="y")
-    _, summary = load(stage, file_of(tmp_path, [row]))
+    _, summary = load(stage, written(tmp_path, [row]))
     assert "not read: columns" in summary
     for name in ("instruction", "keys of messages mood"):
         assert name in summary
@@ -248,7 +236,7 @@ def data_check_says_unread_names(tmp_path: Path, capsys: pytest.CaptureFixture[s
     model = model_folder(tmp_path, TOKENIZER)
     (model / "model.safetensors").touch()
     row = row_of("train", [{**ASK, "mood": "good"}], instruction="y")
-    command = ["check", file_of(tmp_path, [row]), "--pretrain", str(model), "--input_key"]
+    command = ["check", written(tmp_path, [row]), "--pretrain", str(model), "--input_key"]
     assert run([*command, "messages", "--apply_chat_template"]) == 0
     shown = capsys.readouterr().out
     assert "not read: columns" in shown
@@ -271,7 +259,7 @@ def marked_turns_are_untrained(stage: str, tmp_path: Path) -> None:
     bad = {"role": "assistant", "content": "bad", "weight": 0}
     row = {"messages": [ASK, bad, ASK, SAID]}
     data = load_supervised(
-        file_of(tmp_path, [row]), TOKENIZER, config_of(stage), max_samples=1, split="train"
+        written(tmp_path, [row]), TOKENIZER, config_of(stage), max_samples=1, split="train"
     )
     trained = TOKENIZER.decode(data.rows[0].token_ids[data.rows[0].is_trained])
     assert trained == "20 degrees.<|im_end|>"
@@ -280,13 +268,13 @@ def marked_turns_are_untrained(stage: str, tmp_path: Path) -> None:
 def a_judged_answer_that_is_marked_untrained_is_refused(stage: str, tmp_path: Path) -> None:
     row = {**row_of(stage, [ASK]), "chosen": [{**SAID, "weight": 0}]}
     with pytest.raises(DataError, match="is marked untrained"):
-        load(stage, file_of(tmp_path, [row]))
+        load(stage, written(tmp_path, [row]))
 
 
 def a_label_that_is_nan_is_absent(stage: str, tmp_path: Path) -> None:
     rows = [{"messages": [ASK], "label": label} for label in (1.0, float("nan"))]
-    for as_parquet in (False, True):
-        path = file_of(tmp_path, rows, as_parquet=as_parquet)
+    for name in ("rows.jsonl", "rows.parquet"):
+        path = written(tmp_path, rows, name)
         _, summary = load(stage, path)
         if stage == "data check":
             assert "label=None" in summary
@@ -297,11 +285,11 @@ def a_label_that_is_nan_is_absent(stage: str, tmp_path: Path) -> None:
 def a_judgement_that_is_nan_is_no_judgement(stage: str, tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": "b", "label": float("nan")}
     with pytest.raises(DataError, match=r"expected|label"):
-        load(stage, file_of(tmp_path, [row]))
+        load(stage, written(tmp_path, [row]))
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     for columns in ({"margin": float("nan")}, {"score_chosen": float("nan"), "score_rejected": 1}):
-        texts, _ = load(stage, file_of(tmp_path, [{**pair, **columns}]))
-        assert texts == load(stage, file_of(tmp_path, [pair]))[0]
+        texts, _ = load(stage, written(tmp_path, [{**pair, **columns}]))
+        assert texts == load(stage, written(tmp_path, [pair]))[0]
 
 
 NULLS = cells(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from tests.datasets.row_files import written
 
 from lightrft.config import TrainConfig
 
@@ -47,13 +47,6 @@ def cells(*parts: dict[str, Cell]) -> dict[str, Cell]:
     return row
 
 
-def written(folder: Path, columns: dict[str, object]) -> Path:
-    """A file of one row."""
-    path = folder / "rows.jsonl"
-    path.write_text(json.dumps(columns) + "\n")
-    return path
-
-
 def model_folder(folder: Path, tokenizer: object, **changes: object) -> Path:
     """A folder of a tiny model without its weights; a reader of rows needs none."""
     from tests.models.tiny import tiny_config
@@ -76,7 +69,7 @@ def read(
         folder: An empty folder.
         options: Options of the run.
     """
-    path = str(written(folder, columns))
+    path = written(folder, [columns])
     if stage in ("train", "eval"):
         from lightrft.datasets import load_prompts
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from tests.rules.stages import OF_PROMPTS, OF_ROWS, answered, cells, model_folder, read, written
+from tests.datasets.row_files import written
+from tests.rules.stages import OF_PROMPTS, OF_ROWS, answered, cells, model_folder, read
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import DataError
@@ -88,7 +88,7 @@ def own_prompt_is_open(tmp_path: Path) -> None:
     from lightrft.stages.distillation.own_samples import prompt_of
 
     for build in FORMS:
-        path = str(written(tmp_path, answered("sft", "<s>say ", "x")))
+        path = written(tmp_path, [answered("sft", "<s>say ", "x")])
         load = load_supervised(path, build(ends=True), TrainConfig(), max_samples=1, split="train")
         prompt = prompt_of(load.rows[0])
         assert EOS not in prompt
@@ -141,15 +141,14 @@ TOO_LONG, JUST, BEYOND = "a" * (POSITIONS - NEW), "a" * (POSITIONS - NEW - 1), "
 
 
 def options(folder: Path, rows: list[dict[str, object]]) -> dict[str, object]:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = written(folder, rows)
     tokenizer = with_post_processor(ends=False)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
     model = model_folder(folder, tokenizer, max_position_embeddings=POSITIONS)
     return {
         "pretrain": str(model),
-        "prompt_data": str(path),
-        "eval_data": str(path),
+        "prompt_data": path,
+        "eval_data": path,
         "eval_split": "train",
         "generate_max_len": NEW,
         "output_dir": str(folder / "run"),

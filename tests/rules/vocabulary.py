@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.datasets.row_files import written
 from tests.rules.spoken import END, NUM_IDS, ROWS, SMALL, rollouts, spoken_model
 from tests.rules.stages import Cell, cells
 from transformers import AutoTokenizer
@@ -64,13 +64,12 @@ def a_tokenizer_that_is_too_large_is_refused(
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens(["<tool>"])
     tokenizer.save_pretrained(model)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(f"{json.dumps(DATA[stage])}\n" * 4)
+    rows = written(tmp_path, [DATA[stage]] * 4)
     common = ["--output_dir", str(tmp_path / "run")]
-    given = ["--pretrain", model, "--prompt_data", str(rows), "--fsdp", *common]
+    given = ["--pretrain", model, "--prompt_data", rows, "--fsdp", *common]
     commands = {
-        "eval": ["eval", model, "--eval_data", str(rows), "--reward_fn", "boxed_math", *common],
-        "data check": ["data", "check", str(rows), "--pretrain", model],
+        "eval": ["eval", model, "--eval_data", rows, "--reward_fn", "boxed_math", *common],
+        "data check": ["data", "check", rows, "--pretrain", model],
         "distill on rows": ["distill", *given, "--teacher", model, "--teacher_form", "reverse"],
     }
     argv = commands.get(stage, [stage, *given])

@@ -203,16 +203,6 @@ def test_an_item_less_and_a_gradient_of_another_size_are_found(case):
     assert distance(scaled, gradient) > 3e-6
 
 
-@pytest.mark.parametrize("case", ["divergence", "prefer dpo", "prefer kto", "reward"])
-def test_no_dropout_of_the_model_reaches_what_is_compared(case):
-    dropping = {"attention_dropout": 0.5}
-    model = reward_world.tiny_classifier(**dropping) if case == "reward" else tiny_model(**dropping)
-    if case.startswith("prefer"):
-        model = preference_world.noisy_model(model)
-    stage, items = build(get_fake_strategy(STILL), case, model=model)
-    assert distance(train_step(stage, items)[0], plain(case, has_adapters=False)[0]) <= 1e-6
-
-
 @pytest.mark.parametrize("case", ["sft", "divergence"])
 def test_one_of_two_ranks_trains_no_token_and_a_mean_per_rank_would_be_found(case):
     from lightrft.experience.minibatches import plan_minibatches

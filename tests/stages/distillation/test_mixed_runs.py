@@ -225,12 +225,6 @@ def test_samples_of_two_teachers_with_hints_are_equal_on_one_rank_and_on_two(mod
             assert other[name] == pytest.approx(one[name], rel=1e-4), name
 
 
-def test_a_prompt_too_long_to_sample_from_is_named(models, tmp_path):
-    given = {**MIXED, "teacher": str(models / "first"), "offpolicy_fraction": 0.5}
-    with pytest.raises(DataError, match=r"the prompt of row 1 has .* prompt_max_len = 3"):
-        run(models, write_rows(tmp_path), tmp_path / "run", **{**given, "prompt_max_len": 3})
-
-
 def test_options_of_sampling_are_of_own_samples(models, tmp_path):
     given = {**MIXED, "teacher": str(models / "first")}
     with pytest.raises(ConfigError, match="generate_max_len is no option of lightrft distill"):
