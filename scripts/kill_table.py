@@ -344,6 +344,8 @@ def draw_faults(folder: Path, areas: Mapping[str, str], count: int, seed: int) -
                 is_python = mutant.compiled() is not None
                 changed = Mutant(name, mutant.line, mutant.what, mutant.code, mutant.lines)
                 drawn += [(area, changed)] if is_python else []
+    # So that a table which is stopped early has some of each area.
+    random.Random(seed).shuffle(drawn)
     return drawn
 
 
