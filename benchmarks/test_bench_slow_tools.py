@@ -23,7 +23,8 @@ from pathlib import Path
 import pytest
 from tests.forked_run import Ranks
 from tests.ranks import run_multiprocess
-from tests.trainer.test_killed_episodes import TEMPLATE, let_random_models_call, settings
+from tests.runs import TEMPLATE
+from tests.trainer.test_killed_episodes import let_random_models_call, settings
 from tests.trainer.test_random_kills import become_launcher, import_modules, write_inputs
 
 from lightrft.config import TrainConfig

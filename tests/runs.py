@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from unittest.mock import patch
 
@@ -19,6 +19,8 @@ import pytest
 from tests.ranks import run_multiprocess
 
 from lightrft.config import TrainConfig
+from lightrft.rewards.types import RewardResult
+from lightrft.rollout.sampler import training_params
 from lightrft.run.assembly import run_training
 from lightrft.run.loop import Loop
 from lightrft.tools.model_presets import write_tiny_model
@@ -28,6 +30,15 @@ REWARD = """
 def score(responses, **columns):
     return [sum(ord(c) % 2 for c in text) / max(len(text), 1) for text in responses]
 """
+# Shows the names of tools, calls and answers to a model whose turns `calling` has read as calls.
+TEMPLATE = """\
+{%- for x in tools or [] %}{{- '<|system|>' + x.function.name }}{%- endfor %}\
+{%- for m in messages %}\
+{%- if m.role == 'tool' %}{{- '<|user|>' + m.content }}\
+{%- else %}{{- '<|' + m.role + '|>' + m.content }}{%- for k in m.tool_calls or [] %}\
+{{- k.function | tojson }}{%- endfor %}\
+{%- if m.role == 'assistant' %}{{- eos_token }}{%- endif %}{%- endif %}{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
 # Of a step: what a clock says, what a machine has.
 NOT_COMPARED = ("second", "memory/", "mfu", "tflops", "engine_hash")
 
@@ -41,6 +52,26 @@ def tiny_models(folder, *names):
     for seed, name in enumerate(names, start=1):
         write_tiny_model(folder / name, "tiny-qwen3", seed=seed)
     return folder
+
+
+class TextReward:
+    """Scores the text of each response by a function, in the process of the trainer.
+
+    Args:
+        of: Returns a number, a `RewardResult`, or None where it decides nothing.
+    """
+
+    name, needs_labels = "text", False
+
+    def __init__(self, of):
+        self.of = of
+
+    def score(self, prompts, responses, labels, columns):
+        scores = map(self.of, responses)
+        return [RewardResult(float(s)) if isinstance(s, int | float) else s for s in scores]
+
+    def close(self):
+        pass
 
 
 def write(path, rows):
@@ -137,43 +168,66 @@ def train(options):
     return run_training(TrainConfig(**settings), stage=stage)
 
 
+def with_stops(config, stops=range(90)):
+    """Return how a run samples, but that these ids end a turn: random models seldom end one."""
+    return replace(training_params(config), stop_token_ids=tuple(stops))
+
+
 @contextmanager
-def calling(*calls, stops=range(90)):
+def calling(*calls, choose=None, stops=range(90)):
     """Let a random model call tools in each turn and end its turns early.
 
     Args:
-        calls: Tool calls that each turn is read as; the turns stay as they are if there are none.
+        calls: Tool calls that each turn is read as, or functions of its text that return one; the
+            turns stay as they are if there are none.
+        choose: In their stead, what chooses the parser of calls.
         stops: Ids that end a turn.
     """
     import lightrft.rollout.environments.specs as specs
     import lightrft.rollout.sampler as sampler
 
-    usual = sampler.training_params
-
-    def training_params(config):
-        return replace(usual(config), stop_token_ids=tuple(stops))
+    def parse(text, *_):
+        return [call(text) if callable(call) else call for call in calls]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sampler, "training_params", training_params)
-        if calls:
-            patched.setattr(specs, "choose_parser", lambda *_: lambda *_: list(calls))
+        patched.setattr(sampler, "training_params", lambda config: with_stops(config, stops))
+        if calls or choose:
+            patched.setattr(specs, "choose_parser", choose or (lambda *_: parse))
         yield
 
 
-def train_each(rank, world_size, runs):
+def train_each(rank, world_size, runs, calls=None):
     """Carry out runs one after the other; return the summary of each as a dictionary."""
     from lightrft.strategy.distributed.process_groups import start_process_group
 
     # Kept over all runs: to end one and start the next at one address is a race.
     start_process_group(None)
-    return [asdict(train(options)) for options in runs]
+    with nullcontext() if calls is None else calling(*calls):
+        return [asdict(train(options)) for options in runs]
 
 
-def train_on_ranks(world_size, runs, timeout_seconds=300.0):
-    """Carry out runs on new ranks; return for each rank the summary of each run."""
+def train_on_ranks(world_size, runs, timeout_seconds=300.0, calls=None):
+    """Carry out runs on new ranks; return for each rank the summary of each run.
+
+    Args:
+        world_size: Number of ranks.
+        runs: Options of each run.
+        timeout_seconds: For all of them.
+        calls: What each turn is read as, see `calling`; None where models are left as they are.
+    """
     return run_multiprocess(
-        train_each, world_size, timeout_seconds=timeout_seconds, args=(list(runs),)
+        train_each, world_size, timeout_seconds=timeout_seconds, args=(list(runs), calls)
     )
+
+
+def last_metrics(world_size, runs, **how):
+    """Carry out runs on new ranks; return of each the metrics of its last step."""
+    return [each["last_metrics"] for each in train_on_ranks(world_size, runs, **how)[0]]
+
+
+def lines(path):
+    """Read a file of JSON lines."""
+    return [json.loads(line) for line in path.open()]
 
 
 def compared(metrics):
@@ -183,15 +237,22 @@ def compared(metrics):
 
 def steps(folder):
     """Return the metrics of every step that two equal runs share."""
-    return [compared(json.loads(line)) for line in (folder / "metrics.jsonl").open()]
+    return [compared(each) for each in lines(folder / "metrics.jsonl")]
 
 
-def assert_same(first, second, *, rel=1e-3):
-    """Check that metrics of two runs differ by rounding alone."""
+def assert_same(first, second, *, rel=1e-3, small=1e-6):
+    """Check that metrics of two runs differ by rounding alone.
+
+    Args:
+        first: Metrics of one step.
+        second: Metrics of the same step of the other run.
+        rel: Largest relative difference.
+        small: Differences below this do not count; a hundred times as much of extremes.
+    """
     assert set(first) == set(second)
     for name, value in compared(first).items():
         is_extreme = any(w in name for w in ("max", "min", "diff", "log_ratio", "parity"))
-        tolerance = 1e-4 if is_extreme else 1e-6
+        tolerance = 100 * small if is_extreme else small
         assert second[name] == pytest.approx(value, rel=rel, abs=tolerance), name
 
 

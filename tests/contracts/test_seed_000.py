@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.ranks import run_multiprocess
+from tests.runs import TextReward
 
 pytestmark = pytest.mark.multiprocess
 
@@ -163,19 +164,9 @@ BLOCKS = {
 BACKENDS = ("fsdp", "deepspeed")
 
 
-class Length:
-    """Reward of the blocks."""
-
-    name = "length"
-    needs_labels = False
-
-    def score(self, prompts, responses, labels, columns):
-        from lightrft.rewards.types import RewardResult
-
-        return [RewardResult(float(sum(map(ord, text)) % 3)) for text in responses]
-
-    def close(self):
-        pass
+def length_reward():
+    """Return the reward of the blocks."""
+    return TextReward(lambda text: sum(map(ord, text)) % 3)
 
 
 class World:
@@ -243,7 +234,7 @@ class World:
             "strategy": self.strategy,
             "actor": self.actor.model,
             "critic": self.critic.model,
-            "reward_model": Length(),
+            "reward_model": length_reward(),
             "initial_model": self.reference,
             "ema_model": None,
             "actor_optim": self.actor.optimizer,
@@ -329,7 +320,7 @@ def check_memory_optimized(world):
         world.strategy,
         world.actor,
         world.critic,
-        Length(),
+        length_reward(),
         world.reference,
         prompts_dataloader=world.loader,
     )

@@ -9,11 +9,11 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+from tests.runs import TextReward
 
 from lightrft.datasets.types import Prompt
 from lightrft.models import Actor, Critic
 from lightrft.models.loading import load_tokenizer
-from lightrft.rewards.types import RewardResult
 from lightrft.strategy import get_fake_strategy
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, SPMDPPOTrainerBase, SPMDPPOTrainerVL
@@ -76,17 +76,6 @@ print(f"Critic loss: {metrics['critic_loss']}")
 """
 
 
-class OddReward:
-    name = "odd"
-    needs_labels = False
-
-    def score(self, prompts, responses, labels, columns):
-        return [RewardResult(float(sum(map(ord, text)) % 2)) for text in responses]
-
-    def close(self):
-        pass
-
-
 @pytest.fixture
 def names(tmp_path):
     """What the examples' free names stand for."""
@@ -128,7 +117,7 @@ def names(tmp_path):
         "strategy": strategy,
         "actor_model": actor.model,
         "critic_model": critic.model,
-        "reward_model": OddReward(),
+        "reward_model": TextReward(lambda text: sum(map(ord, text)) % 2),
         "initial_model": reference,
         "ema_model": average,
         "actor_optim": actor.optimizer,

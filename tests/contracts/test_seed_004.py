@@ -20,7 +20,7 @@ from lightrft.strategy.backend import Backend
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed import collectives
 from lightrft.strategy.distributed.context import DistributedContext
-from lightrft.strategy.distributed.process_groups import check_divides, start_process_group
+from lightrft.strategy.distributed.process_groups import start_process_group
 from lightrft.strategy.engine.session import EngineSession
 from lightrft.strategy.strategy_base import (
     EngineStatus,
@@ -212,11 +212,6 @@ def test_a_missing_environment_variable_is_named(monkeypatch, given, missing):
     monkeypatch.delenv(missing, raising=False)
     with pytest.raises(RuntimeError, match=f"Could not find {missing} in the torch env"):
         start_process_group(None)
-
-
-def test_sp_size_must_divide_the_world():
-    with pytest.raises(ValueError, match=r"world_size 4 and sp_size 3; legal values: \[1, 2, 4\]"):
-        check_divides(4, "sp_size", 3)
 
 
 def test_unsupported_engine_types_are_refused():

@@ -48,12 +48,6 @@ def test_setup_sends_weights_then_sleeps_and_returns_the_engine():
     assert strategy.inference_engine_status is EngineStatus.SLEEPED
 
 
-def test_unsupported_engine_types_are_refused():
-    """'raise ValueError(f"Unsupported engine type: ...")'."""
-    with pytest.raises(ValueError, match="Unsupported engine type: tgi"):
-        get_fake_strategy().setup_inference_engine(None, engine_type="tgi")
-
-
 def test_sleeping_and_waking_are_logged_and_idempotent(caplog):
     """'Sleeped inference engine', 'Finished {type} wakeup, TIMECOST'; WAKEUP returns at once."""
     caplog.set_level("INFO")

@@ -2,100 +2,41 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import pytest
 import torch
-from tests.models.tiny import SPECIAL, WIDE, tiny_model
+from tests.integration.small_world import (
+    GROUP_SIZE,
+    NUM_PROMPTS,
+    NUM_STEPS,
+    tiny_actor,
+    trainer_on,
+)
+from tests.models.tiny import WIDE
 from tests.ranks import run_multiprocess
+from tests.runs import TextReward
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import GenerationRequest, SamplingParams
-from lightrft.rewards.types import RewardResult
 
-NUM_STEPS = 3
-NUM_PROMPTS, GROUP_SIZE, VOCAB = 4, 4, 97
+VOCAB = 97
 PROMPTS = [tuple(5 + (7 * i + j) % 90 for j in range(3 + 2 * i)) for i in range(NUM_PROMPTS)]
 MARGIN = 1e-4  # two candidates closer than this may swap by rounding
 
 
-class LowTokens:
-    """Rewards small token ids, which the tokenizer below shows as characters."""
-
-    name = "low_tokens"
-    needs_labels = False
-
-    def score(self, prompts, responses, labels, columns):
-        return [RewardResult(sum(ord(c) < 80 for c in r) / max(1, len(r))) for r in responses]
-
-    def close(self):
-        pass
+def low_tokens(text):
+    """Reward small token ids, which the tokenizer below shows as characters."""
+    return sum(ord(c) < 80 for c in text) / max(1, len(text))
 
 
-class CharacterTokenizer:
-    pad_token_id = 0
-
-    def decode(self, token_ids, skip_special_tokens=True):
-        return "".join(chr(32 + int(t)) for t in token_ids)
-
-    def batch_decode(self, rows, skip_special_tokens=True):
-        return [self.decode(row) for row in rows]
-
-
-def tiny_actor(*, tied: bool):
-
-    from lightrft.models import Actor
-
-    return Actor(
-        tiny_model(
-            vocab_size=VOCAB,
-            **{**WIDE, "intermediate_size": 160},
-            tie_word_embeddings=tied,
-            **SPECIAL,
-        )
-    )
-
-
-def arguments(backend: str) -> Namespace:
-    return Namespace(
-        fsdp=backend == "fsdp",
-        zero_stage=int(backend[-1]) if backend.startswith("zero") else 2,
-        seed=3,
-        max_norm=1.0,
-        bf16=False,
-        micro_train_batch_size=2,
-        train_batch_size=8,
-        micro_rollout_batch_size=4,
-        rollout_batch_size=NUM_PROMPTS,
-        n_samples_per_prompt=GROUP_SIZE,
-        generate_max_len=12,
-        actor_learning_rate=3e-4,
-        lr_warmup_ratio=0.0,
-        lr_scheduler="constant",
-        init_kl_coef=0.0,
-        use_kl_loss=False,
-        advantage_estimator="group_norm",
-        loss_agg_mode="token-mean",
-        engine_type="hf",
-        pretrain=None,
-        plot_every=-1,
-    )
+def wide_actor(*, tied: bool):
+    shape = {**WIDE, "intermediate_size": 160, "tie_word_embeddings": tied}
+    return tiny_actor(vocab_size=VOCAB, **shape)
 
 
 def train(rank: int, world_size: int, backend: str, tied: bool, folder: str) -> list[tuple]:
     """Per step: sampled tokens by (request, sample), logprob difference, greedy differences."""
-    from lightrft.strategy import get_fake_strategy, get_strategy
-    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
-
-    args = arguments(backend)
-    strategy = get_fake_strategy(args) if backend == "fake" else get_strategy(args)
-    actor, _, _, _ = strategy.prepare_models_and_optimizers(
-        tiny_actor(tied=tied), None, None, None, args, 100
-    )
-    strategy.setup_inference_engine(args, engine_type="hf", actor=actor)
-    trainer = SPMDPPOTrainer(
-        strategy, actor, None, LowTokens(), tokenizer=CharacterTokenizer(), loggers=[]
-    )
+    trainer = trainer_on(backend, wide_actor(tied=tied), TextReward(low_tokens))
+    strategy = trainer.strategy
     rows = [Prompt(i, f"p{i}", ids) for i, ids in enumerate(PROMPTS)]
     steps = []
     for step in range(NUM_STEPS):
@@ -107,7 +48,7 @@ def train(rank: int, world_size: int, backend: str, tied: bool, folder: str) -> 
             )
         }
         metrics = trainer.ppo_train(step)
-        strategy.save_model(actor, None, f"{folder}/step{step}")
+        strategy.save_model(trainer.actor, None, f"{folder}/step{step}")
         differences = greedy_differences(strategy, f"{folder}/step{step}")
         steps.append((samples, metrics["logprob_diff_max"], differences))
     return steps
@@ -154,9 +95,7 @@ def first_divergence(step: int, key: int, mine: list, theirs: list, folder: str)
     pairs = enumerate(zip(mine, theirs, strict=False))
     position = next((i for i, (a, b) in pairs if a != b), min(len(mine), len(theirs)))
     if step == 0:
-        model = tiny_actor(tied=False).model
-        model = AutoModelForCausalLM.from_config(model.config).eval()
-        model.load_state_dict(tiny_actor(tied=False).model.state_dict())
+        model = wide_actor(tied=False).model.eval()
     else:
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/step{step - 1}").eval()
     prefix = [*PROMPTS[key // GROUP_SIZE], *theirs[:position]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -10,25 +9,24 @@ import sys
 
 import pytest
 from tests.machine import seconds
+from tests.runs import lines, rollout_options, words, write_inputs
 
 pytestmark = pytest.mark.shard("training")
 
 REWARD = """
-def share_of_digits(prompts, responses, labels, **columns):
+def score(prompts, responses, labels, **columns):
     return [sum(c.isdigit() for c in r) / max(1, len(r)) for r in responses]
 """
-FSDP2, ZERO2 = ("--fsdp",), ("--zero_stage", 2)
-TWO, TWO_WITH_ONE_ENGINE = ("--nproc_per_node", 2), ("--nproc_per_node", 2, "--engine_tp_size", 2)
-
+TWO, ZERO2 = {"nproc_per_node": 2}, {"fsdp": False, "zero_stage": 2}
 CELLS = [
-    pytest.param("hf", FSDP2, (), id="hf-fsdp2-1"),
-    pytest.param("hf", FSDP2, TWO, marks=pytest.mark.slow, id="hf-fsdp2-2"),
-    pytest.param("hf", ZERO2, (), marks=[pytest.mark.slow, pytest.mark.deepspeed], id="hf-zero2-1"),
-    pytest.param("hf", ZERO2, TWO, marks=pytest.mark.deepspeed, id="hf-zero2-2"),
-    pytest.param("vllm", FSDP2, (), marks=pytest.mark.vllm, id="vllm-1"),
-    pytest.param("vllm", FSDP2, TWO_WITH_ONE_ENGINE, marks=pytest.mark.vllm, id="vllm-tp2"),
-    pytest.param("sglang", FSDP2, (), marks=pytest.mark.sglang, id="sglang-1"),
-    pytest.param("sglang", FSDP2, TWO, marks=pytest.mark.sglang, id="sglang-2"),
+    pytest.param("hf", {}, id="hf-fsdp2-1"),
+    pytest.param("hf", TWO, marks=pytest.mark.slow, id="hf-fsdp2-2"),
+    pytest.param("hf", ZERO2, marks=[pytest.mark.slow, pytest.mark.deepspeed], id="hf-zero2-1"),
+    pytest.param("hf", ZERO2 | TWO, marks=pytest.mark.deepspeed, id="hf-zero2-2"),
+    pytest.param("vllm", {}, marks=pytest.mark.vllm, id="vllm-1"),
+    pytest.param("vllm", TWO | {"engine_tp_size": 2}, marks=pytest.mark.vllm, id="vllm-tp2"),
+    pytest.param("sglang", {}, marks=pytest.mark.sglang, id="sglang-1"),
+    pytest.param("sglang", TWO, marks=pytest.mark.sglang, id="sglang-2"),
 ]
 
 
@@ -67,65 +65,40 @@ def saved_model_hash(directory):
 
 
 def steps_of(run):
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = lines(run / "metrics.jsonl")
     return [row for row in rows if "grad_norm" in row], rows
 
 
 @pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize(("engine", "backend", "placement"), CELLS)
-def test_three_steps_on_real_questions(engine, backend, placement, tiny_model, test_data, tmp_path):
-    run, reward = tmp_path / "run", tmp_path / "reward.py"
-    reward.write_text(REWARD)
-    timeout_seconds = 900 if engine == "sglang" else 280
-    command = [
-        "train",
-        *backend,
-        *placement,
-        "--pretrain",
-        tiny_model,
-        "--engine_type",
-        engine,
-        "--prompt_data",
-        test_data / "gsm8k" / "train.jsonl",
-        "--input_key",
-        "question",
-        "--label_key",
-        "answer",
-        "--apply_chat_template",
-        "--max_samples",
-        64,
-        "--prompt_max_len",
-        512,
-        "--generate_max_len",
-        24,
-        "--reward_fn",
-        f"{reward}:share_of_digits",
-        "--advantage_estimator",
-        "group_norm",
-        "--init_kl_coef",
-        0,
-        "--rollout_batch_size",
-        4,
-        "--n_samples_per_prompt",
-        4,
-        "--train_batch_size",
-        8 if engine == "hf" else 16,
-        "--micro_train_batch_size",
-        4,
-        "--micro_rollout_batch_size",
-        8,
-        "--actor_learning_rate",
-        1e-3,
-        "--lr_warmup_ratio",
-        0,
-        "--output_dir",
-        run,
-    ]
+@pytest.mark.parametrize(("engine", "placement"), CELLS)
+def test_three_steps_on_real_questions(engine, placement, tiny_model, test_data, tmp_path):
+    run = write_inputs(tmp_path, [], reward=REWARD) / "run"
+    options = rollout_options(
+        tmp_path,
+        pretrain=tiny_model,
+        engine_type=engine,
+        prompt_data=test_data / "gsm8k" / "train.jsonl",
+        input_key="question",
+        label_key="answer",
+        apply_chat_template=True,
+        max_samples=64,
+        prompt_max_len=512,
+        generate_max_len=24,
+        train_batch_size=8 if engine == "hf" else 16,
+        micro_train_batch_size=4,
+        micro_rollout_batch_size=8,
+        **placement,
+    )
     if engine == "hf":
-        command += ["--eval_data", test_data / "gsm8k" / "test.jsonl", "--max_eval_samples", 6]
-        command += ["--save_steps", 1]
+        options |= {
+            "eval_data": test_data / "gsm8k" / "test.jsonl",
+            "max_eval_samples": 6,
+            "save_steps": 1,
+        }
+    timeout_seconds = 900 if engine == "sglang" else 280
+    command = ["train", *words(options)]
     output = run_lightrft(*command, "--max_steps", 3, "--verbose", timeout_seconds=timeout_seconds)
     # The gate compared the first step, and raises above 1e-4 in the mean.
     assert "parity: engine and trainer logprobs of " in output
@@ -138,7 +111,7 @@ def test_three_steps_on_real_questions(engine, backend, placement, tiny_model, t
     assert steps[-1]["engine_hash"] == saved_model_hash(run / "model")
     if engine == "hf":
         assert any("eval/reward" in row for row in rows)
-    if engine == "hf" and backend == FSDP2:
+    if engine == "hf" and options["fsdp"]:
         check_resume(run, command, steps)
 
 

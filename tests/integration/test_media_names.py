@@ -4,27 +4,19 @@ import dataclasses
 
 import pytest
 import torch
+from tests.engines.altered_engines import CopyingEngine
 from tests.models.vision.tiny_families import TINY_FAMILIES, write_tiny_vision_model
 from tests.models.vision.tiny_world import tiny
 from transformers import AutoModelForCausalLM, MllamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lightrft.engines import EngineConfig
-from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.families import family_of
 from lightrft.models.actor import Actor
 from lightrft.models.loading import ModelLoadError, load_causal_lm, load_model
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, module_parameter_source
 from lightrft.strategy.weight_sync.sync import WeightSync
 from lightrft.strategy.weight_sync.verification import WeightSyncError
-
-
-class CopyingEngine(HFEngine):
-    """Has storage of its own."""
-
-    def alias_weights(self, tensors) -> bool:
-        del tensors
-        return False
 
 
 def engine_of(model):

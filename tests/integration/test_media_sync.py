@@ -4,22 +4,18 @@ import copy
 
 import pytest
 import torch
+from tests.engines.altered_engines import CopyingEngine
 from tests.engines.media_requests import requests_of
 from tests.models.vision.tiny_world import encoded_prompts, tiny
 
 from lightrft.engines import EngineConfig, SamplingParams
-from lightrft.engines.hf.engine import HFEngine
 from lightrft.models.actor import Actor
 from lightrft.strategy.fake import get_fake_strategy
 from lightrft.strategy.weight_sync.verification import WeightSyncError
 
 
-class KeepsFeatures(HFEngine):
+class KeepsFeatures(CopyingEngine):
     """Fault: what the tower said about a picture is kept for ever."""
-
-    def alias_weights(self, tensors) -> bool:
-        del tensors
-        return False
 
     def keep(self):
         kept = {}

@@ -1,15 +1,12 @@
 """Whole runs with the real vLLM on images: those that agree, and those that the gates end."""
 
-import json
-
 import pytest
 from tests.models.vision.tiny_world import tiny
 from tests.ranks import run_multiprocess
-from tests.trainer.vision_world import write_data
+from tests.runs import lines, train
+from tests.trainer.vision_world import vision_options, write_data
 
-from lightrft.config import TrainConfig
 from lightrft.models.loading import save_pretrained
-from lightrft.run.assembly import run_training
 
 pytestmark = [pytest.mark.shard("vision_vllm"), pytest.mark.vllm]
 
@@ -20,26 +17,8 @@ def run(preset, folder, **options):
     save_pretrained(model, None, folder / "model")
     encoder.processor.save_pretrained(folder / "model")
     data = write_data(folder)
-    config = TrainConfig().replaced(
-        {
-            "pretrain": str(folder / "model"),
-            "prompt_data": str(data / "train.jsonl"),
-            "reward_fn": (f"{data / 'reward.py'}:reward",),
-            "apply_chat_template": True,
-            "prompt_max_len": 200,
-            "generate_max_len": 6,
-            "rollout_batch_size": 4,
-            "n_samples_per_prompt": 4,
-            "train_batch_size": 16,
-            "micro_train_batch_size": 8,
-            "max_steps": 2,
-            "actor_learning_rate": 1e-3,
-            "engine_type": "vllm",
-            "output_dir": str(folder / "out"),
-            **options,
-        }
-    )
-    return run_training(config)
+    changes = {"prompt_max_len": 200, "engine_type": "vllm", **options}
+    return train(vision_options(data, folder / "model", folder / "out", **changes))
 
 
 def end_of_run(rank, world_size, preset, folder, options):
@@ -58,7 +37,7 @@ def end_of(preset, folder, **options):
 def test_a_run_stays_in_step_with_vllm(tmp_path):
     """With images smaller than the saved processor's: the sizes reach vLLM."""
     assert end_of("tiny-qwen2.5-vl", tmp_path, max_pixels=56 * 84).startswith("trained")
-    steps = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    steps = lines(tmp_path / "out/metrics.jsonl")
     assert len(steps) == 2
     assert all(step["logprob_diff_mean"] < 1e-5 for step in steps)
 

@@ -6,7 +6,6 @@ flag wins over an earlier one.
 
 from __future__ import annotations
 
-import json
 import runpy
 import shlex
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from tests.contracts.recipes import RECIPES
 from tests.machine import seconds
 from tests.ranks import find_free_port
+from tests.runs import rollout_options, say_rows, tiny_models, words, write_inputs
 
 pytestmark = pytest.mark.shard("training")
 
@@ -42,44 +42,20 @@ def test_an_example_is_short_and_takes_a_learning_rate(repository, name, monkeyp
 def test_the_recipe_trains_on_four_processes(tmp_path, repository, recipe):
     from safetensors.torch import load_file
 
-    from lightrft.tools.model_presets import write_tiny_model
-
-    model = tmp_path / "model"
-    write_tiny_model(str(model), "tiny-qwen3", seed=1)
-    rows = [json.dumps({"input": f"say {'aeiou'[i % 5] * (1 + i % 3)}"}) for i in range(16)]
-    (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    (tmp_path / "reward.py").write_text(REWARD)
-    words = shlex.split(RECIPES[recipe].replace("\\\n", " "), comments=True)
-    script = repository / "examples" / words[1]
-    appended = [
-        "--pretrain",
-        model,
-        "--prompt_data",
-        tmp_path / "train.jsonl",
-        "--reward_fn",
-        f"{tmp_path / 'reward.py'}:score",
-        "--save_path",
-        tmp_path / "trained",
-        "--max_steps",
-        2,
-        "--rollout_batch_size",
-        8,
-        "--n_samples_per_prompt",
-        2,
-        "--generate_max_len",
-        6,
-        "--train_batch_size",
-        8,
-        "--micro_train_batch_size",
-        1,
-        "--log_dir",
-        tmp_path / "logs",
-        "--engine_type",
-        "hf",
-        "--bf16",
-        "--actor_learning_rate",
-        "1e-3",
-    ]
+    write_inputs(tiny_models(tmp_path, "model"), say_rows(16), reward=REWARD)
+    printed = shlex.split(RECIPES[recipe].replace("\\\n", " "), comments=True)
+    script = repository / "examples" / printed[1]
+    appended = rollout_options(
+        tmp_path,
+        rollout_batch_size=8,
+        n_samples_per_prompt=2,
+        generate_max_len=6,
+        micro_train_batch_size=1,
+        bf16=True,
+        save_path=tmp_path / "trained",
+        log_dir=tmp_path / "logs",
+    )
+    del appended["fsdp"]
     finished = subprocess.run(
         [
             sys.executable,
@@ -90,8 +66,8 @@ def test_the_recipe_trains_on_four_processes(tmp_path, repository, recipe):
             "--master_port",
             str(find_free_port()),
             script,
-            *words[2:],
-            *map(str, appended),
+            *printed[2:],
+            *words(appended),
         ],
         capture_output=True,
         text=True,
@@ -102,10 +78,11 @@ def test_the_recipe_trains_on_four_processes(tmp_path, repository, recipe):
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-6000:]
     assert "step 2: reward" in finished.stdout
     before, after = (
-        load_file(folder / "model.safetensors") for folder in (model, tmp_path / "trained")
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "model", tmp_path / "trained")
     )
     assert any(not before[name].to(after[name].dtype).equal(after[name]) for name in after)
-    if "--plot_every" in words:
+    if "--plot_every" in printed:
         assert (tmp_path / "logs" / "gen_len_step_0.png").exists()
     # Nothing that the recipe asks for is ignored without a word.
     ignored = [line for line in finished.stdout.splitlines() if "option without effect" in line]

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import random
-from argparse import Namespace
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from tests.engines.fake_engine import FakeEngine
-from tests.models.tiny import SPECIAL, tiny_model
+from tests.integration.small_world import NUM_PROMPTS, NUM_STEPS, tiny_actor, trainer_on
 from tests.ranks import run_multiprocess
+from tests.runs import TextReward
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.factory import ENGINES
-from lightrft.rewards.types import RewardResult
 
-NUM_STEPS = 3
-NUM_PROMPTS = 4
-GROUP_SIZE = 4
 VOCAB = 36
 
 
@@ -35,29 +31,6 @@ def scripted(request, sample_index):
     return tokens, [-1.5] * len(tokens)
 
 
-class LengthReward:
-    """Rewards that differ within a group and need no worker process."""
-
-    name = "length"
-    needs_labels = False
-
-    def score(self, prompts, responses, labels, columns):
-        return [RewardResult(float(sum(map(ord, r)) % 7) / 7) for r in responses]
-
-    def close(self):
-        pass
-
-
-class CharacterTokenizer:
-    pad_token_id = 0
-
-    def decode(self, token_ids, skip_special_tokens=True):
-        return "".join(chr(32 + int(t)) for t in token_ids)
-
-    def batch_decode(self, rows, skip_special_tokens=True):
-        return [self.decode(row) for row in rows]
-
-
 @dataclass(frozen=True)
 class Trace:
     """What one strategy computed: per step token losses, gradient norms and final weights."""
@@ -67,43 +40,6 @@ class Trace:
     weight_norms: list[float]
     weights: dict[str, np.ndarray]
     ratio_max: float
-
-
-def tiny_actor():
-
-    from lightrft.models import Actor
-
-    return Actor(
-        tiny_model(vocab_size=37, initializer_range=0.05, tie_word_embeddings=False, **SPECIAL)
-    )
-
-
-def arguments(backend: str) -> Namespace:
-    return Namespace(
-        fsdp=backend == "fsdp",
-        zero_stage=int(backend[-1]) if backend.startswith("zero") else 2,
-        seed=3,
-        max_norm=0.5,
-        bf16=False,
-        micro_train_batch_size=2,
-        train_batch_size=8,
-        micro_rollout_batch_size=3,
-        rollout_batch_size=NUM_PROMPTS,
-        n_samples_per_prompt=GROUP_SIZE,
-        generate_max_len=16,
-        actor_learning_rate=3e-4,
-        lr_warmup_ratio=0.0,
-        lr_scheduler="constant",
-        init_kl_coef=0.0,
-        use_kl_loss=False,
-        advantage_estimator="dr_grpo",
-        loss_agg_mode="token-mean",
-        policy_loss="recorded",
-        engine_args={"vocab_size": 37, "eos_token_id": -1},
-        enable_engine_sleep=False,
-        pretrain=None,
-        plot_every=-1,
-    )
 
 
 def record_losses(rows: list):
@@ -126,27 +62,22 @@ def record_losses(rows: list):
         return loss
 
 
-def build_strategy(backend: str):
-    from lightrft.strategy import get_fake_strategy, get_strategy
-
-    args = arguments(backend)
-    return get_fake_strategy(args) if backend == "fake" else get_strategy(args)
-
-
 def train(rank: int, world_size: int, backend: str) -> tuple:
-    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
-
     # The trainer checks its options: the engine stands under a name that users can choose.
     ENGINES["hf"] = lambda config, *, module=None: _replay(config, module)
     rows: list = []
     record_losses(rows)
-    strategy = build_strategy(backend)
-    actor, _, _, _ = strategy.prepare_models_and_optimizers(
-        tiny_actor(), None, None, None, strategy.args, 2 * NUM_STEPS
-    )
-    strategy.setup_inference_engine(strategy.args, engine_type="hf", actor=actor)
-    trainer = SPMDPPOTrainer(
-        strategy, actor, None, LengthReward(), tokenizer=CharacterTokenizer(), loggers=[]
+    trainer = trainer_on(
+        backend,
+        tiny_actor(vocab_size=37, initializer_range=0.05, tie_word_embeddings=False),
+        TextReward(lambda text: sum(map(ord, text)) % 7 / 7),
+        max_norm=0.5,
+        micro_rollout_batch_size=3,
+        generate_max_len=16,
+        advantage_estimator="dr_grpo",
+        policy_loss="recorded",
+        engine_args={"vocab_size": 37, "eos_token_id": -1},
+        enable_engine_sleep=False,
     )
     prompts = [
         Prompt(i, f"p{i}", tuple(7 + (3 * i + j) % 29 for j in range(2 + i)))
@@ -160,7 +91,7 @@ def train(rank: int, world_size: int, backend: str) -> tuple:
         losses.append(list(rows))
         grad_norms.append(metrics["grad_norm"])
         ratio_max = max(ratio_max, metrics["ratio_max"])
-        weights = strategy.inference_engine.weights_copy()
+        weights = trainer.strategy.inference_engine.weights_copy()
         squares = sum(float((w.astype(float) ** 2).sum()) for w in weights.values())
         weight_norms.append(squares**0.5)
     return losses, grad_norms, weight_norms, weights, ratio_max

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.engines.altered_engines import CopyingEngine, EditingEngine
 from tests.models.tiny import WIDE, tiny_model
 from tests.ranks import run_multiprocess
 
@@ -45,14 +46,6 @@ def train_a_little(strategy: FakeStrategy, actor: torch.nn.Module) -> None:
     strategy.optimizer_step(optimizer, actor, None)
 
 
-class CopyingEngine(HFEngine):
-    """Has storage of its own, as every engine has whose weights are not the trainer's."""
-
-    def alias_weights(self, tensors) -> bool:
-        del tensors
-        return False
-
-
 class PrefixCachingEngine(CopyingEngine):
     """Keeps the first generated token of each prompt, as a prefix cache keeps its activations."""
 
@@ -83,13 +76,6 @@ class NeverResetEngine(CopyingEngine):
 
     def reset_caches(self) -> None:
         return
-
-
-class EditingEngine(CopyingEngine):
-    """Base of engines whose fault is in what happens to the pieces."""
-
-    def load_weights(self, pieces) -> None:
-        super().load_weights([edited for piece in pieces for edited in self.edit(piece)])
 
 
 class SwapsPiecesEngine(EditingEngine):

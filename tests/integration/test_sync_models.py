@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from tests.engines.altered_engines import CopyingEngine, EditingEngine
 from tests.models.tiny import tiny_model
 
 from lightrft.engines import EngineConfig
-from lightrft.engines.hf.engine import HFEngine
 from lightrft.models import Actor
 from lightrft.strategy.weight_sync.canary import actor_canary
 from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
@@ -28,14 +28,6 @@ def moe_model(seed):
 
 def dense_model(seed):
     return tiny_model(seed=seed, num_key_value_heads=2, tie_word_embeddings=True)
-
-
-class CopyingEngine(HFEngine):
-    """Has storage of its own."""
-
-    def alias_weights(self, tensors) -> bool:
-        del tensors
-        return False
 
 
 def engine_for(model, dtype="float32"):
@@ -68,16 +60,12 @@ def test_expert_stacks_arrive_whole_and_split_over_buckets(bucket_bytes):
 def test_two_experts_exchanged_in_the_engine_are_found_by_the_hash():
     actor = Actor(moe_model(0))
 
-    class ExchangesExpertsEngine(CopyingEngine):
-        def load_weights(self, pieces) -> None:
-            super().load_weights(
-                dataclasses.replace(
-                    piece, tensor=piece.tensor.view(piece.shape).flip(0).reshape(-1)
-                )
-                if len(piece.shape) == 3
-                else piece
-                for piece in pieces
-            )
+    class ExchangesExpertsEngine(EditingEngine):
+        def edit(self, piece):
+            if len(piece.shape) != 3:
+                return [piece]
+            flipped = piece.tensor.view(piece.shape).flip(0).reshape(-1)
+            return [dataclasses.replace(piece, tensor=flipped)]
 
     engine = ExchangesExpertsEngine(EngineConfig("hf", ""), module=moe_model(9))
     with pytest.raises(WeightSyncError) as caught:

@@ -6,7 +6,6 @@ Each node resolves its own name to a loopback address, as Debian writes it into 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from tests.machine import seconds
+from tests.runs import lines, rollout_options, tiny_models, words, write_inputs
 
 pytestmark = pytest.mark.shard("training")
 
@@ -202,78 +202,36 @@ def test_a_first_node_named_by_loopback_is_refused_at_once_on_the_second(nodes, 
 
 
 REWARD = """
-def share_of_digits(responses):
+def score(responses):
     return [sum(c.isdigit() for c in r) / max(1, len(r)) for r in responses]
 """
-STRATEGIES = {"hsdp": ("--fsdp", "--fsdp_shard_size", "2"), "zero2": ("--zero_stage", "2")}
+STRATEGIES = {"hsdp": {"fsdp_shard_size": 2}, "zero2": {"fsdp": False, "zero_stage": 2}}
 
 
-def start_training(node: Node, folder: Path, data: Path, *arguments: str):
+def start_training(node: Node, folder: Path, options: dict):
     """Two ranks on a node under torchrun, which meet those of the other one."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        "2",
-        "--nproc-per-node",
-        "2",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"{FIRST}:29512",
-        "--max-restarts",
-        "0",
-        "--rdzv-conf",
-        f"is_host={int(node.address == FIRST)}",
-        "--local-addr",
-        node.address,
-        "-m",
-        "lightrft.cli.train",
-        *arguments,
-        "--pretrain",
-        str(folder / "model"),
-        "--engine_type",
-        "hf",
-        "--prompt_data",
-        str(data / "gsm8k" / "train.jsonl"),
-        "--input_key",
-        "question",
-        "--label_key",
-        "answer",
-        "--apply_chat_template",
-        "--max_samples",
-        "64",
-        "--prompt_max_len",
-        "512",
-        "--generate_max_len",
-        "16",
-        "--reward_fn",
-        f"{folder / 'reward.py'}:share_of_digits",
-        "--init_kl_coef",
-        "0",
-        "--rollout_batch_size",
-        "4",
-        "--n_samples_per_prompt",
-        "4",
-        "--train_batch_size",
-        "16",
-        "--micro_train_batch_size",
-        "4",
-        "--timeout_minutes",
-        str(START_SECONDS / 60),
-        "--output_dir",
-        str(folder / "run"),
-    ]
+    launch = {
+        "nnodes": 2,
+        "nproc-per-node": 2,
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": f"{FIRST}:29512",
+        "max-restarts": 0,
+        "rdzv-conf": f"is_host={int(node.address == FIRST)}",
+        "local-addr": node.address,
+    }
+    command = (sys.executable, "-m", "torch.distributed.run", *words(launch))
     with (folder / f"{node.name}.log").open("w") as log:
         return subprocess.Popen(
-            node.command(*command), stdout=log, stderr=subprocess.STDOUT, env=environment()
+            node.command(*command, "-m", "lightrft.cli.train", *words(options)),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment(),
         )
 
 
 def steps_of(folder: Path) -> list[dict]:
     path = folder / "run" / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = lines(path) if path.exists() else []
     return [row for row in rows if "grad_norm" in row]
 
 
@@ -284,12 +242,23 @@ def steps_of(folder: Path) -> list[dict]:
 def test_two_nodes_train_on_real_questions_and_end_when_one_is_killed(
     strategy, nodes, tmp_path, test_data
 ):
-    from lightrft.tools.model_presets import write_tiny_model
-
-    write_tiny_model(tmp_path / "model", "tiny-qwen3", seed=0)
-    (tmp_path / "reward.py").write_text(REWARD)
-    options = (*STRATEGIES[strategy], "--max_steps", "500")
-    agents = [start_training(node, tmp_path, test_data, *options) for node in nodes]
+    write_inputs(tiny_models(tmp_path, "model"), [], reward=REWARD)
+    options = rollout_options(
+        tmp_path,
+        prompt_data=test_data / "gsm8k" / "train.jsonl",
+        input_key="question",
+        label_key="answer",
+        apply_chat_template=True,
+        max_samples=64,
+        prompt_max_len=512,
+        generate_max_len=16,
+        train_batch_size=16,
+        micro_train_batch_size=4,
+        timeout_minutes=START_SECONDS / 60,
+        max_steps=500,
+        **STRATEGIES[strategy],
+    )
+    agents = [start_training(node, tmp_path, options) for node in nodes]
     try:
         limit = time.monotonic() + seconds(3 * START_SECONDS)
         while len(steps_of(tmp_path)) < 3:

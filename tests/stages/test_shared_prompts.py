@@ -27,9 +27,7 @@ def test_shared_prompts_are_counted_once_each():
 def test_fine_tuning_says_what_of_its_evaluation_it_trains_on(tmp_path, model, capsys):
     rows = write(tmp_path / "rows.jsonl", [{"prompt": p, "completion": "1"} for p in "abcd"])
     held = write(tmp_path / "held.jsonl", [{"prompt": p, "completion": "2"} for p in "abe"])
-    config = TrainConfig(
-        **row_options(model, rows, tmp_path / "run", max_steps=1, eval_data=held)
-    )
+    config = TrainConfig(**row_options(model, rows, tmp_path / "run", max_steps=1, eval_data=held))
     SFTTrainer(config).train()
     assert LINE.format("rows") in capsys.readouterr().out
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from tests.runs import TextReward, compared
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
@@ -18,22 +21,12 @@ from lightrft.tools.model_presets import write_tiny_model
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
 
-class VowelReward:
-    """Share of vowels among the characters of a response; needs no label."""
-
-    name = "vowels"
-    needs_labels = False
-
-    def score(self, prompts, responses, labels, columns):
-        results = []
-        for response in responses:
-            share = sum(c in "aeiou" for c in response) / max(len(response), 1)
-            lower = sum(c.islower() for c in response) / max(len(response), 1)
-            results.append(RewardResult(share + 0.1 * lower, {"vowels": share, "lower": lower}))
-        return results
-
-    def close(self):
-        pass
+def vowels(text):
+    """Share of vowels among the characters, and a little for lower case."""
+    share, lower = (
+        sum(map(kind, text)) / max(len(text), 1) for kind in ("aeiou".__contains__, str.islower)
+    )
+    return RewardResult(share + 0.1 * lower, {"vowels": share, "lower": lower})
 
 
 @pytest.fixture(scope="session")
@@ -61,9 +54,44 @@ class World:
     strategy: object
     prompts: list
 
+    @property
+    def actor(self):
+        return self.strategy.unwrap_model(self.trainer.actor)
+
+    @property
+    def experience(self):
+        """What was sampled and is to be trained on."""
+        return self.trainer.pending[1].experience
+
     def weights(self):
-        model = self.strategy.unwrap_model(self.trainer.actor)
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return {name: p.detach().clone() for name, p in self.actor.named_parameters()}
+
+    def state_dict(self):
+        return deepcopy(self.actor.state_dict())
+
+    def logprobs_under(self, weights, rows, row):
+        """[response] logprobs of a row under some weights, by one plain pass in float64."""
+        actor = Actor.from_pretrained(self.strategy.config.pretrain)
+        actor.load_state_dict(weights)
+        stop, first = int(rows.lengths[: row + 1].sum()), int(rows.prompt_lengths[row])
+        ids = rows.token_ids[stop - int(rows.lengths[row]) : stop].astype(np.int64)
+        ids = torch.from_numpy(ids)
+        with torch.no_grad():
+            scores = actor.double().model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        return scores[first - 1 : -1].gather(1, ids[first:, None])[:, 0].numpy()
+
+    def end_early(self):
+        """Let a third of the vocabulary end a response: lengths vary from 1 to the limit."""
+        engine = self.strategy.inference_engine
+        generate, ends = engine.generate, tuple(range(0, 256, 10))
+        engine.generate = lambda requests, params, **named: generate(
+            requests, replace(params, stop_token_ids=ends), **named
+        )
+
+    def step(self):
+        """Sample and train a step; return its metrics."""
+        self.trainer.make_experience()
+        return self.trainer.ppo_train(self.trainer.state.num_steps + 1)
 
 
 def make_actor(path, lora_rank):
@@ -126,7 +154,7 @@ def build_world(tiny_model, tokenizer):
             strategy,
             actor,
             critic if with_critic else None,
-            reward or VowelReward(),
+            reward or TextReward(vowels),
             reference,
             tokenizer=tokenizer,
             **{"loggers": (), "prompts_dataloader": loader, **keywords},
@@ -137,3 +165,40 @@ def build_world(tiny_model, tokenizer):
     yield build
     for item in reversed(opened):
         item.close()
+
+
+@pytest.fixture
+def goes_on_exactly(tmp_path):
+    """`goes_on_exactly(build)`: a run of five steps that is saved after two ends as a whole one.
+
+    Its argument is a function of options that builds a world; that which was saved is returned.
+    """
+
+    def check(build):
+        whole, half, again = build(), *(build(ckpt_path=str(tmp_path / "c")) for _ in range(2))
+        for _ in range(4):
+            whole.step()
+        whole.trainer.make_experience()
+        expected = whole.experience.rows, compared(whole.trainer.ppo_train())
+        for _ in range(2):
+            half.step()
+        half.trainer.save_checkpoint()
+        assert again.trainer.load_checkpoint()
+        saved, loaded = (each.trainer.stage.memory.in_flight for each in (half, again))
+        assert saved.stream.groups == loaded.stream.groups
+        entries = [{entry.key: entry for entry in each.stream.entries} for each in (saved, loaded)]
+        assert entries[0] == entries[1]
+        for _ in range(2):
+            again.step()
+        again.trainer.make_experience()
+        rows, metrics = again.experience.rows, compared(again.trainer.ppo_train())
+        assert rows.token_ids.tolist() == expected[0].token_ids.tolist()
+        assert rows.rollout_logprobs.tobytes() == expected[0].rollout_logprobs.tobytes()
+        np.testing.assert_equal(metrics, expected[1])
+        for name, value in whole.weights().items():
+            assert value.equal(again.weights()[name]), name
+        left, expected = (each.trainer.stage.memory.in_flight for each in (again, whole))
+        assert (left.stream, left.num_requests) == (expected.stream, expected.num_requests)
+        return half
+
+    return check

@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
+from tests.runs import rollout_options, train, write_inputs
 
 from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.config import TrainConfig
 from lightrft.reporting.alarms import alarms, run_verdict, why_unchanged
 from lightrft.rewards.types import RewardResult
-from lightrft.run.assembly import run_training
 from lightrft.stages.metrics import RunAlarmError
 from lightrft.strategy.distributed.process_end import NonFiniteError, NumericsError
 from lightrft.tools.report.page import find_alarms, render_report
@@ -166,7 +166,7 @@ def test_rewards_beyond_float32_end_the_step_by_name(build_world):
 
 def test_a_gradient_that_is_not_finite_is_counted_said_and_changes_nothing(build_world, capsys):
     world = build_world(max_steps=1)
-    weight = next(iter(world.strategy.unwrap_model(world.trainer.actor).parameters()))
+    weight = next(iter(world.actor.parameters()))
     weight.register_hook(lambda gradient: gradient * math.nan)
     before = world.weights()
     world.trainer.fit()
@@ -204,29 +204,11 @@ def test_logprobs_that_are_not_finite_are_counted(build_world, capsys):
 
 
 def test_stop_on_alarm_ends_a_run_with_its_code_and_all_its_files(tmp_path, tiny_model, capsys):
-    rows = [json.dumps({"input": f"say {number}"}) for number in range(8)]
-    (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    (tmp_path / "reward.py").write_text("def score(responses): return [1.0] * len(responses)\n")
+    write_inputs(tmp_path, reward="def score(responses): return [1.0] * len(responses)\n")
     run = tmp_path / "run"
-    config = TrainConfig(
-        pretrain=tiny_model,
-        prompt_data=str(tmp_path / "train.jsonl"),
-        output_dir=str(run),
-        reward_fn=(f"{tmp_path / 'reward.py'}:score",),
-        fsdp=True,
-        engine_type="hf",
-        rollout_batch_size=4,
-        n_samples_per_prompt=2,
-        train_batch_size=8,
-        prompt_max_len=32,
-        generate_max_len=4,
-        micro_train_batch_size=8,
-        init_kl_coef=0.0,
-        actor_learning_rate=1e-3,
-        stop_on_alarm=True,
-    )
+    options = rollout_options(tmp_path, pretrain=tiny_model, stop_on_alarm=True)
     with pytest.raises(RunAlarmError, match="all rewards are equal") as caught:
-        run_training(config)
+        train(options)
     assert exit_code_of(caught.value) == ExitCode.NUMERICS
     summary = json.loads((run / "summary.json").read_text())
     assert summary["num_steps"] == 1

@@ -1,12 +1,10 @@
 """One optimizer batch and one epoch: the update's own forward is the one before the update."""
 
-import dataclasses
 import math
 
 import pytest
-from tests.trainer.test_parity import plant
+from tests.engines.altered_engines import ShiftedEngine, plant
 
-from lightrft.engines.hf.engine import HFEngine
 from lightrft.stages.policy.maker import ExperienceMaker
 
 SINGLE = {
@@ -17,20 +15,11 @@ SINGLE = {
 }
 
 
-class NoisyEngine(HFEngine):
+class NoisyEngine(ShiftedEngine):
     """Its logprobs are those of somewhat different weights."""
 
-    def poll(self):
-        return [
-            dataclasses.replace(
-                found,
-                output_logprobs=tuple(
-                    logprob - 1.5 * math.sin(7 * place + found.request_id) ** 2
-                    for place, logprob in enumerate(found.output_logprobs)
-                ),
-            )
-            for found in super().poll()
-        ]
+    def shift(self, completion, place):
+        return 1.5 * math.sin(7 * place + completion.request_id) ** 2
 
 
 def noisy_world(build_world, **options):

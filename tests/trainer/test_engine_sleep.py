@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import pytest
-
-from lightrft.engines import EngineConfig
-from lightrft.engines.hf.engine import HFEngine
+from tests.engines.altered_engines import CopyingEngine, plant
 
 
-class RecordingEngine(HFEngine):
+class RecordingEngine(CopyingEngine):
     """Has storage of its own, and says when it is put to sleep."""
 
     def __init__(self, config, *, module=None) -> None:
         super().__init__(config, module=module)
         self.events = []
-
-    def alias_weights(self, tensors) -> bool:
-        del tensors
-        return False
 
     def generate(self, requests, sampling_params, **keywords):
         self.events.append("generate")
@@ -30,10 +24,7 @@ class RecordingEngine(HFEngine):
 
 def recording_world(build_world, **options):
     world = build_world(**options)
-    module = world.strategy.unwrap_model(world.trainer.actor).model
-    engine = RecordingEngine(EngineConfig("hf", ""), module=module)
-    world.strategy.inference_engine = engine
-    world.strategy.update_engine_weights(world.trainer.actor)
+    engine = plant(world.strategy, world.trainer.actor, RecordingEngine)
     engine.events.clear()
     return world, engine
 
@@ -42,9 +33,8 @@ def recording_world(build_world, **options):
 def test_weights_are_dropped_while_the_trainer_makes_new_ones(build_world, every, first):
     """A step whose logprobs are compared keeps them, to explain a difference."""
     world, engine = recording_world(build_world, parity_check_steps=every)
-    for step in (1, 2):
-        world.trainer.make_experience()
-        world.trainer.ppo_train(step)
+    for _step in (1, 2):
+        world.step()
     generations = [event for event in engine.events if not event.startswith("generate")]
     assert generations == [first, "sleep 2"]
     assert engine.weights_version == 2
@@ -66,8 +56,7 @@ def test_an_experience_that_is_not_trained_on_costs_a_sync_and_no_error(build_wo
     world, engine = recording_world(build_world, parity_check_steps=-1)
     world.trainer.make_experience()
     assert engine.weights_were_dropped
-    world.trainer.make_experience()
-    world.trainer.ppo_train(1)
+    world.step()
     assert not engine.weights_were_dropped
 
 

@@ -6,27 +6,33 @@ import json
 import math
 import shutil
 import tempfile
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from tests.ranks import run_multiprocess
 from tests.rollout.journal_edits import events_of, lines_of
+from tests.runs import (
+    assert_same,
+    last_metrics,
+    lines,
+    rollout_options,
+    tiny_models,
+    with_stops,
+    write_inputs,
+)
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.engines.rows import request_seed
 from lightrft.reporting.rollouts import read_rollout
-from lightrft.rollout.sampler import training_params
+from lightrft.rollout.environments.calls import ToolCall
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
 from lightrft.tools.audit.report import audit_step
-from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.replay import run_replay as replay
 from lightrft.tools.rows.row_choice import count_fates
 from lightrft.tools.rows.row_file import read_samples
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.full]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.full, pytest.mark.timeout(600)]
 
 FILE = "step-000001.rank-0.jsonl"
 CASES = Path(__file__).parent.parent / "rollout" / "environment_cases.py"
@@ -134,38 +140,19 @@ REWARD = """
 def score(responses):
     return [(sum(map(ord, text)) % 7) / 7 for text in responses]
 """
-
-
-def with_stops(config):
-    """Random models seldom end: here bytes below 90 do."""
-    return replace(training_params(config), stop_token_ids=tuple(range(90)))
-
-
-def train_each(rank, world_size, runs):
-    """Random models write no calls either: here every turn does."""
-    import lightrft.rollout.environments.specs as specs
-    import lightrft.rollout.sampler as sampling
-    from lightrft.rollout.environments.calls import ToolCall
-    from lightrft.run.assembly import run_training
-    from lightrft.strategy.distributed.process_groups import start_process_group
-
-    sampling.training_params = with_stops
-    specs.choose_parser = lambda *given: lambda text, *others: [ToolCall("count_up")]
-    start_process_group(None)
-    return [asdict(run_training(TrainConfig(**values)))["last_metrics"] for values in runs]
+FILES = {
+    "late.py": LATE,
+    "paying.py": PAYING,
+    "drawing.py": DRAWING,
+    "waiting.py": WAITING,
+    "template.jinja": TEMPLATE,
+}
 
 
 def run(folder, world_size, variants):
+    """Metrics and folder of each run; every turn of its episodes makes a call."""
+    parent = Path(tempfile.mkdtemp(prefix="runs_", dir=folder))
     common = {
-        "pretrain": str(folder / "model"),
-        "prompt_data": str(folder / "train.jsonl"),
-        "input_key": "prompt",
-        "reward_fn": (f"{folder / 'reward.py'}:score",),
-        "bf16": False,
-        "engine_type": "hf",
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 4,
-        "train_batch_size": 8,
         "generate_max_len": 12,
         "prompt_max_len": 64,
         "max_steps": 1,
@@ -174,9 +161,7 @@ def run(folder, world_size, variants):
         "use_kl_loss": True,
         "entropy_coef": 0.01,
         "loss_agg_mode": "token-mean",
-        "actor_learning_rate": 1e-3,
         "critic_learning_rate": 1e-3,
-        "lr_warmup_ratio": 0.0,
         "max_norm": 0.5,
         "max_turns": 3,
         "environment": f"{CASES}:Counter",
@@ -187,44 +172,35 @@ def run(folder, world_size, variants):
         "save_rollouts": True,
         "max_observation_tokens": 32,
     }
-    parent = Path(tempfile.mkdtemp(prefix="runs_", dir=folder))
-    outputs = [parent / str(i) for i in range(len(variants))]
+    outputs = [parent / str(number) for number in range(len(variants))]
     runs = [
-        {**common, **v, "output_dir": str(out)} for v, out in zip(variants, outputs, strict=True)
+        rollout_options(folder, output, **common | changes)
+        for output, changes in zip(outputs, variants, strict=True)
     ]
-    ranks = run_multiprocess(train_each, world_size, timeout_seconds=400, args=(runs,))
-    return list(zip(ranks[0], outputs, strict=True))
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    calls = (ToolCall("count_up"),)
+    metrics = last_metrics(world_size, runs, timeout_seconds=400, calls=calls)
+    return list(zip(metrics, outputs, strict=True))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("environment_run")
-    write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
-    rows = [json.dumps({"prompt": f"say {'aeiou'[i % 5] * (1 + 3 * (i % 4))}"}) for i in range(8)]
-    (folder / "train.jsonl").write_text("\n".join(rows))
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "template.jinja").write_text(TEMPLATE)
+    rows = [{"prompt": f"say {'aeiou'[i % 5] * (1 + 3 * (i % 4))}"} for i in range(8)]
+    cases = {
+        name: text.replace("{cases!r}", repr(str(CASES.parent))) for name, text in FILES.items()
+    }
+    write_inputs(tiny_models(folder, "model"), rows, reward=REWARD, files=cases)
     return folder
 
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    padded = {"fsdp": True, "micro_train_batch_size": 2, "audit_every": 1}
-    packed = {"fsdp": True, "packing_samples": True, "micro_batch_tokens": 150}
+    padded = {"audit_every": 1}
+    packed = {"packing_samples": True, "micro_batch_tokens": 150}
     seed = request_seed(TrainConfig().seed, LATE_SAMPLE, 1) % 2**31
-    (folder / "late.py").write_text(LATE.format(cases=str(CASES.parent), seed=seed))
-    late = {
-        **padded,
-        "late_join": True,
-        "environment_workers": 2,
-        "environment": f"{folder / 'late.py'}:Counter",
-    }
+    late = folder / "late.py"
+    late.write_text(late.read_text().replace("{seed}", str(seed)))
     longer = {
-        "fsdp": True,
         "micro_train_batch_size": 4,
         "max_steps": 2,
         "audit_every": 2,
@@ -232,25 +208,18 @@ def alone(folder):
         "turn_credit": "discounted",
         "gamma": 0.9,
     }
-    (folder / "paying.py").write_text(PAYING.format(cases=str(CASES.parent)))
-    paying = {
-        **padded,
+    paying = padded | {
         "environment": f"{folder / 'paying.py'}:Counter",
         "advantage_estimator": "reinforce",
         "reward_fn": (),
     }
-    limited = {**paying, "reward_clip": 0.3}
-    return run(folder, 1, (padded, packed, late, longer, paying, limited))
+    waiting = {"late_join": True, "environment_workers": 2, "environment": f"{late}:Counter"}
+    limited = paying | {"reward_clip": 0.3}
+    return run(folder, 1, (padded, packed, padded | waiting, longer, paying, limited))
 
 
 def assert_same_step(found, expected):
-    for name, value in expected[0].items():
-        if "second" in name or name.startswith("memory/") or name == "engine_hash":
-            continue
-        if "mfu" in name or "tflops" in name:
-            continue
-        tolerance = 1e-4 if "max" in name or "min" in name or "diff" in name else 2e-6
-        assert found[0][name] == pytest.approx(value, rel=2e-4, abs=tolerance), name
+    assert_same(expected[0], found[0], rel=2e-4, small=2e-6)
 
 
 def assert_same_episodes(found, expected):
@@ -271,7 +240,6 @@ def assert_same_episodes(found, expected):
             assert event.get("logprobs", []) == pytest.approx(other.get("logprobs", []), abs=2e-5)
 
 
-@pytest.mark.timeout(600)
 def test_recorded_samples_mark_what_the_journal_says_was_sampled(alone):
     _, output = alone[0]
     parts = {}
@@ -298,7 +266,6 @@ def test_recorded_samples_mark_what_the_journal_says_was_sampled(alone):
     assert (rows, pairs) == (0, sum(not all(each.is_sampled) for each in found))
 
 
-@pytest.mark.timeout(600)
 def test_a_step_on_episodes_does_not_depend_on_the_layout(alone):
     expected, packed, late, *_ = alone
     metrics, output = expected
@@ -340,7 +307,6 @@ def test_a_step_on_episodes_does_not_depend_on_the_layout(alone):
     assert several > 0
 
 
-@pytest.mark.timeout(600)
 def test_a_step_on_episodes_is_audited_like_any_other(alone):
     for (_, output), step in ((alone[0], 1), (alone[3], 2), (alone[4], 1), (alone[5], 1)):
         report = audit_step(output, step)
@@ -349,7 +315,6 @@ def test_a_step_on_episodes_is_audited_like_any_other(alone):
         assert {"engine logprobs", "returns", "advantages", "response mask"} <= audited
 
 
-@pytest.mark.timeout(600)
 def test_rewards_of_calls_are_credited_to_the_turns_before_them(alone):
     paid, seen = (0.25, 0.5), set()
     for entry in lines(alone[4][1] / "trajectories.jsonl"):
@@ -365,7 +330,6 @@ def test_rewards_of_calls_are_credited_to_the_turns_before_them(alone):
         assert [entry["returns"][start] for start in starts] == pytest.approx([whole] * len(starts))
 
 
-@pytest.mark.timeout(600)
 def test_episodes_are_replayed_without_their_environment(alone, monkeypatch, capsys):
     monkeypatch.setattr(replay, "training_params", with_stops)
     folder = alone[3][1]
@@ -408,10 +372,8 @@ def test_episodes_are_replayed_without_their_environment(alone, monkeypatch, cap
     assert replayed("--step", "9")[0] == ExitCode.USAGE
 
 
-@pytest.mark.timeout(600)
 def test_two_runs_of_one_seed_are_equal_though_their_environment_draws_without_one(folder):
-    (folder / "drawing.py").write_text(DRAWING)
-    drawing = {"fsdp": True, "environment": f"{folder / 'drawing.py'}:Counter", "max_steps": 2}
+    drawing = {"environment": f"{folder / 'drawing.py'}:Counter", "max_steps": 2}
     variants = [drawing, {**drawing, "environment_workers": 2}, {**drawing, "seed": 7}]
     first, second, other = (out for _, out in run(folder, 1, variants))
     assert (first / "trajectories.jsonl").read_bytes() == (
@@ -429,10 +391,8 @@ def test_two_runs_of_one_seed_are_equal_though_their_environment_draws_without_o
     assert len(set(told)) == 4
 
 
-@pytest.mark.timeout(600)
 def test_coroutines_that_overlap_draw_what_they_drew_in_any_number_of_processes(folder):
-    (folder / "waiting.py").write_text(WAITING)
-    one = {"fsdp": True, "environment": f"{folder / 'waiting.py'}:Counter"}
+    one = {"environment": f"{folder / 'waiting.py'}:Counter"}
     first, several = run(folder, 1, [one, {**one, "environment_workers": 3}])
     files = ("trajectories.jsonl", "model/model.safetensors")
     for name in files:
@@ -446,8 +406,8 @@ def test_coroutines_that_overlap_draw_what_they_drew_in_any_number_of_processes(
 
 
 def test_two_processes_give_the_step_of_one(folder, alone):
-    sharing = {"fsdp": True, "sp_size": 2, "packing_samples": True, "micro_batch_tokens": 150}
-    for found in run(folder, 2, ({"fsdp": True, "micro_train_batch_size": 2}, sharing)):
+    sharing = {"sp_size": 2, "packing_samples": True, "micro_batch_tokens": 150}
+    for found in run(folder, 2, ({}, sharing)):
         assert_same_step(found, alone[0])
         assert_same_episodes(found, alone[0])
         assert len(lines(found[1] / "journal" / "step-000001.rank-1.jsonl")) > 16

@@ -8,15 +8,14 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from tests.update_inputs import TablePolicy, sample_table
 
 from lightrft.algorithms.advantages.row_level import CPGD_WEIGHTINGS
 from lightrft.algorithms.correction_terms import CORRECTION_PRESETS
 from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
 from lightrft.experience.maker import AdvantageSettings, assemble
-from lightrft.models.types import ActorOutput
 from lightrft.records.batch import PolicyOutputs, collate
-from lightrft.records.table import SampleTable
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.algorithm import check_algorithm, decide
 from lightrft.stages.policy.updates import TrainedModel, Update
@@ -69,24 +68,6 @@ ELSEWHERE = {
 }
 
 
-class TablePolicy(torch.nn.Module):
-    """Logits from the previous token."""
-
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.table = torch.nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator))
-
-    def forward(
-        self, token_ids, attention_mask, *, scored_mask, temperature, entropy, media, support=None
-    ):
-        logprobs = (self.table[token_ids[:, :-1]] / temperature).log_softmax(-1)
-        chosen = logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
-        spread = -(logprobs.exp() * logprobs).sum(-1)
-        pad = torch.nn.functional.pad
-        return ActorOutput(pad(chosen, (1, 0)), pad(spread, (1, 0)) if entropy == "grad" else None)
-
-
 def samples():
     generator = np.random.default_rng(3)
     lengths = generator.integers(20, 41, 12)
@@ -94,26 +75,11 @@ def samples():
     rewards = abs(generator.normal(size=12)).round(2)
     # A prompt that teaches nothing.
     rewards[8:] = 0.5
-    return SampleTable(
-        sample_ids=np.arange(12),
-        group_ids=np.arange(12) // 4,
-        prompt_lengths=np.full(12, 2),
-        response_lengths=lengths,
-        is_sampled=np.ones(num_tokens, dtype=bool),
+    return sample_table(
+        lengths,
+        rewards=rewards,
         token_ids=generator.integers(0, VOCAB, num_tokens + 24),
         rollout_logprobs=generator.normal(-3.9, 0.5, num_tokens).astype(np.float32),
-        rewards=rewards,
-        accuracies=rewards,
-        component_names=(),
-        components=np.zeros((12, 0)),
-        is_truncated=np.zeros(12, bool),
-        is_masked=np.zeros(12, bool),
-        is_untruncated=np.ones(12, bool),
-        weights_versions=np.zeros(12, np.int64),
-        token_versions=np.zeros(num_tokens, np.int64),
-        sampled_lengths=lengths,
-        has_mixed_versions=np.zeros(12, dtype=bool),
-        holders=np.zeros(12, dtype=np.int64),
     )
 
 
@@ -131,7 +97,7 @@ def step(changes):
         engine_type="hf",
         has_teacher=has_teacher,
     )
-    table, policy = samples(), TablePolicy()
+    table, policy = samples(), TablePolicy(VOCAB, torch.float32)
     rollouts = collate(table, temperature=1.0, device=torch.device("cpu"))
     mask = rollouts.response_mask
     generator = torch.Generator().manual_seed(5)
@@ -140,14 +106,7 @@ def step(changes):
         return torch.randn(mask.shape, generator=generator) * scale * mask
 
     with torch.no_grad():
-        now = policy(
-            rollouts.token_ids,
-            None,
-            scored_mask=None,
-            temperature=1.0,
-            entropy="grad",
-            media=None,
-        )
+        now = policy(rollouts.token_ids, None, entropy="grad")
     # Ratios on both sides of every clip range, and values.
     old = (now.logprobs.float() + noise(0.25)) * mask
     outputs = PolicyOutputs(old, old + noise(0.7), noise(0.6), now.entropy.float() * mask)

@@ -2,21 +2,24 @@
 rank gets all of them: batch, loss, gradients, weights.
 """
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.ranks import run_multiprocess
+from tests.records import exchange_cases
+from tests.runs import rollout_options, say_rows, train, train_each, write_inputs
 
+import lightrft.engines.hf.engine as adapter
+import lightrft.experience.maker as maker
+from lightrft.records.columns import COLUMNS, Column
+from lightrft.rollout.ledger_records import LedgerError
 from lightrft.tools.audit.record import read_record
 
 pytestmark = [pytest.mark.shard("training"), pytest.mark.multiprocess]
 
-CASES = Path(__file__).parents[1] / "records" / "exchange_cases.py"
 REWARD = """
 def score(responses, kind):
     if kind[0] == 5:
@@ -30,66 +33,27 @@ def score(responses, kind):
 
 def train_both_ways(rank, world_size, runs):
     """Metrics of every run and of the same run in the gathered form."""
-    from dataclasses import asdict
-
-    import torch.distributed as dist
-
-    import lightrft.experience.maker as maker
-    from lightrft.config import TrainConfig
-    from lightrft.run.assembly import run_training
-
-    spec = importlib.util.spec_from_file_location("exchange_cases", CASES)
-    cases = sys.modules["exchange_cases"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(cases)
-    forms = (
-        (maker.deliver_rows, maker.deliver_evidence),
-        (cases.gathered, cases.gathered_evidence),
-    )
-    # Kept over all runs: to end one and start the next at the same address is a race.
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    found = []
-    for values in runs:
-        both = []
-        for name, form in zip(("delivered", "gathered"), forms, strict=True):
-            maker.deliver_rows, maker.deliver_evidence = form
-            folder = f"{values['output_dir']}_{name}"
-            config = TrainConfig(**{**values, "output_dir": folder})
-            both.append(asdict(run_training(config))["last_metrics"])
-        found.append(both)
-    return found
-
-
-def settings(folder, model, name, **changes):
-    return {
-        "pretrain": model,
-        "prompt_data": str(folder / "train.jsonl"),
-        "input_key": "prompt",
-        "reward_fn": (f"{folder / 'reward.py'}:score",),
-        "fsdp": True,
-        "bf16": False,
-        "engine_type": "hf",
-        "output_dir": str(folder / name),
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 4,
-        "train_batch_size": 8,
-        "micro_train_batch_size": 2,
-        "generate_max_len": 8,
-        "prompt_max_len": 32,
-        "init_kl_coef": 0.0,
-        "actor_learning_rate": 1e-3,
-        "lr_warmup_ratio": 0.0,
-        "max_steps": 2,
-        "audit_every": 1,
-        "reward_failure": "mask",
-        "save_trajectories": True,
-        **changes,
+    forms = {
+        "delivered": (maker.deliver_rows, maker.deliver_evidence),
+        "gathered": (exchange_cases.gathered, exchange_cases.gathered_evidence),
     }
+    named = {name: [] for name in forms}
+    for name, form in forms.items():
+        maker.deliver_rows, maker.deliver_evidence = form
+        renamed = [run | {"output_dir": f"{run['output_dir']}_{name}"} for run in runs]
+        named[name] = [each["last_metrics"] for each in train_each(rank, world_size, renamed)]
+    return list(zip(*named.values(), strict=True))
 
 
-def write_inputs(folder):
-    rows = [{"prompt": f"say {'aeiou'[i % 5] * (1 + i % 3)}", "kind": i} for i in range(32)]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "reward.py").write_text(REWARD)
+def options_of(folder, name, **changes):
+    audited = {"audit_every": 1, "reward_failure": "mask", "save_trajectories": True}
+    return rollout_options(folder, name, **audited | changes)
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_model):
+    (tmp_path / "model").symlink_to(tiny_model)
+    return write_inputs(tmp_path, say_rows(32, kind=lambda number: number), reward=REWARD)
 
 
 def files_of(folder):
@@ -127,20 +91,11 @@ def assert_same_runs(ranks, runs):
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_two_ranks_train_the_same_bits(tmp_path, tiny_model):
-    write_inputs(tmp_path)
+def test_two_ranks_train_the_same_bits(folder):
+    streaming = {"stream_chunk": 3, "stream_prompts": 6, "off_policy_correction": "tis"}
     runs = [
-        settings(tmp_path, tiny_model, "fire", use_fire=True, dynamic_sampling=True, max_steps=1),
-        settings(
-            tmp_path,
-            tiny_model,
-            "stream",
-            stream_chunk=3,
-            stream_prompts=6,
-            off_policy_correction="tis",
-            fsdp=False,
-            zero_stage=1,
-        ),
+        options_of(folder, "fire", use_fire=True, dynamic_sampling=True, max_steps=1),
+        options_of(folder, "stream", fsdp=False, zero_stage=1, **streaming),
     ]
     ranks = run_multiprocess(train_both_ways, 2, timeout_seconds=500, args=(runs,))
     assert_same_runs(ranks, runs)
@@ -161,13 +116,6 @@ def fifth(token_id, logprob):
 
 def train_with_a_planted_column(rank, world_size, values, plants_a_fault):
     """A run whose engine says one more thing of each token; the mean that a consumer sees."""
-    import lightrft.engines.hf.engine as adapter
-    import lightrft.experience.maker as maker
-    from lightrft.config import TrainConfig
-    from lightrft.records.columns import COLUMNS, Column
-    from lightrft.rollout.ledger_records import LedgerError
-    from lightrft.run.assembly import run_training
-
     COLUMNS[PLANTED] = Column(PLANTED, np.float32, fill=1.0, is_vouched=True)
     make, check, means = adapter.RawCompletion, maker.check_ledger, []
 
@@ -184,50 +132,38 @@ def train_with_a_planted_column(rank, world_size, values, plants_a_fault):
 
     adapter.RawCompletion, maker.check_ledger = filled, consumed
     try:
-        run_training(TrainConfig(**values))
+        train(values)
     except LedgerError as error:
         return str(error)
     return means
 
 
 @pytest.mark.full
-def test_a_planted_column_comes_from_the_engine_to_the_audits_record(tmp_path, tiny_model):
-    write_inputs(tmp_path)
-    values = settings(tmp_path, tiny_model, "run", stream_chunk=3, max_steps=2)
-    ranks = run_multiprocess(
-        train_with_a_planted_column, 2, timeout_seconds=300, args=(values, False)
-    )
+def test_a_planted_column_comes_from_the_engine_to_the_audits_record(folder):
+    def planted(name, plants_a_fault):
+        values = options_of(folder, name, stream_chunk=3)
+        arguments = (values, plants_a_fault)
+        return run_multiprocess(train_with_a_planted_column, 2, timeout_seconds=300, args=arguments)
+
+    ranks = planted("run", plants_a_fault=False)
     assert [len(means) for means in ranks] == [2, 2]
-    samples = read_record(Path(values["output_dir"]), 2).samples
+    samples = read_record(folder / "run", 2).samples
     found = samples.facts[PLANTED]
     pairs = zip(samples.token_ids.tolist(), samples.rollout_logprobs.tolist(), strict=True)
     expected = np.array([fifth(*pair) for pair in pairs])
     np.testing.assert_array_equal(found, np.where(samples.is_sampled, expected, 1.0))
-    texts = run_multiprocess(
-        train_with_a_planted_column,
-        2,
-        timeout_seconds=300,
-        args=({**values, "output_dir": str(tmp_path / "fault")}, True),
-    )
+    texts = planted("fault", plants_a_fault=True)
     assert all(f"{PLANTED} (bits) differ" in text for text in texts)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_four_ranks_train_the_same_bits(tmp_path, tiny_model):
+def test_four_ranks_train_the_same_bits(folder):
     """Ranks that share their sequences, or an engine."""
-    write_inputs(tmp_path)
+    sharing = {"sp_size": 2, "packing_samples": True, "micro_batch_tokens": 60}
     runs = [
-        settings(
-            tmp_path,
-            tiny_model,
-            "sequences",
-            sp_size=2,
-            packing_samples=True,
-            micro_batch_tokens=60,
-            dynamic_sampling=True,
-        ),
-        settings(tmp_path, tiny_model, "engines", engine_tp_size=2, fsdp=False, zero_stage=2),
+        options_of(folder, "sequences", dynamic_sampling=True, **sharing),
+        options_of(folder, "engines", engine_tp_size=2, fsdp=False, zero_stage=2),
     ]
     ranks = run_multiprocess(train_both_ways, 4, timeout_seconds=800, args=(runs,))
     assert_same_runs(ranks, runs)

@@ -1,20 +1,18 @@
 """Default settings find an engine that sees a film at other times, or another row's film."""
 
-import json
 from dataclasses import replace
 
 import pytest
 from tests.datasets.media_files import picture
 from tests.models.vision.tiny_families import write_tiny_vision_model
+from tests.runs import train, write_inputs
+from tests.trainer.vision_world import REWARD, vision_options
 
-from lightrft.config import TrainConfig
 from lightrft.engines.hf import forward as engine_forward
 from lightrft.engines.media.inputs import axes_of_rows, media_inputs
-from lightrft.run.assembly import run_training
 from lightrft.stages.policy.parity import ParityError
 
 pytestmark = pytest.mark.shard("vision")
-REWARD = "def reward(responses):\n    return [float(len(r) % 3) for r in responses]\n"
 
 
 @pytest.fixture(scope="module")
@@ -28,33 +26,17 @@ def world(tmp_path_factory):
         for k, name in enumerate(names):
             picture(56, 56, seed=4 * i + k).save(folder / name)
         rows.append({"input": f"<video>say {i}", "videos": [{"frames": names, "fps": 2}]})
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "reward.py").write_text(REWARD)
-    return folder
+    return write_inputs(folder, rows, reward=REWARD)
 
 
-def train(world, output):
-    config = TrainConfig().replaced(
-        {
-            "pretrain": str(world / "model"),
-            "prompt_data": str(world / "rows.jsonl"),
-            "reward_fn": (f"{world / 'reward.py'}:reward",),
-            "apply_chat_template": True,
-            "generate_max_len": 6,
-            "rollout_batch_size": 4,
-            "n_samples_per_prompt": 2,
-            "train_batch_size": 8,
-            "micro_train_batch_size": 4,
-            "max_steps": 1,
-            "engine_type": "hf",
-            "output_dir": str(output),
-        }
-    )
-    return run_training(config).last_metrics["logprob_diff_mean"]
+def difference(world, output):
+    changes = {"n_samples_per_prompt": 2, "train_batch_size": 8, "micro_train_batch_size": 4}
+    options = vision_options(world, world / "model", output, max_steps=1, **changes)
+    return train(options).last_metrics["logprob_diff_mean"]
 
 
 def test_engine_and_trainer_see_one_film(world, tmp_path):
-    assert 0 < train(world, tmp_path / "run") < 1e-5
+    assert 0 < difference(world, tmp_path / "run") < 1e-5
 
 
 def test_frames_at_other_times_are_found(world, tmp_path, monkeypatch):
@@ -68,7 +50,7 @@ def test_frames_at_other_times_are_found(world, tmp_path, monkeypatch):
 
     monkeypatch.setattr(engine_forward, "axes_of_rows", faulty)
     with pytest.raises(ParityError, match="engine"):
-        train(world, tmp_path / "run")
+        difference(world, tmp_path / "run")
 
 
 @pytest.mark.parametrize("places", [32, 1])
@@ -80,4 +62,4 @@ def test_another_row_s_film_or_shifted_patches_are_found(places, world, tmp_path
 
     monkeypatch.setattr(engine_forward, "media_inputs", faulty)
     with pytest.raises(ParityError, match="engine"):
-        train(world, tmp_path / "run")
+        difference(world, tmp_path / "run")

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from tests.models.tiny import tiny_model
+from tests.update_inputs import TablePolicy
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES
 from lightrft.datasets.supervised_rows import SupervisedRow, load_supervised
 from lightrft.datasets.types import DataError
 from lightrft.models import Actor
-from lightrft.models.types import ActorOutput
 from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.pretrain_mix import PretrainMix, load_mixed_rows
@@ -22,21 +22,6 @@ from lightrft.stages.policy.updates import TrainedModel, Update
 from lightrft.strategy import get_fake_strategy
 
 VOCAB = 131
-
-
-class TablePolicy(torch.nn.Module):
-    """Float64 logits from the previous token."""
-
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.table = torch.nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator).double())
-
-    def forward(self, token_ids, attention_mask, *, scored_mask=None, token_loss=None, media=None):
-        logprobs = self.table[token_ids[:, :-1]].log_softmax(-1)
-        chosen = logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
-        chosen = chosen * (attention_mask if scored_mask is None else scored_mask)[:, 1:]
-        return ActorOutput(torch.nn.functional.pad(chosen, (1, 0)))
 
 
 class Rank:
@@ -61,7 +46,7 @@ def random_texts(count=11):
 
 @pytest.mark.parametrize(("world_size", "micro"), [(1, 1), (1, 5), (1, 99), (2, 2), (4, 1), (3, 2)])
 def test_mixed_texts_are_the_mean_over_all_their_tokens(world_size, micro):
-    texts, policy = random_texts(), TablePolicy()
+    texts, policy = random_texts(), TablePolicy(VOCAB)
     mix = PretrainMix(texts, coef=0.3, batch_size=5, seed=7)
     rows = mix.rows(4)
     ids = [torch.from_numpy(texts[row].token_ids).long() for row in rows]

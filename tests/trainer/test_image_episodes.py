@@ -1,25 +1,22 @@
 """Whole runs on an environment and an agent that show images, in one process and on two ranks."""
 
-import json
 from pathlib import Path
 
 import pytest
 from tests.models.vision.tiny_families import write_tiny_vision_model
-from tests.ranks import run_multiprocess
 from tests.rollout.image_environments import squares
-from tests.trainer.test_environment_run import REWARD, with_stops
+from tests.runs import calling, lines, rollout_options, train, train_on_ranks, write_inputs
+from tests.trainer.test_environment_run import REWARD
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
-from lightrft.rollout import sampler as sampling
-from lightrft.rollout.environments import specs
-from lightrft.rollout.environments.call_formats import ToolCall
+from lightrft.rollout.environments.calls import ToolCall
 
 pytestmark = pytest.mark.shard("vision")
 
 ROLLOUT = Path(__file__).parent.parent / "rollout"
-ALBUM = ("--environment", f"{ROLLOUT / 'image_environments.py'}:Album")
-AGENT = ("--agent", f"{ROLLOUT / 'agents' / 'image_agents.py'}:album")
+ALBUM = {"environment": f"{ROLLOUT / 'image_environments.py'}:Album"}
+AGENT = {"agent": f"{ROLLOUT / 'agents' / 'image_agents.py'}:album"}
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "episode/turns", "response_length")
 
 
@@ -27,76 +24,39 @@ def write_rows(folder):
     """Eight rows, of which every other one has an image."""
     rows = []
     for i in range(8):
-        row = {"input": f"Look {i}.", "number": i}
+        row = {"prompt": f"Look {i}.", "number": i}
         if i % 2:
             squares(100 + i, (84, 56)).save(folder / f"{i}.png")
-            row |= {"input": f"<image>Look {i}.", "images": [f"{i}.png"]}
-        rows.append(json.dumps(row))
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "rows.jsonl").write_text("\n".join(rows))
-    return folder / "rows.jsonl"
+            row |= {"prompt": f"<image>Look {i}.", "images": [f"{i}.png"]}
+        rows.append(row)
+    return write_inputs(folder, rows, reward=REWARD)
 
 
-def train(model, rows, output, plays, *words):
-    """Two steps; random models seldom end a turn and write no calls: here all do."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sampling, "training_params", with_stops)
-        patched.setattr(specs, "choose_parser", lambda *given: lambda *turn: [ToolCall("turn")])
-        return main(
-            [
-                "train",
-                "--fsdp",
-                "--pretrain",
-                str(model),
-                "--prompt_data",
-                str(rows),
-                "--apply_chat_template",
-                "--system_prompt",
-                "Turn the pages.",
-                "--label_key",
-                "number",
-                "--reward_fn",
-                f"{rows.parent / 'reward.py'}:score",
-                "--engine_type",
-                "hf",
-                "--no_bf16",
-                *plays,
-                "--environment_workers",
-                "1",
-                "--max_turns",
-                "3",
-                "--rollout_batch_size",
-                "4",
-                "--n_samples_per_prompt",
-                "2",
-                "--train_batch_size",
-                "8",
-                "--micro_train_batch_size",
-                "4",
-                "--prompt_max_len",
-                "200",
-                "--generate_max_len",
-                "16",
-                "--actor_learning_rate",
-                "1e-3",
-                "--max_steps",
-                "2",
-                "--output_dir",
-                str(output),
-                *words,
-            ]
-        )
+def options_of(folder, name, **changes):
+    common = {
+        "apply_chat_template": True,
+        "system_prompt": "Turn the pages.",
+        "label_key": "number",
+        "environment_workers": 1,
+        "max_turns": 3,
+        "n_samples_per_prompt": 2,
+        "micro_train_batch_size": 4,
+        "prompt_max_len": 200,
+        "generate_max_len": 16,
+    }
+    return rollout_options(folder, name, **common | changes)
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def train_here(folder, **changes):
+    write_tiny_vision_model(folder / "model", "tiny-qwen2.5-vl", seed=1)
+    with calling(ToolCall("turn")):
+        train(options_of(write_rows(folder), "run", **changes))
+    return folder / "run"
 
 
 @pytest.mark.full
 def test_a_run_shows_and_trains_the_images_of_all_turns(tmp_path, capsys):
-    write_tiny_vision_model(tmp_path / "model", "tiny-qwen2.5-vl", seed=1)
-    output = tmp_path / "out"
-    assert train(tmp_path / "model", write_rows(tmp_path), output, ALBUM) == ExitCode.OK
+    output = train_here(tmp_path, **ALBUM)
     steps = lines(output / "metrics.jsonl")
     assert len(steps) == 2
     for step in steps:
@@ -116,16 +76,12 @@ def test_a_run_shows_and_trains_the_images_of_all_turns(tmp_path, capsys):
     assert all(image in page for image in max((s["images"] for s in samples), key=len))
     capsys.readouterr()
     assert main(["replay", str(output)]) == ExitCode.USAGE
-    told = capsys.readouterr().err
-    assert "only runs of models of text can be replayed" in told
+    assert "only runs of models of text can be replayed" in capsys.readouterr().err
 
 
 @pytest.mark.full
 def test_a_run_trains_on_what_an_agent_shows(tmp_path):
-    write_tiny_vision_model(tmp_path / "model", "tiny-qwen2.5-vl", seed=1)
-    output = tmp_path / "out"
-    words = (AGENT, "--save_rollouts")
-    assert train(tmp_path / "model", write_rows(tmp_path), output, *words) == ExitCode.OK
+    output = train_here(tmp_path, save_rollouts=True, **AGENT)
     for step in lines(output / "metrics.jsonl"):
         assert step["logprob_diff_max/media"] < 1e-5
         assert step["agent/branches"] == 2
@@ -137,12 +93,6 @@ def test_a_run_trains_on_what_an_agent_shows(tmp_path):
     assert main(["report", str(output)]) == ExitCode.OK
     page = (output / "report.html").read_text()
     assert all(image in page for sample in samples for image in sample["images"])
-
-
-def train_rank(rank, world_size, *arguments):
-    """One rank of a run."""
-
-    return train(*arguments)
 
 
 @pytest.mark.slow
@@ -161,12 +111,13 @@ def train_rank(rank, world_size, *arguments):
 def test_two_ranks_take_the_steps_of_one_process(preset, plays, tmp_path):
     """Packed, so that rows of several ranks lie in one stream, with their images delivered."""
     write_tiny_vision_model(tmp_path / "model", preset, seed=1)
-    rows, found, ids = write_rows(tmp_path), {}, {}
-    for world_size, more in ((1, ()), (2, ("--packing_samples",))):
+    write_rows(tmp_path)
+    found, ids = {}, {}
+    for world_size in (1, 2):
+        changes = {"prompt_max_len": 800, "save_rollouts": True, **plays}
+        options = options_of(tmp_path, str(world_size), packing_samples=world_size == 2, **changes)
+        train_on_ranks(world_size, [options], calls=(ToolCall("turn"),))
         output = tmp_path / str(world_size)
-        words = ("--prompt_max_len", "800", "--save_rollouts", *more)
-        arguments = (tmp_path / "model", rows, output, plays, *words)
-        run_multiprocess(train_rank, world_size, timeout_seconds=280, args=arguments)
         found[world_size] = lines(output / "metrics.jsonl")
         ids[world_size] = {
             (row["step"], row["sample_id"]): (row["response_ids"], row["media"])

@@ -10,25 +10,22 @@ it ends, too, where journals are damaged.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import random
 import shutil
 import sys
 import time
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from tests.machine import seconds
+from tests.runs import TEMPLATE, calling, rollout_options
+from tests.trainer import test_random_kills as kills
+
+from lightrft.rollout.environments.calls import ToolCall
 
 pytestmark = pytest.mark.shard("episode_kills")
-
-_SPEC = importlib.util.spec_from_file_location(
-    "random_kills", Path(__file__).with_name("test_random_kills.py")
-)
-kills = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(kills)
 
 NUM_STEPS = 3
 # Answers follow from all that was said before.
@@ -101,65 +98,46 @@ if __name__ == "__main__":
     with open(sys.argv[2]) as file:
         print(run(sys.argv[1], os.environ["OPENAI_API_KEY"], json.load(file)))
 """
-TEMPLATE = """\
-{%- for x in tools or [] %}{{- '<|system|>' + x.function.name }}{%- endfor %}\
-{%- for m in messages %}\
-{%- if m.role == 'tool' %}{{- '<|user|>' + m.content }}\
-{%- else %}{{- '<|' + m.role + '|>' + m.content }}{%- for k in m.tool_calls or [] %}\
-{{- k.function | tojson }}{%- endfor %}\
-{%- if m.role == 'assistant' %}{{- eos_token }}{%- endif %}{%- endif %}{%- endfor %}\
-{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+CALLS = ExitStack()
 
 
 def settings(folder, name, lag=0):
-    return {
-        "rollout_lag": lag,
-        "pretrain": str(folder / "model"),
-        "prompt_data": str(folder / "train.jsonl"),
-        "fsdp": True,
-        "environment": f"{folder / 'mixer.py'}:Mixer",
-        "apply_chat_template": True,
-        "bf16": False,
-        "chat_template": str(folder / "template.jinja"),
-        "environment_workers": 1,
-        "max_turns": 3,
-        "engine_type": "hf",
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 2,
-        "train_batch_size": 8,
-        "micro_train_batch_size": 4,
-        "generate_max_len": 6,
-        "prompt_max_len": 48,
-        "max_observation_tokens": 16,
-        "init_kl_coef": 0.0,
-        "actor_learning_rate": 1e-3,
-        "lr_warmup_ratio": 0.0,
-        "max_steps": NUM_STEPS,
-        "save_steps": 1,
-        "timeout_minutes": 2.0,
-        "parity_check_steps": -1,
-        "output_dir": str(folder / name),
-    }
+    return rollout_options(
+        folder,
+        name,
+        reward_fn=(),
+        rollout_lag=lag,
+        environment=f"{folder / 'mixer.py'}:Mixer",
+        apply_chat_template=True,
+        chat_template=str(folder / "template.jinja"),
+        environment_workers=1,
+        max_turns=3,
+        n_samples_per_prompt=2,
+        micro_train_batch_size=4,
+        generate_max_len=6,
+        prompt_max_len=48,
+        max_observation_tokens=16,
+        max_steps=NUM_STEPS,
+        save_steps=1,
+        timeout_minutes=2.0,
+        parity_check_steps=-1,
+    )
 
 
 def write_inputs(folder):
     kills.write_inputs(folder, num_rows=12)
-    (folder / "mixer.py").write_text(ENVIRONMENT)
-    (folder / "agent.py").write_text(AGENT)
-    (folder / "template.jinja").write_text(TEMPLATE)
+    files = {"mixer.py": ENVIRONMENT, "agent.py": AGENT, "template.jinja": TEMPLATE}
+    for name, text in files.items():
+        (folder / name).write_text(text)
 
 
 def let_random_models_call():
-    """They write no calls and seldom end: here bytes below 90 do, and every turn calls."""
-    import lightrft.rollout.environments.specs as specs
-    import lightrft.rollout.sampler as sampling
-    from lightrft.rollout.environments.calls import ToolCall
+    """Let every turn call, with a number that follows from its text, until this process ends."""
 
-    own = sampling.training_params
-    sampling.training_params = lambda config: replace(own(config), stop_token_ids=tuple(range(90)))
-    specs.choose_parser = lambda *given: (
-        lambda text, *others: [ToolCall("mix", {"number": sum(map(ord, text)) % 1009})]
-    )
+    def call(text):
+        return ToolCall("mix", {"number": sum(map(ord, text)) % 1009})
+
+    CALLS.enter_context(calling(call))
 
 
 def journal_of(options, step, rank, since=0):
@@ -263,75 +241,62 @@ def killed_run(options, world_size, expected, lengths, num_kills, dice):
     return done
 
 
-def run_all(rank, world_size, folder, num_runs, chain, seed):
-    """Kills every run `chain` times; two of four have episodes in flight between steps."""
-    kills.become_launcher()
-    folder, dice, num_kills = Path(folder), random.Random(seed), 0
-    write_inputs(folder)
-    let_random_models_call()
-    whole = {}
-    for number in range(num_runs):
-        size, lag = form = 1 + number % 2, int(number % 4 in (0, 3))
-        if form not in whole:
-            options = settings(folder, f"whole_{size}_{lag}", lag)
-            kills.finish(options, size)
-            kills.import_modules(Path(f"{options['output_dir']}.modules"))
-            lengths = [len(journal_of(options, step, 0)) for step in range(1, NUM_STEPS + 1)]
-            whole[form] = result(options, size), lengths
-            assert all(count(events(options, s, 0), "answer") for s in range(1, NUM_STEPS + 1))
-        options = settings(folder, f"killed_{size}_{lag}", lag)
-        done = killed_run(options, size, *whole[form], num_kills=chain, dice=dice)
-        num_kills += len(done)
-        print(
-            f"{num_kills} kills, last of {size} ranks, lag {lag}, after {done}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return num_kills
+def kill_runs(folder, num_runs, chain, seed, form_of):
+    """Kills every run `chain` times.
 
-
-@pytest.mark.full
-@pytest.mark.multiprocess
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("num_runs", "chain"),
-    [(2, 3), pytest.param(12, 4, marks=pytest.mark.slow)],
-    ids=["6 kills", "48 kills"],
-)
-def test_a_run_killed_inside_episodes_ends_as_one_that_nobody_killed(tmp_path, num_runs, chain):
-    kills.kill_in_a_process(run_all, tmp_path, num_runs, chain)
-
-
-def run_agents(rank, world_size, folder, num_runs, chain, seed):
-    """Kills every run `chain` times; of four, two are of programs, and two of two ranks, which
-    have episodes in flight between steps.
+    Args:
+        folder: Of all runs.
+        num_runs: How many are killed.
+        chain: How often.
+        seed: Of all that is drawn.
+        form_of: Function of the folder and a run's number: its ranks, lag and further options.
     """
     kills.become_launcher()
     folder, dice, num_kills = Path(folder), random.Random(seed), 0
     write_inputs(folder)
     let_random_models_call()
-    agent = folder / "agent.py"
-    forms = [
-        {"agent_command": f"python3 {agent} {{base_url}} {{row}}"},
-        {"agent": f"{agent}:run"},
-    ]
     whole = {}
     for number in range(num_runs):
-        size, kind = form = 1 + number % 2, (number + number // 2) % 2
-        lag = size - 1
-        own = {"environment": None, "max_observation_tokens": 64, **forms[kind]}
+        size, lag, changes = form_of(folder, number)
+        form = "_".join((str(size), str(lag), *changes))
         if form not in whole:
-            options = settings(folder, f"whole_{size}_{kind}", lag) | own
+            options = settings(folder, f"whole_{form}", lag) | changes
             kills.finish(options, size)
             kills.import_modules(Path(f"{options['output_dir']}.modules"))
             lengths = [len(journal_of(options, step, 0)) for step in range(1, NUM_STEPS + 1)]
             whole[form] = result(options, size), lengths
-            assert all(row["agent/branches"] > 1 for row in whole[form][0]["metrics.jsonl"])
-        options = settings(folder, f"killed_{size}_{kind}", lag) | own
+            if changes:
+                assert all(row["agent/branches"] > 1 for row in whole[form][0]["metrics.jsonl"])
+            else:
+                assert all(count(events(options, s, 0), "answer") for s in range(1, NUM_STEPS + 1))
+        options = settings(folder, f"killed_{form}", lag) | changes
         done = killed_run(options, size, *whole[form], num_kills=chain, dice=dice)
         num_kills += len(done)
-        print(f"{num_kills} kills, last of {size} ranks, {own}, after {done}", file=sys.stderr)
+        print(f"{num_kills} kills, last of {form}, after {done}", file=sys.stderr, flush=True)
     return num_kills
+
+
+def form_of_environment(folder, number):
+    """Two of four have episodes in flight between steps."""
+    return 1 + number % 2, int(number % 4 in (0, 3)), {}
+
+
+def form_of_agent(folder, number):
+    """Of four, two are programs, and two have two ranks and episodes in flight between steps."""
+    size, agent = 1 + number % 2, folder / "agent.py"
+    if (number + number // 2) % 2:
+        form = {"agent": f"{agent}:run"}
+    else:
+        form = {"agent_command": f"python3 {agent} {{base_url}} {{row}}"}
+    return size, size - 1, {**form, "environment": None, "max_observation_tokens": 64}
+
+
+def run_all(rank, world_size, *how):
+    return kill_runs(*how, form_of_environment)
+
+
+def run_agents(rank, world_size, *how):
+    return kill_runs(*how, form_of_agent)
 
 
 @pytest.mark.full
@@ -339,13 +304,14 @@ def run_agents(rank, world_size, folder, num_runs, chain, seed):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("num_runs", "chain"),
-    [(2, 3), pytest.param(8, 3, marks=pytest.mark.slow)],
-    ids=["6 kills", "24 kills"],
+    [(2, 3), pytest.param(8, 4, marks=pytest.mark.slow)],
+    ids=["6 kills", "32 kills"],
 )
-def test_a_run_killed_inside_episodes_of_agents_ends_as_one_that_nobody_killed(
-    tmp_path, num_runs, chain
+@pytest.mark.parametrize("kind", [run_all, run_agents], ids=["environments", "agents"])
+def test_a_run_killed_inside_episodes_ends_as_one_that_nobody_killed(
+    tmp_path, kind, num_runs, chain
 ):
-    kills.kill_in_a_process(run_agents, tmp_path, num_runs, chain)
+    kills.kill_in_a_process(kind, tmp_path, num_runs, chain)
 
 
 def damage_journals(options, dice):

@@ -1,37 +1,26 @@
 """The whole chain learns: a reward that can only rise if every sign and pairing is right."""
 
 import pytest
+from tests.runs import TextReward
 
-from lightrft.rewards.types import RewardResult
 
-
-class OddBytes:
+def odd_bytes(text):
     """Share of odd characters: about one half before training."""
-
-    name = "odd"
-    needs_labels = False
-
-    def score(self, prompts, responses, labels, columns):
-        return [
-            RewardResult(sum(ord(c) % 2 for c in text) / max(len(text), 1)) for text in responses
-        ]
-
-    def close(self):
-        pass
+    return sum(ord(c) % 2 for c in text) / max(len(text), 1)
 
 
-class Shuffled(OddBytes):
+class Shuffled(TextReward):
     """Negative control: the rewards belong to other responses."""
 
-    def score(self, prompts, responses, labels, columns):
-        results = super().score(prompts, responses, labels, columns)
+    def score(self, *rows):
+        results = super().score(*rows)
         return [*results[5:], *results[:5]]
 
 
 def rise(build_world, reward, **options):
     world = build_world(
         reward=reward,
-        num_prompts=64,
+        num_prompts=96,
         rollout_batch_size=8,
         n_samples_per_prompt=8,
         train_batch_size=32,
@@ -41,18 +30,22 @@ def rise(build_world, reward, **options):
         args={"train_batch_size": 32, "rollout_batch_size": 8, "actor_learning_rate": 3e-3},
         **options,
     )
-    values = []
-    for step in range(8):
-        world.trainer.make_experience()
-        values.append(world.trainer.ppo_train(step)["reward"])
+    values = [world.step()["reward"] for _ in range(8)]
     return values[-1] - values[0]
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo", "reinforce++", "cpgd", "gae"])
 def test_reward_rises(build_world, estimator):
     critic = {"with_critic": True, "lambd": 1.0} if estimator == "gae" else {}
-    assert rise(build_world, OddBytes(), advantage_estimator=estimator, **critic) > 0.2
+    assert rise(build_world, TextReward(odd_bytes), advantage_estimator=estimator, **critic) > 0.2
+
+
+@pytest.mark.parametrize(
+    "older", [{"rollout_lag": 1}, {"rollout_lag": 2}, {"stream_chunk": 5}], ids=str
+)
+def test_reward_rises_on_rows_of_older_weights_too(build_world, older):
+    assert rise(build_world, TextReward(odd_bytes), **older) > 0.2
 
 
 def test_reward_of_another_response_teaches_nothing(build_world):
-    assert rise(build_world, Shuffled()) < 0.15
+    assert rise(build_world, Shuffled(odd_bytes)) < 0.15

@@ -42,8 +42,7 @@ METRICS = (
 
 def step_of(world):
     before = world.weights()
-    world.trainer.make_experience()
-    metrics = world.trainer.ppo_train(1)
+    metrics = world.step()
     return metrics, {name: p - before[name] for name, p in world.weights().items()}
 
 

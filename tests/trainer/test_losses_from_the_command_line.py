@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from tests.algorithms.paper_losses import PAPER_LOSSES
+from tests.update_inputs import TablePolicy, sample_table
 
 from lightrft.cli.options import parse_options
 from lightrft.cli.train import build_parser
 from lightrft.config.registry import POLICY_LOSSES
-from lightrft.models.types import ActorOutput
 from lightrft.records.batch import ExperienceBatch, PolicyOutputs, collate
-from lightrft.records.table import SampleTable
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.algorithm import decide
 from lightrft.stages.policy.updates import TrainedModel, Update
@@ -23,58 +20,13 @@ from lightrft.strategy import get_fake_strategy
 VOCAB, ROWS = 23, 12
 
 
-def paper_losses():
-    file = Path(__file__).parents[1] / "algorithms" / "paper_losses.py"
-    spec = importlib.util.spec_from_file_location("paper_losses_of_the_command_line", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.PAPER_LOSSES
-
-
-PAPER_LOSSES = paper_losses()
-
-
-class TablePolicy(torch.nn.Module):
-    """Logits from the previous token, in float64."""
-
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        logits = torch.randn(VOCAB, VOCAB, generator=generator)
-        self.table = torch.nn.Parameter(logits)
-
-    def forward(self, token_ids, attention_mask, **_):
-        chosen = self.table.double()[token_ids[:, :-1]].log_softmax(-1)
-        chosen = chosen.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
-        return ActorOutput(torch.nn.functional.pad(chosen, (1, 0)), None)
-
-
 def experience(policy):
     """Ragged rows, one of them without tokens, with ratios far beyond every clip range."""
     draw = np.random.default_rng(3)
     lengths = np.append(draw.integers(1, 30, ROWS - 1), 0)
     num_tokens = int(lengths.sum())
-    table = SampleTable(
-        sample_ids=np.arange(ROWS),
-        group_ids=np.arange(ROWS) // 4,
-        prompt_lengths=np.full(ROWS, 2),
-        response_lengths=lengths,
-        is_sampled=np.ones(num_tokens, dtype=bool),
-        token_ids=draw.integers(0, VOCAB, num_tokens + 2 * ROWS),
-        rollout_logprobs=np.zeros(num_tokens, np.float32),
-        rewards=np.zeros(ROWS),
-        accuracies=np.zeros(ROWS),
-        component_names=(),
-        components=np.zeros((ROWS, 0)),
-        is_truncated=np.zeros(ROWS, bool),
-        is_masked=np.zeros(ROWS, bool),
-        is_untruncated=np.ones(ROWS, bool),
-        weights_versions=np.zeros(ROWS, np.int64),
-        token_versions=np.zeros(num_tokens, np.int64),
-        sampled_lengths=lengths,
-        has_mixed_versions=np.zeros(ROWS, dtype=bool),
-        holders=np.zeros(ROWS, dtype=np.int64),
-    )
+    ids = draw.integers(0, VOCAB, num_tokens + 2 * ROWS)
+    table = sample_table(lengths, token_ids=ids)
     rollouts = collate(table, temperature=1.0, device=torch.device("cpu"))
     mask = rollouts.response_mask
     with torch.no_grad():
@@ -93,7 +45,7 @@ def loss_of(*flags):
     config, _, problems = parse_options(build_parser(), [*argv, "--init_kl_coef", "0", *flags])
     assert problems == []
     config, algorithm = decide(config)
-    strategy, policy, metrics = get_fake_strategy(config), TablePolicy(), StepMetrics()
+    strategy, policy, metrics = get_fake_strategy(config), TablePolicy(VOCAB, torch.float32), StepMetrics()
     batch, new = experience(policy)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     update = Update(config, algorithm.policy_loss, strategy, metrics, algorithm.corrections)

@@ -1,10 +1,22 @@
 """Options whose work spans ranks give the same run on one and on two processes."""
 
-import json
+from __future__ import annotations
 
 import pytest
 import torch
-from tests.ranks import run_multiprocess
+from tests.runs import (
+    assert_same,
+    compared,
+    last_metrics,
+    rollout_options,
+    say_rows,
+    train_on_ranks,
+    write,
+    write_inputs,
+)
+from transformers import AutoModelForSequenceClassification
+
+from lightrft.tools.model_presets import PRESETS, byte_level_tokenizer
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed]
 
@@ -15,6 +27,7 @@ def score(responses, kind):
         for text, k in zip(responses, kind, strict=True)
     ]
 """
+FULL_GROUPS = {"dynamic_sampling": True, "use_fire": True, "train_batch_size": 16}
 RUNS = (
     {
         "high_entropy_token_ratio": 0.4,
@@ -23,7 +36,7 @@ RUNS = (
         "dual_clip": 3.0,
         "policy_loss": "dapo",
     },
-    {"dynamic_sampling": True, "use_fire": True, "train_batch_size": 16},
+    FULL_GROUPS,
     {
         "dynamic_sampling": True,
         "max_num_gen_batches": 1,
@@ -32,7 +45,7 @@ RUNS = (
         "init_kl_coef": 0.0,
         "use_kl_loss": False,
     },
-    {"dynamic_sampling": True, "use_fire": True, "train_batch_size": 16, "fsdp": False},
+    FULL_GROUPS | {"fsdp": False},
     {
         "stream_chunk": 3,
         "stream_prompts": 6,
@@ -40,115 +53,135 @@ RUNS = (
         "fsdp": False,
         "zero_stage": 1,
     },
-    {
-        "lora_rank": 4,
-        "pretrain_data": "texts.jsonl",
-        "ptx_coef": 0.1,
-        "ptx_batch_size": 3,
-        "reward_pretrain": ("reward_model",),
-        "reward_recipe": "recipes.toml",
-        "eval_data": "train.jsonl",
-        "max_eval_samples": 5,
-    },
 )
-FILES = ("pretrain_data", "reward_pretrain", "reward_recipe", "eval_data")
+RESUMED = {"max_steps": 2, "load_checkpoint": True}
 
 
-def train_each(rank, world_size, runs):
-    from dataclasses import asdict
-
-    import torch.distributed as dist
-
-    from lightrft.config import TrainConfig
-    from lightrft.run.assembly import run_training
-
-    # Kept over all runs: to end one and start the next at the same address is a race.
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    return [asdict(run_training(TrainConfig(**values)))["last_metrics"] for values in runs]
-
-
-def settings(folder, model, world_size):
+def options_of(folder, name, **changes):
     common = {
-        "pretrain": model,
-        "prompt_data": str(folder / "train.jsonl"),
-        "input_key": "prompt",
-        "reward_fn": (f"{folder / 'reward.py'}:score",),
-        "fsdp": True,
-        "bf16": False,
-        "engine_type": "hf",
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 4,
-        "train_batch_size": 8,
-        "micro_train_batch_size": 2,
-        "generate_max_len": 8,
-        "prompt_max_len": 32,
         "init_kl_coef": 0.05,
         "use_kl_loss": True,
         "loss_agg_mode": "token-mean",
-        "actor_learning_rate": 1e-3,
-        "max_steps": 2,
         "critic_learning_rate": 1e-3,
     }
-    return [
-        {**common, "output_dir": str(folder / f"run_{world_size}_{i}"), **placed(run, folder)}
-        for i, run in enumerate(RUNS)
-    ]
+    return rollout_options(folder, name, **common | changes)
 
 
-def placed(run, folder):
-    """The options with the files of this test."""
+def with_features(folder, name, **changes):
+    """Adapters, texts and a reward model that counts for one of two tasks."""
+    return options_of(
+        folder,
+        name,
+        lora_rank=4,
+        pretrain_data=str(folder / "texts.jsonl"),
+        ptx_coef=0.1,
+        ptx_batch_size=3,
+        reward_pretrain=(str(folder / "scorer"),),
+        reward_recipe=str(folder / "recipes.toml"),
+        eval_data=str(folder / "train.jsonl"),
+        max_eval_samples=5,
+        **changes,
+    )
 
-    def place(value):
-        return str(folder / value) if isinstance(value, str) else tuple(map(place, value))
 
-    return {name: place(v) if name in FILES else v for name, v in run.items()}
-
-
-def write_inputs(folder):
-    from transformers import AutoModelForSequenceClassification
-
-    from lightrft.tools.model_presets import PRESETS, byte_level_tokenizer
-
-    rows = [
-        {"prompt": f"say {'aeiou'[i % 5] * (1 + i % 3)}", "kind": i, "task": "ab"[i % 2]}
-        for i in range(32)
-    ]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    texts = [{"text": "the quick brown fox "[: 5 + i]} for i in range(7)]
-    (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "recipes.toml").write_text("[a]\nscore = 1\n[b]\nscore = 1\nmodel = 0.2\n")
+@pytest.fixture
+def folder(tmp_path, tiny_model):
+    rows = say_rows(32, kind=lambda number: number, task=lambda number: "ab"[number % 2])
+    recipes = "[a]\nscore = 1\n[b]\nscore = 1\nmodel = 0.2\n"
+    write_inputs(tmp_path, rows, reward=REWARD, files={"recipes.toml": recipes})
+    write(tmp_path / "texts.jsonl", [{"text": "the quick brown fox "[: 5 + i]} for i in range(7)])
+    (tmp_path / "model").symlink_to(tiny_model)
     torch.manual_seed(4)
     config = PRESETS["tiny-qwen3"]()
     config.num_labels = 1
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "reward_model")
-    byte_level_tokenizer().save_pretrained(folder / "reward_model")
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "scorer")
+    byte_level_tokenizer().save_pretrained(tmp_path / "scorer")
+    return tmp_path
 
 
 @pytest.mark.full
-def test_two_processes_agree_with_one(tmp_path, tiny_model):
-    write_inputs(tmp_path)
-    (alone,) = run_multiprocess(
-        train_each, 1, timeout_seconds=400, args=(settings(tmp_path, tiny_model, 1),)
+def test_two_processes_agree_with_one(folder):
+    alone, both = (
+        train_on_ranks(
+            size,
+            [options_of(folder, f"{size}_{number}", **run) for number, run in enumerate(RUNS)]
+            + [with_features(folder, f"{size}_features")],
+            timeout_seconds=400,
+        )
+        for size in (1, 2)
     )
-    both = run_multiprocess(
-        train_each, 2, timeout_seconds=400, args=(settings(tmp_path, tiny_model, 2),)
-    )
-    assert [{n: v for n, v in m.items() if "second" not in n} for m in both[0]] == [
-        {n: v for n, v in m.items() if "second" not in n} for m in both[1]
-    ]
-    for expected, found in zip(alone, both[0], strict=True):
-        assert set(expected) == set(found)
-        for name, value in expected.items():
-            if "second" in name or name == "engine_hash" or name.startswith("memory/"):
-                continue
-            is_rounding = any(word in name for word in ("max", "min", "diff", "log_ratio"))
-            tolerance = 1e-4 if is_rounding else 1e-6
-            assert found[name] == pytest.approx(value, rel=1e-3, abs=tolerance), name
+    alone, *both = ([each["last_metrics"] for each in rank] for rank in (*alone, *both))
+    assert [compared(each) for each in both[0]] == [compared(each) for each in both[1]]
+    for expected, metrics in zip(alone, both[0], strict=True):
+        assert_same(expected, metrics)
     assert alone[0]["high_entropy_share"] < 0.7
     assert alone[1]["dynamic/num_gen_batches"] > 1
     assert alone[2]["dynamic/filler_share"] > 0
     assert alone[3]["dynamic/num_gen_batches"] > 1
     assert alone[4]["staleness/token_share"] > 0  # rows went on over an update
     assert alone[5]["ptx_loss"] > 1
-    assert alone[5]["reward/model"] != 0
+    assert 0 != alone[5]["reward/model"] != alone[5]["reward/score"]
+
+
+@pytest.mark.slow
+@pytest.mark.shard("training")
+def test_models_and_data_of_their_own_resume_on_every_strategy(folder):
+    by_size = []
+    for size in (1, 2):
+        runs = []
+        for strategy in ("fsdp", "zero2"):
+            whole, half = (
+                with_features(
+                    folder,
+                    f"{name}_{strategy}_{size}",
+                    fsdp=strategy == "fsdp",
+                    lr_scheduler="constant",
+                )
+                for name in ("whole", "half")
+            )
+            runs += [whole, half | {"max_steps": 1}, half | RESUMED]
+        summaries = train_on_ranks(size, runs, timeout_seconds=800)[0]
+        found = [each["last_metrics"] | each["last_eval"] for each in summaries]
+        assert found[0]["eval/model"] != 0
+        for whole, _, resumed in (found[:3], found[3:]):
+            assert_same(whole, resumed, rel=1e-6)
+        assert_same(found[0], found[3])
+        by_size.append(found[0])
+    assert_same(*by_size)
+
+
+@pytest.mark.full
+def test_adapters_of_the_engine_alone_resume_and_sample_as_merged_weights_do(folder):
+    pytest.importorskip("peft", reason="package peft is not installed")
+
+    def run(name, **changes):
+        adapters = {"lora_rank": 4, "lora_alpha": 16.0, "lora_sync": "adapter"} | changes
+        return rollout_options(folder, name, lr_scheduler="constant", **adapters)
+
+    expected = last_metrics(1, [run("alone")])[0]
+    adapters, _, resumed, merged, zero3 = last_metrics(
+        2,
+        [
+            run("whole"),
+            run("half", max_steps=1),
+            run("half", **RESUMED),
+            run("merged", lora_sync="merged"),
+            run("zero3", fsdp=False, zero_stage=3),
+        ],
+        timeout_seconds=400,
+    )
+    for metrics in (adapters, resumed, zero3):
+        assert_same(expected, metrics)
+    assert adapters.pop("weight_sync_bytes") < 0.5 * merged.pop("weight_sync_bytes")
+    assert_same(adapters, merged)
+    assert adapters["weights_changed"] == 1
+
+
+@pytest.mark.vllm
+def test_vllm_takes_the_adapters_of_two_ranks(folder):
+    adapters = {"lora_rank": 4, "lora_alpha": 16.0, "lora_sync": "adapter"}
+    engine = {"engine_type": "vllm", "engine_mem_util": 0.1}
+    (metrics,) = last_metrics(2, [rollout_options(folder, **adapters, **engine)])
+    assert 0 < metrics["weight_sync_bytes"] < 1e6
+    assert metrics["logprob_diff_mean"] < 1e-4
+    assert metrics["weights_changed"] == 1

@@ -201,6 +201,5 @@ def test_the_sequential_form(build_world, monkeypatch, fault, options):
     world = build_world(num_prompts=32, args={**options, "actor_learning_rate": 3e-2})
     fault(HFEngine)
     with pytest.raises((LedgerError, WeightSyncError)):
-        for number in range(1, 5):
-            world.trainer.make_experience()
-            world.trainer.ppo_train(number)
+        for _number in range(1, 5):
+            world.step()

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from tests.engines.altered_engines import EditingEngine, ShiftedEngine, plant
 from tests.engines.fake_engine import build_fake
 from tests.models.tiny import tiny_config
 from tests.ranks import run_multiprocess
 
 from lightrft.cli.errors import ExitCode, exit_code_of
-from lightrft.engines import EngineConfig
 from lightrft.engines.factory import ENGINES
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.experience.ledger_gate import LedgerError
@@ -26,34 +26,18 @@ from lightrft.stages.policy.parity import (
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 
 
-class TransposesEngine(HFEngine):
+class TransposesEngine(EditingEngine):
     """Fault: one square matrix lies in the engine with rows and columns exchanged."""
 
-    def alias_weights(self, tensors) -> bool:
-        del tensors
-        return False
-
-    def load_weights(self, pieces) -> None:
-        super().load_weights(
-            [
-                dataclasses.replace(piece, tensor=piece.tensor.view(piece.shape).T.reshape(-1))
-                if piece.name == f"{Q_PROJ}.weight"
-                else piece
-                for piece in pieces
-            ]
-        )
-
-
-def plant(strategy, actor, engine_class=TransposesEngine):
-    """Gives the strategy an engine with a fault."""
-    module = strategy.unwrap_model(actor).model
-    strategy.inference_engine = engine_class(EngineConfig("hf", ""), module=module)
-    strategy.update_engine_weights(actor)
+    def edit(self, piece):
+        if piece.name != f"{Q_PROJ}.weight":
+            return [piece]
+        return [dataclasses.replace(piece, tensor=piece.tensor.view(piece.shape).T.reshape(-1))]
 
 
 def faulty_world(build_world, **options):
     world = build_world(args={"verify_weight_sync": False}, **options)
-    plant(world.strategy, world.trainer.actor)
+    plant(world.strategy, world.trainer.actor, TransposesEngine)
     return world
 
 
@@ -79,9 +63,8 @@ def test_the_comparison_follows_its_schedule(build_world, monkeypatch, every, ex
         return check(maker, *step)
 
     monkeypatch.setattr(ExperienceMaker, "check_parity", counted)
-    for step in range(1, 5):
-        world.trainer.make_experience()
-        world.trainer.ppo_train(step)
+    for _step in range(1, 5):
+        world.step()
     assert compared == expected
 
 
@@ -107,8 +90,7 @@ def test_the_comparison_changes_no_bit_of_the_step(build_world):
         world = build_world(
             parity_check_steps=every, train_batch_size=16, args={"train_batch_size": 16}
         )
-        world.trainer.make_experience()
-        world.trainer.ppo_train(1)
+        world.step()
         weights.append(world.weights())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -118,8 +100,7 @@ def test_a_transposed_matrix_ends_the_run_and_its_layer_is_named(build_world, ba
     world = faulty_world(build_world, train_batch_size=batch_size)
     before = {name: weights.clone() for name, weights in world.weights().items()}
     with pytest.raises(ParityError) as caught:
-        world.trainer.make_experience()
-        world.trainer.ppo_train(1)
+        world.step()
     assert all(torch.equal(before[name], weights) for name, weights in world.weights().items())
     text = str(caught.value)
     assert f"outputs differ first in {Q_PROJ} " in text
@@ -130,13 +111,11 @@ def test_a_transposed_matrix_ends_the_run_and_its_layer_is_named(build_world, ba
 
 def test_without_the_gate_the_fault_is_seen_in_the_metrics_only(build_world):
     world = faulty_world(build_world, parity_check_steps=-1)
-    world.trainer.make_experience()
-    metrics = world.trainer.ppo_train(1)
+    metrics = world.step()
     assert metrics["logprob_diff_mean"] > PARITY_LIMITS[torch.float32].mean
     assert metrics["sequence_diff_max"] > metrics["logprob_diff_mean"]
     healthy = build_world(parity_check_steps=-1)
-    healthy.trainer.make_experience()
-    assert healthy.trainer.ppo_train(1)["logprob_diff_mean"] < 1e-5
+    assert healthy.step()["logprob_diff_mean"] < 1e-5
 
 
 def test_a_wider_limit_lets_the_fault_pass(build_world):
@@ -144,29 +123,17 @@ def test_a_wider_limit_lets_the_fault_pass(build_world):
     world.trainer.make_experience()
 
 
-class StaleSamplesEngine(HFEngine):
-    """Fault: what it samples comes with the logprobs of other weights."""
-
-    def poll(self):
-        return [
-            dataclasses.replace(
-                completion, output_logprobs=tuple(x - 0.5 for x in completion.output_logprobs)
-            )
-            for completion in super().poll()
-        ]
-
-
 def test_a_fault_that_leaves_the_layers_equal_is_told_apart(build_world):
     # The ledger's gate, which comes first, would find it too.
     world = build_world(args={"verify_weight_sync": False}, ledger_gate=False)
-    plant(world.strategy, world.trainer.actor, StaleSamplesEngine)
+    plant(world.strategy, world.trainer.actor, ShiftedEngine)
     with pytest.raises(ParityError, match="layers: all agree when the row is computed again"):
         world.trainer.make_experience()
 
 
 def test_by_default_the_ledger_finds_it_before_anything_is_trained(build_world):
     world = build_world(args={"verify_weight_sync": False})
-    plant(world.strategy, world.trainer.actor, StaleSamplesEngine)
+    plant(world.strategy, world.trainer.actor, ShiftedEngine)
     with pytest.raises(LedgerError, match=r"rollout_logprobs \(bits\) differ") as caught:
         world.trainer.make_experience()
     assert exit_code_of(caught.value) == ExitCode.VERIFICATION

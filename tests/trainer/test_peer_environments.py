@@ -2,81 +2,61 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 from tests.ranks import run_multiprocess
+from tests.runs import (
+    TEMPLATE,
+    calling,
+    lines,
+    rollout_options,
+    tiny_models,
+    train_each,
+    write,
+    write_inputs,
+)
 
-from lightrft.config import TrainConfig
-from lightrft.rollout.sampler import training_params
-from lightrft.tools.model_presets import write_tiny_model
+import lightrft.stages.policy.inputs as inputs
+from lightrft.reporting.trajectories import SampleLog
+from lightrft.rollout.environments.calls import ToolCall
 
 pytestmark = pytest.mark.multiprocess
 
 SHAPES = Path(__file__).parent.parent / "rollout"
-TEMPLATE = """\
-{%- for x in tools or [] %}{{- '<|system|>' + x.function.name }}{%- endfor %}\
-{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content }}\
-{%- for k in m.tool_calls or [] %}{{- (k.function | tojson) }}{%- endfor %}\
-{%- if m.role == 'assistant' %}{{- eos_token }}{%- endif %}{%- endfor %}\
-{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
 VALUES = {"integer": 1, "string": "up"}
 LETTERS = "def letters(responses): return [(sum(map(ord, text)) % 7) / 7 for text in responses]"
 REWARDS = ("format_reward", "state_reward", "fall_reward", "board_reward", "left_reward")
 
 
-def with_stops(config):
-    """Random models seldom end: here bytes below 90 do."""
-    return replace(training_params(config), stop_token_ids=tuple(range(90)))
-
-
-def calling(parser, tokenizer, schemas):
+def first_tool(parser, tokenizer, schemas):
     """Random models write no calls either: here every turn calls the first tool."""
-    from lightrft.rollout.environments.calls import ToolCall
-
     function = schemas[0]["function"]
     parameters = function["parameters"]["properties"]
     arguments = {name: VALUES[schema["type"]] for name, schema in parameters.items()}
     return lambda text, *others: [ToolCall(function["name"], arguments)]
 
 
-def train_each(rank, world_size, runs):
-    import lightrft.rollout.environments.specs as specs
-    import lightrft.rollout.sampler as sampling
-    import lightrft.stages.policy.inputs as inputs
-    from lightrft.reporting.trajectories import SampleLog
-    from lightrft.run.assembly import run_training
-    from lightrft.strategy.distributed.process_groups import start_process_group
-
-    sampling.training_params = with_stops
-    specs.choose_parser = calling
+def train_and_show(rank, world_size, runs):
+    """Metrics of each run, which writes down all of its samples."""
     inputs.SampleLog = partial(SampleLog, num_samples=16)
-    start_process_group(None)
-    return [asdict(run_training(TrainConfig(**values)))["last_metrics"] for values in runs]
+    with calling(choose=first_tool):
+        return [each["last_metrics"] for each in train_each(rank, world_size, runs)]
 
 
 def runs_in(tmp_path):
     """Options of a run on TRL's shapes, and of one on SkyRL-Gym's."""
-    write_tiny_model(tmp_path / "model", "tiny-qwen3", seed=1)
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
-    (tmp_path / "reward.py").write_text(LETTERS)
-    letters = f"{tmp_path / 'reward.py'}:letters"
+    files = {"template.jinja": TEMPLATE}
+    write_inputs(tiny_models(tmp_path, "model"), reward=LETTERS, files=files)
     names = ("increments", "scored", "ownsdata", "readsrow", "echoes", "falls", "several", "board")
     trl = [{"environment": name, "input": "say"} for name in names]
     trl[2].pop("input")
     trl[3]["target"] = 4
     skyrl = [{"input": f"say {i}", "reward_spec": {"ground_truth": "4"}} for i in range(8)]
-    for name, rows in (("trl", trl), ("skyrl", skyrl)):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     common = {
-        "pretrain": str(tmp_path / "model"),
-        "bf16": False,
-        "engine_type": "hf",
-        "fsdp": True,
+        "input_key": "input",
         "rollout_batch_size": 8,
         "n_samples_per_prompt": 2,
         "train_batch_size": 16,
@@ -84,7 +64,6 @@ def runs_in(tmp_path):
         "generate_max_len": 12,
         "prompt_max_len": 96,
         "max_steps": 1,
-        "actor_learning_rate": 1e-3,
         "max_turns": 3,
         "chat_template": str(tmp_path / "template.jinja"),
         "apply_chat_template": True,
@@ -92,24 +71,26 @@ def runs_in(tmp_path):
         "max_observation_tokens": 64,
         "tool_parser": "hermes",
     }
+    classes = SHAPES / "trl_environments.py"
+    letters = f"{tmp_path / 'reward.py'}:letters"
+    rewards = (letters, *(f"{classes}:{name}" for name in REWARDS))
     return [
-        {
-            **common,
-            "environment": f"{SHAPES / 'trl_environments.py'}:SHAPES",
-            "reward_fn": (
-                letters,
-                *(f"{SHAPES / 'trl_environments.py'}:{name}" for name in REWARDS),
+        rollout_options(tmp_path, f"of_{name}", prompt_data=data, **common, **own)
+        for name, data, own in (
+            (
+                "trl",
+                write(tmp_path / "trl.jsonl", trl),
+                {"environment": f"{classes}:SHAPES", "reward_fn": rewards},
             ),
-            "prompt_data": str(tmp_path / "trl.jsonl"),
-            "output_dir": str(tmp_path / "of_trl"),
-        },
-        {
-            **common,
-            "environment": f"skyrl_gym:{SHAPES / 'skyrl_environments.py'}:Tries",
-            "reward_fn": (letters,),
-            "prompt_data": str(tmp_path / "skyrl.jsonl"),
-            "output_dir": str(tmp_path / "of_skyrl"),
-        },
+            (
+                "skyrl",
+                write(tmp_path / "skyrl.jsonl", skyrl),
+                {
+                    "environment": f"skyrl_gym:{SHAPES / 'skyrl_environments.py'}:Tries",
+                    "reward_fn": (letters,),
+                },
+            ),
+        )
     ]
 
 
@@ -117,12 +98,12 @@ def runs_in(tmp_path):
 @pytest.mark.timeout(600)
 def test_a_step_on_the_classes_of_trl_and_of_skyrl_gym(tmp_path):
     runs, seen = runs_in(tmp_path), set()
-    ((of_trl, of_skyrl),) = run_multiprocess(train_each, 1, timeout_seconds=400, args=(runs,))
+    ((of_trl, of_skyrl),) = run_multiprocess(train_and_show, 1, timeout_seconds=400, args=(runs,))
     for metrics in (of_trl, of_skyrl):
         assert math.isfinite(metrics["grad_norm"])
         assert metrics["grad_norm"] > 0
         assert metrics["episode/turns"] > 1.2
-    samples = [json.loads(line) for line in (tmp_path / "of_trl/samples.jsonl").open()]
+    samples = lines(tmp_path / "of_trl/samples.jsonl")
     assert len(samples) == 16
     for sample in samples:
         calls = [call for turn in sample["turns"] for call in turn["calls"]]

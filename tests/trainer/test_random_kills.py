@@ -23,19 +23,20 @@ import time
 from pathlib import Path
 
 import pytest
-from tests import machine
+from tests import machine, runs
 from tests.forked_run import Ranks
 from tests.ranks import run_multiprocess
+from tests.runs import compared, lines, rollout_options
 
 pytestmark = pytest.mark.shard("kills")
 
 NUM_STEPS = 4
 RUN_SECONDS = 150
 BACKENDS = {
-    "fsdp": {"fsdp": True},
-    "zero2": {"zero_stage": 2},
-    "zero3": {"zero_stage": 3},
-    "adapters": {"fsdp": True, "lora_rank": 4, "lora_sync": "adapter"},
+    "fsdp": {},
+    "zero2": {"fsdp": False, "zero_stage": 2},
+    "zero3": {"fsdp": False, "zero_stage": 3},
+    "adapters": {"lora_rank": 4, "lora_sync": "adapter"},
 }
 REWARD = """
 def score(responses):
@@ -44,42 +45,28 @@ def score(responses):
 
 
 def settings(folder, backend, name):
-    return {
-        "pretrain": str(folder / "model"),
-        "critic_pretrain": str(folder / "model"),
-        "prompt_data": str(folder / "train.jsonl"),
-        "reward_fn": (f"{folder / 'reward.py'}:score",),
-        "advantage_estimator": "gae",
-        "bf16": False,
-        "engine_type": "hf",
-        "async_save": True,
-        "rollout_batch_size": 2,
-        "n_samples_per_prompt": 2,
-        "train_batch_size": 4,
-        "micro_train_batch_size": 2,
-        "generate_max_len": 4,
-        "prompt_max_len": 32,
-        "init_kl_coef": 0.0,
-        "actor_learning_rate": 1e-3,
-        "critic_learning_rate": 1e-3,
-        "lr_warmup_ratio": 0.0,
-        "num_episodes": 2,
-        "max_steps": NUM_STEPS,
-        "save_steps": 1,
-        "timeout_minutes": 2.0,
-        "parity_check_steps": -1,
-        "output_dir": str(folder / f"{backend}_{name}"),
+    return rollout_options(
+        folder,
+        f"{backend}_{name}",
+        critic_pretrain=str(folder / "model"),
+        advantage_estimator="gae",
+        async_save=True,
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        train_batch_size=4,
+        generate_max_len=4,
+        critic_learning_rate=1e-3,
+        num_episodes=2,
+        max_steps=NUM_STEPS,
+        save_steps=1,
+        timeout_minutes=2.0,
+        parity_check_steps=-1,
         **BACKENDS[backend],
-    }
+    )
 
 
 def write_inputs(folder, num_rows=NUM_STEPS):
-    from lightrft.tools.model_presets import write_tiny_model
-
-    write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
-    rows = [json.dumps({"input": f"say {'aeiou'[i % 5] * (1 + i % 3)}"}) for i in range(num_rows)]
-    (folder / "train.jsonl").write_text("\n".join(rows))
-    (folder / "reward.py").write_text(REWARD)
+    runs.write_inputs(runs.tiny_models(folder, "model"), runs.say_rows(num_rows), reward=REWARD)
 
 
 def finish(options, world_size=2):
@@ -123,11 +110,10 @@ def kill_once(options, whole_events, dice):
 
 
 def timeless(path):
-    # What a process has measured or moved, and not what the run came to.
-    ignored = ("second", "memory/", "tokens_per", "tflops", "mfu", "bridge/")
+    """What a run came to: not what a process has measured or moved."""
     return [
-        {n: v for n, v in json.loads(line).items() if not any(word in n for word in ignored)}
-        for line in path.read_text().splitlines()
+        {name: value for name, value in compared(each).items() if "bridge/" not in name}
+        for each in lines(path)
     ]
 
 

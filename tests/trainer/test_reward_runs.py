@@ -7,7 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from tests.ranks import find_free_port
+from tests.runs import lines, rollout_options, words, write_inputs
 
 from lightrft.cli.main import main
 
@@ -55,80 +55,49 @@ def judge_url():
 
 
 @pytest.fixture
-def train(tmp_path, tiny_model, monkeypatch):
-    """Metrics of the one step of a run."""
+def metrics_of(tmp_path, tiny_model):
+    """`metrics_of(reward)`: metrics of the one step of a run."""
     rows = [{"prompt": f"add {i} and 2", "answer": TESTS} for i in range(4)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**environment, "MASTER_PORT": str(find_free_port())}.items():
-        monkeypatch.setenv(name, value)
+    write_inputs(tmp_path, rows, reward=ASYNC)
 
-    def run(reward: str, *more: str, data: str | None = None) -> dict[str, float]:
-        data = data or str(tmp_path / "rows.jsonl")
-        output = tmp_path / "run"
-        arguments = (
-            "train",
-            "--pretrain",
-            str(tiny_model),
-            "--prompt_data",
-            data,
-            "--reward_fn",
-            reward,
-            "--output_dir",
-            str(output),
-            "--engine_type",
-            "hf",
-            "--fsdp",
-            "--max_steps",
-            "1",
-            "--rollout_batch_size",
-            "4",
-            "--n_samples_per_prompt",
-            "2",
-            "--train_batch_size",
-            "8",
-            "--micro_train_batch_size",
-            "4",
-            "--generate_max_len",
-            "8",
-            "--prompt_max_len",
-            "256",
-            "--init_kl_coef",
-            "0",
-            "--reward_workers",
-            "2",
-            *more,
-        )
-        assert main(list(arguments)) == 0
-        return json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
+    def run(reward, **changes):
+        common = {
+            "pretrain": tiny_model,
+            "reward_fn": reward,
+            "label_key": "answer",
+            "max_steps": 1,
+            "n_samples_per_prompt": 2,
+            "micro_train_batch_size": 4,
+            "prompt_max_len": 256,
+            "reward_workers": 2,
+        }
+        assert main(["train", *words(rollout_options(tmp_path, **common | changes))]) == 0
+        return lines(tmp_path / "run" / "metrics.jsonl")[-1]
 
     return run
 
 
-COLUMNS = ("--input_key", "prompt", "--label_key", "answer")
-
-
-def test_an_async_function(train, tmp_path):
-    (tmp_path / "r.py").write_text(ASYNC)
-    metrics = train(f"{tmp_path / 'r.py'}:each", *COLUMNS)
+def test_an_async_function(metrics_of, tmp_path):
+    metrics = metrics_of(f"{tmp_path / 'reward.py'}:each")
     assert 0 < metrics["reward"] < 2
     assert metrics["step"] == 1
 
 
-def test_the_judge(train, judge_url):
-    metrics = train("judge", "--judge_url", judge_url, "--judge_model", "m", *COLUMNS)
+def test_the_judge(metrics_of, judge_url):
+    metrics = metrics_of("judge", judge_url=judge_url, judge_model="m")
     assert 0 < metrics["reward/judge"] <= 0.6
 
 
-def test_unit_tests(train):
-    metrics = train("unit_tests", *COLUMNS)
+def test_unit_tests(metrics_of):
+    metrics = metrics_of("unit_tests")
     # No random text is a program that adds.
     assert metrics["reward/unit_tests"] == metrics["reward/tests_passed"] == 0
     assert metrics["reward/timeout"] == 0
 
 
-def test_a_task_of_reasoning_gym(train):
+def test_a_task_of_reasoning_gym(metrics_of):
     task = "reasoning_gym:letter_counting"
-    metrics = train(task, data=f"{task}?min_words=2&max_words=4")
+    data = f"{task}?min_words=2&max_words=4"
+    metrics = metrics_of(task, prompt_data=data, input_key="input", label_key="label")
     assert 0 <= metrics["reward/letter_counting"] <= 1
     assert metrics["reward/scorer_failed"] == 0

@@ -17,12 +17,8 @@ from tests import machine
 from tests.forked_run import Ranks
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.ranks import run_multiprocess
-from tests.trainer.test_killed_episodes import (
-    AGENT,
-    ENVIRONMENT,
-    TEMPLATE,
-    let_random_models_call,
-)
+from tests.runs import TEMPLATE
+from tests.trainer.test_killed_episodes import AGENT, ENVIRONMENT, let_random_models_call
 from tests.trainer.test_random_kills import (
     RUN_SECONDS,
     become_launcher,
@@ -70,6 +66,7 @@ AGENTS = EPISODES | {"agent": "agent.py:run", "max_observation_tokens": 64, **ON
 IMAGES = {
     "pretrain": "seeing",
     "prompt_data": "images/train.jsonl",
+    "input_key": "input",
     "eval_data": "images/train.jsonl",
     "apply_chat_template": True,
     "prompt_max_len": 400,

@@ -1,12 +1,12 @@
 """Options of a run, each with its effect: freezing, averages, alarms, bounds, trajectories."""
 
-import json
 import math
 import threading
 
 import pytest
 import torch
-from tests.ranks import run_multiprocess
+from safetensors.torch import load_file
+from tests.runs import TextReward, lines, rollout_options, train_on_ranks, write_inputs
 
 from lightrft.config import TrainConfig
 from lightrft.models.actor import Actor
@@ -26,20 +26,13 @@ def test_the_actor_is_frozen_at_first_while_the_critic_learns(build_world):
     world = build_world(with_critic=True, advantage_estimator="gae", freezing_actor_steps=1)
     start = world.weights()
     critic = {n: p.detach().clone() for n, p in world.trainer.critic.named_parameters()}
-    world.trainer.make_experience()
-    metrics = world.trainer.ppo_train(1)
+    metrics = world.step()
     assert not changed(start, world.weights())
     assert changed(critic, dict(world.trainer.critic.named_parameters()))
     assert "policy_loss" not in metrics
     assert "critic_loss" in metrics
-    world.trainer.make_experience()
-    assert "policy_loss" in world.trainer.ppo_train(2)
+    assert "policy_loss" in world.step()
     assert changed(start, world.weights())
-
-
-def test_freezing_without_a_critic_is_refused(build_world):
-    with pytest.raises(ValueError, match="freezing_actor_steps"):
-        build_world(freezing_actor_steps=2)
 
 
 def test_the_schedule_of_a_frozen_actor_has_only_the_steps_it_takes(tiny_model):
@@ -70,10 +63,9 @@ def test_the_average_follows_the_actor(build_world, tiny_model):
     average = Actor.from_pretrained(tiny_model)
     before = {n: p.detach().clone() for n, p in average.named_parameters()}
     world = build_world(ema_model=average, ema_beta=0.75)
-    world.trainer.make_experience()
-    world.trainer.ppo_train(1)
+    world.step()
     # Two optimizer steps; the weights after the first are not seen, so only bounds are checked.
-    actor = dict(world.strategy.unwrap_model(world.trainer.actor).named_parameters())
+    actor = dict(world.actor.named_parameters())
     for name, value in average.named_parameters():
         moved = (value - before[name]).norm()
         assert 0 < moved < (actor[name] - before[name]).norm(), name
@@ -81,10 +73,7 @@ def test_the_average_follows_the_actor(build_world, tiny_model):
 
 def test_the_kl_weight_adapts(build_world):
     world = build_world(with_reference=True, use_kl_loss=True, kl_target=1e-9, kl_horizon=100)
-    values = []
-    for step in range(3):
-        world.trainer.make_experience()
-        values.append(world.trainer.ppo_train(step)["kl_coef"])
+    values = [world.step()["kl_coef"] for _ in range(3)]
     assert values[0] == pytest.approx(0.1)
     # The first KL is 0, far below any target; the second is above: 16 samples, 20 % per 100.
     assert values[1] == pytest.approx(0.1 * (1 - 0.2 * 16 / 100))
@@ -94,17 +83,14 @@ def test_the_kl_weight_adapts(build_world):
 @pytest.mark.parametrize("schedule", ["cosine_with_min_lr", "linear", "constant"])
 def test_learning_rate_schedules_differ(build_world, schedule):
     world = build_world(args={"lr_scheduler": schedule})
-    rates = []
-    for step in range(3):
-        world.trainer.make_experience()
-        rates.append(world.trainer.ppo_train(step)["actor_lr"])
+    rates = [world.step()["actor_lr"] for _ in range(3)]
     assert (rates[-1] < rates[0]) == (schedule != "constant")
 
 
 def test_overlong_punishment_and_clip_show_in_the_reward(build_world):
     world = build_world(overlong_buffer=True, overlong_buffer_len=6, reward_clip=0.4)
     world.trainer.make_experience()
-    step = world.trainer.pending[1].experience
+    step = world.experience
     table = step.table
     column = table.component_names.index("overlong")
     expected = -torch.tensor(table.response_lengths).double() / 6
@@ -117,11 +103,6 @@ def test_overlong_punishment_and_clip_show_in_the_reward(build_world):
     metrics = world.trainer.ppo_train(1)
     assert metrics["reward/overlong"] < 0
     assert metrics["reward_clipped_share"] > 0
-
-
-def test_a_buffer_longer_than_the_budget_is_refused(build_world):
-    with pytest.raises(ValueError, match="overlong_buffer_len"):
-        build_world(overlong_buffer=True, overlong_buffer_len=7)
 
 
 def test_bounds_of_alarms():
@@ -162,93 +143,53 @@ def test_trajectories_hold_one_value_per_token(build_world, tmp_path):
     for step in range(4):
         batch = world.trainer.make_experience()
         assert (batch.outputs.old_logprobs is None) == (step == 2)
-        table = world.trainer.pending[1].experience.table
+        table = world.experience.table
         world.trainer.ppo_train(step + 1)
-    lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1] * 3 + [2] * 3 + [4] * 3
-    for line in lines[6:]:
+    written = lines(tmp_path / "t.jsonl")
+    assert [line["step"] for line in written] == [1] * 3 + [2] * 3 + [4] * 3
+    for line in written[6:]:
         row = table.sample_ids.tolist().index(line["sample_id"])
         count = int(table.response_lengths[row])
-        for name in (
-            "token_ids",
-            "tokens",
-            "logprobs",
-            "rollout_logprobs",
-            "ref_logprobs",
-            "entropy",
-            "values",
-            "advantages",
-            "returns",
-        ):
+        per_token = (
+            "token_ids tokens logprobs rollout_logprobs ref_logprobs entropy values advantages "
+            "returns"
+        )
+        for name in per_token.split():
             assert len(line[name]) == count, name
         assert line["logprobs"] == pytest.approx(line["rollout_logprobs"], abs=1e-3)
         assert line["reward"] == pytest.approx(table.rewards[row])
         assert set(line["components"]) == {"vowels", "lower"}
 
 
-class Letters:
-    name = "letters"
-    needs_labels = False
-
-    def score(self, prompts, responses, labels, columns):
-        return [RewardResult(float(len(r) % 3), {"letters": len(r) % 3}) for r in responses]
-
-    def close(self):
-        pass
-
-
-def train(rank, world_size, values):
-    from dataclasses import asdict
-
-    from lightrft.config import TrainConfig
-    from lightrft.run.assembly import run_training
-
-    return asdict(run_training(TrainConfig(**values)))
-
-
 @pytest.mark.multiprocess
 def test_a_whole_run_with_a_service_an_average_and_trajectories(tmp_path, tiny_model):
-    from safetensors.torch import load_file
-
-    rows = [json.dumps({"prompt": f"say {'aeiou'[i % 5] * 3}"}) for i in range(8)]
-    (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    (tmp_path / "r.py").write_text("def one(responses):\n    return [1.0 for _ in responses]\n")
-    server = RewardServer(Letters())
+    write_inputs(tmp_path, reward="def one(responses):\n    return [1.0] * len(responses)\n")
+    server = RewardServer(
+        TextReward(lambda text: RewardResult(len(text) % 3, {"letters": len(text) % 3}))
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        values = {
-            "pretrain": tiny_model,
-            "prompt_data": str(tmp_path / "train.jsonl"),
-            "input_key": "prompt",
-            "output_dir": str(tmp_path / "run"),
-            "fsdp": True,
-            "bf16": False,
-            "engine_type": "hf",
-            "rollout_batch_size": 4,
-            "n_samples_per_prompt": 4,
-            "train_batch_size": 16,
-            "micro_train_batch_size": 8,
-            "generate_max_len": 6,
-            "prompt_max_len": 32,
-            "init_kl_coef": 0.0,
-            "actor_learning_rate": 1e-3,
-            "reward_fn": (f"{tmp_path / 'r.py'}:one",),
-            "remote_rm_url": f"http://127.0.0.1:{server.server_port}",
-            "reward_weights": (2.0, 10.0),
-            "enable_ema": True,
-            "ema_beta": 0.5,
-            "save_trajectories": True,
-            "num_trajectories_to_save": 2,
-        }
-        (summary,) = run_multiprocess(train, 1, timeout_seconds=120, args=(values,))
+        options = rollout_options(
+            tmp_path,
+            pretrain=tiny_model,
+            train_batch_size=16,
+            micro_train_batch_size=8,
+            reward_fn=(f"{tmp_path / 'reward.py'}:one",),
+            remote_rm_url=f"http://127.0.0.1:{server.server_port}",
+            reward_weights=(2.0, 10.0),
+            enable_ema=True,
+            ema_beta=0.5,
+            save_trajectories=True,
+            num_trajectories_to_save=2,
+        )
+        ((summary,),) = train_on_ranks(1, [options])
     finally:
         server.shutdown()
         server.server_close()
     metrics = summary["last_metrics"]
     assert metrics["reward"] == pytest.approx(2 + 10 * metrics["reward/remote"])
     assert metrics["reward/letters"] == metrics["reward/remote"]
-    lines = (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()
-    assert len(lines) == 2 * summary["num_steps"]
+    assert len(lines(tmp_path / "run" / "trajectories.jsonl")) == 2 * summary["num_steps"]
     trained = load_file(tmp_path / "run" / "model" / "model.safetensors")
     average = load_file(tmp_path / "run" / "model_ema" / "model.safetensors")
     start = load_file(f"{tiny_model}/model.safetensors")

@@ -35,7 +35,7 @@ def test_constant_groups_are_replaced_by_further_prompts(build_world):
         overlong_buffer_len=4,
     )
     world.trainer.make_experience()
-    table = world.trainer.pending[1].experience.table
+    table = world.experience.table
     for group in np.unique(table.group_ids):
         assert set(table.accuracies[table.group_ids == group]) == {0.0, 1.0}
     assert len(np.unique(table.group_ids)) == 4
@@ -96,7 +96,7 @@ def fire(world, *, max_tokens, first, n=3, temperature=0.7):
 
 def law(world, completion, position, temperature):
     """log_softmax of the model for one response token."""
-    model = world.strategy.unwrap_model(world.trainer.actor).model
+    model = world.actor.model
     ids = [*completion.prompt_token_ids, *completion.output_token_ids[:position]]
     with torch.no_grad():
         hidden = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
@@ -125,7 +125,7 @@ def test_fire_with_one_token_makes_one_call(build_world):
 
 def test_an_end_as_first_token_ends_the_response(build_world, tokenizer):
     world = build_world()
-    model = world.strategy.unwrap_model(world.trainer.actor).model
+    model = world.actor.model
     weight = model.get_output_embeddings().weight
     with torch.no_grad():  # every other request ends at once
         weight[tokenizer.eos_token_id] = weight.mean(0) + 0.5
@@ -159,6 +159,5 @@ def test_fire_with_a_correction_weighs_the_first_token(build_world):
         off_policy_correction="tis",
         correction_high=1e6,
     )
-    world.trainer.make_experience()
-    metrics = world.trainer.ppo_train(1)
+    metrics = world.step()
     assert metrics["correction_raw_weight"] < 0.99  # drawn more often than the policy would

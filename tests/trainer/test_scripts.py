@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.runs import TextReward
 
 from lightrft.records.batch import ExperienceBatch
 
@@ -31,18 +32,7 @@ def test_a_module_is_a_reward(build_world):
 
 
 def test_a_list_of_modules_and_functions_is_their_sum(build_world):
-    class Ten:
-        name, needs_labels = "ten", False
-
-        def score(self, prompts, responses, labels, columns):
-            from lightrft.rewards import RewardResult
-
-            return [RewardResult(10.0) for _ in responses]
-
-        def close(self):
-            pass
-
-    world = build_world(reward=[LongIsGood(), LongIsGood(0.5), Ten()])
+    world = build_world(reward=[LongIsGood(), LongIsGood(0.5), TextReward(lambda _: 10)])
     batch, lengths = rewards_of(world)
     torch.testing.assert_close(batch.rollouts.rewards.float(), 1.5 * lengths + 10)
 
@@ -63,14 +53,11 @@ def test_options_reach_models_that_a_script_built(build_world):
         )
         for is_fused in (False, True)
     )
-    heads = [
-        world.strategy.unwrap_model(world.trainer.actor).model.get_output_embeddings()
-        for world in (plain, fused)
-    ]
+    heads = [world.actor.model.get_output_embeddings() for world in (plain, fused)]
     assert [head.is_fused for head in heads] == [False, True]
     assert "chunk_columns=7" in repr(heads[1].workspace)
     for world, is_on in ((plain, False), (fused, True)):
-        assert world.strategy.unwrap_model(world.trainer.actor).is_gradient_checkpointing == is_on
+        assert world.actor.is_gradient_checkpointing == is_on
     losses = []
     for world in (plain, fused):
         world.trainer.make_experience(world.prompts[:4])

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from tests.engines.fake_engine import FakeEngine
+from tests.update_inputs import sample_table
 
 from lightrft.config import TrainConfig
 from lightrft.engines.types import EngineConfig
 from lightrft.records.rollout import AnsweredCall, Conversation
-from lightrft.records.table import SampleTable
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.source import AGENT_COUNTS, Samples
 from lightrft.stages.metrics import StepMetrics
@@ -23,28 +23,15 @@ from lightrft.tools.evaluation.evaluation_run import EvalSettings, summarise
 
 
 def table(rewards, group_ids, lengths, *, masked=(), truncated=(), components=None):
-    rows = len(rewards)
-    names = tuple(components or ())
-    return SampleTable(
-        sample_ids=np.arange(rows),
+    names, numbers = tuple(components or ()), np.arange(len(rewards))
+    return sample_table(
+        lengths,
+        rewards=rewards,
         group_ids=np.array(group_ids),
-        prompt_lengths=np.full(rows, 3),
-        response_lengths=np.array(lengths),
-        token_ids=np.zeros(3 * rows + sum(lengths), dtype=np.int64),
-        rollout_logprobs=np.zeros(sum(lengths), dtype=np.float32),
-        is_sampled=np.ones(int(np.sum(lengths)), dtype=bool),
-        rewards=np.array(rewards, dtype=np.float64),
-        accuracies=np.array(rewards, dtype=np.float64),
         component_names=names,
-        components=np.array([components[n] for n in names]).T if names else np.zeros((rows, 0)),
-        is_truncated=np.isin(np.arange(rows), truncated),
-        is_masked=np.isin(np.arange(rows), masked),
-        is_untruncated=np.ones(rows, dtype=bool),
-        weights_versions=np.zeros(rows, dtype=np.int64),
-        token_versions=np.zeros(int(np.sum(lengths)), dtype=np.int64),
-        sampled_lengths=np.array(lengths),
-        has_mixed_versions=np.zeros(rows, dtype=bool),
-        holders=np.zeros(rows, dtype=np.int64),
+        components=np.reshape([*(components or {}).values()], (len(names), len(rewards))).T,
+        is_truncated=np.isin(numbers, truncated),
+        is_masked=np.isin(numbers, masked),
     )
 
 
@@ -160,7 +147,7 @@ def test_turns_and_calls_of_each_tool_are_counted():
 def scripted_world(build_world, tiny_model, responses):
     """A trainer whose engine says what the test wants: tokens by request and sample."""
     world = build_world(generate_max_len=4)
-    actor = world.strategy.unwrap_model(world.trainer.actor).model
+    actor = world.actor.model
     engine = FakeEngine(
         EngineConfig("fake", tiny_model, options={"vocab_size": 300, "eos_token_id": 257}),
         script=lambda request, index: (responses[(request.request_id * 4 + index) % 5], None),
@@ -189,8 +176,7 @@ def test_tokens_of_the_engine_are_the_tokens_that_are_trained_on(build_world, ti
 def test_an_engine_that_says_nothing_trains_nothing_and_breaks_nothing(build_world, tiny_model):
     world = scripted_world(build_world, tiny_model, [()] * 5)
     before = world.weights()
-    world.trainer.make_experience()
-    metrics = world.trainer.ppo_train()
+    metrics = world.step()
     assert metrics["policy_loss"] == 0.0
     assert metrics["response_length"] == 0.0
     assert all(weight.equal(before[name]) for name, weight in world.weights().items())

@@ -6,7 +6,6 @@ of its episodes; the next process has to bring back those that were open in the 
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import sys
@@ -14,19 +13,17 @@ import time
 from pathlib import Path
 
 import pytest
+from tests import runs
 from tests.machine import seconds
 from tests.ranks import run_multiprocess
 from tests.trainer import test_killed_episodes as episodes
-from tests.trainer.test_environment_run import REWARD, with_stops
+from tests.trainer.test_environment_run import REWARD
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
-from lightrft.rollout import sampler as sampling
-from lightrft.rollout.environments import specs
-from lightrft.rollout.environments.call_formats import ToolCall
+from lightrft.rollout.environments.calls import ToolCall
 from lightrft.tools.audit.findings import DIFFERS
 from lightrft.tools.audit.report import audit_step
-from lightrft.tools.model_presets import write_tiny_model
 
 kills = episodes.kills
 NUM_STEPS = 5
@@ -56,14 +53,8 @@ class Noted(mixer.Mixer):
 
 
 def settings(folder, name, **changes):
-    return {
-        **episodes.settings(folder, name),
-        "environment": f"{folder / 'noted.py'}:Noted",
-        "max_steps": NUM_STEPS,
-        "num_episodes": 3,
-        **STREAM,
-        **changes,
-    }
+    own = {"environment": f"{folder / 'noted.py'}:Noted", "max_steps": NUM_STEPS}
+    return episodes.settings(folder, name) | own | {"num_episodes": 3} | STREAM | changes
 
 
 def result(options):
@@ -167,65 +158,53 @@ def test_long_chunks_train_the_weights_of_the_run_without_streaming(tmp_path):
     assert run_multiprocess(run_both_forms, 1, timeout_seconds=500, args=(str(tmp_path),)) == [True]
 
 
-def train(folder, *words):
-    """Random models seldom end a turn and write no calls: here all do."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sampling, "training_params", with_stops)
-        call = ToolCall("mix", {"number": 3})
-        patched.setattr(specs, "choose_parser", lambda *given: lambda *turn: [call])
-        return main(
-            [
-                *("train", "--fsdp", "--pretrain", str(folder / "model"), "--no_bf16"),
-                *("--prompt_data", str(folder / "rows.jsonl"), "--apply_chat_template"),
-                *("--chat_template", str(folder / "template.jinja"), "--engine_type", "hf"),
-                *("--environment", f"{folder / 'mixer.py'}:Mixer", "--environment_workers", "1"),
-                *("--reward_fn", f"{folder / 'reward.py'}:score", "--max_turns", "3"),
-                *("--rollout_batch_size", "4", "--n_samples_per_prompt", "2"),
-                *("--train_batch_size", "8", "--micro_train_batch_size", "4"),
-                *("--prompt_max_len", "64", "--generate_max_len", "10", "--max_steps", "4"),
-                *("--init_kl_coef", "0", "--audit_every", "1", "--num_episodes", "3"),
-                *("--stream_chunk", "5", "--max_staleness", "2"),
-                *("--output_dir", str(folder / "out"), *words),
-            ]
-        )
-
-
-@pytest.fixture
-def folder(tmp_path):
-    write_tiny_model(tmp_path / "model", "tiny-qwen3", seed=1)
-    (tmp_path / "rows.jsonl").write_text(
-        "\n".join(json.dumps({"input": f"say {'aeiou'[i % 5]}"}) for i in range(12))
+def train(folder, **changes):
+    """Code of the command for a run of four steps; random models call in each turn."""
+    runs.write_inputs(
+        runs.tiny_models(folder, "model"),
+        runs.say_rows(12),
+        reward=REWARD,
+        files={"mixer.py": episodes.ENVIRONMENT, "template.jinja": runs.TEMPLATE},
     )
-    (tmp_path / "mixer.py").write_text(episodes.ENVIRONMENT)
-    (tmp_path / "template.jinja").write_text(episodes.TEMPLATE)
-    (tmp_path / "reward.py").write_text(REWARD)
-    return tmp_path
+    common = {
+        "reward_fn": f"{folder / 'reward.py'}:score",
+        "environment": f"{folder / 'mixer.py'}:Mixer",
+        "max_steps": 4,
+        "audit_every": 1,
+        "num_episodes": 3,
+        "prompt_max_len": 64,
+        "generate_max_len": 10,
+        "stream_chunk": 5,
+        "max_staleness": 2,
+    }
+    options = episodes.settings(folder, "out") | common | changes
+    with runs.calling(ToolCall("mix", {"number": 3})):
+        return main(["train", *runs.words(options)])
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("--tool_lag", "1", "--stream_chunk", "10")], ids=["waited for", "late"]
+    "late", [{}, {"tool_lag": 1, "stream_chunk": 10}], ids=["waited for", "late"]
 )
-def test_the_command_streams_episodes_and_its_steps_are_audited(folder, words):
-    assert train(folder, *words) == ExitCode.OK
-    rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").open()]
+def test_the_command_streams_episodes_and_its_steps_are_audited(tmp_path, late):
+    assert train(tmp_path, **late) == ExitCode.OK
+    rows = runs.lines(tmp_path / "out" / "metrics.jsonl")
     assert len(rows) == 4
     assert max(row["staleness/max"] for row in rows) > 0
     assert all(row["episode/turns"] > 1 and row["reward/Mixer"] >= 0 for row in rows)
     assert rows[-1]["stream/open_groups"] == 0
     for step in range(1, 5):
-        report = audit_step(folder / "out", step)
+        report = audit_step(tmp_path / "out", step)
         assert [row for row in report.rows if row.verdict == DIFFERS] == []
-    samples = [json.loads(line) for line in (folder / "out" / "samples.jsonl").open()]
-    assert len(samples) == 4 * 8
+    assert len(runs.lines(tmp_path / "out" / "samples.jsonl")) == 4 * 8
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("changes", "says"),
     [
-        (("--late_join",), "stream_chunk excludes late_join"),
-        (("--environment", "openenv:http://127.0.0.1:9"), "stream_chunk excludes environment open"),
+        ({"late_join": True}, "stream_chunk excludes late_join"),
+        ({"environment": "openenv:http://127.0.0.1:9"}, "stream_chunk excludes environment open"),
     ],
 )
-def test_what_open_episodes_cannot_do_is_refused(folder, words, says, capsys):
-    assert train(folder, *words) == ExitCode.USAGE
+def test_what_open_episodes_cannot_do_is_refused(tmp_path, changes, says, capsys):
+    assert train(tmp_path, **changes) == ExitCode.USAGE
     assert says in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import time
 from contextlib import redirect_stderr
 from dataclasses import replace
@@ -11,6 +10,7 @@ from dataclasses import replace
 import pytest
 from tests.machine import seconds
 from tests.ranks import run_multiprocess
+from tests.runs import rollout_options, train, write_inputs
 
 from lightrft.cli.errors import ExitCode, run_guarded
 
@@ -49,15 +49,12 @@ class Hangs:
 
 def told_by(values):
     """Exit code and what is told of it."""
-    from lightrft.config import TrainConfig
-    from lightrft.run.assembly import run_training
-
     with redirect_stderr(io.StringIO()) as told:
-        code = run_guarded("lightrft", lambda: run_training(TrainConfig(**values)) and 0)
+        code = run_guarded("lightrft", lambda: train(values) and 0)
     return int(code), told.getvalue()
 
 
-def train(rank, world_size, values, hanging, failed):
+def train_both(rank, world_size, values, hanging, failed):
     """Of each run what is told and the seconds since its failure; the engine's groups before it."""
     from lightrft.engines.hf.engine import HFEngine
     from lightrft.strategy.distributed.process_groups import start_process_group
@@ -87,41 +84,28 @@ def train(rank, world_size, values, hanging, failed):
 
 @pytest.mark.timeout(300)
 def test_both_ranks_end_with_the_code_of_rewards(tmp_path, tiny_model):
-    rows = [json.dumps({"prompt": f"say {'aeiou'[i % 5] * (1 + i)}"}) for i in range(4)]
-    (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    (tmp_path / "reward.py").write_text(REWARD)
-    values = {
-        "pretrain": str(tiny_model),
-        "prompt_data": str(tmp_path / "train.jsonl"),
-        "input_key": "prompt",
-        "reward_fn": (f"{tmp_path / 'reward.py'}:score",),
-        "fsdp": True,
-        "bf16": False,
-        "engine_type": "hf",
-        "output_dir": str(tmp_path / "run"),
-        "rollout_batch_size": 4,
+    rows = [{"prompt": f"say {'aeiou'[i % 5] * (1 + i)}"} for i in range(4)]
+    write_inputs(tmp_path, rows, reward=REWARD, files={"hangs.py": HANGS})
+    common = {
+        "pretrain": tiny_model,
         "n_samples_per_prompt": 2,
-        "train_batch_size": 8,
-        "micro_train_batch_size": 2,
         "generate_max_len": 32,
-        "prompt_max_len": 32,
-        "init_kl_coef": 0.0,
         "max_steps": 1,
     }
-    (tmp_path / "hangs.py").write_text(HANGS)
-    hanging = {
-        **values,
-        "reward_fn": (),
-        "environment": f"{tmp_path / 'hangs.py'}:Hangs",
-        "apply_chat_template": True,
-        "tool_parser": "hermes",
-        "tool_timeout_seconds": 3.0,
-        "environment_workers": 1,
-        "output_dir": str(tmp_path / "hanging"),
-        "prompt_max_len": 64,
-    }
+    values = rollout_options(tmp_path, **common)
+    hanging = rollout_options(
+        tmp_path,
+        "hanging",
+        reward_fn=(),
+        environment=f"{tmp_path / 'hangs.py'}:Hangs",
+        apply_chat_template=True,
+        tool_parser="hermes",
+        tool_timeout_seconds=3.0,
+        environment_workers=1,
+        **common | {"prompt_max_len": 64},
+    )
     failed = tuple(tmp_path / name for name in ("reward.failed", "hangs.failed"))
-    ranks = run_multiprocess(train, 2, timeout_seconds=240, args=(values, hanging, failed))
+    ranks = run_multiprocess(train_both, 2, timeout_seconds=240, args=(values, hanging, failed))
     causes = (
         "for prompt 1: reset did not return within 3 s",
         "ValueError: no score for short ones",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from tests.runs import TextReward
 
 from lightrft.config import TrainConfig
-from lightrft.rewards.types import RewardResult
 from lightrft.rollout.ledger_records import LedgerError
+from lightrft.rollout.open_groups import OpenSample
+from lightrft.stages.policy.maker import ExperienceMaker
+from lightrft.stages.policy.parity import ParityError
 from lightrft.strategy.config import ConfigError
 
 STREAM = {
@@ -20,57 +26,15 @@ STREAM = {
 }
 
 
-class EndsEarly:
-    """An engine whose responses end at chance, early for some and late for others."""
-
-    def __init__(self, strategy, end_ids):
-        engine = strategy.inference_engine
-        self.generate = engine.generate
-        engine.generate = self
-        self.end_ids = end_ids
-
-    def __call__(self, requests, params, **keywords):
-        from dataclasses import replace
-
-        ends = replace(params, stop_token_ids=tuple(self.end_ids))
-        return self.generate(requests, ends, **keywords)
-
-
 def world_of(build_world, args=None, **keywords):
     world = build_world(args={**STREAM, **(args or {})}, num_prompts=16, **keywords)
-    # A third of the vocabulary ends a response, so lengths vary from 1 to the limit.
-    EndsEarly(world.strategy, range(0, 256, 10))
+    world.end_early()
     return world
 
 
-def snapshot(world):
-    from copy import deepcopy
-
-    return deepcopy(world.strategy.unwrap_model(world.trainer.actor).state_dict())
-
-
-def reference_logprob(world, weights, token_ids, position):
-    """Of one token under the weights of one version, by a forward pass over what precedes it."""
-    from lightrft.models import Actor
-
-    actor = Actor.from_pretrained(world.strategy.config.pretrain)
-    actor.load_state_dict(weights)
-    prefix = torch.tensor([token_ids[:position]])
-    with torch.no_grad():
-        logits = actor.model(input_ids=prefix).logits[0, -1]
-    return float(logits.log_softmax(-1)[token_ids[position]])
-
-
-class Letters:
-    """The rewards of some groups are all the same."""
-
-    name, needs_labels = "letters", False
-
-    def score(self, prompts, responses, labels, columns):
-        return [RewardResult(float(sum(map(ord, text)) % 2)) for text in responses]
-
-    def close(self):
-        pass
+def letters():
+    """Return a reward that is one for all of some groups."""
+    return TextReward(lambda text: sum(map(ord, text)) % 2)
 
 
 CASES = {
@@ -84,33 +48,31 @@ CASES = {
 
 def rows_of(world, number):
     world.trainer.make_experience()
-    experience = world.trainer.pending[1].experience
+    experience = world.experience
     metrics = world.trainer.ppo_train(number)
     return experience, metrics
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_token_has_the_logprob_and_version_of_the_weights_that_sampled_it(build_world, case):
-    world = world_of(build_world, CASES[case], reward=Letters())
+    world = world_of(build_world, CASES[case], reward=letters())
     lag, bound = CASES[case].get("rollout_lag", 0), 2
     versions, ages, asked = {}, [], []
     for step in range(4):
         version = world.strategy.inference_engine.weights_version
-        versions[version] = snapshot(world)
+        versions[version] = world.state_dict()
         experience, metrics = rows_of(world, step + 1)
         table = experience.rows
         ages += (version - table.token_versions).tolist()
-        stops, ends = np.cumsum(table.lengths), np.cumsum(table.response_lengths)
+        ends = np.cumsum(table.response_lengths)
         for row in range(0, len(table), 3):
-            tokens = table.token_ids[stops[row] - table.lengths[row] : stops[row]].tolist()
             first = ends[row] - table.response_lengths[row]
             for place in (0, int(table.response_lengths[row]) - 1):
                 if place == 0 and case == "fire":  # drawn at another temperature
                     continue
                 found = float(table.rollout_logprobs[first + place])
                 weights = versions[int(table.token_versions[first + place])]
-                position = int(table.prompt_lengths[row]) + place
-                expected = reference_logprob(world, weights, tokens, position)
+                expected = world.logprobs_under(weights, table, row)[place]
                 assert found == pytest.approx(expected, abs=2e-5)
         # Whole responses only: finished by a stop or at the limit.
         assert (table.response_lengths[table.is_truncated] == 12).all()
@@ -124,38 +86,16 @@ def test_every_token_has_the_logprob_and_version_of_the_weights_that_sampled_it(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_continues_with_what_was_open(build_world, tmp_path, case):
-    whole = world_of(build_world, CASES[case], reward=Letters())
-    for number in range(1, 5):
-        expected, _ = rows_of(whole, number)
-    half = world_of(build_world, CASES[case], reward=Letters(), ckpt_path=str(tmp_path / "ckpt"))
-    for number in (1, 2):
-        rows_of(half, number)
-    half.trainer.save_checkpoint()
+def test_a_run_continues_with_what_was_open(build_world, goes_on_exactly, case):
+    half = goes_on_exactly(
+        lambda **more: world_of(build_world, CASES[case], reward=letters(), **more)
+    )
     assert any(group.begun for group in half.trainer.stage.memory.in_flight.stream.groups)
-    again = world_of(build_world, CASES[case], reward=Letters(), ckpt_path=str(tmp_path / "ckpt"))
-    assert again.trainer.load_checkpoint()
-    before, after = (each.trainer.stage.memory.in_flight.stream for each in (half, again))
-    assert before.groups == after.groups
-    by_key = [{entry.key: entry for entry in each.entries} for each in (before, after)]
-    assert by_key[0] == by_key[1]
-    for number in (3, 4):
-        found, _ = rows_of(again, number)
-    assert found.rows.token_ids.tolist() == expected.rows.token_ids.tolist()
-    for name, value in whole.weights().items():
-        assert value.equal(again.weights()[name]), name
-    mine, theirs = (each.trainer.stage.memory.in_flight for each in (again, whole))
-    assert mine.stream == theirs.stream
-    assert mine.num_requests == theirs.num_requests
 
 
 @pytest.mark.parametrize("args", [{}, {"rollout_lag": 1}, {"stream_prompts": 10}])
 def test_the_lengths_trained_in_a_run_are_those_sampled_in_it(build_world, monkeypatch, args):
     """As a multiset: no group is left out at the end, where those that are open are long."""
-    from collections import Counter
-
-    from lightrft.stages.policy.maker import ExperienceMaker
-
     world = world_of(build_world, {**args, "num_episodes": 2, "max_steps": 6})
     engine, make = world.strategy.inference_engine, ExperienceMaker.make
     sampled, trained, generate = Counter(), [], engine.generate
@@ -182,48 +122,13 @@ def test_the_lengths_trained_in_a_run_are_those_sampled_in_it(build_world, monke
     assert left.num_requests == 6 * 4
 
 
-class Late:
-    """Delays of the engine and of rewards that nobody may see in what is trained."""
-
-    def __init__(self, world, seed):
-        import random
-        import time
-
-        rng, engine = random.Random(seed), world.strategy.inference_engine
-        generate = engine.generate
-
-        def delayed(*given, **named):
-            time.sleep(rng.choice((0.0, 0.0, 0.02)))
-            return generate(*given, **named)
-
-        engine.generate = delayed
-
-
-def test_delays_change_nothing(build_world):
-    plain = world_of(build_world, reward=Letters())
-    rows = [rows_of(plain, number)[0].rows for number in (1, 2, 3)]
-    for seed in range(3):
-        world = world_of(build_world, reward=Letters())
-        Late(world, seed)
-        for number, expected in enumerate(rows, start=1):
-            found = rows_of(world, number)[0].rows
-            assert found.token_ids.tobytes() == expected.token_ids.tobytes()
-            assert found.rollout_logprobs.tobytes() == expected.rollout_logprobs.tobytes()
-        for name, value in plain.weights().items():
-            assert value.equal(world.weights()[name]), name
-
-
 def test_a_version_off_by_one_is_found(build_world):
     """By the ledger gate, before anything is trained."""
-    from lightrft.rollout.open_groups import OpenSample
-
     world = world_of(build_world)
     rows_of(world, 1)
     extended = OpenSample.extended
 
     def wrong(self, part, *, max_tokens):
-        from dataclasses import replace
-
         later = replace(part, weights_version=part.weights_version - 1)
         return extended(self, later, max_tokens=max_tokens)
 
@@ -265,8 +170,7 @@ def test_old_logprobs_of_the_engine_save_a_pass_and_change_nothing(build_world):
     mask = batch.rollouts.response_mask
     assert torch.equal(batch.outputs.old_logprobs[mask], batch.rollouts.rollout_logprobs[mask])
     for world in (plain, two):
-        world.trainer.make_experience()
-        world.trainer.ppo_train(1)
+        world.step()
     expected = plain.weights()
     moved = sum(float((v - expected[n]).norm() ** 2) for n, v in two.weights().items()) ** 0.5
     whole = sum(float(v.norm() ** 2) for v in expected.values()) ** 0.5
@@ -291,30 +195,20 @@ def test_old_logprobs_of_the_engine_need_its_law_and_no_forward_pass(options):
 
 def test_keys_and_values_of_older_weights_are_found(build_world):
     """An engine that goes on with older weights and says that they are the new ones."""
-    from contextlib import contextmanager
-
-    from lightrft.stages.policy.parity import ParityError
-
     world = world_of(build_world, {"parity_check_steps": 0, "actor_learning_rate": 3e-2})
     rows_of(world, 1)
-    model = world.strategy.unwrap_model(world.trainer.actor)
-    older = snapshot(world)
+    older = world.state_dict()
     rows_of(world, 2)
     engine = world.strategy.inference_engine
     generate = engine.generate
 
-    @contextmanager
-    def older_weights():
-        newer = snapshot(world)
-        model.load_state_dict(older)
-        try:
-            yield
-        finally:
-            model.load_state_dict(newer)
-
     def stale(*given, **named):
-        with older_weights():
+        newer = world.state_dict()
+        world.actor.load_state_dict(older)
+        try:
             return generate(*given, **named)
+        finally:
+            world.actor.load_state_dict(newer)
 
     engine.generate = stale
     with pytest.raises(ParityError):

@@ -7,10 +7,9 @@ import json
 
 import pytest
 import torch
+from tests.engines.altered_engines import ShiftedEngine, plant
 
 from lightrft.config import TrainConfig
-from lightrft.engines import EngineConfig
-from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.maker import replayed_support
 from lightrft.models.support import SamplingSupport
@@ -69,8 +68,7 @@ def test_other_ways_to_sample_are_compared_too(build_world, options):
 def test_the_trajectories_and_their_page_compare_under_one_law(build_world, tmp_path):
     log = TrajectoryLog(tmp_path / "trajectories.jsonl")
     world = build_world(top_p=0.8, trajectory_log=log)
-    world.trainer.make_experience()
-    world.trainer.ppo_train(1)
+    world.step()
     log.close()
     line = json.loads((tmp_path / "trajectories.jsonl").read_text().splitlines()[0])
     assert min(line["log_kept_mass"]) < -1e-2
@@ -97,29 +95,14 @@ def test_the_loss_does_not_see_the_truncation(build_world):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-class ShiftedEngine(HFEngine):
-    """Fault: what it samples comes with the logprobs of other weights."""
-
-    def poll(self):
-        return [
-            dataclasses.replace(
-                completion, output_logprobs=tuple(x - 0.5 for x in completion.output_logprobs)
-            )
-            for completion in super().poll()
-        ]
-
-
 @pytest.mark.parametrize("options", [{}, ONE_UPDATE], ids=["forward-first", "forward-deferred"])
 def test_a_planted_fault_trips_the_gate(build_world, options):
     # The ledger's gate, which comes first, would find it too.
     world = build_world(top_p=0.8, ledger_gate=False, **options)
     world.strategy.config.verify_weight_sync = False
-    module = world.strategy.unwrap_model(world.trainer.actor).model
-    world.strategy.inference_engine = ShiftedEngine(EngineConfig("hf", ""), module=module)
-    world.strategy.update_engine_weights(world.trainer.actor)
+    plant(world.strategy, world.trainer.actor, ShiftedEngine)
     with pytest.raises(ParityError, match=r"5\.00e-01 in the mean"):
-        world.trainer.make_experience()
-        world.trainer.ppo_train(1)
+        world.step()
 
 
 def test_a_wrong_support_trips_the_gate(build_world, monkeypatch):

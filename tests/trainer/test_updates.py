@@ -4,38 +4,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.update_inputs import TablePolicy
 
 from lightrft.algorithms.correction_terms import parse_correction
+from lightrft.algorithms.corrections import correction_weights
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES, bind
-from lightrft.models.types import ActorOutput
-from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.records.batch import (
+    ExperienceBatch,
+    PolicyOutputs,
+    RolloutBatch,
+    select_experience,
+)
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.updates import TrainedModel, Update
 from lightrft.strategy.optimizers import OptimizerStepResult
 
 ROWS, SEQ, VOCAB = 8, 9, 11
-
-
-class TablePolicy(torch.nn.Module):
-    """Logits depend on the previous token only: easy to recompute by hand."""
-
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.table = torch.nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator).double())
-
-    def forward(
-        self, token_ids, attention_mask, *, scored_mask, temperature, entropy, media, support=None
-    ):
-        logits = self.table[token_ids[:, :-1]] / temperature
-        logprobs = logits.log_softmax(-1)
-        chosen = logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
-        spread = -(logprobs.exp() * logprobs).sum(-1)
-        pad = torch.zeros(len(token_ids), 1, dtype=logits.dtype)
-        return ActorOutput(
-            torch.cat([pad, chosen], 1), torch.cat([pad, spread], 1) if entropy == "grad" else None
-        )
 
 
 class TableCritic(torch.nn.Module):
@@ -106,58 +91,40 @@ def experience(seed):
     return ExperienceBatch(rollouts, outputs, normal(), normal())
 
 
-def rows_of(batch, rows):
-    from lightrft.records.batch import select_experience
-
-    return select_experience(batch, rows)
-
-
-def slow_weight(mode, batch, row, constant):
-    """Weight of one token's loss in the value over the whole batch."""
-    lengths = batch.rollouts.response_mask.sum(1).tolist()
-    filled = sum(length > 0 for length in lengths)
-    return {
-        "token-mean": 1 / sum(lengths),
-        "seq-mean-token-sum": 1 / filled,
-        "seq-mean-token-mean": 1 / (filled * max(lengths[row], 1)),
-        "seq-mean-token-sum-norm": 1 / (filled * constant),
-    }[mode]
+def laws(table, batch):
+    """[rows, seq - 1, vocabulary] logprobs of what may follow each token."""
+    rollouts = batch.rollouts
+    return (table[rollouts.token_ids[:, :-1]] / rollouts.temperature).log_softmax(-1)
 
 
-def slow_normalizer(mode, batch, constant):
+def token_logprobs(table, batch):
+    """[rows, seq] logprobs of the tokens, 0 for the first."""
+    chosen = laws(table, batch).gather(-1, batch.rollouts.token_ids[:, 1:, None])[..., 0]
+    return torch.nn.functional.pad(chosen, (1, 0))
+
+
+def normalizer(mode, batch, constant):
     lengths = batch.rollouts.response_mask.sum(1)
     filled = int((lengths > 0).sum())
-    tokens = int(lengths.sum())
-    return {
-        "token-mean": tokens,
-        "seq-mean-token-sum": filled,
-        "seq-mean-token-mean": filled,
-        "seq-mean-token-sum-norm": filled * constant,
-    }[mode]
+    by_mode = {"token-mean": int(lengths.sum()), "seq-mean-token-sum-norm": filled * constant}
+    return by_mode.get(mode, filled)
 
 
-def slow_policy_loss(policy, batch, mode, *, kl_coef, entropy_coef, constant):
-    """One token after the other, straight from the definitions."""
-    total = torch.zeros((), dtype=torch.float64)
-    pg = torch.zeros((), dtype=torch.float64)
-    rollouts, outputs = batch.rollouts, batch.outputs
-    for row in range(ROWS):
-        weight = slow_weight(mode, batch, row, constant)
-        for t in range(SEQ):
-            if not rollouts.response_mask[row, t]:
-                continue
-            logits = policy.table[rollouts.token_ids[row, t - 1]] / rollouts.temperature
-            law = logits.log_softmax(-1)
-            p = law[rollouts.token_ids[row, t]]
-            ratio = (p - outputs.old_logprobs[row, t]).exp()
-            a = batch.advantages[row, t]
-            loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a)
-            pg = pg + weight * loss
-            d = p - outputs.ref_logprobs[row, t]
-            kl = ((-d).exp() - 1 + d).clamp(max=10)
-            entropy = -(law.exp() * law).sum()
-            total = total + weight * (loss + kl_coef * kl - entropy_coef * entropy)
-    return total, pg
+def policy_loss(table, batch, mode, *, kl_coef, entropy_coef, constant):
+    """The loss and the part of the clipped objective, straight from the definitions."""
+    mask, outputs = batch.rollouts.response_mask, batch.outputs
+    shares = mask / normalizer(mode, batch, constant)
+    if mode == "seq-mean-token-mean":
+        shares = shares / mask.sum(1, keepdim=True).clamp(min=1)
+    new = token_logprobs(table, batch)
+    ratio, a = (new - outputs.old_logprobs).exp(), batch.advantages
+    clipped = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a)
+    d = new - outputs.ref_logprobs
+    kl = ((-d).exp() - 1 + d).clamp(max=10)
+    law = laws(table, batch)
+    entropy = torch.nn.functional.pad(-(law.exp() * law).sum(-1), (1, 0))
+    total = clipped + kl_coef * kl - entropy_coef * entropy
+    return (shares * total).sum(), (shares * clipped).sum()
 
 
 @pytest.mark.parametrize(
@@ -166,9 +133,9 @@ def slow_policy_loss(policy, batch, mode, *, kl_coef, entropy_coef, constant):
 @pytest.mark.parametrize(("world_size", "micro"), [(1, 1), (1, 3), (1, 8), (2, 3), (4, 1)])
 def test_gradient_and_loss_equal_the_definition_for_any_split(mode, world_size, micro):
     batch, constant = experience(4), 5
-    reference = TablePolicy()
-    loss, pg = slow_policy_loss(
-        reference, batch, mode, kl_coef=0.3, entropy_coef=0.2, constant=constant
+    reference = TablePolicy(VOCAB)
+    loss, pg = policy_loss(
+        reference.table, batch, mode, kl_coef=0.3, entropy_coef=0.2, constant=constant
     )
     loss.backward()
 
@@ -180,8 +147,8 @@ def test_gradient_and_loss_equal_the_definition_for_any_split(mode, world_size, 
         entropy_coef=0.2,
     )
     ppo = bind(POLICY_LOSSES.load("ppo"), {"clip_low": 0.2, "clip_high": 0.28}, owner="test")
-    z = torch.tensor(float(slow_normalizer(mode, batch, constant)), dtype=torch.float64)
-    policy = TablePolicy()
+    z = torch.tensor(float(normalizer(mode, batch, constant)), dtype=torch.float64)
+    policy = TablePolicy(VOCAB)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     share = ROWS // world_size
     value = 0.0
@@ -189,7 +156,7 @@ def test_gradient_and_loss_equal_the_definition_for_any_split(mode, world_size, 
         strategy = ManyRanks(world_size, z)
         metrics = StepMetrics()
         Update(config, ppo, strategy, metrics, kl_coef=0.3).policy_step(
-            rows_of(batch, slice(rank * share, (rank + 1) * share)),
+            select_experience(batch, slice(rank * share, (rank + 1) * share)),
             TrainedModel("actor", policy, optimizer, None),
         )
         assert strategy.calls.index("all_reduce") < strategy.calls.index("backward")
@@ -203,8 +170,8 @@ def test_gradient_and_loss_equal_the_definition_for_any_split(mode, world_size, 
 def test_a_lost_normalizer_would_be_noticed():
     """Positive control: with Z of one rank's rows the loss is another."""
     batch = experience(4)
-    whole = slow_normalizer("token-mean", batch, 5)
-    part = slow_normalizer("token-mean", rows_of(batch, slice(0, 4)), 5)
+    whole = normalizer("token-mean", batch, 5)
+    part = normalizer("token-mean", select_experience(batch, slice(0, 4)), 5)
     assert part < 0.9 * whole
 
 
@@ -212,18 +179,13 @@ def test_a_lost_normalizer_would_be_noticed():
 def test_value_gradient_equals_the_definition(clip):
     batch = experience(7)
     reference = TableCritic()
-    total = torch.zeros((), dtype=torch.float64)
-    for row in range(ROWS):
-        for t in range(SEQ):
-            if not batch.rollouts.response_mask[row, t]:
-                continue
-            v = reference.table[batch.rollouts.token_ids[row, t - 1]]
-            old, goal = batch.outputs.values[row, t], batch.returns[row, t]
-            error = (v - goal) ** 2
-            if clip > 0:
-                error = torch.maximum(error, (old + (v - old).clamp(-clip, clip) - goal) ** 2)
-            total = total + error / 2
-    total = total / int(batch.rollouts.response_mask.sum())
+    values = torch.nn.functional.pad(reference.table[batch.rollouts.token_ids[:, :-1]], (1, 0))
+    old, mask = batch.outputs.values, batch.rollouts.response_mask
+    errors = (values - batch.returns) ** 2
+    if clip > 0:
+        bounded = old + (values - old).clamp(-clip, clip)
+        errors = torch.maximum(errors, (bounded - batch.returns) ** 2)
+    total = errors[mask].mean() / 2
     total.backward()
 
     critic = TableCritic()
@@ -233,38 +195,31 @@ def test_value_gradient_equals_the_definition(clip):
     Update(config, POLICY_LOSSES.load("ppo"), strategy, metrics).value_step(
         batch, TrainedModel("critic", critic, torch.optim.SGD(critic.parameters(), lr=0.1), None)
     )
-    assert metrics.reduce(strategy)["critic_loss"] == pytest.approx(float(total), rel=1e-9)
+    assert metrics.reduce(strategy)["critic_loss"] == pytest.approx(float(total.detach()), rel=1e-9)
     torch.testing.assert_close(critic.table.grad, reference.table.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_ratio_metrics_count_tokens():
     batch = experience(4)
-    policy = TablePolicy()
+    policy = TablePolicy(VOCAB)
     strategy = ManyRanks(1, batch.rollouts.response_mask.sum().double())
     metrics = StepMetrics()
     config = TrainConfig(loss_agg_mode="token-mean", micro_train_batch_size=2)
     Update(config, POLICY_LOSSES.load("ppo"), strategy, metrics).policy_step(
         batch, TrainedModel("actor", policy, torch.optim.SGD(policy.parameters(), lr=0.1), None)
     )
-    ratios, low, high = [], 0, 0
-    for row in range(ROWS):
-        for t in range(SEQ):
-            if batch.rollouts.response_mask[row, t]:
-                logits = policy.table[batch.rollouts.token_ids[row, t - 1]] / 0.7
-                p = logits.log_softmax(-1)[batch.rollouts.token_ids[row, t]]
-                ratio = float((p - batch.outputs.old_logprobs[row, t]).exp())
-                a = float(batch.advantages[row, t])
-                ratios.append(ratio)
-                low += a < 0 and ratio < 0.8
-                high += a > 0 and ratio > 1.2
+    mask = batch.rollouts.response_mask
+    ratios = (token_logprobs(policy.table, batch) - batch.outputs.old_logprobs).exp()[mask]
+    a = batch.advantages[mask]
+    expected = {
+        "ratio_mean": float(ratios.mean()),
+        "ratio_max": float(ratios.max()),
+        "clip_fraction_low": float(((a < 0) & (ratios < 0.8)).double().mean()),
+        "clip_fraction_high": float(((a > 0) & (ratios > 1.2)).double().mean()),
+        "approx_kl": float((ratios - 1 - ratios.log()).mean()),
+    }
     found = metrics.reduce(strategy)
-    count = len(ratios)
-    assert found["ratio_mean"] == pytest.approx(sum(ratios) / count, rel=1e-6)
-    assert found["ratio_max"] == pytest.approx(max(ratios), rel=1e-6)
-    assert found["clip_fraction_low"] == pytest.approx(low / count)
-    assert found["clip_fraction_high"] == pytest.approx(high / count)
-    expected = sum(r - 1 - math.log(r) for r in ratios) / count
-    assert found["approx_kl"] == pytest.approx(expected, rel=1e-6)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
 class Stepping(ManyRanks):
@@ -278,68 +233,45 @@ class Stepping(ManyRanks):
         return result
 
 
-def token_logprob(table, batch, row, t):
-    logits = table[batch.rollouts.token_ids[row, t - 1]] / batch.rollouts.temperature
-    return logits.log_softmax(-1)[batch.rollouts.token_ids[row, t]]
-
-
-def kept_by_dppo(new, engine, advantages):
-    moved = [float(p.exp() - q.exp()) for p, q in zip(new, engine, strict=True)]
-    return [
-        move <= 0.02 if a > 0 else move >= -0.02 for move, a in zip(moved, advantages, strict=True)
-    ]
-
-
-def kept_by_off_policy_mask(new, engine, advantages):
-    drift = sum(float(q - p) for p, q in zip(new, engine, strict=True)) / len(new)
-    return [drift <= 0.05 or sum(advantages) / len(new) >= 0] * len(new)
-
-
-def slow_trust_region(table, batch, updates, kept):
-    """Updates of -ratio A on the tokens that `kept` leaves; also how many they were each time."""
-    engine, counts = table.detach().clone(), []
-    num_tokens = int(batch.rollouts.response_mask.sum())
+def in_trust_region(table, batch, terms, *, updates):
+    """Updates of -ratio A on the tokens that are kept each time; also how many those were."""
+    mask, engine, counts = batch.rollouts.response_mask, batch.outputs.old_logprobs, []
     for _ in range(updates):
-        total, count = torch.zeros((), dtype=torch.float64), 0
-        for row in range(ROWS):
-            places = [t for t in range(SEQ) if batch.rollouts.response_mask[row, t]]
-            new = [token_logprob(table, batch, row, t) for t in places]
-            old = [token_logprob(engine, batch, row, t) for t in places]
-            a = [float(batch.advantages[row, t]) for t in places]
-            chosen = kept([p.detach() for p in new], old, a) if places else []
-            for p, q, each, is_kept in zip(new, old, a, chosen, strict=True):
-                total = total - (p - q).exp() * each * is_kept / num_tokens
-                count += is_kept
-        (slope,) = torch.autograd.grad(total, table)
+        new = token_logprobs(table, batch)
+        kept = correction_weights(
+            engine,
+            engine,
+            mask,
+            terms=terms,
+            advantages=batch.advantages,
+            new_logprobs=new.detach(),
+        ).weights
+        loss = -((new - engine).exp() * batch.advantages * kept)[mask].sum() / mask.sum()
+        (slope,) = torch.autograd.grad(loss, table)
         table = (table - 2.0 * slope).detach().requires_grad_()
-        counts.append(count)
+        counts.append(int((kept > 0).sum()))
     return table, counts
 
 
 @pytest.mark.parametrize(
-    ("preset", "kept"),
+    "preset",
     [
-        (
-            "reject:difference:token:high=0.02:positive:new/engine "
-            "reject:difference:token:low=-0.02:negative:new/engine",
-            kept_by_dppo,
-        ),
-        ("off-policy-mask:high=0.05", kept_by_off_policy_mask),
+        "reject:difference:token:high=0.02:positive:new/engine "
+        "reject:difference:token:low=-0.02:negative:new/engine",
+        "off-policy-mask:high=0.05",
     ],
 )
 @pytest.mark.parametrize("micro", [3, 8])
-def test_a_trust_region_bounds_the_policy_that_moves(preset, kept, micro):
-    batch, policy = experience(4), TablePolicy()
+def test_a_trust_region_bounds_the_policy_that_moves(preset, micro):
+    batch, policy = experience(4), TablePolicy(VOCAB)
     mask = batch.rollouts.response_mask
-    scores = torch.zeros(mask.shape, dtype=torch.float64)
-    for row, t in mask.nonzero().tolist():
-        scores[row, t] = token_logprob(policy.table.detach(), batch, row, t)
+    scores = token_logprobs(policy.table.detach(), batch)
     batch = replace(
         batch,
         rollouts=replace(batch.rollouts, rollout_logprobs=scores),
         outputs=replace(batch.outputs, old_logprobs=scores),
     )
-    expected, counts = slow_trust_region(policy.table, batch, 4, kept)
+    expected, counts = in_trust_region(policy.table, batch, parse_correction(preset), updates=4)
     assert counts[0] == int(mask.sum())
     assert min(counts) < counts[0]
 
@@ -347,7 +279,7 @@ def test_a_trust_region_bounds_the_policy_that_moves(preset, kept, micro):
     loss = bind(POLICY_LOSSES.load("ppo"), {"clip_low": 1.0, "clip_high": 1e9}, owner="test")
 
     def trained(correction):
-        model, metrics = TablePolicy(), StepMetrics()
+        model, metrics = TablePolicy(VOCAB), StepMetrics()
         strategy = Stepping(1, mask.sum().double())
         update = Update(config, loss, strategy, metrics, parse_correction(correction))
         optimizer = torch.optim.SGD(model.parameters(), lr=2.0)

@@ -1,7 +1,6 @@
 """The trainer of vision-language models on rows with and without images."""
 
 import copy
-import json
 import subprocess
 import sys
 
@@ -12,7 +11,13 @@ from tests.machine import seconds
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.models.vision.tiny_world import Batch
 from tests.ranks import run_multiprocess
-from tests.trainer.vision_world import build_vision_trainer, scorer_folder, write_data
+from tests.runs import lines, words
+from tests.trainer.vision_world import (
+    build_vision_trainer,
+    scorer_folder,
+    vision_options,
+    write_data,
+)
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.media.media import RowMedia
@@ -131,41 +136,26 @@ def test_three_steps_on_every_backend(backend, model, data):
 
 def train_frozen(rank, world_size, model, data, folder, options):
     """Whether the run learned, and the model that it leaves."""
-    config = TrainConfig().replaced(
-        {
-            "pretrain": model,
-            "prompt_data": str(data / "train.jsonl"),
-            "apply_chat_template": True,
-            "reward_fn": (f"{data / 'reward.py'}:reward",),
-            "prompt_max_len": 400,
-            "generate_max_len": 5,
-            "rollout_batch_size": 4,
-            "n_samples_per_prompt": 4,
-            "train_batch_size": 16,
-            "max_steps": 2,
-            "actor_learning_rate": 1e-3,
-            "fsdp": True,
-            "engine_type": "hf",
-            "freeze_prefix": ("visual",),
-            "gradient_checkpointing": True,
-            "output_dir": str(folder / "run"),
-            **options,
-        }
-    )
+    frozen = {"freeze_prefix": ("visual",), "gradient_checkpointing": True, "fsdp": True}
+    config = TrainConfig(**vision_options(data, model, folder / "run", **frozen | options))
     return run_training(config).verdict, config.model_dir
+
+
+def moved_names(model, trained):
+    """Tensors that differ between two folders with the same ones."""
+    before, after = (load_file(f"{each}/model.safetensors") for each in (model, trained))
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
 
 
 def check_frozen(model, trained, folder):
     """The tower is as it was, the rest moved, and the engine followed it."""
     verdict, path = trained
     assert verdict.startswith("trained")
-    before, after = (load_file(f"{each}/model.safetensors") for each in (model, path))
-    assert before.keys() == after.keys()
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    moved = moved_names(model, path)
     assert moved
     assert not any("visual" in name for name in moved)
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
+    steps = lines(folder / "run" / "metrics.jsonl")
     assert [step["weights_version"] for step in steps] == [1, 2]
     # The second step was sampled after a sync that left the tower out.
     assert all(step["logprob_diff_max"] < 1e-4 for step in steps)
@@ -254,39 +244,17 @@ def test_adapters_of_a_tower_follow_what_is_frozen(frozen, has_tower, model):
 
 @pytest.mark.full
 def test_the_example_trains_on_images(model, data, tmp_path, repository):
-    flags = [
-        "--pretrain",
+    options = vision_options(
+        data,
         model,
-        "--prompt_data",
-        data / "train.jsonl",
-        "--apply_chat_template",
-        "--reward_fn",
-        f"{data / 'reward.py'}:reward",
-        "--fsdp",
-        "--mixed_mm_data",
-        "--engine_type",
-        "hf",
-        "--prompt_max_len",
-        400,
-        "--max_steps",
-        2,
-        "--rollout_batch_size",
-        4,
-        "--n_samples_per_prompt",
-        4,
-        "--train_batch_size",
-        16,
-        "--generate_max_len",
-        5,
-        "--actor_learning_rate",
-        "1e-3",
-        "--lr_warmup_ratio",
-        0,
-        "--save_path",
-        tmp_path / "trained",
-    ]
+        tmp_path / "run",
+        fsdp=True,
+        mixed_mm_data=True,
+        generate_max_len=5,
+        save_path=tmp_path / "trained",
+    )
     finished = subprocess.run(
-        [sys.executable, repository / "examples" / "train_vl.py", *map(str, flags)],
+        [sys.executable, repository / "examples" / "train_vl.py", *words(options)],
         capture_output=True,
         text=True,
         timeout=seconds(280),
@@ -295,11 +263,7 @@ def test_the_example_trains_on_images(model, data, tmp_path, repository):
     )
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-6000:]
     assert "step 2: reward" in finished.stdout
-    before, after = (
-        load_file(f"{folder}/model.safetensors") for folder in (model, tmp_path / "trained")
-    )
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert any("visual" in name for name in moved)
+    assert any("visual" in name for name in moved_names(model, tmp_path / "trained"))
     assert (tmp_path / "trained" / "preprocessor_config.json").exists() or (
         tmp_path / "trained" / "processor_config.json"
     ).exists()

@@ -1,13 +1,13 @@
 """Whole runs of vision-language models: the same step whatever the strategy and the layout."""
 
-import json
 from importlib import import_module
 
 import pytest
 from tests.models.vision import wrong_cuts
 from tests.models.vision.tiny_families import TINY_FAMILIES, write_tiny_vision_model
 from tests.ranks import run_multiprocess
-from tests.trainer.vision_world import scorer_folder, write_data
+from tests.runs import lines
+from tests.trainer.vision_world import scorer_folder, vision_options, write_data
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.media.media import Media
@@ -41,47 +41,21 @@ def models(tmp_path_factory):
     return path
 
 
-def config_of(data, model, output, **options):
-    return TrainConfig().replaced(
-        {
-            "pretrain": model,
-            "prompt_data": str(data / "train.jsonl"),
-            "reward_fn": (f"{data / 'reward.py'}:reward",),
-            "apply_chat_template": True,
-            "prompt_max_len": 400,
-            "generate_max_len": 6,
-            "rollout_batch_size": 4,
-            "n_samples_per_prompt": 4,
-            "train_batch_size": 16,
-            "micro_train_batch_size": 8,
-            "max_steps": 2,
-            "actor_learning_rate": 1e-3,
-            "engine_type": "hf",
-            "output_dir": str(output),
-            **options,
-        }
-    )
-
-
-def train(rank, world_size, data, model, output, options, cut):
-    """Metrics of both steps."""
+def train(rank, world_size, options, cut):
+    """Verdict of a run, whose rows are cut otherwise if that is given."""
     if cut is not None:
         forward.cut_tokens = cut
-    config = config_of(data, model, output, **options)
-    summary = run_training(config)
-    lines = (output / "metrics.jsonl").read_text().splitlines() if rank == 0 else []
-    steps = [json.loads(line) for line in lines]
-    return summary.verdict, [{name: step[name] for name in COMPARED} for step in steps]
+    return run_training(TrainConfig(**options)).verdict
 
 
-def metrics(data, model, output, *, world_size=1, cut=None, **options):
-    results = run_multiprocess(
-        train, world_size, timeout_seconds=280, args=(data, model, output, options, cut)
-    )
-    verdict, steps = results[0]
+def metrics(data, model, output, *, world_size=1, cut=None, **changes):
+    """Metrics of both steps."""
+    arguments = (vision_options(data, model, output, **changes), cut)
+    verdict, *_ = run_multiprocess(train, world_size, timeout_seconds=280, args=arguments)
     assert verdict.startswith("trained")
+    steps = lines(output / "metrics.jsonl")
     assert len(steps) == 2
-    return steps
+    return [{name: step[name] for name in COMPARED} for step in steps]
 
 
 def assert_same_steps(found, expected):
@@ -194,7 +168,8 @@ def test_a_reward_model_says_the_same_on_two_ranks(data, models, tmp_path):
 
 def audited(data, model, folder, **options):
     """Differences and what is not audited, in the second step of a run with images."""
-    run_training(config_of(data, model, folder, audit_every=1, train_batch_size=8, **options))
+    options |= {"audit_every": 1, "train_batch_size": 8}
+    run_training(TrainConfig(**vision_options(data, model, folder, **options)))
     rows = audit_step(folder, 2).rows
     found = [row.quantity for row in rows if row.verdict == DIFFERS]
     return found, {row.quantity for row in rows if row.verdict == EQUAL}, rows
@@ -251,15 +226,19 @@ def test_an_audit_of_images_sees_what_is_computed_from_scores(
     assert fault in found
 
 
+def config_of(data, model, **changes):
+    return TrainConfig(**vision_options(data, model, "unused", **changes))
+
+
 @pytest.mark.parametrize(
     "preset", ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-glm4v"]
 )
-def test_limits_of_pixels_scale_images_of_a_saved_processor(preset, models, data, tmp_path):
+def test_limits_of_pixels_scale_images_of_a_saved_processor(preset, models, data):
     image = ImageSource("a photograph", path=data / "0_0.png")
     text = TINY_FAMILIES[preset].image
 
     def num_tokens(**limits):
-        vision = load_modality(config_of(data, models(preset), tmp_path, **limits), None)
+        vision = load_modality(config_of(data, models(preset), **limits), None)
         encoded = vision.encoder.encode(text, Media({"image": [image]}))
         counts = 2 if preset == "tiny-glm4v" else 1  # as two frames
         assert (
@@ -277,6 +256,6 @@ def test_limits_of_pixels_scale_images_of_a_saved_processor(preset, models, data
 @pytest.mark.parametrize(
     ("preset", "name"), [("tiny-gemma3", "Gemma3Processor"), ("tiny-mistral3", "PixtralProcessor")]
 )
-def test_limits_of_pixels_are_refused_where_sizes_are_fixed(preset, name, models, data, tmp_path):
+def test_limits_of_pixels_are_refused_where_sizes_are_fixed(preset, name, models, data):
     with pytest.raises(ConfigError, match=f"Qwen-VL families and GLM-4V: {name}"):
-        load_modality(config_of(data, models(preset), tmp_path, max_pixels=56 * 56), None)
+        load_modality(config_of(data, models(preset), max_pixels=56 * 56), None)

@@ -1,11 +1,11 @@
 """Rows with and without images, and a trainer of vision-language models on any strategy."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from PIL import Image
+from tests.runs import TextReward, rollout_options, write_inputs
 
 from lightrft.config import TrainConfig
 from lightrft.datasets import collate_prompts, load_prompts
@@ -13,12 +13,11 @@ from lightrft.models import Actor, Critic, load_tokenizer
 from lightrft.models.loading import load_processor, load_trunk
 from lightrft.models.reward_model import RewardModel
 from lightrft.models.score_heads import ScoreHead
-from lightrft.rewards.types import RewardResult
 from lightrft.stages.policy.inputs import load_modality
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL
 
-REWARD = "def reward(responses):\n    return [float(len(r) % 3) for r in responses]\n"
+REWARD = "def score(responses):\n    return [float(len(r) % 3) for r in responses]\n"
 # Sizes of the images of a row, in turn.
 SIZES = ([(84, 84)], [], [(112, 56), (56, 84)], [])
 
@@ -33,9 +32,22 @@ def write_data(folder):
             pixels = generator.integers(0, 255, (height, width, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / name)
         rows.append({"input": "<image>" * len(names) + f" say {i}", "images": names})
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "reward.py").write_text(REWARD)
-    return folder
+    return write_inputs(folder, rows, reward=REWARD)
+
+
+def vision_options(data, model, output, **changes):
+    """Options of two steps on the rows of `write_data`."""
+    common = {
+        "pretrain": str(model),
+        "input_key": "input",
+        "apply_chat_template": True,
+        "prompt_max_len": 400,
+        "generate_max_len": 6,
+        "train_batch_size": 16,
+        "micro_train_batch_size": 8,
+        "fsdp": False,
+    }
+    return rollout_options(data, output, **common | changes)
 
 
 def scorer_folder(model, folder):
@@ -46,19 +58,6 @@ def scorer_folder(model, folder):
     RewardModel(trunk, head).save_pretrained(folder)
     load_processor(model).save_pretrained(folder)
     return str(folder), weight
-
-
-class LengthReward:
-    """Length of a response modulo 3."""
-
-    name = "length"
-    needs_labels = False
-
-    def score(self, prompts, responses, labels, columns):
-        return [RewardResult(float(len(text) % 3)) for text in responses]
-
-    def close(self):
-        pass
 
 
 def build_vision_trainer(model, data, *, is_fake=False, reward_model=None, **options):
@@ -102,7 +101,7 @@ def build_vision_trainer(model, data, *, is_fake=False, reward_model=None, **opt
         strategy,
         actor,
         critic,
-        reward_model or LengthReward(),
+        reward_model or TextReward(lambda text: len(text) % 3),
         reference,
         tokenizer=load_tokenizer(model),
         processor=vision.encoder.processor,

@@ -1,0 +1,51 @@
+"""Embedded engines of which one thing is different, for tests; and how a strategy gets one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lightrft.engines import EngineConfig
+from lightrft.engines.hf.engine import HFEngine
+
+
+class CopyingEngine(HFEngine):
+    """Has storage of its own, as every engine has whose weights are not the trainer's."""
+
+    def alias_weights(self, tensors) -> bool:
+        del tensors
+        return False
+
+
+class EditingEngine(CopyingEngine):
+    """Base of engines whose fault is in what happens to the pieces of a sync, see `edit`."""
+
+    def load_weights(self, pieces) -> None:
+        super().load_weights([edited for piece in pieces for edited in self.edit(piece)])
+
+
+class ShiftedEngine(HFEngine):
+    """Fault: what it samples comes with the logprobs of other weights."""
+
+    def shift(self, completion, place) -> float:
+        del completion, place
+        return 0.5
+
+    def poll(self):
+        return [
+            dataclasses.replace(
+                found,
+                output_logprobs=tuple(
+                    logprob - self.shift(found, place)
+                    for place, logprob in enumerate(found.output_logprobs)
+                ),
+            )
+            for found in super().poll()
+        ]
+
+
+def plant(strategy, actor, engine_class):
+    """Give a strategy an engine of this class, with the actor's weights; return the engine."""
+    module = strategy.unwrap_model(actor).model
+    strategy.inference_engine = engine = engine_class(EngineConfig("hf", ""), module=module)
+    strategy.update_engine_weights(actor)
+    return engine

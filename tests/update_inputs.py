@@ -1,0 +1,71 @@
+"""What an update of a policy is computed from: rows of samples, and a policy that is a table."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from lightrft.models.types import ActorOutput
+from lightrft.records.table import SampleTable
+
+
+def sample_table(lengths, *, prompt_length=2, **columns):
+    """Return samples of these numbers of tokens, whole and of one version, in groups of four.
+
+    Args:
+        lengths: Tokens of each response.
+        prompt_length: Tokens of each prompt.
+        columns: Of the table, where they are not those of rows of zeros.
+    """
+    lengths = np.asarray(lengths)
+    rows, num_tokens = len(lengths), int(lengths.sum())
+    rewards = np.asarray(columns.pop("rewards", np.zeros(rows)), dtype=np.float64)
+    usual = {
+        "sample_ids": np.arange(rows),
+        "group_ids": np.arange(rows) // 4,
+        "prompt_lengths": np.full(rows, prompt_length),
+        "response_lengths": lengths,
+        "token_ids": np.zeros(num_tokens + prompt_length * rows, dtype=np.int64),
+        "rollout_logprobs": np.zeros(num_tokens, np.float32),
+        "is_sampled": np.ones(num_tokens, bool),
+        "rewards": rewards,
+        "accuracies": rewards,
+        "component_names": (),
+        "components": np.zeros((rows, 0)),
+        "is_truncated": np.zeros(rows, bool),
+        "is_masked": np.zeros(rows, bool),
+        "is_untruncated": np.ones(rows, bool),
+        "weights_versions": np.zeros(rows, np.int64),
+        "token_versions": np.zeros(num_tokens, np.int64),
+        "sampled_lengths": lengths,
+        "has_mixed_versions": np.zeros(rows, bool),
+        "holders": np.zeros(rows, np.int64),
+    }
+    return SampleTable(**usual | columns)
+
+
+class TablePolicy(torch.nn.Module):
+    """Logits in float64 that follow from the previous token alone: easy to recompute by hand.
+
+    Args:
+        vocab: Number of tokens.
+        dtype: Of the weights; strategies measure gradients in float32.
+    """
+
+    def __init__(self, vocab, dtype=torch.float64):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.table = torch.nn.Parameter(torch.randn(vocab, vocab, generator=generator).to(dtype))
+
+    def forward(
+        self, token_ids, attention_mask, *, scored_mask=None, temperature=1.0, entropy="", **_
+    ):
+        logprobs = (self.table.double()[token_ids[:, :-1]] / temperature).log_softmax(-1)
+        chosen = logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
+        mask = attention_mask if scored_mask is None else scored_mask
+        spread = -(logprobs.exp() * logprobs).sum(-1)
+        pad = torch.nn.functional.pad
+        return ActorOutput(
+            pad(chosen if mask is None else chosen * mask[:, 1:], (1, 0)),
+            pad(spread, (1, 0)) if entropy == "grad" else None,
+        )
