@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
 from lightrft.models.types import ActorOutput
+from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.records.table import SampleTable
 
 
@@ -69,3 +72,31 @@ class TablePolicy(torch.nn.Module):
             pad(chosen if mask is None else chosen * mask[:, 1:], (1, 0)),
             pad(spread, (1, 0)) if entropy == "grad" else None,
         )
+
+
+def random_experience(seed, *, rows=8, seq=9, vocab=11):
+    """Return rows of two tokens of a prompt and 0 to seq - 2 of a response, in float64.
+
+    The first response is empty, the second as long as may be; engine, policy of before, reference
+    and critic say something random of each token.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal():
+        return torch.randn(rows, seq, generator=generator).double()
+
+    lengths = torch.randint(0, seq - 1, (rows, 1), generator=generator)
+    lengths[0], lengths[1] = 0, seq - 2
+    positions = torch.arange(seq)[None]
+    attention_mask = positions < 2 + lengths
+    mask = attention_mask & (positions >= 2)
+    token_ids = torch.randint(0, vocab, (rows, seq), generator=generator)
+    old = torch.where(mask, normal() * 0.3 - math.log(vocab), 0.0)
+    engine = torch.where(mask, old + 0.5 * normal(), 0.0)
+    numbers = torch.arange(rows)
+    rollouts = RolloutBatch(
+        token_ids, attention_mask, mask, engine, torch.zeros(rows), numbers, numbers, 0.7
+    )
+    reference, values, entropy = normal() - math.log(vocab), normal(), normal().abs() * mask
+    outputs = PolicyOutputs(old, reference, values, entropy)
+    return ExperienceBatch(rollouts, outputs, normal(), normal())

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 from tests.ranks import run_multiprocess
+from tests.runs import lines, row_options, tiny_models, write_inputs
+
+from lightrft.cli.errors import describe, exit_code_of
+from lightrft.config import TrainConfig
+from lightrft.run.assembly import run_training
+from lightrft.run.callbacks import Callback
 
 LENGTH = "def length(responses, **columns):\n    return [len(text) / 10 for text in responses]\n"
+ROWS = [
+    {"prompt": f"name {i} ", "completion": "ab", "chosen": "abc", "rejected": f"no {i}"}
+    for i in range(8)
+]
 STAGES = {
     "policy": {
         "engine_type": "hf",
@@ -35,18 +44,6 @@ CASES = {
 }
 
 
-def write_inputs(folder):
-    from lightrft.tools.model_presets import write_tiny_model
-
-    write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
-    rows = [
-        {"prompt": f"name {i} ", "completion": "ab", "chosen": "abc", "rejected": f"no {i}"}
-        for i in range(8)
-    ]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "length.py").write_text(LENGTH)
-
-
 def displace(folder, how):
     if how == "removed":
         shutil.rmtree(folder)
@@ -58,11 +55,6 @@ def displace(folder, how):
 
 def run(rank, world_size, folder, stage, how, changes):
     """What is raised, the code and the line, and what lies in the folder before and after."""
-    from lightrft.cli.errors import describe, exit_code_of
-    from lightrft.config import TrainConfig
-    from lightrft.run.assembly import run_training
-    from lightrft.run.callbacks import Callback
-
     folder, changes = Path(folder), dict(changes)
     step, out = changes.pop("step", 2), folder / "run"
     shown = []
@@ -74,19 +66,15 @@ def run(rank, world_size, folder, stage, how, changes):
                 shown.append(listed(out))
             return {}
 
-    own = {"reward_fn": (f"{folder}/length.py:length",)} if stage == "policy" else {}
+    own = {"reward_fn": (f"{folder}/reward.py:length",)} if stage == "policy" else {}
     if stage == "divergence":
         own = {"teacher": str(folder / "model"), "teacher_form": "jsd"}
+    common = {"train_batch_size": 4 if stage == "policy" else 2, "micro_train_batch_size": 1}
+    own |= {"fsdp": True, "bf16": False, "save_steps": 1, "max_epochs": 1}
     config = TrainConfig(
-        pretrain=str(folder / "model"),
-        prompt_data=str(folder / "rows.jsonl"),
-        output_dir=str(out),
-        bf16=False,
-        train_batch_size=4 if stage == "policy" else 2,
-        micro_train_batch_size=1,
-        num_threads=1,
-        fsdp=True,
-        **{"save_steps": 1, **STAGES[stage], **own, **changes},
+        **row_options(
+            folder / "model", folder / "train.jsonl", out, **common | own | STAGES[stage] | changes
+        )
     )
     try:
         run_training(config, stage=stage, callbacks=[Displaces()])
@@ -105,7 +93,7 @@ def test_a_folder_that_is_not_there_any_more_ends_the_run(name, tmp_path):
     stage, how, changes = CASES[name]
     world_size = changes.get("world_size", 1)
     changes = {key: value for key, value in changes.items() if key != "world_size"}
-    write_inputs(tmp_path)
+    write_inputs(tiny_models(tmp_path, "model"), ROWS, reward=LENGTH)
     found = run_multiprocess(
         run, world_size, timeout_seconds=120, args=(str(tmp_path), stage, how, changes)
     )
@@ -119,14 +107,12 @@ def test_a_folder_that_is_not_there_any_more_ends_the_run(name, tmp_path):
 
 @pytest.mark.multiprocess
 def test_a_folder_that_comes_back_is_continued(tmp_path):
-    write_inputs(tmp_path)
+    write_inputs(tiny_models(tmp_path, "model"), ROWS, reward=LENGTH)
     args = (str(tmp_path), "sft", "moved", {})
     ((code, *_),) = run_multiprocess(run, 1, timeout_seconds=120, args=args)
     (tmp_path / "elsewhere").rename(tmp_path / "run")
     again = (str(tmp_path), "sft", "moved", {"step": 99})
     ((after, text, *_),) = run_multiprocess(run, 1, timeout_seconds=120, args=again)
     assert (code, after, text) == (3, 0, "")
-    steps = [
-        json.loads(x)["step"] for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    ]
+    steps = [step["step"] for step in lines(tmp_path / "run/metrics.jsonl")]
     assert len(steps) == len(set(steps)) == 4

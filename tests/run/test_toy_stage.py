@@ -5,19 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests import runs
 from tests.ranks import run_multiprocess
+from tests.runs import lines, steps
+
+from lightrft.config import TrainConfig
+from lightrft.run.assembly import run_training
+from lightrft.stages.metrics import RunAlarmError
+from lightrft.strategy.distributed.process_end import NonFiniteError, RunStoppedError
+from lightrft.strategy.distributed.process_groups import start_process_group
+from lightrft.tools.report.page import render_report
 
 STAGE = str(Path(__file__).with_name("toy_stage.py")) + ":read_inputs"
 BACKENDS = {"fake": {}, "fsdp": {"fsdp": True}}
-
-
-class Interrupted(Exception):
-    """The test ends a run here, in the middle of a step."""
 
 
 def settings(folder, backend, **changes):
@@ -41,56 +48,29 @@ def settings(folder, backend, **changes):
 
 
 def train(folder, backend, *, stop_request=None, **changes):
-    from lightrft.config import TrainConfig
-    from lightrft.run.assembly import run_training
-
     config = TrainConfig(**settings(folder, backend, **changes))
     return run_training(config, stage=STAGE, stop_request=stop_request)
 
 
 def interrupted(folder, backend, step, **changes):
     """Ends a run in the update of a step; what it has written stays."""
-    from lightrft.run.loop import Loop
-
-    original = Loop.update
-
-    def update(self, batch, under_way):
-        if under_way.number == step:
-            raise Interrupted
-        return original(self, batch, under_way)
-
-    Loop.update = update
-    try:
-        train(folder, backend, **changes)
-    except Interrupted:
-        pass
-    finally:
-        Loop.update = original
+    end = partial(train, folder, backend, **changes)
+    runs.interrupted(lambda _: SimpleNamespace(train=end), None, step)
 
 
 @contextmanager
 def watched_optimizer():
-    """Moments and decays of matrices in all steps of optimizers inside."""
-    seen, original = set(), torch.optim.AdamW.step
+    """Learning rate, moments and decay of each group in all steps of optimizers inside."""
+    seen, original = [], torch.optim.AdamW.step
 
     def step(self, *arguments):
-        seen.add((tuple(self.param_groups[0]["betas"]), self.param_groups[0]["weight_decay"]))
+        names = ("lr", "betas", "weight_decay")
+        seen.extend(tuple(group[name] for name in names) for group in self.param_groups)
         return original(self, *arguments)
 
-    torch.optim.AdamW.step = step
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.optim.AdamW, "step", step)
         yield seen
-    finally:
-        torch.optim.AdamW.step = original
-
-
-def steps(folder):
-    """Metrics of every step without what a clock says."""
-    ignored = ("second", "memory/")
-    return [
-        {n: v for n, v in json.loads(line).items() if not any(word in n for word in ignored)}
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
 
 
 def digest(folder):
@@ -116,17 +96,13 @@ def test_an_interrupted_run_continues_to_the_bit(tmp_path, backend):
     assert "eval/fit" in last
     assert "eval/fit" not in first
     assert summary.verdict == "trained: 8 of 8 steps changed the weights"
-    events = [json.loads(line) for line in (parts / "events.jsonl").read_text().splitlines()]
+    events = lines(parts / "events.jsonl")
     assert [event["event"] for event in events] == ["started", "resumed", "finished"]
     assert events[1]["restored"]["data"] == "pass 1, 12 of its points used"
 
 
 def in_ranks(rank, world_size, folder):
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", timeout=timedelta(seconds=200))
+    start_process_group(None)
     train(folder / "whole", "fsdp")
     interrupted(folder / "parts", "fsdp", 5)
     return train(folder / "parts", "fsdp").num_resumed_steps
@@ -139,8 +115,6 @@ def test_two_ranks_train_what_one_does(tmp_path):
 
 
 def test_a_request_stops_the_run_with_a_checkpoint(tmp_path):
-    from lightrft.strategy.distributed.process_end import RunStoppedError
-
     asked = iter([False] * 9 + [True])
     with pytest.raises(RunStoppedError, match="after step 4"):
         train(tmp_path / "a", "fake", stop_request=lambda: next(asked))
@@ -150,16 +124,12 @@ def test_a_request_stops_the_run_with_a_checkpoint(tmp_path):
 
 
 def test_an_alarm_ends_the_run(tmp_path):
-    from lightrft.stages.metrics import RunAlarmError
-
     with pytest.raises(RunAlarmError, match=r"after step 1: .*learning rate was 0"):
         train(tmp_path, "fake", actor_learning_rate=0.0, stop_on_alarm=True)
     assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 1
 
 
 def test_the_report_shows_the_run(tmp_path):
-    from lightrft.tools.report.page import render_report
-
     train(tmp_path, "fake")
     page = render_report(tmp_path)
     assert "model_lr" in page
@@ -171,12 +141,8 @@ def test_the_report_shows_the_run(tmp_path):
 
 def spoilt_and_healed(rank, world_size, folder, backend):
     """What a step without finite weights says, and the end of a run that went back before it."""
-    import torch.distributed as dist
-
-    from lightrft.strategy.distributed.process_end import NonFiniteError
-
     if world_size > 1:
-        dist.init_process_group("gloo")
+        start_process_group(None)
     train(folder / "whole", backend)
     interrupted(folder / "parts", backend, 4)
     with pytest.raises(NonFiniteError) as caught:
@@ -216,23 +182,18 @@ def test_a_continued_run_learns_with_the_options_of_its_command(tmp_path):
     assert rates == pytest.approx(
         [(0.1 if n < 3 else 0.05) * factor for n, factor in enumerate(factors)]
     )
-    assert seen == {((0.8, 0.99), 0.25), ((0.8, 0.99), 0.0)}
+    assert {group[1:] for group in seen} == {((0.8, 0.99), 0.25), ((0.8, 0.99), 0.0)}
 
 
 @pytest.mark.parametrize("after", [None, {"weight": 4.0, "bias": 0.5}])
 def test_a_run_is_continued_with_other_factors_of_its_parts(tmp_path, after):
     interrupted(tmp_path, "fake", 4, learning_rate_factors={"weight": 0.5})
-    seen, original = [], torch.optim.AdamW.step
-
-    def step(self, *arguments):
-        seen.extend(group["lr"] for group in self.param_groups)
-        return original(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.optim.AdamW, "step", step)
+    with watched_optimizer() as seen:
         train(tmp_path, "fake", allow_changes=True, learning_rate_factors=after)
     rates = [0.1 / (1 + 0.1 * n) for n in range(8)]
     factors = (after or {"weight": 1.0, "bias": 1.0}).values()
-    assert sorted(seen) == pytest.approx(sorted(r * f for r in rates[3:] for f in factors))
+    assert sorted(lr for lr, *_ in seen) == pytest.approx(
+        sorted(r * f for r in rates[3:] for f in factors)
+    )
     logged = [step["model_lr"] for step in steps(tmp_path) if step["step"] > 0]
     assert logged == pytest.approx(rates)

@@ -1,8 +1,6 @@
 """An agent that appends, branches, rewrites and calls in parallel; the same in every world."""
 
 import asyncio
-import os
-import signal
 
 import httpx
 
@@ -26,14 +24,5 @@ async def run(base_url, api_key, row):
             await asyncio.gather(*(ask([*talk, second, {**user, "content": c}]) for c in "abc"))
         if kinds == 2:
             talk[1] = {"role": "assistant", "content": "rewritten"}
-        kill_once()
         last = await ask([*talk[:2], {**user, "content": "the end"}])
     return {"reward": sum(map(ord, last["content"])) % 7 / 7, "kind": float(kinds)}
-
-
-def kill_once():
-    """Ends the whole run in the middle of its second step, if a test asks for it."""
-    mark = os.environ.get("KILL_MARK")
-    if mark and os.path.exists(mark):
-        os.unlink(mark)
-        os.kill(int(os.environ["KILL_PID"]), signal.SIGKILL)

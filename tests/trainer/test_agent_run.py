@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
 import pytest
-from tests.ranks import RankFailure, run_multiprocess
 from tests.runs import (
     assert_same,
     last_metrics,
     lines,
     rollout_options,
     tiny_models,
-    train_each,
     with_stops,
     write,
 )
@@ -55,12 +52,6 @@ def run(folder, world_size, variants):
     ]
     metrics = last_metrics(world_size, runs, timeout_seconds=400, calls=())
     return list(zip(metrics, outputs, strict=True))
-
-
-def killed(rank, world_size, options, mark):
-    """A run that its agent kills, see `agent_of_run.kill_once`."""
-    os.environ |= {"KILL_MARK": mark, "KILL_PID": str(os.getpid())}
-    train_each(rank, world_size, [options], calls=())
 
 
 @pytest.fixture(scope="module")
@@ -143,20 +134,3 @@ def test_a_step_is_sampled_again_from_its_journal(alone, monkeypatch):
     assert step == 1
     assert not found.differences
     assert found.num_turns > 16 * 4
-
-
-@pytest.mark.slow
-@pytest.mark.shard("episode_kills")
-@pytest.mark.timeout(900)
-def test_a_run_that_is_killed_inside_episodes_ends_equal(folder, alone, tmp_path):
-    del alone
-    ((_, whole),) = run(folder, 1, ({"max_steps": 2},))
-    output, mark = tmp_path / "killed", tmp_path / "mark"
-    options = options_of(folder, output, max_steps=2)
-    mark.touch()
-    with pytest.raises(RankFailure):
-        run_multiprocess(killed, 1, timeout_seconds=400, args=(options, str(mark)))
-    assert not mark.exists()
-    last_metrics(1, [options], calls=())
-    found, expected = ((o / "model" / "model.safetensors").read_bytes() for o in (output, whole))
-    assert found == expected

@@ -86,56 +86,6 @@ class Counter(environment_cases.Counter):
     def get_reward(self):
         return -0.125
 """
-# Draws its task in `reset` and its answers in the tool, from three generators without a seed.
-DRAWING = """
-import random
-
-import numpy as np
-import torch
-
-
-class Counter:
-    def reset(self, **row):
-        self.task = random.randrange(10**6)
-        return f"{self.task}"
-
-    def count_up(self) -> str:
-        \"\"\"Count.\"\"\"
-        drawn = random.random(), np.random.rand(), torch.rand(()).item(), hash(str(self.task))
-        return str(drawn)[:40]
-
-    def get_reward(self):
-        return random.random()
-"""
-# The same as coroutines, which overlap; how they do depends on the draws.
-WAITING = """
-import asyncio
-import random
-
-import numpy as np
-import torch
-
-
-async def draw():
-    await asyncio.sleep(0.02 * random.random())
-    return random.random(), np.random.rand(), torch.rand(()).item()
-
-
-class Counter:
-    def __init__(self):
-        self.count = 0
-
-    async def reset(self, **row):
-        return f"{(await draw())[0]}"[:6]
-
-    async def count_up(self) -> str:
-        \"\"\"Count.\"\"\"
-        self.count += 1
-        return f"{self.count} {await draw()} {await asyncio.gather(draw(), draw())}"[:40]
-
-    async def get_reward(self):
-        return (await draw())[0]
-"""
 REWARD = """
 def score(responses):
     return [(sum(map(ord, text)) % 7) / 7 for text in responses]
@@ -143,8 +93,6 @@ def score(responses):
 FILES = {
     "late.py": LATE,
     "paying.py": PAYING,
-    "drawing.py": DRAWING,
-    "waiting.py": WAITING,
     "template.jinja": TEMPLATE,
 }
 
@@ -370,39 +318,6 @@ def test_episodes_are_replayed_without_their_environment(alone, monkeypatch, cap
     assert code == ExitCode.USAGE
     assert "was sampled with weights that are gone" in shown.err
     assert replayed("--step", "9")[0] == ExitCode.USAGE
-
-
-def test_two_runs_of_one_seed_are_equal_though_their_environment_draws_without_one(folder):
-    drawing = {"environment": f"{folder / 'drawing.py'}:Counter", "max_steps": 2}
-    variants = [drawing, {**drawing, "environment_workers": 2}, {**drawing, "seed": 7}]
-    first, second, other = (out for _, out in run(folder, 1, variants))
-    assert (first / "trajectories.jsonl").read_bytes() == (
-        second / "trajectories.jsonl"
-    ).read_bytes()
-    weights, same, changed = (
-        (out / "model" / "model.safetensors").read_bytes() for out in (first, second, other)
-    )
-    assert weights == same
-    assert weights != changed
-    # All samples of a prompt have one task, different prompts different ones.
-    events = events_of((first / "journal" / FILE).read_text())
-    told = [event["told"] for event in events if event["event"] == "reset"]
-    assert len(told) == 16
-    assert len(set(told)) == 4
-
-
-def test_coroutines_that_overlap_draw_what_they_drew_in_any_number_of_processes(folder):
-    one = {"environment": f"{folder / 'waiting.py'}:Counter"}
-    first, several = run(folder, 1, [one, {**one, "environment_workers": 3}])
-    files = ("trajectories.jsonl", "model/model.safetensors")
-    for name in files:
-        assert (first[1] / name).read_bytes() == (several[1] / name).read_bytes()
-    (two,) = run(folder, 2, [one])
-    assert_same_step(two, first)
-    assert_same_episodes(two, first)
-    events = events_of((first[1] / "journal" / FILE).read_text())
-    answers = [event["call"]["text"] for event in events if event["event"] == "answer"]
-    assert len(set(answers)) == len(answers) > 8
 
 
 def test_two_processes_give_the_step_of_one(folder, alone):

@@ -11,7 +11,6 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-import torch
 
 from lightrft.cli.main import main
 from lightrft.cli.options import NAMES_OF_COMMANDS, UNAVAILABLE, available_options
@@ -19,7 +18,6 @@ from lightrft.config import TrainConfig
 from lightrft.config.options import SFT
 from lightrft.engines.media.media import MEDIA_KINDS
 from lightrft.rollout.sampler import training_params
-from lightrft.rollout.scoring import overlong_penalty
 from lightrft.run.assembly import open_console
 from lightrft.stages.policy.inputs import pretrain_mix
 from lightrft.stages.policy.models import build_models
@@ -62,33 +60,10 @@ def _tokenizer(config):
     return load_tokenizer(config.pretrain)
 
 
-def eval_prompts(config):
-    from lightrft.stages.policy.inputs import load_run_prompts
-
-    prompts = load_run_prompts(config, _tokenizer(config), for_evaluation=True).prompts
-    return [prompt.text for prompt in prompts]
-
-
 def recipes(config):
     from lightrft.stages.policy.rewards import reward_recipes
 
     return reward_recipes(config, []).column
-
-
-def reward_deadline(config):
-    from lightrft.stages.policy.inputs import read_inputs
-
-    reward = read_inputs(config).reward
-    reward.close()
-    return reward.functions[0].seconds
-
-
-def built_actor(config):
-    with get_fake_strategy(config) as strategy:
-        actor = strategy.unwrap_model(build_models(config, strategy, 10)[0].main.model)
-        layers = (type(part).__name__ + str(vars(part).get("scaling")) for part in actor.modules())
-        dropouts = [str(p) for p in actor.modules() if isinstance(p, torch.nn.Dropout)]
-        return actor.model.is_gradient_checkpointing, sorted(set(layers)), dropouts
 
 
 def bucket(config):
@@ -99,34 +74,18 @@ def bucket(config):
         return strategy.broadcast_manager.bucket_bytes
 
 
-def longest(config):
-    """What is added to the reward of a response that ends at the limit."""
-    return overlong_penalty(config)(config.generate_max_len)
-
-
 # Another value, what shows its effect, and what else has to be set.
 OBSERVED = {
     "seed": (7, training_params, {}),
     "stop": (("\n",), training_params, {}),
     "packing_samples": (True, micro_tokens, {}),
-    "overlong_buffer_penalty_factor": (
-        0.5,
-        longest,
-        {"overlong_buffer": True, "overlong_buffer_len": 1000},
-    ),
     "engine_mem_util": (0.3, engine, {}),
     "max_len": (99, engine, {"prompt_max_len": 64, "generate_max_len": 8}),
     "weight_bucket_mb": (3, bucket, {}),
     "timeout_minutes": (3.0, deadline, {}),
     "logging_steps": (2, console, {}),
-    "save_path": ("elsewhere", lambda config: config.model_dir, {}),
-    "gradient_checkpointing": (True, built_actor, {}),
-    "lora_alpha": (4.0, built_actor, {"lora_rank": 4}),
-    "lora_dropout": (0.5, built_actor, {"lora_rank": 4}),
     "pretrain_column": ("other", texts, {"pretrain_data": "texts.jsonl", "ptx_coef": 0.1}),
-    "eval_split": ("train", eval_prompts, {"eval_data": "parts"}),
     "reward_recipe_column": ("kind", recipes, {"reward_recipe": "recipes.toml"}),
-    "reward_timeout_seconds": (5.0, reward_deadline, {}),
 }
 
 
@@ -135,10 +94,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"input": f"{n}?", "text": "a b", "other": "c d e"} for n in range(4)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "parts").mkdir()
-    for name in ("train.jsonl", "texts.jsonl", "parts/train.jsonl"):
+    for name in ("train.jsonl", "texts.jsonl"):
         (tmp_path / name).write_text(text)
-    (tmp_path / "parts" / "test.jsonl").write_text('{"input": "held out"}\n')
     (tmp_path / "r.py").write_text("def f(responses):\n    return [0.0 for _ in responses]\n")
     (tmp_path / "recipes.toml").write_text("[a]\nf = 1\n")
     return tmp_path

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from tests.runs import compared, lines
 
-from lightrft.reporting.files import JsonLinesLogger, drop_steps_after
+from lightrft.reporting.files import JsonLinesLogger
 from lightrft.reporting.loggers import ConsoleLogger
 from lightrft.reporting.trajectories import SampleLog
 
@@ -66,14 +66,6 @@ def test_fit_needs_prompts(build_world):
     with pytest.raises(ValueError, match="prompts_dataloader"):
         world.trainer.fit()
     assert world.trainer.fit(prompts_dataloader=[world.prompts[:4]]).num_steps == 1
-
-
-def test_steps_after_a_resume_are_written_anew(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    drop_steps_after(path, 2)
-    assert [entry["step"] for entry in lines(path)] == [1, 2]
-    drop_steps_after(tmp_path / "absent.jsonl", 2)
 
 
 def test_numbers_that_json_lacks_are_null(tmp_path):

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 from tests.models.tiny import tiny_model
-from tests.update_inputs import TablePolicy
+from tests.update_inputs import TablePolicy, random_experience
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES
 from lightrft.datasets.supervised_rows import SupervisedRow, load_supervised
 from lightrft.datasets.types import DataError
 from lightrft.models import Actor
-from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.records.batch import ExperienceBatch, PolicyOutputs
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.pretrain_mix import PretrainMix, load_mixed_rows
 from lightrft.stages.policy.updates import TrainedModel, Update
@@ -124,25 +124,6 @@ def tiny_experts():
     )
 
 
-def ragged_rollouts(rows=6, width=10):
-    generator = torch.Generator().manual_seed(3)
-    token_ids = torch.randint(0, VOCAB, (rows, width), generator=generator)
-    lengths = torch.randint(4, width + 1, (rows, 1), generator=generator)
-    attention = torch.arange(width)[None] < lengths
-    response = attention & (torch.arange(width)[None] >= 2)
-    zeros = torch.zeros(rows, width)
-    return RolloutBatch(
-        token_ids,
-        attention,
-        response,
-        zeros,
-        torch.zeros(rows),
-        torch.arange(rows),
-        torch.arange(rows),
-        1.0,
-    )
-
-
 def reference_balance(model, rollouts):
     """Float64, expert by expert, over all real tokens and both layers."""
     output = model(
@@ -162,7 +143,7 @@ def reference_balance(model, rollouts):
 
 @pytest.mark.parametrize("micro", [1, 4, 6])
 def test_balancing_experts_is_exact_for_any_micro_batch(micro):
-    rollouts = ragged_rollouts()
+    rollouts = random_experience(3, rows=6, seq=10, vocab=VOCAB).rollouts
     model = tiny_experts()
     expected, theirs = reference_balance(model, rollouts)
     assert float(expected) == pytest.approx(float(theirs), rel=1e-6)

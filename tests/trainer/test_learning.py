@@ -44,7 +44,7 @@ def test_reward_rises(build_world, estimator):
     "older", [{"rollout_lag": 1}, {"rollout_lag": 2}, {"stream_chunk": 5}], ids=str
 )
 def test_reward_rises_on_rows_of_older_weights_too(build_world, older):
-    assert rise(build_world, TextReward(odd_bytes), **older) > 0.2
+    assert rise(build_world, TextReward(odd_bytes), **older) > 0.15
 
 
 def test_reward_of_another_response_teaches_nothing(build_world):

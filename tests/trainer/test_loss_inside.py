@@ -17,8 +17,6 @@ from lightrft.algorithms.interface import PolicyLossTraits, policy_loss_traits
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES
 from lightrft.models import Actor
-from lightrft.reporting.files import CONFIG_FILE, START_FILE
-from lightrft.run.resume import plan_run
 from lightrft.stages.policy import objective
 from lightrft.stages.policy.models import decide_by_machine
 from lightrft.stages.policy.objective import why_loss_outside
@@ -174,20 +172,3 @@ def test_the_machine_decides_and_a_given_value_stays(build_world, told):
         assert decide_by_machine(config, world.strategy) is config
     assert TrainConfig().fuses_logprob(has_gpu=True)
     assert not TrainConfig().fuses_logprob(has_gpu=False)
-
-
-def test_a_continued_run_keeps_what_its_machine_decided(tmp_path):
-    old = TrainConfig(output_dir=str(tmp_path), fused_linear_logprob=True)
-    old.save(tmp_path / CONFIG_FILE)
-    (tmp_path / START_FILE).write_text("{}")
-    manifest = old.checkpoint_dir / "_actor" / "global_step1" / "manifest.json"
-    manifest.parent.mkdir(parents=True)
-    manifest.write_text("{}")
-    plan = plan_run(TrainConfig(output_dir=str(tmp_path)))
-    assert plan.resumes
-    assert plan.kept == {"fused_linear_logprob": True}
-    assert not plan.changes
-    given = TrainConfig(output_dir=str(tmp_path), fused_linear_logprob=False, allow_changes=True)
-    changed = plan_run(given)
-    assert not changed.kept
-    assert "fused_linear_logprob: True -> False" in map(str, changed.changes)

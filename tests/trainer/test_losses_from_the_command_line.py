@@ -45,7 +45,11 @@ def loss_of(*flags):
     config, _, problems = parse_options(build_parser(), [*argv, "--init_kl_coef", "0", *flags])
     assert problems == []
     config, algorithm = decide(config)
-    strategy, policy, metrics = get_fake_strategy(config), TablePolicy(VOCAB, torch.float32), StepMetrics()
+    strategy, policy, metrics = (
+        get_fake_strategy(config),
+        TablePolicy(VOCAB, torch.float32),
+        StepMetrics(),
+    )
     batch, new = experience(policy)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     update = Update(config, algorithm.policy_loss, strategy, metrics, algorithm.corrections)

@@ -282,29 +282,6 @@ def wait_for_a_step(ranks, options):
         time.sleep(0.01)
 
 
-def stop_for_a_while(rank, world_size, folder):
-    """One rank of each side stands still in the middle of a run; how many runs ended alike."""
-    folder = prepared(folder)
-    expected = result(options_of(folder, "first", rollout_ranks=1), ("_actor",))
-    for stopped in (0, 1):
-        options = options_of(folder, f"stopped_{stopped}", rollout_ranks=1)
-        ranks = Ranks(options, 2)
-        wait_for_a_step(ranks, options)
-        child = list(ranks.codes)[stopped]
-        assert child in ranks.running()
-        os.kill(child, signal.SIGSTOP)
-        time.sleep(5)
-        os.kill(child, signal.SIGCONT)
-        assert ranks.wait(RUN_SECONDS) == [0, 0], ranks.log.read_text()[-3000:]
-        require_same_end(result(options, ("_actor",)), expected, stopped)
-    return stopped + 1
-
-
-@pytest.mark.full
-def test_a_rank_that_stands_still_for_five_seconds_changes_nothing(tmp_path):
-    assert run_multiprocess(stop_for_a_while, 1, timeout_seconds=600, args=(str(tmp_path),)) == [2]
-
-
 def lose_a_picture(rank, world_size, folder):
     """Files of images that cannot be read while rows are handed over."""
     folder = prepared(folder)

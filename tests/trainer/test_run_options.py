@@ -80,13 +80,6 @@ def test_the_kl_weight_adapts(build_world):
     assert values[2] == pytest.approx(values[1] * (1 + 0.2 * 16 / 100))
 
 
-@pytest.mark.parametrize("schedule", ["cosine_with_min_lr", "linear", "constant"])
-def test_learning_rate_schedules_differ(build_world, schedule):
-    world = build_world(args={"lr_scheduler": schedule})
-    rates = [world.step()["actor_lr"] for _ in range(3)]
-    assert (rates[-1] < rates[0]) == (schedule != "constant")
-
-
 def test_overlong_punishment_and_clip_show_in_the_reward(build_world):
     world = build_world(overlong_buffer=True, overlong_buffer_len=6, reward_clip=0.4)
     world.trainer.make_experience()

@@ -49,8 +49,7 @@ class Watcher(Callback):
 
     def end_step(self, step, metrics):
         self.calls.append(("end", step))
-        self.reward = metrics["reward"]
-        return {"own/double": 2 * metrics["reward"]}
+        return {"own/double": 2 * metrics["reward"]} if "reward" in metrics else {}
 
     def wants_stop(self):
         return self.calls[-1][1] >= self.stop_after
@@ -65,18 +64,30 @@ def folder(tmp_path):
     return str(tmp_path / "run")
 
 
-def test_a_function_and_rows_are_enough(tiny_model, folder):
+@pytest.fixture
+def policy(tiny_model, folder):
+    """`policy(rows, rewards, **options)`: a small run."""
+
+    def run(rows=ROWS, rewards=length, **options):
+        return train(tiny_model, rows, rewards, **{"output_dir": folder, **SMALL, **options})
+
+    return run
+
+
+@pytest.fixture
+def supervised(tiny_model, folder):
+    """`supervised(rows, **options)`: one step."""
+
+    def run(rows=PROMPTED, **options):
+        return sft(tiny_model, rows, **{"output_dir": folder, **OF_ROWS, **options})
+
+    return run
+
+
+def test_a_function_and_rows_are_enough(folder, policy):
     watcher = Watcher()
-    summary = train(
-        tiny_model,
-        ROWS,
-        [length, lambda responses, labels: [float(label) for label in labels]],
-        eval_data=Rows(ROWS[:2]),
-        callbacks=[watcher],
-        output_dir=folder,
-        max_steps=2,
-        **SMALL,
-    )
+    rewards = [length, lambda responses, labels: [float(label) for label in labels]]
+    summary = policy(rewards=rewards, eval_data=Rows(ROWS[:2]), callbacks=[watcher], max_steps=2)
     assert summary.num_steps == 2
     assert watcher.calls == [("begin", 1), ("end", 1), ("begin", 2), ("end", 2)]
     last = lines_of(folder)[2]
@@ -87,76 +98,65 @@ def test_a_function_and_rows_are_enough(tiny_model, folder):
     assert [path.name.split("-")[0] for path in kept] == ["eval", "prompt"]
 
 
-def test_names_are_known_during_the_run_only(tiny_model, folder):
+def test_names_are_known_during_the_run_only(folder, policy):
     before = [*REWARDS], [*POLICY_LOSSES]
     with pytest.raises(ConfigError, match="rollout_batch_size"):
-        train(tiny_model, ROWS, length, output_dir=folder, **{**SMALL, "rollout_batch_size": 0})
+        policy(rollout_batch_size=0)
     assert ([*REWARDS], [*POLICY_LOSSES]) == before
     assert not Path(folder).exists()
 
 
-def test_a_callback_ends_the_run_with_its_files(tiny_model, folder, capsys):
-    options = {**SMALL, "num_episodes": 4, "train_batch_size": 4, "output_dir": folder}
-    callbacks = [Watcher(stop_after=1)]
-    summary = train(tiny_model, ROWS, length, eval_data=ROWS[:2], callbacks=callbacks, **options)
+def test_a_callback_ends_the_run_with_its_files(capsys, policy):
+    options = {"num_episodes": 4, "train_batch_size": 4, "eval_data": ROWS[:2]}
+    summary = policy(callbacks=[Watcher(stop_after=1)], **options)
     assert "group_norm, ppo loss, 2 updates per rollout" in capsys.readouterr().out
     assert summary.num_steps == 1
     assert "eval/reward" in summary.last_eval
     assert Path(summary.model_dir, "model.safetensors").is_file()
-    again = train(tiny_model, ROWS, length, eval_data=ROWS[:2], **options)
-    assert again.num_steps == 1
+    assert policy(**options).num_steps == 1
 
 
-def test_rows_without_an_end_are_read_as_far_as_they_are_used(tiny_model, folder):
+def test_rows_without_an_end_are_read_as_far_as_they_are_used(policy):
     numbers = count()
     endless = ({"input": f"Say {n}.", "label": str(n)} for n in numbers)
     held_out = ({"input": f"Say {n}."} for n in count())
-    summary = train(
-        tiny_model,
-        endless,
-        length,
-        eval_data=held_out,
-        max_samples=8,
-        max_eval_samples=2,
-        max_steps=1,
-        output_dir=folder,
-        **SMALL,
-    )
+    limits = {"max_samples": 8, "max_eval_samples": 2, "max_steps": 1}
+    summary = policy(endless, eval_data=held_out, **limits)
     assert summary.num_steps == 1
     assert next(numbers) == 8
     assert summary.last_eval["eval/num_prompts"] == 2
 
 
-def test_a_run_does_not_go_on_with_another_function(tiny_model, folder):
+def test_a_run_does_not_go_on_with_another_function(policy):
     def reward(responses, *, bonus=1.0):
         return [bonus + len(text) for text in responses]
 
-    train(tiny_model, ROWS, reward, output_dir=folder, max_steps=1, **SMALL)
-    same = {"output_dir": folder, "max_steps": 2, "load_checkpoint": True, **SMALL}
+    policy(rewards=reward, max_steps=1)
+    same = {"max_steps": 2, "load_checkpoint": True}
 
     def reward(responses, *, bonus=1.0):
         return [bonus - len(text) for text in responses]
 
     with pytest.raises(ConfigError, match=r"reward_fn reward: code .* -> code"):
-        train(tiny_model, ROWS, reward, **same)
-    summary = train(tiny_model, ROWS, reward, allow_changes=True, **same)
+        policy(rewards=reward, **same)
+    summary = policy(rewards=reward, allow_changes=True, **same)
     assert (summary.num_steps, summary.num_resumed_steps) == (2, 1)
 
 
-def test_a_comment_is_no_change(tiny_model, folder):
+def test_a_comment_is_no_change(policy):
     first, second = {}, {}
     body = "    return [1.0 * len(text) for text in responses]\n"
     exec(f"def reward(responses):\n{body}", first)
     exec(f"# words\n\n\ndef reward(responses):\n    # words\n{body}", second)
-    train(tiny_model, ROWS, first["reward"], output_dir=folder, max_steps=1, **SMALL)
-    same = {"output_dir": folder, "max_steps": 2, "load_checkpoint": True, **SMALL}
-    assert train(tiny_model, ROWS, second["reward"], **same).num_steps == 2
+    policy(rewards=first["reward"], max_steps=1)
+    same = {"max_steps": 2, "load_checkpoint": True}
+    assert policy(rewards=second["reward"], **same).num_steps == 2
 
 
-def test_other_rows_are_another_run(tiny_model, folder):
-    train(tiny_model, ROWS, length, output_dir=folder, max_steps=1, **SMALL)
+def test_other_rows_are_another_run(folder, policy):
+    policy(max_steps=1)
     with pytest.raises(ConfigError, match="prompt_data"):
-        train(tiny_model, ROWS[::-1], length, output_dir=folder, max_steps=1, **SMALL)
+        policy(ROWS[::-1], max_steps=1)
     assert len([*(Path(folder) / "inputs").iterdir()]) == 1
 
 
@@ -169,38 +169,30 @@ def test_other_rows_are_another_run(tiny_model, folder):
         ([{"input": "x", "label": float("inf")}], "row 1: column 'label'"),
     ],
 )
-def test_rows_that_cannot_be_kept(tiny_model, folder, rows, message):
+def test_rows_that_cannot_be_kept(folder, rows, message, policy):
     with pytest.raises(DataError, match=message):
-        train(tiny_model, rows, length, output_dir=folder, **SMALL)
+        policy(rows)
     assert not Path(folder).exists()
 
 
-def test_wrong_arguments_are_named(tiny_model, folder):
+def test_wrong_arguments_are_named(tiny_model, folder, policy):
     with pytest.raises(TypeError, match=r"no option 'beta'; here it is init_kl_coef"):
-        train(tiny_model, ROWS, length, output_dir=folder, beta=0.04)
+        policy(beta=0.04)
     with pytest.raises(DataError, match=r"prompt: expected rows .* a file, got int"):
         train(tiny_model, 3, length)
     with pytest.raises(ConfigError, match="model: expected a folder or a name, got object"):
         train(object(), ROWS, length, output_dir=folder)
     with pytest.raises(ConfigError, match="two choices of the name 'length'"):
-        train(tiny_model, ROWS, [length, partial(length), length], output_dir=folder)
+        policy(rewards=[length, partial(length), length])
 
 
-def test_a_metric_that_is_there_already_is_refused(tiny_model, folder):
+def test_a_metric_that_is_there_already_is_refused(policy):
     class Overwrites(Callback):
         def end_step(self, step, metrics):
             return {"reward": 1.0}
 
     with pytest.raises(ValueError, match=r"Overwrites\.end_step: metric 'reward' is there"):
-        train(
-            tiny_model,
-            ROWS,
-            length,
-            callbacks=[Overwrites()],
-            output_dir=folder,
-            max_steps=1,
-            **SMALL,
-        )
+        policy(callbacks=[Overwrites()], max_steps=1)
 
 
 PROMPTED = [{"prompt": f"{n}=", "completion": str(n)} for n in range(8)]
@@ -221,7 +213,7 @@ OF_ROWS = {"fsdp": True, "train_batch_size": 4, "micro_train_batch_size": 2, "ma
 )
 def test_rows_train_in_one_call_of_every_stage(tiny_model, folder, call, rows):
     more = {"teacher": tiny_model, "teacher_form": "reverse"} if call is distill else {}
-    watcher = RowWatcher()
+    watcher = Watcher()
     summary = call(
         tiny_model,
         data=rows,
@@ -233,23 +225,13 @@ def test_rows_train_in_one_call_of_every_stage(tiny_model, folder, call, rows):
         **more,
     )
     assert summary.num_steps == 1
-    assert watcher.steps == [1]
+    assert watcher.calls == [("begin", 1), ("end", 1)]
     assert "actor_learning_rate = 0.0001" in (Path(folder) / "config.toml").read_text()
     kept = sorted(path.name.split("-")[0] for path in (Path(folder) / "inputs").iterdir())
     assert kept == ["eval", "prompt"]
     shown = summary._repr_html_()
     assert "<table>" in shown
     assert str(summary.model_dir) in shown
-
-
-class RowWatcher(Callback):
-    """Notes the steps."""
-
-    def __init__(self):
-        self.steps = []
-
-    def end_step(self, step, metrics):
-        self.steps.append(step)
 
 
 class OfTransformers:
@@ -301,16 +283,15 @@ def test_what_no_folder_mends_is_refused(tiny_model, tmp_path, monkeypatch, is_u
         sft(tiny_model, PROMPTED, eval_data=PROMPTED, best_metric="eval/response_length", **OF_ROWS)
 
 
-def test_a_folder_that_is_named_is_kept(tiny_model, tmp_path):
-    folder = str(tmp_path / "mine")
-    sft(tiny_model, PROMPTED, output_dir=folder, **OF_ROWS)
+def test_a_folder_that_is_named_is_kept(supervised):
+    supervised()
     with pytest.raises(ConfigError, match="holds another run"):
-        sft(tiny_model, PROMPTED[::-1], output_dir=folder, **OF_ROWS)
+        supervised(PROMPTED[::-1])
 
 
-def test_an_adapter_configuration_of_peft_is_taken(tiny_model, folder):
+def test_an_adapter_configuration_of_peft_is_taken(folder, supervised):
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    sft(tiny_model, PROMPTED, peft_config=config, output_dir=folder, **OF_ROWS)
+    supervised(peft_config=config)
     kept = TrainConfig.load(Path(folder) / "config.toml")
     assert (kept.lora_rank, kept.lora_alpha, kept.target_modules) == (2, 4, ("q_proj",))
 
@@ -323,13 +304,13 @@ def test_an_adapter_configuration_of_peft_is_taken(tiny_model, folder):
         (object(), {}, "expected a LoraConfig, got object: give lora_rank"),
     ],
 )
-def test_what_adapters_do_not_have_is_refused(tiny_model, folder, config, more, message):
+def test_what_adapters_do_not_have_is_refused(folder, config, more, message, supervised):
     with pytest.raises(ConfigError, match=message):
-        sft(tiny_model, PROMPTED, peft_config=config, output_dir=folder, **more)
+        supervised(peft_config=config, **more)
     assert not Path(folder).exists()
 
 
-def test_bars_of_transformers_are_hidden_during_a_run_only(tiny_model, folder):
+def test_bars_of_transformers_are_hidden_during_a_run_only(supervised):
     seen = []
 
     class Looks(Callback):
@@ -337,6 +318,6 @@ def test_bars_of_transformers_are_hidden_during_a_run_only(tiny_model, folder):
             seen.append(logging.is_progress_bar_enabled())
 
     logging.enable_progress_bar()
-    sft(tiny_model, PROMPTED, callbacks=[Looks()], output_dir=folder, **OF_ROWS)
+    supervised(callbacks=[Looks()])
     assert seen == [False]
     assert logging.is_progress_bar_enabled()

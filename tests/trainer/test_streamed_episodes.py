@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from tests import runs
 from tests.machine import seconds
-from tests.ranks import run_multiprocess
 from tests.trainer import test_killed_episodes as episodes
 from tests.trainer.test_environment_run import REWARD
 
@@ -132,30 +131,6 @@ def test_a_run_killed_while_episodes_are_open_ends_as_one_that_nobody_killed(
     tmp_path, num_runs, chain
 ):
     kills.kill_in_a_process(run_all, tmp_path, num_runs, chain)
-
-
-def run_both_forms(rank, world_size, folder):
-    """The weights and samples of a run without and with streaming, whose chunks hold episodes."""
-    kills.become_launcher()
-    folder = Path(folder)
-    episodes.write_inputs(folder)
-    (folder / "noted.py").write_text(NOTED)
-    episodes.let_random_models_call()
-    found = []
-    for name, chunk in (("plain", None), ("streamed", 99)):
-        stream = {"stream_chunk": chunk, "stream_prompts": None if chunk is None else 4}
-        options = settings(folder, name, off_policy_correction="none", max_staleness=4, **stream)
-        kills.finish(options, 1)
-        ended = result(options)
-        found.append((ended["model"], ended["samples.jsonl"]))
-    return found[0] == found[1] and len(found[0][1]) == NUM_STEPS * 8
-
-
-@pytest.mark.full
-@pytest.mark.multiprocess
-@pytest.mark.timeout(600)
-def test_long_chunks_train_the_weights_of_the_run_without_streaming(tmp_path):
-    assert run_multiprocess(run_both_forms, 1, timeout_seconds=500, args=(str(tmp_path),)) == [True]
 
 
 def train(folder, **changes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +10,7 @@ import torch
 from tests.runs import TextReward
 
 from lightrft.config import TrainConfig
-from lightrft.rollout.ledger_records import LedgerError
-from lightrft.rollout.open_groups import OpenSample
 from lightrft.stages.policy.maker import ExperienceMaker
-from lightrft.stages.policy.parity import ParityError
 from lightrft.strategy.config import ConfigError
 
 STREAM = {
@@ -122,24 +118,6 @@ def test_the_lengths_trained_in_a_run_are_those_sampled_in_it(build_world, monke
     assert left.num_requests == 6 * 4
 
 
-def test_a_version_off_by_one_is_found(build_world):
-    """By the ledger gate, before anything is trained."""
-    world = world_of(build_world)
-    rows_of(world, 1)
-    extended = OpenSample.extended
-
-    def wrong(self, part, *, max_tokens):
-        later = replace(part, weights_version=part.weights_version - 1)
-        return extended(self, later, max_tokens=max_tokens)
-
-    OpenSample.extended = wrong
-    try:
-        with pytest.raises(LedgerError, match="weights versions differ"):
-            rows_of(world, 2)
-    finally:
-        OpenSample.extended = extended
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -191,25 +169,3 @@ def test_old_logprobs_of_the_engine_save_a_pass_and_change_nothing(build_world):
 def test_old_logprobs_of_the_engine_need_its_law_and_no_forward_pass(options):
     with pytest.raises(ConfigError, match="use_rollout_logprobs excludes"):
         TrainConfig(use_rollout_logprobs=True, **options)
-
-
-def test_keys_and_values_of_older_weights_are_found(build_world):
-    """An engine that goes on with older weights and says that they are the new ones."""
-    world = world_of(build_world, {"parity_check_steps": 0, "actor_learning_rate": 3e-2})
-    rows_of(world, 1)
-    older = world.state_dict()
-    rows_of(world, 2)
-    engine = world.strategy.inference_engine
-    generate = engine.generate
-
-    def stale(*given, **named):
-        newer = world.state_dict()
-        world.actor.load_state_dict(older)
-        try:
-            return generate(*given, **named)
-        finally:
-            world.actor.load_state_dict(newer)
-
-    engine.generate = stale
-    with pytest.raises(ParityError):
-        rows_of(world, 3)

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from tests.update_inputs import random_experience
 
 from lightrft.algorithms.correction_terms import parse_correction
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import POLICY_LOSSES
-from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.updates import Update
 
@@ -37,35 +37,6 @@ class TwoRanks(OneRank):
         return [item, self.other]
 
 
-def batch(seed, rows=6, seq=10):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, seq - 1, (rows,), generator=generator)
-    lengths[0] = 0
-    positions = torch.arange(seq)[None]
-    mask = (positions >= 1) & (positions < 1 + lengths[:, None])
-
-    def normal():
-        return torch.randn(rows, seq, generator=generator)
-
-    rollouts = RolloutBatch(
-        torch.zeros(rows, seq, dtype=torch.long),
-        mask,
-        mask,
-        torch.where(mask, normal() - 2, 0.0),
-        torch.zeros(rows),
-        torch.arange(rows),
-        torch.arange(rows),
-        1.0,
-    )
-    outputs = PolicyOutputs(
-        torch.where(mask, rollouts.rollout_logprobs + 0.5 * normal(), 0.0),
-        None,
-        None,
-        torch.where(mask, normal().abs(), 0.0),
-    )
-    return ExperienceBatch(rollouts, outputs, normal(), normal())
-
-
 def weights_of(rows, strategy, metrics=None, *, correction=None, high=None, **options):
     terms = () if correction is None else parse_correction(correction, high=high)
     update = Update(
@@ -75,7 +46,7 @@ def weights_of(rows, strategy, metrics=None, *, correction=None, high=None, **op
 
 
 def test_batch_scope_keeps_the_upper_share_over_all_ranks():
-    rows = batch(1)
+    rows = random_experience(1)
     mask, entropy = rows.rollouts.response_mask, rows.outputs.entropy
     other = [5.0] * 40  # another rank is far less certain
     metrics = StepMetrics()
@@ -92,7 +63,7 @@ def test_batch_scope_keeps_the_upper_share_over_all_ranks():
 
 
 def test_truncated_importance_weights_are_the_capped_ratio_of_trainer_to_engine():
-    rows = batch(3)
+    rows = random_experience(3)
     mask = rows.rollouts.response_mask
     metrics = StepMetrics()
     weights = weights_of(rows, OneRank(), metrics, correction="tis", high=1.5)
@@ -111,7 +82,7 @@ def test_truncated_importance_weights_are_the_capped_ratio_of_trainer_to_engine(
 
 
 def test_terms_are_composed_and_weights_of_mean_one_count_all_ranks():
-    rows = batch(3)
+    rows = random_experience(3)
     mask = rows.rollouts.response_mask
     ratio = (rows.outputs.old_logprobs - rows.rollouts.rollout_logprobs).double().exp()
     kept = mask & ((ratio - 1 - ratio.log()) <= 0.1)
@@ -132,7 +103,7 @@ def test_terms_are_composed_and_weights_of_mean_one_count_all_ranks():
 
 
 def test_a_logprob_of_the_engine_that_is_nan_is_left_out_and_counted():
-    rows = batch(3)
+    rows = random_experience(3)
     mask = rows.rollouts.response_mask
     row, t = mask.nonzero()[0].tolist()
     rows.rollouts.rollout_logprobs[row, t] = torch.nan
@@ -146,7 +117,7 @@ def test_a_logprob_of_the_engine_that_is_nan_is_left_out_and_counted():
 
 
 def test_both_multiply():
-    rows = batch(4)
+    rows = random_experience(4)
     both = weights_of(rows, OneRank(), high_entropy_token_ratio=0.5, correction="icepop")
     left = weights_of(rows, OneRank(), high_entropy_token_ratio=0.5)
     right = weights_of(rows, OneRank(), correction="icepop")

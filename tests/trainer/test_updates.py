@@ -1,19 +1,15 @@
-import math
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from tests.update_inputs import TablePolicy
+from tests.update_inputs import TablePolicy, random_experience
 
 from lightrft.algorithms.correction_terms import parse_correction
 from lightrft.algorithms.corrections import correction_weights
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES, bind
 from lightrft.records.batch import (
-    ExperienceBatch,
-    PolicyOutputs,
-    RolloutBatch,
     select_experience,
 )
 from lightrft.stages.metrics import StepMetrics
@@ -64,33 +60,6 @@ class ManyRanks:
         return data
 
 
-def experience(seed):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal():
-        return torch.randn(ROWS, SEQ, generator=generator).double()
-
-    lengths = torch.randint(0, SEQ - 1, (ROWS,), generator=generator)
-    lengths[0], lengths[1] = 0, SEQ - 2  # an empty and a long response
-    positions = torch.arange(SEQ)[None]
-    response_mask = (positions >= 2) & (positions < 2 + lengths[:, None])
-    attention_mask = positions < 2 + lengths[:, None]
-    token_ids = torch.randint(0, VOCAB, (ROWS, SEQ), generator=generator)
-    old = normal() * 0.3 - math.log(VOCAB)
-    rollouts = RolloutBatch(
-        token_ids,
-        attention_mask,
-        response_mask,
-        torch.zeros(ROWS, SEQ),
-        torch.zeros(ROWS),
-        torch.arange(ROWS),
-        torch.arange(ROWS),
-        0.7,
-    )
-    outputs = PolicyOutputs(old, normal() - math.log(VOCAB), normal(), None)
-    return ExperienceBatch(rollouts, outputs, normal(), normal())
-
-
 def laws(table, batch):
     """[rows, seq - 1, vocabulary] logprobs of what may follow each token."""
     rollouts = batch.rollouts
@@ -132,7 +101,7 @@ def policy_loss(table, batch, mode, *, kl_coef, entropy_coef, constant):
 )
 @pytest.mark.parametrize(("world_size", "micro"), [(1, 1), (1, 3), (1, 8), (2, 3), (4, 1)])
 def test_gradient_and_loss_equal_the_definition_for_any_split(mode, world_size, micro):
-    batch, constant = experience(4), 5
+    batch, constant = random_experience(4), 5
     reference = TablePolicy(VOCAB)
     loss, pg = policy_loss(
         reference.table, batch, mode, kl_coef=0.3, entropy_coef=0.2, constant=constant
@@ -169,7 +138,7 @@ def test_gradient_and_loss_equal_the_definition_for_any_split(mode, world_size, 
 
 def test_a_lost_normalizer_would_be_noticed():
     """Positive control: with Z of one rank's rows the loss is another."""
-    batch = experience(4)
+    batch = random_experience(4)
     whole = normalizer("token-mean", batch, 5)
     part = normalizer("token-mean", select_experience(batch, slice(0, 4)), 5)
     assert part < 0.9 * whole
@@ -177,7 +146,7 @@ def test_a_lost_normalizer_would_be_noticed():
 
 @pytest.mark.parametrize("clip", [0.0, 0.3])
 def test_value_gradient_equals_the_definition(clip):
-    batch = experience(7)
+    batch = random_experience(7)
     reference = TableCritic()
     values = torch.nn.functional.pad(reference.table[batch.rollouts.token_ids[:, :-1]], (1, 0))
     old, mask = batch.outputs.values, batch.rollouts.response_mask
@@ -200,7 +169,7 @@ def test_value_gradient_equals_the_definition(clip):
 
 
 def test_ratio_metrics_count_tokens():
-    batch = experience(4)
+    batch = random_experience(4)
     policy = TablePolicy(VOCAB)
     strategy = ManyRanks(1, batch.rollouts.response_mask.sum().double())
     metrics = StepMetrics()
@@ -209,7 +178,7 @@ def test_ratio_metrics_count_tokens():
         batch, TrainedModel("actor", policy, torch.optim.SGD(policy.parameters(), lr=0.1), None)
     )
     mask = batch.rollouts.response_mask
-    ratios = (token_logprobs(policy.table, batch) - batch.outputs.old_logprobs).exp()[mask]
+    ratios = (token_logprobs(policy.table.detach(), batch) - batch.outputs.old_logprobs).exp()[mask]
     a = batch.advantages[mask]
     expected = {
         "ratio_mean": float(ratios.mean()),
@@ -263,7 +232,7 @@ def in_trust_region(table, batch, terms, *, updates):
 )
 @pytest.mark.parametrize("micro", [3, 8])
 def test_a_trust_region_bounds_the_policy_that_moves(preset, micro):
-    batch, policy = experience(4), TablePolicy(VOCAB)
+    batch, policy = random_experience(4), TablePolicy(VOCAB)
     mask = batch.rollouts.response_mask
     scores = token_logprobs(policy.table.detach(), batch)
     batch = replace(

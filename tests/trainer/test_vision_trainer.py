@@ -29,13 +29,6 @@ from lightrft.run.assembly import run_training
 
 pytestmark = pytest.mark.shard("vision")
 
-BACKENDS = {
-    "fsdp 1": (1, {"fsdp": True}),
-    "fsdp 2": (2, {"fsdp": True, "mixed_mm_data": True}),
-    "zero2": (2, {"zero_stage": 2}),
-    "zero3": (2, {"zero_stage": 3}),
-}
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
@@ -114,24 +107,6 @@ def test_three_steps_move_text_and_tower_of_all_models(model, data):
         # Positive control: a copy for each sample.
         assert stored_bytes(map(copy.deepcopy, media)) >= by_sample
     strategy.close()
-
-
-def train_on_ranks(rank, world_size, model, data, options):
-    trainer, strategy = build_vision_trainer(model, data, **options)
-    steps = three_steps(trainer, strategy)
-    strategy.close()
-    return steps
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_three_steps_on_every_backend(backend, model, data):
-    world_size, options = BACKENDS[backend]
-    results = run_multiprocess(
-        train_on_ranks, world_size, timeout_seconds=280, args=(model, data, options)
-    )
-    check_steps(results[0])
 
 
 def train_frozen(rank, world_size, model, data, folder, options):
