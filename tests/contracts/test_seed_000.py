@@ -5,16 +5,28 @@ bound in `names_of`. A literal `...` among arguments is dropped, and where there
 `torch.cuda.synchronize` does nothing. The guide's tables, flags and recipes are in test_seed_001.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
+import time
 import traceback
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+from tests.engines.fake_engine import FakeEngine
 from tests.ranks import run_multiprocess
 from tests.runs import TextReward
+from torch import nn
+
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import EngineConfig, EngineStatus
+from lightrft.models import Actor, Critic
+from lightrft.models.loading import load_tokenizer
+from lightrft.strategy import get_strategy
+from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
+from lightrft.tools.model_presets import write_tiny_model
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
 pytestmark = pytest.mark.multiprocess
 
@@ -173,11 +185,6 @@ class World:
     """What the free names of the blocks stand for, on one backend."""
 
     def __init__(self, backend, path):
-        from lightrft.datasets.types import Prompt
-        from lightrft.models import Actor, Critic
-        from lightrft.models.loading import load_tokenizer
-        from lightrft.strategy import get_strategy
-
         self.args = SimpleNamespace(
             fsdp=backend == "fsdp",
             zero_stage=2,
@@ -215,15 +222,6 @@ class World:
         self.loader = self.strategy.setup_dataloader(self.prompts, 2, collate_fn=list)
 
     def names(self):
-        import time
-
-        import torch
-        import torch.distributed as dist
-        from torch import nn
-
-        from lightrft.strategy import get_strategy
-        from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
-
         token_ids = torch.tensor([self.prompts[0].token_ids] * 2)
         return {
             "torch": torch,
@@ -269,8 +267,6 @@ class World:
 
 def scores(world, token_ids):
     """A loss on the actor."""
-    import torch
-
     return -world.actor.model(token_ids, torch.ones_like(token_ids).bool()).logprobs.mean()
 
 
@@ -281,8 +277,6 @@ def check_basic_setup(world):
     made = []
 
     def recording(**keywords):
-        from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
-
         made.append(SPMDPPOTrainer(**keywords))
         return made[-1]
 
@@ -364,8 +358,6 @@ def experience_maker(world):
 
 
 def check_text_generation(world):
-    from lightrft.engines.types import EngineStatus
-
     world.strategy.setup_inference_engine(world.args, "hf", actor=world.actor)
     rank = world.strategy.get_rank()
     # Unequal numbers of prompts per rank.
@@ -384,10 +376,6 @@ def check_text_generation(world):
 
 
 def check_multimodal_generation(world):
-    from tests.engines.fake_engine import FakeEngine
-
-    from lightrft.engines.types import EngineConfig
-
     def script(request, index):
         return [len(request.multi_modal.images), len(request.prompt_text)], [-0.5, -0.5]
 
@@ -418,7 +406,6 @@ def check_argument_parser(world):
 
 def check_selection_logic(world):
     from lightrft.strategy.deepspeed.strategy import DeepspeedStrategy
-    from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
 
     # The block's constructors have no arguments: one sample per rank and step.
     classes = {
@@ -430,8 +417,6 @@ def check_selection_logic(world):
 
 
 def check_engine_lifecycle(world):
-    from lightrft.engines.types import EngineStatus
-
     world.run("engine lifecycle")
     assert world.strategy.inference_engine_status is EngineStatus.WAKEUP
     world.strategy.maybe_sleep_inference_engine()
@@ -442,8 +427,6 @@ def check_engine_lifecycle(world):
 
 
 def check_reward_models(world):
-    import torch
-
     names = world.run("reward models")
     # 8 ranks to shard over are clamped to the two there are.
     for model, ready in zip(names["reward_models"], names["prepared_rms"], strict=True):
@@ -456,9 +439,6 @@ CHECKS = {name: globals()["check_" + name.replace(" ", "_")] for name in BLOCKS}
 
 def run_all_blocks(rank, world_size, backends, path):
     """{backend: {block: None or what went wrong}}."""
-    import torch
-    import torch.distributed as dist
-
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     if not torch.cuda.is_available():
         torch.cuda.synchronize = lambda device=None: None
@@ -484,8 +464,6 @@ def run_all_blocks(rank, world_size, backends, path):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     from importlib.util import find_spec
-
-    from lightrft.tools.model_presets import write_tiny_model
 
     path = str(tmp_path_factory.mktemp("seed000") / "model")
     write_tiny_model(path, "tiny-qwen3", seed=1)

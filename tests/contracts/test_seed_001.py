@@ -4,8 +4,6 @@ It has the text of seed 000, whose Python blocks test_seed_000 runs. Here every 
 quoted. Its recipes run for real in tests/integration/test_recipes.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import shlex

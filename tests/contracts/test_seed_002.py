@@ -4,8 +4,6 @@ The page has lost the indentation of its loops and classes; it is restored here.
 substitutions stand beside the block they are made in.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from types import SimpleNamespace

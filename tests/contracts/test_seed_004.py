@@ -4,8 +4,6 @@ What it says of the rollout engine's behaviour is checked beside the engines; it
 checked here with all others.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import math

@@ -4,15 +4,13 @@ Each test quotes the promise it checks. Gathering over several ranks is checked 
 groups in tests/strategy/test_distributed_context.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.engines.fake_engine import FakeEngine
 from torch import nn
 
 from lightrft.engines.types import EngineConfig, MultiModalInputs
-from lightrft.strategy import FakeStrategy, get_fake_strategy
+from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.strategy_base import EngineStatus, StrategyBase
 
 IMAGE = "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>"
@@ -23,7 +21,7 @@ def echo(request, index):
     return [sum(request.prompt_token_ids) % 1000, index], [-0.5, -0.25]
 
 
-def strategy_with(**settings) -> FakeStrategy:
+def strategy_with(**settings):
     strategy = get_fake_strategy({"train_batch_size": 1, **settings})
     strategy.inference_engine = FakeEngine(EngineConfig("fake", ""), script=echo)
     return strategy

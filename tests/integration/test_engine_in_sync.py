@@ -1,23 +1,21 @@
 """The engine samples from the trained weights, and its logprobs are those of the trainer."""
 
-from __future__ import annotations
+from argparse import Namespace
 
 import pytest
 import torch
-from tests.integration.small_world import (
-    NUM_PROMPTS,
-    NUM_STEPS,
-    tiny_actor,
-    trainer_on,
-)
-from tests.models.tiny import WIDE
+from tests.models.tiny import SPECIAL, WIDE, tiny_model
 from tests.ranks import run_multiprocess
 from tests.runs import TextReward
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import GenerationRequest, SamplingParams
+from lightrft.models import Actor
+from lightrft.strategy import get_fake_strategy, get_strategy
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
-VOCAB = 97
+NUM_STEPS = 3
+NUM_PROMPTS, GROUP_SIZE, VOCAB = 4, 4, 97
 PROMPTS = [tuple(5 + (7 * i + j) % 90 for j in range(3 + 2 * i)) for i in range(NUM_PROMPTS)]
 MARGIN = 1e-4  # two candidates closer than this may swap by rounding
 
@@ -27,12 +25,49 @@ def low_tokens(text):
     return sum(ord(c) < 80 for c in text) / max(1, len(text))
 
 
-def wide_actor(*, tied: bool):
+class CharacterTokenizer:
+    pad_token_id = 0
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return "".join(chr(32 + int(t)) for t in token_ids)
+
+    def batch_decode(self, rows, skip_special_tokens=True):
+        return [self.decode(row) for row in rows]
+
+
+def trainer_on(backend, actor, reward):
+    """Return a trainer of two optimizer steps a rollout, with the embedded engine."""
+    args = Namespace(
+        fsdp=backend == "fsdp",
+        zero_stage=int(backend[-1]) if backend.startswith("zero") else 2,
+        seed=3,
+        bf16=False,
+        micro_train_batch_size=2,
+        train_batch_size=8,
+        micro_rollout_batch_size=4,
+        rollout_batch_size=NUM_PROMPTS,
+        n_samples_per_prompt=GROUP_SIZE,
+        generate_max_len=12,
+        actor_learning_rate=3e-4,
+        lr_warmup_ratio=0.0,
+        lr_scheduler="constant",
+        init_kl_coef=0.0,
+        loss_agg_mode="token-mean",
+        engine_type="hf",
+        pretrain=None,
+    )
+    strategy = get_fake_strategy(args) if backend == "fake" else get_strategy(args)
+    ready = strategy.prepare_models_and_optimizers(actor, None, None, None, args, 100)[0]
+    strategy.setup_inference_engine(args, engine_type="hf", actor=ready)
+    return SPMDPPOTrainer(strategy, ready, None, reward, tokenizer=CharacterTokenizer(), loggers=[])
+
+
+def wide_actor(*, tied):
     shape = {**WIDE, "intermediate_size": 160, "tie_word_embeddings": tied}
-    return tiny_actor(vocab_size=VOCAB, **shape)
+    return Actor(tiny_model(vocab_size=VOCAB, **shape, **SPECIAL))
 
 
-def train(rank: int, world_size: int, backend: str, tied: bool, folder: str) -> list[tuple]:
+def train(rank, world_size, backend, tied, folder):
     """Per step: sampled tokens by (request, sample), logprob difference, greedy differences."""
     trainer = trainer_on(backend, wide_actor(tied=tied), TextReward(low_tokens))
     strategy = trainer.strategy
@@ -53,7 +88,7 @@ def train(rank: int, world_size: int, backend: str, tied: bool, folder: str) -> 
     return steps
 
 
-def greedy_differences(strategy, checkpoint: str) -> list[float]:
+def greedy_differences(strategy, checkpoint):
     """Top-2 margins of a fresh model wherever the engine's greedy token is not its own."""
     from transformers import AutoModelForCausalLM
 
@@ -76,18 +111,18 @@ def greedy_differences(strategy, checkpoint: str) -> list[float]:
     return margins
 
 
-def check_in_sync(results: list[list[tuple]]) -> None:
+def check_in_sync(results):
     for steps in results:
         for _, logprob_diff_max, margins in steps:
             assert logprob_diff_max < 1e-5
             assert all(margin < MARGIN for margin in margins)
 
 
-def samples_of(results: list[list[tuple]], step: int) -> dict[int, list[int]]:
+def samples_of(results, step):
     return {key: ids for steps in results for key, ids in steps[step][0].items()}
 
 
-def check_same_samples(actual: list[list[tuple]], expected: list[list[tuple]]) -> None:
+def check_same_samples(actual, expected):
     """At least 99.9 % of all tokens are equal."""
     num_equal, num_tokens, first = 0, 0, None
     for step in range(NUM_STEPS):

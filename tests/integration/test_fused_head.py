@@ -1,7 +1,5 @@
 """The fused head under FSDP2 and ZeRO-3: values and all gradients are those of the plain model."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest
@@ -24,7 +22,7 @@ SETTINGS = {
 CELLS = [(is_tied, is_fused) for is_tied in (True, False) for is_fused in (True, False)]
 
 
-def build(*, is_tied: bool, is_fused: bool):
+def build(*, is_tied, is_fused):
 
     from lightrft.models.actor import Actor
 
@@ -35,7 +33,7 @@ def build(*, is_tied: bool, is_fused: bool):
     )
 
 
-def batch_of(rank: int):
+def batch_of(rank):
     """Unequal lengths; some positions are not scored; signed upstream gradients."""
     generator = torch.Generator().manual_seed(10 + rank)
     token_ids = torch.randint(0, VOCAB, (3, 11), generator=generator)
@@ -44,7 +42,7 @@ def batch_of(rank: int):
     return token_ids, attention_mask, scored_mask, torch.randn(2, 3, 11, generator=generator)
 
 
-def score(actor, rank: int):
+def score(actor, rank):
     token_ids, attention_mask, scored_mask, upstream = batch_of(rank)
     output = actor(
         token_ids,
@@ -58,7 +56,7 @@ def score(actor, rank: int):
     return output, loss
 
 
-def plain_model(*, is_tied: bool):
+def plain_model(*, is_tied):
     """Outputs by rank and gradients by name of the whole model with the plain head."""
     actor = build(is_tied=is_tied, is_fused=False)
     outputs = []
@@ -69,7 +67,7 @@ def plain_model(*, is_tied: bool):
     return outputs, {name: p.grad for name, p in actor.named_parameters()}
 
 
-def full_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+def full_gradient(parameter):
     if hasattr(parameter, "ds_id"):
         from deepspeed.utils import safe_get_full_grad
 
@@ -77,7 +75,7 @@ def full_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     return parameter.grad.full_tensor()
 
 
-def compare(strategy, rank: int, *, is_tied: bool, is_fused: bool) -> dict[str, float]:
+def compare(strategy, rank, *, is_tied, is_fused):
     outputs, want = plain_model(is_tied=is_tied)
     model = build(is_tied=is_tied, is_fused=is_fused)
     ready = strategy.prepare((model, strategy.create_optimizer(model, lr=1e-3), None))
@@ -107,13 +105,13 @@ def compare(strategy, rank: int, *, is_tied: bool, is_fused: bool) -> dict[str, 
     }
 
 
-def head_name(names) -> str:
+def head_name(names):
     return next(
         n for n in ("model.lm_head.weight", "model.model.embed_tokens.weight") if n in names
     )
 
 
-def run_cells(rank: int, world_size: int, backend: str) -> list[dict[str, float]]:
+def run_cells(rank, world_size, backend):
     from lightrft.strategy import get_strategy
 
     results = []

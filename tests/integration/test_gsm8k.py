@@ -1,7 +1,5 @@
 """`lightrft train` on real questions, with a reward from a user's file, on every engine."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

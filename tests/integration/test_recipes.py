@@ -4,8 +4,6 @@ The test appends the model, data, batch sizes and what a CPU needs (the embedded
 flag wins over an earlier one.
 """
 
-from __future__ import annotations
-
 import runpy
 import shlex
 import subprocess

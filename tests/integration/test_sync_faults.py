@@ -1,20 +1,23 @@
 """Faults planted at their own place; default settings must find each, by the check that can."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.engines.altered_engines import CopyingEngine, EditingEngine
 from tests.models.tiny import WIDE, tiny_model
 from tests.ranks import run_multiprocess
+from torch.distributed.fsdp import fully_shard
 
 from lightrft.engines import EngineConfig, GenerationRequest, SamplingParams, StaleEngineError
 from lightrft.engines.hf.engine import HFEngine
+from lightrft.models import Actor
 from lightrft.strategy.fake import FakeStrategy
-from lightrft.strategy.weight_sync.parameter_source import ParameterSource
-from lightrft.strategy.weight_sync.sync import WeightSyncError, WeightSyncReport
+from lightrft.strategy.fsdp2.sharding import fsdp2_parameter_source
+from lightrft.strategy.weight_sync.canary import actor_canary
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, module_parameter_source
+from lightrft.strategy.weight_sync.sync import WeightSync, WeightSyncError
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"
@@ -22,23 +25,21 @@ O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 REQUEST = GenerationRequest((5, 6, 7))
 
 
-def square_model(*, seed: int = 0):
+def square_model(*, seed=0):
     """As many key heads as query heads, so that q, k and o projections have one square shape."""
     shape = {**WIDE, "num_key_value_heads": 4, "vocab_size": 503, "tie_word_embeddings": True}
     return tiny_model(seed=seed, **shape)
 
 
 def tiny_actor():
-    from lightrft.models import Actor
-
     return Actor(square_model())
 
 
-def start(engine_class: type[HFEngine]) -> HFEngine:
+def start(engine_class):
     return engine_class(EngineConfig(engine_type="hf", model_path=""), module=square_model(seed=99))
 
 
-def train_a_little(strategy: FakeStrategy, actor: torch.nn.Module) -> None:
+def train_a_little(strategy, actor):
     optimizer = torch.optim.SGD(actor.parameters(), lr=0.3)
     tokens = torch.arange(24).view(1, 24)
     loss = -actor(tokens, torch.ones_like(tokens)).logprobs.mean()
@@ -49,7 +50,7 @@ def train_a_little(strategy: FakeStrategy, actor: torch.nn.Module) -> None:
 class PrefixCachingEngine(CopyingEngine):
     """Keeps the first generated token of each prompt, as a prefix cache keeps its activations."""
 
-    def __init__(self, config, *, module=None) -> None:
+    def __init__(self, config, *, module=None):
         super().__init__(config, module=module)
         self.cached = {}
 
@@ -59,7 +60,7 @@ class PrefixCachingEngine(CopyingEngine):
             for completion in super().poll()
         ]
 
-    def reset_caches(self) -> None:
+    def reset_caches(self):
         super().reset_caches()
         self.cached.clear()
 
@@ -67,7 +68,7 @@ class PrefixCachingEngine(CopyingEngine):
 class ForgetsItsCacheEngine(PrefixCachingEngine):
     """Fault: the prefix cache outlives an update."""
 
-    def reset_caches(self) -> None:
+    def reset_caches(self):
         HFEngine.reset_caches(self)
 
 
@@ -83,7 +84,7 @@ class FlipsOneBitEngine(EditingEngine):
         return [piece]
 
 
-def sync(strategy: FakeStrategy, engine: HFEngine, actor: torch.nn.Module) -> WeightSyncReport:
+def sync(strategy, engine, actor):
     if strategy.inference_engine is not engine:
         strategy.inference_engine = engine
     report = strategy.update_engine_weights(actor)
@@ -118,7 +119,7 @@ def drop_parameter(entries):
 
 
 @pytest.mark.parametrize("engine_class", [HFEngine, CopyingEngine, PrefixCachingEngine])
-def test_without_a_fault_nothing_is_found(engine_class: type[HFEngine]) -> None:
+def test_without_a_fault_nothing_is_found(engine_class):
     actor = tiny_actor()
     with FakeStrategy() as strategy:
         engine = start(engine_class)
@@ -133,7 +134,7 @@ def test_without_a_fault_nothing_is_found(engine_class: type[HFEngine]) -> None:
 
 
 @pytest.mark.parametrize("engine_class", [DropsPieceEngine, FlipsOneBitEngine])
-def test_hashes_find_and_name_what_was_changed_on_the_way(engine_class: type[HFEngine]) -> None:
+def test_hashes_find_and_name_what_was_changed_on_the_way(engine_class):
     actor = tiny_actor()
     with FakeStrategy() as strategy:
         engine = start(engine_class)
@@ -147,7 +148,7 @@ def test_hashes_find_and_name_what_was_changed_on_the_way(engine_class: type[HFE
 
 
 @pytest.mark.parametrize("engine_class", [HFEngine, CopyingEngine])
-def test_the_canary_finds_what_was_read_under_a_wrong_name(engine_class: type[HFEngine]) -> None:
+def test_the_canary_finds_what_was_read_under_a_wrong_name(engine_class):
     actor = tiny_actor()
     with PlantedSource() as strategy:
         engine = start(engine_class)
@@ -164,7 +165,7 @@ def test_the_canary_finds_what_was_read_under_a_wrong_name(engine_class: type[HF
 
 
 @pytest.mark.parametrize("engine_class", [HFEngine, CopyingEngine])
-def test_the_canary_finds_a_source_that_training_left_behind(engine_class: type[HFEngine]) -> None:
+def test_the_canary_finds_a_source_that_training_left_behind(engine_class):
     actor = tiny_actor()
     with PlantedSource() as strategy:
         engine = start(engine_class)
@@ -180,7 +181,7 @@ def test_the_canary_finds_a_source_that_training_left_behind(engine_class: type[
         assert caught.value.check == "canary"
 
 
-def test_accounting_finds_missing_parameters_before_anything_is_sent() -> None:
+def test_accounting_finds_missing_parameters_before_anything_is_sent():
     actor = tiny_actor()
     with PlantedSource() as strategy:
         engine = start(CopyingEngine)
@@ -193,7 +194,7 @@ def test_accounting_finds_missing_parameters_before_anything_is_sent() -> None:
         assert engine.hash_parameters() == before
 
 
-def test_a_skipped_cache_reset_is_found() -> None:
+def test_a_skipped_cache_reset_is_found():
     actor = tiny_actor()
     with FakeStrategy() as strategy:
         engine = start(ForgetsItsCacheEngine)
@@ -204,21 +205,13 @@ def test_a_skipped_cache_reset_is_found() -> None:
         assert caught.value.check == "caches"
 
 
-def fault_on_one_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    from lightrft.strategy.fsdp2.sharding import fsdp2_parameter_source
-    from lightrft.strategy.weight_sync.canary import actor_canary
-    from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
-    from lightrft.strategy.weight_sync.sync import WeightSync
-
+def fault_on_one_rank(rank, world_size):
     dist.init_process_group("gloo")
 
     class RefusesSecondLoadEngine(CopyingEngine):
         num_loads = 0
 
-        def load_weights(self, pieces) -> None:
+        def load_weights(self, pieces):
             self.num_loads += 1
             if self.num_loads == 2:
                 raise MemoryError("planted")
@@ -226,7 +219,7 @@ def fault_on_one_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
 
     found = []
 
-    def expect_failure(engine, source, canary=None) -> None:
+    def expect_failure(engine, source, canary=None):
         with pytest.raises(WeightSyncError) as caught:
             WeightSync(engine, bucket_bytes=50_000).sync(source, canary=canary)
         assert engine.weights_version == -1
@@ -257,7 +250,7 @@ def fault_on_one_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
 
 
 @pytest.mark.multiprocess
-def test_a_fault_on_one_rank_ends_the_sync_on_all() -> None:
+def test_a_fault_on_one_rank_ends_the_sync_on_all():
     first, second = run_multiprocess(fault_on_one_rank, 2, timeout_seconds=240)
     checks = ["transfer", "hash", "accounting", "hash", "hash"]
     assert [check for check, _ in first] == checks

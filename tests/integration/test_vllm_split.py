@@ -1,7 +1,5 @@
 """The real vLLM on a rank that only generates, beside a rank that trains: the sequential run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

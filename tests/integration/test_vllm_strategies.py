@@ -1,7 +1,5 @@
 """The real vLLM beside sharded trainers on two ranks: one engine a rank, and one over both."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from importlib.util import find_spec
 
@@ -17,7 +15,7 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=6, n=2, ignore_eos=True)
 
 
-def make(backend: str, folder: str, tp_size: int):
+def make(backend, folder, tp_size):
     settings = {
         "actor_learning_rate": 1e-2,
         "lr_warmup_ratio": 0.0,
@@ -38,7 +36,7 @@ def make(backend: str, folder: str, tp_size: int):
     return DeepspeedStrategy(1, 1.0, 1, 2, zero_stage=3, args=settings)
 
 
-def train_a_step(strategy, ready, rank: int) -> None:
+def train_a_step(strategy, ready, rank):
     tokens = torch.arange(12).view(1, 12) + 5 * rank
     with strategy.accumulation(1, ready.optimizer):
         loss = -ready.model(tokens, torch.ones_like(tokens)).logprobs.sum() / 22
@@ -47,7 +45,7 @@ def train_a_step(strategy, ready, rank: int) -> None:
     assert result.grad_norm > 0
 
 
-def actor_scores(ready, completion) -> list[float]:
+def actor_scores(ready, completion):
     """The trainer's logprobs of the sampled tokens; a collective."""
     tokens = torch.tensor([[*completion.prompt_token_ids, *completion.output_token_ids]])
     with torch.no_grad():
@@ -55,7 +53,7 @@ def actor_scores(ready, completion) -> list[float]:
     return logprobs[len(completion.prompt_token_ids) :].tolist()
 
 
-def compare(strategy, ready, rank: int) -> tuple[float, list]:
+def compare(strategy, ready, rank):
     """Largest difference of a logprob over this rank's completions, and the completions."""
     # Unequal numbers of prompts; the later ones share their first 40 tokens.
     own = [[7 + (3 * i + j) % 90 for j in range(5 + i)] for i in range(1 + rank)]
@@ -81,7 +79,7 @@ def compare(strategy, ready, rank: int) -> tuple[float, list]:
     return worst, [c.output_token_ids for c in greedy]
 
 
-def run_strategy(strategy, engine, rank: int):
+def run_strategy(strategy, engine, rank):
     from lightrft.models import Actor
 
     ready = strategy.prepare_models_and_optimizers(
@@ -108,7 +106,7 @@ def run_strategy(strategy, engine, rank: int):
     return engine, [difference for difference, _ in seen], [tokens for _, tokens in seen]
 
 
-def program(rank: int, world_size: int, folder: str, tp_size: int):
+def program(rank, world_size, folder, tp_size):
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
     engine, results = None, {}
     for backend in BACKENDS:

@@ -1,7 +1,5 @@
 """A run whose folder is moved, removed or replaced ends in one line and leaves nothing there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

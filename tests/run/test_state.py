@@ -1,7 +1,5 @@
 """Progress of a run in checkpoints: what earlier versions wrote is read."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft.config import TrainConfig

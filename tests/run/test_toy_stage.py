@@ -1,7 +1,5 @@
 """A stage that knows nothing of runs gets all of a run: see `toy_stage.py`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A soak run in a process of its own, and the bounds of what may grow."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -29,7 +27,7 @@ def script():
 def soak(tmp_path):
     """`soak(engine, steps)`: the slopes of a run of so many steps, maybe with a planted leak."""
 
-    def run(engine: str, steps: int, leak_kib: int = 0) -> dict[str, float]:
+    def run(engine, steps, leak_kib=0):
         temporary = tmp_path / "temporary"
         temporary.mkdir()
         environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}

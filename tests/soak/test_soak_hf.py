@@ -1,7 +1,5 @@
 """Many steps with the embedded engine: nothing grows."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.shard("soak")

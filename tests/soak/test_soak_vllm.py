@@ -1,7 +1,5 @@
 """Many steps with the real vLLM on a CPU: nothing grows."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.shard("soak_vllm")

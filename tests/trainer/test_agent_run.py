@@ -1,7 +1,5 @@
 """Steps on the calls of agents that a real engine answers, on one process or two, killed or not."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

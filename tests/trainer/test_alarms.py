@@ -1,7 +1,5 @@
 """Numbers that speak: what is wrong with a step or a whole run is counted, said and kept."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -3,14 +3,19 @@
 All start from one warm-started model; a minute or two of one core each: run with `-m slow`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from tests.ranks import run_multiprocess
+
+from lightrft.run.assembly import run_training
+from lightrft.tools.quickstart import boxed_sum
+from lightrft.tools.quickstart.addition import ADDITION
+from lightrft.tools.quickstart.quickstart_command import Recipe, prepare, training_config
+from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
 
 pytestmark = [
     pytest.mark.shard("learning"),
@@ -41,10 +46,6 @@ ALGORITHMS = {
 
 def warm_start(rank, world_size, directory):
     """The model that all of them start from."""
-    from pathlib import Path
-
-    from lightrft.tools.quickstart.quickstart_command import Recipe, prepare
-
     prepare(Recipe(num_threads=1), Path(directory))
 
 
@@ -56,14 +57,6 @@ def warm_model(tmp_path_factory):
 
 
 def train(rank, world_size, directory, model, options):
-    from pathlib import Path
-
-    from lightrft.run.assembly import run_training
-    from lightrft.tools.quickstart import boxed_sum
-    from lightrft.tools.quickstart.addition import ADDITION
-    from lightrft.tools.quickstart.quickstart_command import Recipe, training_config
-    from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
-
     torch.set_num_threads(1)
     folder, options = Path(directory), dict(options)
     recipe = Recipe(algorithm=options.pop("algorithm", "grpo"), num_threads=1, num_eval_prompts=256)

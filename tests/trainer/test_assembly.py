@@ -1,7 +1,5 @@
 """Whole runs: the real strategy, the embedded engine, files on disk."""
 
-from __future__ import annotations
-
 import json
 import re
 

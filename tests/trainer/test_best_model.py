@@ -1,7 +1,5 @@
 """The best evaluation's model is kept, across resumes, and never replaced by a worse one."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -6,17 +6,25 @@ must be those of that step to the last bit, and so must be the weights one step 
 schedule) and the next random numbers; or there is one line that names what is damaged.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
 import shutil
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from tests.ranks import run_multiprocess
+
+from lightrft.config import TrainConfig
+from lightrft.config.files import FileEntry, sealed
+from lightrft.run.loop import LoopState, load_run, save_run
+from lightrft.stages.policy.maker import PolicyMemory
+from lightrft.stages.stage import TrainedModel, TrainedModels
+from lightrft.strategy import get_fake_strategy, get_strategy
+from lightrft.strategy.checkpoints.errors import CheckpointError
 
 pytestmark = pytest.mark.shard("damage")
 
@@ -49,12 +57,6 @@ class Run:
     """A small actor and critic, their schedules, and what their states were at every step."""
 
     def __init__(self, strategy, folder):
-        import torch
-
-        from lightrft.config import TrainConfig
-        from lightrft.stages.policy.maker import PolicyMemory
-        from lightrft.stages.stage import TrainedModel, TrainedModels
-
         self.strategy, self.folder = strategy, folder
         self.config = TrainConfig(ckpt_path=str(folder), max_ckpt_num=5, max_ckpt_mem=1000)
         trained = []
@@ -71,8 +73,6 @@ class Run:
 
     def train(self, number):
         """One optimizer step of both models; the data are a function of the number."""
-        import torch
-
         rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(number))
         for item in self.models.trained:
             with self.strategy.accumulation(1, item.optimizer):
@@ -99,10 +99,6 @@ class Run:
         self.weights[STEPS[-1] + 1] = self.bits()
 
     def save(self, step):
-        from dataclasses import replace
-
-        from lightrft.run.loop import LoopState, save_run
-
         in_flight = replace(self.memory.in_flight, num_requests=10 * step)
         memory = replace(self.memory, in_flight=in_flight)
         state = {**LoopState(num_steps=step).to_client_state(), **memory.to_client_state()}
@@ -110,11 +106,6 @@ class Run:
 
     def load(self):
         """The step that a load chooses, or its error; everything is spoiled before."""
-        import torch
-
-        from lightrft.run.loop import load_run
-        from lightrft.strategy.checkpoints.errors import CheckpointError
-
         self.train(99)
         torch.manual_seed(99)
         try:
@@ -167,8 +158,6 @@ def damage(path, dice, folder):
 
 def edited(values, dice, *, is_forged):
     """Other values in JSON that stays JSON; forged, a manifest that lies with the right hash."""
-    from lightrft.config.files import sealed
-
     if not isinstance(values, dict) or "files" not in values:
         return json.dumps({"state": values})
     lies = {
@@ -263,15 +252,11 @@ def run_case(run, contents, dice, number):
 
 
 def draw():
-    import torch
-
     return torch.rand(3).tolist()
 
 
 def run_backends(rank, world_size, backends, folder, num_cases, seed):
     """Every case of several backends in one process, which imports what they need once."""
-    import torch
-
     torch.set_num_threads(1)
     if any(BACKENDS[name] is not None for name in backends):
         # Kept over all backends: to end one and start the next at the same address is a race.
@@ -284,8 +269,6 @@ def run_backends(rank, world_size, backends, folder, num_cases, seed):
 
 def run_cases(rank, world_size, backend, folder, num_cases, seed):
     """Every case on one set of checkpoints, which is put back after each."""
-    from lightrft.strategy import get_fake_strategy, get_strategy
-
     settings = {
         "train_batch_size": world_size,
         "micro_train_batch_size": 1,
@@ -350,8 +333,6 @@ def test_a_manifest_says_the_same_if_only_its_spaces_differ(tmp_path):
 
 
 def test_a_load_that_does_not_verify_is_caught(tmp_path, monkeypatch):
-    from lightrft.config.files import FileEntry
-
     monkeypatch.setattr(FileEntry, "damage", lambda entry, folder: None)
     with pytest.raises(AssertionError):
         run_cases(0, 1, "fake", str(tmp_path / "checkpoints"), 40, 1)

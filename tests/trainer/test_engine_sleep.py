@@ -1,7 +1,5 @@
 """When the engine sleeps during a step, and how deeply."""
 
-from __future__ import annotations
-
 import pytest
 from tests.engines.altered_engines import CopyingEngine, plant
 
@@ -9,7 +7,7 @@ from tests.engines.altered_engines import CopyingEngine, plant
 class RecordingEngine(CopyingEngine):
     """Has storage of its own, and says when it is put to sleep."""
 
-    def __init__(self, config, *, module=None) -> None:
+    def __init__(self, config, *, module=None):
         super().__init__(config, module=module)
         self.events = []
 
@@ -17,7 +15,7 @@ class RecordingEngine(CopyingEngine):
         self.events.append("generate")
         return super().generate(requests, sampling_params, **keywords)
 
-    def sleep(self, level=1) -> None:
+    def sleep(self, level=1):
         self.events.append(f"sleep {level}")
         super().sleep(level)
 

@@ -1,7 +1,5 @@
 """Steps on episodes that a real engine samples, in any layout, on one process or two."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """A run that is interrupted anywhere and continued is the uninterrupted run, bit for bit."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from types import SimpleNamespace

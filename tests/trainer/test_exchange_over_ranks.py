@@ -3,20 +3,14 @@ rank gets all of them: batch, loss, gradients, weights.
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.ranks import run_multiprocess
 from tests.records import exchange_cases
-from tests.runs import rollout_options, say_rows, train, train_each, write_inputs
+from tests.runs import rollout_options, say_rows, train_each, write_inputs
 
-import lightrft.engines.hf.engine as adapter
 import lightrft.experience.maker as maker
-from lightrft.records.columns import COLUMNS, Column
-from lightrft.rollout.ledger_records import LedgerError
-from lightrft.tools.audit.record import read_record
 
 pytestmark = [pytest.mark.shard("training"), pytest.mark.multiprocess]
 
@@ -104,56 +98,6 @@ def test_two_ranks_train_the_same_bits(folder):
     first, second = (files_of(Path(f"{values['output_dir']}_delivered")) for values in runs)
     name = "audit/step_000001/values.safetensors"
     assert first[name] != second[name]
-
-
-PLANTED = "fifth_logprobs"
-
-
-def fifth(token_id, logprob):
-    """Follows from the token, so that every place can be checked."""
-    return float(np.float32(2 * logprob - token_id - 1))
-
-
-def train_with_a_planted_column(rank, world_size, values, plants_a_fault):
-    """A run whose engine says one more thing of each token; the mean that a consumer sees."""
-    COLUMNS[PLANTED] = Column(PLANTED, np.float32, fill=1.0, is_vouched=True)
-    make, check, means = adapter.RawCompletion, maker.check_ledger, []
-
-    def filled(token_ids, logprobs, finish_reason):
-        pairs = zip(token_ids, logprobs, strict=True)
-        facts = {PLANTED: tuple(fifth(*pair) for pair in pairs)}
-        return make(token_ids, logprobs, finish_reason, facts)
-
-    def consumed(batch, *arguments, **keywords):
-        if plants_a_fault and rank == 1:
-            batch = replace(batch, facts={PLANTED: batch.facts[PLANTED].flip(0)})
-        check(batch, *arguments, **keywords)
-        means.append(float(batch.facts[PLANTED][batch.response_mask].mean()))
-
-    adapter.RawCompletion, maker.check_ledger = filled, consumed
-    try:
-        train(values)
-    except LedgerError as error:
-        return str(error)
-    return means
-
-
-@pytest.mark.full
-def test_a_planted_column_comes_from_the_engine_to_the_audits_record(folder):
-    def planted(name, plants_a_fault):
-        values = options_of(folder, name, stream_chunk=3)
-        arguments = (values, plants_a_fault)
-        return run_multiprocess(train_with_a_planted_column, 2, timeout_seconds=300, args=arguments)
-
-    ranks = planted("run", plants_a_fault=False)
-    assert [len(means) for means in ranks] == [2, 2]
-    samples = read_record(folder / "run", 2).samples
-    found = samples.facts[PLANTED]
-    pairs = zip(samples.token_ids.tolist(), samples.rollout_logprobs.tolist(), strict=True)
-    expected = np.array([fifth(*pair) for pair in pairs])
-    np.testing.assert_array_equal(found, np.where(samples.is_sampled, expected, 1.0))
-    texts = planted("fault", plants_a_fault=True)
-    assert all(f"{PLANTED} (bits) differ" in text for text in texts)
 
 
 @pytest.mark.slow

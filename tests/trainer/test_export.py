@@ -1,7 +1,5 @@
 """The export of a run's final model, on models written here."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses beside the policy's: other texts and balanced experts, exact however the batch is cut."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -7,8 +7,6 @@ random part of the episodes answers otherwise after the kill, those start over a
 it ends, too, where journals are damaged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -2,8 +2,6 @@
 after it, and what decides which of the two a run takes.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

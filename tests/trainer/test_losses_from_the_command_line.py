@@ -1,7 +1,5 @@
 """From the flags to the value of the loss, against float64 programs of the papers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

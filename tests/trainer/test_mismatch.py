@@ -57,17 +57,6 @@ def test_micro_batches_join_exactly(rows):
     assert recorded(*parts) == pytest.approx(recorded(rows), rel=1e-12)
 
 
-def test_the_estimators_tell_the_divergence_of_two_laws():
-    torch.manual_seed(1)
-    laws = torch.randn(2, 20).double().log_softmax(-1)
-    tokens = torch.multinomial(laws[0].exp(), 200_000, replacement=True)
-    rollout, trainer = laws[0][tokens][None], laws[1][tokens][None]
-    divergence = float((laws[0].exp() * (laws[0] - laws[1])).sum())
-    found = recorded((rollout, trainer, torch.ones_like(rollout, dtype=torch.bool)))
-    assert found["mismatch_kl_k1"] == pytest.approx(divergence, rel=0.03)
-    assert found["mismatch_kl_k3"] == pytest.approx(divergence, rel=0.03)
-
-
 def test_nothing_is_clipped_and_nothing_outside_the_mask_counts():
     rollout = torch.tensor([[0.0, -1.0, -50.0, float("nan")]])
     trainer = torch.tensor([[0.0, -41.0, -2.0, 7.0]])

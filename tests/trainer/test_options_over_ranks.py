@@ -1,7 +1,5 @@
 """Options whose work spans ranks give the same run on one and on two processes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.runs import (

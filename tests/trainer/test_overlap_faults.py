@@ -1,7 +1,5 @@
 """Faults that overlapping brings, planted: default settings find each before it is trained on."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The gate that compares engine and trainer logprobs before the first update."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """pass@k against counting all subsets, and what an evaluation makes of a table."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from math import comb
 

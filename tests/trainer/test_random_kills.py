@@ -10,8 +10,6 @@ models (weights, optimizer, schedule, generators, state of the trainer), the exp
 and samples.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

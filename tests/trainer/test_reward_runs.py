@@ -1,7 +1,5 @@
 """One step of `lightrft train` with each reward that does not compute in the trainer's process."""
 
-from __future__ import annotations
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,10 +27,10 @@ TESTS = '[{"input": "1 2\\n", "output": "3\\n"}]'
 class Judge(BaseHTTPRequestHandler):
     """Scores a question by its length."""
 
-    def log_message(self, *_) -> None:
+    def log_message(self, *_):
         pass
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         size = int(self.headers["content-length"])
         self.rfile.read(size)
         message = {"role": "assistant", "content": f"Well.\nScore: {size % 7}"}

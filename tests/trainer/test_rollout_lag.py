@@ -1,7 +1,5 @@
 """Steps that train on rows of older weights: the sequential form, `--rollout_lag`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -12,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 from safetensors.numpy import load_file, save_file
-from tests.runs import TextReward
+from tests.runs import TextReward, rollout_options, tiny_models, words
 
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
@@ -24,7 +22,6 @@ from lightrft.strategy.config import ConfigError
 from lightrft.tools.audit.findings import DIFFERS
 from lightrft.tools.audit.record import FACTS, SAMPLES, seal, step_folder
 from lightrft.tools.audit.report import audit_step
-from lightrft.tools.model_presets import write_tiny_model
 
 
 def step(world, weights=None):
@@ -190,18 +187,22 @@ def test_without_a_correction_it_must_be_said(build_world, capsys):
     assert "off_policy_correction of rows of older weights: none" in capsys.readouterr().out
 
 
-def test_rows_that_no_checkpoint_can_keep_are_refused_at_the_start(tmp_path, capsys, monkeypatch):
+def test_rows_that_no_checkpoint_can_keep_are_refused_at_the_start(tmp_path, capsys):
     table = {"input": ["say a", "say b"], "day": [date(2026, 1, 1), date(2026, 1, 2)]}
     table["label"] = ["#### 1", "#### 2"]
     parquet.write_table(pyarrow.table(table), tmp_path / "rows.parquet")
-    write_tiny_model(tmp_path / "model", "tiny-qwen3")
-    monkeypatch.chdir(tmp_path)
-    argv = ["train", "--pretrain", "model", "--prompt_data", "rows.parquet", "--fsdp"]
-    argv += ["--reward_fn", "gsm8k", "--label_key", "label"]
-    argv += ["--rollout_batch_size", "2", "--train_batch_size", "4"]
-    argv += ["--n_samples_per_prompt", "2", "--generate_max_len", "2", "--max_steps", "1"]
-    capsys.readouterr()
-    assert main([*argv, "--output_dir", "run", "--rollout_lag", "1"]) == 4
+    options = rollout_options(
+        tiny_models(tmp_path, "model"),
+        prompt_data=tmp_path / "rows.parquet",
+        input_key="input",
+        label_key="label",
+        reward_fn="gsm8k",
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        train_batch_size=4,
+        rollout_lag=1,
+    )
+    assert main(["train", *words(options)]) == 4
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "row 1 of the prompts" in line
     assert "convert that column to text" in line

@@ -4,8 +4,6 @@ Ranks are forked from a process that has imported everything. Random delays are 
 phase of every rank: what is sampled and trained must not depend on them, nor on kills.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -211,25 +209,6 @@ def test_any_split_under_any_delays_is_the_sequential_run(tmp_path, num_schedule
     )
     assert training >= {"wait", "train", "weight_sync"}
     assert "rollout" in generating - training
-
-
-def end_twice(rank, world_size, folder):
-    from lightrft.run.resume import plan_run
-
-    become_launcher()
-    folder = Path(folder)
-    write_inputs(folder, 16)
-    options = options_of(folder, "once", rollout_ranks=1)
-    run_to_end(options, 2)
-    plan = plan_run(TrainConfig(**options), "policy")
-    run_to_end(options, 2)
-    return dict(plan.summary)
-
-
-def test_the_same_command_on_a_complete_run_has_nothing_to_do(tmp_path):
-    """What its start decided is no change of the command."""
-    (summary,) = run_multiprocess(end_twice, 1, timeout_seconds=600, args=(str(tmp_path),))
-    assert summary["num_steps"] > 0
 
 
 def kill_all(rank, world_size, folder, num_kills, seed):

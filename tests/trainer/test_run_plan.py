@@ -1,7 +1,5 @@
 """Used run folders: continued, refused with what changed, never overwritten unasked."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -114,10 +112,6 @@ def test_a_run_of_deepspeed_says_so_where_it_is_not_installed(config, monkeypatc
     )
 
 
-def test_a_new_folder_starts_anew(config):
-    assert not plan_run(config()).resumes
-
-
 @pytest.mark.parametrize("how", [{}, {"checkpoint": False}, {"summary": True}], ids=str)
 def test_the_run_of_another_stage_is_refused(config, how):
     leave_run(config(), stage="prefer", **how)
@@ -126,13 +120,6 @@ def test_the_run_of_another_stage_is_refused(config, how):
             plan_run(config(**changes), "reward")
     plan_run(config(), "prefer")
     plan_run(config())
-
-
-def test_an_unfinished_run_is_continued_by_the_same_command(config):
-    leave_run(config())
-    plan = plan_run(config())
-    assert plan.resumes
-    assert plan.changes == ()
 
 
 def test_of_a_complete_run_nothing_is_left_to_do(config):

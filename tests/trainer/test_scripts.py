@@ -1,12 +1,8 @@
 """A trainer built in a script: reward models as they are, and options that reach the models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.runs import TextReward
-
-from lightrft.records.batch import ExperienceBatch
 
 
 class LongIsGood(torch.nn.Module):
@@ -20,7 +16,7 @@ class LongIsGood(torch.nn.Module):
         return self.factor * attention_mask.float().sum(-1)
 
 
-def rewards_of(world) -> tuple[ExperienceBatch, torch.Tensor]:
+def rewards_of(world):
     batch = world.trainer.make_experience(world.prompts[:4])
     return batch, batch.rollouts.attention_mask.float().sum(-1)
 

@@ -1,7 +1,5 @@
 """`lightrft.trainer.train`: a run of functions and rows in memory."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from itertools import count

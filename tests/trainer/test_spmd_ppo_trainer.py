@@ -235,13 +235,6 @@ def test_what_is_missing_is_named(build_world):
         SPMDPPOTrainer(*parts, None, 3, **optimizer, tokenizer=world.trainer.tokenizer)
 
 
-def test_engine_tp_size_must_be_positive(build_world):
-    world = build_world()
-    world.strategy.config.engine_tp_size = 0
-    with pytest.raises(AssertionError, match="engine_tp_size"):
-        SPMDPPOTrainer(world.strategy, world.trainer.actor)
-
-
 @pytest.mark.parametrize("temperature", [0.6, 1.4])
 def test_old_logprobs_follow_the_law_the_engine_sampled_from(build_world, temperature):
     world = build_world(temperature=temperature)

@@ -4,8 +4,6 @@ A run is killed once its environments have been asked so often, so that the kill
 of its episodes; the next process has to bring back those that were open in the last checkpoint.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """A reward or a tool that fails on one of two ranks while both sample ends both, with the cause."""
 
-from __future__ import annotations
-
 import io
 import time
 from contextlib import redirect_stderr

@@ -1,7 +1,5 @@
 """Unfinished responses go on in the next step; every token keeps the law that sampled it."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

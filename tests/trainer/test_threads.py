@@ -1,7 +1,5 @@
 """How many threads a run takes on a CPU, and who may say otherwise."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

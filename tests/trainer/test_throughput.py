@@ -1,7 +1,5 @@
 """Operations of an update against torch's own count of every matrix product."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

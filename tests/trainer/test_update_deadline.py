@@ -1,13 +1,17 @@
 """A rank that stops in the middle of an update: the others end in time and say where, and who."""
 
-from __future__ import annotations
-
 import os
 import signal
 from datetime import timedelta
 
 import pytest
+import torch
 from tests.ranks import RankFailure, run_multiprocess
+
+from lightrft.config import TrainConfig
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.policy.updates import TrainedModel, Update
+from lightrft.strategy import get_strategy
 
 pytestmark = pytest.mark.shard("training")
 
@@ -16,13 +20,6 @@ DEADLINE_SECONDS = 6.0
 
 def update(rank, world_size, settings):
     """One optimizer step of two micro-batches; the last rank is stopped between them."""
-    import torch
-
-    from lightrft.config import TrainConfig
-    from lightrft.stages.metrics import StepMetrics
-    from lightrft.stages.policy.updates import TrainedModel, Update
-    from lightrft.strategy import get_strategy
-
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
     strategy = get_strategy(
         {
