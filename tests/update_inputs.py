@@ -7,9 +7,13 @@ import math
 import numpy as np
 import torch
 
+from lightrft.config.registry import POLICY_LOSSES
 from lightrft.models.types import ActorOutput
 from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.records.table import SampleTable
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.policy.updates import TrainedModel, Update
+from lightrft.strategy import get_fake_strategy
 
 
 def sample_table(lengths, *, prompt_length=2, **columns):
@@ -100,3 +104,25 @@ def random_experience(seed, *, rows=8, seq=9, vocab=11):
     reference, values, entropy = normal() - math.log(vocab), normal(), normal().abs() * mask
     outputs = PolicyOutputs(old, reference, values, entropy)
     return ExperienceBatch(rollouts, outputs, normal(), normal())
+
+
+def one_update(
+    model, batch, config, *, strategy=None, loss=None, step="policy_step", rate=0.1, **options
+):
+    """Carry out one optimizer step of gradient descent; return its metrics.
+
+    Args:
+        model: Gets the step.
+        batch: Its rows.
+        config: Options of the update.
+        strategy: One process if None.
+        loss: A policy loss; that of PPO if None.
+        step: "policy_step" or "value_step".
+        rate: Learning rate.
+        options: Further arguments of `Update`.
+    """
+    strategy, metrics = strategy or get_fake_strategy(config), StepMetrics()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    update = Update(config, loss or POLICY_LOSSES.load("ppo"), strategy, metrics, **options)
+    getattr(update, step)(batch, TrainedModel("model", model, optimizer, None))
+    return metrics.reduce(strategy)

@@ -53,6 +53,7 @@ class World:
     trainer: SPMDPPOTrainer
     strategy: object
     prompts: list
+    judge: Actor | None = None
 
     @property
     def actor(self):
@@ -71,13 +72,14 @@ class World:
 
     def logprobs_under(self, weights, rows, row):
         """[response] logprobs of a row under some weights, by one plain pass in float64."""
-        actor = Actor.from_pretrained(self.strategy.config.pretrain)
-        actor.load_state_dict(weights)
+        if self.judge is None:
+            self.judge = Actor.from_pretrained(self.strategy.config.pretrain).double()
+        self.judge.load_state_dict(weights)
         stop, first = int(rows.lengths[: row + 1].sum()), int(rows.prompt_lengths[row])
         ids = rows.token_ids[stop - int(rows.lengths[row]) : stop].astype(np.int64)
         ids = torch.from_numpy(ids)
         with torch.no_grad():
-            scores = actor.double().model(input_ids=ids[None]).logits[0].log_softmax(-1)
+            scores = self.judge.model(input_ids=ids[None]).logits[0].log_softmax(-1)
         return scores[first - 1 : -1].gather(1, ids[first:, None])[:, 0].numpy()
 
     def end_early(self):

@@ -160,26 +160,18 @@ def edited(values, dice, *, is_forged):
     """Other values in JSON that stays JSON; forged, a manifest that lies with the right hash."""
     if not isinstance(values, dict) or "files" not in values:
         return json.dumps({"state": values})
+    file = values["files"][0]
     lies = {
-        "order": lambda: dice.choice(["9", 9.5, None, True, []]),
-        "tag": lambda: dice.choice(["..", "a/b", "", 3, "other", ".hidden"]),
-        "files": lambda: dice.choice(
-            [
-                None,
-                {},
-                "x",
-                [3],
-                [{**values["files"][0], "path": "../../../../etc/passwd"}],
-                [{**values["files"][0], "path": "/etc/passwd"}],
-                [{**values["files"][0], "num_bytes": "1"}],
-                [{}],
-            ]
-        ),
-        "details": lambda: dice.choice([None, [], {"zero_stage": [1]}]),
-        "world_size": lambda: dice.choice(["2", None, {}]),
+        "order": ["9", 9.5, None, True, []],
+        "tag": ["..", "a/b", "", 3, "other", ".hidden"],
+        "files": [None, {}, "x", [3], [{}]]
+        + [[file | {"path": path}] for path in ("../../../../etc/passwd", "/etc/passwd")]
+        + [[file | {"num_bytes": "1"}]],
+        "details": [None, [], {"zero_stage": [1]}],
+        "world_size": ["2", None, {}],
     }
     name = dice.choice(list(lies))
-    values[name] = lies[name]()
+    values[name] = dice.choice(lies[name])
     if not is_forged:
         if dice.random() < 0.5:
             values["order"] = 99

@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from tests.update_inputs import TablePolicy, sample_table
+from tests.update_inputs import TablePolicy, one_update, sample_table
 
 from lightrft.algorithms.advantages.row_level import CPGD_WEIGHTINGS
 from lightrft.algorithms.correction_terms import CORRECTION_PRESETS
@@ -14,9 +14,7 @@ from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
 from lightrft.experience.maker import AdvantageSettings, assemble
 from lightrft.records.batch import PolicyOutputs, collate
-from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.algorithm import check_algorithm, decide
-from lightrft.stages.policy.updates import TrainedModel, Update
 from lightrft.strategy import get_fake_strategy
 
 VOCAB = 31
@@ -123,17 +121,17 @@ def step(changes):
         ),
         context=strategy.context,
     )
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     before = policy.table.detach().clone()
-    update = Update(
+    one_update(
+        policy,
+        batch,
         options,
-        algorithm.policy_loss,
-        strategy,
-        StepMetrics(),
-        algorithm.corrections,
+        strategy=strategy,
+        loss=algorithm.policy_loss,
+        rate=1.0,
+        corrections=algorithm.corrections,
         kl_coef=0.3 if options.use_kl_loss else 0.0,
     )
-    update.policy_step(batch, TrainedModel("actor", policy, optimizer, None))
     return policy.table.detach() - before
 
 

@@ -4,29 +4,6 @@ import pytest
 from tests.runs import compared, lines
 
 from lightrft.reporting.files import JsonLinesLogger
-from lightrft.reporting.loggers import ConsoleLogger
-from lightrft.reporting.trajectories import SampleLog
-
-
-def test_two_steps_of_fit_write_metrics_and_samples(build_world, tmp_path, capsys):
-    shown = []
-    world = build_world(
-        loggers=[ConsoleLogger(shown.append), JsonLinesLogger(tmp_path / "metrics.jsonl")],
-        sample_log=SampleLog(tmp_path / "samples.jsonl", num_samples=3),
-    )
-    result = world.trainer.fit(eval_prompts=world.prompts)
-    assert result.num_steps == 2
-    entries = lines(tmp_path / "metrics.jsonl")
-    assert [entry["step"] for entry in entries] == [0, 1, 2]
-    assert entries[0]["eval/reward"] == result.first_eval["eval/reward"]
-    assert "eval/reward" not in entries[1]
-    assert entries[2]["eval/num_prompts"] == 8
-    assert entries[2]["policy_loss"] == result.last_metrics["policy_loss"]
-    samples = lines(tmp_path / "samples.jsonl")
-    assert [sample["step"] for sample in samples] == [1, 1, 1, 2, 2, 2]
-    assert set(samples[0]) >= {"prompt", "response", "reward", "components", "truncated"}
-    assert len(shown) == 3
-    assert "policy_loss" in shown[1]
 
 
 def test_evaluation_leaves_training_as_it_was(build_world):

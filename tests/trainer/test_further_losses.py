@@ -6,17 +6,15 @@ import numpy as np
 import pytest
 import torch
 from tests.models.tiny import tiny_model
-from tests.update_inputs import TablePolicy, random_experience
+from tests.update_inputs import TablePolicy, one_update, random_experience
 
 from lightrft.config import TrainConfig
-from lightrft.config.registry import POLICY_LOSSES
 from lightrft.datasets.supervised_rows import SupervisedRow, load_supervised
 from lightrft.datasets.types import DataError
 from lightrft.models import Actor
 from lightrft.records.batch import ExperienceBatch, PolicyOutputs
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.pretrain_mix import PretrainMix, load_mixed_rows
-from lightrft.stages.policy.updates import TrainedModel, Update
 from lightrft.strategy import get_fake_strategy
 
 VOCAB = 131
@@ -151,16 +149,13 @@ def test_balancing_experts_is_exact_for_any_micro_batch(micro):
     actor.enable_router_sums()
     before = {n: p.detach().clone() for n, p in actor.model.named_parameters()}
     strategy = get_fake_strategy({"train_batch_size": 6, "max_norm": 0.0, "bf16": False})
-    optimizer = torch.optim.SGD(actor.parameters(), lr=1.0)
     zeros = torch.zeros_like(rollouts.rollout_logprobs)
     batch = ExperienceBatch(rollouts, PolicyOutputs(None, None, None, None), zeros, zeros)
-    metrics = StepMetrics()
     config = TrainConfig(
         loss_agg_mode="token-mean", micro_train_batch_size=micro, aux_loss_coef=0.5
     )
-    update = Update(config, POLICY_LOSSES.load("ppo"), strategy, metrics)
-    update.policy_step(batch, TrainedModel("actor", actor, optimizer, None))
-    assert metrics.reduce(strategy)["aux_loss"] == pytest.approx(float(expected), rel=1e-6)
+    metrics = one_update(actor, batch, config, strategy=strategy, rate=1.0)
+    assert metrics["aux_loss"] == pytest.approx(float(expected), rel=1e-6)
     found = [before[n] - p.detach() for n, p in actor.model.named_parameters()]
     assert [n for n, _ in actor.model.named_parameters()] == names
     wanted = [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.rollout.image_environments import squares
-from tests.runs import calling, lines, rollout_options, train, train_on_ranks, write_inputs
+from tests.runs import calling, lines, rollout_options, train, write_inputs
 from tests.trainer.test_environment_run import REWARD
 
 from lightrft.cli.errors import ExitCode
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.shard("vision")
 ROLLOUT = Path(__file__).parent.parent / "rollout"
 ALBUM = {"environment": f"{ROLLOUT / 'image_environments.py'}:Album"}
 AGENT = {"agent": f"{ROLLOUT / 'agents' / 'image_agents.py'}:album"}
-COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "episode/turns", "response_length")
 
 
 def write_rows(folder):
@@ -93,42 +92,3 @@ def test_a_run_trains_on_what_an_agent_shows(tmp_path):
     assert main(["report", str(output)]) == ExitCode.OK
     page = (output / "report.html").read_text()
     assert all(image in page for sample in samples for image in sample["images"])
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("preset", "plays"),
-    [
-        ("tiny-qwen2.5-vl", ALBUM),
-        ("tiny-gemma3", ALBUM),
-        ("tiny-smolvlm", ALBUM),
-        ("tiny-llava-onevision", ALBUM),
-        ("tiny-qwen2.5-vl", AGENT),
-        ("tiny-smolvlm", AGENT),
-    ],
-)
-def test_two_ranks_take_the_steps_of_one_process(preset, plays, tmp_path):
-    """Packed, so that rows of several ranks lie in one stream, with their images delivered."""
-    write_tiny_vision_model(tmp_path / "model", preset, seed=1)
-    write_rows(tmp_path)
-    found, ids = {}, {}
-    for world_size in (1, 2):
-        changes = {"prompt_max_len": 800, "save_rollouts": True, **plays}
-        options = options_of(tmp_path, str(world_size), packing_samples=world_size == 2, **changes)
-        train_on_ranks(world_size, [options], calls=(ToolCall("turn"),))
-        output = tmp_path / str(world_size)
-        found[world_size] = lines(output / "metrics.jsonl")
-        ids[world_size] = {
-            (row["step"], row["sample_id"]): (row["response_ids"], row["media"])
-            for row in lines(output / "rollouts.jsonl")
-        }
-    assert len(found[1]) == len(found[2]) == 2
-    assert [*ids[1]] == [*ids[2]]
-    first = {key for key in ids[1] if key[0] == 1}
-    assert all(ids[1][key] == ids[2][key] for key in first)
-    compared = [name for name in COMPARED if name in found[1][0]]
-    for one, other in zip(found[1], found[2], strict=True):
-        for name in compared:
-            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
-        assert other["logprob_diff_max/media"] < 1e-5

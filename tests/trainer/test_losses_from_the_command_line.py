@@ -4,16 +4,13 @@ import numpy as np
 import pytest
 import torch
 from tests.algorithms.paper_losses import PAPER_LOSSES
-from tests.update_inputs import TablePolicy, sample_table
+from tests.update_inputs import TablePolicy, one_update, sample_table
 
 from lightrft.cli.options import parse_options
 from lightrft.cli.train import build_parser
 from lightrft.config.registry import POLICY_LOSSES
 from lightrft.records.batch import ExperienceBatch, PolicyOutputs, collate
-from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.algorithm import decide
-from lightrft.stages.policy.updates import TrainedModel, Update
-from lightrft.strategy import get_fake_strategy
 
 VOCAB, ROWS = 23, 12
 
@@ -43,17 +40,12 @@ def loss_of(*flags):
     config, _, problems = parse_options(build_parser(), [*argv, "--init_kl_coef", "0", *flags])
     assert problems == []
     config, algorithm = decide(config)
-    strategy, policy, metrics = (
-        get_fake_strategy(config),
-        TablePolicy(VOCAB, torch.float32),
-        StepMetrics(),
-    )
+    policy = TablePolicy(VOCAB, torch.float32)
     batch, new = experience(policy)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    update = Update(config, algorithm.policy_loss, strategy, metrics, algorithm.corrections)
-    update.policy_step(batch, TrainedModel("actor", policy, optimizer, None))
+    how = {"loss": algorithm.policy_loss, "corrections": algorithm.corrections, "rate": 0.0}
+    metrics = one_update(policy, batch, config, **how)
     inputs = (new, batch.outputs.old_logprobs, batch.advantages, batch.rollouts.response_mask)
-    return metrics.reduce(strategy)["policy_loss"], [x.numpy() for x in inputs]
+    return metrics["policy_loss"], [x.numpy() for x in inputs]
 
 
 CASES = [

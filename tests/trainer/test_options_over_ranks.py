@@ -52,7 +52,6 @@ RUNS = (
         "zero_stage": 1,
     },
 )
-RESUMED = {"max_steps": 2, "load_checkpoint": True}
 
 
 def options_of(folder, name, **changes):
@@ -65,21 +64,18 @@ def options_of(folder, name, **changes):
     return rollout_options(folder, name, **common | changes)
 
 
-def with_features(folder, name, **changes):
+def features(folder):
     """Adapters, texts and a reward model that counts for one of two tasks."""
-    return options_of(
-        folder,
-        name,
-        lora_rank=4,
-        pretrain_data=str(folder / "texts.jsonl"),
-        ptx_coef=0.1,
-        ptx_batch_size=3,
-        reward_pretrain=(str(folder / "scorer"),),
-        reward_recipe=str(folder / "recipes.toml"),
-        eval_data=str(folder / "train.jsonl"),
-        max_eval_samples=5,
-        **changes,
-    )
+    return {
+        "lora_rank": 4,
+        "pretrain_data": str(folder / "texts.jsonl"),
+        "ptx_coef": 0.1,
+        "ptx_batch_size": 3,
+        "reward_pretrain": (str(folder / "scorer"),),
+        "reward_recipe": str(folder / "recipes.toml"),
+        "eval_data": str(folder / "train.jsonl"),
+        "max_eval_samples": 5,
+    }
 
 
 @pytest.fixture
@@ -102,8 +98,10 @@ def test_two_processes_agree_with_one(folder):
     alone, both = (
         train_on_ranks(
             size,
-            [options_of(folder, f"{size}_{number}", **run) for number, run in enumerate(RUNS)]
-            + [with_features(folder, f"{size}_features")],
+            [
+                options_of(folder, f"{size}_{number}", **run)
+                for number, run in enumerate((*RUNS, features(folder)))
+            ],
             timeout_seconds=400,
         )
         for size in (1, 2)
@@ -121,33 +119,6 @@ def test_two_processes_agree_with_one(folder):
     assert 0 != alone[5]["reward/model"] != alone[5]["reward/score"]
 
 
-@pytest.mark.slow
-@pytest.mark.shard("training")
-def test_models_and_data_of_their_own_resume_on_every_strategy(folder):
-    by_size = []
-    for size in (1, 2):
-        runs = []
-        for strategy in ("fsdp", "zero2"):
-            whole, half = (
-                with_features(
-                    folder,
-                    f"{name}_{strategy}_{size}",
-                    fsdp=strategy == "fsdp",
-                    lr_scheduler="constant",
-                )
-                for name in ("whole", "half")
-            )
-            runs += [whole, half | {"max_steps": 1}, half | RESUMED]
-        summaries = train_on_ranks(size, runs, timeout_seconds=800)[0]
-        found = [each["last_metrics"] | each["last_eval"] for each in summaries]
-        assert found[0]["eval/model"] != 0
-        for whole, _, resumed in (found[:3], found[3:]):
-            assert_same(whole, resumed, rel=1e-6)
-        assert_same(found[0], found[3])
-        by_size.append(found[0])
-    assert_same(*by_size)
-
-
 @pytest.mark.full
 def test_adapters_of_the_engine_alone_resume_and_sample_as_merged_weights_do(folder):
     pytest.importorskip("peft", reason="package peft is not installed")
@@ -162,7 +133,7 @@ def test_adapters_of_the_engine_alone_resume_and_sample_as_merged_weights_do(fol
         [
             run("whole"),
             run("half", max_steps=1),
-            run("half", **RESUMED),
+            run("half", load_checkpoint=True),
             run("merged", lora_sync="merged"),
             run("zero3", fsdp=False, zero_stage=3),
         ],

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.update_inputs import TablePolicy, random_experience
+from tests.update_inputs import TablePolicy, one_update, random_experience
 
 from lightrft.algorithms.correction_terms import parse_correction
 from lightrft.algorithms.corrections import correction_weights
@@ -118,20 +118,16 @@ def test_gradient_and_loss_equal_the_definition_for_any_split(mode, world_size, 
     ppo = bind(POLICY_LOSSES.load("ppo"), {"clip_low": 0.2, "clip_high": 0.28}, owner="test")
     z = torch.tensor(float(normalizer(mode, batch, constant)), dtype=torch.float64)
     policy = TablePolicy(VOCAB)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     share = ROWS // world_size
     value = 0.0
     for rank in range(world_size):
         strategy = ManyRanks(world_size, z)
-        metrics = StepMetrics()
-        Update(config, ppo, strategy, metrics, kl_coef=0.3).policy_step(
-            select_experience(batch, slice(rank * share, (rank + 1) * share)),
-            TrainedModel("actor", policy, optimizer, None),
-        )
+        rows = select_experience(batch, slice(rank * share, (rank + 1) * share))
+        metrics = one_update(policy, rows, config, strategy=strategy, loss=ppo, kl_coef=0.3)
         assert strategy.calls.index("all_reduce") < strategy.calls.index("backward")
         assert strategy.calls.count("all_reduce") == 1
         # This rank's sum of shares; the metric divides by its 1 / world_size of a step.
-        value += metrics.reduce(strategy)["policy_loss"] / world_size
+        value += metrics["policy_loss"] / world_size
     assert value == pytest.approx(float(pg.detach()), rel=1e-6)
     torch.testing.assert_close(policy.table.grad, reference.table.grad, rtol=1e-6, atol=1e-9)
 
@@ -160,11 +156,8 @@ def test_value_gradient_equals_the_definition(clip):
     critic = TableCritic()
     config = TrainConfig(loss_agg_mode="token-mean", micro_train_batch_size=3, value_clip=clip)
     strategy = ManyRanks(1, batch.rollouts.response_mask.sum().double())
-    metrics = StepMetrics()
-    Update(config, POLICY_LOSSES.load("ppo"), strategy, metrics).value_step(
-        batch, TrainedModel("critic", critic, torch.optim.SGD(critic.parameters(), lr=0.1), None)
-    )
-    assert metrics.reduce(strategy)["critic_loss"] == pytest.approx(float(total.detach()), rel=1e-9)
+    metrics = one_update(critic, batch, config, strategy=strategy, step="value_step")
+    assert metrics["critic_loss"] == pytest.approx(float(total.detach()), rel=1e-9)
     torch.testing.assert_close(critic.table.grad, reference.table.grad, rtol=1e-9, atol=1e-12)
 
 
@@ -172,11 +165,8 @@ def test_ratio_metrics_count_tokens():
     batch = random_experience(4)
     policy = TablePolicy(VOCAB)
     strategy = ManyRanks(1, batch.rollouts.response_mask.sum().double())
-    metrics = StepMetrics()
     config = TrainConfig(loss_agg_mode="token-mean", micro_train_batch_size=2)
-    Update(config, POLICY_LOSSES.load("ppo"), strategy, metrics).policy_step(
-        batch, TrainedModel("actor", policy, torch.optim.SGD(policy.parameters(), lr=0.1), None)
-    )
+    found = one_update(policy, batch, config, strategy=strategy)
     mask = batch.rollouts.response_mask
     ratios = (token_logprobs(policy.table.detach(), batch) - batch.outputs.old_logprobs).exp()[mask]
     a = batch.advantages[mask]
@@ -187,7 +177,6 @@ def test_ratio_metrics_count_tokens():
         "clip_fraction_high": float(((a > 0) & (ratios > 1.2)).double().mean()),
         "approx_kl": float((ratios - 1 - ratios.log()).mean()),
     }
-    found = metrics.reduce(strategy)
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
