@@ -55,6 +55,13 @@ def leave_run(config, *, checkpoint=True, summary=False, stage="", given=None):
         (folder / "summary.json").write_text('{"num_steps": 2}')
 
 
+def refused(config, text, *stage):
+    """What is said where a run is not planned, which has this text."""
+    with pytest.raises(ConfigError, match=text) as caught:
+        plan_run(config, *stage)
+    return str(caught.value)
+
+
 # One of each type: what a start may decide is any option.
 DECIDED = {
     "enable_engine_sleep": (True, False),
@@ -81,8 +88,7 @@ def test_what_a_start_decides_is_no_change_of_the_command(config, name, summary)
     other = {"engine_tp_size": 4, "actor_learning_rate": 1e-3, "critic_pretrain": "d"}
     other |= {"engine_args": {"a": "2"}, "stop": ("b",)}
     if name in other:
-        with pytest.raises(ConfigError, match=name):
-            plan_run(config(**{name: other[name]}))
+        refused(config(**{name: other[name]}), name)
 
 
 @pytest.mark.parametrize("summary", [True, False])
@@ -116,8 +122,7 @@ def test_a_run_of_deepspeed_says_so_where_it_is_not_installed(config, monkeypatc
 def test_the_run_of_another_stage_is_refused(config, how):
     leave_run(config(), stage="prefer", **how)
     for changes in ({}, {"load_checkpoint": True}):
-        with pytest.raises(ConfigError, match="holds a run of the stage prefer, and this command"):
-            plan_run(config(**changes), "reward")
+        refused(config(**changes), "holds a run of the stage prefer, and this command", "reward")
     plan_run(config(), "prefer")
     plan_run(config())
 
@@ -145,8 +150,7 @@ def test_a_complete_run_of_other_options_is_refused_with_what_differs(config, ch
 def test_a_run_that_an_alarm_ended_is_not_taken_for_a_complete_one(config, tmp_path):
     leave_run(config(), summary=True)
     (tmp_path / "run/summary.json").write_text('{"num_steps": 2, "alarms": ["kl is 9"]}')
-    with pytest.raises(ConfigError, match=r"ended by an alarm after 2 steps:\n.*kl is 9"):
-        plan_run(config())
+    refused(config(), r"ended by an alarm after 2 steps:\n.*kl is 9")
 
 
 def test_a_damaged_summary_is_written_again(config, tmp_path):
@@ -217,13 +221,12 @@ def test_lines_without_a_step_are_dropped_on_resume(tmp_path):
 def test_files_of_unknown_origin_are_not_overwritten(config, tmp_path):
     leave_run(config())
     (tmp_path / "run" / "run.json").unlink()
-    with pytest.raises(ConfigError, match="holds another run"):
-        plan_run(config())
+    refused(config(), "holds another run")
     leave_run(config(output_dir=str(tmp_path / "other")))
-    with pytest.raises(ConfigError, match=r"other/checkpoints holds another run"):
-        plan_run(
-            config(output_dir=str(tmp_path / "new"), ckpt_path=str(tmp_path / "other/checkpoints"))
-        )
+    refused(
+        config(output_dir=str(tmp_path / "new"), ckpt_path=str(tmp_path / "other/checkpoints")),
+        r"other/checkpoints holds another run",
+    )
 
 
 def test_options_that_keep_a_run_exact_may_change_and_are_listed(config):
@@ -239,13 +242,10 @@ def test_options_that_keep_a_run_exact_may_change_and_are_listed(config):
 def test_a_change_that_breaks_exactness_is_refused_with_a_diff(config):
     leave_run(config())
     changed = {"temperature": 0.9, "seed": 7, "max_steps": 9}
-    with pytest.raises(ConfigError) as caught:
-        plan_run(config(**changed))
-    text = str(caught.value)
+    text = refused(config(**changed), "--allow_changes")
     assert "temperature: 0.7 -> 0.9" in text
     assert "seed: 42 -> 7" in text
     assert "max_steps" not in text
-    assert "--allow_changes" in text
     plan = plan_run(config(**changed, allow_changes=True))
     assert [change.name for change in plan.changes if not change.is_free] == ["seed", "temperature"]
 
@@ -257,8 +257,7 @@ def test_a_changed_input_file_is_refused_and_a_touched_one_is_not(config, tmp_pa
     os.utime(path, ns=(1, 1))
     assert plan_run(config()).changes == ()
     path.write_text(path.read_text() + "\n")
-    with pytest.raises(ConfigError, match=rf"{name}: contents [0-9a-f]{{12}} -> contents"):
-        plan_run(config())
+    refused(config(), rf"{name}: contents [0-9a-f]{{12}} -> contents")
 
 
 def test_a_tokenizer_that_is_another_one_now_breaks_exactness(config, tmp_path):
@@ -269,8 +268,7 @@ def test_a_tokenizer_that_is_another_one_now_breaks_exactness(config, tmp_path):
     changed = config(pretrain=str(model))
     leave_run(changed)
     (model / "tokenizer.json").write_text('{"a": 1}')
-    with pytest.raises(ConfigError, match=r"pretrain .*m: tokenizer [0-9a-f]{12} -> tokenizer "):
-        plan_run(changed)
+    refused(changed, r"pretrain .*m: tokenizer [0-9a-f]{12} -> tokenizer ")
     # The record of a version that had no such hash.
     facts = json.loads(start.read_text())
     del facts["models"]["pretrain"]["tokenizer_sha256"], facts["sha256"], facts["config_sha256"]
@@ -286,8 +284,7 @@ def test_a_run_of_before_its_record_had_hashes_keeps_the_check_of_its_inputs(con
     path.write_text(json.dumps(start))
     assert plan_run(config()).warnings == ()
     (tmp_path / "train.jsonl").write_text('{"input": "b"}\n')
-    with pytest.raises(ConfigError, match=r"train\.jsonl"):
-        plan_run(config())
+    refused(config(), r"train\.jsonl")
 
 
 def test_of_a_complete_run_whose_record_is_damaged_nobody_says_that_nothing_is_left(
@@ -296,8 +293,7 @@ def test_of_a_complete_run_whose_record_is_damaged_nobody_says_that_nothing_is_l
     leave_run(config(), summary=True)
     path = tmp_path / "run" / "run.json"
     path.write_text(path.read_text().replace('"world_size": 1', '"world_size": 2'))
-    with pytest.raises(ConfigError, match=r"run\.json is damaged"):
-        plan_run(config())
+    refused(config(), r"run\.json is damaged")
 
 
 def test_input_files_are_data_and_reward_code(config, tmp_path):
@@ -344,8 +340,7 @@ def test_what_a_plug_in_imports_from_beside_it_is_an_input(config, tmp_path, kin
     leave_run(changed)
     assert plan_run(changed).changes == ()
     (tmp_path / "parts" / "sibling.py").write_text("three = 3\n")
-    with pytest.raises(ConfigError, match=r"sibling\.py: contents [0-9a-f]{12} -> contents"):
-        plan_run(changed)
+    refused(changed, r"sibling\.py: contents [0-9a-f]{12} -> contents")
 
 
 def test_credentials_are_not_saved_and_do_not_look_like_a_change(config, tmp_path):
@@ -402,8 +397,7 @@ def test_files_of_every_stage_are_inputs(config, tmp_path, option):
         (change,) = plan_run(changed).changes
         assert change.is_free
         return
-    with pytest.raises(ConfigError, match=r"b\.jsonl: contents [0-9a-f]{12} -> contents"):
-        plan_run(changed)
+    refused(changed, r"b\.jsonl: contents [0-9a-f]{12} -> contents")
 
 
 @pytest.mark.parametrize("option", ["pretrain", "teacher", "teachers", "reward_pretrain"])
@@ -421,8 +415,6 @@ def test_a_model_that_is_another_one_now_breaks_exactness(config, tmp_path, opti
     assert plan_run(changed).changes == ()
     (model / "model.safetensors").write_bytes(b"two")
     role = {"teachers": "teacher big"}.get(option, option)
-    with pytest.raises(ConfigError, match=rf"{role} .*m: weights [0-9a-f]{{12}} -> weights "):
-        plan_run(changed)
+    refused(changed, rf"{role} .*m: weights [0-9a-f]{{12}} -> weights ")
     (model / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"-> weights none"):
-        plan_run(changed)
+    refused(changed, r"-> weights none")
