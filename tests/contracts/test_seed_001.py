@@ -13,7 +13,7 @@ import torch
 from tests.contracts.recipes import RECIPES
 from tests.engines.fake_engine import FakeEngine
 
-from lightrft.engines.types import EngineConfig, EngineStatus
+from lightrft.engines.types import EngineConfig
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.process_groups import check_divides, engine_group_ranks
@@ -100,20 +100,6 @@ def test_world_size_must_be_a_multiple_of_engine_tp_size():
         ValueError, match=r"world_size 8 and engine_tp_size 3; legal values: \[1, 2"
     ):
         check_divides(8, "engine_tp_size", 3)
-
-
-def test_users_do_not_manage_sleep_around_generation():
-    """Users don't need to manually manage engine sleep states when using this interface."""
-    for sleeps in (True, False):
-        strategy = with_engine()
-        for _ in range(2):
-            strategy.gather_and_generate({"max_tokens": 2}, [[3, 4]], sleep_engine=sleeps)
-        expected = EngineStatus.SLEEPED if sleeps else EngineStatus.WAKEUP
-        assert strategy.inference_engine_status is expected
-    strategy = with_engine(enable_engine_sleep=False)
-    strategy.gather_and_generate({"max_tokens": 2}, [[3, 4]], sleep_engine=True)
-    strategy.maybe_sleep_inference_engine()
-    assert strategy.inference_engine_status is EngineStatus.WAKEUP
 
 
 def test_length_distributions_are_written_every_n_steps(tmp_path):

@@ -132,19 +132,6 @@ def test_a_wrong_share_would_be_noticed(build_world):
     assert distance(first, second) > 1e-2 * distance(start, first)
 
 
-def test_samples_do_not_depend_on_how_prompts_are_batched(build_world):
-    """Requests are numbered over the run, so a prompt keeps its random numbers."""
-    world = build_world()
-    world.trainer.make_experience()
-    rows = world.experience.rows
-    again = build_world()
-    again.trainer.make_experience()
-    assert again.experience.rows.token_ids.tolist() == rows.token_ids.tolist()
-    again.trainer.ppo_train()
-    again.trainer.make_experience()
-    assert again.experience.rows.token_ids.tolist() != rows.token_ids.tolist()
-
-
 def test_ppo_train_needs_fresh_experience(build_world):
     world = build_world()
     with pytest.raises(RuntimeError, match="make_experience"):
