@@ -5,18 +5,17 @@ from __future__ import annotations
 import ast
 import json
 import math
-import os
-import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from tests.tools.report.report_runs import HASH, append, write_run
 
 import lightrft.tools.report.page as report_module
 from lightrft.cli.main import main
-from lightrft.reporting.files import JsonLinesFile, JsonLinesLogger, drop_steps_after
+from lightrft.reporting.files import drop_steps_after
 from lightrft.reporting.metric_table import METRICS, STAGES, metric_row
 from lightrft.tools.report.charts import MAX_BUCKETS, Chart, downsample
 from lightrft.tools.report.page import find_alarms, format_seconds, render_report, write_report
@@ -31,82 +30,38 @@ from lightrft.tools.report.sample_page import (
     token_sample,
 )
 
-CONFIG = 'pretrain = "some/model"\nseed = 7\nn_samples_per_prompt = 8\nverify_weight_sync = true\n'
-HASH = -6861381335572764021
-
 
 def at(moment, read, folder):
     with patch("time.time", return_value=moment):
         return read(folder)
 
 
-def metrics_of(step, **changes):
-    rng = random.Random(step)
-    row = {f"{stage}_seconds": rng.random() for stage in STAGES}
-    row |= {
-        "reward": rng.random(),
-        "reward_std": rng.random(),
-        "constant_group_share": 0.25,
-        "response_length": 20 + rng.random(),
-        "truncated_share": 0.0,
-        "entropy": rng.random(),
-        "grad_norm": rng.random(),
-        "logprob_diff_mean": 1e-6,
-        "logprob_diff_max": 1e-5,
-        "kl": 0.01,
-        "approx_kl": 0.01,
-        "tokens_per_second": 1000.0,
-        "weights_version": step,
-        "engine_hash": HASH,
-    }
-    row["step_seconds"] = sum(row[f"{stage}_seconds"] for stage in STAGES)
-    return row | changes
+def last_write(folder):
+    return max(path.stat().st_mtime for path in folder.iterdir())
 
 
-def write_run(folder, num_steps=5, *, response="fine", samples_per_step=2, summary=True, **changes):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(CONFIG)
-    logger, samples = (
-        JsonLinesLogger(folder / "metrics.jsonl"),
-        JsonLinesFile(folder / "samples.jsonl"),
-    )
-    for step in range(1, num_steps + 1):
-        logger.log(step, metrics_of(step, **changes))
-        for number in range(samples_per_step):
-            samples.append(
-                {
-                    "step": step,
-                    "prompt": f"prompt {step}",
-                    "response": response,
-                    "label": "843",
-                    "reward": float(number),
-                    "components": {"score": 1.0},
-                    "response_length": 4,
-                    "truncated": number == 0,
-                }
-            )
-    logger.close()
-    samples.close()
-    if summary:
-        (folder / "summary.json").write_text(json.dumps({"num_steps": num_steps, "world_size": 2}))
-    return folder
+@pytest.fixture
+def run(tmp_path):
+    """Write a run of five steps without tokens."""
+
+    def write(num_steps=5, *, name="run", **how):
+        return write_run(tmp_path / name, num_steps, has_tokens=False, **how)
+
+    return write
 
 
 def write_trajectories(folder, num_steps=1, **changes):
-    lines = JsonLinesFile(folder / "trajectories.jsonl")
-    for step in range(1, num_steps + 1):
-        line = {
-            "step": step,
-            "prompt": "p",
-            "reward": 1.0,
-            "tokens": ["a", "b"],
-            "logprobs": [-0.5, -0.25],
-            "rollout_logprobs": [-0.5, -0.35],
-            "advantages": [0.5, -1.5],
-            "entropy": [0.125, 2.0],
-        }
-        lines.append(line | changes)
-    lines.close()
+    line = {
+        "prompt": "p",
+        "reward": 1.0,
+        "tokens": ["a", "b"],
+        "logprobs": [-0.5, -0.25],
+        "rollout_logprobs": [-0.5, -0.35],
+        "advantages": [0.5, -1.5],
+        "entropy": [0.125, 2.0],
+    }
+    steps = range(1, num_steps + 1)
+    append(folder, "trajectories", *({"step": step, **line, **changes} for step in steps))
 
 
 PER_TOKEN = ("logprobs", "rollout_logprobs", "advantages", "entropy")
@@ -163,32 +118,34 @@ def only_our_scripts(page):
     ]
 
 
-def test_a_finished_run_shows_curves_times_samples_and_options(tmp_path):
-    path = write_report(write_run(tmp_path / "my_run"))
-    assert path == tmp_path / "my_run" / "report.html"
-    page = Page(path.read_text())
+def page_of(folder):
+    """Return the page of a run, of which every tag is closed and only our scripts run."""
+    page = Page(render_report(folder))
     assert page.open == []
+    assert only_our_scripts(page)
+    return page
+
+
+def test_a_finished_run_shows_curves_times_samples_and_options(run, tmp_path):
+    assert write_report(run(name="my_run")) == tmp_path / "my_run" / "report.html"
+    page = page_of(tmp_path / "my_run")
     shown = "\n".join(page.texts)
     for part in ("my_run", "finished", "Reward", "Entropy", "KL to the reference model"):
         assert part in shown
     assert f"weights version 5 after step 5, engine hash {HASH % 2**64:016x}" in shown
     assert "5 syncs, hash compared at each" in shown
-    assert "prompt 5" in shown
-    assert "truncated" in shown
+    assert "5 + 0 =" in shown
     assert '"some/model"' in shown
     assert METRICS["entropy"].meaning in shown
 
 
-def test_the_slowest_step_is_open_as_bars_of_each_rank(tmp_path):
-    folder = write_run(tmp_path / "run")
+def test_the_slowest_step_is_open_as_bars_of_each_rank(run):
+    folder = run()
     (folder / "logs").mkdir()
     for rank, stage in enumerate(("train", '"><script>')):
         spans = ({"step": s, "stage": stage, "start": 9.0 * s, "end": 10.0 * s} for s in (1, 2, 3))
-        text = "".join(json.dumps(span) + "\n" for span in spans)
-        (folder / "logs" / f"timeline_{rank}.jsonl").write_text(text)
-    page = Page(write_report(folder).read_text())
-    assert page.open == []
-    assert only_our_scripts(page)
+        append(folder / "logs", f"timeline_{rank}", *spans)
+    page = page_of(folder)
     summaries = [text for text in page.texts if re.fullmatch(r"step \d: [\d.]+ s", text)]
     assert summaries[-3:] == ["step 1: 1 s", "step 2: 2 s", "step 3: 3 s"]
     assert {"rank 0", "rank 1", "100% busy"} <= set(page.texts)
@@ -196,11 +153,10 @@ def test_the_slowest_step_is_open_as_bars_of_each_rank(tmp_path):
     assert titles.count('"><script>: 3 s') == 1
 
 
-def test_the_page_needs_no_network_and_runs_no_script_but_its_own(tmp_path):
+def test_the_page_needs_no_network_and_runs_no_script_but_its_own(run):
     hostile = 'see https://example.org/ <img src="https://example.org/x.png" onerror="alert(1)">'
-    page = Page(write_report(write_run(tmp_path / "run", response=hostile)).read_text())
+    page = page_of(run(said=hostile))
     assert {"img", "link", "iframe", "object", "base", "form"}.isdisjoint(page.tags)
-    assert only_our_scripts(page)
     addresses = [v for k, v in page.attributes if k in ("src", "href", "xlink:href", "action")]
     assert addresses
     assert all(address.startswith("#") for address in addresses)
@@ -209,9 +165,8 @@ def test_the_page_needs_no_network_and_runs_no_script_but_its_own(tmp_path):
     assert hostile in page.texts
 
 
-def test_a_page_without_links_in_its_samples_has_no_address_at_all(tmp_path):
-    text = write_report(write_run(tmp_path / "run")).read_text()
-    assert not re.search(r"https?://|url\(|@import", text)
+def test_a_page_without_links_in_its_samples_has_no_address_at_all(run):
+    assert not re.search(r"https?://|url\(|@import", render_report(run()))
 
 
 @pytest.mark.parametrize(
@@ -225,15 +180,13 @@ def test_a_page_without_links_in_its_samples_has_no_address_at_all(tmp_path):
         "\u202edrawkcab \u2028 new line",
     ],
 )
-def test_what_a_model_says_stays_text(tmp_path, response):
-    folder = write_run(tmp_path / "run", response=response)
+def test_what_a_model_says_stays_text(run, response):
+    folder = run(said=response)
     write_trajectories(folder, prompt=response, tokens=[response] * 2)
-    page = Page(write_report(folder).read_text())
-    assert only_our_scripts(page)
+    page = page_of(folder)
     assert page.texts.count(response) == 10
     (sample,) = json.loads(page.data("page-data"))["tokens"]["1"]
     assert (sample["prompt"], sample["tokens"]) == (readable(response), [readable(response)] * 2)
-    assert page.open == []
 
 
 def conversation(said, answer, *, outcome="ok", count=1):
@@ -246,30 +199,25 @@ def conversation(said, answer, *, outcome="ok", count=1):
     "text",
     ["</pre><script>alert(1)</script>", "{{ 7 * 7 }}", "\"'><svg onload=alert(1)>", "a\x00b"],
 )
-def test_conversations_are_shown_turn_by_turn_and_stay_text(tmp_path, text):
-    folder = write_run(tmp_path / "run")
-    samples = JsonLinesFile(folder / "samples.jsonl")
-    samples.append(conversation(text, f"answer {text}"))
-    samples.append(conversation("other", text, outcome=text))
-    samples.close()
-    page = Page(write_report(folder).read_text())
-    assert only_our_scripts(page)
+def test_conversations_are_shown_turn_by_turn_and_stay_text(run, text):
+    folder = run()
+    other = conversation("other", text, outcome=text)
+    append(folder, "samples", conversation(text, f"answer {text}"), other)
+    page = page_of(folder)
     assert page.texts.count(readable(text)) == 2
     assert page.texts.count(readable(f"answer {text}")) == 1
     assert page.texts.count("calculate") == 1
     assert page.texts.count(readable(f"calculate: {text}")) == 1
     assert ("class", "turn observation") in page.attributes
-    assert page.open == []
 
 
-def test_branches_of_an_episode_are_a_tree(tmp_path):
-    folder = write_run(tmp_path / "run")
+def test_branches_of_an_episode_are_a_tree(run):
+    folder = run()
     of_first, of_branch = {"of": 0, "after": 1, "said": ["b", "c"]}, {"of": 1, "after": 2}
     rows = [of_first, {"of": 0, "after": 0, "said": ["<i>"]}, {**of_branch, "said": ["d"]}]
-    samples = JsonLinesFile(folder / "samples.jsonl")
-    samples.append({**conversation("a", "x"), "branches": rows})
-    samples.append({**conversation("a", "y"), "branches": [3, {"of": 9, "after": [], "said": 1}]})
-    samples.close()
+    odd = [3, {"of": 9, "after": [], "said": 1}]
+    branched = ({**conversation("a", a), "branches": b} for a, b in (("x", rows), ("y", odd)))
+    append(folder, "samples", *branched)
     whole, broken = choose_samples(folder).steps[9]
     assert whole["branches"] == [
         (1, "branch 1, after turn 1", ["b", "c"]),
@@ -277,51 +225,41 @@ def test_branches_of_an_episode_are_a_tree(tmp_path):
         (1, "branch 2, after turn 0", ["<i>"]),
     ]
     assert [(depth, said) for depth, _, said in broken["branches"]] == [(1, []), (1, [])]
-    page = Page(write_report(folder).read_text())
+    page = page_of(folder)
     assert page.texts.count("branch 3, after turn 2") == page.texts.count("<i>") == 1
     assert ("style", "margin-left:2rem") in page.attributes
-    assert only_our_scripts(page)
-    assert page.open == []
 
 
-def test_long_and_broken_conversations_are_bounded(tmp_path):
-    folder = write_run(tmp_path / "run")
-    samples = JsonLinesFile(folder / "samples.jsonl")
-    samples.append(conversation("s" * 9000, "a" * 9000, count=100))
-    samples.append({"step": 9, "response": "r", "turns": [3, {"calls": [None]}, {"said": 1}]})
-    samples.close()
+def test_long_and_broken_conversations_are_bounded(run):
+    folder = run()
+    odd = {"step": 9, "response": "r", "turns": [3, {"calls": [None]}, {"said": 1}]}
+    append(folder, "samples", conversation("s" * 9000, "a" * 9000, count=100), odd)
     long, broken = sorted(choose_samples(folder).steps[9], key=lambda s: -len(str(s)))
     assert len(long["turns"]) == 33
     assert long["turns"][-1] == ("", "[168 more]")
     assert max(len(text) for _, text in long["turns"]) < 2100
     assert broken["turns"] == [("model", ""), ("model", "1")]
-    assert Page(write_report(folder).read_text()).open == []
+    page_of(folder)
 
 
-def test_names_and_options_are_escaped_too(tmp_path):
-    folder = write_run(tmp_path / "<b>run", **{"reward/<i>": 1.0})
-    (folder / "config.toml").write_text('pretrain = "<script>"\n')
-    page = Page(write_report(folder).read_text())
+def test_names_and_options_are_escaped_too(run):
+    page = page_of(run(name="<b>run", pretrain="<script>", metrics={"reward/<i>": 1.0}))
     assert "i" not in page.tags
-    assert only_our_scripts(page)
     assert "<b>run " in page.texts
     assert '"<script>"' in page.texts
 
 
-def test_secrets_in_the_configuration_are_not_shown(tmp_path):
-    folder = write_run(tmp_path / "run")
-    (folder / "config.toml").write_text('wandb_api_key = "hunter2"\nseed = 3\n')
-    assert "hunter2" not in render_report(folder)
+def test_secrets_in_the_configuration_are_not_shown(run):
+    assert "hunter2" not in render_report(run(wandb_api_key="hunter2"))
 
 
-def test_a_half_written_last_line_is_left_out_and_counted(tmp_path):
-    folder = write_run(tmp_path / "run", summary=False)
+def test_a_half_written_last_line_is_left_out_and_counted(run):
+    folder = run(has_ended=False)
     whole = [line + "\n" for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (folder / "metrics.jsonl").write_text("".join(whole) + whole[0][:57])
     with (folder / "samples.jsonl").open("ab") as stream:
         stream.write('{"step": 6, "response": "é'.encode()[:-1])
-    run = read_run(folder)
-    assert list(run.metrics) == [1, 2, 3, 4, 5]
+    assert list(read_run(folder).metrics) == [1, 2, 3, 4, 5]
     write_trajectories(folder)
     with (folder / "trajectories.jsonl").open("a") as stream:
         stream.write('{"step": 2, "tokens": ["a')
@@ -333,8 +271,8 @@ def test_a_half_written_last_line_is_left_out_and_counted(tmp_path):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.toml"])
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe[1, 2]\n\x00", b'{"step": "x"}\n[]\n3\n'])
-def test_a_missing_or_broken_file_becomes_a_note(tmp_path, name, content):
-    folder = write_run(tmp_path / "run", summary=False)
+def test_a_missing_or_broken_file_becomes_a_note(run, name, content):
+    folder = run(has_ended=False)
     if content is None:
         (folder / name).unlink()
         assert f"{name} is missing." in render_report(folder)
@@ -344,15 +282,15 @@ def test_a_missing_or_broken_file_becomes_a_note(tmp_path, name, content):
 
 
 def test_a_run_that_has_only_just_started(tmp_path):
-    (tmp_path / "config.toml").write_text(CONFIG)
+    (tmp_path / "config.toml").write_text('pretrain = "some/model"\n')
     page = Page(render_report(tmp_path))
     assert "No step has been recorded." in page.texts
     assert "running" in page.texts
 
 
-def test_finished_running_and_crashed_are_told_apart(tmp_path):
-    folder = write_run(tmp_path / "run", summary=False)
-    written = max(path.stat().st_mtime for path in folder.iterdir())
+def test_finished_running_and_crashed_are_told_apart(run):
+    folder = run(has_ended=False)
+    written = last_write(folder)
     assert at(written + 200, read_run, folder).status == "running"
     assert at(written + 400, read_run, folder).status == "stopped"
     assert "crashed or killed" in at(written + 400, render_report, folder)
@@ -362,29 +300,26 @@ def test_finished_running_and_crashed_are_told_apart(tmp_path):
     assert at(written + 4000, read_run, folder).status == "stopped"
 
 
-def test_long_steps_are_given_more_time_before_a_run_counts_as_crashed(tmp_path):
-    folder = write_run(tmp_path / "run", summary=False, step_seconds=100.0)
-    written = max(path.stat().st_mtime for path in folder.iterdir())
+def test_long_steps_are_given_more_time_before_a_run_counts_as_crashed(run):
+    folder = run(has_ended=False, metrics={"step_seconds": 100.0})
+    written = last_write(folder)
     assert at(written + 1900, read_run, folder).status == "running"
     assert at(written + 2100, read_run, folder).status == "stopped"
 
 
-def test_a_long_run_stays_below_five_megabytes_and_shows_its_last_step(tmp_path):
-    response = "<&'\"" * 2000  # each character grows when it is escaped
-    folder = write_run(tmp_path / "run", 2000, response=response, samples_per_step=3)
-    path = write_report(folder)
+def test_a_long_run_stays_below_five_megabytes_and_shows_its_last_step(run):
+    folder = run(2000, said="<&'\"" * 2000)  # each character grows when it is escaped
     write_trajectories(
         folder, 20, tokens=["<&'\"\u2028"] * 900, **dict.fromkeys(PER_TOKEN, [-0.12345678] * 900)
     )
     path = write_report(folder)
     assert 3_000_000 < path.stat().st_size < 5_000_000
-    assert "step 2000: 3 samples" in path.read_text()
+    assert "step 2000: 4 samples" in path.read_text()
     assert len(choose_samples(folder).steps) > 5
 
 
-def test_samples_are_spread_over_the_run_within_the_budget(tmp_path):
-    folder = write_run(tmp_path / "run", 100, response="x" * 50)
-    choice = choose_samples(folder)
+def test_samples_are_spread_over_the_run_within_the_budget(run):
+    choice = choose_samples(run(100, said="x" * 50))
     steps = list(choice.steps)
     assert (len(steps), steps[0], steps[-1], choice.num_steps) == (24, 100, 1, 100)
     assert [sample["reward"] for sample in choice.steps[100]] == ["0", "1"]
@@ -397,17 +332,17 @@ def test_control_characters_are_shown_and_long_texts_are_cut():
     assert readable("abcdef", max_characters=3) == "abc\n[cut here: 6 characters in all]"
 
 
-def test_values_that_are_not_finite_become_gaps(tmp_path):
-    folder = write_run(tmp_path / "run", entropy=math.nan, grad_norm=1e300)
-    run = read_run(folder)
-    assert run.points("entropy") == [(step, None) for step in range(1, 6)]
-    assert run.points("grad_norm") == [(step, None) for step in range(1, 6)]
-    charts = json.loads(Page(render_report(folder)).data("page-data"))["charts"]
+def test_values_that_are_not_finite_become_gaps(run):
+    folder = run(metrics={"entropy": math.nan, "grad_norm": 1e300})
+    for name in ("entropy", "grad_norm"):
+        assert read_run(folder).points(name) == [(step, None) for step in range(1, 6)]
+    page = page_of(folder)
+    charts = json.loads(page.data("page-data"))["charts"]
     drawn = {series["name"]: series["y"] for chart in charts for series in chart["series"]}
     assert "entropy" not in drawn  # without any value there is nothing to draw
     gaps = Chart("t", "lines", {"a": [(1, 0.0), (2, None), (3, 1.0)]}).as_json()
     assert gaps["series"][0]["y"] == [0.0, None, 1.0]
-    assert "not finite" in Page(render_report(folder)).texts
+    assert "not finite" in page.texts
 
 
 def test_downsampling_keeps_spikes_gaps_and_order():
@@ -420,16 +355,14 @@ def test_downsampling_keeps_spikes_gaps_and_order():
     assert downsample(points[:50], 100) == points[:50]
 
 
-def test_steps_outside_the_healthy_range_are_named(tmp_path):
-    run = read_run(write_run(tmp_path / "a", truncated_share=0.5))
-    assert find_alarms(run) == [
-        "5 steps from 1 on: truncated_share, up to 0.5 (healthy: at most 0.2)"
-    ]
-    assert find_alarms(read_run(write_run(tmp_path / "b"))) == []
+def test_steps_outside_the_healthy_range_are_named(run):
+    (alarm,) = find_alarms(read_run(run(name="a", metrics={"truncated_share": 0.5})))
+    assert alarm == "5 steps from 1 on: truncated_share, up to 0.5 (healthy: at most 0.2)"
+    assert find_alarms(read_run(run(name="b"))) == []
 
 
-def test_a_single_response_per_prompt_raises_no_alarm_of_equal_rewards(tmp_path):
-    folder = write_run(tmp_path / "run", constant_group_share=1.0)
+def test_a_single_response_per_prompt_raises_no_alarm_of_equal_rewards(run):
+    folder = run(metrics={"constant_group_share": 1.0})
     assert len(find_alarms(read_run(folder))) == 1
     (folder / "config.toml").write_text("n_samples_per_prompt = 1\n")
     assert find_alarms(read_run(folder)) == []
@@ -485,7 +418,7 @@ def test_every_curve_and_stage_has_a_row():
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "file", "other"])
-def test_a_folder_without_a_run_is_one_line_and_exit_code_2(tmp_path, capsys, kind):
+def test_a_folder_without_a_run_is_one_line_and_exit_code_2(tmp_path, refused, kind):
     folder = tmp_path / "there"
     if kind == "file":
         folder.write_text("")
@@ -493,32 +426,25 @@ def test_a_folder_without_a_run_is_one_line_and_exit_code_2(tmp_path, capsys, ki
         folder.mkdir()
     if kind == "other":
         (folder / "notes.txt").write_text("")
-    assert main(["report", str(folder)]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert str(folder) in error
+    refused(["report", folder], 2, str(folder))
     assert not (folder / "report.html").exists()
     with pytest.raises(NotARunError):
         write_report(folder)
 
 
-def test_the_command_names_the_page(tmp_path, capsys):
-    folder = write_run(tmp_path / "run")
+def test_the_command_names_the_page(run, capsys):
+    folder = run()
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"wrote {folder / 'report.html'}\n"
-    assert sorted(os.listdir(folder))[2] == "report.html"
+    assert (folder / "report.html").exists()
 
 
 def test_a_resume_keeps_lines_with_unusual_line_separators(tmp_path):
+    rows = [{"step": step, "response": "a\u2028b\x85c"} for step in (1, 2)]
+    append(tmp_path, "samples", *rows)
     path = tmp_path / "samples.jsonl"
-    lines = JsonLinesFile(path)
-    for step in (1, 2):
-        lines.append({"step": step, "response": "a\u2028b\x85c"})
-    lines.close()
     drop_steps_after(path, 1)
-    assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == [
-        {"step": 1, "response": "a\u2028b\x85c"}
-    ]
+    assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == rows[:1]
 
 
 def test_tokens_carry_the_numbers_of_the_file_and_what_follows_from_them(tmp_path):
@@ -567,18 +493,17 @@ def test_charts_have_the_points_of_the_run_and_bounds_that_are_near():
     assert (stack["kind"], stack["unit"]) == ("stack", "s")
 
 
-def test_without_scripts_the_page_has_values_meanings_and_times(tmp_path):
-    page = Page(render_report(write_run(tmp_path / "run")))
+def test_without_scripts_the_page_has_values_meanings_and_times(run):
+    page = page_of(run())
     assert "svg" not in page.tags
-    for name in ("reward", "entropy", "tokens_per_second"):
-        first, last = (f"{metrics_of(step)[name]:.4g}" for step in (1, 5))
-        place = page.texts.index(name, page.texts.index("All metrics"))
-        assert page.texts[place : place + 3] == [name, first, last]
+    for values in (["kl", "0.01", "0.05"], ["response_length", "21", "25"]):
+        place = page.texts.index(values[0], page.texts.index("All metrics"))
+        assert page.texts[place : place + 3] == values
     assert all(METRICS[f"{stage}_seconds"].meaning in page.texts for stage in STAGES)
 
 
-def test_starts_stops_and_continuations_are_told(tmp_path):
-    folder = write_run(tmp_path / "run", summary=False)
+def test_starts_stops_and_continuations_are_told(run):
+    folder = run(has_ended=False)
     change = {"name": "max_steps", "before": "<3>", "after": "5", "is_free": True}
     events = [
         {"unix_seconds": 1763756107.5, "event": "started", "step": 0, "world_size": 2},
@@ -586,7 +511,7 @@ def test_starts_stops_and_continuations_are_told(tmp_path):
     ]
     path = folder / "events.jsonl"
     path.write_text("\n".join(map(json.dumps, events)))
-    written = max(file.stat().st_mtime for file in folder.iterdir())
+    written = last_write(folder)
     assert at(written + 4000, read_run, folder).status == "paused"
     shown = "\n".join(Page(render_report(folder)).texts)
     assert "2025-11-21 20:15:07 UTC" in shown
@@ -597,10 +522,10 @@ def test_starts_stops_and_continuations_are_told(tmp_path):
     odd = {"event": "<b>odd", "step": 4, "unix_seconds": 1e300}
     lines = [*events, resumed | {"changes": [change, 3]}, odd, {"event": "half"}]
     path.write_text("\n".join(map(json.dumps, lines)) + '\n{"event": "fin')
-    run = at(written + 4000, read_run, folder)
-    assert run.status == "stopped"
-    assert [event.sentence for event in run.events][2:] == [
+    found = at(written + 4000, read_run, folder)
+    assert found.status == "stopped"
+    assert [event.sentence for event in found.events][2:] == [
         "continued after step 3, 1 process; max_steps: <3> → 5",
         "<b>odd, step 4",
     ]
-    assert Page(render_report(folder)).open == []
+    page_of(folder)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.machine import seconds
-from tests.tools.report.report_runs import write_run
+from tests.tools.report.report_runs import append, change_lines, write_run
 
 from lightrft.cli.main import main
 from lightrft.reporting.files import note_interruption, write_event
@@ -62,12 +62,8 @@ def test_a_solved_run_is_no_alarm_and_a_run_of_equal_failures_is(tmp_path):
     assert find_alarms(solved) == []
     assert solved_sentence(solved).startswith("Solved: in 7 of 10 steps, first in step 4,")
     # Equal rewards, and not the best ones: what was learnt is gone.
-    rows = [
-        json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
-    ]
-    for row in rows[6:]:
-        row["reward"] = row["reward_min"] = row["reward_max"] = 0.0
-    (tmp_path / "a" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    nothing = dict.fromkeys(("reward", "reward_min", "reward_max"), 0.0)
+    change_lines(tmp_path / "a", "metrics", lambda row: row | (nothing if row["step"] > 6 else {}))
     (alarm,) = find_alarms(read_run(tmp_path / "a"))
     assert alarm.startswith("4 steps from 7 on: constant_group_share")
 
@@ -145,17 +141,16 @@ def test_runs_are_compared_by_curve_and_by_what_differs(tmp_path, capsys):
     assert "0.250 → 0.250" in text
 
 
-def test_a_comparison_is_written_where_it_is_asked_for(tmp_path, capsys):
+def test_a_comparison_is_written_where_it_is_asked_for(tmp_path, refused):
     folders = [str(write_run(tmp_path / name)) for name in ("one", "two")]
     path = tmp_path / "pages" / "all.html"
     assert main(["report", *folders, "--output", str(path)]) == 0
     assert "runs" in path.read_text()
     assert not (tmp_path / "one" / "comparison.html").exists()
-    assert main(["report", folders[0], "--output", str(path)]) == 2
-    assert "--output is for a page about several runs" in capsys.readouterr().err
+    refused(["report", folders[0], "--output", path], 2, "--output is for a page about several")
 
 
-def test_many_pages_share_one_chart_library(tmp_path, capsys):
+def test_many_pages_share_one_chart_library(tmp_path, refused):
     folders = [write_run(tmp_path / "my runs" / name) for name in ("one", "two")]
     assert main(["report", str(folders[0]), "--shared"]) == 0
     assert main(["report", str(folders[1]), "--shared"]) == 0
@@ -165,17 +160,12 @@ def test_many_pages_share_one_chart_library(tmp_path, capsys):
     for page in pages:
         assert page.stat().st_size < 200_000
         assert f'src="../{library.name}"></script>' in page.read_text()
-    capsys.readouterr()
-    assert main(["report", str(folders[0]), "--shared", "--watch"]) == 2
-    assert "--shared is for pages that are written" in capsys.readouterr().err
+    said = "--shared is for pages that are written"
+    refused(["report", folders[0], "--shared", "--watch"], 2, said)
 
 
 def test_held_out_scores_come_first_and_curves_of_zeros_are_one_line(tmp_path):
-    folder = write_run(tmp_path / "run")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [row | {"eval/reward": 0.25} for row in rows]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    text = render_report(folder)
+    text = render_report(write_run(tmp_path / "run", metrics={"eval/reward": 0.25}))
     titles = re.findall(r"<h3>(.*?)</h3>", text)
     assert titles[:2] == ["Held-out reward", "Reward"]
     assert re.search(r"0 in every step: .*Truncated responses \(truncated_share\)\.", text)
@@ -192,10 +182,7 @@ def test_a_prompt_stands_once_above_its_responses(tmp_path):
 
 def test_a_run_without_a_metric_keeps_the_colour_of_its_place(tmp_path):
     one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two")
-    lines = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        del line["kl"]
-    (one / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    change_lines(one, "metrics", lambda row: {n: v for n, v in row.items() if n != "kl"})
     text = render_comparison([one, two])
     figure = text.split("KL to the reference model")[1].split("</figure>")[0]
     assert 'line1"></span><b>two</b>' in figure
@@ -228,12 +215,9 @@ def test_hostile_names_and_options_stay_text_in_a_comparison(tmp_path):
         (["nowhere", "--watch"], "nowhere holds no run"),
     ],
 )
-def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, capsys, words, said):
-    run = str(write_run(tmp_path / "run", 2))
-    assert main(["report", *(run if word == "RUN" else word for word in words)]) == 2
-    found = capsys.readouterr().err
-    assert said in found
-    assert found.count("\n") == 1
+def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, refused, words, said):
+    run = write_run(tmp_path / "run", 2)
+    refused(["report", *(run if word == "RUN" else word for word in words)], 2, said)
 
 
 @pytest.fixture
@@ -267,9 +251,7 @@ def test_the_followed_page_changes_with_the_run(live):
     assert f'data-version="{version}"' in text
     assert "connect-src 'self'" in text
     assert "step 4:" not in text
-    lines = (folder / "samples.jsonl").read_text().splitlines()
-    with (folder / "samples.jsonl").open("a") as stream:
-        stream.write(json.dumps(json.loads(lines[0]) | {"step": 4}) + "\n")
+    append(folder, "samples", {"step": 4, "prompt": "p", "response": "r", "reward": 1.0})
     assert ask(server, "/version")[1] != version
     assert "step 4:" in ask(server)[1]
     # The file that opens from disk asks nobody.
@@ -295,9 +277,8 @@ def test_a_run_that_is_removed_is_a_line_for_each_request(live, capfd):
 def test_no_control_character_of_a_file_reaches_the_page(tmp_path):
     folder = write_run(tmp_path / "run", 2)
     write_event(folder, "\x1b[2Jevent", step=2, details={})
-    line = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
-    with (folder / "samples.jsonl").open("a") as stream:
-        stream.write(json.dumps(line | {"prompt": "\x1b]0;prompt\x07 \ud83d\ude00 é"}) + "\n")
+    prompt = "\x1b]0;prompt\x07 \ud83d\ude00 é"
+    change_lines(folder, "samples", lambda row: row | {"prompt": prompt})
     text = render_report(folder)
     assert re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text) is None
     assert "\\x1b[2Jevent" in text
