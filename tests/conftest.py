@@ -10,7 +10,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from tests import hooks, machine
+from tests import machine
 
 machine.publish()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,12 +26,6 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     """Register the hooks once, whichever folders a run of the tests collects."""
     if not pluginmanager.has_plugin(hooks.__name__):
         pluginmanager.register(hooks, hooks.__name__)
-
-
-@pytest.fixture(scope="session")
-def collected(pytestconfig: pytest.Config) -> list[tuple[str, bool, str | None]]:
-    """Of every collected test: its file, whether it is slow, and its shard."""
-    return pytestconfig.stash[hooks.COLLECTED]
 
 
 @pytest.fixture(scope="session")

@@ -126,3 +126,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             f"{name} took {seconds:.0f} s by the speed of this machine: a quick test takes at most "
             f"{tiers.QUICK_SECONDS:.0f} s, it {verb} be marked full"
         )
+
+
+@pytest.fixture(scope="session")
+def collected(pytestconfig: pytest.Config) -> list[tuple[str, bool, str | None]]:
+    """Of every collected test: its file, whether it is slow, and its shard."""
+    return pytestconfig.stash[COLLECTED]

@@ -14,6 +14,6 @@ def test_the_packages_own_classes_run_where_it_is_installed(tmp_path, monkeypatc
     truth = {"ground_truth": "[]" if name == "lcb" else "4"}
     row = {"reward_spec": truth, "reward_model": truth, "extra_info": {}}
     monkeypatch.setitem(CASES, name, (row, ["so\nAnswer: 4\n#### 4"], None, None, {}))
-    _, answers, reward = played(tmp_path, monkeypatch, name, place="skyrl_gym")
+    _, answers, reward = played(tmp_path, name, place="skyrl_gym")
     assert answers[-1] == [""]
     assert name in ("lcb", "searchcode") or reward == 1.0

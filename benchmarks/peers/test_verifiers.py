@@ -4,14 +4,10 @@ Harnesses install what they need by uv: they take a package index, and are not r
 """
 
 import json
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from benchmarks.peers.verifiers_cases import WORDS, resources, sums, write_words
-from tests.machine import seconds, wait_until
+from tests.machine import seconds
 from tests.rollout.agents.agent_stage import AgentStage
 from tests.rollout.agents.test_agents import check_exact
 
@@ -22,7 +18,6 @@ from lightrft.rewards.types import RewardError
 from lightrft.rewards.worker import ReportedError
 from lightrft.tools.agents.verifiers_agent import host
 
-SERVER = Path(__file__).parents[2] / "tests/rollout/openenv_server.py"
 pytestmark = [pytest.mark.slow, pytest.mark.shard("verifiers"), pytest.mark.timeout(1200)]
 pytest.importorskip("verifiers", reason="needs scripts/verifiers.txt")
 
@@ -96,26 +91,10 @@ def test_tools_and_scores_of_nemo_gym(stage, tmp_path):
     assert "<tool_response>\n42" in played.text(first.rollout)
 
 
-@pytest.fixture
-def openenv_server():
-    pytest.importorskip("openenv.core", reason="needs scripts/verifiers.txt")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    program = [sys.executable, str(SERVER), str(port)]
-    process = subprocess.Popen(program)
-
-    def answers():
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
-    assert wait_until(answers)
-    yield f"http://127.0.0.1:{port}"
-    process.kill()
-    process.wait(30.0)
-
-
 def test_servers_of_openenv(stage, openenv_server):
-    environment = f"verifiers:openenv?taskset.base_url={openenv_server}&player.harness.id=null"
+    environment = (
+        f"verifiers:openenv?taskset.base_url=http://{openenv_server}&player.harness.id=null"
+    )
     resets = '&taskset.resets=[{"target": 7}%2C {"target": 5}]'
     rows = rows_of(environment + resets)
     played = stage(environment, rows, lambda shown: "5" if "wrong" in shown else '{"number": 7}')

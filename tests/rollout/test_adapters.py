@@ -1,70 +1,34 @@
 """Environments of other makes: classes that answer whole turns, and servers of OpenEnv."""
 
 import http
-import importlib.util
 import json
 import math
-import os
-import socket
-import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tests.machine import seconds
+from tests.rollout.stages import CASES, TEXT, call
 from tests.tools.rewards.test_http import Raw, dripping
 from websockets.datastructures import Headers
 from websockets.http11 import Response
 from websockets.sync.server import serve
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import TrainConfig
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.rewards.types import RewardError
 from lightrft.rewards.worker import ReportedError
-from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.environments.worker import EpisodeLostError, HostedEnvironments
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.run.run_inputs import input_files
 from lightrft.tools.environments.openenv import ActionRefusedError, connect
 from lightrft.tools.environments.skyrl_gym import converse
 
-HERE = Path(__file__).parent
-TEXT = HERE / "text_environments.py"
-_SPEC = importlib.util.spec_from_file_location("episodes", HERE / "test_environments.py")
-episodes = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(episodes)
-POOLS = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_pools():
-    yield
-    for pool in POOLS.values():
-        pool.close()
-
-
-@pytest.fixture
-def stage(tmp_path, monkeypatch):
-    """An engine that says what a script says, and an environment of another make."""
-
-    def make(turns, kind, name, **keywords):
-        def pool_of(config):
-            if config.environment not in POOLS:
-                POOLS[config.environment] = EnvironmentPool(config)
-            return POOLS[config.environment]
-
-        monkeypatch.setattr(episodes, "CASES", kind)
-        monkeypatch.setattr(episodes, "pool_of", pool_of)
-        return episodes.Stage(tmp_path, lambda request_id: turns, environment=name, **keywords)
-
-    return make
-
 
 def test_a_skyrl_gym_class_is_answered_turn_by_turn_as_a_user_answers(stage):
-    played = stage(["3", "5", "7"], f"skyrl_gym:{TEXT}", "Countdown")
+    played = stage(["3", "5", "7"], environment=f"skyrl_gym:{TEXT}:Countdown")
     rollouts, rewards = played.sample()
     for rollout, reward in zip(rollouts, rewards, strict=True):
         assert rollout.prompt.text.endswith("Find it. Guess!<|im_end|>\n<|im_start|>assistant\n")
@@ -86,34 +50,34 @@ def test_a_skyrl_gym_class_is_answered_turn_by_turn_as_a_user_answers(stage):
 
 
 def test_extras_have_what_skyrls_generator_gives_and_seeds(stage):
-    played = stage(["3", "7"], f"skyrl_gym:{TEXT}", "Telling", max_turns=5)
+    played = stage(["3", "7"], environment=f"skyrl_gym:{TEXT}:Telling", max_turns=5)
     (first, second), _ = played.sample()
     told = [json.loads(r.prompt.messages[-1]["content"].partition("!")[2]) for r in (first, second)]
     assert [each["max_turns"] for each in told] == [5, 5]
     assert told[0]["seed"] == told[1]["seed"] != told[0]["sample_seed"] != told[1]["sample_seed"]
     rows = [{"input": "Find it.", "target": 7, "max_turns": 2, "seed": 11}]
-    played = stage(["7"], f"skyrl_gym:{TEXT}", "Telling", rows=rows)
+    played = stage(["7"], environment=f"skyrl_gym:{TEXT}:Telling", rows=rows)
     told = json.loads(played.sample()[0][0].prompt.messages[-1]["content"].partition("!")[2])
     assert (told["max_turns"], told["seed"]) == (2, 11)
 
 
 def test_the_last_turn_is_paid_although_nothing_follows_it(stage):
-    played = stage(["1", "7"], f"skyrl_gym:{TEXT}", "Countdown", max_turns=2)
+    played = stage(["1", "7"], environment=f"skyrl_gym:{TEXT}:Countdown", max_turns=2)
     rollouts, rewards = played.sample()
     assert rewards[0].reward == 0.75
-    played = stage(["1"], f"skyrl_gym:{TEXT}", "Countdown", max_turns=2)
+    played = stage(["1"], environment=f"skyrl_gym:{TEXT}:Countdown", max_turns=2)
     rollouts, rewards = played.sample()
     assert rewards[0].reward == -0.5
     assert len(rollouts[0].segments) == 2
     assert rollouts[0].completion.sampled[-1]
-    played = stage(["1234567"], f"skyrl_gym:{TEXT}", "Countdown")
+    played = stage(["1234567"], environment=f"skyrl_gym:{TEXT}:Countdown")
     rollouts, rewards = played.sample(max_tokens=3)  # cut by length
     assert (rollouts[0].conversation.turns, rewards[0].reward) == (("123",), -0.25)
 
 
 def test_calls_in_a_conversation_are_only_text(stage):
-    text = episodes.call("guess", number=7)
-    played = stage([text, "7"], f"skyrl_gym:{TEXT}", "Countdown")
+    text = call("guess", number=7)
+    played = stage([text, "7"], environment=f"skyrl_gym:{TEXT}:Countdown")
     rollouts, rewards = played.sample()
     assert f"not {text} <|im_end|> try again" in played.text(rollouts[0])
     assert rewards[0].reward == 0.75
@@ -125,8 +89,8 @@ def test_calls_in_a_conversation_are_only_text(stage):
 )
 def test_a_step_that_fails_fails_its_episode(stage, said, reason):
     with pytest.raises(RewardError, match=reason):
-        stage([said], f"skyrl_gym:{TEXT}", "Countdown").sample()
-    played = stage([said], f"skyrl_gym:{TEXT}", "Countdown", reward_failure="mask")
+        stage([said], environment=f"skyrl_gym:{TEXT}:Countdown").sample()
+    played = stage([said], environment=f"skyrl_gym:{TEXT}:Countdown", reward_failure="mask")
     assert played.sample()[1] == [None, None]
 
 
@@ -135,15 +99,15 @@ def test_every_episode_is_closed_once_failed_or_not(stage, tmp_path):
         {"input": "Find it.", "target": target, "log": str(tmp_path / "log")} for target in (7, 8)
     ]
     options = {"rows": rows, "reward_failure": "mask"}
-    stage(["raise"], f"skyrl_gym:{TEXT}", "Countdown", **options).sample()
-    stage(["7", "8"], f"skyrl_gym:{TEXT}", "Countdown", **options).sample()
+    stage(["raise"], environment=f"skyrl_gym:{TEXT}:Countdown", **options).sample()
+    stage(["7", "8"], environment=f"skyrl_gym:{TEXT}:Countdown", **options).sample()
     closed = sorted((tmp_path / "log").read_text().splitlines())
     assert closed == ["['7', '8']"] * 2 + ["['7']"] * 2 + ["['raise']"] * 4
 
 
 def test_an_init_that_asks_something_else_is_refused(stage):
     with pytest.raises(RewardError, match="init must return the prompt"):
-        stage(["1"], f"skyrl_gym:{TEXT}", "Moving").sample()
+        stage(["1"], environment=f"skyrl_gym:{TEXT}:Moving").sample()
 
 
 def test_ids_of_skyrl_gym_are_its_classes_with_their_options(monkeypatch):
@@ -180,7 +144,7 @@ class Registered:
     [
         (f"skyrl_gym:{TEXT}:NoStep", (), "expected a class with init"),
         (f"skyrl_gym:{TEXT}:Missing", (), "has no 'Missing'"),
-        (f"skyrl_gym:{TEXT}:Countdown", (f"{HERE / 'environment_cases.py'}:double",), "no tools"),
+        (f"skyrl_gym:{TEXT}:Countdown", (f"{CASES}:double",), "no tools"),
         ("openenv:nowhere", (), "expected http://HOST:PORT"),
         ("openenv:http://127.0.0.1:9", (), "does not describe its actions"),
     ],
@@ -194,11 +158,6 @@ def test_what_cannot_be_adapted_is_refused_at_the_start(text, tools, message, mo
 def test_the_file_of_an_adapted_class_is_part_of_what_a_continued_run_compares():
     config = TrainConfig(environment=f"skyrl_gym:{TEXT}:Countdown", apply_chat_template=True)
     assert TEXT in input_files(config)
-
-
-def test_an_unknown_kind_is_refused(stage):
-    with pytest.raises(ConfigError, match="with one of openenv, skyrl_gym"):
-        stage(["1"], "gymnasium:x/y", "CartPole-v1")
 
 
 DEEP = b"[" * 10**5
@@ -256,7 +215,8 @@ class Server:
         self.schema = SCHEMA
         self.room = threading.Semaphore(100)
         self.server = serve(self.session, "127.0.0.1", 0, process_request=self.describe)
-        self.port = self.server.socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.server.socket.getsockname()[1]}"
+        self.name = f"openenv:{self.url}"
         self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
         self.thread.start()
 
@@ -340,8 +300,8 @@ def server():
 
 
 def test_actions_of_an_openenv_server_are_calls_of_a_tool(stage, server):
-    turns = [episodes.call("step", number=1), episodes.call("step", number=7), "never said"]
-    played = stage(turns, "openenv:http", f"//127.0.0.1:{server.port}")
+    turns = [call("step", number=1), call("step", number=7), "never said"]
+    played = stage(turns, environment=server.name)
     rollouts, rewards = played.sample()
     for rollout, reward in zip(rollouts, rewards, strict=True):
         assert '"name": "step"' in rollout.prompt.text
@@ -362,9 +322,9 @@ def test_actions_of_an_openenv_server_are_calls_of_a_tool(stage, server):
 
 def test_episodes_wait_while_a_server_has_no_room_and_none_is_lost(stage, server):
     server.room = threading.Semaphore(1)
-    turns = [episodes.call("step", number=1), episodes.call("step", number=7), "never said"]
+    turns = [call("step", number=1), call("step", number=7), "never said"]
     rows = [{"input": f"Find it {i}.", "target": 7} for i in range(4)]
-    played = stage(turns, "openenv:http", f"//127.0.0.1:{server.port}", rows=rows)
+    played = stage(turns, environment=server.name, rows=rows)
     rollouts, rewards = played.sample()
     assert [rollout.sample_id for rollout in rollouts] == list(range(8))
     assert [reward.reward for reward in rewards] == [0.75] * 8
@@ -373,14 +333,13 @@ def test_episodes_wait_while_a_server_has_no_room_and_none_is_lost(stage, server
 
 def test_episodes_fail_where_a_server_never_has_room(stage, server):
     server.room = threading.Semaphore(0)
-    name = f"//127.0.0.1:{server.port}"
-    played = stage(["x"], "openenv:http", name, tool_timeout_seconds=1.0)
+    played = stage(["x"], environment=server.name, tool_timeout_seconds=1.0)
     with pytest.raises(RewardError, match=r"reset failed: OpenEnv at .*: Server at capacity"):
         played.sample()
 
 
 def begun(server):
-    episode = connect(f"http://127.0.0.1:{server.port}")()
+    episode = connect(server.url)()
     episode.reset(target=7, input="Find it.")
     return episode
 
@@ -436,50 +395,6 @@ def test_a_server_names_and_counts_its_episodes_as_it_likes(server, habit):
 
 def test_a_lost_episode_fails_instead_of_being_answered_by_an_error(stage, server):
     server.fault = "cut"
-    played = stage([episodes.call("step", number=7)], "openenv:http", f"//127.0.0.1:{server.port}")
+    played = stage([call("step", number=7)], environment=server.name)
     with pytest.raises(RewardError, match="step was not answered"):
         played.sample()
-
-
-@pytest.fixture(scope="module")
-def real_server():
-    """OpenEnv's packages exclude ours (openai, mcp), so it may live in another environment."""
-    program = os.environ.get("LIGHTRFT_OPENENV_PYTHON")
-    if program is None:
-        pytest.importorskip(
-            "openenv.core",
-            reason="openenv is not installed: name a Python that has it in LIGHTRFT_OPENENV_PYTHON",
-        )
-        program = sys.executable
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([program, str(HERE / "openenv_server.py"), str(port)])
-    try:
-        deadline = time.monotonic() + seconds(240.0)
-        while time.monotonic() < deadline and process.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.2)
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait(30.0)
-
-
-def test_a_real_openenv_server(stage, real_server):
-    turns = [
-        episodes.call("step", number=1),
-        episodes.call("step", number=13),
-        episodes.call("step", number="x"),
-        episodes.call("step", number=7),
-        "never said",
-    ]
-    played = stage(turns, "openenv:http", f"//{real_server}")
-    rollouts, rewards = played.sample()
-    # The server counts the step that raised.
-    assert "unlucky" in played.text(rollouts[0])
-    assert [reward.reward for reward in rewards] == [1.0, 1.0]
-    assert '{"text": "wrong"}' in played.text(rollouts[0])
-    assert 'Find it.\n{"text": "guess"}<|im_end|>' in rollouts[0].prompt.text

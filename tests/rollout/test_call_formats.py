@@ -9,6 +9,7 @@ import random
 
 import pytest
 from tests.datasets import chat_families as families
+from tests.rollout.stages import call
 
 from lightrft.config import ConfigError
 from lightrft.rollout.environments.call_formats import (
@@ -110,6 +111,13 @@ def test_a_template_of_no_known_format_is_refused_whatever_is_asked_for():
             choose_parser(name, tokenizer_of(template), ())
 
 
+def test_what_writes_no_calls_is_read_as_it_is_asked_for():
+    tokenizer = families.family_tokenizer("Gemma")
+    assert choose_parser("pythonic", tokenizer, ()) is PARSERS["pythonic"]
+    with pytest.raises(ConfigError, match="give --tool_parser"):
+        choose_parser("auto", tokenizer, ())
+
+
 def test_a_template_that_fails_on_calls_says_why():
     template = TURNS % "{{ raise_exception('no tools here') }}"
     with pytest.raises(ConfigError, match=r"fails on a message with a call: no tools here.*; give"):
@@ -157,8 +165,61 @@ def test_random_calls_come_back_through_their_templates(name):
         assert (found.name, check_call(found, schema)) == ("find_it", chosen)
 
 
-def names_of(parser, text, is_ended=True):
-    return [each.name for each in parser(text, is_ended)]
+BEFORE = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+XML_CALL = "<function={}>\n<parameter=x>\n1\n</parameter>\n</function>"
+LLAMA_CALL = '{"name": "f", "parameters": {"x": 1}}'
+F, G = ("f", {"x": 1}), ("g", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("hermes", f"hm {call('f', x=1)} and {call('g')}", [F, G]),
+        ("hermes", call("f", x=1).removesuffix("</tool_call>"), [F]),
+        ("hermes", f"<tool_call>{LLAMA_CALL}</tool_call>", [F]),
+        ("hermes", "no call", []),
+        ("hermes", f"<think>{call('f')}</think>no", []),
+        ("hermes", f"<think>{call('f')}", []),
+        ("llama", LLAMA_CALL, [F]),
+        ("llama", f"<|python_tag|>{LLAMA_CALL}; {LLAMA_CALL}", [F, F]),
+        ("llama", "hello", []),
+        ("llama", '{"answer": 3}', []),
+        ("pythonic", "[f(x=1), g(s='a', t=[1])]", [F, ("g", {"s": "a", "t": [1]})]),
+        ("pythonic", "text [f(x=1)]", []),
+        ("pythonic", "[1, 2]", []),
+        # The first mark may be missing.
+        ("xml", f"hm {XML_CALL.format('f')}", [("f", {"x": "1"})]),
+        (
+            "xml",
+            "\n".join(f"<tool_call>\n{XML_CALL.format(n)}\n</tool_call>" for n in "fg"),
+            [("f", {"x": "1"}), ("g", {"x": "1"})],
+        ),
+        (
+            "lfm",
+            "<|tool_call_start|>[f(x=1), g(y='</s>')]<|tool_call_end|>ok",
+            [F, ("g", {"y": "</s>"})],
+        ),
+        # Gemma may write null as Python does.
+        (
+            "gemma",
+            '<|tool_call>call:f{x:None,l:[None , null],s:<|"|>None<|"|>}<tool_call|>',
+            [("f", {"x": None, "l": [None, None], "s": "None"})],
+        ),
+    ],
+)
+def test_calls_are_read_in_their_order(name, text, calls):
+    assert [(each.name, each.arguments) for each in PARSERS[name](text, True)] == calls
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama", "pythonic"])
+def test_what_a_template_began_to_think_is_thinking(name):
+    text = {"hermes": call("f"), "llama": '{"name": "f"}', "pythonic": "[f()]"}[name]
+    parser = PARSERS[name]
+    before = BEFORE + "<think>\n"
+    assert parser(f"hm {text}", True, before) == []
+    assert parser(f"{text}</think>no", True, before) == []
+    assert [c.name for c in parser(f"hm</think>{text}", True, before)] == ["f"]
+    assert [c.name for c in parser(text, True, f"{BEFORE}<think>a</think>")] == ["f"]
 
 
 def test_thinking_inside_of_a_call_is_text_and_a_call_inside_of_thinking_is_none():
@@ -171,31 +232,15 @@ def test_thinking_inside_of_a_call_is_text_and_a_call_inside_of_thinking_is_none
     assert xml_calls(f"{wrapped}</tool_call>", True) == [ToolCall("f", {"x": "<think>a</think>"})]
 
 
-def test_calls_of_gemma_may_write_null_as_python_does():
-    text = '<|tool_call>call:f{x:None,l:[None , null],s:<|"|>None<|"|>}<tool_call|>'
-    (found,) = PARSERS["gemma"](text, True)
-    assert found.arguments == {"x": None, "l": [None, None], "s": "None"}
-
-
-def test_arguments_under_the_other_name_are_arguments():
-    text = '<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>'
-    assert hermes_calls(text, True) == [ToolCall("f", {"x": 1})]
-
-
-def test_several_calls_keep_their_order_and_the_first_mark_may_be_missing():
-    one = "<function=f>\n<parameter=x>\n1\n</parameter>\n</function>"
-    assert names_of(xml_calls, f"hm {one}") == ["f"]
-    two = f"<tool_call>\n{one}\n</tool_call>\n<tool_call>\n{one.replace('=f', '=g')}\n</tool_call>"
-    assert names_of(xml_calls, two) == ["f", "g"]
-    both = "<|tool_call_start|>[f(x=1), g(y='</s>')]<|tool_call_end|>ok"
-    assert names_of(PARSERS["lfm"], both) == ["f", "g"]
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("xml", "<tool_call><function=f><parameter=x>1</function></tool_call>"),
         ("xml", "<tool_call><function=f>"),
+        ("hermes", "<tool_call>x</tool_call>"),
+        ("hermes", '<tool_call>{"name": 3}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("hermes", "<tool_call>{'name': 'f'}</tool_call>"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1e400}}</tool_call>'),
         ("glm", "<tool_call></tool_call>"),
@@ -208,11 +253,77 @@ def test_several_calls_keep_their_order_and_the_first_mark_may_be_missing():
         ("harmony", "<|channel|>commentary to=functions.f<|message|>{x"),
         ("mistral", "[TOOL_CALLS] [1]"),
         ("mistral", "[TOOL_CALLS]f"),
+        ("llama", LLAMA_CALL[:-1]),
+        ("llama", f"{LLAMA_CALL}; hello"),
+        ("llama", '{"name": "f", "parameters": 3}'),
+        ("pythonic", "[f(1)]"),
+        ("pythonic", "[f(x=1+1)]"),
+        ("pythonic", "[f(x=__import__('os'))]"),
+        ("pythonic", "[f(x=1)"),
+        ("pythonic", "[f(**{})]"),
+        ("pythonic", "[f(x=g())]"),
     ],
 )
 def test_what_opens_a_call_and_is_none_is_malformed(name, text):
     with pytest.raises(MalformedCallError):
         PARSERS[name](text, True)
+
+
+def test_a_call_that_its_turn_did_not_end_is_malformed():
+    with pytest.raises(MalformedCallError):
+        hermes_calls(call("f").removesuffix("</tool_call>"), False)
+
+
+# transformers' own description of how Qwen writes calls; the anchor finds opened thinking.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {
+            "open": "<think>",
+            "close_pattern": r"</think>\s*",
+            "content": "text",
+        },
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
+
+
+def test_a_tokenizers_own_response_template_is_followed():
+    tokenizer = families.family_tokenizer("Gemma")  # of which no other parser is known
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    schema = {"name": "f", "description": "", "parameters": parameters}
+    parse = choose_parser("auto", tokenizer, ({"type": "function", "function": schema},))
+
+    def read(text, before=BEFORE):
+        return [(each.name, each.arguments) for each in parse(text, True, before)]
+
+    one = call("f", x="7")
+    assert read(one) == read(f"hm\n{one}\nmore") == [("f", {"x": 7})]
+    assert read(f"{one}\n{call('g')}") == [("f", {"x": 7}), ("g", {})]
+    assert read("no call") == read(f"<think>{one}</think>no") == []
+    assert read(f"{one}</think>no", BEFORE + "<think>\n") == []
+    assert read('<tool_call>\n{"name": "f"}\n</tool_call>') == [("f", {})]
+    for body in (
+        '{"name": "f"',
+        "{'name': 'f'}",
+        "[1]",
+        "3",
+        '{"name": "f", "arguments": "{}"}',
+        '{"name": "f", "arguments": [1]}',
+        '{"arguments": {}}',
+        "[" * 5000,
+    ):
+        with pytest.raises(MalformedCallError):
+            read(f"<tool_call>{body}</tool_call>")
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -250,6 +361,9 @@ SCHEMA = {
                 "n": {"type": "number", "minimum": 0, "exclusiveMaximum": 10},
                 "i": {"type": "integer"},
                 "d": {"type": "object", "additionalProperties": {"type": "integer"}},
+                "s": {"type": "string"},
+                "b": {"type": "boolean"},
+                "x": {},
             }
         }
     }
@@ -268,6 +382,9 @@ SCHEMA = {
         ({"n": 9.5}, {"n": 9.5}),
         ({"i": 1.0}, {"i": 1}),
         ({"d": {"k": 1}}, {"d": {"k": 1}}),
+        # Texts are cast only where the schema asks.
+        ({"i": "7", "s": "7", "b": "true", "n": 1}, {"i": 7, "s": "7", "b": True, "n": 1}),
+        ({"x": [1, "a", None]}, {"x": [1, "a", None]}),
     ],
 )
 def test_arguments_are_read_by_the_whole_schema(given, found):
@@ -288,6 +405,10 @@ def test_arguments_are_read_by_the_whole_schema(given, found):
         ({"n": 10}, "breaks exclusiveMaximum 10"),
         ({"n": float("nan")}, "finite number"),
         ({"i": 1.5}, "must be integer"),
+        ({"i": True}, "must be integer"),
+        ({"s": 7}, "must be string"),
+        ({"b": 1}, "must be boolean"),
+        *(({"x": each}, "f: the arguments are no JSON") for each in ({1, 2}, b"a", [{1}], 2j)),
         ({"d": {"k": "x"}}, r"at \.k: must be integer"),
     ],
 )

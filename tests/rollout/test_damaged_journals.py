@@ -3,34 +3,19 @@
 A damage is told by one line. Contents that nobody wrote are damage also where the checksums fit.
 """
 
-import importlib.util
 import json
 import random
 import time
-from pathlib import Path
 
 import pytest
 from tests.machine import seconds
 from tests.rollout.journal_edits import events_of, lines_of
+from tests.rollout.test_journal import FILE, Played
 
 from lightrft.rollout.environments.journal import JournalError, read_journal
 
-_SPEC = importlib.util.spec_from_file_location(
-    "journals", Path(__file__).with_name("test_journal.py")
-)
-journals = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(journals)
-Played, FILE = journals.Played, journals.FILE
 DEEP = "[" * 100_000 + "]" * 100_000
 PLACE = '"the place of it"'
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_pools():
-    yield
-    for pool in journals.environments.POOLS.values():
-        pool.close()
-    journals.environments.POOLS.clear()
 
 
 @pytest.fixture(scope="module")

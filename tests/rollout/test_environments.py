@@ -1,143 +1,21 @@
 """Episodes of several turns against scripted models and environments in real worker processes."""
 
-import importlib.util
 import json
 import time
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from tests.engines.fake_engine import FakeEngine
 from tests.machine import seconds
+from tests.rollout.stages import CASES, answers_of, call, pool_of
+from tests.rollout.test_call_formats import RESPONSE_TEMPLATE
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.datasets import load_prompts
-from lightrft.engines.types import EngineConfig
 from lightrft.experience.ledger_gate import rebuild
-from lightrft.rewards.build import CombinedReward, build_reward
+from lightrft.rewards.build import build_reward
 from lightrft.rewards.types import RewardError
-from lightrft.rollout.environments.call_formats import (
-    MalformedCallError,
-    ToolCall,
-    hermes_calls,
-    llama_calls,
-    pythonic_calls,
-)
-from lightrft.rollout.environments.call_schema import check_call
-from lightrft.rollout.environments.calls import choose_parser
 from lightrft.rollout.environments.environments import Environments
-from lightrft.rollout.environments.episode_batch import TURN_STEP
-from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.environments.worker import tool_names
 from lightrft.rollout.ledger_records import take_evidence
-from lightrft.rollout.sampler import RolloutSampler, training_params
-from lightrft.rollout.source import SampleRequests, SourceParts
-from lightrft.strategy import get_fake_strategy
-from lightrft.strategy.distributed.deadlines import StepTimer
-
-HERE = Path(__file__).parent
-CASES = HERE / "environment_cases.py"
-_SPEC = importlib.util.spec_from_file_location(
-    "chat_families", HERE.parent / "datasets" / "chat_families.py"
-)
-families = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(families)
-
-
-def call(name, **arguments):
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def sampled(environments, strategy, prompts, params):
-    """The rollouts of a step and the rewards of their environments."""
-    source = environments.source(SourceParts(strategy.session, environments.config, None, None))
-    requests = SampleRequests(prompts, range(len(prompts)), len(prompts), params, step=1)
-    return source.rollouts(requests, lambda group: None)
-
-
-class Stage:
-    """A fake engine that says, turn by turn, what a script says for each prompt and sample."""
-
-    def __init__(self, tmp_path, script, *, rows=None, environment="Guess", **options):
-        self.tokenizer = families.family_tokenizer("Qwen2.5")
-        self.script = script
-        rows = rows or [{"input": "Find it.", "target": 7}]
-        data = tmp_path / "rows.jsonl"
-        data.write_text("\n".join(json.dumps(row) for row in rows))
-        named = None if environment is None else f"{CASES}:{environment}"
-        self.config = TrainConfig(
-            **{
-                "environment": named,
-                "apply_chat_template": True,
-                "n_samples_per_prompt": 2,
-                "generate_max_len": 200,
-                "prompt_max_len": 700,
-                "bf16": False,
-                "environment_workers": 1,
-                "tool_timeout_seconds": 20.0,
-                "label_key": None,
-                "rollout_batch_size": len(rows),
-                "train_batch_size": 2 * len(rows),
-                "max_turns": 6,
-                "enable_engine_sleep": False,
-                **options,
-            }
-        )
-        self.environments = Environments(
-            self.config, self.tokenizer, folder=tmp_path, pool=pool_of(self.config)
-        )
-        shown = self.environments.prompt_tokenizer
-        self.prompts = load_prompts(data, shown, self.config).prompts
-        self.strategy = get_fake_strategy(self.config)
-        self.engine = FakeEngine(EngineConfig("fake", ""), script=self.say)
-        self.engine.eos_ids = (self.tokenizer.eos_token_id,)
-        self.engine.set_weights_version(3)
-        self.strategy.inference_engine = self.engine
-
-    def say(self, request, index):
-        """The next scripted turn, ended; text without a bar is cut by length."""
-        context = self.tokenizer.decode(request.prompt_token_ids)
-        turn = context.count("<|im_start|>assistant") - 1
-        turns = self.script(request.request_id % TURN_STEP)
-        text = turns[min(turn, len(turns) - 1)]
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids = [*ids, self.tokenizer.eos_token_id]
-        return ids, [-0.25 - 0.5 * (i % 7) for i in range(len(ids))]
-
-    def sample(self, **keywords):
-        params = replace(training_params(self.config), **keywords)
-        return sampled(self.environments, self.strategy, self.prompts, params)
-
-    def text(self, rollout):
-        return self.tokenizer.decode(rollout.completion.output_token_ids)
-
-
-@pytest.fixture
-def stage(tmp_path):
-    def make(script, **keywords):
-        turns = script if callable(script) else (lambda request_id: script)
-        return Stage(tmp_path, turns, **keywords)
-
-    return make
-
-
-POOLS = {}
-
-
-def pool_of(config):
-    """Workers are slow to start, so those of one class serve all tests."""
-    key = (config.environment, config.tools, config.environment_workers)
-    if key not in POOLS:
-        POOLS[key] = EnvironmentPool(config)
-    return POOLS[key]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_pools():
-    yield
-    for pool in POOLS.values():
-        pool.close()
-    POOLS.clear()
+from lightrft.rollout.sampler import training_params
 
 
 def test_trls_minimal_class_runs_unchanged(stage):
@@ -182,8 +60,7 @@ def test_state_belongs_to_one_episode_and_calls_keep_their_order(stage):
     played = stage([two, call("count_up"), "done"], environment="Counter")
     rollouts, rewards = played.sample()
     for rollout, reward in zip(rollouts, rewards, strict=True):
-        answers = [[c.text for c in turn] for turn in rollout.conversation.answers]
-        assert answers == [["slow 1", "2"], ["3"]]
+        assert answers_of(rollout) == [["slow 1", "2"], ["3"]]
         text = played.text(rollout)
         assert text.index("slow 1") < text.index("\n2\n") < text.index("\n3\n")
         assert reward.reward == 4.5  # the sum of its parts
@@ -255,7 +132,7 @@ def told(played):
     """What the environment said to each sample, and its rewards."""
     rollouts, rewards = played.sample()
     return [
-        (r.prompt.text, [c.text for turn in r.conversation.answers for c in turn], w and w.reward)
+        (r.prompt.text, [a for turn in answers_of(r) for a in turn], w and w.reward)
         for r, w in zip(rollouts, rewards, strict=True)
     ]
 
@@ -329,27 +206,6 @@ def test_a_failure_on_one_rank_ends_all_of_them_after_the_same_exchange(stage):
     assert "no such puzzle" in told[-1][1]
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ('<tool_call>\n{"name": "guess", "arguments": {"number": 7}\n</tool_call>', "no JSON"),
-        ('<tool_call>\n{"name": "guess"}\n</tool_call>', "missing argument 'number'"),
-        (call("guess", number="x"), "must be integer"),
-        (call("guess", number=7, more=1), "unknown argument 'more'"),
-        (call("nope"), "no tool 'nope': there are guess"),
-        (call("reset"), "no tool 'reset'"),
-    ],
-)
-def test_wrong_calls_are_answered_not_ignored(stage, text, told):
-    played = stage([text, call("guess", number=7), "done"])
-    rollouts, rewards = played.sample()
-    answer = rollouts[0].conversation.answers[0][0]
-    assert answer.outcome == "malformed"
-    assert told in answer.text
-    assert answer.text in played.text(rollouts[0])
-    assert rewards[0].reward == 1.0
-
-
 def test_bounds_of_turns_and_calls(stage):
     played = stage([call("guess", number=1)], max_turns=3)
     rollouts, _ = played.sample()
@@ -400,6 +256,8 @@ def test_stateless_tools_need_no_class(stage):
         ("Untyped", "tool tool needs type hints and a Google docstring"),
         ("NoReset", "expected a class with reset"),
         ("Missing", "has no 'Missing'"),
+        ("WRONG_FACTORIES", "WRONG_FACTORIES number: expected a class with reset"),
+        ("gymnasium:x/y:CartPole-v1", "with one of openenv, skyrl_gym"),
     ],
 )
 def test_what_cannot_be_an_environment_is_refused_at_the_start(stage, environment, message):
@@ -422,19 +280,13 @@ def test_the_sampler_adds_the_reward_of_the_environment(stage):
 
     rows = [{"input": f"Find it {i}.", "target": 7} for i in range(2)]
     played = stage(script, rows=rows)
-    sampler = RolloutSampler(
-        SourceParts(
-            played.strategy.session, played.config, played.tokenizer, CombinedReward([], [])
-        ),
-        played.environments.source,
-    )
-    samples = sampler.collect(played.prompts, first_request_id=0, step=1, timer=StepTimer())
+    samples = played.collect()
     assert samples.table.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert samples.table.component_names == ("Guess",)
     assert samples.tool_names == ("guess",)
     assert (samples.table.sampled_lengths < samples.table.response_lengths).all()
     assert len(samples.evidence.accounts) == 4
-    _, table = sampler.sample_all(played.prompts, training_params(played.config))
+    _, table = played.sampler().sample_all(played.prompts, training_params(played.config))
     assert table.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert played.engine.ledger.take() == []  # evaluations are not trained on
 
@@ -468,11 +320,7 @@ def test_groups_are_scored_while_other_episodes_go_on(stage, tmp_path):
     rows = [{"input": f"Find it {i}.", "target": 7} for i in range(2)]
     played = stage(script, rows=rows, reward_args={"folder": str(tmp_path)})
     with build_reward([f"{tmp_path / 'r.py'}:tells"], config=played.config) as reward:
-        sampler = RolloutSampler(
-            SourceParts(played.strategy.session, played.config, played.tokenizer, reward),
-            played.environments.source,
-        )
-        samples = sampler.collect(played.prompts, first_request_id=0, step=1, timer=StepTimer())
+        samples = played.collect(reward)
     assert seen == [True, True]
     longer = float(len(call("guess", number=7)) + len("\nend"))
     assert samples.table.rewards.tolist() == [4.0, 4.0, longer + 1.0, longer + 1.0]
@@ -511,132 +359,6 @@ def test_public_functions_of_the_class_are_tools():
     assert tool_names(Own) == ["inherited", "static", "step"]
 
 
-def found(parser, text, is_ended=True):
-    return [(each.name, each.arguments) for each in parser(text, is_ended)]
-
-
-def test_hermes_calls():
-    one = call("f", x=1)
-    assert found(hermes_calls, f"hm {one} and {call('g')}") == [("f", {"x": 1}), ("g", {})]
-    assert found(hermes_calls, "no call") == []
-    assert found(hermes_calls, f"<think>{one}</think>no") == []
-    assert found(hermes_calls, f"<think>{one}") == []
-    unclosed = one.removesuffix("</tool_call>")
-    assert found(hermes_calls, unclosed) == [("f", {"x": 1})]
-    for text, ended in (
-        (unclosed, False),
-        ("<tool_call>x</tool_call>", True),
-        ('<tool_call>{"name": 3}</tool_call>', True),
-        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', True),
-        ("<tool_call>{'name': 'f'}</tool_call>", True),
-    ):
-        with pytest.raises(MalformedCallError):
-            hermes_calls(text, ended)
-
-
-def test_llama_calls():
-    one = '{"name": "f", "parameters": {"x": 1}}'
-    assert found(llama_calls, one) == [("f", {"x": 1})]
-    assert found(llama_calls, f"<|python_tag|>{one}; {one}") == [("f", {"x": 1})] * 2
-    assert found(llama_calls, "hello") == []
-    assert found(llama_calls, '{"answer": 3}') == []
-    for text in (one[:-1], one + "; hello", '{"name": "f", "parameters": 3}'):
-        with pytest.raises(MalformedCallError):
-            llama_calls(text, True)
-
-
-def test_pythonic_calls():
-    assert found(pythonic_calls, "[f(x=1), g(s='a', t=[1])]") == [
-        ("f", {"x": 1}),
-        ("g", {"s": "a", "t": [1]}),
-    ]
-    assert found(pythonic_calls, "text [f(x=1)]") == []
-    assert found(pythonic_calls, "[1, 2]") == []
-    for text in (
-        "[f(1)]",
-        "[f(x=1+1)]",
-        "[f(x=__import__('os'))]",
-        "[f(x=1)",
-        "[f(**{})]",
-        "[f(x=g())]",
-    ):
-        with pytest.raises(MalformedCallError):
-            pythonic_calls(text, True)
-
-
-def test_the_parser_follows_the_tokenizer():
-    assert choose_parser("auto", families.family_tokenizer("Qwen2.5"), ()) is hermes_calls
-    assert choose_parser("auto", families.family_tokenizer("Llama 3"), ()) is llama_calls
-    assert choose_parser("pythonic", families.family_tokenizer("Gemma"), ()) is pythonic_calls
-    with pytest.raises(ConfigError, match="give --tool_parser"):
-        choose_parser("auto", families.family_tokenizer("Gemma"), ())
-
-
-# transformers' own description of how Qwen writes calls; the anchor finds opened thinking.
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning_content": {
-            "open": "<think>",
-            "close_pattern": r"</think>\s*",
-            "content": "text",
-        },
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close_pattern": r"</tool_call>\s*",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-    },
-}
-BEFORE = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_a_tokenizers_own_response_template_is_followed():
-    tokenizer = families.family_tokenizer("Gemma")  # of which no other parser is known
-    tokenizer.response_template = RESPONSE_TEMPLATE
-    schema = {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "description": "",
-            "parameters": {
-                "type": "object",
-                "properties": {"x": {"type": "integer"}},
-                "required": ["x"],
-            },
-        },
-    }
-    parse = choose_parser("auto", tokenizer, (schema,))
-
-    def read(text, before=BEFORE):
-        return [(each.name, each.arguments) for each in parse(text, True, before)]
-
-    one = call("f", x="7")
-    assert read(one) == read(f"hm\n{one}\nmore") == [("f", {"x": 7})]
-    assert read(f"{one}\n{call('g')}") == [("f", {"x": 7}), ("g", {})]
-    assert read("no call") == read(f"<think>{one}</think>no") == []
-    assert read(f"{one}</think>no", BEFORE + "<think>\n") == []
-    bare = '<tool_call>\n{"name": "f"}\n</tool_call>'
-    assert read(bare) == [("f", {})]
-    deep = "[" * 5000
-    for body in (
-        '{"name": "f"',
-        "{'name': 'f'}",
-        "[1]",
-        "3",
-        '{"name": "f", "arguments": "{}"}',
-        '{"name": "f", "arguments": [1]}',
-        '{"arguments": {}}',
-        deep,
-    ):
-        with pytest.raises(MalformedCallError):
-            read(f"<tool_call>{body}</tool_call>")
-
-
 def test_an_episode_is_read_by_the_tokenizers_own_response_template(stage):
     played = stage([call("guess", number="7") + call("guess"), "done"])
     tokenizer = played.tokenizer
@@ -650,67 +372,23 @@ def test_an_episode_is_read_by_the_tokenizers_own_response_template(stage):
     assert [r.reward for r in rewards] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("parser", [hermes_calls, llama_calls, pythonic_calls])
-def test_what_a_template_began_to_think_is_thinking(parser):
-    texts = {hermes_calls: call("f"), llama_calls: '{"name": "f"}', pythonic_calls: "[f()]"}
-    before = BEFORE + "<think>\n"
-    assert parser(f"hm {texts[parser]}", True, before) == []
-    assert parser(f"{texts[parser]}</think>no", True, before) == []
-    assert [c.name for c in parser(f"hm</think>{texts[parser]}", True, before)] == ["f"]
-    assert [c.name for c in parser(texts[parser], True, f"{BEFORE}<think>a</think>")] == ["f"]
-
-
 @pytest.mark.parametrize(
-    "text",
+    "body",
     [
-        f"<tool_call>{'[' * 5000}</tool_call>",
-        '<tool_call>{"name": "\\ud800", "arguments": 3}</tool_call>',
-        '<tool_call>{"name": "act", "arguments": {"what": "\\ud800"}}</tool_call>',
-        '<tool_call>{"name": "act", "arguments": {"\\ud800": 1}}</tool_call>',
+        "[" * 5000,
+        '{"name": "\\ud800", "arguments": 3}',
+        '{"name": "act", "arguments": {"what": "\\ud800"}}',
+        '{"name": "act", "arguments": {"\\ud800": 1}}',
     ],
     ids=["nested", "name", "argument", "name of an argument"],
 )
-def test_no_call_ends_the_run(stage, text):
-    played = stage(
-        [text, "done"],
-        environment="Naughty",
-        max_observation_tokens=64,
-        generate_max_len=6000,
-        max_len=8000,
-    )
+def test_no_call_ends_the_run(stage, body):
+    options = {"max_observation_tokens": 64, "generate_max_len": 6000, "max_len": 8000}
+    played = stage([f"<tool_call>{body}</tool_call>", "done"], environment="Naughty", **options)
     rollouts, _ = played.sample()
     (answers, *_) = rollouts[0].conversation.answers
     assert [a.outcome for a in answers] == ["malformed"]
     assert len(rollouts[0].conversation.turns) == 2
-
-
-def test_literals_that_are_no_json_are_the_models_error():
-    schema = {"f": {"parameters": {"properties": {"x": {}}, "required": ["x"]}}}
-    assert check_call(pythonic_calls("[f(x=[1, 'a', None])]", True)[0], schema)
-    for literal in ("{1, 2}", "b'a'", "[{1}]", "2j"):
-        with pytest.raises(MalformedCallError, match="f: the arguments are no JSON"):
-            check_call(pythonic_calls(f"[f(x={literal})]", True)[0], schema)
-
-
-def test_arguments_are_cast_only_where_the_schema_asks():
-    schema = {
-        "f": {
-            "parameters": {
-                "properties": {
-                    "n": {"type": "integer"},
-                    "s": {"type": "string"},
-                    "b": {"type": "boolean"},
-                    "x": {"type": "number"},
-                },
-                "required": [],
-            }
-        }
-    }
-    cast = check_call(ToolCall("f", {"n": "7", "s": "7", "b": "true", "x": 1}), schema)
-    assert cast == {"n": 7, "s": "7", "b": True, "x": 1}
-    for wrong in ({"n": 1.5}, {"n": True}, {"s": 7}, {"b": 1}):
-        with pytest.raises(MalformedCallError):
-            check_call(ToolCall("f", wrong), schema)
 
 
 def test_what_reset_does_to_its_row_reaches_no_other_episode(stage):

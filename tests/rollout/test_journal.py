@@ -1,40 +1,22 @@
 """A step that was killed goes on where its journal ends, and a journal replays without anything."""
 
-import importlib.util
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tests.rollout.journal_edits import events_of, lines_of
+from tests.rollout.stages import CASES, Stage, call
 
 from lightrft.experience.ledger_gate import rebuild
-from lightrft.rewards.build import CombinedReward
 from lightrft.rollout.environments.journal import JournalError, read_journal
 from lightrft.rollout.ledger_records import take_evidence
-from lightrft.rollout.sampler import RolloutSampler, training_params
-from lightrft.rollout.source import SourceParts
-from lightrft.strategy.distributed.deadlines import StepTimer
+from lightrft.rollout.sampler import training_params
 from lightrft.tools.replay.journal_rounds import Replay, replay_journal
 
-_SPEC = importlib.util.spec_from_file_location(
-    "environment_stage", Path(__file__).with_name("test_environments.py")
-)
-environments = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(environments)
-Stage, call, CASES = environments.Stage, environments.call, environments.CASES
 FILE = "step-000001.rank-0.jsonl"
 SAY = Stage.say
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_pools():
-    yield
-    for pool in environments.POOLS.values():
-        pool.close()
-    environments.POOLS.clear()
 
 
 def counting(request_id):
@@ -296,18 +278,12 @@ def test_each_batch_of_dynamic_sampling_has_a_journal(tmp_path):
     stage, rounds = played.stage, [0]
     # The rewards of the first batch are constant, of the second they are mixed.
     stage.script = lambda i: [call("count_up")] * (1 + (i % 2 if rounds[0] else 0)) + ["done"]
-    sampler = RolloutSampler(
-        SourceParts(stage.strategy.session, stage.config, stage.tokenizer, CombinedReward([], [])),
-        stage.environments.source,
-    )
 
     def more():
         rounds[0] += 1
         return stage.prompts
 
-    samples = sampler.collect(
-        stage.prompts, first_request_id=0, next_prompts=more, step=1, timer=StepTimer()
-    )
+    samples = stage.collect(next_prompts=more)
     assert samples.num_rounds == 2
     assert samples.selection.num_constant == 3
     assert sorted(samples.table.rewards.tolist()) == [1.5] * 3 + [3.0] * 3

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib.util
 import json
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import groupby
@@ -14,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.datasets import chat_families as families
 from tests.engines.fake_engine import FakeEngine
+from tests.records.exchange_cases import ThreadRank, ThreadWorld
+from tests.rollout.stages import load_rows, options_of, pool_of
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.datasets import load_prompts
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import EngineConfig
 from lightrft.experience.ledger_gate import rebuild
@@ -25,7 +25,6 @@ from lightrft.records.rollout import AnsweredCall
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments import specs
 from lightrft.rollout.environments.environments import Environments
-from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.in_flight import from_parts, to_bytes
 from lightrft.rollout.open_groups import (
     NOTHING_OPEN,
@@ -40,60 +39,25 @@ from lightrft.rollout.source import InFlight, SampleRequests, SourceParts, own_p
 from lightrft.rollout.stream_order import GroupFacts, groups_to_train
 from lightrft.strategy.distributed.deadlines import StepTimer
 
-HERE = Path(__file__).parent
-
-
-def module_of(name, path):
-    spec = importlib.util.spec_from_file_location(name, path)
-    found = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
-families = module_of("chat_families", HERE.parent / "datasets" / "chat_families.py")
-cases = module_of("exchange_cases", HERE.parent / "records" / "exchange_cases.py")
+CASES = Path(__file__).with_name("mixing_environment.py")
 TOKENIZER = families.family_tokenizer("Qwen2.5")
 HEADER = TOKENIZER("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
 SIZE, WANTED, NUM_PROMPTS, LIMIT = 2, 2, 22, 150
-POOLS = {}
 
 
 def config_of(kind="Mixer", **options):
-    return TrainConfig(
-        **{
-            "environment": f"{HERE / 'mixing_environment.py'}:{kind}",
-            "apply_chat_template": True,
-            "n_samples_per_prompt": SIZE,
-            "rollout_batch_size": WANTED,
-            "train_batch_size": SIZE * WANTED,
-            "micro_train_batch_size": 1,
-            "generate_max_len": LIMIT,
-            "prompt_max_len": 700,
-            "max_turns": 4,
-            "max_len": 3000,
-            "environment_workers": 2,
-            "label_key": None,
-            "bf16": False,
-            "max_staleness": 3,
-            **options,
-        }
-    )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_pools():
-    yield
-    for pool in POOLS.values():
-        pool.close()
-    POOLS.clear()
-
-
-def pool_of(config, rank):
-    """Workers are slow to start: one pool of each class and rank serves all tests."""
-    key = config.environment, config.tools, rank
-    if key not in POOLS:
-        POOLS[key] = EnvironmentPool(config)
-    return POOLS[key]
+    given = {
+        "environment": f"{CASES}:{kind}",
+        "n_samples_per_prompt": SIZE,
+        "train_batch_size": SIZE * WANTED,
+        "micro_train_batch_size": 1,
+        "generate_max_len": LIMIT,
+        "max_turns": 4,
+        "max_len": 3000,
+        "environment_workers": 2,
+        "max_staleness": 3,
+    }
+    return TrainConfig(**options_of(WANTED, **{**given, **options}))
 
 
 def digest(*items):
@@ -146,19 +110,12 @@ class Lengths:
         return [RewardResult(float(len(text) % 5)) for text in responses]
 
 
-def prompts_of(environments, tmp_path, count=NUM_PROMPTS):
-    rows = [{"input": f"Mix {i}.", "target": i} for i in range(count)]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("\n".join(map(json.dumps, rows)))
-    return load_prompts(data, environments.prompt_tokenizer, environments.config).prompts
-
-
 class Player:
     """One rank of a run: it samples step after step."""
 
     def __init__(self, config, tmp_path, context=None, *, script=say, reward=None, stops=()):
         self.config = config
-        self.context = context or cases.ThreadRank(cases.ThreadWorld(1), 0)
+        self.context = context or ThreadRank(ThreadWorld(1), 0)
         # Ranks are threads here, and a tokenizer is no thread's while it splits special tokens.
         tokenizer = copy.deepcopy(TOKENIZER)
         self.environments = Environments(config, tokenizer, pool=pool_of(config, self.context.rank))
@@ -168,7 +125,8 @@ class Player:
         self.source = build_source(parts, self.batches, needs_greedy=False)
         own = tmp_path / str(self.context.rank)  # ranks are threads: each writes its own file
         own.mkdir(exist_ok=True)
-        self.prompts = prompts_of(self.environments, own)
+        rows = [{"input": f"Mix {i}.", "target": i} for i in range(NUM_PROMPTS)]
+        self.prompts = load_rows(own, rows, self.environments.prompt_tokenizer, config)
         self.knows_end = True
         self.params = replace(training_params(config), stop_token_ids=tuple(stops))
         self.stream, self.first, self.drawn, self.number = NOTHING_OPEN, 0, 0, 0
@@ -447,7 +405,7 @@ def test_delays_of_tools_change_nothing(tmp_path, stream, streamed):
 
 
 def test_two_ranks_play_the_episodes_of_one(tmp_path, stream, streamed):
-    world = cases.ThreadWorld(2)
+    world = ThreadWorld(2)
 
     def one_rank(context):
         return list(map(facts, play(Player(config_of(**stream), tmp_path, context))))
@@ -494,7 +452,7 @@ def test_open_episodes_keep_the_prompt_that_they_began_with(
 
 def test_ranks_go_on_with_the_episodes_of_others(tmp_path, stream, streamed):
     """Three steps on two ranks, and the rest on one."""
-    world = cases.ThreadWorld(2)
+    world = ThreadWorld(2)
 
     def one_rank(context):
         player = Player(config_of(**stream), tmp_path, context)
@@ -523,8 +481,8 @@ def test_an_evaluation_between_steps_disturbs_no_open_episode(tmp_path, stream, 
 
 
 FORMS = {
-    "turns": {"environment": f"skyrl_gym:{HERE / 'mixing_environment.py'}:Talker"},
-    "tools alone": {"environment": None, "tools": (f"{HERE / 'mixing_environment.py'}:mix",)},
+    "turns": {"environment": f"skyrl_gym:{CASES}:Talker"},
+    "tools alone": {"environment": None, "tools": (f"{CASES}:mix",)},
 }
 
 
@@ -741,9 +699,7 @@ OTHERS = {
     "n_samples_per_prompt: 2 -> 4": {"n_samples_per_prompt": 4, "train_batch_size": 8},
     "max_observation_tokens": {"max_observation_tokens": 16},
     "environment and tools: Mixer -> none": {"environment": None},
-    "environment and tools: Mixer -> Late": {
-        "environment": f"{HERE / 'mixing_environment.py'}:Late"
-    },
+    "environment and tools: Mixer -> Late": {"environment": f"{CASES}:Late"},
 }
 
 

@@ -4,7 +4,8 @@ import json
 import threading
 
 import pytest
-from tests.rollout.test_adapters import Server, close_pools, episodes, stage  # noqa: F401
+from tests.rollout.stages import answers_of, call
+from tests.rollout.test_adapters import Server
 
 from lightrft.rewards.worker import ReportedError
 from lightrft.tools.environments.openenv import ActionRefusedError, connect
@@ -105,14 +106,14 @@ def serve():
 
 
 def opened(server):
-    return connect(f"http://127.0.0.1:{server.port}")
+    return connect(server.url)
 
 
-def call(name, **arguments):
-    return episodes.call(name, **arguments)
+def names_of(server):
+    return [each["function"]["name"] for each in opened(server).schemas()]
 
 
-def test_each_tool_is_shown_and_called_by_its_name(stage, serve):  # noqa: F811
+def test_each_tool_is_shown_and_called_by_its_name(stage, serve):
     server = serve()
     turns = [
         call("look_up", word="plum") + call("look_up", word="fail"),
@@ -120,14 +121,14 @@ def test_each_tool_is_shown_and_called_by_its_name(stage, serve):  # noqa: F811
         call("answer", n=7),
         "never said",
     ]
-    played = stage(turns, "openenv:http", f"//127.0.0.1:{server.port}")
+    played = stage(turns, environment=server.name)
     assert played.environments.specs.tool_names == ("answer", "look_up")
     rollouts, rewards = played.sample()
     text = rollouts[0].prompt.text
     assert '"name": "look_up", "description": "Look a word up."' in text
     assert '"required": ["word"]' in text
     assert '"name": "step"' not in text
-    told = [[a.text for a in turn] for turn in rollouts[0].conversation.answers]
+    told = answers_of(rollouts[0])
     assert told[0] == ['{"found": "plum"}', '{"error": "ActionRefusedError: no net"}']
     assert "word" in told[1][0]  # refused by its schema, before the server
     assert json.loads(told[1][1]) == {"found": None}
@@ -139,10 +140,10 @@ def test_each_tool_is_shown_and_called_by_its_name(stage, serve):  # noqa: F811
     assert asked["data"]["type"] == "call_tool"
 
 
-def test_a_tool_that_fails_may_end_the_episode(stage, serve):  # noqa: F811
+def test_a_tool_that_fails_may_end_the_episode(stage, serve):
     server = serve()
     turns = [call("look_up", word="last"), "never said"]
-    rollouts, rewards = stage(turns, "openenv:http", f"//127.0.0.1:{server.port}").sample()
+    rollouts, rewards = stage(turns, environment=server.name).sample()
     [[answer]] = rollouts[0].conversation.answers
     assert (answer.outcome, answer.ends_episode) == ("error", True)
     assert rewards[0].reward == -0.25
@@ -158,10 +159,10 @@ def test_a_server_is_asked_for_its_tools_in_both_ways(serve, lists):
 
 def test_actions_of_other_servers_stay_one_tool(serve):
     server = serve("")
-    assert [each["function"]["name"] for each in opened(server).schemas()] == ["step"]
+    assert names_of(server) == ["step"]
     server.schema = {"action": {"properties": {"number": {"type": "integer"}}}}
     server.lists = "mcp"
-    assert [each["function"]["name"] for each in opened(server).schemas()] == ["step"]
+    assert names_of(server) == ["step"]
     # A server that names no fields may have tools all the same.
     server.schema = {"action": {"properties": {"metadata": {}}}}
     assert len(opened(server).schemas()) == 2

@@ -1,35 +1,16 @@
 """The ledger gate finds episodes that were shown, or paid, anything but their own."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from tests.rollout.stages import Stage, call
 
 from lightrft.experience import maker
 from lightrft.experience.maker import AdvantageSettings, ForwardModels, make_experience
-from lightrft.rewards.build import CombinedReward
 from lightrft.rollout.environments.episode_work import EpisodeWork
 from lightrft.rollout.environments.turns import Observations, Turns
 from lightrft.rollout.ledger_records import LedgerError
-from lightrft.rollout.sampler import RolloutSampler
-from lightrft.rollout.source import SourceParts
 from lightrft.strategy.distributed.deadlines import StepTimer
-
-_SPEC = importlib.util.spec_from_file_location(
-    "shown_stage", Path(__file__).with_name("test_environments.py")
-)
-environments = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(environments)
-Stage, call = environments.Stage, environments.call
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_pools():
-    yield
-    for pool in environments.POOLS.values():
-        pool.close()
-    environments.POOLS.clear()
 
 
 class GatePassed(Exception):
@@ -46,11 +27,7 @@ class UpToForward(StepTimer):
 def train_step(folder, script, **options):
     """A step from its prompts to the end of the gate."""
     stage = Stage(folder, script, **options)
-    session = stage.strategy.session
-    parts = SourceParts(session, stage.config, stage.tokenizer, CombinedReward([], []))
-    samples = RolloutSampler(parts, stage.environments.source).collect(
-        stage.prompts, first_request_id=0, timer=StepTimer()
-    )
+    samples = stage.collect()
     with pytest.raises(GatePassed):
         make_experience(
             samples,

@@ -1,20 +1,14 @@
 """Five shapes of SkyRL-Gym's environments run unchanged."""
 
-import importlib.util
 import sqlite3
 from pathlib import Path
 
 import pytest
+from tests.rollout.stages import Stage, answers_of
 
 from lightrft.rewards.types import RewardError
-from lightrft.rollout.environments.pool import EnvironmentPool
 
 FILE = Path(__file__).with_name("skyrl_environments.py")
-_SPEC = importlib.util.spec_from_file_location(
-    "environment_stage", Path(__file__).with_name("test_environments.py")
-)
-environments = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(environments)
 # Of each shape its row, what the model says, what it is answered, the reward, and options.
 CASES = {
     "Grade": ({}, ["so\n#### 4"], [[""]], 1.0, {}),
@@ -47,31 +41,23 @@ CASES = {
 }
 
 
-def played(tmp_path, monkeypatch, name, place=f"skyrl_gym:{FILE}", **changes):
+def played(tmp_path, name, place=f"skyrl_gym:{FILE}", **changes):
     """The first of two equal episodes of a shape, what it was answered, and its reward."""
     row, turns, _, _, options = CASES[name]
     row = {"input": "2+2?", "reward_spec": {"ground_truth": "4"}, **row}
-    monkeypatch.setattr(environments, "CASES", place)
-    monkeypatch.setattr(environments, "pool_of", EnvironmentPool)
     options = {"max_turns": 4, **options, **changes}
-    stage = environments.Stage(
-        tmp_path, lambda request_id: turns, rows=[row], environment=name, **options
-    )
-    try:
-        rollouts, rewards = stage.sample()
-    finally:
-        stage.environments.close()
-    answers = [[a.text for a in turn] for turn in rollouts[0].conversation.answers]
-    return stage.text(rollouts[0]), answers, rewards[0].reward
+    stage = Stage(tmp_path, turns, rows=[row], environment=f"{place}:{name}", **options)
+    rollouts, rewards = stage.sample()
+    return stage.text(rollouts[0]), answers_of(rollouts[0]), rewards[0].reward
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_five_shapes_are_played_and_paid_as_under_skyrl(tmp_path, monkeypatch, name):
+def test_five_shapes_are_played_and_paid_as_under_skyrl(tmp_path, name):
     with sqlite3.connect(tmp_path / "shop.sqlite") as connection:
         connection.execute("create table t (a int)")
         connection.execute("insert into t values (3), (4)")
     options = {"environment_args": {"db_path": str(tmp_path)}} if name == "Query" else {}
-    text, answers, reward = played(tmp_path, monkeypatch, name, **options)
+    text, answers, reward = played(tmp_path, name, **options)
     assert answers == CASES[name][2]
     assert reward == pytest.approx(CASES[name][3])
     for (answer,) in answers[:-1]:
@@ -81,4 +67,4 @@ def test_five_shapes_are_played_and_paid_as_under_skyrl(tmp_path, monkeypatch, n
 def test_a_turn_is_never_replaced_by_what_an_environment_makes_of_it(tmp_path, monkeypatch):
     monkeypatch.setitem(CASES, "Rewrites", CASES["Grade"])
     with pytest.raises(RewardError, match=r"postprocessed_action 'so': .* is trained as it was"):
-        played(tmp_path, monkeypatch, "Rewrites")
+        played(tmp_path, "Rewrites")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.records.exchange_cases import ThreadWorld
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
@@ -31,12 +29,6 @@ from lightrft.rollout.source import (
 )
 from lightrft.rollout.streaming import StreamSource
 from lightrft.tools.plan.duration import StepSamples, predict_exchange
-
-_SPEC = importlib.util.spec_from_file_location(
-    "exchange_cases", Path(__file__).parents[1] / "records" / "exchange_cases.py"
-)
-cases = sys.modules["exchange_cases"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(cases)
 
 SIZE, LIMIT = 2, 900
 
@@ -116,7 +108,7 @@ def run_rounds(world_size, *, num_wanted, num_rounds=5, chunk=200, saves=()):
         max_staleness=3,
         generate_max_len=LIMIT,
     )
-    world = cases.ThreadWorld(world_size)
+    world = ThreadWorld(world_size)
 
     def one_rank(context):
         session, sums = Session(context), Sums()

@@ -1,24 +1,15 @@
 """Eight shapes of TRL's environments and their reward functions run unchanged."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+from tests.rollout.stages import Stage, answers_of, call
 
 from lightrft.rewards.build import build_reward
 from lightrft.rewards.types import RewardError
-from lightrft.rollout.environments.pool import EnvironmentPool, Host
-from lightrft.rollout.sampler import RolloutSampler
-from lightrft.rollout.source import SourceParts
-from lightrft.strategy.distributed.deadlines import StepTimer
+from lightrft.rollout.environments.pool import Host
 
 FILE = Path(__file__).with_name("trl_environments.py")
-_SPEC = importlib.util.spec_from_file_location(
-    "environment_stage", Path(__file__).with_name("test_environments.py")
-)
-environments = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(environments)
-call = environments.call
 REWARDS = ("format_reward", "state_reward", "fall_reward", "board_reward", "left_reward")
 # Of each shape its row, what the model says, what it is answered, and the rewards by function;
 # the sum is the reward. All rows are of one step.
@@ -75,46 +66,28 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool():
-    found = []
-
-    def of(config):
-        if not found:
-            found.append(EnvironmentPool(config))
-        return found[0]
-
-    yield of
-    for each in found:
-        each.close()
-
-
-def play(tmp_path, monkeypatch, pool, names, rewards, **options):
+def play(tmp_path, names, rewards, **options):
     """The samples of a step whose prompts are of these shapes."""
-    monkeypatch.setattr(environments, "CASES", FILE)
-    monkeypatch.setattr(environments, "pool_of", pool)
-    stage = environments.Stage(
+    stage = Stage(
         tmp_path,
         lambda request_id: CASES[names[request_id // 2]][1],
         rows=[{"environment": name, **CASES[name][0]} for name in names],
-        environment="SHAPES",
+        environment=f"{FILE}:SHAPES",
         prompt_max_len=3000,
         reward_fn=tuple(f"{FILE}:{name}" for name in rewards),
         **options,
     )
     with build_reward(stage.config.reward_fn, config=stage.config) as reward:
         reward.check_columns({"environment", "target", "env"})
-        parts = SourceParts(stage.strategy.session, stage.config, stage.tokenizer, reward)
-        sampler = RolloutSampler(parts, stage.environments.source)
-        return sampler.collect(stage.prompts, first_request_id=0, step=1, timer=StepTimer())
+        return stage.collect(reward)
 
 
 @pytest.mark.full
-def test_eight_shapes_are_played_and_paid_as_under_trl(tmp_path, monkeypatch, pool):
-    samples = play(tmp_path, monkeypatch, pool, list(CASES), REWARDS)
+def test_eight_shapes_are_played_and_paid_as_under_trl(tmp_path):
+    samples = play(tmp_path, list(CASES), REWARDS)
     for number, item in enumerate(samples.scored):
         _, _, answers, paid = list(CASES.values())[number // 2]
-        told = [a.text for turn in item.rollout.conversation.answers for a in turn]
+        told = [text for turn in answers_of(item.rollout) for text in turn]
         assert answers is None or told == answers
         found = {name: value for name, value in item.components.items() if value or name in paid}
         assert found == pytest.approx(paid)
@@ -126,35 +99,35 @@ def test_eight_shapes_are_played_and_paid_as_under_trl(tmp_path, monkeypatch, po
     assert prompts[owned] == prompts[owned + 1]
 
 
-def test_what_cannot_leave_its_process_is_named_in_one_line(tmp_path, monkeypatch, pool):
+def test_what_cannot_leave_its_process_is_named_in_one_line(tmp_path):
     with pytest.raises(RewardError) as refused:
-        play(tmp_path, monkeypatch, pool, ["echoes"], ["client_reward"])
+        play(tmp_path, ["echoes"], ["client_reward"])
     line = "attribute 'env' of the environment Echoes cannot be read: TypeError: cannot pickle"
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_nothing_is_kept_where_no_function_reads_it(tmp_path, monkeypatch, pool):
+def test_nothing_is_kept_where_no_function_reads_it(tmp_path, monkeypatch):
     asked = []
     ask = Host.ask
     monkeypatch.setattr(
         Host, "ask", lambda *given, **more: asked.append(given[1]) or ask(*given, **more)
     )
-    play(tmp_path, monkeypatch, pool, ["scored"], ["format_reward"])
+    play(tmp_path, ["scored"], ["format_reward"])
     assert set(asked) == {"reset", "call", "reward", "close"}
-    play(tmp_path, monkeypatch, pool, ["echoes"], ["state_reward"])
+    play(tmp_path, ["echoes"], ["state_reward"])
     assert asked.count("keep") == 2
 
 
-def test_rows_that_no_function_scores_are_an_error(tmp_path, monkeypatch, pool):
+def test_rows_that_no_function_scores_are_an_error(tmp_path):
     with pytest.raises(RewardError, match="every function returned None for a response"):
-        play(tmp_path, monkeypatch, pool, ["board"], ["state_reward", "fall_reward"])
+        play(tmp_path, ["board"], ["state_reward", "fall_reward"])
 
 
-def test_an_episode_that_failed_keeps_nothing_and_is_masked_alone(tmp_path, monkeypatch, pool):
+def test_an_episode_that_failed_keeps_nothing_and_is_masked_alone(tmp_path, monkeypatch):
     without_target = ({"input": "Take."}, *CASES["readsrow"][1:])
     monkeypatch.setitem(CASES, "readsrow", without_target)
     names, functions = ["readsrow", "echoes"], ["state_reward", "format_reward"]
-    samples = play(tmp_path, monkeypatch, pool, names, functions, reward_failure="mask")
+    samples = play(tmp_path, names, functions, reward_failure="mask")
     assert [item.is_masked for item in samples.scored] == [True, True, False, False]
     assert [item.reward for item in samples.scored[2:]] == [0.5, 0.5]

@@ -1,40 +1,28 @@
 """TRL's contract by scripted episodes: its result where that is sound, ours where it is a fault."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+from tests.rollout.stages import Stage, answers_of, call
 
-from lightrft.config import ConfigError
 from lightrft.datasets.types import DataError
 from lightrft.rewards.types import RewardError
 
-_SPEC = importlib.util.spec_from_file_location(
-    "environment_stage", Path(__file__).with_name("test_environments.py")
-)
-environments = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(environments)
-Stage, call = environments.Stage, environments.call
 LONG = {"prompt_max_len": 3000}  # five schemas, a byte a token
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_pools():
-    yield
-    for pool in environments.POOLS.values():
-        pool.close()
-    environments.POOLS.clear()
 
 
 def play(tmp_path, turns, *, environment="Contract", **keywords):
     """The first of two equal episodes, what was answered turn by turn, and its reward."""
-    stage = Stage(tmp_path, lambda request_id: turns, environment=environment, **LONG, **keywords)
+    stage = Stage(tmp_path, turns, environment=environment, **LONG, **keywords)
     rollouts, rewards = stage.sample()
-    answers = [[a.text for a in turn] for turn in rollouts[0].conversation.answers]
-    return stage, rollouts[0], answers, rewards[0].reward
+    return stage, rollouts[0], answers_of(rollouts[0]), rewards[0].reward
 
 
+def error(text):
+    return json.dumps({"error": text})
+
+
+UNKNOWN = ("broken", "__init__", "reset")
 # What the model says in its first turn, and what it is answered.
 CASES = {
     "inherited methods count": (call("inherited", text="a"), ["said a"]),
@@ -53,30 +41,30 @@ CASES = {
     # TRL: the repr of an exception about `**`.
     "arguments as text": (
         '<tool_call>\n{"name": "fixed", "arguments": "{}"}\n</tool_call>',
-        [json.dumps({"error": "the arguments of fixed must be an object"})],
+        [error("the arguments of fixed must be an object")],
     ),
     # TRL: a list is taken for content blocks, and nothing is shown.
     "a list is JSON": (call("columns"), ['["input", "prompt", "target"]']),
     # TRL: both end the episode in silence.
     "a broken call is answered": (
         '<tool_call>\n{"name": "fixed"\n</tool_call>',
-        [
-            json.dumps(
-                {
-                    "error": "a call is no JSON object: Expecting ',' delimiter after "
-                    '\'{"name": "fixed"\''
-                }
-            )
-        ],
+        [error("a call is no JSON object: Expecting ',' delimiter after '{\"name\": \"fixed\"'")],
     ),
     "properties and private names are no tools": (
-        call("broken") + call("__init__"),
+        "".join(map(call, UNKNOWN)),
         [
-            json.dumps(
-                {"error": f"no tool '{name}': there are close, columns, fixed, inherited, later"}
-            )
-            for name in ("broken", "__init__")
+            error(f"no tool '{name}': there are close, columns, fixed, inherited, later")
+            for name in UNKNOWN
         ],
+    ),
+    "a missing argument is named": (call("later"), [error("missing argument 'number' of later")]),
+    "an argument of another type is named": (
+        call("later", number="x"),
+        [error("argument 'number' of later must be integer: got 'x'")],
+    ),
+    "an argument too many is named": (
+        call("later", number=1, more=1),
+        [error("unknown argument 'more' of later")],
     ),
 }
 
@@ -86,7 +74,8 @@ def test_what_a_turn_is_answered(tmp_path, turn, expected):
     stage, rollout, answers, reward = play(tmp_path, [turn, "done"])
     assert answers == [expected]
     assert reward == 1.0
-    shown = stage.text(rollout)
+    shown, (told, *_) = stage.text(rollout), rollout.conversation.answers
+    assert {"error": "malformed"}.get(expected[0][2:7], "ok") == told[0].outcome
     for text in expected:
         assert f"<tool_response>\n{text}\n</tool_response>" in shown
 
@@ -113,7 +102,7 @@ def test_a_public_close_is_a_tool_and_episodes_share_no_instance(tmp_path):
 
 
 def test_a_turn_that_another_stop_token_ended_gets_its_end_unsampled(tmp_path):
-    stage = Stage(tmp_path, lambda i: [call("fixed"), "done"], environment="Contract", **LONG)
+    stage = Stage(tmp_path, [call("fixed"), "done"], environment="Contract", **LONG)
     other = stage.tokenizer.convert_tokens_to_ids("<|im_start|>")
     own = stage.say
 
@@ -184,8 +173,8 @@ def test_rows_choose_among_several_environments(tmp_path):
     assert [r.prompt.text for r in rollouts[2:]] == [
         stage.prompts[i // 2].text for i in (2, 3, 4, 5)
     ]
-    answers = [[a.text for turn in r.conversation.answers for a in turn] for r in rollouts]
-    unknown = json.dumps({"error": "no tool 'fixed': there are guess"})
+    answers = [[text for turn in answers_of(r) for text in turn] for r in rollouts]
+    unknown = error("no tool 'fixed': there are guess")
     # As in TRL, only the choice itself is not given to what was chosen.
     assert answers[0] == answers[1] == ["right", unknown]
     assert answers[2] == answers[3]
@@ -206,14 +195,9 @@ def test_an_unknown_environment_is_named_before_the_run(tmp_path):
         match=r"rows.jsonl.*2.*must name one of guess, contract, told, "
         r"made: got 'gess'",
     ):
-        chosen(tmp_path, lambda i: ["done"], rows)
+        chosen(tmp_path, ["done"], rows)
     with pytest.raises(DataError, match="column 'environment' must name one of"):
-        chosen(tmp_path, lambda i: ["done"], [{"input": "x"}])
-
-
-def test_what_makes_no_environments_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="WRONG_FACTORIES number: expected a class with reset"):
-        Stage(tmp_path, lambda i: ["done"], environment="WRONG_FACTORIES", **LONG)
+        chosen(tmp_path, ["done"], [{"input": "x"}])
 
 
 def test_one_environment_gets_the_whole_row(tmp_path):
@@ -239,7 +223,7 @@ def test_what_reset_says_stands_at_the_end_of_the_question(tmp_path, told, expec
     before = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Well"}]
     messages = [*before, {"role": "user", "content": "Say it."}]
     rows = [{"input": x, "environment": "told", "told": told} for x in ("Say it.", messages)]
-    stage = chosen(tmp_path, lambda i: ["done"], rows)
+    stage = chosen(tmp_path, ["done"], rows)
     rollouts, rewards = stage.sample()
     for rollout in rollouts:
         assert f"<|im_start|>user\n{expected}<|im_end|>" in rollout.prompt.text
@@ -259,27 +243,27 @@ def test_what_reset_says_stands_at_the_end_of_the_question(tmp_path, told, expec
 )
 def test_other_answers_of_reset_end_the_run_in_one_line(tmp_path, told, reason):
     rows = [{"input": "x", "environment": "told", "told": told}]
-    stage = chosen(tmp_path, lambda i: ["done"], rows)
+    stage = chosen(tmp_path, ["done"], rows)
     with pytest.raises(RewardError, match=f"prompt 0: reset failed: Told.reset:? {reason}"):
         stage.sample()
 
 
 def test_rows_without_a_prompt_get_theirs_from_reset(tmp_path):
     rows = [{"environment": "told", "told": "Begin."}]
-    stage = chosen(tmp_path, lambda i: ["done"], rows)
+    stage = chosen(tmp_path, ["done"], rows)
     rollouts, _ = stage.sample()
     assert "<|im_start|>user\nBegin.<|im_end|>" in rollouts[0].prompt.text
     assert rollouts[0].prompt.messages == ({"role": "user", "content": "Begin."},)
-    stage = chosen(tmp_path, lambda i: ["done"], rows, system_prompt="Play.", input_template="{}!")
+    stage = chosen(tmp_path, ["done"], rows, system_prompt="Play.", input_template="{}!")
     rollouts, _ = stage.sample()
     assert "system\nPlay." in rollouts[0].prompt.text
     assert "user\nBegin.<" in rollouts[0].prompt.text
     # Nobody trains on nothing, and a misnamed column is no missing one.
-    stage = chosen(tmp_path, lambda i: ["done"], [{"environment": "told", "input": None}])
+    stage = chosen(tmp_path, ["done"], [{"environment": "told", "input": None}])
     with pytest.raises(RewardError, match="prompt 0: the row has no prompt, and reset gave none"):
         stage.sample()
     with pytest.raises(DataError, match=r"no column 'input'.*set --input_key question"):
-        chosen(tmp_path, lambda i: ["done"], [{"environment": "told", "question": "Why?"}])
+        chosen(tmp_path, ["done"], [{"environment": "told", "question": "Why?"}])
 
 
 @pytest.mark.parametrize(
@@ -288,7 +272,7 @@ def test_rows_without_a_prompt_get_theirs_from_reset(tmp_path):
 def test_a_reward_that_is_no_number_ends_the_run(tmp_path, told, said):
     # TRL leaves it out of the mean of its group, and says nothing.
     rows = [{"input": "x", "environment": "told", "told": told}]
-    stage = chosen(tmp_path, lambda i: ["done"], rows)
+    stage = chosen(tmp_path, ["done"], rows)
     with pytest.raises(RewardError, match=f"get_reward: expected {said}"):
         stage.sample()
 
@@ -296,5 +280,5 @@ def test_a_reward_that_is_no_number_ends_the_run(tmp_path, told, said):
 def test_a_model_of_text_is_shown_no_images(tmp_path):
     blocks = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Why?"}]}]
     with pytest.raises(DataError, match=r"rows.jsonl:1: ") as refused:
-        chosen(tmp_path, lambda i: ["done"], [{"input": blocks, "environment": "told"}])
+        chosen(tmp_path, ["done"], [{"input": blocks, "environment": "told"}])
     assert "\n" not in str(refused.value)

@@ -1,25 +1,14 @@
 """What environments pay turn by turn stands where the turns end, and is part of the reward."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from tests.rollout.stages import CASES, TEXT, Stage, call
 
 from lightrft.records.batch import collate
 from lightrft.records.table import tabulate
 from lightrft.rewards.build import build_reward
-from lightrft.rollout.environments.pool import EnvironmentPool
-from lightrft.rollout.sampler import RolloutSampler
-from lightrft.rollout.source import SourceParts
-from lightrft.strategy.distributed.deadlines import StepTimer
 
-HERE = Path(__file__).parent
-_SPEC = importlib.util.spec_from_file_location("environment_stage", HERE / "test_environments.py")
-environments = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(environments)
-call = environments.call
 PAYING = '''
 class OnlyCalls:
     """Pays each call, more for a long word."""
@@ -61,21 +50,14 @@ def letters(responses):
 '''
 
 
-def sampled(tmp_path, monkeypatch, environment, turns, **options):
-    """The samples of a step of two equal episodes, and their stage."""
+def sampled(tmp_path, environment, turns, **options):
+    """The samples of a step of two equal episodes; the environment may be one of `PAYING`."""
     (tmp_path / "paying.py").write_text(PAYING)
-    place, _, name = environment.rpartition(":")
-    monkeypatch.setattr(environments, "CASES", place)
-    monkeypatch.setattr(environments, "pool_of", EnvironmentPool)
-    stage = environments.Stage(tmp_path, lambda i: turns, environment=name, **options)
-    try:
-        with build_reward(stage.config.reward_fn, has_models=True, config=stage.config) as reward:
-            parts = SourceParts(stage.strategy.session, stage.config, stage.tokenizer, reward)
-            sampler = RolloutSampler(parts, stage.environments.source)
-            found = sampler.collect(stage.prompts, first_request_id=0, step=1, timer=StepTimer())
-    finally:
-        stage.environments.close()
-    return found
+    if ":" not in environment:
+        environment = f"{tmp_path / 'paying.py'}:{environment}"
+    stage = Stage(tmp_path, turns, environment=environment, **options)
+    with build_reward(stage.config.reward_fn, has_models=True, config=stage.config) as reward:
+        return stage.collect(reward)
 
 
 def paid_at(samples):
@@ -89,11 +71,10 @@ def paid_at(samples):
 
 
 @pytest.mark.full
-def test_calls_are_paid_where_their_turn_ends(tmp_path, monkeypatch):
+def test_calls_are_paid_where_their_turn_ends(tmp_path):
     turns = [call("say", word="to") + call("say", word="four"), call("say", word="bad"), "done"]
-    place = f"{tmp_path / 'paying.py'}:Paying"
     functions = (f"{tmp_path / 'paying.py'}:letters",)
-    samples = sampled(tmp_path, monkeypatch, place, turns, reward_fn=functions)
+    samples = sampled(tmp_path, "Paying", turns, reward_fn=functions)
     assert paid_at(samples) == [(0, 1.5), (1, -1.0)]
     assert samples.scored[0].reward == 1.5 - 1.0 + 0.5 + 0.125
     assert dict(samples.scored[0].components) == {"letters": 0.125, "Paying": 1.0, "end": 0.5}
@@ -102,29 +83,25 @@ def test_calls_are_paid_where_their_turn_ends(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_a_class_may_pay_its_calls_alone(tmp_path, monkeypatch):
-    place = f"{tmp_path / 'paying.py'}:OnlyCalls"
-    samples = sampled(tmp_path, monkeypatch, place, [call("say", word="four"), "done"])
+def test_a_class_may_pay_its_calls_alone(tmp_path):
+    samples = sampled(tmp_path, "OnlyCalls", [call("say", word="four"), "done"])
     assert paid_at(samples) == [(0, 1.0)]
     assert samples.scored[0].reward == 1.0
 
 
 @pytest.mark.full
-def test_turns_of_a_skyrl_gym_class_are_paid_where_they_end(tmp_path, monkeypatch):
-    place = f"skyrl_gym:{HERE / 'text_environments.py'}:Countdown"
-    samples = sampled(tmp_path, monkeypatch, place, ["1", "2", "7"])
+def test_turns_of_a_skyrl_gym_class_are_paid_where_they_end(tmp_path):
+    samples = sampled(tmp_path, f"skyrl_gym:{TEXT}:Countdown", ["1", "2", "7"])
     assert paid_at(samples) == [(0, -0.25), (1, -0.25), (2, 1.0)]
     assert samples.scored[0].reward == 0.5
     # Nothing is sent of rows without such rewards, and nothing stands in their batch.
-    plain = f"{HERE / 'environment_cases.py'}:Guess"
-    samples = sampled(tmp_path, monkeypatch, plain, [call("guess", number=7), "done"])
+    samples = sampled(tmp_path, f"{CASES}:Guess", [call("guess", number=7), "done"])
     assert not samples.table["has_turn_rewards"].any()
     batch = collate(tabulate(samples.scored), temperature=1.0, device=torch.device("cpu"))
     assert "turn_rewards" not in batch.facts
 
 
 @pytest.mark.full
-def test_a_reward_of_a_call_that_is_no_number_fails_the_episode(tmp_path, monkeypatch):
-    place = f"{tmp_path / 'paying.py'}:Broken"
+def test_a_reward_of_a_call_that_is_no_number_fails_the_episode(tmp_path):
     with pytest.raises(Exception, match="get_call_reward: expected a number, got 'much'"):
-        sampled(tmp_path, monkeypatch, place, [call("say", word="to"), "done"])
+        sampled(tmp_path, "Broken", [call("say", word="to"), "done"])
