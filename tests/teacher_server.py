@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
+from tests.answering import answering
 
 
 @dataclass
@@ -50,30 +50,15 @@ class Served:
 
 @contextmanager
 def serving(served: Served) -> Iterator[Served]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_) -> None:
-            pass
+    def answer(path: str, headers: dict[str, str], body: bytes) -> tuple[int, object]:
+        question = json.loads(body)
+        with served.lock:
+            number = len(served.asked)
+            served.asked.append(question)
+            served.headers.append(headers)
+            status = served.status(number)
+            return status, served.answer(question, number) if status == 200 else {"error": "busy"}
 
-        def do_POST(self) -> None:
-            question = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            with served.lock:
-                number = len(served.asked)
-                served.asked.append(question)
-                served.headers.append(dict(self.headers.items()))
-                status = served.status(number)
-                found = served.answer(question, number) if status == 200 else {"error": "busy"}
-            body = json.dumps(found).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    served.url = f"http://127.0.0.1:{server.server_port}/v1"
-    try:
+    with answering(answer) as url:
+        served.url = f"{url}/v1"
         yield served
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -1,9 +1,8 @@
 """What environments of verifiers need around them: words, and a server of NeMo Gym's resources."""
 
 import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.answering import answering
 
 WORDS = ("crane", "slate")
 
@@ -21,43 +20,21 @@ def write_words(folder):
     return folder
 
 
-class Resources(BaseHTTPRequestHandler):
+def answer(path, headers, body):
     """A tool that adds, and 1 for an answer that holds the sum."""
-
-    def do_GET(self):
-        self.answer({})
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        match self.path:
-            case "/seed_session":
-                self.answer({})
-            case "/add":
-                self.answer(asked["x"] + asked["y"])
-            case "/verify":
-                made = asked["response"]["output"]
-                said = made[-1]["content"][0]["text"]
-                self.answer(asked | {"reward": float(asked["sum"] in said), "items": len(made)})
-
-    def answer(self, content):
-        body = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
+    asked = json.loads(body or b"{}")
+    if path == "/add":
+        return 200, asked["x"] + asked["y"]
+    if path == "/verify":
+        made = asked["response"]["output"]
+        said = made[-1]["content"][0]["text"]
+        return 200, asked | {"reward": float(asked["sum"] in said), "items": len(made)}
+    return 200, {}
 
 
-@contextmanager
 def resources():
-    """The address of such a server."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Resources) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    """The address of a server of resources."""
+    return answering(answer)
 
 
 def sums(*pairs, has_tool=True):

@@ -1,11 +1,10 @@
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
+from tests.answering import answering
 from tests.machine import seconds
 
 from lightrft.config import ConfigError, TrainConfig
@@ -240,27 +239,14 @@ def test_the_reward_phase_keeps_the_deadline_of_every_phase():
 
 
 def test_what_a_service_answers_outside_its_protocol_is_masked_by_rule():
-    class Garbled(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            answer = b'{"rewards": [1.0]}' if b"x" not in body else b"[" * 100_000
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answer)
+    def answer(path, headers, body):
+        return 200, {"rewards": [1.0]} if b"x" not in body else b"[" * 100_000
 
-        def log_message(self, *args):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Garbled)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    reward = RemoteReward(f"http://127.0.0.1:{server.server_port}/", timeout_seconds=30)
-    try:
-        samples = [replying(text) for text in ("a", "x", "b")]
+    samples = [replying(text) for text in ("a", "x", "b")]
+    with answering(answer) as url:
+        reward = RemoteReward(url, timeout_seconds=30)
         with pytest.raises(RewardError, match="nested too deeply"):
             scored_by(reward, samples)
         scored = scored_by(reward, samples, masks_failures=True)
-    finally:
         reward.close()
-        server.shutdown()
-        server.server_close()
     assert [item.is_masked for item in scored] == [False, True, False]

@@ -4,49 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from tests.machine import seconds
 from tests.ranks import run_multiprocess
+from tests.runs import interrupted, train_on_ranks
 from tests.tools.rewards.chain_model import write_chain_model
+from tests.tools.rewards.judge_world import (
+    TEXTS,
+    config_of,
+    first_rows,
+    grades,
+    run_options,
+)
 
 from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError, build_reward
 from lightrft.strategy.config import ConfigError
-from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.plan.memory import Term, model_terms
 from lightrft.tools.plan.setup import Setup, read_model_size
 from lightrft.tools.rewards.judge import CACHE_FOLDER
-
-DRAWN = {"temperature": 1, "max_tokens": 16}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("judged")
-    write_chain_model(folder / "scorer", "Score: ", "37")
-    write_chain_model(folder / "verdicts", "Verdict: ", "AB")
-    write_tiny_model(folder / "policy", "tiny-qwen3", seed=1)
-    (folder / "question.txt").write_text("{prompt} <{mark}>{response}<{mark}>")
-    rows = [json.dumps({"prompt": f"say {'aeiou'[i % 5] * (1 + i)}"}) for i in range(8)]
-    (folder / "rows.jsonl").write_text("\n".join(rows))
-    return folder
-
-
-def config_of(folder, model="scorer", **options) -> TrainConfig:
-    given = {"output_dir": str(folder / "none" / "run"), "judge_args": DRAWN, **options}
-    if given.get("judge_compare", "none") == "none":
-        given["judge_template"] = str(folder / "question.txt")
-    path = str(folder / model)
-    return TrainConfig(reward_fn=("judge",), judge_model=path, **given)
-
-
-def grades(reward, texts):
-    found = reward.score(["task"] * len(texts), texts, [None] * len(texts), {})
-    return [each.reward for each in found]
 
 
 def worker(reward) -> psutil.Process:
@@ -54,9 +35,6 @@ def worker(reward) -> psutil.Process:
     [judge] = reward.functions
     found = psutil.Process(judge.server.workers.workers[0].pid).children()
     return found[0]
-
-
-TEXTS = [f"answer {number}" for number in range(12)]
 
 
 @pytest.mark.full
@@ -160,76 +138,31 @@ def test_a_plan_counts_the_judge_on_the_host(folder):
     assert Setup(served, size, 2, 2, False, 1e12, "hf").judge is None
 
 
-class Interrupted(Exception):
-    """Stands for whatever ends a run in the middle."""
-
-
-def train(rank, world_size, values, stops_at):
-    import contextlib
-
+def cut(rank, world_size, options):
+    """A run that ends in its second step."""
     from lightrft.run.assembly import run_training
-    from lightrft.run.loop import Loop
-    from lightrft.strategy.distributed.process_groups import start_process_group
 
-    original = Loop.update
+    def trainer(config):
+        return SimpleNamespace(train=partial(run_training, config, stage="policy"))
 
-    def update(self, batch, under_way):
-        if under_way.number == stops_at:
-            raise Interrupted
-        return original(self, batch, under_way)
-
-    Loop.update = update
-    start_process_group(None)
-    with contextlib.suppress(Interrupted):
-        return asdict(run_training(TrainConfig(**values)))["last_metrics"]
-
-
-def run(folder, output, world_size, *, stops_at=None):
-    values = {
-        **asdict(config_of(folder)),
-        "output_dir": str(output),
-        "pretrain": str(folder / "policy"),
-        "prompt_data": str(folder / "rows.jsonl"),
-        "input_key": "prompt",
-        "engine_type": "hf",
-        "fsdp": True,
-        "bf16": False,
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 2,
-        "train_batch_size": 8,
-        "micro_train_batch_size": 2,
-        "generate_max_len": 6,
-        "prompt_max_len": 64,
-        "init_kl_coef": 0.0,
-        "max_steps": 2,
-        "save_steps": 1,
-        "actor_learning_rate": 1e-3,
-        "save_rollouts": True,
-    }
-    limit = seconds(400)
-    return run_multiprocess(train, world_size, timeout_seconds=limit, args=(values, stops_at))[0]
-
-
-def rollouts(output: Path) -> bytes:
-    return (output / "rollouts.jsonl").read_bytes()
+    interrupted(trainer, TrainConfig(**options), 2)
 
 
 @pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_run_is_judged_alike_on_two_ranks_and_after_an_interruption(folder, tmp_path):
-    whole = run(folder, tmp_path / "whole", 1)
-    assert 0.3 < whole["reward"] < 0.7
-    assert whole["judge/requests"] > 0
-    run(folder, tmp_path / "cut", 1, stops_at=2)
-    run(folder, tmp_path / "cut", 1)
-    assert rollouts(tmp_path / "cut") == rollouts(tmp_path / "whole")
-    run(folder, tmp_path / "two", 2)
-    first, second = (
-        [json.loads(line) for line in rollouts(tmp_path / name).splitlines()[:8]]
-        for name in ("whole", "two")
+    whole, parts, two = (
+        run_options(folder, tmp_path / name, n_samples_per_prompt=2, save_steps=1)
+        for name in ("whole", "parts", "two")
     )
-    assert first == second
-    start = json.loads((tmp_path / "whole" / "run.json").read_text())
-    judge = start["models"]["judge_model"]
+    ((summary,),) = train_on_ranks(1, [whole])
+    assert 0.3 < summary["last_metrics"]["reward"] < 0.7
+    assert summary["last_metrics"]["judge/requests"] > 0
+    run_multiprocess(cut, 1, timeout_seconds=300, args=(parts,))
+    train_on_ranks(1, [parts])
+    assert first_rows(tmp_path / "parts", 99) == first_rows(tmp_path / "whole", 99)
+    train_on_ranks(2, [two])
+    assert first_rows(tmp_path / "two", 8) == first_rows(tmp_path / "whole", 8)
+    judge = json.loads((tmp_path / "whole" / "run.json").read_text())["models"]["judge_model"]
     assert judge["path"] == str(folder / "scorer")
     assert len(judge["weights_sha256"]) == 64

@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 from tests.ranks import RankFailure, run_multiprocess
-from tests.tools.rewards.chain_model import write_chain_model
+from tests.runs import train
+from tests.tools.rewards import judge_world
+from tests.tools.rewards.judge_world import TEXTS, grades, rewards_of, run_options
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError
 from lightrft.engines.factory import build_engine
 from lightrft.engines.types import EngineConfig
-from lightrft.reporting.rollouts import read_rollout
 from lightrft.rewards import RewardError, build_reward
-from lightrft.tools.model_presets import write_tiny_model
 
-DRAWN = {"temperature": 1, "max_tokens": 16}
-TEXTS = [f"answer {number}" for number in range(12)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("judging")
-    write_chain_model(folder / "scorer", "Score: ", "37")
-    write_tiny_model(folder / "mute", "tiny-qwen3", seed=1)
-    (folder / "question.txt").write_text("{prompt} <{mark}>{response}<{mark}>")
-    rows = [json.dumps({"prompt": f"say {'aeiou'[i % 5] * (1 + i)}"}) for i in range(8)]
-    (folder / "rows.jsonl").write_text("\n".join(rows))
-    return folder
-
-
-def config_of(folder, judge="policy", **options) -> TrainConfig:
-    return TrainConfig(
-        pretrain=str(folder / "scorer"),
-        reward_fn=("judge",),
-        judge_model=judge,
-        judge_template=str(folder / "question.txt"),
-        judge_args=DRAWN,
-        output_dir=str(folder / "none" / "run"),
-        **options,
-    )
+config_of = partial(judge_world.config_of, model="policy")
 
 
 @pytest.fixture
@@ -50,13 +26,9 @@ def engine(folder):
     engine.close()
 
 
-def grades(reward, texts):
-    return [each.reward for each in reward.score(["task"] * len(texts), texts, [None] * 99, {})]
-
-
 @pytest.mark.full
 def test_one_batch_has_the_answers_of_a_judge_of_the_same_folder(folder, engine):
-    with build_reward(["judge"], config=config_of(folder, str(folder / "scorer"))) as reward:
+    with build_reward(["judge"], config=config_of(folder, model="scorer")) as reward:
         expected = grades(reward, TEXTS)
     with build_reward(["judge"], config=config_of(folder)) as reward:
         assert (reward.whole_batch, reward.parallel_calls) == (True, 0)
@@ -117,46 +89,19 @@ def test_a_field_without_effect_is_refused_before_a_model_is_built(folder):
         build_reward(["judge"], config=config)
 
 
-def train_each(rank, world_size, runs):
-    from lightrft.run.assembly import run_training
-    from lightrft.strategy.distributed.process_groups import start_process_group
-
-    if not runs[0].get("rollout_ranks"):  # each side has a group of its own
-        start_process_group(None)
-    return [asdict(run_training(TrainConfig(**values)))["last_metrics"] for values in runs]
+def train_apart(rank, world_size, options):
+    """Where some ranks only generate, each side has a group of its own."""
+    return asdict(train(options))["last_metrics"]
 
 
-def run(folder, world_size, name, **options):
-    """The metrics of the last step, and the reward of each sample of it."""
+def run(folder, world_size, name, **changes):
+    """The metrics of the last step, and the reward of each sample."""
     output = folder / f"{name}_{world_size}"
-    values = {
-        **vars(config_of(folder)),
-        "prompt_data": str(folder / "rows.jsonl"),
-        "input_key": "prompt",
-        "apply_chat_template": True,
-        "fsdp": True,
-        "bf16": False,
-        "engine_type": "hf",
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 4,
-        "train_batch_size": 16,
-        "micro_train_batch_size": 4,
-        "generate_max_len": 10,
-        "prompt_max_len": 64,
-        "max_steps": 2,
-        "actor_learning_rate": 1e-5,
-        "save_rollouts": True,
-        "save_steps": -1,
-        "output_dir": str(output),
-        **options,
-    }
-    ranks = run_multiprocess(train_each, world_size, timeout_seconds=400, args=([values],))
-    samples = [
-        read_rollout(line, "a line")
-        for line in (output / "rollouts.jsonl").read_bytes().splitlines()
-    ]
-    rewards = {(each.step, each.sample_id): each.reward for each in samples}
-    return ranks[0][0], rewards
+    options = {"pretrain": str(folder / "scorer"), "apply_chat_template": True, **changes}
+    options = {"train_batch_size": 16, "actor_learning_rate": 1e-5, "save_steps": -1, **options}
+    options = run_options(folder, output, "policy", generate_max_len=10, **options)
+    ranks = run_multiprocess(train_apart, world_size, timeout_seconds=400, args=(options,))
+    return ranks[0], rewards_of(output)
 
 
 @pytest.mark.full
@@ -189,4 +134,4 @@ def test_a_policy_that_vllm_samples_judges_through_it(folder):
 @pytest.mark.timeout(600)
 def test_a_policy_without_a_usable_answer_ends_the_run(folder):
     with pytest.raises(RankFailure, match="the reward failed for all 16 samples of the step"):
-        run(folder, 1, "mute", pretrain=str(folder / "mute"), reward_failure="mask")
+        run(folder, 1, "mute", pretrain=str(folder / "policy"), reward_failure="mask")
