@@ -1,118 +1,52 @@
 """Episodes with an image in the prompt, in what `reset` says and in each answer, sampled by a
 real engine and scored by the trainer's actor."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.models.vision.tiny_world import tiny
 from tests.rollout.image_environments import squares
+from tests.rollout.image_stage import PRESETS, ROWS, ImageStage, error
+from tests.rollout.stages import options_of, pool_of
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.datasets import load_prompts
 from lightrft.datasets.media import VisionPrompts
-from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.inputs import axes_of_rows
-from lightrft.engines.media.media import RowMedia
-from lightrft.engines.types import EngineConfig
 from lightrft.experience.ledger_gate import rebuild
-from lightrft.models.actor import Actor
 from lightrft.records.media import MediaSources, encode_row, pack_sources, unpack_sources
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments import specs
 from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.environments import Environments
-from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.ledger_records import take_evidence
-from lightrft.rollout.sampler import training_params
-from lightrft.rollout.source import SampleRequests, SourceParts
-from lightrft.strategy import get_fake_strategy
+from lightrft.rollout.source import SourceParts
 
 CASES = Path(__file__).with_name("image_environments.py")
-PRESETS = ("tiny-qwen2.5-vl", "tiny-gemma3")
-LOGPROB = 1e-5
-POOLS = {}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def close_pools():
-    yield
-    for pool in POOLS.values():
-        pool.close()
-    POOLS.clear()
+class Stage(ImageStage):
+    """Episodes of up to three turns."""
 
-
-def noted_requests(engine):
-    """The requests that an engine gets from now on."""
-    found, generate = [], engine.generate
-
-    def noted(requests, *others, **named):
-        found.extend(requests)
-        return generate(requests, *others, **named)
-
-    engine.generate = noted
-    return found
-
-
-class Stage:
-    """Two rows, of which one has an image, in episodes of up to three turns."""
-
-    def __init__(self, folder, preset, *, environment=f"{CASES}:Album", columns=None, **options):
-        rows = [
-            {"input": "<image>Look.", "images": ["0.png"], "number": 1},
-            {"input": "And without?", "number": 2},
-        ]
-        squares(0, (84, 84)).save(folder / "0.png")
-        self.config = TrainConfig(
-            **{
-                "environment": environment,
-                "apply_chat_template": True,
-                "n_samples_per_prompt": 2,
-                "generate_max_len": 24,
-                "prompt_max_len": 400,
-                "engine_type": "hf",
-                "bf16": False,
-                "environment_workers": 1,
-                "rollout_batch_size": 2,
-                "train_batch_size": 4,
-                "max_turns": 3,
-                "label_key": None,
-                "enable_engine_sleep": False,
-                **options,
-            }
-        )
-        self.model, encoder = tiny(preset)
-        if environment not in POOLS:
-            POOLS[environment] = EnvironmentPool(self.config, reads_images=True)
-        self.environments = Environments(
+    def __init__(self, folder, preset, *, environment=f"{CASES}:Album", columns=(), **options):
+        super().__init__(preset)
+        options = {"generate_max_len": 24, "prompt_max_len": 400, "max_turns": 3, **options}
+        options |= {"environment": environment, "engine_type": "hf"}
+        self.config = TrainConfig(**options_of(2, **options))
+        self.player = Environments(
             self.config,
-            encoder.processor.tokenizer,
+            self.tokenizer,
             has_system=True,
             folder=folder,
-            pool=POOLS[environment],
-            modality=VisionPrompts(encoder),
+            pool=pool_of(self.config, reads_images=True),
+            modality=self.modality,
         )
-        self.encoder = encoder
-        path = folder / "rows.jsonl"
-        path.write_text("\n".join(map(json.dumps, ({**row, **(columns or {})} for row in rows))))
-        self.prompts = load_prompts(path, self.environments.prompt_tokenizer, self.config).prompts
-        self.strategy = get_fake_strategy(self.config)
-        self.strategy.session.last_weight_sync = SimpleNamespace(engine_hash=17)
-        self.engine = HFEngine(EngineConfig("hf", ""), module=self.model)
-        self.strategy.inference_engine = self.engine
-        self.actor, self.requests = None, noted_requests(self.engine)
+        self.set_rows(folder, ROWS, dict(columns))
 
     def sample(self):
-        # Random models seldom end: here bytes below 90 do.
-        params = replace(training_params(self.config), stop_token_ids=tuple(range(90)))
-        source = self.environments.source(
-            SourceParts(self.strategy.session, self.config, None, None)
-        )
-        requests = SampleRequests(self.prompts, range(2), 2, params, step=1)
-        return source.rollouts(requests, lambda group: None)
+        source = self.player.source(SourceParts(self.strategy.session, self.config, None, None))
+        return source.rollouts(self.asked(), lambda group: None)
 
 
 @pytest.fixture(scope="module")
@@ -136,39 +70,6 @@ def played(calls, tmp_path_factory):
         return found[preset]
 
     return of
-
-
-def scores(stage, rollouts, media, *, is_packed=False):
-    """The actor's logprobs of the sampled tokens of each row."""
-    rows = [torch.tensor(rollout.token_ids) for rollout in rollouts]
-    width = max(map(len, rows))
-    ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    real, scored = torch.zeros_like(ids).bool(), torch.zeros_like(ids).bool()
-    for i, (row, rollout) in enumerate(zip(rows, rollouts, strict=True)):
-        start = len(rollout.completion.prompt_token_ids)
-        ids[i, : len(row)], real[i, : len(row)] = row, True
-        scored[i, start : len(row)] = torch.tensor(rollout.completion.is_sampled)
-    stage.actor = stage.actor or Actor(stage.model)
-    stage.actor.pack_samples(is_packed)
-    with torch.no_grad():
-        kinds_of_all = RowMedia(media).kinds
-        own = RowMedia(media, kinds_of_all)
-        found = stage.actor(ids, real, scored_mask=scored, media=own).logprobs
-    return [found[i][scored[i]] for i in range(len(rows))]
-
-
-def error(stage, rollouts, media, **keywords):
-    """Largest difference between engine and actor."""
-    return max(
-        float((torch.tensor(_sampled_logprobs(rollout)) - own).abs().max())
-        for rollout, own in zip(rollouts, scores(stage, rollouts, media, **keywords), strict=True)
-    )
-
-
-def _sampled_logprobs(rollout):
-    completion = rollout.completion
-    pairs = zip(completion.output_logprobs, completion.is_sampled, strict=True)
-    return [value for value, is_sampled in pairs if is_sampled]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -207,11 +108,9 @@ def test_images_of_turns_are_added_and_nothing_is_encoded_again(preset, played):
             features = stage.model.get_image_features(**row.tensors, return_dict=True).pooler_output
         assert rollout.token_ids.count(mark) == sum(len(f) for f in features)
         assert not {mark} & set(rollout.completion.sampled_token_ids)
-        text = stage.encoder.processor.tokenizer.decode(rollout.token_ids)
+        text = stage.tokenizer.decode(rollout.token_ids)
         assert text.count("<image> ") == len(rollout.segments) - 1  # of the environment, as text
-    evidence = take_evidence(
-        rollouts, stage.strategy.session, special_ids=stage.environments.special_ids
-    )
+    evidence = take_evidence(rollouts, stage.strategy.session, special_ids=stage.player.special_ids)
     for rollout in rollouts:
         assert tuple(rebuild(rollout.sample_id, evidence).token_ids) == rollout.token_ids
 
@@ -219,9 +118,7 @@ def test_images_of_turns_are_added_and_nothing_is_encoded_again(preset, played):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_engine_scores_turns_with_images_as_the_trainer(preset, played):
     stage, rollouts, _ = played(preset)
-    media = tuple(encode_row(rollout, stage.encoder) for rollout in rollouts)
-    assert error(stage, rollouts, media) < LOGPROB
-    assert error(stage, rollouts, media, is_packed=True) < LOGPROB
+    stage.check_scores(rollouts)
     # The comparison sees an image that is lost, and another one in its place.
     row = next(rollout for rollout in rollouts if len(rollout.segments) == 3)
     lost = replace(row, later=row.later[:-1])
@@ -321,8 +218,7 @@ def test_a_conversation_of_skyrl_gyms_make_shows_images(tmp_path):
     for rollout, reward in zip(rollouts, rewards, strict=True):
         assert [len(each.images) for each in rollout.later] == [1] * (len(rollout.segments) - 1)
         assert reward.reward == 0.5 * len(rollout.conversation.answers)
-    media = tuple(encode_row(rollout, stage.encoder) for rollout in rollouts)
-    assert error(stage, rollouts, media) < LOGPROB
+    stage.check_scores(rollouts)
 
 
 @pytest.mark.parametrize(
@@ -349,21 +245,18 @@ def test_an_image_without_room_ends_its_episode(calls, tmp_path):
     rollouts, _ = stage.sample()
     assert max(len(rollout.segments) for rollout in rollouts) < 3
     assert all(len(rollout.token_ids) <= 110 for rollout in rollouts)
-    media = tuple(encode_row(rollout, stage.encoder) for rollout in rollouts)
-    assert error(stage, rollouts, media) < LOGPROB
+    stage.check_scores(rollouts)
 
 
-def test_a_model_that_attends_to_images_is_refused():
-    encoder = tiny("tiny-mllama")[1]
-    config = TrainConfig(environment=f"{CASES}:Album", apply_chat_template=True)
-    with pytest.raises(ConfigError, match="models of type mllama attend to images beside the text"):
+@pytest.mark.parametrize(
+    ("preset", "options", "reason"),
+    [
+        ("tiny-mllama", {}, "models of type mllama attend to images beside the text"),
+        (PRESETS[0], {"rollout_lag": 1}, "keep rows with the media of their prompts alone"),
+    ],
+)
+def test_what_episodes_with_images_cannot_be_is_refused_at_the_start(preset, options, reason):
+    encoder = tiny(preset)[1]
+    config = TrainConfig(environment=f"{CASES}:Album", apply_chat_template=True, **options)
+    with pytest.raises(ConfigError, match=reason):
         Environments(config, encoder.processor.tokenizer, modality=VisionPrompts(encoder))
-
-
-def test_rows_in_flight_may_show_no_images_of_episodes():
-    encoder = tiny("tiny-qwen2.5-vl")[1]
-    options = {"environment": f"{CASES}:Album", "apply_chat_template": True, "rollout_lag": 1}
-    with pytest.raises(ConfigError, match="keep rows with the media of their prompts alone"):
-        Environments(
-            TrainConfig(**options), encoder.processor.tokenizer, modality=VisionPrompts(encoder)
-        )

@@ -5,7 +5,6 @@ import time
 
 import pytest
 from tests.machine import seconds
-from tests.rollout.agents.agent_stage import AgentStage
 
 from lightrft.config import ConfigError
 from lightrft.experience.ledger_gate import rebuild
@@ -24,19 +23,6 @@ class Paying:
 
     def close(self):
         pass
-
-
-@pytest.fixture
-def stage(tmp_path):
-    made = []
-
-    def make(agent, **keywords):
-        made.append(AgentStage(tmp_path, agent, **keywords))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 def check_exact(played, samples):

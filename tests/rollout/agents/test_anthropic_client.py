@@ -1,20 +1,12 @@
 """The real Anthropic client, unchanged, against the endpoint; and what the endpoint refuses."""
 
 import pytest
-from tests.rollout.agents.test_endpoint import TALK, Desk
+from tests.rollout.agents.endpoint_desk import CALL, TALK
 
 anthropic = pytest.importorskip("anthropic", reason="needs the package anthropic")
 
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
 ASKED = {"model": "policy", "messages": TALK, "max_tokens": 90}
-
-
-@pytest.fixture
-def desk():
-    made = Desk()
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -88,34 +80,6 @@ def test_ends_have_their_reasons(desk, client):
     assert answer.content[0].text == "Well said. "
     cut = client.messages.create(**ASKED | {"max_tokens": 2})
     assert cut.stop_reason == "max_tokens"
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "role user or assistant"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
-        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "name"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "last message"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_call_id"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "has a text"),
-        ({"system": [{"type": "image"}]}, "image"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
-        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "add"}}, "tool_choice"),
-        ({"output_format": {"type": "json_schema"}}, "output_format"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(desk, changes, named):
-    answer = desk.post(ASKED | changes, path="/v1/messages")
-    assert answer.status_code == 400
-    body = answer.json()
-    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
-    assert named in body["error"]["message"]
-    assert desk.asked == []
 
 
 def test_a_wrong_key_is_refused(desk):

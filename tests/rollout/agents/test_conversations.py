@@ -1,26 +1,17 @@
 """What calls cost and how they are numbered: work and memory linear in a history."""
 
 import pytest
-from tests.rollout.agents.agent_stage import families
-from tests.rollout.agents.test_endpoint import TALK, Desk, body_of, http
+from tests.datasets import chat_families as families
+from tests.rollout.agents.endpoint_desk import TALK, completed
 
 from lightrft.datasets.chat_ids import ChatIds
-from lightrft.engines.types import Completion
 from lightrft.rollout.agents import conversations as conversations_module
 from lightrft.rollout.agents.conversations import Conversations
-from lightrft.rollout.agents.http_server import HttpLimits
 from lightrft.rollout.agents.messages import Message, read_chat
 from lightrft.rollout.agents.shown import fault_of
 
 TOKENIZER = families.family_tokenizer("Qwen2.5")
 END = TOKENIZER.eos_token_id
-
-
-@pytest.fixture
-def desk():
-    made = Desk()
-    yield made
-    made.close()
 
 
 def conversations():
@@ -33,9 +24,7 @@ def ask(talk, messages, **options):
     turns = talk.ask(read_chat(body))
     for turn in turns:
         ids = (*TOKENIZER("Yes.", add_special_tokens=False)["input_ids"], END)
-        turn.completion = Completion(
-            turn.request_id, 0, turn.context, ids, (-0.5,) * len(ids), "temperature", "stop"
-        )
+        turn.completion = completed(turn.request_id, turn.context, ids)
         turn.message, turn.is_delivered = Message("assistant", "Yes."), True
     talk.answered(turns)
     return turns
@@ -63,7 +52,7 @@ def ask_after(talk, parent, count):
     (turn,) = talk.ask(read_chat(body))
     turn.parent = parent
     ids = (5, END)
-    turn.completion = Completion(turn.request_id, 0, (), ids, (-0.5, -0.5), "temperature", "stop")
+    turn.completion = completed(turn.request_id, (), ids)
     turn.is_delivered = True
     talk.answered([turn])
     return turn
@@ -127,37 +116,3 @@ def test_the_memory_of_an_episode_is_bounded(desk, monkeypatch):
     assert codes[0].status_code == 200
     assert codes[-1].status_code == 413
     assert codes[-1].json()["error"]["code"] == "episode_too_large"
-
-
-def test_bodies_that_wait_are_bounded_together():
-    desk = Desk(HttpLimits(max_held_bytes=3000))
-    port = desk.endpoint.server.port
-    try:
-        found = desk.raw(post_of(port, desk.key, b" " * 3500))
-        assert found.startswith(b"HTTP/1.1 429 ")
-        for _ in range(4):  # what was held is let go of
-            answer = desk.raw(post_of(port, desk.key, b" " * 1400))
-            assert answer.startswith(b"HTTP/1.1 200 ")
-    finally:
-        desk.close()
-
-
-def post_of(port, key, padding):
-    body = body_of() + padding
-    kind = "content-type: application/json", f"content-length: {len(body)}"
-    return http(
-        "POST /v1/chat/completions HTTP/1.1", *kind, body=body, host=f"127.0.0.1:{port}", key=key
-    )
-
-
-def test_who_has_no_key_may_not_send_much():
-    desk = Desk(HttpLimits())
-    port = desk.endpoint.server.port
-    try:
-        padding = b" " * 200_000
-        assert desk.raw(post_of(port, desk.key, padding)).startswith(b"HTTP/1.1 200 ")
-        # The rest of the body never comes, and is not waited for.
-        cut = post_of(port, "sk-none", padding)[:-50_000]
-        assert desk.raw(cut).startswith(b"HTTP/1.1 401 ")
-    finally:
-        desk.close()

@@ -1,7 +1,6 @@
 """The endpoint as clients see it: its protocol, what it refuses, and hostile requests."""
 
 import json
-import re
 import socket
 import threading
 import time
@@ -10,113 +9,16 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from tests.machine import seconds
-from tests.rollout.agents.agent_stage import families
+from tests.rollout.agents.endpoint_desk import CALL, TALK, body_of, completed, http
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from lightrft.datasets.chat_ids import ChatIds
-from lightrft.engines.types import Completion, SamplingParams
-from lightrft.rollout.agents.conversations import Conversations
-from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
-from lightrft.rollout.agents.episodes import AgentEpisode
-from lightrft.rollout.agents.http_server import HttpLimits
+from lightrft.engines.types import SamplingParams
 from lightrft.rollout.agents.messages import CallOptions, ChatCall, Message
 from lightrft.rollout.agents.replies import reply
-from lightrft.rollout.agents.rounds import AnswerRules, answer_round
+from lightrft.rollout.agents.rounds import AnswerRules
 from lightrft.rollout.agents.sampling import RunSampling
 from lightrft.tools.model_presets import byte_level_core
-
-LIMITS = HttpLimits(
-    max_header_bytes=4096, max_body_bytes=20_000, read_seconds=2.0, max_connections=64
-)
-TALK = [{"role": "user", "content": "Hello"}]
-
-
-class Desk:
-    """An endpoint whose calls a thread answers with what a function says."""
-
-    def __init__(self, limits=LIMITS):
-        self.tokenizer = families.family_tokenizer("Qwen2.5")
-        self.endpoint = Endpoint(self.tokenizer, limits)
-        end = self.tokenizer.eos_token_id
-        chat = ChatIds(self.tokenizer, end)
-        self.episode = AgentEpisode(0, None, 0, 0, {}, Conversations(chat, 11))
-        self.key = self.endpoint.open(self.episode)
-        self.sampling = RunSampling(SamplingParams(max_tokens=96, top_k=5, stop_token_ids=(end,)))
-        self.rules = AnswerRules(
-            self.tokenizer, "hermes", frozenset({end}), self.sampling, max_tokens=400, max_calls=40
-        )
-        self.says = "Well said. STOP and more"
-        self.asked = []
-        self.thread = threading.Thread(target=self.serve, daemon=True)
-        self.thread.start()
-
-    def serve(self):
-        while isinstance(call := self.endpoint.events.get(), WaitingCall):
-            answer_round([call], self.rules, self.sample)
-
-    def sample(self, params, requests):
-        self.asked += [(params, request) for request in requests]
-        ids = self.tokenizer(self.says, add_special_tokens=False)["input_ids"]
-        ids = [*ids, self.tokenizer.eos_token_id]
-        made = []
-        for request in requests:
-            own = tuple(ids[: request.max_tokens])
-            reason = "stop" if len(own) == len(ids) else "length"
-            made.append(
-                Completion(
-                    request.request_id,
-                    0,
-                    request.prompt_token_ids,
-                    own,
-                    (-0.5,) * len(own),
-                    "temperature",
-                    reason,
-                )
-            )
-        return made
-
-    def post(self, body=None, *, path="/v1/chat/completions", key=None, **options):
-        body = {"model": "policy", "messages": TALK, **options} if body is None else body
-        headers = {"authorization": f"Bearer {key or self.key}"}
-        return httpx.post(self.endpoint.server.address + path, json=body, headers=headers)
-
-    def raw(self, data, *, pause=None):
-        """Whatever comes back for raw bytes, until the server closes."""
-        port = self.endpoint.server.port
-        with socket.create_connection(("127.0.0.1", port), timeout=seconds(20)) as line:
-            for piece in data if isinstance(data, list) else [data]:
-                try:
-                    line.sendall(piece)
-                except OSError:
-                    break
-                if pause:
-                    time.sleep(pause)
-            found = b""
-            try:
-                while not is_whole(found) and (part := line.recv(65536)):
-                    found += part
-            except OSError:
-                pass
-            return found
-
-    def close(self):
-        self.endpoint.events.put(None)
-        self.thread.join()
-        self.endpoint.close()
-
-
-def is_whole(data):
-    head, end, body = data.partition(b"\r\n\r\n")
-    size = re.search(rb"content-length: (\d+)", head)
-    return bool(end and size) and len(body) >= int(size[1])
-
-
-@pytest.fixture
-def desk():
-    made = Desk()
-    yield made
-    made.close()
 
 
 def test_a_chat_completion_has_the_fields_of_the_protocol(desk):
@@ -169,42 +71,96 @@ def test_options_of_the_run_win_and_the_difference_is_noted(desk):
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"functions": [{}]}, "functions"),
-        ({"wishes": 3}, "wishes"),
-        ({"n": 0}, "n must"),
-        ({"n": True}, "n must"),
-        ({"max_tokens": "5"}, "max_tokens"),
-        ({"stop": ["a", 5]}, "stop"),
-        ({"stop": [""]}, "stop"),
-        ({"stream": "yes"}, "stream"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "role"),
-        ({"messages": [{"role": "user", "content": None}]}, "content"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
-        ({"messages": [*TALK, {"role": "assistant", "content": "x"}]}, "last message"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "image_url must be a data URL",
-        ),
-        ({"messages": [{"role": "user", "content": "x", "mood": "bad"}]}, "mood"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(desk, options, named):
-    answer = desk.post(**options)
-    assert answer.status_code == 400
-    assert named in answer.json()["error"]["message"]
+IMAGE_URL = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+INPUT_IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+TOOL = {"name": "add", "input_schema": {"type": "object"}}
+FUNCTION = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+
+
+def by_user(content):
+    return [{"role": "user", "content": content}]
+
+
+# By the path of a protocol: a request, and what is changed of it with what is then named.
+REFUSED = {
+    "/v1/chat/completions": (
+        {"messages": TALK},
+        [
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+            ({"logit_bias": {"5": 1}}, "logit_bias"),
+            ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
+            ({"frequency_penalty": 0.5}, "frequency_penalty"),
+            ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+            ({"functions": [{}]}, "functions"),
+            ({"wishes": 3}, "wishes"),
+            ({"n": 0}, "n must"),
+            ({"n": True}, "n must"),
+            ({"max_tokens": "5"}, "max_tokens"),
+            ({"stop": ["a", 5]}, "stop"),
+            ({"stop": [""]}, "stop"),
+            ({"stream": "yes"}, "stream"),
+            ({"temperature": "hot"}, "temperature"),
+            ({"tools": [{"type": "web_search"}]}, "tools"),
+            ({"messages": []}, "messages"),
+            ({"messages": [{"role": "king", "content": "x"}]}, "role"),
+            ({"messages": by_user(None)}, "content"),
+            ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
+            ({"messages": [*TALK, {"role": "assistant", "content": "x"}]}, "last message"),
+            ({"messages": IMAGE_URL}, "image_url must be a data URL"),
+            ({"messages": [{**TALK[0], "mood": "bad"}]}, "mood"),
+        ],
+    ),
+    "/v1/messages": (
+        {"messages": TALK, "max_tokens": 90},
+        [
+            ({"max_tokens": None}, "max_tokens"),
+            ({"messages": []}, "messages"),
+            ({"messages": [{"role": "system", "content": "a"}]}, "role user or assistant"),
+            ({"messages": by_user([{"type": "image", "source": {}}])}, "image"),
+            ({"messages": [{**TALK[0], "name": "b"}]}, "name"),
+            ({"messages": [{"role": "assistant", "content": "a"}]}, "last message"),
+            ({"messages": by_user([{"type": "tool_result"}])}, "tool_call_id"),
+            ({"messages": by_user([{"type": "text"}])}, "has a text"),
+            ({"system": [{"type": "image"}]}, "image"),
+            ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
+            ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
+            ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
+            ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "add"}}, "tool_choice"),
+            ({"output_format": {"type": "json_schema"}}, "output_format"),
+        ],
+    ),
+    "/v1/responses": (
+        {"input": "Hello"},
+        [
+            ({"input": []}, "input"),
+            ({"previous_response_id": "resp_1"}, "previous_response_id"),
+            ({"reasoning": {"effort": "high"}}, "reasoning"),
+            ({"text": {"format": {"type": "json_schema"}}}, "text"),
+            ({"tools": [{"type": "web_search"}]}, "tools"),
+            ({"tools": [FUNCTION | {"strict": True}]}, "strict"),
+            ({"tools": [FUNCTION], "tool_choice": "required"}, "tool_choice"),
+            ({"input": INPUT_IMAGE}, "image_url must be a data URL"),
+            ({"input": [{"type": "reasoning", "summary": []}]}, "reasoning"),
+            ({"input": [{"type": "function_call_output", "output": "2"}]}, "tool_call_id"),
+            ({"input": [{**TALK[0], "name": "b"}]}, "name"),
+            ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(desk, path):
+    asked, changes = REFUSED[path]
+    for changed, named in changes:
+        answer = desk.post({"model": "policy", **asked, **changed}, path=path)
+        assert answer.status_code == 400, changed
+        body = answer.json()
+        assert named in body["error"]["message"], changed
+        if path == "/v1/messages":
+            assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     assert not desk.asked
 
 
@@ -222,16 +178,6 @@ def test_keys_and_models(desk):
     assert desk.post({"model": "gpt", "messages": TALK}).status_code == 404
     desk.endpoint.close_key(desk.key)
     assert desk.post().status_code == 409
-
-
-def http(head="POST /v1/chat/completions HTTP/1.1", *headers, body=b"", host=None, key="sk-x"):
-    lines = [head, f"host: {host}" if host else "", *headers, f"authorization: Bearer {key}"]
-    text = "\r\n".join(line for line in lines if line) + "\r\n\r\n"
-    return text.encode("latin-1") + body
-
-
-def body_of(**options):
-    return json.dumps({"model": "policy", "messages": TALK, **options}).encode()
 
 
 def hostile(port, key):
@@ -359,10 +305,10 @@ def bytes_and(special):
 @pytest.mark.parametrize(("parser", "special", "said"), SAID_BEFORE_CALLS)
 def test_what_is_said_before_a_call_is_told_whatever_its_marks_are(parser, special, said):
     tokenizer = bytes_and(special)
-    call = '{"name": "add", "arguments": {"x": 1}}'
+    call = CALL.splitlines()[1]
     form = "<tool_call>{}</tool_call>" if parser == "hermes" else "[TOOL_CALLS][{}]"
     ids = tuple(tokenizer.encode(said + form.format(call), add_special_tokens=False))
-    made = Completion(0, 0, (1,), ids, (0.0,) * len(ids), "temperature", "stop")
+    made = completed(0, (1,), ids)
     tools = ({"type": "function", "function": {"name": "add"}},)
     asked = ChatCall((), None, tools, CallOptions())
     turn = SimpleNamespace(call=asked, context=(1,), request_id=0, sampled=made)
@@ -391,7 +337,7 @@ def test_logprobs_show_tokens_where_they_stand_and_the_bytes_of_parts_of_charact
         (fallback, [257, 258, *(byte + 1 for byte in smile.encode())], ["Hello", " you"]),
         (byte_level, byte_level.encode(f"a {smile}"), ["a", " "]),
     ):
-        made = Completion(0, 0, (1,), tuple(ids), (0.0,) * len(ids), "temperature", "stop")
+        made = completed(0, (1,), ids)
         call = ChatCall((), None, (), CallOptions(wants_logprobs=True))
         turn = SimpleNamespace(
             sampled=made, request_id=0, context=(1,), message=Message("assistant", "")

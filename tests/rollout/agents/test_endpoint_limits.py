@@ -1,7 +1,6 @@
 """Each limit of the endpoint: what a client sees of it, and that nothing is left behind."""
 
 import contextlib
-import json
 import queue
 import socket
 import struct
@@ -11,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.machine import seconds, wait_until
-from tests.rollout.agents.test_endpoint import TALK, Desk
+from tests.rollout.agents.endpoint_desk import body_of
 
 from lightrft.datasets.chat_ids import MAX_IMAGES, MAX_PIXELS
 from lightrft.rollout.agents.conversations import MAX_KEPT_BYTES
@@ -23,19 +22,6 @@ from lightrft.rollout.agents.http_server import (
 )
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def desk_with():
-    made = []
-
-    def make(**limits):
-        made.append(Desk(HttpLimits(**limits)))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 def silence(desk):
@@ -173,7 +159,7 @@ def test_a_call_that_is_not_answered_in_time_is_given_up(desk_with):
 
 def asking(desk):
     """A connection that has sent its request."""
-    body = json.dumps({"model": "policy", "messages": TALK}).encode()
+    body = body_of()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{desk.endpoint.server.port}\r\n"
         f"authorization: Bearer {desk.key}\r\ncontent-type: application/json\r\n"
@@ -229,7 +215,7 @@ def test_headers_and_bodies_have_bounds_of_their_own(desk_with):
         kind = {"content-type": "application/json"}
         return httpx.post(url, content=content, headers={**kind, **key, **headers})
 
-    whole = json.dumps({"model": "policy", "messages": TALK}).encode()
+    whole = body_of()
     assert post(whole + b" " * (20_000 - len(whole))).status_code == 200
     large = b" " * 10_000_000  # more than a connection holds on its way
     assert error_of(post(large)) == (413, "too_large")
@@ -270,13 +256,6 @@ def test_a_refused_client_that_is_still_sending_is_told_why(desk_with):
     # More than a connection holds on its way: all of it is taken, and thrown away.
     told = post_part(desk, 30_000_000, of=30_000_000, key=desk.key)
     assert told == b"HTTP/1.1 413 "
-
-
-def test_an_episode_that_holds_too_much_is_refused(desk_with):
-    desk = desk_with()
-    assert desk.post().status_code == 200
-    desk.episode.talk.kept_bytes = 1 << 29
-    assert error_of(desk.post()) == (413, "episode_too_large")
 
 
 def test_the_documented_limits_are_the_true_ones():

@@ -13,22 +13,21 @@ import torch
 from tests.models.vision.tiny_families import TINY_FAMILIES
 from tests.models.vision.tiny_world import tiny
 from tests.rollout.agents.agent_stage import options_of
+from tests.rollout.agents.endpoint_desk import completed
 from tests.rollout.agents.image_agents import address_of, said
 from tests.rollout.agents.test_agents import check_exact
 from tests.rollout.image_environments import bytes_of, squares
-from tests.rollout.test_image_turns import LOGPROB, PRESETS, error, noted_requests
+from tests.rollout.image_stage import PRESETS, ROWS, ImageStage, error
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.datasets import load_prompts
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.datasets.types import DataError, Prompt
-from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.encoder import TEXT_ENCODER
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import as_image
-from lightrft.engines.types import Completion, EngineConfig, SamplingParams
+from lightrft.engines.types import SamplingParams
 from lightrft.records.media import encode_context, encode_row
 from lightrft.rewards.build import CombinedReward
 from lightrft.rewards.types import RewardResult
@@ -41,52 +40,32 @@ from lightrft.rollout.agents.messages import Message, read_chat
 from lightrft.rollout.agents.rounds import AnswerRules, answer_round
 from lightrft.rollout.agents.sampling import RunSampling
 from lightrft.rollout.agents.shown import fault_of
-from lightrft.rollout.sampler import training_params
-from lightrft.rollout.source import SampleRequests, SourceParts
+from lightrft.rollout.source import SourceParts
 from lightrft.stages.policy.inputs import require_images
 from lightrft.stages.policy.parity import PARITY_LIMITS
-from lightrft.strategy import get_fake_strategy
 
 CASES = Path(__file__).with_name("image_agents.py")
 
 
-class Stage:
-    """Two rows, of which one has an image, and an agent that shows more."""
+class Stage(ImageStage):
+    """An agent that shows more images."""
 
-    def __init__(self, folder, preset, agent="album", *, rows=None, shift="none", reward=None):
-        squares(0, (84, 84)).save(folder / "0.png")
-        rows = rows or [
-            {"input": "<image>Look.", "images": ["0.png"], "number": 1},
-            {"input": "And without?", "number": 2},
-        ]
-        given = {"generate_max_len": 24, "prompt_max_len": 900, "max_turns": 3}
-        given |= {"engine_type": "hf", "agent": f"{CASES}:{agent}"}
-        self.config = TrainConfig(**options_of(len(rows), **given))
-        self.model, self.encoder = tiny(preset)
-        self.tokenizer = self.encoder.processor.tokenizer
-        modality = VisionPrompts(self.encoder)
-        self.agents = Agents(self.config, self.tokenizer, folder=folder, modality=modality)
-        path = folder / "rows.jsonl"
-        path.write_text("\n".join(json.dumps({**row, "shift": str(shift)}) for row in rows))
-        self.prompts = load_prompts(path, self.agents.prompt_tokenizer, self.config).prompts
-        self.strategy = get_fake_strategy(self.config)
-        self.strategy.session.last_weight_sync = SimpleNamespace(engine_hash=17)
-        self.engine = HFEngine(EngineConfig("hf", ""), module=self.model)
-        self.strategy.inference_engine = self.engine
+    def __init__(self, folder, preset, agent="album", *, rows=ROWS, shift="none", reward=None):
+        super().__init__(preset)
+        options = {"generate_max_len": 24, "prompt_max_len": 900, "max_turns": 3}
+        options |= {"engine_type": "hf", "agent": f"{CASES}:{agent}"}
+        self.config = TrainConfig(**options_of(len(rows), **options))
+        self.player = Agents(self.config, self.tokenizer, folder=folder, modality=self.modality)
+        self.set_rows(folder, rows, {"shift": str(shift)})
         self.reward = reward or CombinedReward((), ())
-        self.actor, self.requests = None, noted_requests(self.engine)
 
     def sample(self):
-        # Random models seldom end: here bytes below 90 do.
-        params = replace(training_params(self.config), stop_token_ids=tuple(range(90)))
         session, reward = self.strategy.session, self.reward
         parts = SourceParts(session, self.config, self.tokenizer, reward, encoder=self.encoder)
-        num = len(self.prompts)
         try:
-            source = self.agents.source(parts)
-            return source.sample(SampleRequests(self.prompts, range(num), num, params, step=1))
+            return self.player.source(parts).sample(self.asked())
         finally:
-            self.agents.close()
+            self.player.close()
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +80,6 @@ def played(tmp_path_factory):
         return found[preset]
 
     return of
-
-
-def pixels_of(images):
-    return [image.decode().tobytes() for image in images]
 
 
 def squares_source(number, size):
@@ -152,9 +127,7 @@ def test_images_are_shown_once_and_other_pixels_are_another_branch(preset, playe
 def test_the_engine_scores_what_an_agent_showed_as_the_trainer(preset, played):
     stage, samples = played(preset)
     rollouts = [item.rollout for item in samples.scored]
-    media = tuple(encode_row(rollout, stage.encoder) for rollout in rollouts)
-    assert error(stage, rollouts, media) < LOGPROB
-    assert error(stage, rollouts, media, is_packed=True) < LOGPROB
+    stage.check_scores(rollouts)
     # The comparison sees other pixels with the ids of the row, by more than the gate allows.
     row = next(r for r in rollouts if len(r.images) == 2)
     other = replace(row.later[-1], images=(squares_source(9, (84, 56)),))
@@ -183,10 +156,7 @@ class Desk:
         episode = AgentEpisode(0, None, 0, 0, {}, self.talk)
         (turn,) = self.rules.asked(episode, call)
         ids = (*self.tokenizer("Yes.", add_special_tokens=False)["input_ids"], self.end)
-        logprobs = (-0.5,) * len(ids)
-        turn.completion = Completion(
-            turn.request_id, 0, turn.context, ids, logprobs, "temperature", "stop"
-        )
+        turn.completion = completed(turn.request_id, turn.context, ids)
         turn.message, turn.is_delivered = YES, True
         self.talk.answered([turn])
         return turn
@@ -393,10 +363,7 @@ def test_choices_of_one_call_share_their_pixels():
 
     def sample(params, requests):
         taken.extend(requests)
-        return [
-            Completion(r.request_id, 0, r.prompt_token_ids, (5,), (-1.0,), "temperature", "length")
-            for r in requests
-        ]
+        return [completed(r.request_id, r.prompt_token_ids, (5,), "length") for r in requests]
 
     content = said("Look.", squares(1), "or", squares(2))
     call = read_chat({"model": "policy", "messages": [content], "n": 3})

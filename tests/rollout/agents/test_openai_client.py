@@ -1,16 +1,9 @@
 """The real OpenAI client, unchanged, against the endpoint."""
 
 import pytest
-from tests.rollout.agents.test_endpoint import TALK, Desk
+from tests.rollout.agents.endpoint_desk import CALL, TALK
 
 openai = pytest.importorskip("openai", reason="needs the package openai")
-
-
-@pytest.fixture
-def desk():
-    made = Desk()
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -45,7 +38,7 @@ def test_streams(desk, client):
 
 def test_tools(desk, client):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-    desk.says = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+    desk.says = CALL
     answer = client.chat.completions.create(model="policy", messages=TALK, tools=tools)
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls"

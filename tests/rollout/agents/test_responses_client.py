@@ -1,20 +1,11 @@
 """OpenAI's protocol of responses by the real client; and what the endpoint refuses of it."""
 
 import pytest
-from tests.rollout.agents.test_endpoint import TALK, Desk
+from tests.rollout.agents.endpoint_desk import CALL, TALK
 
 openai = pytest.importorskip("openai", reason="needs the package openai")
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
-IMAGE = [{"type": "input_image", "image_url": "x"}]
-
-
-@pytest.fixture
-def desk():
-    made = Desk()
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -74,27 +65,3 @@ def test_an_answer_that_was_cut_is_incomplete(desk, client):
     answer = client.responses.create(model="policy", input="Hello", max_output_tokens=2)
     assert answer.status == "incomplete"
     assert answer.incomplete_details.reason == "max_output_tokens"
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"input": []}, "input"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tools": [TOOL | {"strict": True}]}, "strict"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        ({"input": [{"role": "user", "content": IMAGE}]}, "image_url must be a data URL"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "reasoning"),
-        ({"input": [{"type": "function_call_output", "output": "2"}]}, "tool_call_id"),
-        ({"input": [{"role": "user", "content": "a", "name": "b"}]}, "name"),
-        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(desk, changes, named):
-    answer = desk.post({"model": "policy", "input": "Hello"} | changes, path="/v1/responses")
-    assert answer.status_code == 400
-    assert named in answer.json()["error"]["message"]
-    assert desk.asked == []

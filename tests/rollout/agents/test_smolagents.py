@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from tests.rollout.agents.test_endpoint import Desk
+from tests.rollout.agents.endpoint_desk import Desk
+from tests.rollout.stages import call
 
 smolagents = pytest.importorskip("smolagents", reason="needs the package smolagents")
 
@@ -62,13 +63,9 @@ def trained(desk):
     return rows
 
 
-def call(name, arguments):
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_agent_that_calls_tools(desk, model, stream):
-    desk.texts = [call("add", '{"x": 40, "y": 2}'), call("final_answer", '{"answer": 42}')]
+    desk.texts = [call("add", x=40, y=2), call("final_answer", answer=42)]
     agent = smolagents.ToolCallingAgent(
         [add], model, max_steps=3, verbosity_level=-1, stream_outputs=stream
     )

@@ -1,0 +1,109 @@
+"""An endpoint whose calls are answered by what a test says."""
+
+import json
+import re
+import socket
+import threading
+import time
+
+import httpx
+from tests.datasets import chat_families as families
+from tests.machine import seconds
+
+from lightrft.datasets.chat_ids import ChatIds
+from lightrft.engines.types import Completion, SamplingParams
+from lightrft.rollout.agents.conversations import Conversations
+from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
+from lightrft.rollout.agents.episodes import AgentEpisode
+from lightrft.rollout.agents.http_server import HttpLimits
+from lightrft.rollout.agents.rounds import AnswerRules, answer_round
+from lightrft.rollout.agents.sampling import RunSampling
+
+TALK = [{"role": "user", "content": "Hello"}]
+# What Qwen2.5 writes to add.
+CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+
+
+def completed(request_id, context, ids, reason="stop"):
+    logprobs = (-0.5,) * len(ids)
+    return Completion(request_id, 0, context, tuple(ids), logprobs, "temperature", reason)
+
+
+class Desk:
+    """An endpoint whose calls a thread answers with what a function says."""
+
+    def __init__(self, **limits):
+        self.tokenizer = families.family_tokenizer("Qwen2.5")
+        self.endpoint = Endpoint(self.tokenizer, HttpLimits(**limits))
+        end = self.tokenizer.eos_token_id
+        chat = ChatIds(self.tokenizer, end)
+        self.episode = AgentEpisode(0, None, 0, 0, {}, Conversations(chat, 11))
+        self.key = self.endpoint.open(self.episode)
+        self.sampling = RunSampling(SamplingParams(max_tokens=96, top_k=5, stop_token_ids=(end,)))
+        self.rules = AnswerRules(
+            self.tokenizer, "hermes", frozenset({end}), self.sampling, max_tokens=400, max_calls=40
+        )
+        self.says = "Well said. STOP and more"
+        self.asked = []
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self):
+        while isinstance(call := self.endpoint.events.get(), WaitingCall):
+            answer_round([call], self.rules, self.sample)
+
+    def sample(self, params, requests):
+        self.asked += [(params, request) for request in requests]
+        ids = self.tokenizer(self.says, add_special_tokens=False)["input_ids"]
+        ids = [*ids, self.tokenizer.eos_token_id]
+        made = []
+        for request in requests:
+            own = tuple(ids[: request.max_tokens])
+            reason = "stop" if len(own) == len(ids) else "length"
+            made.append(completed(request.request_id, request.prompt_token_ids, own, reason))
+        return made
+
+    def post(self, body=None, *, path="/v1/chat/completions", key=None, **options):
+        body = {"model": "policy", "messages": TALK, **options} if body is None else body
+        headers = {"authorization": f"Bearer {key or self.key}"}
+        return httpx.post(self.endpoint.server.address + path, json=body, headers=headers)
+
+    def raw(self, data, *, pause=None):
+        """Whatever comes back for raw bytes, until the server closes."""
+        port = self.endpoint.server.port
+        with socket.create_connection(("127.0.0.1", port), timeout=seconds(20)) as line:
+            for piece in data if isinstance(data, list) else [data]:
+                try:
+                    line.sendall(piece)
+                except OSError:
+                    break
+                if pause:
+                    time.sleep(pause)
+            found = b""
+            try:
+                while not is_whole(found) and (part := line.recv(65536)):
+                    found += part
+            except OSError:
+                pass
+            return found
+
+    def close(self):
+        self.endpoint.events.put(None)
+        self.thread.join()
+        self.endpoint.close()
+
+
+def is_whole(data):
+    head, end, body = data.partition(b"\r\n\r\n")
+    size = re.search(rb"content-length: (\d+)", head)
+    return bool(end and size) and len(body) >= int(size[1])
+
+
+def http(head="POST /v1/chat/completions HTTP/1.1", *headers, body=b"", host=None, key="sk-x"):
+    lines = [head, f"host: {host}" if host else "", *headers, f"authorization: Bearer {key}"]
+    text = "\r\n".join(line for line in lines if line) + "\r\n\r\n"
+    return text.encode("latin-1") + body
+
+
+def body_of(**options):
+    return json.dumps({"model": "policy", "messages": TALK, **options}).encode()
