@@ -10,10 +10,12 @@ from tests.engines.fake_engine import FakeEngine
 from lightrft.config import TrainConfig
 from lightrft.datasets import load_prompts
 from lightrft.engines.types import EngineConfig
+from lightrft.experience.ledger_gate import rebuild
 from lightrft.rewards.build import CombinedReward
 from lightrft.rollout.environments.environments import Environments
 from lightrft.rollout.environments.episode_batch import TURN_STEP
 from lightrft.rollout.environments.pool import EnvironmentPool
+from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.sampler import RolloutSampler, training_params
 from lightrft.rollout.source import SampleRequests, SourceParts
 from lightrft.strategy import get_fake_strategy
@@ -47,6 +49,15 @@ def call(name, **arguments):
 def answers_of(rollout):
     """What was answered, turn by turn."""
     return [[answer.text for answer in turn] for turn in rollout.conversation.answers]
+
+
+def check_rows(rollouts, evidence):
+    """Each row is what the ledger says of its calls."""
+    for rollout in rollouts:
+        row = rebuild(rollout.sample_id, evidence)
+        assert tuple(row.token_ids.tolist()) == rollout.token_ids
+        start = len(rollout.completion.prompt_token_ids)
+        assert tuple((row.turns >= 0)[start:].tolist()) == rollout.completion.is_sampled
 
 
 def options_of(num_rows, **options):
@@ -135,6 +146,11 @@ class Stage(FakeStage):
         """The rollouts of a step and the rewards of their environments."""
         source = self.environments.source(self.parts)
         return source.rollouts(self.requests(**keywords), lambda group: None)
+
+    def check_rows(self, rollouts):
+        special_ids = self.environments.special_ids
+        session = self.strategy.session
+        check_rows(rollouts, take_evidence(rollouts, session, special_ids=special_ids))
 
     def sampler(self):
         return RolloutSampler(self.parts, self.environments.source)

@@ -17,11 +17,9 @@ from websockets.http11 import Response
 from websockets.sync.server import serve
 
 from lightrft.config import TrainConfig
-from lightrft.experience.ledger_gate import rebuild
 from lightrft.rewards.types import RewardError
 from lightrft.rewards.worker import ReportedError
 from lightrft.rollout.environments.worker import EpisodeLostError, HostedEnvironments
-from lightrft.rollout.ledger_records import take_evidence
 from lightrft.run.run_inputs import input_files
 from lightrft.tools.environments.openenv import ActionRefusedError, connect
 from lightrft.tools.environments.skyrl_gym import converse
@@ -40,13 +38,7 @@ def test_a_skyrl_gym_class_is_answered_turn_by_turn_as_a_user_answers(stage):
         assert reward.components == {"Countdown": 0.5}
         ends = rollout.completion.output_token_ids.count(played.tokenizer.eos_token_id)
         assert ends == 5  # what the environment said forged none
-    evidence = take_evidence(
-        rollouts, played.strategy.session, special_ids=played.environments.special_ids
-    )
-    for rollout in rollouts:
-        row = rebuild(rollout.sample_id, evidence)
-        start = len(rollout.completion.prompt_token_ids)
-        assert tuple((row.turns >= 0)[start:].tolist()) == rollout.completion.sampled
+    played.check_rows(rollouts)
 
 
 def test_extras_have_what_skyrls_generator_gives_and_seeds(stage):

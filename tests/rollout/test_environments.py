@@ -1,20 +1,17 @@
 """Episodes of several turns against scripted models and environments in real worker processes."""
 
 import json
-import time
 
 import pytest
-from tests.machine import seconds
+from tests.machine import wait_until
 from tests.rollout.stages import CASES, answers_of, call, pool_of
 from tests.rollout.test_call_formats import RESPONSE_TEMPLATE
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.experience.ledger_gate import rebuild
 from lightrft.rewards.build import build_reward
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments.environments import Environments
 from lightrft.rollout.environments.worker import tool_names
-from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.sampler import training_params
 
 
@@ -44,15 +41,7 @@ def test_trls_minimal_class_runs_unchanged(stage):
 def test_the_ledger_knows_every_turn(stage):
     played = stage([call("guess", number=1), call("guess", number=7), "done"])
     rollouts, _ = played.sample()
-    evidence = take_evidence(
-        rollouts, played.strategy.session, special_ids=played.environments.special_ids
-    )
-    for rollout in rollouts:
-        row = rebuild(rollout.sample_id, evidence)
-        ids = (*rollout.completion.prompt_token_ids, *rollout.completion.output_token_ids)
-        assert tuple(row.token_ids.tolist()) == ids
-        start = len(rollout.completion.prompt_token_ids)
-        assert tuple((row.turns >= 0)[start:].tolist()) == rollout.completion.sampled
+    played.check_rows(rollouts)
 
 
 def test_state_belongs_to_one_episode_and_calls_keep_their_order(stage):
@@ -311,10 +300,7 @@ def test_groups_are_scored_while_other_episodes_go_on(stage, tmp_path):
         if request_id < 2:
             return [f"end{request_id}"]
         if times[request_id] == 2:
-            ends = time.monotonic() + seconds(60)
-            while not (tmp_path / "end1").exists() and time.monotonic() < ends:
-                time.sleep(0.01)
-            seen.append((tmp_path / "end1").exists())
+            seen.append(wait_until((tmp_path / "end1").exists))
         return [call("guess", number=7), "end"]
 
     rows = [{"input": f"Find it {i}.", "target": 7} for i in range(2)]

@@ -9,12 +9,11 @@ import torch
 from tests.models.vision.tiny_world import tiny
 from tests.rollout.image_environments import squares
 from tests.rollout.image_stage import PRESETS, ROWS, ImageStage, error
-from tests.rollout.stages import options_of, pool_of
+from tests.rollout.stages import check_rows, options_of, pool_of
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.media import VisionPrompts
 from lightrft.engines.media.inputs import axes_of_rows
-from lightrft.experience.ledger_gate import rebuild
 from lightrft.records.media import MediaSources, encode_row, pack_sources, unpack_sources
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments import specs
@@ -110,9 +109,8 @@ def test_images_of_turns_are_added_and_nothing_is_encoded_again(preset, played):
         assert not {mark} & set(rollout.completion.sampled_token_ids)
         text = stage.tokenizer.decode(rollout.token_ids)
         assert text.count("<image> ") == len(rollout.segments) - 1  # of the environment, as text
-    evidence = take_evidence(rollouts, stage.strategy.session, special_ids=stage.player.special_ids)
-    for rollout in rollouts:
-        assert tuple(rebuild(rollout.sample_id, evidence).token_ids) == rollout.token_ids
+    special_ids = stage.player.special_ids
+    check_rows(rollouts, take_evidence(rollouts, stage.strategy.session, special_ids=special_ids))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 from tests.rollout.journal_edits import events_of, lines_of
-from tests.rollout.stages import CASES, Stage, call
+from tests.rollout.stages import CASES, Stage, call, check_rows
 
-from lightrft.experience.ledger_gate import rebuild
 from lightrft.rollout.environments.journal import JournalError, read_journal
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.sampler import training_params
@@ -100,11 +99,7 @@ def test_turns_of_a_journal_are_evidence_for_the_ledger_gate(whole, tmp_path):
     lines = whole.lines.splitlines(keepends=True)
     again = Played(tmp_path / "run", lines="".join(lines[: len(lines) // 2]))
     assert 0 < again.num_requests < whole.num_requests
-    evidence = take_evidence(again.rollouts, again.stage.strategy.session)
-    for rollout in again.rollouts:
-        row = rebuild(rollout.sample_id, evidence)
-        start = len(rollout.completion.prompt_token_ids)
-        assert tuple((row.turns >= 0)[start:].tolist()) == rollout.completion.sampled
+    again.stage.check_rows(again.rollouts)
 
 
 def edited(text, sample_id, old, new):
@@ -147,8 +142,7 @@ def test_what_starts_over_leaves_nothing_of_its_first_turns_in_the_ledger(
     assert {key[0] for key in evidence.entries} == {
         segment.request_id for rollout in again.rollouts for segment in rollout.segments
     }
-    for rollout in again.rollouts:
-        rebuild(rollout.sample_id, evidence)
+    check_rows(again.rollouts, evidence)
     # A third process goes on under the ids of the second, and a fourth under its own.
     lines = again.lines.splitlines(keepends=True)
     cut = next(n for n, line in enumerate(lines) if f'"request_id": {min(asked)}' in line) + 2

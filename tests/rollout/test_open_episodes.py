@@ -15,7 +15,7 @@ import pytest
 from tests.datasets import chat_families as families
 from tests.engines.fake_engine import FakeEngine
 from tests.records.exchange_cases import ThreadRank, ThreadWorld
-from tests.rollout.stages import load_rows, options_of, pool_of
+from tests.rollout.stages import check_rows, load_rows, options_of, pool_of
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
@@ -446,8 +446,7 @@ def test_open_episodes_keep_the_prompt_that_they_began_with(
             if item.rollout.prompt.id in is_open:
                 seen.add(item.rollout.prompt.id)
                 assert content(item.rollout) in expected
-                right = rebuild(item.rollout.sample_id, samples.evidence)
-                assert tuple(right.token_ids.tolist()) == item.rollout.token_ids
+                check_rows([item.rollout], samples.evidence)
 
 
 def test_ranks_go_on_with_the_episodes_of_others(tmp_path, stream, streamed):
@@ -607,8 +606,7 @@ def test_an_environment_that_answers_otherwise_after_a_resume_starts_over(
     for samples in after:
         for item in samples.scored:
             restarts += item.rollout.conversation.num_restarts
-            right = rebuild(item.rollout.sample_id, samples.evidence)
-            assert tuple(right.token_ids.tolist()) == item.rollout.token_ids
+            check_rows([item.rollout], samples.evidence)
             assert samples.evidence.ledger.entries[item.rollout.sample_id].problem == ""
     assert restarts == len(said)
     assert player.stream.groups == ()

@@ -4,10 +4,10 @@ import json
 import time
 
 import pytest
-from tests.machine import seconds
+from tests.machine import seconds, wait_until
+from tests.rollout.stages import call, check_rows
 
 from lightrft.config import ConfigError
-from lightrft.experience.ledger_gate import rebuild
 from lightrft.records.table import BRANCH_STEP
 from lightrft.rewards.build import CombinedReward
 from lightrft.rewards.types import RewardError, RewardResult
@@ -27,16 +27,11 @@ class Paying:
 
 def check_exact(played, samples):
     """Every row is what the ledger says, no token is trained twice, and all delivered ones are."""
-    evidence = samples.evidence
-    calls = []
-    for item in samples.scored:
-        rollout = item.rollout
-        row = rebuild(rollout.sample_id, evidence)
-        assert tuple(row.token_ids.tolist()) == rollout.token_ids
-        start = len(rollout.completion.prompt_token_ids)
-        assert tuple((row.turns >= 0)[start:].tolist()) == rollout.completion.is_sampled
-        calls += [segment.request_id for segment in rollout.segments]
-        assert not evidence.ledger.entries[rollout.sample_id].problem
+    rollouts = [item.rollout for item in samples.scored]
+    check_rows(rollouts, samples.evidence)
+    entries = samples.evidence.ledger.entries
+    assert not any(entries[rollout.sample_id].problem for rollout in rollouts)
+    calls = [segment.request_id for rollout in rollouts for segment in rollout.segments]
     assert len(calls) == len(set(calls))
     return calls
 
@@ -131,18 +126,18 @@ def test_texts_of_others_cannot_become_special_tokens(stage):
 
 
 def test_calls_of_tools_are_read_and_their_results_shown(stage):
-    call = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+    adds = call("add", x=1)
 
     def script(request):
         context = played.tokenizer.decode(request.prompt_token_ids)
-        return "done" if "<tool_response>" in context else f"I add. {call}"
+        return "done" if "<tool_response>" in context else f"I add. {adds}"
 
     played = stage("tools", script=script)
     samples = played.sample()
     check_exact(played, samples)
     rollout = samples.scored[0].rollout
     assert played.text(rollout) == (
-        f"I add. {call}<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response>"
+        f"I add. {adds}<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response>"
         "<|im_end|>\n<|im_start|>assistant\ndone<|im_end|>"
     )
     assert samples.scored[0].reward == 4.0
@@ -234,10 +229,7 @@ def test_the_deadline_of_an_episode(stage, agent):
 def test_calls_after_the_end_are_refused(stage, tmp_path):
     stage("calls_after_the_end").sample()
     log = tmp_path / "log"
-    deadline = time.monotonic() + seconds(20)
-    while time.monotonic() < deadline and not (log.exists() and log.read_text().count("\n") == 2):
-        time.sleep(0.1)
-    assert log.read_text() == "409\n409\n"
+    assert wait_until(lambda: log.exists() and log.read_text() == "409\n409\n", 20.0)
 
 
 def test_a_key_opens_its_own_episode_only(stage):
