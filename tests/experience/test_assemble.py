@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.update_inputs import sample_table
 
 from lightrft.algorithms.interface import RowAdvantageInputs, advantage_estimator
 from lightrft.algorithms.moments import Moments
@@ -10,7 +11,6 @@ from lightrft.config import TrainConfig
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS
 from lightrft.experience.maker import AdvantageSettings, assemble, shape_rewards
 from lightrft.records.batch import PolicyOutputs, collate
-from lightrft.records.table import SampleTable
 
 
 class Alone:
@@ -33,27 +33,13 @@ class Peer:
 
 
 def make_table(lengths, rewards, *, group_size=4, masked=()):
-    rows = len(lengths)
-    return SampleTable(
-        sample_ids=np.arange(rows),
-        group_ids=np.arange(rows) // group_size,
-        prompt_lengths=np.full(rows, 2),
-        response_lengths=np.array(lengths),
-        token_ids=np.arange(2 * rows + sum(lengths)),
-        rollout_logprobs=np.zeros(sum(lengths), dtype=np.float32),
-        is_sampled=np.ones(int(np.sum(lengths)), dtype=bool),
-        rewards=np.array(rewards, dtype=np.float64),
-        accuracies=np.array(rewards, dtype=np.float64),
-        component_names=(),
-        components=np.zeros((rows, 0)),
-        is_truncated=np.zeros(rows, dtype=bool),
-        is_masked=np.isin(np.arange(rows), masked),
-        is_untruncated=np.ones(rows, dtype=bool),
-        weights_versions=np.zeros(rows, dtype=np.int64),
-        token_versions=np.zeros(int(np.sum(lengths)), dtype=np.int64),
-        sampled_lengths=np.array(lengths),
-        has_mixed_versions=np.zeros(rows, dtype=bool),
-        holders=np.zeros(rows, dtype=np.int64),
+    numbers = np.arange(len(lengths))
+    return sample_table(
+        lengths,
+        group_ids=numbers // group_size,
+        token_ids=np.arange(2 * len(lengths) + sum(lengths)),
+        rewards=rewards,
+        is_masked=np.isin(numbers, masked),
     )
 
 

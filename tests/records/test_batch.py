@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.update_inputs import sample_table
 
 from lightrft.experience.minibatches import micro_slices
 from lightrft.records.batch import (
@@ -13,32 +14,19 @@ from lightrft.records.batch import (
     select_experience,
     select_rollouts,
 )
-from lightrft.records.table import SampleTable
 
 
 def table(prompts, responses, *, masked=None):
-    rows = len(prompts)
+    lengths = [len(response) for response in responses]
     flat = [t for p, r in zip(prompts, responses, strict=True) for t in (*p, *r)]
-    return SampleTable(
-        sample_ids=np.arange(rows),
-        group_ids=np.arange(rows) // 2,
-        prompt_lengths=np.array([len(p) for p in prompts]),
-        response_lengths=np.array([len(r) for r in responses]),
+    return sample_table(
+        lengths,
+        prompt_lengths=np.array([len(prompt) for prompt in prompts]),
+        group_ids=np.arange(len(prompts)) // 2,
         token_ids=np.array(flat, dtype=np.int64),
-        rollout_logprobs=-np.arange(1, sum(map(len, responses)) + 1, dtype=np.float32),
-        is_sampled=np.ones(sum(map(len, responses)), dtype=bool),
-        rewards=np.arange(rows, dtype=np.float64),
-        accuracies=np.arange(rows, dtype=np.float64),
-        component_names=(),
-        components=np.zeros((rows, 0)),
-        is_truncated=np.zeros(rows, dtype=bool),
-        is_masked=np.zeros(rows, dtype=bool) if masked is None else np.array(masked),
-        is_untruncated=np.ones(rows, dtype=bool),
-        weights_versions=np.zeros(rows, dtype=np.int64),
-        token_versions=np.zeros(sum(len(r) for r in responses), dtype=np.int64),
-        sampled_lengths=np.array([len(r) for r in responses]),
-        has_mixed_versions=np.zeros(rows, dtype=bool),
-        holders=np.zeros(rows, dtype=np.int64),
+        rollout_logprobs=-np.arange(1, sum(lengths) + 1, dtype=np.float32),
+        rewards=np.arange(len(prompts)),
+        is_masked=np.zeros(len(prompts), bool) if masked is None else np.array(masked),
     )
 
 

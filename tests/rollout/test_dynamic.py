@@ -1,9 +1,9 @@
 """Groups without signal are dropped by unshaped accuracy, and refilled."""
 
 import numpy as np
+from tests.update_inputs import sample_table
 
 from lightrft.config import TrainConfig
-from lightrft.records.table import SampleTable
 from lightrft.rollout.dynamic import apply_selection, mixed_groups, select_groups
 from lightrft.rollout.sampler import GreedySource, training_params
 from lightrft.rollout.source import SampleRequests, Samples
@@ -12,28 +12,14 @@ from lightrft.stages.policy.step_metrics import group_metrics
 
 def table(groups, *, rewards=None, masked=()):
     """Two-token rows; `groups` holds the accuracies of each group."""
-    accuracies = np.array([a for group in groups for a in group], dtype=np.float64)
-    rows = len(accuracies)
-    return SampleTable(
-        sample_ids=np.arange(rows),
+    accuracies = [accuracy for group in groups for accuracy in group]
+    return sample_table(
+        [1] * len(accuracies),
+        prompt_length=1,
         group_ids=np.array([g for g, group in enumerate(groups) for _ in group]),
-        prompt_lengths=np.ones(rows, dtype=np.int64),
-        response_lengths=np.ones(rows, dtype=np.int64),
-        token_ids=np.arange(2 * rows),
-        rollout_logprobs=np.zeros(rows, dtype=np.float32),
-        is_sampled=np.ones(rows, dtype=bool),
-        rewards=accuracies.copy() if rewards is None else np.array(rewards, dtype=np.float64),
-        accuracies=accuracies,
-        component_names=(),
-        components=np.zeros((rows, 0)),
-        is_truncated=np.zeros(rows, dtype=bool),
-        is_masked=np.isin(np.arange(rows), masked),
-        is_untruncated=np.ones(rows, dtype=bool),
-        weights_versions=np.zeros(rows, dtype=np.int64),
-        token_versions=np.zeros(rows, dtype=np.int64),
-        sampled_lengths=np.ones(rows, dtype=np.int64),
-        has_mixed_versions=np.zeros(rows, dtype=bool),
-        holders=np.zeros(rows, dtype=np.int64),
+        rewards=accuracies if rewards is None else rewards,
+        accuracies=np.array(accuracies, dtype=np.float64),
+        is_masked=np.isin(np.arange(len(accuracies)), masked),
     )
 
 
