@@ -109,8 +109,11 @@ def test_a_function_of_another_project_is_called_as_it_expects(name):
     assert all(set(result.components) <= known for result in results)
 
 
+IN_A_FILE = ("TRL, ground_truth", "verl, a dict", "OpenRLHF, a dict")
+
+
 def test_the_same_in_a_file_and_without_the_columns_of_verl(tmp_path):
-    for number, name in enumerate(("verl, a dict", "OpenRLHF, a dict")):
+    for number, name in enumerate(IN_A_FILE):
         path = tmp_path / f"r{number}.py"
         path.write_text(SIGNATURES[name][0].replace("ok =", "ok = data_source is None and"))
         reward = UserReward(path, "f", TrainConfig())

@@ -37,11 +37,6 @@ def counts(responses, calls=[]):
     calls.append(1)
     return [float(len(calls))] * len(responses)
 
-def completed(completions): return [float(len(text)) for text in completions]
-def as_in_trl(prompts, completions, ground_truth, **keywords):
-    assert sorted(keywords) == ["labels", "responses"], keywords
-    return [float(c == t) for c, t in zip(completions, ground_truth)]
-
 def short(responses): return [1.0]
 def text(responses): return "11"
 def nothing(responses): pass
@@ -90,12 +85,6 @@ def test_numbers_dicts_arrays_and_columns(file) -> None:
     assert (first.reward, dict(first.components)) == (1.5, {"summed": 1.5, "a": 1.0, "b": 0.5})
     assert [result.reward for result in _score(file, "array")] == [0.0, 1.0]
     assert [result.reward for result in _score(file, "column", columns=columns)] == [7.0, 8.0]
-
-
-def test_functions_written_for_trl_call_the_responses_completions(file) -> None:
-    assert [result.reward for result in _score(file, "completed", ("a", "bc"))] == [1.0, 2.0]
-    found = _score(file, "as_in_trl", columns={"ground_truth": ["a", "c"]})
-    assert [result.reward for result in found] == [1.0, 0.0]
 
 
 def test_the_process_lives_on_between_calls_and_ends_with_close(file) -> None:

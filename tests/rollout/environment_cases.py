@@ -219,6 +219,15 @@ class Contract(Base):
     def broken(self):
         raise RuntimeError("a property is never evaluated")
 
+    @classmethod
+    def of_class(cls) -> str:
+        """Belong to no episode."""
+        return cls.__name__
+
+    def _hidden(self) -> str:
+        """Hide."""
+        return "hidden"
+
     @staticmethod
     def fixed() -> str:
         """Answer always the same."""

@@ -11,7 +11,6 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.rewards.build import build_reward
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments.environments import Environments
-from lightrft.rollout.environments.worker import tool_names
 from lightrft.rollout.sampler import training_params
 
 
@@ -38,16 +37,11 @@ def test_trls_minimal_class_runs_unchanged(stage):
     assert versions == {(3, True), (-1, False)}
 
 
-def test_the_ledger_knows_every_turn(stage):
-    played = stage([call("guess", number=1), call("guess", number=7), "done"])
-    rollouts, _ = played.sample()
-    played.check_rows(rollouts)
-
-
 def test_state_belongs_to_one_episode_and_calls_keep_their_order(stage):
     two = call("slowly", seconds=0.05) + "\n" + call("count_up")
     played = stage([two, call("count_up"), "done"], environment="Counter")
     rollouts, rewards = played.sample()
+    played.check_rows(rollouts)
     for rollout, reward in zip(rollouts, rewards, strict=True):
         assert answers_of(rollout) == [["slow 1", "2"], ["3"]]
         text = played.text(rollout)
@@ -310,39 +304,6 @@ def test_groups_are_scored_while_other_episodes_go_on(stage, tmp_path):
     assert seen == [True, True]
     longer = float(len(call("guess", number=7)) + len("\nend"))
     assert samples.table.rewards.tolist() == [4.0, 4.0, longer + 1.0, longer + 1.0]
-
-
-def test_public_functions_of_the_class_are_tools():
-    class Base:
-        def reset(self):
-            pass
-
-        def inherited(self):
-            pass
-
-        def _hidden(self):
-            pass
-
-        @staticmethod
-        def static():
-            pass
-
-        @classmethod
-        def of_class(cls):
-            pass
-
-        @property
-        def value(self):
-            raise RuntimeError("never asked")
-
-        def get_reward(self):
-            pass
-
-    class Own(Base):
-        def step(self):
-            pass
-
-    assert tool_names(Own) == ["inherited", "static", "step"]
 
 
 def test_an_episode_is_read_by_the_tokenizers_own_response_template(stage):
