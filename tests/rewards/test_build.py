@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.rewards.asking import results_of
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARDS
@@ -27,7 +28,7 @@ def test_the_sum_is_weighted_and_components_are_not() -> None:
     one = Constant("one", 1.0, {"one": 1.0, "timeout": 0.0})
     two = Constant("two", -4.0, {"two": -4.0, "timeout": 1.0})
     with CombinedReward([one, two], [2.0, 0.5]) as reward:
-        results = reward.score(["p"] * 2, ["a", "b"], [None] * 2, {})
+        results = results_of(reward, ["a", "b"])
     assert [result.reward for result in results] == [0.0, 0.0]
     assert results[0].components == {"one": 1.0, "timeout": 0.0, "two": -4.0, "two/timeout": 1.0}
     assert one.is_closed
@@ -49,7 +50,7 @@ def test_every_registered_reward_scores_a_right_and_a_wrong_answer(name) -> None
     right, wrong, label = ANSWERS[name]
     with build_reward([name], weights=[0.5]) as reward:
         assert reward.needs_labels
-        results = reward.score(["p"] * 2, [right, wrong], [label, label], {})
+        results = results_of(reward, [right, wrong], [label, label])
     assert [result.reward for result in results] == [0.5, 0.0]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path, PosixPath
 
 import numpy as np
 import pytest
+from tests.rewards.asking import results_of
 
 from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError
@@ -89,7 +90,7 @@ def reads(tmp_path_factory, kept):
     file = tmp_path_factory.mktemp("rewards") / "r.py"
     file.write_text(FUNCTION)
     reward = UserReward(file, "reads", CONFIG)
-    yield lambda text: reward.score(["p"], [text], [None], {"environments": [kept]})[0].reward
+    yield lambda text: results_of(reward, [text], environments=[kept])[0].reward
     reward.close()
 
 
@@ -158,11 +159,11 @@ def test_environments_are_offered_where_one_is_played(kept):
     reward = PlainReward("f", lambda environments: [1.0], CONFIG)
     reward.check_columns(())
     with pytest.raises(RewardError, match="reads environments, and none was played"):
-        reward.score(["p"], ["r"], [None], {})
+        results_of(reward, ["r"])
     reward.close()
     everything = []
     reward = PlainReward("f", lambda **given: everything.append(given) or [1.0], CONFIG)
-    reward.score(["p"], ["r"], [None], {"environments": [kept]})
+    results_of(reward, ["r"], environments=[kept])
     assert not reward.reads_environments
     assert "environments" not in everything[0]
     reward.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.machine import seconds
+from tests.rewards.asking import results_of
 
 from lightrft.cli.errors import is_out_of_memory
 from lightrft.config import TrainConfig
@@ -81,7 +82,7 @@ def score(file, name, columns=None, **options):
     config = TrainConfig(**options)
     with build_reward([f"{file}:{name}"], config=config) as reward:
         columns = {key: [value] for key, value in (columns or {}).items()}
-        return reward.score(["p"], ["a"], [None], columns)
+        return results_of(reward, ["a"], **columns)
 
 
 def is_running(pid):

@@ -8,6 +8,7 @@ from copy import deepcopy
 
 import pytest
 from PIL import Image
+from tests.rewards.asking import numbers_of, results_of
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARDS
@@ -53,8 +54,7 @@ def test_what_a_function_does_to_its_row_reaches_no_other_response_pass_or_funct
         names = [f"{path}:spoil"] if place == "worker" else ["spoil", "again"]
         with build_reward(names, config=config) as reward:
             for _ in range(2):
-                results = reward.score(["p"] * COUNT, ["r"] * COUNT, [None] * COUNT, given)
-                assert [result.reward for result in results] == [len(names) * WORTH] * COUNT
+                assert numbers_of(reward, ["r"] * COUNT, **given) == [len(names) * WORTH] * COUNT
     assert given == as_it_was
 
 
@@ -78,7 +78,7 @@ def test_objects_with_a_score_get_copies_too() -> None:
     given = columns()
     before = deepcopy(given)
     with CombinedReward([Spoiler("one"), Spoiler("two")], [1.0, 1.0]) as reward:
-        results = reward.score(["p"] * COUNT, ["r"] * COUNT, [None] * COUNT, given)
+        results = results_of(reward, ["r"] * COUNT, **given)
     assert [result.reward for result in results] == [4.0] * COUNT
     assert given == before
 
@@ -99,7 +99,7 @@ def test_a_picture_that_is_drawn_on_is_one_response_s(tmp_path) -> None:
     path = tmp_path / "darken.py"
     path.write_text(DARKENING)
     with build_reward([f"{path}:darken"]) as reward:
-        results = reward.score(["p"] * 3, ["r"] * 3, [None] * 3, {"images": [media] * 3})
+        results = results_of(reward, ["r"] * 3, images=[media] * 3)
     assert [result.reward for result in results] == [9 + 18 + 9, 9, 9]
 
 
@@ -116,8 +116,6 @@ def test_functions_of_this_process_run_in_its_thread_one_after_another(tmp_path)
     with REWARDS.lent({"timed": timed, "again": timed, "mine": mine}):
         names = ["timed", f"{path}:apart", "again", "mine"]
         with build_reward(names) as reward:
-            results = reward.score(
-                ["p"] * 2, ["r"] * 2, [None] * 2, {"meta": [{"answer": 1.0}] * 2}
-            )
+            results = results_of(reward, ["r"] * 2, meta=[{"answer": 1.0}] * 2)
     assert [result.reward for result in results] == [4.0, 4.0]
     assert mine.threads == {"MainThread"}

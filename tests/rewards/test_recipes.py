@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.rewards.asking import results_of
 
 from lightrft.rewards.build import CombinedReward, build_reward, load_recipes
 from lightrft.rewards.types import RewardError, RewardResult
@@ -34,11 +35,8 @@ def test_each_row_is_scored_by_the_rewards_of_its_recipe(tmp_path):
     found = recipes(tmp_path, "[math]\none = 2.0\n[chat]\none = 0.5\nten = 1\n[free]\nmodel = 1\n")
     one, ten = Length("one", 1), Length("ten", 10)
     combined = CombinedReward([one, ten], [1.0, 1.0], recipes=found)
-    results = combined.score(
-        ["p"] * 4,
-        ["a", "bb", "ccc", "dddd"],
-        [None] * 4,
-        {"task": ["math", "chat", "free", "math"]},
+    results = results_of(
+        combined, ["a", "bb", "ccc", "dddd"], task=["math", "chat", "free", "math"]
     )
     assert [r.reward for r in results] == [2.0, 0.5 * 2 + 20, 0.0, 8.0]
     assert [dict(r.components) for r in results] == [
@@ -50,7 +48,7 @@ def test_each_row_is_scored_by_the_rewards_of_its_recipe(tmp_path):
     assert one.seen == [["a", "bb", "dddd"]]
     assert ten.seen == [["bb"]]
     with pytest.raises(RewardError, match="no reward recipe for 'code' in column 'task'"):
-        combined.score(["p"], ["a"], [None], {"task": ["code"]})
+        results_of(combined, ["a"], task=["code"])
 
 
 @pytest.mark.parametrize(
@@ -72,4 +70,4 @@ def test_names_must_differ_and_functions_may_be_missing_beside_models(tmp_path):
     with pytest.raises(ConfigError, match="different names"):
         recipes(tmp_path, "[a]\none = 1", names=("one", "one"))
     with build_reward([], has_models=True) as nothing:
-        assert nothing.score(["p"], ["r"], [None], {}) == [RewardResult(0.0)]
+        assert results_of(nothing, ["r"]) == [RewardResult(0.0)]

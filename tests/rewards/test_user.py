@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 from tests.machine import seconds
+from tests.rewards.asking import results_of
 
 from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError, build_reward
@@ -70,7 +71,7 @@ def file(tmp_path):
 def _score(file, name: str, responses=("a", "b"), columns=None, seconds: float = 60.0):
     config = TrainConfig(reward_timeout_seconds=seconds)
     with build_reward([f"{file}:{name}"], config=config) as f:
-        return f.score(["p"] * len(responses), list(responses), ["a", "c"], columns or {})
+        return results_of(f, list(responses), ["a", "c"], **columns or {})
 
 
 def test_numbers_dicts_arrays_and_columns(file) -> None:
@@ -90,7 +91,7 @@ def test_numbers_dicts_arrays_and_columns(file) -> None:
 def test_the_process_lives_on_between_calls_and_ends_with_close(file) -> None:
     reward = build_reward([f"{file}:counts"])
     for expected in (1.0, 2.0):
-        (result,) = reward.score(["p"], ["a"], [None], {})
+        (result,) = results_of(reward, ["a"])
         assert result.reward == expected
     assert reward.score([], [], [], {}) == []
     pid = reward.functions[0].workers.workers[0].pid
@@ -135,9 +136,9 @@ def test_a_hanging_call_ends_at_its_deadline_and_the_next_call_works(file) -> No
     with build_reward([f"{file}:hangs"], config=config) as reward:
         start = time.monotonic()
         with pytest.raises(RewardError, match="did not return within 1 s for 1 responses"):
-            reward.score(["p"], ["hang"], [None], {})
+            results_of(reward, ["hang"])
         assert time.monotonic() - start < seconds(10)
-        (result,) = reward.score(["p"], ["fine"], [None], {})
+        (result,) = results_of(reward, ["fine"])
     assert result.reward == 1.0
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tests.engines.fake_engine import FakeEngine
 from tests.machine import seconds
+from tests.rewards.asking import results_of
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
@@ -358,6 +359,6 @@ def test_no_function_gets_more_calls_at_once_than_it_takes():
 def test_two_callers_of_one_worker_wait_for_each_other(file):
     with build_reward([f"{file}:noisy"]) as reward, ThreadPoolExecutor(4) as threads:
         texts = [[f"{i}"] for i in range(8)]
-        found = list(threads.map(lambda t: reward.score(["p"], t, [None], {})[0].reward, texts))
-        again = [reward.score(["p"], text, [None], {})[0].reward for text in texts]
+        found = list(threads.map(lambda t: results_of(reward, t)[0].reward, texts))
+        again = [results_of(reward, text)[0].reward for text in texts]
     assert found == again

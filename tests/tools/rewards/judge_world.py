@@ -51,11 +51,6 @@ def run_options(folder, output, model="scorer", **changes):
     return rollout_options(folder, **options)
 
 
-def grades(reward, texts):
-    found = reward.score(["task"] * len(texts), texts, [None] * len(texts), {})
-    return [each.reward for each in found]
-
-
 def rewards_of(output):
     """The reward of each sample of a run."""
     lines = (output / "rollouts.jsonl").read_bytes().splitlines()

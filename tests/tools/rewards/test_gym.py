@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.rewards.asking import results_of
 
 from lightrft.config import TrainConfig
 from lightrft.datasets import read_rows
@@ -74,7 +75,7 @@ def test_scores_are_the_scorers_of_the_extracted_answers() -> None:
             entry = row.columns["reasoning_gym"]
             assert result.reward == made.score_answer(answer, entry) < 1.0
         with pytest.raises(RewardError, match="sample 0 is of no row of this task"):
-            reward.score(["p"], ["r"], [None], {})
+            results_of(reward, ["r"])
 
 
 def test_a_task_that_does_not_exist_is_refused_at_the_start() -> None:
@@ -126,7 +127,7 @@ def test_what_a_scorer_cannot_decide_is_undecided(monkeypatch) -> None:
     entries = {"reasoning_gym": [row.columns["reasoning_gym"] for row in (first, second)]}
     with build_reward(["reasoning_gym:gcd"]) as reward:
         monkeypatch.setattr(WorkerPool, "call", lambda *_, **__: [None, [0.5, "scored"]])
-        results = reward.score([""] * 2, ["1", "2"], [None] * 2, entries)
+        results = results_of(reward, ["1", "2"], **entries)
     assert results == [None, RewardResult(0.5, {"gcd": 0.5, "scorer_failed": 0.0})]
 
 

@@ -14,6 +14,7 @@ import time
 
 import pytest
 from tests.machine import seconds, wait_until
+from tests.rewards.asking import results_of
 
 from lightrft.rewards.types import RewardError
 from lightrft.tools.rewards import http
@@ -417,7 +418,7 @@ def test_every_bad_answer_is_one_printable_line(serve, name):
     reward = RemoteReward(serve(head + body).url, timeout_seconds=20)
     try:
         with pytest.raises(RewardError) as caught:
-            reward.score(["p", "q"], ["a", "b"], [None, None], {})
+            results_of(reward, ["a", "b"])
     finally:
         reward.close()
     assert str(caught.value).isprintable()

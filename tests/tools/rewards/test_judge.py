@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.answering import answering
 from tests.machine import seconds
+from tests.rewards.asking import results_of
 from tests.tools.rewards.test_http import Raw, dripping
 
 from lightrft.config import TrainConfig
@@ -197,8 +198,8 @@ def test_one_bad_answer_does_not_cost_the_others_again(judge, tmp_path) -> None:
     )
     with build_reward(["judge"], config=config) as reward:
         with pytest.raises(RewardError, match="sample 1"):
-            reward.score(["p"] * 3, ["a", "odd", "c"], [None] * 3, {})
-        assert reward.score(["p"] * 2, ["a", "c"], [None] * 2, {})[0].reward == 0.3
+            results_of(reward, ["a", "odd", "c"])
+        assert results_of(reward, ["a", "c"])[0].reward == 0.3
     assert len(judge.seen) == 3
 
 
@@ -377,7 +378,7 @@ def test_a_rubric_gives_every_part_and_their_weighted_mean(judge, tmp_path) -> N
     judge.answer = answer
     config = config_of(judge, tmp_path, judge_rubric=str(tmp_path / "r.toml"))
     with build_reward(["judge"], config=config) as reward:
-        found = reward.score(["p"] * 2, ["answer 4", "answer 8"], [None] * 2, {})
+        found = results_of(reward, ["answer 4", "answer 8"])
     parts = [{"judge/right": right, "judge/short": 1.0} for right in (0.4, 0.8)]
     assert [result.reward for result in found] == pytest.approx([0.55, 0.85])
     assert [
@@ -486,7 +487,7 @@ def test_tokens_time_and_cost_of_the_judge_are_counted(judge, tmp_path) -> None:
     judge.script = [(200, completion("Score: 5", usage=usage))] * 3
     prices = {"input": 2.0, "output": 30}
     with build_reward(["judge"], config=config_of(judge, tmp_path, judge_prices=prices)) as reward:
-        reward.score(["p"] * 4, ["a", "b", "c", "a"], [None] * 4, {})
+        results_of(reward, ["a", "b", "c", "a"])
         found = dict(reward.take_tallies())
         seconds, count = found.pop("judge/seconds")
         assert (seconds > 0, count) == (True, 3)
@@ -497,7 +498,7 @@ def test_tokens_time_and_cost_of_the_judge_are_counted(judge, tmp_path) -> None:
             "judge/requests": (3, None),
             "judge/cost": (pytest.approx(3 * (100 * 2 + 10 * 30) / 1e6), None),
         }
-        reward.score(["p"] * 2, ["a", "b"], [None] * 2, {})
+        results_of(reward, ["a", "b"])
         found = reward.take_tallies()
         assert found["judge/cached_share"] == (2, 2)
         assert found["judge/requests"] == (0, None)

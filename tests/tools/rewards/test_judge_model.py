@@ -12,13 +12,13 @@ import psutil
 import pytest
 from tests.machine import seconds
 from tests.ranks import run_multiprocess
+from tests.rewards.asking import numbers_of
 from tests.runs import interrupted, train_on_ranks
 from tests.tools.rewards.chain_model import write_chain_model
 from tests.tools.rewards.judge_world import (
     TEXTS,
     config_of,
     first_rows,
-    grades,
     run_options,
 )
 
@@ -40,13 +40,13 @@ def worker(reward) -> psutil.Process:
 @pytest.mark.full
 def test_an_answer_follows_from_the_weights_and_its_question_alone(folder):
     with build_reward(["judge"], config=config_of(folder)) as reward:
-        first = grades(reward, TEXTS)
+        first = numbers_of(reward, TEXTS)
         tallies = reward.take_tallies()
     assert set(first) == {0.3, 0.7}
     assert tallies["judge/requests"] == (12, None)
     assert tallies["judge/completion_tokens"] == (12 * len("Score: 7!"), 12)
     with build_reward(["judge"], config=config_of(folder)) as reward:
-        apart = [grades(reward, [text])[0] for text in reversed(TEXTS)]
+        apart = [numbers_of(reward, [text])[0] for text in reversed(TEXTS)]
     assert apart[::-1] == first
 
 
@@ -55,7 +55,7 @@ def test_both_orders_are_compared_as_by_a_server(folder):
     config = config_of(folder, "verdicts", judge_compare="verdicts", judge_args={"max_tokens": 16})
     with build_reward(["judge"], config=config) as reward:
         # The first letter of equally likely ones: a judge that follows positions.
-        assert grades(reward, ["one", "two", "three"]) == [0.5, 0.5, 0.5]
+        assert numbers_of(reward, ["one", "two", "three"]) == [0.5, 0.5, 0.5]
         assert reward.take_tallies()["judge/requests"] == (6, None)
 
 
@@ -64,37 +64,37 @@ def test_other_weights_do_not_find_old_answers(folder, tmp_path):
     shutil.copytree(folder / "scorer", tmp_path / "model")
     config = replace(config_of(folder), output_dir=str(tmp_path), judge_model=f"{tmp_path}/model")
     with build_reward(["judge"], config=config) as reward:
-        grades(reward, TEXTS[:2])
+        numbers_of(reward, TEXTS[:2])
     assert (tmp_path / CACHE_FOLDER).is_dir()
     write_chain_model(tmp_path / "model", "Score: ", "2")
     with build_reward(["judge"], config=config) as reward:
-        assert grades(reward, TEXTS[:2]) == [0.2, 0.2]
+        assert numbers_of(reward, TEXTS[:2]) == [0.2, 0.2]
 
 
 @pytest.mark.full
 def test_a_judge_that_refuses_or_dies_is_named_and_goes_on(folder):
     with build_reward(["judge"], config=config_of(folder)) as reward:
         with pytest.raises(RewardError, match=r"sample 1: .*8192"):
-            grades(reward, [TEXTS[0], "long " * 2000, TEXTS[1]])
-        before = grades(reward, TEXTS[:2])  # which that cost nothing
+            numbers_of(reward, [TEXTS[0], "long " * 2000, TEXTS[1]])
+        before = numbers_of(reward, TEXTS[:2])  # which that cost nothing
         assert reward.take_tallies()["judge/requests"] == (2, None)
         worker(reward).kill()
         with pytest.raises(RewardError, match=r"scorer, sample 0: .*SIGKILL.*\(3 answers") as found:
-            grades(reward, TEXTS[4:7])
+            numbers_of(reward, TEXTS[4:7])
         assert "\n" not in str(found.value)
-        assert grades(reward, TEXTS[:2]) == before  # of the cache
-        assert len(grades(reward, TEXTS[4:7])) == 3
+        assert numbers_of(reward, TEXTS[:2]) == before  # of the cache
+        assert len(numbers_of(reward, TEXTS[4:7])) == 3
 
 
 @pytest.mark.full
 def test_a_judge_that_hangs_is_ended_at_the_deadline(folder):
     config = config_of(folder, reward_timeout_seconds=seconds(3))
     with build_reward(["judge"], config=config) as reward:
-        grades(reward, TEXTS[:1])
+        numbers_of(reward, TEXTS[:1])
         process = worker(reward)
         process.suspend()
         with pytest.raises(RewardError, match="2 questions were not answered within"):
-            grades(reward, TEXTS[1:3])
+            numbers_of(reward, TEXTS[1:3])
         assert not process.is_running()
 
 

@@ -7,9 +7,10 @@ from functools import partial
 
 import pytest
 from tests.ranks import RankFailure, run_multiprocess
+from tests.rewards.asking import numbers_of
 from tests.runs import train
 from tests.tools.rewards import judge_world
-from tests.tools.rewards.judge_world import TEXTS, grades, rewards_of, run_options
+from tests.tools.rewards.judge_world import TEXTS, rewards_of, run_options
 
 from lightrft.config import ConfigError
 from lightrft.engines.factory import build_engine
@@ -29,11 +30,11 @@ def engine(folder):
 @pytest.mark.full
 def test_one_batch_has_the_answers_of_a_judge_of_the_same_folder(folder, engine):
     with build_reward(["judge"], config=config_of(folder, model="scorer")) as reward:
-        expected = grades(reward, TEXTS)
+        expected = numbers_of(reward, TEXTS)
     with build_reward(["judge"], config=config_of(folder)) as reward:
         assert (reward.whole_batch, reward.parallel_calls) == (True, 0)
         reward.use_engine(engine)
-        assert grades(reward, [*TEXTS, TEXTS[0]]) == [*expected, expected[0]]
+        assert numbers_of(reward, [*TEXTS, TEXTS[0]]) == [*expected, expected[0]]
         tallies = reward.take_tallies()
     assert set(expected) == {0.3, 0.7}
     assert tallies["judge/requests"] == (12, None)
@@ -43,7 +44,7 @@ def test_one_batch_has_the_answers_of_a_judge_of_the_same_folder(folder, engine)
 
 def test_answers_are_kept_as_long_as_the_weights(folder, engine):
     def requests(reward, texts):
-        grades(reward, texts)
+        numbers_of(reward, texts)
         return reward.take_tallies()["judge/requests"][0]
 
     with build_reward(["judge"], config=config_of(folder)) as reward:
@@ -57,8 +58,8 @@ def test_a_question_that_is_too_long_is_named_and_the_others_are_answered(folder
     with build_reward(["judge"], config=config_of(folder)) as reward:
         reward.use_engine(engine)
         with pytest.raises(RewardError, match=r"judge policy, sample 1: .*8192"):
-            grades(reward, [TEXTS[0], "long " * 2000, TEXTS[1]])
-        assert len(grades(reward, TEXTS[:2])) == 2
+            numbers_of(reward, [TEXTS[0], "long " * 2000, TEXTS[1]])
+        assert len(numbers_of(reward, TEXTS[:2])) == 2
         assert reward.take_tallies()["judge/requests"] == (2, None)
 
 
@@ -67,7 +68,7 @@ def test_without_an_engine_there_is_no_policy_to_ask(folder):
         build_reward(["judge"], config=config_of(folder)) as reward,
         pytest.raises(RewardError, match="only a run with an engine has a policy"),
     ):
-        grades(reward, TEXTS[:1])
+        numbers_of(reward, TEXTS[:1])
 
 
 @pytest.mark.parametrize(

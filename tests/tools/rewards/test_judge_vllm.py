@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.rewards.asking import results_of
 from tests.vllm_server import serving_model
 
 from lightrft.config import TrainConfig
@@ -38,9 +39,8 @@ def ask(address, tmp_path):
             reward_timeout_seconds=seconds,
             output_dir=str(tmp_path),
         )
-        count = len(responses)
         with build_reward(["judge"], config=config) as reward:
-            found = reward.score(["p"] * count, responses, [None] * count, {})
+            found = results_of(reward, responses)
         return [item.reward for item in found]
 
     return call

@@ -12,17 +12,13 @@ import time
 
 import pytest
 from tests.machine import seconds
+from tests.rewards.asking import numbers_of, results_of
 
 from lightrft.rewards import RewardError, RewardResult, build_reward
 from lightrft.tools.rewards.math_rules import BOXED_MATH, GSM8K, MathReward, last_boxed
 
 
-def _scores(reward, responses: list[str], labels: list[str | None]) -> list[float]:
-    results = reward.score(["prompt"] * len(responses), responses, labels, {})
-    return [result.reward for result in results]
-
-
-def _need_math_verify() -> None:
+def need_math_verify() -> None:
     # Not imported here: the trainer's process must do without it.
     if importlib.util.find_spec("math_verify") is None:
         pytest.skip("package math-verify is not installed")
@@ -31,7 +27,7 @@ def _need_math_verify() -> None:
 @pytest.fixture(scope="module")
 def boxed_math():
     """One grader for the module: its start costs seconds."""
-    _need_math_verify()
+    need_math_verify()
     with build_reward(["boxed_math"]) as reward:
         yield reward
 
@@ -43,9 +39,9 @@ def test_every_gold_answer_of_gsm8k_scores_one(test_data) -> None:
         boxed = [f"thus \\boxed{{{label.rsplit('####', 1)[1].strip()}}}." for label in labels]
         wrong = [f"thus \\boxed{{{i}.125}}" for i in range(len(labels))]
         with build_reward(["gsm8k"]) as reward:
-            assert _scores(reward, boxed, labels) == [1.0] * len(labels)
-            assert _scores(reward, labels, labels) == [1.0] * len(labels)  # the data's own style
-            assert sum(_scores(reward, wrong, labels)) == 0.0
+            assert numbers_of(reward, boxed, labels) == [1.0] * len(labels)
+            assert numbers_of(reward, labels, labels) == [1.0] * len(labels)  # the data's own style
+            assert sum(numbers_of(reward, wrong, labels)) == 0.0
 
 
 def test_only_the_response_counts_even_if_the_prompt_holds_the_answer() -> None:
@@ -57,15 +53,15 @@ def test_only_the_response_counts_even_if_the_prompt_holds_the_answer() -> None:
 
 def test_boxed_comes_before_hashes_in_gsm8k() -> None:
     with build_reward(["gsm8k"]) as reward:
-        assert _scores(reward, [r"\boxed{1} #### 2"] * 2, ["1", "2"]) == [1.0, 0.0]
+        assert numbers_of(reward, [r"\boxed{1} #### 2"] * 2, ["1", "2"]) == [1.0, 0.0]
 
 
 def test_plain_answers_start_no_grader() -> None:
     reward = MathReward(BOXED_MATH)
     responses = [r"\boxed{0.5}", r"\boxed{2}", "none", r"\boxed{x}", "\\boxed{" + "1+" * 999 + "1}"]
-    assert _scores(reward, responses, ["1/2", "3", "3", "$x$", "1000"]) == [1, 0, 0, 1, 0]
+    assert numbers_of(reward, responses, ["1/2", "3", "3", "$x$", "1000"]) == [1, 0, 0, 1, 0]
     responses = [r"\boxed{4x+5}", r"\boxed{4x-5}", r"\boxed{\sqrt{8}}", r"\boxed{\frac{2i}{2}-1}"]
-    assert _scores(reward, responses, ["5+4x", "5+4x", r"2\sqrt{2}", "-1+i"]) == [1, 0, 1, 1]
+    assert numbers_of(reward, responses, ["5+4x", "5+4x", r"2\sqrt{2}", "-1+i"]) == [1, 0, 1, 1]
     # Private here and below: only a worker knows whether it was started.
     assert [worker.num_starts for worker in reward.workers] == [0, 0]
     assert "math_verify" not in sys.modules
@@ -85,7 +81,7 @@ def test_the_grader_decides_by_value(boxed_math) -> None:
     ]
     responses = [f"\\boxed{{{answer}}}" for answer, _, _ in cases]
     expected = [float(score) for _, _, score in cases]
-    assert _scores(boxed_math, responses, [gold for _, gold, _ in cases]) == expected
+    assert numbers_of(boxed_math, responses, [gold for _, gold, _ in cases]) == expected
 
 
 @pytest.fixture
@@ -100,20 +96,19 @@ def busy_machine():
 
 def test_a_busy_machine_changes_no_reward(boxed_math, busy_machine) -> None:
     responses = [f"\\boxed{{{i}x+{i + 1}}}" for i in range(40)]
-    assert _scores(boxed_math, responses, [f"{i + 1}+{i}x" for i in range(40)]) == [1.0] * 40
+    assert numbers_of(boxed_math, responses, [f"{i + 1}+{i}x" for i in range(40)]) == [1.0] * 40
     # Of these, math-verify decides.
     responses = [f"\\boxed{{\\frac{{x+{i}}}{{y}}}}" for i in range(1, 9)]
     labels = [f"\\frac{{x}}{{y}}+\\frac{{{i}}}{{y}}" for i in range(1, 9)]
-    results = boxed_math.score([""] * 8, responses, labels, {})
-    assert [result.reward for result in results] == [1.0] * 8
+    assert numbers_of(boxed_math, responses, labels) == [1.0] * 8
 
 
 def test_an_answer_that_hangs_the_grader_is_undecided_and_harms_no_other() -> None:
-    _need_math_verify()
+    need_math_verify()
     reward = MathReward(BOXED_MATH, grading_seconds=2.0, num_workers=1)
     try:
         responses = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\frac{1}{2}}"]
-        results = reward.score(["p"] * 2, responses, ["3", "0.5"], {})
+        results = results_of(reward, responses, ["3", "0.5"])
     finally:
         reward.close()
     assert results == [None, RewardResult(1.0, {"boxed_math": 1.0})]
@@ -132,7 +127,7 @@ def test_an_answer_that_hangs_the_grader_is_undecided_and_harms_no_other() -> No
 )
 def test_unusable_labels_are_errors_that_name_the_sample(rule, label, message: str) -> None:
     with pytest.raises(RewardError, match=message):
-        _scores(MathReward(rule), [r"\boxed{1}"] * 2, ["1", label])
+        numbers_of(MathReward(rule), [r"\boxed{1}"] * 2, ["1", label])
 
 
 def steps(response: str) -> int:
@@ -220,7 +215,7 @@ HOSTILE = [
 
 
 def test_hostile_answers_end_with_the_batch_and_leave_the_worker_alive() -> None:
-    _need_math_verify()
+    need_math_verify()
     assert len(HOSTILE) == 23
     deadline = seconds(60)
     reward = MathReward(BOXED_MATH, grading_seconds=0.2, batch_seconds=deadline, num_workers=1)
@@ -228,7 +223,7 @@ def test_hostile_answers_end_with_the_batch_and_leave_the_worker_alive() -> None
         reward.workers[0].start()
         responses = [f"\\boxed{{{answer}}}" for answer in HOSTILE]
         start = time.monotonic()
-        results = reward.score([""] * 23, responses, [r"\frac{3}{7}+\sqrt{2}"] * 23, {})
+        results = results_of(reward, responses, [r"\frac{3}{7}+\sqrt{2}"] * 23)
         # 23 times 0.2 s, then 8 times; a restart of the worker for each would take minutes.
         assert time.monotonic() - start < deadline
         assert reward.workers[0].num_starts == 1
@@ -239,12 +234,12 @@ def test_hostile_answers_end_with_the_batch_and_leave_the_worker_alive() -> None
 
 
 def test_the_deadline_of_a_batch_holds_for_starts_and_all_answers() -> None:
-    _need_math_verify()
+    need_math_verify()
     reward = MathReward(BOXED_MATH, batch_seconds=0.2, num_workers=1)
     start = time.monotonic()
     try:
         with pytest.raises(RewardError, match=r"not all answers were compared within 0\.2 s"):
-            reward.score([""] * 23, [f"\\boxed{{{h}}}" for h in HOSTILE], ["x"] * 23, {})
+            results_of(reward, [f"\\boxed{{{h}}}" for h in HOSTILE], ["x"] * 23)
     finally:
         reward.close()
     assert time.monotonic() - start < seconds(20)  # 23 starts, or 23 deadlines of 10 s, take longer
@@ -259,7 +254,7 @@ def test_answers_cannot_use_up_the_deadline_of_their_batch(monkeypatch) -> None:
 
     monkeypatch.setattr(reward, "grade", undecided)
     for count in (1, 20, 400):
-        reward.score([""] * count, [r"\boxed{x^{y^z}}"] * count, ["x^{z^y}"] * count, {})
+        results_of(reward, [r"\boxed{x^{y^z}}"] * count, ["x^{z^y}"] * count)
     assert spent == [
         *[(1, 1.0), (1, 10.0)],
         *[(20, 1.0), (8, pytest.approx(25 / 8))],
@@ -268,11 +263,11 @@ def test_answers_cannot_use_up_the_deadline_of_their_batch(monkeypatch) -> None:
 
 
 def test_what_a_model_writes_can_neither_name_another_gold_answer_nor_end_the_run() -> None:
-    _need_math_verify()
+    need_math_verify()
     reward = MathReward(BOXED_MATH, num_workers=1)
     try:
         forged = ["\\boxed{x\0x\0}", '\\boxed{x", "x}', "\\boxed{\ud800}", "\\boxed{\\x\1}"]
-        results = reward.score([""] * 4, forged, ["y+1"] * 4, {})
+        results = results_of(reward, forged, ["y+1"] * 4)
     finally:
         reward.close()
     assert [result.reward for result in results] == [0.0] * 4
@@ -280,5 +275,5 @@ def test_what_a_model_writes_can_neither_name_another_gold_answer_nor_end_the_ru
 
 def test_a_number_of_thousands_of_digits_is_compared_as_text() -> None:
     huge = "7" * 5_000
-    (result,) = MathReward(BOXED_MATH).score([""], [r"\boxed{7x}"], [f"\\boxed{{{huge}}}"], {})
+    (result,) = results_of(MathReward(BOXED_MATH), [r"\boxed{7x}"], [f"\\boxed{{{huge}}}"])
     assert result.reward == 0.0

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 from tests.answering import answering
+from tests.rewards.asking import results_of
 
 from lightrft.config import TrainConfig
 from lightrft.rewards import build_reward
@@ -107,7 +108,7 @@ def test_several_rewards_are_weighted_and_each_component_is_kept(serve, tmp_path
     file.write_text("def ones(responses):\n    return [1.0 for _ in responses]\n")
     config = TrainConfig(remote_rm_url=(first, second))
     with build_reward([f"{file}:ones"], weights=[100.0, 2.0, 0.5], config=config) as reward:
-        found = reward.score(["p", "p"], ["a", "bcd"], [None, None], {})
+        found = results_of(reward, ["a", "bcd"])
     assert [r.reward for r in found] == [107.0, 116.0]
     assert found[1].components == {"ones": 1.0, "remote_0": 3.0, "remote_1": 20.0}
     with pytest.raises(ConfigError, match="expected 3 finite numbers"):
@@ -135,13 +136,13 @@ def test_our_server_speaks_the_protocol():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         reward = RemoteReward(f"http://127.0.0.1:{server.server_port}/score")
-        found = reward.score(["p", "p"], ["7", "8"], ["7", "7"], {"level": [3, 4]})
+        found = results_of(reward, ["7", "8"], ["7", "7"], level=[3, 4])
         assert found == [
             RewardResult(1.0, {"remote": 1.0, "exact": 1.0, "level": 3.0}),
             RewardResult(0.0, {"remote": 0.0, "exact": 0.0, "level": 4.0}),
         ]
         with pytest.raises(RewardError, match="sample 0 failed"):
-            reward.score(["p"], ["fail"], ["7"], {"level": [3]})
+            results_of(reward, ["fail"], ["7"], level=[3])
     finally:
         server.shutdown()
         server.server_close()

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 
 import pytest
+from tests.rewards.asking import results_of
 
 from lightrft.cli.errors import UsageError
 from lightrft.tools.rewards.remote import RemoteReward
@@ -30,7 +31,7 @@ def test_a_reward_file_is_served_until_it_is_interrupted(tmp_path):
     try:
         found = re.search(r"serving same at (http://\S+)", process.stdout.readline())
         reward = RemoteReward(found.group(1), timeout_seconds=30)
-        results = reward.score(["p", "p"], ["4", "5"], ["4", "4"], {})
+        results = results_of(reward, ["4", "5"], ["4", "4"])
         assert [(r.reward, r.components["same"]) for r in results] == [(1.0, 1.0), (0.0, 0.0)]
     finally:
         process.send_signal(signal.SIGINT)

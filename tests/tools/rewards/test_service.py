@@ -9,6 +9,7 @@ import time
 
 import pytest
 from tests.machine import seconds
+from tests.rewards.asking import results_of
 
 from lightrft.rewards import build_reward
 from lightrft.rewards.types import RewardError, RewardResult
@@ -106,9 +107,9 @@ def test_what_a_reward_cannot_decide_reaches_the_client_as_such(serve):
         "undecided": "reward 'lengths' could not decide them within its limits",
     }
     reward = RemoteReward(f"http://127.0.0.1:{server.server_port}/", timeout_seconds=30)
-    found = reward.score([""] * 2, ["a", "b"], [None] * 2, {})
+    found = results_of(reward, ["a", "b"])
     assert found == [None, RewardResult(1.0, {"remote": 1.0, "style": 0.5})]
-    assert reward.score([""], ["a"], [None], {}) == [None]
+    assert results_of(reward, ["a"]) == [None]
 
 
 @pytest.mark.parametrize("part", [b"", b"POST / HTTP/1.1\r\nHost:", post()[:-3]])
@@ -216,11 +217,11 @@ def test_a_token_is_asked_for_before_anything_is_read(serve, monkeypatch):
         assert status_of(answer) == 401
         assert b"hunter" not in answer
     with pytest.raises(RewardError, match=r"status 401, .*wrong or no token"):
-        RemoteReward(url).score(["p"], ["x" * 5_000_000], [None], {})
+        results_of(RemoteReward(url), ["x" * 5_000_000])
     assert reward.num_calls == 0
-    by_option = RemoteReward(url, token="hunter2").score(["p"], ["abc"], [None], {})
+    by_option = results_of(RemoteReward(url, token="hunter2"), ["abc"])
     monkeypatch.setenv(TOKEN_VARIABLE, "hunter2")
-    by_environment = RemoteReward(url).score(["p"], ["abc"], [None], {})
+    by_environment = results_of(RemoteReward(url), ["abc"])
     assert [r.reward for r in (*by_option, *by_environment)] == [3.0, 3.0]
 
 

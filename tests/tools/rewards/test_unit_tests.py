@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.rewards.asking import results_of
 
 from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError, build_reward
@@ -26,15 +27,10 @@ def reward():
         yield made
 
 
-def score(reward, responses, labels):
-    count = len(responses)
-    return reward.score(["p"] * count, responses, labels, {})
-
-
 def test_answers_get_their_own_results_in_their_order(reward) -> None:
     responses = [RIGHT, "def add(a, b):\n    return 3", RIGHT_SUM, "print(3)", "def add(", ""]
     labels = [ADD, ADD, SUM, SUM, ADD, ADD]
-    results = score(reward, responses * 3, labels * 3)
+    results = results_of(reward, responses * 3, labels * 3)
     assert [result.reward for result in results] == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0] * 3
     passed = [result.components["tests_passed"] for result in results]
     assert passed == [1.0, 0.5, 1.0, 0.5, 0.0, 0.0] * 3
@@ -42,7 +38,7 @@ def test_answers_get_their_own_results_in_their_order(reward) -> None:
 
 def test_a_program_over_its_time_counts_as_timeout(reward) -> None:
     responses = ["while True: pass", f"{RIGHT_SUM}\nwhile True: pass", RIGHT]
-    results = score(reward, responses, [ADD, SUM, ADD])
+    results = results_of(reward, responses, [ADD, SUM, ADD])
     assert [result.components["timeout"] for result in results] == [1.0, 1.0, 0.0]
     assert [result.reward for result in results] == [0.0, 0.0, 1.0]
 
@@ -63,7 +59,7 @@ PRETENDERS = [
 
 @pytest.mark.parametrize("code", PRETENDERS)
 def test_an_end_without_an_error_is_no_proof(reward, code: str) -> None:
-    assert score(reward, [code], [ADD])[0].reward == 0.0
+    assert results_of(reward, [code], [ADD])[0].reward == 0.0
 
 
 FRAMES = """
@@ -114,17 +110,17 @@ STATEMENTS = '["assert add(1, 2) == add(2, 1) == 3", "assert (add(2, 2), 1) != (
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_forged_comparisons_with_constants_do_not_pass(reward, name: str) -> None:
-    (result,) = score(reward, [FORGERIES[name]], [ADD])
+    (result,) = results_of(reward, [FORGERIES[name]], [ADD])
     assert result.reward == result.components["tests_passed"] == 0.0
     assert result.components["suspicious"] == 1.0
-    (honest,) = score(reward, [RIGHT], [ADD])
+    (honest,) = results_of(reward, [RIGHT], [ADD])
     assert (honest.reward, honest.components["suspicious"]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("name", ["frames", "objects", "compile", "exec"])
 def test_what_runs_other_statements_cannot_be_replaced(reward, name: str) -> None:
-    assert score(reward, [RIGHT], [STATEMENTS])[0].reward == 1.0
-    assert score(reward, [FORGERIES[name]], [STATEMENTS])[0].reward == 0.0
+    assert results_of(reward, [RIGHT], [STATEMENTS])[0].reward == 1.0
+    assert results_of(reward, [FORGERIES[name]], [STATEMENTS])[0].reward == 0.0
 
 
 VALUES = [
@@ -170,7 +166,7 @@ def test_values_equal_constants_as_they_do_in_python(reward) -> None:
     assert 15 < sum(equal) < len(VALUES)
     for tests in ("assert f{}() == {}", "assert {1} == f{0}(), 'unequal'"):
         labels = [json.dumps([tests.format(i, c)]) for i, (_, c) in enumerate(VALUES)]
-        results = score(reward, [code] * len(VALUES), labels)
+        results = results_of(reward, [code] * len(VALUES), labels)
         assert [result.reward for result in results] == [float(value) for value in equal]
 
 
@@ -183,7 +179,7 @@ def test_an_output_must_be_whole_and_its_program_end_well(reward) -> None:
         "print(1)\nprint(2)\nraise SystemExit(3)",
         "print(1)",
     ]
-    rewards = [r.reward for r in score(reward, responses, [label] * len(responses))]
+    rewards = [r.reward for r in results_of(reward, responses, [label] * len(responses))]
     assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
@@ -193,7 +189,7 @@ def test_a_deadline_of_the_batch_is_an_error_and_no_score() -> None:
         build_reward(["unit_tests"], config=config) as reward,
         pytest.raises(RewardError, match=r"not all programs ran within 1.5 s: raise --reward_time"),
     ):
-        score(reward, ["import time; time.sleep(9)"], [ADD])
+        results_of(reward, ["import time; time.sleep(9)"], [ADD])
 
 
 EVADER = """
@@ -215,7 +211,7 @@ while time.monotonic() < end:
 def test_time_of_children_that_nobody_waits_for_costs_their_program_alone() -> None:
     config = TrainConfig(test_timeout_seconds=0.3, reward_timeout_seconds=120.0)
     with build_reward(["unit_tests"], config=config) as reward:
-        results = score(reward, [RIGHT, EVADER + RIGHT_ADD, RIGHT], [ADD] * 3)
+        results = results_of(reward, [RIGHT, EVADER + RIGHT_ADD, RIGHT], [ADD] * 3)
     assert [result.reward for result in results] == [1.0, 0.0, 1.0]
 
 
@@ -225,7 +221,7 @@ def test_a_program_that_nothing_ends_is_undecided_alone(monkeypatch, num_slots) 
     monkeypatch.setattr(unit_tests, "num_slots", lambda: num_slots)
     config = TrainConfig(test_timeout_seconds=0.2, reward_timeout_seconds=8.0)
     with build_reward(["unit_tests"], config=config) as reward:
-        results = score(reward, ["import time; time.sleep(60)", *[RIGHT] * 3], [ADD] * 4)
+        results = results_of(reward, ["import time; time.sleep(60)", *[RIGHT] * 3], [ADD] * 4)
     assert results[0] is None
     assert [result.reward for result in results[1:]] == [1.0] * 3
 
@@ -246,7 +242,7 @@ def test_a_program_that_nothing_ends_is_undecided_alone(monkeypatch, num_slots) 
 def test_labels_that_are_no_tests_are_named(reward, label: str, message: str) -> None:
     assert message in (reward.label_problem(label) or "")
     with pytest.raises(RewardError, match="label of sample 0"):
-        score(reward, [RIGHT], [label])
+        results_of(reward, [RIGHT], [label])
 
 
 def test_the_three_forms_of_labels() -> None:
@@ -273,6 +269,6 @@ def test_the_last_block_of_a_response_is_its_program(response: str, code: str) -
 def test_without_a_sandbox_it_runs_only_if_told_and_says_so(caplog) -> None:
     config = TrainConfig(sandbox="unsafe", test_timeout_seconds=2.0)
     with build_reward(["unit_tests"], config=config) as reward:
-        results = score(reward, [RIGHT, RIGHT_SUM, "x"], [ADD, SUM, ADD])
+        results = results_of(reward, [RIGHT, RIGHT_SUM, "x"], [ADD, SUM, ADD])
     assert [result.reward for result in results] == [1.0, 1.0, 0.0]
     assert "can use the network" in caplog.text

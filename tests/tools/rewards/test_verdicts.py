@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.rewards.asking import results_of
 
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
@@ -147,7 +148,7 @@ def test_the_reward_needs_the_letter_of_the_better_answer():
         build_reward(["verdict"]) as reward,
         pytest.raises(RewardError, match=r"label of sample 1: expected the letter.*got '4'"),
     ):
-        reward.score(["q"] * 2, ["Verdict: A"] * 2, ["A", "4"], {})
+        results_of(reward, ["Verdict: A"] * 2, ["A", "4"])
 
 
 def test_a_judge_that_always_names_the_first_is_right_half_the_time_and_never_consistent():
