@@ -112,6 +112,16 @@ def client():
         made.close()
 
 
+@pytest.fixture
+def fetch(client):
+    """A function of a server and of limits: what a client gets there."""
+
+    def fetched(server, limit=None, **options):
+        return client(limit, **options).fetch(HttpRequest(server.url, b"{}"))
+
+    return fetched
+
+
 def dripping(first, piece):
     def drip(server, connection):
         connection.sendall(first)
@@ -132,11 +142,11 @@ def dripping(first, piece):
     ],
     ids=["body", "headers", "404 page", "503 page", "status line"],
 )
-def test_an_answer_that_drips_ends_at_the_deadline(serve, client, first, piece):
+def test_an_answer_that_drips_ends_at_the_deadline(serve, fetch, first, piece):
     server = serve(dripping(first, piece))
     start = time.monotonic()
     with pytest.raises(HttpError, match=r"no answer within 0.5 s"):
-        client(0.5).fetch(HttpRequest(server.url, b"{}"))
+        fetch(server, 0.5)
     assert time.monotonic() - start < seconds(8)
 
 
@@ -147,29 +157,29 @@ def endless(server, connection):
         connection.sendall(b" " * 65536)
 
 
-def test_an_endless_answer_is_cut_at_its_limit(serve, client):
+def test_an_endless_answer_is_cut_at_its_limit(serve, fetch):
     server = serve(endless)
     with pytest.raises(HttpError, match="longer than 1000000 bytes"):
-        client(max_bytes=1_000_000).fetch(HttpRequest(server.url, b"{}"))
+        fetch(server, max_bytes=1_000_000)
     assert server.num_sent < 50_000_000  # the buffers of two sockets, not the 600 MB of a flood
 
 
-def test_a_compressed_answer_is_refused_before_it_is_unpacked(serve, client):
+def test_a_compressed_answer_is_refused_before_it_is_unpacked(serve, fetch):
     packed = gzip.compress(b" " * 50_000_000)
     head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed)
     server = serve(head + packed)
     with pytest.raises(HttpError, match="compressed"):
-        client().fetch(HttpRequest(server.url, b"{}"))
+        fetch(server)
     assert b"accept-encoding: identity" in server.requests[0].lower()
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_no_redirect_is_followed(serve, client, status):
+def test_no_redirect_is_followed(serve, fetch, status):
     other = serve(OK)
     head = f"HTTP/1.1 {status} Go\r\nLocation: {other.url}\r\nContent-Length: 0\r\n\r\n"
     server = serve(head.encode())
     with pytest.raises(HttpError, match=f"status {status}: redirects are not followed"):
-        client().fetch(HttpRequest(server.url, b"{}"))
+        fetch(server)
     assert (len(server.requests), other.requests) == (1, [])
 
 
@@ -188,48 +198,48 @@ def test_no_redirect_is_followed(serve, client, status):
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
-def test_what_is_no_http_is_one_error_after_three_attempts(serve, client, answer):
+def test_what_is_no_http_is_one_error_after_three_attempts(serve, fetch, answer):
     server = serve(answer)
     with pytest.raises(HttpError) as caught:
-        client().fetch(HttpRequest(server.url, b"{}"))
+        fetch(server)
     assert "\n" not in str(caught.value)
     assert 1 <= len(server.requests) <= 3
     # The positive control: with one good answer behind it, the same request succeeds.
-    assert client().fetch(HttpRequest(serve(answer, OK).url, b"{}")) == b"{}"
+    assert fetch(serve(answer, OK)) == b"{}"
 
 
 @pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 502, 503, 599])
-def test_a_busy_service_is_asked_again(serve, client, status):
+def test_a_busy_service_is_asked_again(serve, fetch, status):
     server = serve(f"HTTP/1.1 {status} X\r\nContent-Length: 0\r\n\r\n".encode(), OK)
-    assert client().fetch(HttpRequest(server.url, b"{}")) == b"{}"
+    assert fetch(server) == b"{}"
     assert len(server.requests) == 2
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 413, 422])
-def test_a_refusal_is_final_and_shows_what_was_said(serve, client, status):
+def test_a_refusal_is_final_and_shows_what_was_said(serve, fetch, status):
     said = b"no\x1b[31m such\r\nthing" + b"x" * 5000
     head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(said)}\r\n\r\n"
     server = serve(head.encode() + said)
     with pytest.raises(HttpError, match=rf"status {status}, .*such thing") as caught:
-        client().fetch(HttpRequest(server.url, b"{}"))
+        fetch(server)
     assert len(server.requests) == 1
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 600
 
 
-def test_retry_after_is_waited_for_inside_the_deadline(serve, client):
+def test_retry_after_is_waited_for_inside_the_deadline(serve, fetch):
     busy = b"HTTP/1.1 429 Busy\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n"
     start = time.monotonic()
-    assert client().fetch(HttpRequest(serve(busy % b"0.6", OK).url, b"{}")) == b"{}"
+    assert fetch(serve(busy % b"0.6", OK)) == b"{}"
     assert time.monotonic() - start >= 0.6
     for after in (b"3600", b"Fri, 01 Jan 2100 00:00:00 GMT"):
         server = serve(busy % after)
         start = time.monotonic()
         with pytest.raises(HttpError, match=r"no answer within 300 s and 1 attempts: status 429"):
-            client(300.0).fetch(HttpRequest(server.url, b"{}"))
+            fetch(server, 300.0)
         assert time.monotonic() - start < 200  # nothing could come in time, so nobody waits
     for after in (b"-1", b"nan", b"inf", b"soon"):
-        assert client().fetch(HttpRequest(serve(busy % after, OK).url, b"{}")) == b"{}"
+        assert fetch(serve(busy % after, OK)) == b"{}"
 
 
 @pytest.mark.parametrize(
