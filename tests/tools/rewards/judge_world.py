@@ -9,6 +9,7 @@ from tests.tools.rewards.chain_model import write_chain_model
 
 from lightrft.config import TrainConfig
 from lightrft.reporting.rollouts import read_rollout
+from lightrft.rewards import build_reward
 from lightrft.tools.model_presets import write_tiny_model
 
 DRAWN = {"temperature": 1, "max_tokens": 16}
@@ -42,6 +43,11 @@ def judged_options(folder, model="scorer", **changes):
 
 def config_of(folder, model="scorer", **changes) -> TrainConfig:
     return TrainConfig(**judged_options(folder, model, **changes))
+
+
+def judge_of(folder, model="scorer", **changes):
+    """The reward of a judge, to be closed."""
+    return build_reward(["judge"], config=config_of(folder, model, **changes))
 
 
 def run_options(folder, output, model="scorer", **changes):

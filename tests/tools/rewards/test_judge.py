@@ -74,9 +74,13 @@ def config_of(judge, folder: Path, **options) -> TrainConfig:
     return TrainConfig(judge_url=judge.url, output_dir=str(folder), **values)
 
 
+def judging(config: TrainConfig):
+    return build_reward(["judge"], config=config)
+
+
 def ask(config: TrainConfig, responses, labels=None) -> list[float]:
     count = len(responses)
-    with build_reward(["judge"], config=config) as reward:
+    with judging(config) as reward:
         found = reward.score(["the task"] * count, responses, labels or [None] * count, {})
     assert all(result.components == {"judge": result.reward} for result in found)
     return [result.reward for result in found]
@@ -196,7 +200,7 @@ def test_one_bad_answer_does_not_cost_the_others_again(judge, tmp_path) -> None:
     judge.answer = lambda request: (
         "bad" if "odd" in request["messages"][0]["content"] else "Score: 3"
     )
-    with build_reward(["judge"], config=config) as reward:
+    with judging(config) as reward:
         with pytest.raises(RewardError, match="sample 1"):
             results_of(reward, ["a", "odd", "c"])
         assert results_of(reward, ["a", "c"])[0].reward == 0.3
@@ -377,7 +381,7 @@ def test_a_rubric_gives_every_part_and_their_weighted_mean(judge, tmp_path) -> N
 
     judge.answer = answer
     config = config_of(judge, tmp_path, judge_rubric=str(tmp_path / "r.toml"))
-    with build_reward(["judge"], config=config) as reward:
+    with judging(config) as reward:
         found = results_of(reward, ["answer 4", "answer 8"])
     parts = [{"judge/right": right, "judge/short": 1.0} for right in (0.4, 0.8)]
     assert [result.reward for result in found] == pytest.approx([0.55, 0.85])
@@ -407,7 +411,7 @@ def texts_of(request) -> list[str]:
 
 def compare(judge, folder, compare, prompts, responses) -> list[float | None]:
     config = config_of(judge, folder, judge_compare=compare)
-    with build_reward(["judge"], config=config) as reward:
+    with judging(config) as reward:
         found = reward.score(prompts, responses, [None] * len(prompts), {})
     return [None if result is None else result.reward for result in found]
 
@@ -486,7 +490,7 @@ def test_tokens_time_and_cost_of_the_judge_are_counted(judge, tmp_path) -> None:
     usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
     judge.script = [(200, completion("Score: 5", usage=usage))] * 3
     prices = {"input": 2.0, "output": 30}
-    with build_reward(["judge"], config=config_of(judge, tmp_path, judge_prices=prices)) as reward:
+    with judging(config_of(judge, tmp_path, judge_prices=prices)) as reward:
         results_of(reward, ["a", "b", "c", "a"])
         found = dict(reward.take_tallies())
         seconds, count = found.pop("judge/seconds")
@@ -507,7 +511,7 @@ def test_tokens_time_and_cost_of_the_judge_are_counted(judge, tmp_path) -> None:
 @pytest.mark.parametrize("prices", [{"inputs": 1.0}, {"input": "x"}, {"output": -1}])
 def test_prices_are_numbers_of_known_names(judge, tmp_path, prices) -> None:
     with pytest.raises(ConfigError, match="judge_prices: expected numbers for input and output"):
-        build_reward(["judge"], config=config_of(judge, tmp_path, judge_prices=prices))
+        judging(config_of(judge, tmp_path, judge_prices=prices))
 
 
 def test_what_is_missing_is_named(tmp_path) -> None:
@@ -516,11 +520,11 @@ def test_what_is_missing_is_named(tmp_path) -> None:
     ):
         build_reward(["judge"])
     with pytest.raises(ConfigError, match=r"^judge_url: got 'ftp://x', expected http"):
-        build_reward(["judge"], config=TrainConfig(judge_url="ftp://x", judge_model="m"))
+        judging(TrainConfig(judge_url="ftp://x", judge_model="m"))
     template = tmp_path / "t.txt"
     template.write_text("{response} Score?")
     wrong = TrainConfig(
         judge_url="http://127.0.0.1/v1", judge_model="m", judge_template=str(template)
     )
     with pytest.raises(ConfigError, match="between two marks"):
-        build_reward(["judge"], config=wrong)
+        judging(wrong)

@@ -19,6 +19,7 @@ from tests.tools.rewards.judge_world import (
     TEXTS,
     config_of,
     first_rows,
+    judge_of,
     run_options,
 )
 
@@ -39,13 +40,13 @@ def worker(reward) -> psutil.Process:
 
 @pytest.mark.full
 def test_an_answer_follows_from_the_weights_and_its_question_alone(folder):
-    with build_reward(["judge"], config=config_of(folder)) as reward:
+    with judge_of(folder) as reward:
         first = numbers_of(reward, TEXTS)
         tallies = reward.take_tallies()
     assert set(first) == {0.3, 0.7}
     assert tallies["judge/requests"] == (12, None)
     assert tallies["judge/completion_tokens"] == (12 * len("Score: 7!"), 12)
-    with build_reward(["judge"], config=config_of(folder)) as reward:
+    with judge_of(folder) as reward:
         apart = [numbers_of(reward, [text])[0] for text in reversed(TEXTS)]
     assert apart[::-1] == first
 
@@ -73,7 +74,7 @@ def test_other_weights_do_not_find_old_answers(folder, tmp_path):
 
 @pytest.mark.full
 def test_a_judge_that_refuses_or_dies_is_named_and_goes_on(folder):
-    with build_reward(["judge"], config=config_of(folder)) as reward:
+    with judge_of(folder) as reward:
         with pytest.raises(RewardError, match=r"sample 1: .*8192"):
             numbers_of(reward, [TEXTS[0], "long " * 2000, TEXTS[1]])
         before = numbers_of(reward, TEXTS[:2])  # which that cost nothing
@@ -123,7 +124,7 @@ def without_template(folder):
 def test_what_cannot_judge_is_refused_at_the_start(folder, model, options, message):
     name = model if isinstance(model, str) else model(folder)
     with pytest.raises(ConfigError, match=message) as found:
-        build_reward(["judge"], config=config_of(folder, name, **options))
+        judge_of(folder, name, **options)
     assert "\n" not in str(found.value)
 
 

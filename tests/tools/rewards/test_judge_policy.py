@@ -18,6 +18,7 @@ from lightrft.engines.types import EngineConfig
 from lightrft.rewards import RewardError, build_reward
 
 config_of = partial(judge_world.config_of, model="policy")
+judge_of = partial(judge_world.judge_of, model="policy")
 
 
 @pytest.fixture
@@ -29,9 +30,9 @@ def engine(folder):
 
 @pytest.mark.full
 def test_one_batch_has_the_answers_of_a_judge_of_the_same_folder(folder, engine):
-    with build_reward(["judge"], config=config_of(folder, model="scorer")) as reward:
+    with judge_of(folder, model="scorer") as reward:
         expected = numbers_of(reward, TEXTS)
-    with build_reward(["judge"], config=config_of(folder)) as reward:
+    with judge_of(folder) as reward:
         assert (reward.whole_batch, reward.parallel_calls) == (True, 0)
         reward.use_engine(engine)
         assert numbers_of(reward, [*TEXTS, TEXTS[0]]) == [*expected, expected[0]]
@@ -47,7 +48,7 @@ def test_answers_are_kept_as_long_as_the_weights(folder, engine):
         numbers_of(reward, texts)
         return reward.take_tallies()["judge/requests"][0]
 
-    with build_reward(["judge"], config=config_of(folder)) as reward:
+    with judge_of(folder) as reward:
         reward.use_engine(engine)
         assert [requests(reward, TEXTS[:3]), requests(reward, TEXTS[:4])] == [3, 1]
         engine.set_weights_version(1)
@@ -55,7 +56,7 @@ def test_answers_are_kept_as_long_as_the_weights(folder, engine):
 
 
 def test_a_question_that_is_too_long_is_named_and_the_others_are_answered(folder, engine):
-    with build_reward(["judge"], config=config_of(folder)) as reward:
+    with judge_of(folder) as reward:
         reward.use_engine(engine)
         with pytest.raises(RewardError, match=r"judge policy, sample 1: .*8192"):
             numbers_of(reward, [TEXTS[0], "long " * 2000, TEXTS[1]])
@@ -65,7 +66,7 @@ def test_a_question_that_is_too_long_is_named_and_the_others_are_answered(folder
 
 def test_without_an_engine_there_is_no_policy_to_ask(folder):
     with (
-        build_reward(["judge"], config=config_of(folder)) as reward,
+        judge_of(folder) as reward,
         pytest.raises(RewardError, match="only a run with an engine has a policy"),
     ):
         numbers_of(reward, TEXTS[:1])
