@@ -10,7 +10,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from tests import machine
+from tests import hooks, machine
 
 machine.publish()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
