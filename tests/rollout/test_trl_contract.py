@@ -8,7 +8,7 @@ from tests.rollout.stages import Stage, answers_of, call
 from lightrft.datasets.types import DataError
 from lightrft.rewards.types import RewardError
 
-LONG = {"prompt_max_len": 3000}  # five schemas, a byte a token
+LONG = {"prompt_max_len": 3000, "generate_max_len": 800, "max_len": 8000}  # a byte a token
 
 
 def play(tmp_path, turns, *, environment="Contract", **keywords):
