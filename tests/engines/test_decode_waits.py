@@ -1,7 +1,5 @@
 """The decode loop waits for the device once a step, and once more for rows that end."""
 
-from __future__ import annotations
-
 import torch
 from tests.host_waits import HostWaits
 

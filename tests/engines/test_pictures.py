@@ -1,7 +1,5 @@
 """Every way in which a picture is stored gives the same picture to the model."""
 
-from __future__ import annotations
-
 import base64
 import io
 import random
@@ -90,10 +88,6 @@ def test_the_mean_is_that_of_what_a_person_sees(mode, form, tmp_path):
         decoded = as_image(value, name="x", folder=tmp_path).decode()
         assert decoded.mode == "RGB"
         assert np.asarray(decoded).mean() == pytest.approx(expected, abs=1.5), way
-
-
-def test_there_are_eighty_forms():
-    assert len(FORMS) * 4 >= 80
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

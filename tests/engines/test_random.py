@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import torch
 
 from lightrft.engines.sampling import mix64, row_keys, uniforms
@@ -8,7 +6,7 @@ CPU = torch.device("cpu")
 MASK = 2**64 - 1
 
 
-def slow_mix64(x: int) -> int:
+def slow_mix64(x):
     z = (x + 0x9E3779B97F4A7C15) & MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK

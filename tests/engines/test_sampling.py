@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -16,7 +14,7 @@ from lightrft.engines.sampling import (
 from lightrft.engines.types import SamplingParams
 
 
-def slow_law(logits: list[float], params: SamplingParams) -> list[float]:
+def slow_law(logits, params):
     """The law in float64, token by token, from its definition."""
     temperature = params.temperature or 1.0
     weights = [math.exp(x / temperature - max(logits) / temperature) for x in logits]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig
@@ -12,14 +10,14 @@ from lightrft.engines.types import SamplingParams
 class ByteDecoder:
     """One token a byte; incomplete characters decode to the replacement character."""
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids):
         return bytes(token_ids).decode(errors="replace")
 
 
 class WordDecoder:
     words = ("a", "b", "ST", "OP", "STOP", "xSTOPy", "")
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids):
         return "".join(self.words[i] for i in token_ids)
 
 

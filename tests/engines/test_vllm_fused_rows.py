@@ -1,7 +1,5 @@
 """Rows of fused checkpoint tensors in vLLM's own layers on two ranks: hashes add up."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -17,13 +15,13 @@ HIDDEN = 6
 ROWS = {"qkv": 24, "grouped": 16, "shared_heads": 12, "gate_up": 20, "plain": 8, "whole": 24}
 
 
-def numbered(name: str, *, is_bias: bool) -> torch.Tensor:
+def numbered(name, *, is_bias):
     """The checkpoint's tensor, each element another number."""
     shape = (ROWS[name],) if is_bias else (ROWS[name], HIDDEN)
     return torch.arange(float(torch.Size(shape).numel())).view(shape) + 1
 
 
-def layers() -> nn.Module:
+def layers():
     from vllm.model_executor.layers.linear import (
         ColumnParallelLinear,
         MergedColumnParallelLinear,
@@ -41,7 +39,7 @@ def layers() -> nn.Module:
     return root
 
 
-def rows_of_rank(rank: int, world_size: int) -> dict[str, tuple[int, ...] | None]:
+def rows_of_rank(rank, world_size):
     import torch.distributed as dist
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel

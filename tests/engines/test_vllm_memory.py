@@ -4,8 +4,6 @@ On a GPU, memory that slept at level 2 comes back with any contents. Here a real
 gets not-a-number into all its parameters and buffers and its cache, as it falls asleep.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref
@@ -39,7 +37,7 @@ def start(folder, module):
     return build_engine(config, module=module)
 
 
-def poison(tensors) -> int:
+def poison(tensors):
     """Fills what has floating point numbers; tensors that share memory count once."""
     seen = {}
     for tensor in tensors:
@@ -49,7 +47,7 @@ def poison(tensors) -> int:
     return len(seen)
 
 
-def poison_worker(worker) -> int:
+def poison_worker(worker):
     """Everything with a tag of vLLM's pool: weights and the cache."""
     return poison([*worker.model_runner.model.parameters(), *worker.model_runner.kv_caches])
 
@@ -86,7 +84,7 @@ def generate(engine):
     ]
 
 
-def rewrite(engine, module, *, without: str = "") -> None:
+def rewrite(engine, module, *, without=""):
     """Sends every weight again, as a sync after sleep does."""
     held = dict(module.named_parameters(remove_duplicate=False))
     pieces = [

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -166,7 +164,7 @@ def test_a_stop_string_may_begin_before_the_minimum(second, expected_length, rea
     assert whole.finish_reason == reason
 
 
-def numpy_state() -> list[int]:
+def numpy_state():
     return np.random.get_state()[1].tolist()  # noqa: NPY002
 
 

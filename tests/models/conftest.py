@@ -1,7 +1,5 @@
 """Tiny checkpoints, one with and one without tied embeddings."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft.tools.model_presets import write_tiny_model

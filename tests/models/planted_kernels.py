@@ -1,7 +1,5 @@
 """Kernels for sequences of unequal lengths, as versions of torch may have them, for a CPU."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """Values come from the hidden state before each token, zero at first."""
 
-from __future__ import annotations
-
 import torch
 from transformers import AutoModel
 

@@ -1,7 +1,5 @@
 """The tensors of a checkpoint are those of the model, or the message names those that are not."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Token t is scored from the hidden state of token t - 1, wherever the padding is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.host_waits import HostWaits

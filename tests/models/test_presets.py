@@ -1,7 +1,5 @@
 """Tiny models are what their recipe says, and their tokenizer survives a round trip."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

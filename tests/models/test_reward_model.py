@@ -1,7 +1,5 @@
 """Scalar reward models: one number at the last token, and clear refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

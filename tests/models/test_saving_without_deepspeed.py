@@ -1,7 +1,5 @@
 """What does not train with DeepSpeed does not import it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """FSDP2 gathers the head's weight by its own hooks: sharded and whole actors agree."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +10,7 @@ from lightrft.models import Actor
 from lightrft.models.support import SamplingSupport
 
 
-def batch_of(rank: int, has_idle_rank: bool):
+def batch_of(rank, has_idle_rank):
     generator = torch.Generator().manual_seed(rank)
     token_ids = torch.randint(0, 256, (2, 8), generator=generator)
     attention_mask = torch.arange(8) < torch.tensor([[8], [5]])
@@ -37,7 +35,7 @@ def mass_of(actor, rank, has_idle_rank):
     return output.log_kept_mass
 
 
-def shard_and_compare(rank: int, world: int, directories: list[str]) -> list[float]:
+def shard_and_compare(rank, world, directories):
     dist.init_process_group("gloo")
     differences = []
     for directory in directories:

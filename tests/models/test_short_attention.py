@@ -1,7 +1,5 @@
 """Attention of short rows in half precision: its values and gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Files of a model that contradict each other: each pair gives its documented line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """A trial on the device decides whether packed rows go through one kernel."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

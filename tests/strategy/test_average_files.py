@@ -1,7 +1,5 @@
 """A moving average in a checkpoint is read by any number of ranks, masters included."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

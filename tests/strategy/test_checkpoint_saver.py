@@ -1,7 +1,5 @@
 """Saving in the background: the same files, completed before older ones go, errors not lost."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -29,7 +27,7 @@ with deadlines.phase("generate", 0.5):
 """
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
+def run(code):
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +19,7 @@ pytestmark = pytest.mark.shard("strategies")
 OPS = ("mean", "max", "sum")
 
 
-def values_of(rank: int) -> dict:
+def values_of(rank):
     """Signed values of every kind that differ between ranks."""
     generator = torch.Generator().manual_seed(rank)
     return {
@@ -45,7 +43,7 @@ def leaves(data, path=""):
     return [(path, data)]
 
 
-def reference(op: str, parts: list):
+def reference(op, parts):
     """Slow reduction in float64 or exact integers."""
     exact = all(not isinstance(p, float) and not torch.is_tensor(p) for p in parts)
     if exact:
@@ -54,7 +52,7 @@ def reference(op: str, parts: list):
     return {"mean": stacked.mean(0), "max": stacked.amax(0), "sum": stacked.sum(0)}[op]
 
 
-def check_reduction(op: str, world_size: int, group) -> None:
+def check_reduction(op, world_size, group):
     rank = collectives.group_rank(group)
     mine = values_of(rank)
     found = dict(leaves(all_reduce(mine, op, group=group)))
@@ -78,7 +76,7 @@ def check_reduction(op: str, world_size: int, group) -> None:
             assert after == pytest.approx(expected.item()), path
 
 
-def check_gathering(world_size: int, group) -> None:
+def check_gathering(world_size, group):
     rank = collectives.group_rank(group)
     rows = torch.arange(2 * (rank + 1)).reshape(rank + 1, 2).bfloat16() + 10 * rank
     found = all_gather(
@@ -99,7 +97,7 @@ def check_gathering(world_size: int, group) -> None:
     check_bytes(world_size, group)
 
 
-def check_bytes(world_size: int, group) -> None:
+def check_bytes(world_size, group):
     """Ragged and empty parts; rank r tells rank s who they are, r + s times."""
     rank = collectives.group_rank(group)
     assert gather_bytes(b"a" * rank, group) == [b"a" * r for r in range(world_size)]
@@ -122,12 +120,6 @@ def test_gathering_of_one_rank():
     check_gathering(1, ALONE)
 
 
-@pytest.mark.parametrize("bad", ["min", "avg", ""])
-def test_unknown_operation_is_an_assertion(bad):
-    with pytest.raises(AssertionError, match="mean"):
-        all_reduce(1.0, bad)
-
-
 def test_other_types_are_refused():
     with pytest.raises(TypeError, match="str at /a"):
         all_reduce({"a": "x"}, "mean")
@@ -138,7 +130,7 @@ def test_gradients_do_not_flow():
     assert not all_reduce(weight * 2, "sum").requires_grad
 
 
-def run_all_checks(rank: int, world_size: int) -> None:
+def run_all_checks(rank, world_size):
     start_process_group(None)
     for op in OPS:
         check_reduction(op, world_size, None)
@@ -151,7 +143,7 @@ def run_all_checks(rank: int, world_size: int) -> None:
     assert gather_objects(rank, ALONE) == [rank]
 
 
-def check_large_tensors(rank: int, world_size: int) -> None:
+def check_large_tensors(rank, world_size):
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         parts = [(torch.arange(3000) % 100 - 50 + r).to(dtype) for r in range(world_size)]
         mine = parts[rank].clone()
@@ -163,7 +155,7 @@ def check_large_tensors(rank: int, world_size: int) -> None:
         torch.testing.assert_close(biggest, parts[-1])
 
 
-def check_one_collective(rank: int) -> None:
+def check_one_collective(rank):
     counted = []
     originals = {
         name: getattr(dist, name) for name in ("all_gather", "all_gather_object", "all_reduce")
@@ -178,7 +170,7 @@ def check_one_collective(rank: int) -> None:
     assert {k: together[k] for k in data} == {k: all_reduce(v, "mean") for k, v in data.items()}
 
 
-def check_differing_ranks(rank: int) -> None:
+def check_differing_ranks(rank):
     for odd in ({"a": 1.0, "b": 2.0}, {"b": 1.0}, {"a": torch.ones(3)}, {"a": {"a": 1.0}}):
         for collective in (lambda d: all_reduce(d, "mean"), all_gather):
             with pytest.raises(ValueError, match="same structure"):

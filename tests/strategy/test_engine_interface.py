@@ -195,6 +195,8 @@ def test_sleeping_until_a_sync_drops_the_weights_until_they_come_again(started):
     assert len(strategy.gather_and_generate(ONE_TOKEN, [[1]])) == 1
     assert levels == [2, 1, 1]
     quiet = strategy_with(enable_engine_sleep=False)
-    quiet.setup_inference_engine(None, "fake", actor)
+    awake = quiet.setup_inference_engine(None, "fake", actor)
+    quiet.gather_and_generate(ONE_TOKEN, [[1]])
     quiet.sleep_until_weight_sync()
+    assert "sleep" not in awake.calls
     assert quiet.inference_engine_status is EngineStatus.WAKEUP

@@ -1,7 +1,5 @@
 """Which learning rate a part of a model gets."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 from torch.optim import AdamW

@@ -1,7 +1,5 @@
 """The helper modules that the source of `strategy_base` imports are importable."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

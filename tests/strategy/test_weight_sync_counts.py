@@ -1,7 +1,5 @@
 """How many messages a weight sync needs: as many as its bytes, however many tensors there are."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -23,9 +21,9 @@ BUCKET_BYTES = 200_704
 class Collectives(TorchDispatchMode):
     """Records every collective that reaches torch's process groups."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: list[str] = []
+        self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
