@@ -23,14 +23,9 @@ from lightrft.config.toml import format_toml, read_toml
 from lightrft.datasets.files import Row, read_rows, scan_rows
 from lightrft.datasets.render import tokenise
 from lightrft.datasets.types import DataError
-from lightrft.reporting.alarms import alarms, run_verdict
-from lightrft.reporting.files import drop_steps_after
+from lightrft.reporting.alarms import alarms
 from lightrft.rewards.user_task import checked_results
 from lightrft.rewards.worker import ReportedError
-from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.checkpoints.manifest import Manifest
-from lightrft.tools.report.page import find_alarms
-from lightrft.tools.report.run_data import read_run
 
 NUM_EXAMPLES = int(os.environ.get("LIGHTRFT_FUZZ_EXAMPLES", "60"))
 settings.register_profile(
@@ -135,15 +130,6 @@ def test_every_option_refuses_what_no_number_may_be():
 
 
 @FUZZ
-@given(st.binary(max_size=60))
-def test_any_bytes_are_toml_or_refused(tmp_path, content):
-    path = tmp_path / "t.toml"
-    path.write_bytes(content)
-    with contextlib.suppress(ConfigError):
-        read_toml(path)
-
-
-@FUZZ
 @given(st.text(max_size=30).filter(lambda t: "\0" not in t))
 def test_texts_survive_toml(tmp_path, text):
     path = tmp_path / "t.toml"
@@ -216,34 +202,6 @@ def test_any_template_is_rendered_or_refused(tmp_path, tokenizer, template, cont
     assert "d.jsonl:1" in message
 
 
-LINES = st.lists(
-    st.one_of(
-        st.binary(max_size=40),
-        st.builds(lambda value: json.dumps(value).encode(), JSON),
-        st.builds(
-            lambda step, value: json.dumps({"step": step, "reward": value, "kl": value}).encode(),
-            NUMBERS,
-            JSON,
-        ),
-        st.sampled_from([b"7", b"[" * 10**5, b'{"step": "1"}', b'{"step": ' + b"9" * 5000 + b"}"]),
-    ),
-    max_size=4,
-)
-
-
-@FUZZ
-@given(LINES)
-def test_any_metrics_file_is_reported_on_and_cut(tmp_path, lines):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"\n".join(lines))
-    run = read_run(tmp_path)
-    find_alarms(run)
-    assert run_verdict(run.metrics.values())
-    drop_steps_after(path, 3)
-    kept = [json.loads(line) for line in path.read_text().split("\n") if line]
-    assert all(entry["step"] <= 3 for entry in kept)
-
-
 @FUZZ
 @given(st.dictionaries(TEXTS, st.floats(), max_size=5))
 def test_any_metrics_have_alarms_and_nan_always_has(metrics):
@@ -263,13 +221,6 @@ def test_any_answer_of_a_reward_is_numbers_or_refused(answer, count):
     for reward, components in results:
         for number in [*components.values(), *([] if reward is None else [reward])]:
             assert abs(number) < float("inf")
-
-
-@FUZZ
-@given(st.one_of(st.binary(max_size=60), st.builds(lambda v: json.dumps(v).encode(), JSON)))
-def test_any_manifest_is_read_or_refused_by_one_kind_of_error(content):
-    with contextlib.suppress(CheckpointError):
-        Manifest.from_json(content)
 
 
 @pytest.mark.slow
