@@ -1,728 +1,1028 @@
-"""Every mistake gets its exit code and a message that names culprit and remedy, before any model.
+"""Every mistake gets its exit code and a message that names culprit and remedy, and writes nothing.
 
-One table: configuration, data, reward code, environment, other commands.
+One table for all commands. A row is a command line, and what is said of it:
+
+- options of a good line of the command are added, but for those that the line names itself, or
+  leaves out by `without NAME`; variables of the environment stand before the command, and at the
+  end `[no NAME]` a package that is missing;
+- `...` stands for any words, and at the end for any further lines; else there is one line of a
+  message for each line of the row.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import re
+import shlex
 import socket
-import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.machine import seconds
+from tests.programs import run_python
 
 from lightrft.cli import train as train_command
 from lightrft.cli.main import main
 from lightrft.config.other_names import said_once
 
+ROOT = Path(__file__).resolve().parents[2]
 USAGE, PREFLIGHT, DATA, REWARD = 2, 3, 4, 5
 ENVIRONMENT = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_ERROR_FILE",
-    "LIGHTRFT_LAUNCHED",
-    "CUDA_VISIBLE_DEVICES",
-    "WANDB_API_KEY",
-    "WANDB_MODE",
-    "NETRC",
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_ERROR_FILE", "LIGHTRFT_LAUNCHED", "CUDA_VISIBLE_DEVICES"),
+    *("WANDB_API_KEY", "WANDB_MODE", "NETRC"),
 )
-GOOD = "def f(responses):\n    return [0.0 for _ in responses]\n"
+ON_ROWS = "--pretrain model --prompt_data rows.jsonl --fsdp --output_dir run"
+ON_ROWS += " --train_batch_size 1 --micro_train_batch_size 1"
+ON_SAMPLES = "--pretrain model --prompt_data prompts.jsonl --fsdp --output_dir run --teacher model"
+ON_SAMPLES += " --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8"
+ON_MEDIA = "--prompt_data rows.jsonl --fsdp --output_dir run --engine_type hf"
+ON_MEDIA += " --rollout_batch_size 16 --prompt_max_len 400 --generate_max_len 8"
+# A good line of each command, which is the first word of its name here.
+GOOD = {
+    "train": "--pretrain model --prompt_data good.jsonl --reward_fn reward.py:f"
+    " --rollout_batch_size 16",
+    **dict.fromkeys(("sft", "prefer", "reward"), ON_ROWS),
+    "distill": f"{ON_ROWS} --teacher model --teacher_form forward",
+    "distill on samples": f"{ON_SAMPLES} --generate_max_len 4",
+    "train on images": f"--pretrain vision --reward_fn reward.py:f {ON_MEDIA}",
+    "train on texts": f"--pretrain model --reward_fn reward.py:f {ON_MEDIA}",
+}
+SFT = '{"prompt": "a ", "completion": "b"}'
+PAIR = '{"prompt": "a ", "chosen": "b", "rejected": "c"}'
+LABELLED = '{"prompt": "a ", "completion": "b", "label": true}'
+GOOD_ROW = {"sft": SFT, "distill": SFT, "prefer": PAIR, "reward": PAIR}
+ANSWERED = '{"role": "assistant", "content": "b"}]'
+DEEP = "[" * 10**5
+DIGITS = "9" * 5000
+A_FUNCTION = "def f(responses):\n    return [0.0 for _ in responses]\n"
 CUT = {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+# Header of a model that fits on no disk.
 HUGE = {"w": {"dtype": "F32", "shape": [10**8, 10**8], "data_offsets": [0, 0]}}
-"""Header of a model that fits on no disk."""
+LOSSES = """
+def no_gradient(logprobs, old_logprobs, advantages, response_mask):
+    return advantages
+
+def odd_annotation(a, b, c, d, *, x: '1 +' = 1.0):
+    return -c
+
+def wrong_shape(logprobs, old_logprobs, advantages, response_mask):
+    return logprobs.sum()
+
+def wrong_arguments(logprobs):
+    return logprobs
+
+def one_number(inputs):
+    return 3.0
+
+def demanding(inputs, *, strength: float):
+    return inputs.rewards * strength
+"""
+# Beside which a command is called.
+FILES = {
+    "good.jsonl": "".join(f'{{"input": "{n}+1?", "label": "{n + 1}"}}\n' for n in range(4)),
+    "prompts.jsonl": "".join(f'{{"input": "say {c}", "label": "#### 2"}}\n' for c in "abcd"),
+    "labelled.jsonl": LABELLED,
+    "odd.jsonl": '{"a": 1}',
+    "reward.py": A_FUNCTION,
+    "losses.py": LOSSES,
+    "here/beside.py": "def f(a, b): return -(a - b).exp()\n",
+    "here/loss.py": "from beside import f\n"
+    "def loss(logprobs, old_logprobs, advantages, response_mask):\n"
+    "    return f(logprobs, old_logprobs) * advantages\n",
+    "reward.toml": "reward_fn = 'gsm8k'\n",
+    "text.toml": "rollout_batch_size = '4'\n",
+    "used/metrics.jsonl": "{}",
+    "folder": None,
+    "half/config.json": "{}",
+    "half/model.safetensors": "{}",
+    "adapters/adapter_config.json": "{}",
+    "adapters/adapter_model.safetensors": "{}",
+    "bare/config.json": "{}",
+    "bare/tokenizer.json": "{}",
+    **{
+        f"{folder}/{name}": content
+        for folder, config, weights in (
+            ("cut", "{}", CUT),
+            ("huge", "{}", HUGE),
+            ("few", '{"max_position_embeddings": 64}', "{}"),
+            ("broken", "{", ""),
+        )
+        for name, content in (
+            ("config.json", config),
+            ("tokenizer.json", "{}"),
+            ("model.safetensors", weights),
+        )
+    },
+}
 
 
 @dataclass(frozen=True)
-class Wrong:
-    """One mistake.
+class Mistake:
+    """A row of the table.
 
     Args:
+        line: The command line.
+        said: What is said.
         code: Exit code.
-        expected: Parts of the message: what is wrong, and what to do.
-        options: Flags of `lightrft train` beside good ones; None drops one.
-        files: Contents by name.
-        environment: Variables.
-        argv: Instead of `lightrft train`.
-        num_lines: Of the message.
-        absent: A package to be missing.
+        files: Contents by name, beside `FILES`.
     """
 
+    line: str
+    said: str
     code: int
-    expected: tuple[str, ...]
-    options: dict = field(default_factory=dict)
-    files: dict = field(default_factory=dict)
-    environment: dict = field(default_factory=dict)
-    argv: tuple[str, ...] = ()
-    num_lines: int | None = 1
-    absent: str | None = None
+    files: Mapping = field(default_factory=dict)
 
 
-def usage(*expected, num_lines=1, **options):
-    return Wrong(USAGE, expected, options, num_lines=num_lines)
+def lines(code, starts, table):
+    """Return mistakes of options: what follows a start of a command line, and what is said."""
+    return {
+        line: Mistake(line, said, code)
+        for start in starts.split(" | ")
+        for options, said in table.items()
+        for line in [f"{start} {options}".strip()]
+    }
 
 
-def data(name, content, *expected, flag="prompt_data", **options):
-    files = {} if content is None else {name: content}
-    return Wrong(DATA, (name, *expected), {flag: name, **options}, files)
+def contents(start, table, *, name="rows.jsonl", code=DATA):
+    """Return mistakes in a file that a command line names: its content, and what is said."""
+    option = "" if name.split("/")[0] in start else f" --prompt_data {name}"
+    return {
+        f"{start}, {name} = {content[:50]!r}": Mistake(start + option, said, code, {name: content})
+        for content, said in table.items()
+    }
 
 
-def reward(code, source, *expected, function="f", **options):
-    spelling = f"wrong.py:{function}"
-    return Wrong(
-        code,
-        ("wrong.py", *expected),
-        {"reward_fn": spelling, **options},
-        {"wrong.py": source},
-        num_lines=None,
-    )
-
-
-def here(*expected, environment=None, absent=None, files=None, num_lines=1, **options):
-    return Wrong(
-        PREFLIGHT,
-        expected,
-        options,
-        files or {},
-        environment or {},
-        absent=absent,
-        num_lines=num_lines,
-    )
-
-
-def command(*argv, expected, num_lines=1):
-    return Wrong(USAGE, expected, argv=argv, num_lines=num_lines)
-
-
-CONFIGURATION = {
-    "no model": usage("--pretrain is missing", "init-model", pretrain=None),
-    "no data": usage("--prompt_data is missing", "JSONL", prompt_data=None),
-    "no reward": usage("--reward_fn is missing", "boxed_math", reward_fn=None),
-    "absent model": usage("--pretrain", "nowhere", pretrain="nowhere"),
-    "absent path": usage("--pretrain", "/no/where", pretrain="/no/where"),
-    "absent critic": usage("--critic_pretrain", critic_pretrain="x", advantage_estimator="gae"),
-    "unknown flag": usage("unknown option 'foo'; lightrft train --help_all lists all", foo="1"),
-    "misspelt flag": usage("did you mean rollout_batch_size", rollout_batchsize="1"),
-    "unavailable": usage("load_in_4bit is not available", "quantised", load_in_4bit="1"),
-    "replaced": usage("flash_attn is not available", "scaled_dot_product", flash_attn="1"),
-    "estimator": usage("advantage_estimator", "'grpoo'", "'grpo'", advantage_estimator="grpoo"),
-    "engine": usage("engine_type", "'vlm'", "did you mean 'vllm'", engine_type="vlm"),
-    "loss": usage("policy_loss", "'pp'", "'ppo'", policy_loss="pp"),
-    "schedule": usage("lr_scheduler", "'cosine'", "linear", lr_scheduler="cosine"),
-    "aggregation": usage("loss_agg_mode", "token-mean", loss_agg_mode="token_mean"),
-    "stage": usage("zero_stage", "4", zero_stage="4"),
-    "batches": usage(
-        "10 * 8 = 80",
-        "128",
-        "train_batch_size: 80",
+CONFIGURATION = lines(
+    USAGE,
+    "train",
+    {
+        "without pretrain": "--pretrain is missing ... init-model",
+        "without prompt_data": "--prompt_data is missing ... JSONL",
+        "without reward_fn": "--reward_fn is missing ... boxed_math",
+        "--pretrain nowhere": "--pretrain ... nowhere",
+        "--pretrain /no/where": "--pretrain ... /no/where",
+        "--critic_pretrain x --advantage_estimator gae": "--critic_pretrain",
+        "--reward_pretrain nowhere": "--reward_pretrain ... nowhere",
+        "--foo 1": "unknown option 'foo'; lightrft train --help_all lists all",
+        "--rollout_batchsize 1": "did you mean rollout_batch_size",
+        "--load_in_4bit 1": "load_in_4bit is not available ... quantised",
+        "--flash_attn 1": "flash_attn is not available ... scaled_dot_product",
+        "--advantage_estimator grpoo": "advantage_estimator ... 'grpoo' ... 'grpo'",
+        "--engine_type vlm": "engine_type ... 'vlm' ... did you mean 'vllm'",
+        "--policy_loss pp": "policy_loss ... 'pp' ... 'ppo'",
+        "--lr_scheduler cosine": "lr_scheduler ... 'cosine' ... linear",
+        "--loss_agg_mode token_mean": "loss_agg_mode ... token-mean",
+        "--zero_stage 4": "zero_stage ... 4",
+        "--rollout_batch_size 10": "10 * 8 = 80 ... 128 ... train_batch_size: 80 ... "
         "rollout_batch_size: 16",
-        rollout_batch_size="10",
-    ),
-    "micro batch": usage("3 * 1 = 3", "micro_train_batch_size: 2 or 4", micro_train_batch_size="3"),
-    "negative": usage("rollout_batch_size", "-16", ">= 1", rollout_batch_size="-16"),
-    "zero": usage("train_batch_size", "0", ">= 1", train_batch_size="0"),
-    "length": usage("generate_max_len", "-1", generate_max_len="-1"),
-    "fraction": usage("max_steps", "'1.5'", max_steps="1.5"),
-    "text for number": usage("actor_learning_rate", "'fast'", actor_learning_rate="fast"),
-    "temperature": usage("temperature", ">= 1e-05", temperature="0"),
-    "tiny temperature": usage("temperature", ">= 1e-05", temperature="1e-320"),
-    "tiny first temperature": usage(
-        "first_token_temperature", ">= 1e-05", use_fire="", first_token_temperature="1e-9"
-    ),
-    "share": usage("lr_warmup_ratio", "<= 1", lr_warmup_ratio="3"),
-    "off with 0": usage("save_steps", "-1 (off)", save_steps="0"),
-    "kl of the loss": usage(
-        "kl_estimator k3 is for the loss", "add use_kl_loss", init_kl_coef="0.1", kl_estimator="k3"
-    ),
-    "one sample": usage(
-        "n_samples_per_prompt >= 2", n_samples_per_prompt="1", train_batch_size="16"
-    ),
-    "no processes": usage("--nproc_per_node", "'0'", "1", nproc_per_node="0"),
-    "three processes": usage(
-        "3 processes",
+        "--micro_train_batch_size 3": "3 * 1 = 3 ... micro_train_batch_size: 2 or 4",
+        "--rollout_batch_size -16": "rollout_batch_size ... -16 ... >= 1",
+        "--train_batch_size 0": "train_batch_size ... 0 ... >= 1",
+        "--generate_max_len -1": "generate_max_len ... -1",
+        "--max_steps 1.5": "max_steps ... '1.5'",
+        "--actor_learning_rate fast": "actor_learning_rate ... 'fast'",
+        "--temperature 0": "temperature ... >= 1e-05",
+        "--temperature 1e-320": "temperature ... >= 1e-05",
+        "--use_fire --first_token_temperature 1e-9": "first_token_temperature ... >= 1e-05",
+        "--lr_warmup_ratio 3": "lr_warmup_ratio ... <= 1",
+        "--save_steps 0": "save_steps ... -1 (off)",
+        "--nproc_per_node 0": "--nproc_per_node ... '0' ... 1",
+        "--nproc_per_node 3 --n_samples_per_prompt 3 --train_batch_size 24": "3 processes ... "
         "15 or 18",
-        nproc_per_node="3",
-        n_samples_per_prompt="3",
-        train_batch_size="24",
-    ),
-    "parallel size": usage("engine_tp_size", "4 and 2", nproc_per_node="2", engine_tp_size="4"),
-    "absent file": usage("--config", "none.toml", config="none.toml"),
-    "system prompt": usage("system_prompt", "apply_chat_template", system_prompt="x"),
-    "template": usage("input_template", "{}", input_template="x"),
-    "stop": Wrong(
-        USAGE,
-        ("stop", "empty"),
-        argv=("train", "--fsdp", "--pretrain", "model", "--stop", ""),
-    ),
-    "range": usage("policy_loss gmpo has no clip range", policy_loss="gmpo", eps_clip="0.3"),
-    "dual clip": usage("dual clip", "dual_clip", policy_loss="gspo", dual_clip="3"),
-    "correction": usage("correction_high", "off_policy_correction", correction_high="2"),
-    "truncated": usage(
-        "top_p", "correction", off_policy_correction="tis", top_p="0.9", use_fire=""
-    ),
-    "weights": usage("reward_weights", "2 numbers for 1 rewards", reward_weights="1 2"),
-    "frozen": usage("freezing_actor_steps", "gae", freezing_actor_steps="3"),
-    "two losses": usage("different policy losses", use_gspo="", use_cpg_loss=""),
-    "used folder": usage("--output_dir", "used", "another run", output_dir="used"),
-    "no effect": usage("kl_horizon acts only with kl_target", kl_horizon="5", strict=""),
-    "toml": Wrong(
-        USAGE, ("run.toml", "line 1"), {"config": "run.toml"}, {"run.toml": "temperature = \n"}
-    ),
-    "toml key": Wrong(
-        USAGE,
-        ("run.toml", "'temprature'", "temperature"),
-        {"config": "run.toml"},
-        {"run.toml": "temprature = 1\n"},
-    ),
-    "toml type": Wrong(
-        USAGE, ("max_steps", "'many'"), {"config": "run.toml"}, {"run.toml": "max_steps = 'many'\n"}
-    ),
-    "toml list": Wrong(
-        USAGE,
-        ("reward_fn", "got 3", "tuple"),
-        {"config": "list.toml", "reward_fn": None},
-        {"list.toml": "reward_fn = 3\n"},
-    ),
-    "model without tokenizer": Wrong(
-        USAGE,
-        ("no tokenizer", "half", "tokenizer.json"),
-        {"pretrain": "half"},
-        {"half/config.json": "{}", "half/model.safetensors": "{}"},
-    ),
-    "adapters alone as the model": Wrong(
-        USAGE,
-        ("--pretrain", "ad holds adapters alone", "merged"),
-        {"pretrain": "ad"},
-        {"ad/adapter_config.json": "{}", "ad/adapter_model.safetensors": "{}"},
-    ),
-    "adapters without a rank": usage("lora_path needs lora_rank", "adapter_config", lora_path="ad"),
-    "words without an option": Wrong(
-        USAGE,
-        ("unexpected 'model', 'good.jsonl'", "--NAME VALUE", "lightrft train --help"),
-        argv=("train", "model", "good.jsonl"),
-    ),
-    "one dash": Wrong(
-        USAGE,
-        ("unexpected '-pretrain', 'model'", "--NAME VALUE"),
-        argv=("train", "-pretrain", "model"),
-    ),
-    "a switch with a value": Wrong(
-        USAGE, ("unexpected 'yes'", "a switch --NAME or --no_NAME"), {"bf16": "yes"}
-    ),
-    "both names": Wrong(
-        USAGE,
-        ("--model and --pretrain are one option: give one of them",),
-        {"model": "model"},
-        num_lines=2,
-    ),
-    "no_ of what is no switch": usage("'no_temperature'", "temperature", no_temperature=""),
-    **{
-        f"named {name}": usage(f"unknown option '{name}'; here it is {there},", **{name: "4"})
-        for name, there in (
-            ("beta", "init_kl_coef"),
-            ("per_device_train_batch_size", "micro_train_batch_size"),
-            ("gradient_accumulation_steps", "train_batch_size"),
-            ("warmup_steps", "lr_warmup_ratio"),
-            ("optim", "adam_8bit"),
-        )
+        "--nproc_per_node 2 --engine_tp_size 4": "engine_tp_size ... 4 and 2",
+        "--config none.toml": "--config: no such file: none.toml",
+        "--system_prompt x": "system_prompt ... apply_chat_template",
+        "--input_template x": "input_template ... {}",
+        "--stop ''": "stop ... empty",
+        "--correction_high 2": "correction_high ... off_policy_correction",
+        "--off_policy_correction tis --top_p 0.9 --use_fire": "off_policy_correction cannot tell "
+        "which first tokens top_p",
+        "--off_policy_correction tis --top_p 0.9 --top_k 5 --engine_type sglang": "which tokens "
+        "the sglang engine kept",
+        "--reward_weights 1 2": "reward_weights ... 2 numbers for 1 rewards",
+        "--use_gspo --use_cpg_loss": "different policy losses",
+        "--use_gspo --policy_loss gmpo": "different policy losses",
+        "--overlong_buffer --overlong_buffer_len 2000": "overlong_buffer_len ... 2000 and 1024",
+        "--no_fsdp --adam_8bit": "DeepSpeed lays Adam's moments out itself: add fsdp",
+        "--adam_8bit --fsdp --use_mp_opt": "float32 weights, use_mp_opt",
+        "--adam_8bit --fsdp --audit_every 1": "one of adam_8bit and audit_every",
+        "--output_dir used": "--output_dir ... used ... another run",
+        "--kl_horizon 5 --strict": "kl_horizon acts only with kl_target",
+        "--pretrain half": "no tokenizer ... half ... tokenizer.json",
+        "--pretrain adapters": "--pretrain ... adapters holds adapters alone ... merged",
+        "--lora_path adapters": "lora_path needs lora_rank ... adapter_config",
+        "--bf16 yes": "unexpected 'yes' ... a switch --NAME or --no_NAME",
+        "--model model": "names of other libraries: model is pretrain\n"
+        "--model and --pretrain are one option: give one of them",
+        "--no_temperature": "'no_temperature' ... temperature",
+        "--beta 4": "unknown option 'beta'; here it is init_kl_coef,",
+        "--per_device_train_batch_size 4": "unknown option 'per_device_train_batch_size'; "
+        "here it is micro_train_batch_size,",
+        "--gradient_accumulation_steps 4": "unknown option 'gradient_accumulation_steps'; "
+        "here it is train_batch_size,",
+        "--warmup_steps 4": "unknown option 'warmup_steps'; here it is lr_warmup_ratio,",
+        "--optim 4": "unknown option 'optim'; here it is adam_8bit,",
+        "--actor_learning_rate 1,0e-6": "actor_learning_rate ... '1,0e-6'",
+        "--engine_mem_util 80%": "engine_mem_util ... '80%'",
+        "--engine_mem_util 80": "engine_mem_util ... 80.0 ... <= 1",
+        "--min_p 0.1 --engine_type sglang": "min_p ... sglang ... top_p",
+        "--pretrain cut": "--pretrain ... cut/model.safetensors is cut ... get it again",
+        "--pretrain bare": "no weights ... safetensors",
+        "model good.jsonl": "unexpected 'model', 'good.jsonl' ... --NAME VALUE ... "
+        "lightrft train --help",
+        "-pretrain model": "unexpected '-pretrain', 'model' ... --NAME VALUE",
+        "--train_on all": "train_on is an option of lightrft sft, not of lightrft train",
+        "--reward_loss hps": "reward_loss is an option of lightrft reward, not of lightrft train",
+        # All problems of a command line come at once.
+        "--foo 1 --temperature hot --top_k 0 --load_in_4bit 8": "foo\nload_in_4bit\ntemperature\n"
+        "top_k",
+        "--n_samples_per_prompt 1 --rollout_batch_size -3 --temperature warm --top_k 0 "
+        "--system_prompt x --use_kl_loss --init_kl_coef 0 --dynamic_sampling "
+        "--input_template 'no slot'": "rollout_batch_size\ntemperature\ntop_k\ninput_template\n"
+        "system_prompt\nuse_kl_loss\ndynamic_sampling ... n_samples_per_prompt",
     },
-    "a comma in a number": usage("actor_learning_rate", "'1,0e-6'", actor_learning_rate="1,0e-6"),
-    "percent": usage("engine_mem_util", "'80%'", engine_mem_util="80%"),
-    "a share in percent": usage("engine_mem_util", "80.0", "<= 1", engine_mem_util="80"),
-    "min_p of sglang": usage("min_p", "sglang", "top_p", min_p="0.1", engine_type="sglang"),
-    "cut weights": Wrong(
-        USAGE,
-        ("--pretrain", "cut/model.safetensors is cut", "get it again"),
-        {"pretrain": "cut"},
-        {"cut/config.json": "{}", "cut/tokenizer.json": "{}", "cut/model.safetensors": CUT},
-    ),
-    "model without weights": Wrong(
-        USAGE,
-        ("no weights", "safetensors"),
-        {"pretrain": "bare"},
-        {"bare/config.json": "{}", "bare/tokenizer.json": "{}"},
-    ),
-}
-FILES = {
-    "absent": data("none.jsonl", None, "none.jsonl"),
-    "broken": data("broken.jsonl", '{"input": "a"}\n{"input": \n', "broken.jsonl:2", "JSON"),
-    "list": data("list.jsonl", "[1]\n", "list.jsonl:1", "object"),
-    "other key": data("o.jsonl", '{"input": "a"}\n{"question": "b"}\n', "o.jsonl:2", "--input_key"),
-    "null": data("null.jsonl", '{"input": null}\n', "null.jsonl:1", "'input'"),
-    "blank": data("blank.jsonl", '{"input": " "}\n', "blank.jsonl:1", "empty"),
-    "empty": data("empty.jsonl", "", "no rows"),
-    "latin": data("latin.jsonl", b'{"input": "\xe9"}\n', "latin.jsonl:1", "UTF-8"),
-    "tsv": data("data.tsv", "input\na\n", ".jsonl"),
-    "single": data("single.json", '{"input": "a"}', "list"),
-    "parquet": data("no.parquet", "text", "no.parquet"),
-    "no label": data(
-        "no.jsonl",
-        '{"input": "a", "label": "1"}\n{"input": "b"}\n{"input": "c"}\n',
-        "no.jsonl:2",
-        "no label: set --label_key (and 1 rows more)",
-        reward_fn="boxed_math",
-    ),
-    "an object as label": data(
-        "ob.jsonl",
-        '{"input": "a", "label": {"x": 1}}',
-        "ob.jsonl:1",
-        "got an object",
-        reward_fn="boxed_math",
-    ),
-    "eval absent": data("none.jsonl", None, "none.jsonl", flag="eval_data"),
-    "eval broken": data("broken.jsonl", "{\n", "broken.jsonl:1", "JSON", flag="eval_data"),
-    "eval key": data(
-        "o.jsonl", '{"question": "b"}\n', "o.jsonl:1", "--input_key", flag="eval_data"
-    ),
-}
-REWARDS = {
-    "unknown": usage("'gsm8'", "did you mean gsm8k", reward_fn="gsm8"),
-    "absent file": usage("nofile.py:f", "no file", reward_fn="nofile.py:f"),
-    "no function": usage("reward.py:reward", "FILE.py:FUNCTION", reward_fn="reward.py"),
-    "misspelt": reward(
-        USAGE, "def score(responses): return []\n", "'scor'", "did you mean score", function="scor"
-    ),
-    "syntax": reward(REWARD, "def f(responses:\n", "SyntaxError", "line 1"),
-    "import": reward(REWARD, "import no_such_module\n" + GOOD, "No module named", "line 1"),
-    "raises": reward(REWARD, "raise ValueError('broken at once')\n", "broken at once", "line 1"),
-    "exits": reward(REWARD, "raise SystemExit(0)\n", "SystemExit"),
-    "signature": reward(REWARD, "def f(texts): return []\n", "argument responses", "(texts)"),
-    "positional": reward(REWARD, "def f(responses, /): return []\n", "keyword argument"),
-    "column": reward(
-        REWARD,
-        "def f(responses, answer): return []\n",
-        "'answer'",
-        "no column of the data: its columns are input, label, beside prompts",
-        "rename it",
-    ),
-    **{
-        f"returns {name}": reward(
-            REWARD, f"def f(responses): return {result}\n", "wrong.py:f failed", expected
-        )
-        for name, result, expected in (
-            ("nothing", "None", "expected a list of 4 numbers or dicts, got NoneType"),
-            ("nan", "[float('nan')] * 4", "result 0: expected a finite number, got nan"),
-            ("texts", "['a'] * 4", "result 0: expected a number, got 'a'"),
-            ("too few", "[1.0]", "expected one result per response, 4 in all, got 1"),
-            ("a number", "1.0", "expected a list of 4 numbers or dicts, got float"),
-            ("texts in dicts", "[{'a': 'x'}] * 4", "key 'a': expected a number, got 'x'"),
-        )
+)
+# What depends on the loss and the estimator, whose modules need torch.
+OF_THE_ALGORITHM = lines(
+    USAGE,
+    "train",
+    {
+        "--init_kl_coef 0.1 --kl_estimator k3": "kl_estimator k3 is for the loss ... "
+        "add use_kl_loss",
+        "--n_samples_per_prompt 1 --train_batch_size 16": "group_norm compares the samples of one "
+        "prompt ... n_samples_per_prompt >= 2",
+        "--policy_loss gspo --dual_clip 3": "policy_loss gspo has no dual clip ... dual_clip",
+        "--use_gspo --dual_clip 3": "policy_loss gspo has no dual clip",
+        "--policy_loss sapo --eps_clip_high 0.3": "has no clip range: leave out eps_clip_high",
+        "--advantage_estimator gdpo --reward_clip 1": "normalises the components",
+        "--stream_chunk 8 --advantage_estimator remax": "exclude each other",
+        "--advantage_args weighting=std": "group_norm has no option 'weighting'",
+        "--policy_loss_args clip_hihg=1": "policy_loss ppo has no option ... clip_high",
+        "--off_policy_correction tis --correction_args hihg=1": "'hihg' ... high",
+        "--policy_loss gmpo --eps_clip 0.3 --advantage_args x=1 "
+        "--off_policy_correction tsi": "policy_loss gmpo has no clip range: leave out eps_clip\n"
+        "no option 'x'\n'tsi' ... did you mean 'tis'",
+        "--freezing_actor_steps 3": "freezing_actor_steps ... gae",
+        "--policy_loss sapo --policy_loss_args temprature_positive=2": "policy_loss sapo ... "
+        "did you mean temperature_positive",
+        "--policy_loss sapo --policy_loss_args temperature_positive=hot": "policy_loss sapo: "
+        "temperature_positive: got 'hot'",
+        "--off_policy_correction tsi": "did you mean 'tis'",
+        "--policy_loss daop": "did you mean 'dapo'",
     },
-    "fails on a text": reward(
-        REWARD, "def f(responses): return [1 / 0 for _ in responses]\n", "division by zero"
-    ),
-    "environments of TRL": reward(
-        REWARD,
-        "def f(completions, environments): return [e.score for e in environments]\n",
-        "'environments'",
-        "train with --environment",
-    ),
-    "tokens of TRL": reward(
-        REWARD,
-        "def f(completions, completion_ids): return [len(c) for c in completion_ids]\n",
-        "'completion_ids'",
-        "a parameter responses",
-    ),
-    "address": usage("remote_rm_url", "http://HOST:PORT", reward_fn=None, remote_rm_url="host:1"),
-    "half an address": usage(
-        "remote_rm_url",
-        "http://[::1",
-        "http://HOST:PORT",
-        reward_fn=None,
-        remote_rm_url="http://[::1",
-    ),
-    "secret address": usage(
-        "remote_rm_url", "***@host", reward_fn=None, remote_rm_url="ftp://me:hunter2@host"
-    ),
-}
-MACHINE = {
-    "half launched": here("RANK is set", "WORLD_SIZE", "torchrun", environment={"RANK": "0"}),
-    "wrong rank": here(
-        "RANK='x'",
-        "whole numbers",
-        environment={
-            "RANK": "x",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "h",
-            "MASTER_PORT": "1",
+)
+NUMBERS = lines(
+    USAGE,
+    "train",
+    {
+        **{
+            f"--{name} {value}": f"{name} ... {value} ... expected"
+            for value, names in {
+                "nan": "actor_learning_rate critic_learning_rate eps_clip eps_clip_low gamma lambd "
+                "init_kl_coef reward_clip l2 max_norm max_ckpt_mem alarm_kl peak_tflops "
+                "reward_weights",
+                "inf": "temperature init_kl_coef kl_target entropy_coef timeout_minutes "
+                "prompt_data_probs",
+                "1e+300": "timeout_minutes reward_timeout_seconds heartbeat_seconds",
+                "1e+308": "actor_learning_rate",
+            }.items()
+            for name in names.split()
         },
-    ),
-    "rank too high": here(
-        "below WORLD_SIZE",
-        "2 and 2",
-        environment={
-            "RANK": "2",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "h",
-            "MASTER_PORT": "1",
-        },
-    ),
-    "port": here("MASTER_PORT='high'", "unset", environment={"MASTER_PORT": "high"}),
-    "port range": here("MASTER_PORT='99999'", "unset", environment={"MASTER_PORT": "99999"}),
-    "port taken": here("cannot be used", "unset it", environment={"MASTER_PORT": "TAKEN"}),
-    "no gpu": here("CUDA_VISIBLE_DEVICES=0", "unset", environment={"CUDA_VISIBLE_DEVICES": "0"}),
-    "no vllm": here(
-        "--engine_type",
-        "not installed",
-        "install lightrft[vllm]",
-        engine_type="vllm",
-        absent="vllm",
-    ),
-    "no sglang": here("--engine_type", "not installed", engine_type="sglang", absent="sglang"),
-    "no deepspeed": here(
-        "--zero_stage", "package deepspeed", "--fsdp", zero_stage="3", absent="deepspeed"
-    ),
-    "fsdp refused": here("--no_fsdp", "lightrft[deepspeed]", no_fsdp="", absent="deepspeed"),
-    "no tensorboard": here(
-        "--use_tensorboard",
-        "lightrft[tensorboard]",
-        use_tensorboard="",
-        absent="tensorboard",
-    ),
-    "no wandb": here(
-        "--use_wandb",
-        "lightrft[wandb]",
-        use_wandb="",
-        absent="wandb",
-        environment={"WANDB_MODE": "offline"},
-    ),
-    "no key": here(
-        "--use_wandb", "WANDB_API_KEY", "offline", use_wandb="", environment={"NETRC": "/no/netrc"}
-    ),
-    "no matplotlib": here(
-        "--plot_every", "leave plot_every at -1", plot_every="1", log_dir="l", absent="matplotlib"
-    ),
-    "no trackio": here("--loggers trackio", "pip install trackio", loggers="trackio"),
-    "no peft": here("--lora_rank", "lightrft[lora]", lora_rank="8", absent="peft"),
-    "folder in file": here(
-        "--output_dir",
-        "reward.py is a file",
-        output_dir="reward.py/run",
-        ckpt_path="c",
-        save_path="m",
-    ),
-    "no disk": here("--output_dir", "/proc is no disk", output_dir="/proc/x", num_lines=3),
-    "full disk": here(
-        "--output_dir",
-        "GB free",
-        "another folder",
-        pretrain="huge",
-        num_lines=2,
-        files={
-            "huge/config.json": "{}",
-            "huge/tokenizer.json": "{}",
-            "huge/model.safetensors": HUGE,
-        },
-    ),
-}
-TEXT_FOR_NUMBER = "rollout_batch_size = '4'\n"
-NUMBERS = {
-    **{
-        f"{name} {value}": usage(name, value, "expected", **{name: value, **more})
-        for name, value, more in (
-            ("actor_learning_rate", "nan", {}),
-            ("actor_learning_rate", "1e+308", {}),
-            ("critic_learning_rate", "nan", {}),
-            ("eps_clip", "nan", {}),
-            ("eps_clip_low", "nan", {}),
-            ("temperature", "inf", {}),
-            ("gamma", "nan", {}),
-            ("lambd", "nan", {}),
-            ("init_kl_coef", "nan", {}),
-            ("init_kl_coef", "inf", {}),
-            ("kl_target", "inf", {}),
-            ("reward_clip", "nan", {}),
-            ("entropy_coef", "inf", {}),
-            ("l2", "nan", {}),
-            ("max_norm", "nan", {}),
-            ("max_ckpt_mem", "nan", {}),
-            ("timeout_minutes", "inf", {}),
-            ("timeout_minutes", "1e+300", {}),
-            ("reward_timeout_seconds", "1e+300", {}),
-            ("heartbeat_seconds", "1e+300", {}),
-            ("alarm_kl", "nan", {}),
-            ("peak_tflops", "nan", {}),
-            ("lora_alpha", "inf", {"lora_rank": "2"}),
-            ("reward_weights", "nan", {}),
-            ("prompt_data_probs", "inf", {}),
-        )
+        "--lora_alpha inf --lora_rank 2": "lora_alpha ... inf ... expected",
+        "--temperature 1e400": "temperature ... got inf",
+        "--policy_loss sapo --policy_loss_args tau_positive=inf": "policy_loss_args: "
+        "tau_positive: got inf ... finite",
+        "--policy_loss sapo --policy_loss_args temperature_positive=nan": "policy_loss_args: "
+        "temperature_positive: got nan",
+        "--advantage_args x=nan": "advantage_args: x: got nan",
+        "--correction_args high=inf --off_policy_correction tis": "correction_args: high: got inf",
+        "--reward_args bonus=nan": "reward_args: bonus: got nan",
+        "--engine_arg x=inf": "engine_args: x: got inf",
+        "--adam_betas nan 0.9": "adam_betas: got (nan, 0.9), expected a finite number\n"
+        "adam_betas ... expected two numbers in [0, 1)",
+        f"--seed {'9' * 25}": "seed ... 64 bits",
+        f"--max_steps {DIGITS}": "max_steps ... 999 ...",
+        "--train_batch_size 100000000": "train_batch_size 100000000 ... 128",
+        "--rollout_batch_size 100000000": "100000000 * 8 ... 10000000",
+        "--n_samples_per_prompt 100000000": "16 * 100000000 ... 10000000",
+        "--nproc_per_node 100000000": "rollout_batch_size ... processes\ntrain_batch_size",
+        "--max_len 10": "max_len must hold ... 10 and 1024 + 1024",
+        "--pretrain few": "generate_max_len ... 1024 ... 64 positions of few",
+        "--output_dir 'a\0b'": "output_dir ... NUL",
+        f"--critic_pretrain {DIGITS} --advantage_estimator gae": "File name too long",
+        "--wandb_org '\ud800'": "wandb_org ... UTF-8",
     },
-    "overflow": usage("temperature", "got inf", temperature="1e400"),
-    "loss argument": usage(
-        "policy_loss_args: tau_positive: got inf",
-        "finite",
-        policy_loss="sapo",
-        policy_loss_args="tau_positive=inf",
-    ),
-    "estimator argument": usage("advantage_args: x: got nan", advantage_args="x=nan"),
-    "correction argument": usage(
-        "correction_args: high: got inf", correction_args="high=inf", off_policy_correction="tis"
-    ),
-    "reward argument": usage("reward_args: bonus: got nan", reward_args="bonus=nan"),
-    "engine argument": usage("engine_args: x: got inf", engine_arg="x=inf"),
-    "one beta": usage("adam_betas", "nan", adam_betas="nan 0.9", num_lines=2),
-    "long seed": usage("seed", "64 bits", seed="9" * 25),
-    "five thousand digits": usage("max_steps", "999 ...", max_steps="9" * 5000),
-    "enormous train batch": usage(
-        "train_batch_size 100000000", "128", train_batch_size="100000000"
-    ),
-    "enormous rollout": usage("100000000 * 8", "10000000", rollout_batch_size="100000000"),
-    "enormous group": usage("16 * 100000000", "10000000", n_samples_per_prompt="100000000"),
-    "enormous world": usage("processes", num_lines=2, nproc_per_node="100000000"),
-    "short context": usage("max_len must hold", "10 and 1024 + 1024", max_len="10"),
-    "no room for a prompt": Wrong(
-        USAGE,
-        ("generate_max_len", "1024", "64 positions of few"),
-        {"pretrain": "few"},
+)
+FILES_OF_OPTIONS = {
+    **contents(
+        "train without rollout_batch_size --config t.toml",
         {
-            "few/config.json": b'{"max_position_embeddings": 64}',
-            "few/tokenizer.json": "{}",
-            "few/model.safetensors": "{}",
+            "temperature = \n": "t.toml ... line 1",
+            "temprature = 1\n": "t.toml ... 'temprature' ... temperature",
+            "max_steps = 'many'\n": "max_steps ... 'many'",
+            "output_dir = ' '\n": "output_dir: got ' ' ... the path of a folder",
+            "rollout_batch_size = '4'\n": "rollout_batch_size: got '4' (str) ... int",
+            "gamma = nan\n": "gamma: got nan",
+            f"seed = {DIGITS}": "t.toml ... not a TOML file",
+            f"seed = {DEEP}": "t.toml ... not a TOML file",
+            "[run]\nmax_steps = 3\n": "unknown option 'run' ... it is a table ... top level",
+            b"seed = '\xff'\n": "t.toml ... not a TOML file",
         },
+        name="t.toml",
+        code=USAGE,
     ),
-    "reward model": usage("--reward_pretrain", "nowhere", reward_pretrain="nowhere"),
-    "blank folder": Wrong(
-        USAGE,
-        ("output_dir: got ' '", "the path of a folder"),
-        {"config": "t.toml"},
-        {"t.toml": "output_dir = ' '\n"},
+    **contents(
+        "train without reward_fn --config t.toml",
+        {"reward_fn = 3\n": "reward_fn ... got 3 ... tuple"},
+        name="t.toml",
+        code=USAGE,
     ),
-    "nul": usage("output_dir", "NUL", output_dir="a\0b"),
-    "long name": usage("File name too long", critic_pretrain="9" * 5000, advantage_estimator="gae"),
-    "surrogate": usage("wandb_org", "UTF-8", wandb_org="\ud800"),
-    "toml number as text": Wrong(
-        USAGE,
-        ("rollout_batch_size: got '4' (str)", "int"),
-        {"config": "t.toml", "rollout_batch_size": None},
-        {"t.toml": TEXT_FOR_NUMBER},
-    ),
-    "toml nan": Wrong(
-        USAGE, ("gamma: got nan",), {"config": "t.toml"}, {"t.toml": "gamma = nan\n"}
-    ),
-    "toml digits": Wrong(
-        USAGE,
-        ("t.toml", "not a TOML file"),
-        {"config": "t.toml"},
-        {"t.toml": "seed = " + "9" * 5000},
-    ),
-    "toml depth": Wrong(
-        USAGE,
-        ("t.toml", "not a TOML file"),
-        {"config": "t.toml"},
-        {"t.toml": "seed = " + "[" * 10**5},
-    ),
-    "toml table": Wrong(
-        USAGE,
-        ("unknown option 'run'", "it is a table", "top level"),
-        {"config": "t.toml"},
-        {"t.toml": "[run]\nmax_steps = 3\n"},
-    ),
-    "yaml": Wrong(
-        USAGE,
-        ("YAML is not read", "name = value", "as lightrft config show prints them"),
-        {"config": "t.yaml"},
-        {"t.yaml": "seed: 3\n"},
-    ),
-    "toml bytes": Wrong(
-        USAGE, ("t.toml", "not a TOML file"), {"config": "t.toml"}, {"t.toml": b"seed = '\xff'\n"}
+    **contents(
+        "train --config t.yaml",
+        {"seed: 3\n": "YAML is not read ... name = value ... as lightrft config show prints them"},
+        name="t.yaml",
+        code=USAGE,
     ),
 }
 ROWS = {
-    "surrogate": data("s.jsonl", '{"input": "a\\ud800b"}\n', "s.jsonl:1", "surrogate"),
-    "deep": data("deep.jsonl", '{"input": ' + "[" * 10**5 + "]" * 10**5 + "}", "nested deeper"),
-    "rather deep": data(
-        "r.jsonl",
-        '{"input": "a", "label": ' + "[" * 200 + "]" * 200 + "}",
-        "r.jsonl:1",
-        "100 levels",
-    ),
-    "digits": data("d.jsonl", '{"input": "a", "label": ' + "9" * 5000 + "}", "d.jsonl:1", "digits"),
-    "deep file": data("deep.json", "[" * 10**5 + "]" * 10**5, "deep.json", "nested deeper"),
-    "digits in a file": data("d.json", "[" + "9" * 5000 + "]", "d.json", "digits"),
-    "number": data("n.jsonl", "7\n", "n.jsonl:1", "a number"),
-    "binary": data("b.jsonl", bytes(range(256)), "b.jsonl:1"),
-    "utf-16": data("u.jsonl", '{"input": "a"}'.encode("utf-16"), "u.jsonl:1"),
-    "messages": data(
-        "m.jsonl", '{"input": [{"role": "user"}]}', "m.jsonl:1", "role", apply_chat_template=""
-    ),
-    "empty list": data("e.jsonl", '{"input": []}', "e.jsonl:1"),
-    "number as prompt": data("p.jsonl", '{"input": 3}', "p.jsonl:1", "int"),
-    "cut parquet": data("c.parquet", b"PAR1\0\0", "c.parquet"),
-    "checked surrogate": Wrong(
+    **lines(
         DATA,
-        (),
-        argv=("data", "check", "s.jsonl"),
-        num_lines=None,
-        files={"s.jsonl": '{"input": "a\\ud800b"}\n'},
+        "train",
+        {
+            "--prompt_data none.jsonl": "none.jsonl",
+            "--eval_data none.jsonl": "none.jsonl",
+            "--eval_data odd.jsonl": "odd.jsonl:1 ... --input_key",
+        },
     ),
-    "checked digits": Wrong(
-        DATA,
-        (),
-        argv=("data", "check", "d.json"),
-        num_lines=None,
-        files={"d.json": "[" + "9" * 5000 + "]"},
+    **contents("train --eval_data rows.jsonl", {"{\n": "rows.jsonl:1 ... JSON"}),
+    **contents(
+        "train",
+        {
+            '{"input": "a"}\n{"input": \n': "rows.jsonl:2 ... JSON",
+            "[1]\n": "rows.jsonl:1 ... object",
+            '{"input": "a"}\n{"question": "b"}\n': "rows.jsonl:2 ... --input_key",
+            '{"input": null}\n': "rows.jsonl:1 ... 'input'",
+            '{"input": " "}\n': "rows.jsonl:1 ... empty",
+            "": "rows.jsonl ... no rows",
+            b'{"input": "\xe9"}\n': "rows.jsonl:1 ... UTF-8",
+            '{"input": "a\\ud800b"}\n': "rows.jsonl:1 ... surrogate",
+            f'{{"input": {DEEP}': "rows.jsonl ... nested deeper",
+            f'{{"input": "a", "label": {DEEP[:200]}{"]" * 200}}}': "rows.jsonl:1 ... 100 levels",
+            f'{{"input": "a", "label": {DIGITS}}}': "rows.jsonl:1 ... digits",
+            "7\n": "rows.jsonl:1 ... a number",
+            bytes(range(256)): "rows.jsonl:1",
+            '{"input": "a"}'.encode("utf-16"): "rows.jsonl:1",
+            '{"input": []}': "rows.jsonl:1",
+            '{"input": 3}': "rows.jsonl:1 ... int",
+        },
     ),
-    "checked depth": Wrong(
-        DATA,
-        (),
-        argv=("data", "check", "deep.json"),
-        num_lines=None,
-        files={"deep.json": "[" * 10**5 + "]" * 10**5},
+    **contents(
+        "train --reward_fn boxed_math",
+        {
+            '{"input": "a", "label": "1"}\n{"input": "b"}\n{"input": "c"}\n': "rows.jsonl:2 ... "
+            "no label: set --label_key (and 1 rows more)",
+            '{"input": "a", "label": {"x": 1}}': "rows.jsonl:1 ... got an object",
+        },
     ),
+    **contents(
+        "train --apply_chat_template", {'{"input": [{"role": "user"}]}': "rows.jsonl:1 ... role"}
+    ),
+    **contents("train", {"input\na\n": "t.tsv ... .jsonl"}, name="t.tsv"),
+    **contents(
+        "train",
+        {
+            '{"input": "a"}': "d.json ... list",
+            f"{DEEP}{'1' * 10**5}": "d.json ... nested deeper",
+            f"[{DIGITS}]": "d.json ... digits",
+        },
+        name="d.json",
+    ),
+    **contents("train", {"text": "c.parquet", b"PAR1\0\0": "c.parquet"}, name="c.parquet"),
+}
+REWARDS = {
+    **lines(
+        USAGE,
+        "train",
+        {
+            "--reward_fn gsm8": "'gsm8' ... did you mean gsm8k",
+            "--reward_fn nofile.py:f": "nofile.py:f ... no file",
+            "--reward_fn reward.py": "FILE.py:FUNCTION ... reward.py:reward",
+            "--reward_fn reward.py:ff": "reward.py ... 'ff' ... did you mean f",
+            "without reward_fn --remote_rm_url host:1": "remote_rm_url ... http://HOST:PORT",
+            "without reward_fn --remote_rm_url http://[::1": "remote_rm_url ... http://[::1 ... "
+            "http://HOST:PORT",
+            "without reward_fn --remote_rm_url ftp://me:hunter2@host": "remote_rm_url ... ***@host",
+        },
+    ),
+    **contents(
+        "train --reward_fn wrong.py:f",
+        {
+            "def f(responses:\n": "wrong.py ... SyntaxError ... line 1 ...",
+            f"import no_such_module\n{A_FUNCTION}": "wrong.py ... No module named ... line 1 ...",
+            "raise ValueError('broken at once')\n": "wrong.py ... broken at once ... line 1 ...",
+            "raise SystemExit(0)\n": "wrong.py ... SystemExit ...",
+            "def f(texts): return []\n": "wrong.py ... argument responses ... (texts)",
+            "def f(responses, /): return []\n": "wrong.py ... keyword argument",
+            "def f(responses, answer): return []\n": "wrong.py ... 'answer' ... no column of the "
+            "data: its columns are input, label, beside prompts ... rename it",
+            **{
+                f"def f(responses): return {result}\n": f"wrong.py:f failed ... {expected}"
+                for result, expected in {
+                    "None": "expected a list of 4 numbers or dicts, got NoneType",
+                    "[float('nan')] * 4": "result 0: expected a finite number, got nan",
+                    "['a'] * 4": "result 0: expected a number, got 'a'",
+                    "[1.0]": "expected one result per response, 4 in all, got 1",
+                    "1.0": "expected a list of 4 numbers or dicts, got float",
+                    "[{'a': 'x'}] * 4": "key 'a': expected a number, got 'x'",
+                    "[1 / 0 for _ in responses]": "division by zero ...",
+                }.items()
+            },
+            "def f(completions, environments): return [e.score for e in environments]\n": "wrong.py"
+            " ... 'environments' ... train with --environment",
+            "def f(completions, completion_ids): return [len(c) for c in completion_ids]\n": "wrong"
+            ".py ... 'completion_ids' ... a parameter responses",
+        },
+        name="wrong.py",
+        code=REWARD,
+    ),
+}
+LAUNCHED = "LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1"
+MACHINE = {
+    **lines(
+        PREFLIGHT,
+        "",
+        {
+            "RANK=0 train": "RANK is set ... WORLD_SIZE ... torchrun",
+            f"{LAUNCHED} RANK=x WORLD_SIZE=1 train": "whole numbers ... RANK='x'",
+            f"{LAUNCHED} RANK=2 WORLD_SIZE=2 train": "below WORLD_SIZE ... 2 and 2",
+            "MASTER_PORT=high train": "MASTER_PORT='high' ... unset",
+            "MASTER_PORT=99999 train": "MASTER_PORT='99999' ... unset",
+            "MASTER_PORT=TAKEN train": "cannot be used ... unset it",
+            "CUDA_VISIBLE_DEVICES=0 train": "CUDA_VISIBLE_DEVICES=0 ... unset",
+            "WANDB_MODE=offline train --use_wandb [no wandb]": "--use_wandb ... lightrft[wandb]",
+            "NETRC=/no/netrc train --use_wandb": "--use_wandb ... WANDB_API_KEY ... offline",
+            # All that a machine lacks comes at once.
+            "MASTER_PORT=high train --zero_stage 3 [no deepspeed]": "deepspeed\nMASTER_PORT",
+        },
+    ),
+    **lines(
+        PREFLIGHT,
+        "train",
+        {
+            "--engine_type vllm [no vllm]": "--engine_type ... not installed ... "
+            "install lightrft[vllm]",
+            "--engine_type sglang [no sglang]": "--engine_type ... not installed",
+            "--zero_stage 3 [no deepspeed]": "--zero_stage ... package deepspeed ... --fsdp",
+            "--no_fsdp [no deepspeed]": "--no_fsdp ... lightrft[deepspeed]",
+            "--use_tensorboard [no tensorboard]": "--use_tensorboard ... lightrft[tensorboard]",
+            "--plot_every 1 --log_dir l [no matplotlib]": "--plot_every ... leave plot_every at -1",
+            "--loggers trackio": "--loggers trackio ... pip install trackio",
+            "--lora_rank 8 [no peft]": "--lora_rank ... lightrft[lora]",
+            "--output_dir reward.py/run --ckpt_path c --save_path m": "--output_dir ... "
+            "reward.py is a file",
+            "--output_dir /proc/x": "--output_dir: /proc is no disk\n--ckpt_path\n--save_path",
+            "--pretrain huge": "GB free ... another folder\n--output_dir ... another folder",
+        },
+    ),
+    # The same mistake is found in a worker.
+    **lines(
+        USAGE,
+        "LOCAL_RANK=1 MASTER_ADDR=h MASTER_PORT=1 RANK=1 WORLD_SIZE=3 train",
+        {"": "lightrft[1]: rollout_batch_size ..."},
+    ),
+}
+OTHER_COMMANDS = lines(
+    USAGE,
+    "",
+    {
+        "trian": "unknown command 'trian' ... train",
+        "Train": "did you mean train",
+        "quick-start": "did you mean quickstart",
+        "init-run model": "model is not empty",
+        "launch": "nothing was given ... expected slurm",
+        "launch pbs": "got 'pbs' ... kubernetes",
+        "init-model": "DIR",
+        "init-model new --preset tiny": "'tiny' ... tiny-qwen3",
+        "init-model new --shape qwen3-4": "'qwen3-4' ... qwen3-4b",
+        "init-model new --shape qwen3-4b --preset tiny-llama": "--preset",
+        "init-model new --preset tiny-qwen2.5-vl --lengths 9": "--lengths ... tiny-qwen2.5-vl",
+        "init-model new --shape qwen3-4b --lengths 200000": "151936",
+        "init-model model": "model is not empty",
+        "init-model reward.py": "reward.py is a file",
+        "init-model new --seed -1": "--seed ... '-1'",
+        "init-model 'a\0b'": "a\\x00b ... null byte",
+        "quickstart --algorithm gpro": "--algorithm ... grpo",
+        "quickstart --strategy ddp": "'ddp' ... fsdp",
+        "quickstart --steps 0": "--steps ... '0'",
+        "quickstart --output_dir model": "model is not empty",
+        "quickstart --output_dir /proc/xx": "/proc/xx",
+        "quickstart --stepz 3": "--stepz",
+        "config diff text.toml text.toml": "invalid configuration:\n"
+        "rollout_batch_size: got '4' (str)",
+        "config show --config text.toml": "rollout_batch_size: got '4' (str)",
+        "config show --nproc_per_node 7": "rollout_batch_size ... 7 processes\ntrain_batch_size",
+        "report nowhere": "nowhere ... --output_dir",
+        "sft --reward_loss hps": "reward_loss is an option of lightrft reward, not of lightrft sft",
+    },
+)
+# Commands that read a model, an evaluation or rows.
+WITH_TORCH = {
+    **lines(
+        USAGE,
+        "",
+        {
+            "plan --pretrain nowhere": "'nowhere': give a model directory",
+            "eval": "MODEL ... lightrft eval --help",
+            "eval model --threshold nan": "--threshold ... nan",
+            "data check good.jsonl --remote_rm_url 'http://[::1'": "remote_rm_url ... http://[::1",
+            "export nowhere new": "nowhere ... --output_dir",
+        },
+    ),
+    **contents(
+        "plan --pretrain m",
+        {
+            "[]": "m/config.json ... an object",
+            DEEP: "m/config.json ... nested deeper",
+            b"\xff\xfe{}": "m/config.json ... not UTF-8",
+        },
+        name="m/config.json",
+        code=USAGE,
+    ),
+    **contents(
+        "data check d.json", {f"[{DIGITS}]": "...", f"{DEEP}{'1' * 10**5}": "..."}, name="d.json"
+    ),
+    **contents("data check rows.jsonl", {'{"input": "a\\ud800b"}\n': "..."}),
 }
 PLUG_INS = {
-    "annotation": Wrong(
+    **lines(
         USAGE,
-        ("policy_loss", "no gradient flows"),
-        {"policy_loss": "l.py:f"},
-        {"l.py": "def f(a, b, c, d, *, x: '1 +' = 1.0):\n    return -c\n"},
-        num_lines=None,
+        "train",
+        {
+            "--policy_loss .py:f": "policy loss ... .py cannot be imported",
+            "--policy_loss no_such_file.py:f": "no_such_file.py cannot be imported",
+            "--policy_loss losses.py:nothing": "losses.py has no 'nothing'",
+            "--policy_loss losses.py:odd_annotation": "policy_loss ... no gradient flows",
+            "--policy_loss losses.py:no_gradient": "no gradient flows",
+            "--policy_loss losses.py:wrong_shape": "fails on an example batch ... has the shape",
+            "--policy_loss losses.py:wrong_arguments": "fails on an example batch",
+            "--advantage_estimator losses.py:g": "losses.py has no 'g'",
+            "--advantage_estimator losses.py:one_number": "it gives float",
+            "--advantage_estimator losses.py:demanding": "needs the option 'strength'",
+        },
     ),
-    "syntax": Wrong(
-        USAGE,
-        ("l.py cannot be imported: SyntaxError",),
-        {"policy_loss": "l.py:f"},
-        {"l.py": "def f(:\n"},
+    **contents(
+        "train --policy_loss l.py:f",
+        {
+            "def f(:\n": "l.py cannot be imported: SyntaxError",
+            "raise ValueError('a\\nb')\n": "l.py cannot be imported: ValueError: a b",
+            "raise SystemExit(3)\n": "l.py cannot be imported: SystemExit",
+            "import no_such_sibling\n": "No module named 'no_such_sibling'",
+        },
+        name="l.py",
+        code=USAGE,
     ),
-    "long message": Wrong(
-        USAGE,
-        ("l.py cannot be imported: ValueError: a b",),
-        {"policy_loss": "l.py:f"},
-        {"l.py": "raise ValueError('a\\nb')\n"},
-    ),
-    "exit": Wrong(
-        USAGE,
-        ("l.py cannot be imported: SystemExit",),
-        {"policy_loss": "l.py:f"},
-        {"l.py": "raise SystemExit(3)\n"},
-    ),
-    "no sibling": Wrong(
-        USAGE,
-        ("No module named 'no_such_sibling'",),
-        {"policy_loss": "l.py:f"},
-        {"l.py": "import no_such_sibling\n"},
-    ),
-    "estimator": Wrong(
-        USAGE, ("l.py has no 'g'",), {"advantage_estimator": "l.py:g"}, {"l.py": "x = 1\n"}
-    ),
-    "no function": usage("policy loss", ".py cannot be imported", policy_loss=".py:f"),
 }
-COMMANDS = {
-    "command": command("trian", expected=("unknown command 'trian'", "train")),
-    "command of other case": command("Train", expected=("did you mean train",)),
-    "command with a dash": command("quick-start", expected=("did you mean quickstart",)),
-    "folder of a run": command("init-run", "model", expected=("model is not empty",)),
-    "launch of nothing": command("launch", expected=("nothing was given", "expected slurm")),
-    "launch of something": command("launch", "pbs", expected=("got 'pbs'", "kubernetes")),
-    "plan of nothing": command(
-        "plan", "--pretrain", "nowhere", expected=("'nowhere': give a model directory",)
-    ),
-    "nothing to evaluate": command("eval", expected=("MODEL", "lightrft eval --help")),
-    "no folder": command("init-model", expected=("DIR",)),
-    "preset": command("init-model", "new", "--preset", "tiny", expected=("'tiny'", "tiny-qwen3")),
-    "shape": command("init-model", "new", "--shape", "qwen3-4", expected=("'qwen3-4'", "qwen3-4b")),
-    "two kinds": command(
-        "init-model", "new", "--shape", "qwen3-4b", "--preset", "tiny-llama", expected=("--preset",)
-    ),
-    "lengths of a vision model": command(
-        "init-model",
-        "new",
-        "--preset",
-        "tiny-qwen2.5-vl",
-        "--lengths",
-        "9",
-        expected=("--lengths", "tiny-qwen2.5-vl"),
-    ),
-    "lengths": command(
-        "init-model", "new", "--shape", "qwen3-4b", "--lengths", "200000", expected=("151936",)
-    ),
-    "full folder": command("init-model", "model", expected=("model is not empty",)),
-    "file": command("init-model", "reward.py", expected=("reward.py is a file",)),
-    "seed": command("init-model", "new", "--seed", "-1", expected=("--seed", "'-1'")),
-    "algorithm": command("quickstart", "--algorithm", "gpro", expected=("--algorithm", "grpo")),
-    "strategy": command("quickstart", "--strategy", "ddp", expected=("'ddp'", "fsdp")),
-    "steps": command("quickstart", "--steps", "0", expected=("--steps", "'0'")),
-    "used": command("quickstart", "--output_dir", "model", expected=("model is not empty",)),
-    "flag": command("quickstart", "--stepz", "3", expected=("--stepz",)),
-    "threshold": command("eval", "model", "--threshold", "nan", expected=("--threshold", "nan")),
-    "compared text": Wrong(
+WITHOUT_TORCH = CONFIGURATION | NUMBERS | FILES_OF_OPTIONS | ROWS | REWARDS | OTHER_COMMANDS
+BEFORE_A_RUN = WITHOUT_TORCH | OF_THE_ALGORITHM | MACHINE | WITH_TORCH | PLUG_INS
+
+# What is found by reading a model or rows.
+OPTIONS_OF_STAGES = {
+    **lines(
         USAGE,
-        ("rollout_batch_size: got '4' (str)",),
-        num_lines=2,
-        argv=("config", "diff", "t.toml", "t.toml"),
-        files={"t.toml": TEXT_FOR_NUMBER},
+        "sft | prefer | reward",
+        {
+            "--train_batch_size 4": "has 2 usable rows, less than one step",
+            "--pretrain nothing": "--pretrain: no model directory at nothing",
+        },
     ),
-    "shown text": Wrong(
+    **lines(USAGE, "sft | reward | distill", {"without prompt_data": "--prompt_data is missing"}),
+    **lines(
         USAGE,
-        ("rollout_batch_size: got '4' (str)",),
-        argv=("config", "show", "--config", "t.toml"),
-        files={"t.toml": TEXT_FOR_NUMBER},
+        "prefer | reward",
+        {"--train_on all": "train_on is an option of lightrft sft, not of"},
     ),
-    "shown processes": command(
-        "config",
-        "show",
-        "--nproc_per_node",
-        "7",
-        num_lines=2,
-        expected=("rollout_batch_size", "7 processes"),
+    **lines(
+        USAGE,
+        "sft | prefer",
+        {"--policy_loss gspo": "policy_loss is an option of lightrft train"},
     ),
-    "checked address": command(
-        "data",
-        "check",
-        "good.jsonl",
-        "--remote_rm_url",
-        "http://[::1",
-        expected=("remote_rm_url", "http://[::1"),
+    **lines(DATA, "prefer | reward", {"--max_row_tokens 2": "all 2 pairs exceed max_row_tokens"}),
+    **lines(
+        DATA,
+        "sft",
+        {
+            "--max_row_tokens 2": "all 2 rows exceed max_row_tokens = 2",
+            "--eval_data odd.jsonl": "odd.jsonl:1",
+            "--prompt_data no.jsonl": "no.jsonl does not exist",
+            "--train_on assistant": "train_on assistant: rows with prompt",
+            "--train_on_regex x": "train_on_regex 'x' matches no token",
+        },
     ),
-    "no run": command("report", "nowhere", expected=("nowhere", "--output_dir")),
-    "null in a folder": command("init-model", "a\0b", expected=("a\\x00b", "null byte")),
-    "folder in proc": command("quickstart", "--output_dir", "/proc/xx", expected=("/proc/xx",)),
-    **{
-        f"plan of {name}": Wrong(
-            USAGE,
-            ("m/config.json", part),
-            argv=("plan", "--pretrain", "m"),
-            files={"m/config.json": content},
-        )
-        for name, content, part in (
-            ("a list", "[]", "an object"),
-            ("depth", "[" * 10**5, "nested deeper"),
-            ("bytes", b"\xff\xfe{}", "not UTF-8"),
-        )
-    },
-    "nothing to export": command("export", "nowhere", "new", expected=("nowhere", "--output_dir")),
+    **lines(DATA, "reward", {"--prompt_data folder": "folder"}),
+    **lines(PREFLIGHT, "sft", {"--output_dir reward.py": "output_dir"}),
+    **lines(PREFLIGHT, "prefer", {"--output_dir reward.py/run": "output_dir"}),
+    **lines(
+        USAGE,
+        "sft",
+        {
+            "--train_on all_of_it": "train_on: got 'all_of_it', expected",
+            "--sft_loss nll": "sft_loss: got 'nll', expected one of ['token",
+            "--train_on_regex (": "train_on_regex: got '(', expected a regul",
+            "--audit_every 1 --freeze_prefix a": "an audit follows all wei",
+            "--max_epoch 2": "unknown option 'max_epoch'; did you mean",
+            "--train_batch_size 0": "train_batch_size",
+            "--actor_learning_rate nan": "actor_learning_rate",
+            "--seed -1": "seed",
+            "--chat_template no.jinja": "no.jinja",
+            "--best_metric eval/loss --strict": "best_metric",
+            "--prompt_data_probs 0.5 0.5": "prompt_data_probs",
+            "--config no.toml": "no.toml",
+            "--lora_rank 2 --target_modules nothing": "target_modules",
+            "without fsdp --zero_stage 7": "zero_stage",
+            "--pretrain broken": "config.json",
+            "--pretrain scorer": "reward model",
+            "--pretrain pooler": "reward model",
+        },
+    ),
+    **lines(
+        USAGE,
+        "prefer",
+        {
+            "--eval_data labelled.jsonl": "prompt_data and eval_data",
+            "--preference_loss dop": "(did you mean 'dpo'?)",
+            "--preference_args gamma=1": "preference_args: gamma does nothing",
+            "--preference_weights 1 2": "got 2 for 1 losses",
+            "--preference_args beta=x": "preference_loss dpo: beta: got 'x'",
+            "--preference_loss robust --preference_args label_smoothing=0.5": "preference_loss "
+            "robust fails on an example: label_smoothing must be in [0, 0.5)",
+            "--preference_loss kto": "it needs train_batch_size >= 2, got 1",
+            "--train_on_regex x": "train_on_regex is an option of lightrft",
+            "--sft_loss dft": "sft_loss is an option of lightrft sft, not",
+            "--micro_train_batch_size 3": "train_batch_size must be a multiple of",
+            "--max_epochs 0": "max_epochs",
+            "--freeze_prefix nothing": "freeze_prefix",
+            "--pretrain pooler": "reward model",
+        },
+    ),
+    **lines(
+        USAGE,
+        "reward",
+        {
+            "--reward_loss dpo": "reward_loss: got 'dpo', expected one of",
+            "--reward_loss mse": "reward_loss mse is of labelled answers",
+            "--reward_loss bce": "reward_loss bce is of labelled answers, and prompt_data holds",
+            "--reward_loss_args tie_width=1": "bradley_terry has no option 'tie_width'",
+            "--reward_loss rao_kupper --reward_loss_args tie_width=0": "rao_kupper cannot be "
+            "called ... tie_width must be positive",
+            "--eval_data labelled.jsonl": "must be of one kind: got labelled",
+            "--actor_learning_rate -1": "actor_learning_rate",
+            "--eval_steps 2 --strict": "eval_steps",
+            "--lora_rank -1": "lora_rank",
+            "--pretrain reward.py": "--pretrain",
+            "--pretrain pooler --reward_heads a b": "is a reward model with pooling",
+            "--reward_heads a b": "need rankings",
+            "--reward_heads one": "must be two different names or more",
+            "--reward_heads one one": "must be two different names or more",
+            "--reward_heads a b --reward_head_weights 1": "reward_head_weights must be one for",
+        },
+    ),
+    **lines(
+        USAGE,
+        "distill",
+        {
+            "--actor_learning_rate x": "actor_learning_rate",
+            "without teacher": "--teacher is missing",
+            "--teacher reward.py": "--teacher",
+            "--teacher scorer": "teacher",
+            "--teacher_beta 0.3 --strict": "teacher_beta",
+            "--teacher_form jsd --teacher_beta 1.5": "teacher_beta",
+            "--teacher_beta 1.0": "teacher_beta: got 1.0, expected <= 0.99",
+            "--teacher_form backward": "teacher_form",
+            "--init_kl_coef 0.1": "init_kl_coef is no option of lightrft distill",
+            "--teacher_coef 0.5": "teacher_coef is no option of lightrft distill",
+            "--sft_loss dft": "sft_loss: not of distillation on rows",
+            "--no_fused_linear_logprob": "fused_linear_logprob: not of distillation on rows",
+            "--train_batch_size 16": "has 2 usable rows, less than one step takes",
+            "--generate_max_len 4": "generate_max_len is no option of lightrft distill",
+            "--teacher_top_k 3": "teacher_top_k is of served teachers",
+            "--teacher http://127.0.0.1:9/v1": "teacher_top_k: a server does not give the whole",
+        },
+    ),
+    **lines(
+        USAGE,
+        "distill on samples",
+        {
+            "without teacher": "--teacher is missing: give the folder of the model to learn from",
+            "--teacher nothing": "--teacher: no model directory at nothing",
+            "--advantage_estimator rloo": "advantage_estimator: got 'rloo', and distillation has "
+            "no advantage but the teacher's",
+            "--top_k 3": "leave out top_p, top_k, min_p and use_fire",
+            "--top_p 0.9": "teacher needs tokens drawn from the whole distribution",
+            "--use_fire": "teacher needs tokens drawn from the whole distribution",
+            "--dynamic_sampling": "invalid configuration:\n"
+            "dynamic_sampling excludes advantage_estimator zero",
+            "--teacher_coef 0": "teacher_coef: got 0.0, expected > 0",
+            "--teacher_form k3": "k3 as a reward has the expected gradient of",
+            "--teacher_form k1_loss": "k1 as a loss has no expected gradient",
+            "--teacher_form forward_kl_topk": "equal for whatever token was sampled",
+            "--teacher_form forwards": "teacher_form: got 'forwards'",
+            "--train_on all": "train_on is an option of lightrft sft",
+            "--teacher_coeff 2": "unknown option 'teacher_coeff'; did you mean",
+            "without teacher --teachers a": "teachers: got 'a', expected NAME=FOLDER",
+            "without teacher --teachers a=x a=y": "teachers: got two of one name in a, a",
+            "--teachers a=x": "teacher and teachers exclude each other",
+            "without teacher --teachers a=x b=y --teacher_weights 1": "teacher_weights: got 1 "
+            "numbers for 2 teachers",
+            "without teacher --teachers a=x --teacher_weights -1": "teacher_weights: got",
+            "--teacher_prompt_column hint --audit_every 1": "an audit follows one teacher",
+        },
+    ),
+    **lines(
+        USAGE,
+        "distill on samples --teacher http://127.0.0.1:9/v1",
+        {
+            "--temperature 0.7": "log-probabilities of a prompt are those of temperature 1: got "
+            "0.7",
+            "--teacher_top_k 5": "teacher_top_k and offpolicy_fraction are of the divergences",
+            "--offpolicy_fraction 0.5": "teacher_top_k and offpolicy_fraction are of the",
+        },
+    ),
+    **contents(
+        "prefer --config c.toml", {"maximum = 1\n": "c.toml ... maximum"}, name="c.toml", code=USAGE
+    ),
+    **contents("reward --config c.toml", {"a = ": "c.toml"}, name="c.toml", code=USAGE),
+    **contents(
+        "sft --config c.toml", {'max_epochs = "x"\n': "max_epochs"}, name="c.toml", code=USAGE
+    ),
+    **contents(
+        "sft --apply_chat_template --chat_template t.jinja",
+        {"{% if %}": "t.jinja"},
+        name="t.jinja",
+        code=USAGE,
+    ),
+    **contents("reward --chat_template t.jinja", {b"\xff": "t.jinja"}, name="t.jinja", code=USAGE),
+    **contents("prefer --chat_template t.jinja", {"a": "turns"}, name="t.jinja"),
+    **contents("prefer", {LABELLED: "preference_loss dpo compares two answers to a"}, code=USAGE),
+    **contents(
+        "reward --reward_loss hps",
+        {LABELLED: "reward_loss hps is of pairs or rankings"},
+        code=USAGE,
+    ),
+    **contents("reward --centering_coef 0.1", {LABELLED: "centering_coef is of pairs"}, code=USAGE),
+    **contents(
+        "reward --reward_pooling attention",
+        {
+            '{"prompt": "1+1=", "completions": ["2.", "3."], "labels": [true, false]}': "the data "
+            "hold labelled steps: use last"
+        },
+        code=USAGE,
+    ),
 }
-TABLE = {
-    f"{group}: {name}": wrong
-    for group, rows in (
-        ("configuration", CONFIGURATION),
-        ("data", FILES),
-        ("reward", REWARDS),
-        ("machine", MACHINE),
-        ("command", COMMANDS),
-        ("number", NUMBERS),
-        ("row", ROWS),
-        ("plug-in", PLUG_INS),
+ROWS_OF_STAGES = {
+    **contents(
+        "sft",
+        {
+            f"{SFT}\n{{": "rows.jsonl:2: not valid JSON",
+            "": "rows.jsonl holds no rows",
+            "[1, 2]": "rows.jsonl:1",
+            b'{"text": "\xff\xfe"}\n': "rows.jsonl",
+            f'{{"text": {DEEP}': "rows.jsonl:1",
+            '{"text": "\\ud800"}': "rows.jsonl:1",
+            f'{{"messages": [{{"role": "user", "content": [{{"type": "image"}}]}}, {ANSWERED}}}': (
+                "a part of type 'image'"
+            ),
+            '{"messages": []}': "'messages'",
+            '{"messages": "a"}': "'messages'",
+            '{"conversations": [{"from": "me", "value": "a"}]}': "message 1",
+            f'{{"messages": [{ANSWERED}, "tools": "{{\\"a\\": 1}}"}}': "'tools'",
+            f'{{"messages": [{ANSWERED}, "tools": "{{"}}': "'tools'",
+            '{"text": 5}': "'text'",
+            '{"text": NaN}': "rows.jsonl:1",
+            '{"token_ids": [5, -1], "is_trained": [0, 1]}': "'token_ids' ... -1",
+            f'{{"token_ids": [5, {10**30}], "is_trained": [0, 1]}}': "'token_ids'",
+            '{"token_ids": [5, 1.5], "is_trained": [0, 1]}': "'token_ids'",
+            '{"token_ids": [5, true], "is_trained": [0, 1]}': "'token_ids'",
+            '{"token_ids": [5, 6], "is_trained": [0, 2]}': "'is_trained'",
+            '{"token_ids": [5, 6], "is_trained": [1]}': "'is_trained' ... 1 for 2",
+            '{"question": "a"}': "rows.jsonl:1: expected a column messages",
+            f'{SFT}\n{{"text": "a"}}': "rows.jsonl:2: expected prompt and completion",
+            '{"messages": [{"role": "user", "content": "a"}]}': "rows.jsonl:1: no message of role",
+            '{"prompt": "a ", "completion": ""}': "column 'completion' must",
+        },
+    ),
+    **contents("sft", {"PAR1": "p.parquet"}, name="p.parquet"),
+    **contents(
+        "distill",
+        {
+            '{"token_ids": [5, 6], "is_trained": [1, 0]}': "no token is trained",
+            '{"prompt": "a"}': "rows.jsonl:1",
+        },
+    ),
+    **contents(
+        "distill without teacher --teachers x=model",
+        {
+            '{"prompt": "a ", "completion": "b", "teacher": "z"}': "holds 'z', expected the name "
+            "of one of teachers: x"
+        },
+    ),
+    **contents(
+        "distill on samples without teacher --teachers x=model --prompt_data rows.jsonl"
+        " --rollout_batch_size 1 --train_batch_size 2",
+        {'{"input": "a", "teacher": "z"}': "holds 'z', expected the name of one of teachers: x"},
+    ),
+    **contents(
+        "distill without teacher_form --generate_max_len 4 --teacher_prompt_column hints",
+        {'{"input": "a"}': "expected a text for the teacher in column 'hints'"},
+    ),
+    **contents(
+        "distill --offpolicy_fraction 0.5 --generate_max_len 4 --prompt_max_len 3",
+        {
+            '{"prompt": "say it", "completion": "b"}': "the prompt of row 1 has ... "
+            "prompt_max_len = 3"
+        },
+    ),
+    **contents(
+        "prefer",
+        {
+            f"{PAIR}\n{{": "rows.jsonl:2: not valid JSON",
+            f"{PAIR}\n{LABELLED}": ":2: expected rows like the first",
+            bytes(range(256)): "rows.jsonl",
+            '{"prompt": "a", "chosen": "\\udc00", "rejected": "b"}': "rows.jsonl:1",
+            '{"prompt": "a ", "chosen": 4, "rejected": "c"}': "rows.jsonl:1",
+            '{"prompt": "a ", "chosen": ["b"], "rejected": "c"}': "rows.jsonl:1",
+            '{"chosen": "b", "rejected": "c"}': "rows.jsonl:1 ... prompt",
+            '{"prompt": "a", "completion": "b", "label": NaN}': "rows.jsonl:1 ... 'label'",
+            '{"prompt_ids": [], "chosen_ids": [5], "rejected_ids": [6]}': "'prompt_ids'",
+            f'{{"chosen": [{{"role": "user", "content": "a"}}, {ANSWERED}, "rejected": '
+            f'[{{"role": "user", "content": "c"}}, {ANSWERED}}}': "part",
+            '{"prompt": "a"}': ":1: expected columns chosen and rejected",
+            '{"prompt": "a ", "chosen": "c", "rejected": "c"}': "rows.jsonl:1: chosen and rejected",
+            '{"prompt": "a ", "chosen": "b", "rejected": ""}': "column 'rejected' must hold a te",
+            '{"prompt": "a ", "chosen": "b", "rejected": "c", "margin": -2}': "the chosen answer "
+            "is worse than",
+        },
+    ),
+    **contents(
+        "reward",
+        {
+            "": "rows.jsonl holds no rows",
+            f"{PAIR}\n{LABELLED}": ":2: expected rows like the first",
+            '{"prompt": "a ", "chosen": "b", "rejected": "c", "margin": "2"}': "'margin'",
+            '{"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e999}': "rows.jsonl:1",
+            '{"prompt": "a ", "chosen": "b", "rejected": "c", "score_chosen": 1, '
+            '"score_rejected": 2}': "swap",
+            '{"prompt": "a", "answers": ["b", "c"], "ranks": [1]}': "2 answers and 1 ranks",
+            '{"prompt": "a", "answers": ["b", "c"], "ranks": [true, 2]}': "ranks must be",
+            '{"prompt": "a", "answers": ["b", "c"], "ranks": [1, "2"]}': "ranks must be",
+            '{"prompt": "a", "answers": ["b", "c"], "ranks": {"a": [1, 2]}}': "ranks must hold a "
+            "list",
+            '{"prompt": "a", "answers": ["b", "b"], "ranks": [1, 2]}': "the same tokens",
+            '{"prompt": "a", "answers": ["b", ""], "ranks": [1, 2]}': "each of the answers",
+            '{"prompt": "a", "completions": ["b", "c"], "labels": [1, 0]}': "labels must be true "
+            "or false",
+            '{"prompt": "a", "completions": ["b", ""], "labels": [true, false]}': "not empty",
+            '{"prompt_ids": [5], "response_ids": [6], "score": 0.5}': "--reward_loss mse",
+            '{"prompt_ids": [5], "response_ids": [6], "score": "1"}': "'score'",
+            '{"prompt_ids": [5], "response_ids": [6]}': "score is missing",
+            '{"text": "a"}': ":1: expected columns chosen and rejected",
+            '{"prompt": "a ", "chosen": "c", "rejected": "c"}': "rows.jsonl:1: chosen and rejected "
+            "are the same",
+            '{"prompt": "a ", "chosen": "b", "rejected": "c", "margin": -1}': "rows.jsonl:1: the "
+            "chosen answer is worse than the rejected one, by 1",
+            '{"prompt": "a ", "completion": "b", "label": "yes"}': "column 'label' must be true or "
+            "false",
+            '{"prompt": "a ", "answers": ["b", "c"]}': "rows.jsonl:1: column 'ranks' must hold a "
+            "list",
+        },
+    ),
+    **contents(
+        "reward --reward_heads a b",
+        {
+            '{"prompt": "a", "answers": ["b", "c"], "ranks": {"a": [1, 2]}}\n'
+            f'{{"prompt": "a", "answers": ["b", "c"], "ranks": {ranks}}}': f"rows.jsonl:2 ... "
+            f"{said}"
+            for ranks, said in {
+                "[1, 2]": "ranks must hold an object with ranks by name (a, b)",
+                '{"c": [1, 2]}': "ranks must be of a, b: got c; name them in reward_heads",
+                '{"a": null}': "ranks must be of a, b: got none",
+                '{"a": [1, 2, 3]}': "got 2 answers and 3 ranks",
+            }.items()
+        },
+    ),
+}
+IMAGE_PART = '{"input": [{"role": "user", "content": [{"type": "image"%s}]}]}'
+MEDIA = {
+    **contents(
+        "train on images --apply_chat_template",
+        {
+            '{"input": "?", "images": "none.png"}': ":1: image 1: no file",
+            '{"input": "?", "images": "cut.jpg"}': "cut.jpg is a damaged image",
+            '{"input": "?", "images": "bomb.png"}': "bomb.png",
+            '{"input": "<image><image>", "images": "a.png"}': "names 2 images",
+            '{"input": "?", "videos": [{"frames": ["a.png", "a.png"]}]}': "fps must be",
+            '{"input": "<image>?"}': ":1: the prompt names 1 images",
+            IMAGE_PART % "": ":1: the prompt names 1 images",
+            '{"input": "what is <|image_pad|> ?"}': ":1: the text of message 1 holds "
+            "'<|image_pad|>'",
+        },
+    ),
+    **contents(
+        "train on images",
+        {
+            '{"input": "<image>?", "images": "a.png"}': "add --apply_chat",
+            '{"input": "?", "images": "a.png"}': "0 places <|image_pad|>",
+        },
+    ),
+    **contents(
+        "train on texts --apply_chat_template",
+        {IMAGE_PART % ', "image": "a.png"': ":1: a message has a part of type 'image'"},
+    ),
+    **contents("train on texts", {'{"input": "?", "images": "a.png"}': "--text_only"}),
+}
+IN_A_RUN = OPTIONS_OF_STAGES | ROWS_OF_STAGES
+TABLE = BEFORE_A_RUN | IN_A_RUN | MEDIA
+
+
+def write(folder, files):
+    """Write files of these contents; None is a folder, a dictionary a header of weights."""
+    for name, content in files.items():
+        path = folder / name
+        (path if content is None else path.parent).mkdir(exist_ok=True)
+        if isinstance(content, dict):
+            header = json.dumps(content).encode()
+            content = len(header).to_bytes(8, "little") + header
+        if content is not None:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def write_inputs(folder):
+    """Write what good command lines need, and a model that is none."""
+    names = ("config.json", "tokenizer.json", "model.safetensors")
+    write(folder, {**FILES, **{f"model/{name}": "{}" for name in names}})
+
+
+def arguments(line):
+    """Return the words behind `lightrft` of a line of the table."""
+    line = re.sub(r"^(\w+=\S+ )+| \[no \w+\]$", "", line)
+    start, *options = re.sub(r" without \w+", "", line).split(" --")
+    left_out = re.findall(r" without (\w+)", line)
+    by_name = {
+        option.split(" ")[0]: option
+        for option in f" {GOOD.get(start, '')}".split(" --")[1:]
+        if option.split(" ")[0] not in left_out
+    }
+    by_name |= {option.split(" ")[0]: option for option in options}
+    return shlex.split(" --".join([start.split(" on ")[0], *by_name.values()]))
+
+
+def snapshot(folder):
+    """Return the contents of all files by their paths; models are links."""
+    return {
+        str(path): path.read_bytes() if path.is_file() else b""
+        for path in folder.rglob("*")
+        if not path.is_symlink() and "pycache" not in str(path)
+    }
+
+
+def matches(said, text):
+    """Say whether a message is that of a row of the table."""
+    if said.endswith("..."):
+        return re.search(pattern_of(said), text, re.DOTALL)
+    expected, lines = said.splitlines(), text.splitlines()
+    return len(expected) == len(lines) and all(
+        re.search(pattern_of(part), line) for part, line in zip(expected, lines, strict=True)
     )
-    for name, wrong in rows.items()
-}
 
 
-def test_the_table_has_at_least_a_hundred_rows_of_every_kind():
-    assert len(TABLE) >= 150
-    assert {wrong.code for wrong in TABLE.values()} == {USAGE, PREFLIGHT, DATA, REWARD}
+def pattern_of(said):
+    return ".*".join(re.escape(part.strip()) for part in said.split("..."))
+
+
+def require(mistake, folder, capsys):
+    """Check what comes of a mistake."""
+    write(folder, mistake.files)
+    before = snapshot(folder)
+    # Not the time of a mistake: `test_a_mistake_needs_no_torch_to_be_found`.
+    importlib.import_module("lightrft.run.assembly")
+    capsys.readouterr()
+    begin = time.process_time()
+    code = main(arguments(mistake.line))
+    # The time of this process, so that a busy machine changes nothing.
+    assert time.process_time() - begin < 10
+    text = capsys.readouterr().err
+    assert code == mistake.code, text
+    assert matches(mistake.said, text), text
+    assert "hunter2" not in text
+    assert all(line.startswith("lightrft") for line in text.splitlines())
+    assert mistake.code == REWARD or "Traceback" not in text
+    assert snapshot(folder) == before
 
 
 @pytest.fixture
@@ -741,222 +1041,145 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def write_inputs(folder):
-    rows = [{"input": f"{n}+1?", "label": str(n + 1)} for n in range(4)]
-    write(folder / "good.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
-    write(folder / "reward.py", GOOD)
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        write(folder / "model" / name, "{}")
-    write(folder / "used" / "metrics.jsonl", "{}")
-
-
-def write(path, content):
-    path.parent.mkdir(exist_ok=True)
-    if isinstance(content, dict):  # the header of a safetensors file
-        header = json.dumps(content).encode()
-        content = len(header).to_bytes(8, "little") + header
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-def arguments(wrong):
-    if wrong.argv:
-        return list(wrong.argv)
-    options = {
-        "pretrain": "model",
-        "prompt_data": "good.jsonl",
-        "reward_fn": "reward.py:f",
-        "rollout_batch_size": "16",
-        **wrong.options,
-    }
-    given = [(f"--{name}", *value.split(" ")) for name, value in options.items() if value]
-    given += [(f"--{name}",) for name, value in options.items() if value == ""]
-    return ["train", *(word for pair in given for word in pair)]
-
-
-def test_good_input_reaches_the_run(folder, capsys):
-    assert main(arguments(Wrong(0, ()))) == 1
-    assert "a run was started" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_a_mistake_costs_one_clear_message_and_its_exit_code(folder, capsys, monkeypatch, name):
-    wrong = TABLE[name]
-    if "no gpu" in name and Path("/dev/nvidia0").exists():
+@pytest.mark.parametrize("line", BEFORE_A_RUN)
+def test_a_mistake_costs_one_clear_message_and_its_exit_code(folder, capsys, monkeypatch, line):
+    if "CUDA_VISIBLE_DEVICES" in line and Path("/dev/nvidia0").exists():
         pytest.skip("this machine has a GPU")
-    for path, content in wrong.files.items():
-        write(folder / path, content)
-    if wrong.absent is not None:
-        monkeypatch.setitem(sys.modules, wrong.absent, None)
+    for package in re.findall(r"\[no (\w+)\]", line):
+        monkeypatch.setitem(sys.modules, package, None)
     with socket.create_server(("", 0)) as listener:
         taken = str(listener.getsockname()[1])
-        for variable, value in wrong.environment.items():
+        for variable, value in re.findall(r"(?:^|(?<= ))([A-Z_]+)=(\S+)", line):
             monkeypatch.setenv(variable, value.replace("TAKEN", taken))
-        before = sorted(path.name for path in folder.rglob("*"))
-        # Not the time of a mistake: `test_no_other_mistake_needs_torch_to_be_found`.
-        importlib.import_module("torch")
-        begin = time.process_time()
-        code = main(arguments(wrong))
-        # Of this process, so that a busy machine changes nothing.
-        assert time.process_time() - begin < 10
-    text = capsys.readouterr().err
-    assert code == wrong.code, text
-    for part in wrong.expected:
-        assert part in text, text
-    assert "hunter2" not in text
-    lines = text.splitlines()
-    assert all(line.startswith("lightrft") for line in lines)
-    assert wrong.num_lines in (None, len(lines)), text
-    assert wrong.code == REWARD or "Traceback" not in text
-    assert sorted(path.name for path in folder.rglob("*") if "pycache" not in str(path)) == before
+        require(TABLE[line], folder, capsys)
 
 
-# What depends on the loss and the estimator, whose modules need torch.
-OF_THE_ALGORITHM = {
-    f"configuration: {name}"
-    for name in ("one sample", "range", "dual clip", "frozen", "kl of the loss")
-}
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Models of text and of images, and reward models: transformers', and one of ours."""
+    from tests.models.vision.tiny_families import write_tiny_vision_model
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from lightrft.tools.model_presets import write_tiny_model
+
+    folder = tmp_path_factory.mktemp("stages")
+    write_tiny_model(folder / "model", "tiny-qwen3")
+    write_tiny_vision_model(folder / "vision", "tiny-qwen2.5-vl", seed=0)
+    scorer = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
+    scorer.save_pretrained(folder / "scorer")
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "scorer")
+    write(folder, {"rows.jsonl": PAIR})
+    with contextlib.chdir(folder):
+        assert main(arguments("reward --reward_pooling attention")) == 0
+        (folder / "run" / "model").rename("pooler")
+    return folder
 
 
-def test_no_other_mistake_needs_torch_to_be_found(tmp_path):
-    write_inputs(tmp_path)
-    rows = {
-        name: wrong
-        for name, wrong in TABLE.items()
-        if wrong.absent is None
-        and not wrong.environment
-        # `plan` reads the configuration of a model with transformers, as a start does.
-        and wrong.argv[:1] not in (("export",), ("eval",), ("data",), ("plan",))
-        and name not in OF_THE_ALGORITHM
-        and "plug-in" not in name
-    }
-    assert set(TABLE) > OF_THE_ALGORITHM
-    for wrong in rows.values():
-        for path, content in wrong.files.items():
-            write(tmp_path / path, content)
-    # Contents of one name differ between rows: the last ones stay.
-    rows = {
-        name: wrong
-        for name, wrong in rows.items()
-        if all(TABLE[name].files[p] is content for p, content in _last_files(rows, wrong).items())
-    }
-    program = (
-        "import json, sys\n"
-        "from lightrft.cli.main import main\n"
-        "codes = {}\n"
-        "for name, argv in json.load(sys.stdin).items():\n"
-        "    codes[name] = (main(argv), 'torch' in sys.modules)\n"
-        "print(json.dumps(codes))\n"
-    )
-    kept = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=kept,
-        input=json.dumps({name: arguments(wrong) for name, wrong in rows.items()}),
-        check=True,
-        timeout=seconds(120),
-    )
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found == {name: [wrong.code, False] for name, wrong in rows.items()}
-    assert len(found) > 40
+@pytest.fixture
+def trained(tmp_path, models, monkeypatch):
+    """A working directory with models and good rows."""
+
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, FILES)
+    for link in ("model", "vision", "scorer", "pooler"):
+        (tmp_path / link).symlink_to(models / link)
+    return tmp_path
 
 
-def _last_files(rows, wrong):
-    last = {path: content for row in rows.values() for path, content in row.files.items()}
-    return {path: last[path] for path in wrong.files}
+@pytest.mark.parametrize("line", IN_A_RUN)
+def test_a_mistake_that_a_run_finds_costs_one_line_and_writes_nothing(trained, capsys, line):
+    mistake = TABLE[line]
+    command = mistake.line.split(" ")[0]
+    if command in GOOD_ROW:
+        write(trained, {"rows.jsonl": f"{GOOD_ROW[command]}\n" * 2})
+    require(mistake, trained, capsys)
 
 
-AT_THE_SHELL = (
-    "number: gamma nan",
-    "row: surrogate",
-    "reward: misspelt",
-    "command: command",
-    "number: short context",
+@pytest.fixture
+def media(trained, monkeypatch):
+    """Return that directory with images; a strategy, which models need, would be an error."""
+    from tests.datasets.media_files import write_bad_media
+
+    from lightrft.run import assembly
+
+    def refuse(config):
+        raise AssertionError("a strategy was made")
+
+    monkeypatch.setattr(assembly, "get_strategy", refuse)
+    write_bad_media(trained)
+    return trained
+
+
+@pytest.mark.parametrize("line", MEDIA)
+def test_bad_media_end_a_run_in_one_line_before_any_model(media, capsys, line):
+    require(TABLE[line], media, capsys)
+
+
+@pytest.mark.parametrize(
+    "row", ['{"input": "?", "images": "a.png"}', IMAGE_PART % ', "image": "a.png"']
 )
+def test_good_media_reach_the_strategy(media, capsys, row):
+    write(media, {"rows.jsonl": f"{row}\n" * 16})
+    assert main(arguments("train on images --apply_chat_template")) == 1
+    assert "a strategy was made" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", AT_THE_SHELL)
-def test_the_same_at_the_shell(folder, name):
-    wrong = TABLE[name]
-    for path, content in wrong.files.items():
-        write(folder / path, content)
-    done = subprocess.run(
-        [sys.executable, "-m", "lightrft.cli.main", *arguments(wrong)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        timeout=seconds(120),
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (wrong.code, "")
-    assert all(part in done.stderr for part in wrong.expected), done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_file_beside_a_loss_can_be_imported(folder, capsys):
-    (folder / "here").mkdir()
-    write(folder / "here" / "beside.py", "def f(a, b): return -(a - b).exp()\n")
-    write(
-        folder / "here" / "l.py",
-        "from beside import f\n"
-        "def loss(logprobs, old_logprobs, advantages, response_mask):\n"
-        "    return f(logprobs, old_logprobs) * advantages\n",
-    )
-    assert main(arguments(Wrong(1, (), {"policy_loss": "here/l.py:loss"}))) == 1
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train",
+        "train --policy_loss here/loss.py:loss",  # which imports a file beside it
+        "train without reward_fn --config reward.toml",  # where one reward is a text
+        "train without reward_fn --reward_pretrain model",
+        "train --reward_weights 1 2 --remote_rm_url http://h/x",
+        "train --kl_horizon 5",  # without effect, which is an error under --strict alone
+    ],
+)
+def test_good_input_reaches_the_run(folder, capsys, line):
+    assert main(arguments(line)) == 1
     assert "a run was started" in capsys.readouterr().err
-
-
-def test_one_reward_may_be_a_text_in_toml(folder, capsys):
-    write(folder / "t.toml", "reward_fn = 'gsm8k'\n")
-    assert main(arguments(Wrong(1, (), {"config": "t.toml", "reward_fn": None}))) == 1
-    assert "a run was started" in capsys.readouterr().err
-
-
-def test_a_reward_model_is_reward_enough(folder, capsys):
-    assert main(arguments(Wrong(1, (), {"reward_fn": None, "reward_pretrain": "model"}))) == 1
-    assert "a run was started" in capsys.readouterr().err
-
-
-def test_all_problems_of_a_command_line_come_at_once(folder, capsys):
-    wrong = Wrong(2, (), {"foo": "1", "temperature": "hot", "top_k": "0", "load_in_4bit": "8"})
-    assert main(arguments(wrong)) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 4
-    assert all(line.startswith("lightrft: ") for line in lines)
-
-
-def test_all_that_a_machine_lacks_comes_at_once(folder, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    monkeypatch.setenv("MASTER_PORT", "high")
-    assert main(arguments(Wrong(3, (), {"zero_stage": "3"}))) == 3
-    assert len(capsys.readouterr().err.splitlines()) == 2
 
 
 def test_without_deepspeed_fsdp2_is_taken_in_one_line(folder, capsys, monkeypatch):
     said_once.cache_clear()
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    assert main(arguments(Wrong(1, ()))) == 1
+    assert main(arguments("train")) == 1
     err = capsys.readouterr().err
     assert "a run was started" in err
     assert err.count("FSDP2 trains, as with --fsdp: DeepSpeed is not installed") == 1
 
 
-def test_options_without_effect_are_only_errors_under_strict(folder, capsys):
-    assert main(arguments(Wrong(1, (), {"kl_horizon": "5"}))) == 1
-    assert "a run was started" in capsys.readouterr().err
+def test_the_table_has_rows_of_every_kind():
+    assert len(TABLE) >= 400
+    assert {mistake.code for mistake in TABLE.values()} == {USAGE, PREFLIGHT, DATA, REWARD}
+    for command in GOOD:
+        assert sum(line.startswith(command) for line in TABLE) >= 2, command
 
 
-def test_the_same_mistake_is_found_in_a_worker(folder, capsys, monkeypatch):
-    launched = {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "3",
-        "MASTER_ADDR": "h",
-        "MASTER_PORT": "1",
-    }
-    for name, value in launched.items():
-        monkeypatch.setenv(name, value)
-    assert main(arguments(Wrong(2, ()))) == 2
-    assert "lightrft[1]: rollout_batch_size" in capsys.readouterr().err
+def codes_without_torch():
+    """Return the exit code of each mistake, and whether torch was imported by then."""
+    codes = {}
+    for line, mistake in WITHOUT_TORCH.items():
+        write(Path(), mistake.files)
+        codes[line] = (main(arguments(mistake.line)), "torch" in sys.modules)
+    return codes
+
+
+def test_a_mistake_needs_no_torch_to_be_found(tmp_path):
+    write_inputs(tmp_path)
+    program = "import json, tests.cli.test_wrong_inputs as table\n"
+    program += "print(json.dumps(table.codes_without_torch()))"
+    done = run_python("-c", program, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    codes = json.loads(done.stdout.splitlines()[-1])
+    assert codes == {line: [mistake.code, False] for line, mistake in WITHOUT_TORCH.items()}
+
+
+AT_THE_SHELL = ("train --gamma nan", "train --prompt_data none.jsonl", "trian")
+AT_THE_SHELL += ("train --reward_fn reward.py:ff", "train --max_len 10")
+
+
+@pytest.mark.parametrize("line", AT_THE_SHELL)
+def test_the_same_at_the_shell(folder, line):
+    done = run_python("-m", "lightrft.cli.main", *arguments(line), cwd=folder)
+    assert (done.returncode, done.stdout) == (TABLE[line].code, "")
+    assert matches(TABLE[line].said, done.stderr), done.stderr

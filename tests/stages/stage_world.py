@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch.optim import SGD
 
@@ -10,6 +11,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.stages.policy.models import configure_model, trained_model
 from lightrft.stages.stage import Step, TrainedModels
+from lightrft.strategy import get_fake_strategy
 
 # Options of a strategy that does not clip.
 STILL = {"max_norm": 0.0}
@@ -86,3 +88,17 @@ def distances(found, expected):
 def distance(found, expected):
     """Relative distance of two gradients in the norm over all tensors."""
     return distances(found, expected)[0]
+
+
+def step_of(build, items, **options):
+    """Return gradient and metrics of a step of a stage that a function builds, in one process."""
+    return train_step(build(get_fake_strategy(STILL), items, **options), items)
+
+
+def require_formula(step, loss, model, *, within=1e-5):
+    """Check gradient and loss of a step against a loss in float64 of a model."""
+    gradient, metrics = step
+    loss.backward()
+    grads = {f"model.{name}": value.grad for name, value in model.named_parameters()}
+    assert distance(gradient, {n: g for n, g in grads.items() if g is not None}) <= within
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=within / 10)

@@ -4,115 +4,100 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.ranks import run_multiprocess
-from tests.runs import continued, in_ranks, steps, tiny_models, write
+from tests.runs import continued, in_ranks, steps, write
+from tests.stages.distillation import distillation_world
+from tests.stages.distillation.distillation_world import write_rows
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import DataError
-from lightrft.tools.rows.row_file import RowRequest, write_rows
+from lightrft.tools.rows import row_file
 from lightrft.trainer import DistillationTrainer
 
+SIZES = {
+    "rollout_batch_size": 8,
+    "n_samples_per_prompt": 4,
+    "train_batch_size": 32,
+    "micro_train_batch_size": 16,
+    "micro_rollout_batch_size": 16,
+    "generate_max_len": 6,
+    "lr_scheduler": "constant",
+}
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return tiny_models(tmp_path_factory.mktemp("distillation"), "student", "teacher")
+
+def options(models, folder, name="run", **changes):
+    return distillation_world.options(models, folder, name, **{**SIZES, **changes})
 
 
-@pytest.fixture
-def prompts(tmp_path):
-    return write(tmp_path / "prompts.jsonl", ({"input": f"say {c}"} for c in "aeioubcd"))
-
-
-def options(models, prompts, folder, **changes):
-    return {
-        "pretrain": str(models / "student"),
-        "teacher": str(models / "teacher"),
-        "prompt_data": prompts,
-        "output_dir": str(folder),
-        "rollout_batch_size": 8,
-        "n_samples_per_prompt": 4,
-        "train_batch_size": 32,
-        "micro_train_batch_size": 16,
-        "micro_rollout_batch_size": 16,
-        "generate_max_len": 6,
-        "actor_learning_rate": 2e-3,
-        "lr_scheduler": "constant",
-        "lr_warmup_ratio": 0.0,
-        "num_threads": 1,
-        "fsdp": True,
-        **changes,
-    }
+def run(models, folder, name="run", **changes):
+    return DistillationTrainer(TrainConfig(**options(models, folder, name, **changes))).train()
 
 
 @pytest.mark.full
-def test_the_student_moves_to_the_teacher(tmp_path, models, prompts):
+def test_the_student_moves_to_the_teacher(tmp_path, models):
+    write_rows(tmp_path)
     many = {"n_samples_per_prompt": 16, "generate_max_len": 3, "num_episodes": 40}
     many |= {"train_batch_size": 128, "micro_train_batch_size": 128, "lr_scheduler": "linear"}
     many |= {"micro_rollout_batch_size": 128, "actor_learning_rate": 3e-3}
-    config = TrainConfig(**options(models, prompts, tmp_path / "run", **many))
-    summary = DistillationTrainer(config).train()
+    summary = run(models, tmp_path, **many)
     assert summary.verdict.startswith("trained: 40 of 40")
     assert summary.alarms == ()
     distances = [step["teacher_kl"] for step in steps(tmp_path / "run")]
     assert sum(distances[-5:]) < 0.6 * sum(distances[:5])
 
 
-def test_a_run_without_rewards_shows_none(tmp_path, models, prompts, capsys):
-    """A reward of 0 that nobody measured is no reward."""
-    shared = {"max_steps": 1, "save_rollouts": True, "save_trajectories": True}
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text(json.dumps({"input": "say z", "label": "#### 2"}) + "\n")
-    shared |= {"eval_data": str(held_out), "rollout_batch_size": 4, "train_batch_size": 16}
-    for name, changes in (("bare", {}), ("measured", {"reward_fn": ("gsm8k",)})):
-        if name == "measured":
-            rows = map(json.loads, (tmp_path / "prompts.jsonl").read_text().splitlines())
-            lines = [json.dumps({**row, "label": "#### 2"}) + "\n" for row in rows]
-            (tmp_path / "prompts.jsonl").write_text("".join(lines))
-        folder = tmp_path / name
-        config = TrainConfig(**options(models, prompts, folder, **shared, **changes))
-        summary = DistillationTrainer(config).train()
-        entries = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
-        said = {name for entry in entries for name in entry if "reward" in name}
-        said -= {"reward_seconds", "memory/reward_gb"}
-        samples, rollouts, trajectories = (
-            json.loads((folder / f"{each}.jsonl").read_text().splitlines()[0])
-            for each in ("samples", "rollouts", "trajectories")
-        )
-        console = capsys.readouterr().out
-        if name == "bare":
-            assert said == set()
-            assert not any("constant_group_share" in entry for entry in entries)
-            assert "reward" not in samples
-            assert "reward" not in trajectories
-            assert rollouts["reward"] is rollouts["accuracy"] is None
-            assert "teacher KL" in console
-            assert "reward" not in summary.verdict
-            with pytest.raises(DataError, match="the run measured no rewards, and rows are chosen"):
-                request = RowRequest(folder, "sft", "right", threshold=1.0, max_per_prompt=None)
-                write_rows(request, tmp_path / "rows.jsonl")
-        else:  # the control
-            assert "reward" in said
-            assert "eval/reward" in said
-            assert samples["reward"] == trajectories["reward"] == rollouts["reward"] == 0.0
+@pytest.mark.parametrize("rewards", [(), ("gsm8k",)])
+def test_a_run_without_rewards_shows_none(tmp_path, models, capsys, rewards):
+    """A reward of 0 that nobody measured is no reward; with one that is measured it is shown."""
+    write_rows(tmp_path, label=["#### 2"] * 8)
+    held_out = write(tmp_path / "held_out.jsonl", [{"input": "say z", "label": "#### 2"}])
+    changes = {"max_steps": 1, "save_rollouts": True, "save_trajectories": True}
+    changes |= {"eval_data": held_out, "rollout_batch_size": 4, "train_batch_size": 16}
+    summary = run(models, tmp_path, **changes, reward_fn=rewards)
+    entries = steps(tmp_path / "run")
+    shown = {name for entry in entries for name in entry if "reward" in name}
+    samples, rollouts, trajectories = (
+        json.loads((tmp_path / f"run/{each}.jsonl").read_text().splitlines()[0])
+        for each in ("samples", "rollouts", "trajectories")
+    )
+    console = capsys.readouterr().out
+    if rewards:  # the control
+        assert {"reward", "eval/reward"} <= shown
+        assert samples["reward"] == trajectories["reward"] == rollouts["reward"] == 0.0
+        return
+    assert shown == set()
+    assert not any("constant_group_share" in entry for entry in entries)
+    assert "reward" not in {*samples, *trajectories}
+    assert rollouts["reward"] is rollouts["accuracy"] is None
+    assert "teacher KL" in console
+    assert "reward" not in summary.verdict
+    request = row_file.RowRequest(
+        tmp_path / "run", "sft", "right", threshold=1.0, max_per_prompt=None
+    )
+    with pytest.raises(DataError, match="the run measured no rewards, and rows are chosen"):
+        row_file.write_rows(request, tmp_path / "chosen.jsonl")
 
 
-def test_a_teacher_equal_to_the_student_gives_0(tmp_path, models, prompts):
-    same = {"teacher": str(models / "student"), "max_steps": 1}
-    config = TrainConfig(**options(models, prompts, tmp_path / "run", **same))
-    metrics = DistillationTrainer(config).train().last_metrics
+def test_a_teacher_equal_to_the_student_gives_0(tmp_path, models):
+    write_rows(tmp_path)
+    metrics = run(models, tmp_path, teacher=str(models / "student"), max_steps=1).last_metrics
     assert abs(metrics["teacher_kl"]) < 1e-6
     assert metrics["advantage_abs"] < 1e-5
     assert "teacher = student gives 0" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
 
 
 @pytest.mark.full
-def test_an_interrupted_run_continues_to_the_bit(tmp_path, models, prompts):
-    settings = partial(options, models, prompts, save_steps=1, max_steps=3, num_episodes=3)
+def test_an_interrupted_run_continues_to_the_bit(tmp_path, models):
+    write_rows(tmp_path)
+
+    def settings(folder):
+        changes = {"save_steps": 1, "max_steps": 3, "num_episodes": 3}
+        return options(models, tmp_path, folder.name, **changes)
+
     summary = continued(DistillationTrainer, tmp_path, settings, 3)
     assert (summary.num_resumed_steps, summary.num_steps) == (2, 3)
 
@@ -144,12 +129,12 @@ def trained(models, summary):
 def test_a_step_is_equal_in_every_layout_on_one_rank_and_on_two(tmp_path, models):
     """Lengths differ: a quarter of the prompts is much longer."""
     rows = [{"input": "say " + "abcdef" * (n % 4 // 3)} for n in range(8)]
-    prompts = write(tmp_path / "prompts.jsonl", rows)
+    write(tmp_path / "rows.jsonl", rows)
     base = {"max_steps": 1, "train_batch_size": 16}
     found = []
     for world_size, ways in ((1, ALONE), (2, TWO)):
         runs = [
-            options(models, prompts, tmp_path / f"{world_size}_{n}", **base, **way)
+            options(models, tmp_path, f"{world_size}_{n}", **base, **way)
             for n, way in enumerate(ways)
         ]
         args = ("DistillationTrainer", runs)
@@ -178,31 +163,9 @@ def with_two_tokens_exchanged(folder, models):
     return first, second
 
 
-def test_another_tokenizer_is_refused_with_the_first_differing_id(tmp_path, models, prompts):
+def test_another_tokenizer_is_refused_with_the_first_differing_id(tmp_path, models):
     first, second = with_two_tokens_exchanged(tmp_path / "other", models)
-    config = TrainConfig(
-        **options(models, prompts, tmp_path / "run", teacher=str(tmp_path / "other"))
-    )
+    write_rows(tmp_path)
     with pytest.raises(ConfigError, match=f"token 70 is '{first}' in .* and '{second}' in"):
-        DistillationTrainer(config).train()
+        run(models, tmp_path, teacher=str(tmp_path / "other"))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"teacher": None}, "--teacher is missing"),
-        ({"advantage_estimator": "rloo"}, "distillation has no advantage but the teacher's"),
-        ({"top_p": 0.9}, "teacher needs tokens drawn from the whole distribution"),
-        ({"dynamic_sampling": True}, "dynamic_sampling excludes advantage_estimator zero"),
-        ({"use_fire": True}, "teacher needs tokens drawn from the whole distribution"),
-        ({"teacher_coef": 0.0}, "teacher_coef: got 0.0, expected > 0"),
-        ({"teacher_form": "k1_loss"}, "k1 as a loss has no expected gradient"),
-        ({"teacher_form": "k3"}, "k3 as a reward has the expected gradient of"),
-        ({"teacher_form": "forward_kl_topk"}, "equal for whatever token was sampled"),
-        ({"teacher_form": "forwards"}, "teacher_form: got 'forwards'"),
-    ],
-)
-def test_what_has_no_right_gradient_is_refused(models, prompts, tmp_path, changes, said):
-    with pytest.raises(ConfigError, match=said):
-        DistillationTrainer(TrainConfig(**options(models, prompts, tmp_path / "run", **changes)))

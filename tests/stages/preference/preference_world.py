@@ -81,18 +81,3 @@ def slow_sums(model, items):
             places = np.flatnonzero(each.is_trained)
             sums.append(sum(logprobs[place - 1, ids[place]] for place in places))
     return torch.stack(sums).view(len(items), -1)
-
-
-def slow_gradient(loss, items):
-    """Loss and gradient in float64; `loss` is a function of (sums, reference sums, model, other).
-
-    Args:
-        loss: Of [items, answers] each, and of both models.
-        items: To train on.
-    """
-    model, reference = copy.deepcopy(noisy_model()).double(), tiny_model().double()
-    with torch.no_grad():
-        ref = slow_sums(reference, items)
-    total = loss(slow_sums(model, items), ref, model, reference)
-    total.backward()
-    return total.item(), {f"model.{n}": value.grad for n, value in model.named_parameters()}

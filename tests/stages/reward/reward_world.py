@@ -10,6 +10,7 @@ import torch
 from tests.models.tiny import SPECIAL, tiny_config
 from tests.runs import row_options
 from tests.stages.stage_world import configured, prepared, row
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.judged_rows import JudgedRows
@@ -62,8 +63,6 @@ STEPS = (
 
 def tiny_classifier(*, seed=0, **changes):
     """A sequence classifier with one label and random float32 weights of a seed."""
-    from transformers import AutoModelForSequenceClassification
-
     torch.manual_seed(seed)
     config = tiny_config(num_labels=1, **{**SPECIAL, **changes})
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
@@ -75,12 +74,10 @@ def tiny_classifier(*, seed=0, **changes):
 def build_stage(strategy, preferences, *, model=None, held_out=(), **changes):
     """A stage on judgements."""
     config = configured(preferences, **changes)
-    classifier = copy.deepcopy(model or tiny_classifier())
-    if config.lora_rank:
-        reward_model = LoraRewardModel(classifier, config)
-    else:
-        reward_model = RewardModel(classifier)
-    models = prepared(strategy, reward_model, config)
+    model = copy.deepcopy(model or tiny_classifier())
+    if not isinstance(model, RewardModel):
+        model = LoraRewardModel(model, config) if config.lora_rank else RewardModel(model)
+    models = prepared(strategy, model, config)
     data = PreferenceRows(preferences, "")
     if isinstance(preferences[0], RankedAnswers | LabelledSteps | ScoredAnswer):
         is_paired = isinstance(preferences[0], RankedAnswers)
@@ -95,15 +92,12 @@ def slow_scores(model, preferences):
     return torch.stack([model(each).logits[0, 0] for each in ids])
 
 
-def slow_gradient(model, preferences, *, centering=0.0):
-    """Loss and gradient of pairs in float64 from the formula."""
-    model = copy.deepcopy(model).double()
+def slow_loss(model, preferences, *, centering=0.0):
+    """Return the loss of pairs from the formula."""
     chosen, rejected = slow_scores(model, preferences).view(-1, 2).unbind(1)
     margins = torch.tensor([each.margin or 0.0 for each in preferences], dtype=torch.float64)
     losses = -(chosen - rejected - margins).sigmoid().log() + centering * (chosen + rejected) ** 2
-    loss = losses.mean()
-    loss.backward()
-    return loss.item(), {f"model.{name}": value.grad for name, value in model.named_parameters()}
+    return losses.mean()
 
 
 def pairs(num, *, seed=0, swapped=False, **columns):
@@ -117,6 +111,25 @@ def pairs(num, *, seed=0, swapped=False, **columns):
         row = {"prompt": f"name {number}: ", "chosen": chosen, "rejected": rejected}
         found.append(row | columns)
     return found
+
+
+def answers_of(rows):
+    """Return whole texts of the answers of pairs, each better one before the worse."""
+    return [f"{row['prompt']}{row[name]}" for row in rows for name in ("chosen", "rejected")]
+
+
+def scores_of(folder, texts):
+    """Return scores of texts by a saved model; where transformers can read it, it must agree."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
+    ends = [text + tokenizer.eos_token for text in texts]
+    ids = tokenizer(ends, return_tensors="pt", padding=True)
+    ours = RewardModel.from_pretrained(str(folder)).eval()
+    with torch.no_grad():
+        scores = ours(ids["input_ids"], ids["attention_mask"].bool())
+        if not ours.is_beside:
+            theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+            torch.testing.assert_close(theirs(**ids).logits[:, 0], scores, rtol=0, atol=2e-5)
+    return scores.double()
 
 
 def run(model, rows, folder, **changes):

@@ -7,9 +7,9 @@ import json
 
 import pytest
 import torch
-from tests.stages.reward.reward_world import pairs, run
+from tests.stages.reward.reward_world import answers_of, pairs, run, scores_of
 from tests.stages.reward.test_score_heads import scorer
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 from transformers.models.gpt_neox import GPTNeoXConfig
 
 from lightrft.cli.main import main
@@ -17,48 +17,22 @@ from lightrft.models import RewardModel
 from lightrft.tools.export.normalised_scores import NormalisingError, normalise_scores
 
 
-def scores_of(folder):
-    """Scores of both answers of the training rows, in float64 by transformers or by us."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ours = RewardModel.from_pretrained(str(folder)).eval()
-    theirs = None
-    if not ours.is_beside:
-        theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    found = []
-    for each in pairs(24):
-        for name in ("chosen", "rejected"):
-            text = f"{each['prompt']}{each[name]}{tokenizer.eos_token}"
-            ids = tokenizer(text, return_tensors="pt")["input_ids"]
-            with torch.no_grad():
-                score = ours(ids, torch.ones_like(ids, dtype=torch.bool))
-                if theirs is not None:
-                    torch.testing.assert_close(theirs(ids).logits[0], score, rtol=0, atol=2e-5)
-            found.append(score.double())
-    return torch.cat(found)
-
-
 @pytest.mark.parametrize(("pooling", "way"), [("last", "deviation"), ("attention", "standard")])
 def test_exported_scores_are_normalised_wherever_they_are_read(
-    tmp_path,
-    model,
-    rows,
-    pooling,
-    way,
-    capsys,
+    tmp_path, model, rows, pooling, way, capsys
 ):
+    texts = answers_of(pairs(24))
     run(model, rows, tmp_path / "run", max_epochs=3, reward_pooling=pooling)
-    plain = scores_of(tmp_path / "run/model")
+    plain = scores_of(tmp_path / "run/model", texts)
     stored = json.loads((tmp_path / "run/model/config.json").read_text())
-    assert (
-        main(["export", str(tmp_path / "run"), str(tmp_path / "out"), f"--normalize_score={way}"])
-        == 0
-    )
-    found = scores_of(tmp_path / "out")
-    assert found.std(correction=0).item() == pytest.approx(1.0, abs=1e-3)
+    arguments = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
+    assert main([*arguments, f"--normalize_score={way}"]) == 0
+    scores = scores_of(tmp_path / "out", texts)
+    assert scores.std(correction=0).item() == pytest.approx(1.0, abs=1e-3)
     mean = 0.0 if way == "standard" else stored["score_mean"] / stored["score_std"]
-    assert found.mean().item() == pytest.approx(mean, abs=1e-3)
+    assert scores.mean().item() == pytest.approx(mean, abs=1e-3)
     shift = stored["score_mean"] if way == "standard" else 0.0
-    torch.testing.assert_close(found, (plain - shift) / stored["score_std"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scores, (plain - shift) / stored["score_std"], rtol=1e-4, atol=1e-4)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["score_std"], config["score_mean"]) == (1.0, pytest.approx(mean))
     assert "read back: weights equal" in capsys.readouterr().out
@@ -99,12 +73,12 @@ def neox():
     with torch.no_grad():
         for value in model.parameters():
             value.add_(torch.randn_like(value) * 0.1)
+    model.config.score_mean, model.config.score_std = 1.75, 0.25
     return RewardModel(model).eval()
 
 
 def test_the_bias_of_a_final_norm_takes_the_mean():
     made = neox()
-    made.config.score_mean, made.config.score_std = 1.75, 0.25
     before = copy.deepcopy(made)
     assert normalise_scores(made, "standard") < 1e-5
     ids = torch.randint(60, (5, 9), generator=torch.Generator().manual_seed(3))
@@ -118,7 +92,6 @@ def test_the_bias_of_a_final_norm_takes_the_mean():
 
 def test_a_head_that_reads_more_than_the_norm_is_found():
     made = neox()
-    made.config.score_mean, made.config.score_std = 1.75, 0.25
     norm = made.pretrained.final_layer_norm
     # Planted: what follows the norm doubles what it gives, once the change is made.
     calls = []

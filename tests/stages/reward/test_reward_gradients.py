@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,11 +15,11 @@ from tests.stages.reward.reward_world import (
     RANKED,
     STEPS,
     build_stage,
-    slow_gradient,
+    slow_loss,
     slow_scores,
     tiny_classifier,
 )
-from tests.stages.stage_world import STILL, distance, train_step
+from tests.stages.stage_world import STILL, distance, require_formula, step_of
 
 from lightrft.config import ConfigError
 from lightrft.datasets.scored_rows import ScoredAnswer
@@ -26,29 +27,30 @@ from lightrft.stages.reward.comparisons import calibration_error
 from lightrft.stages.reward.score_proofs import prove_pooling
 from lightrft.strategy import get_fake_strategy
 
+step = partial(step_of, build_stage)
+PACKED = {"packing_samples": True, "max_row_tokens": 100}
 
-def step_of(preferences=PAIRS, **changes):
-    return train_step(build_stage(get_fake_strategy(STILL), preferences, **changes), preferences)
 
-
-@pytest.fixture(scope="module")
-def plain():
+def classifier():
     torch.set_num_threads(1)
-    return step_of()
+    return tiny_classifier().double()
 
 
-def test_loss_and_gradient_are_those_of_the_formula_in_float64(plain):
-    found, metrics = plain
-    loss, gradient = slow_gradient(tiny_classifier(), PAIRS)
-    assert distance(found, gradient) <= 1e-5
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
-    assert metrics["num_tokens"] == 317
+def cross_entropies(scores, labels):
+    return -(labels * scores.sigmoid().log() + (1 - labels) * (-scores).sigmoid().log())
 
 
-def test_metrics_are_those_of_all_scores(plain):
-    metrics = plain[1]
+@pytest.mark.parametrize("centering", [0.0, 0.3])
+def test_loss_and_gradient_are_those_of_the_formula_in_float64(centering):
+    model, result = classifier(), step(PAIRS, centering_coef=centering)
+    require_formula(result, slow_loss(model, PAIRS, centering=centering), model)
+    assert result[1]["num_tokens"] == 317
+
+
+def test_metrics_are_those_of_all_scores():
+    metrics = step(PAIRS)[1]
     with torch.no_grad():
-        scores = slow_scores(tiny_classifier().double(), PAIRS)
+        scores = slow_scores(classifier(), PAIRS)
     differences = scores[::2] - scores[1::2]
     lengths = np.array([len(row.token_ids) for each in PAIRS for row in each.rows])
     expected = {
@@ -64,49 +66,29 @@ def test_metrics_are_those_of_all_scores(plain):
         assert metrics[name] == pytest.approx(float(value), abs=1e-5), name
 
 
-def test_centring_is_part_of_the_loss():
-    found, metrics = step_of(centering_coef=0.3)
-    loss, gradient = slow_gradient(tiny_classifier(), PAIRS, centering=0.3)
-    assert distance(found, gradient) <= 1e-5
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
-
-
 @pytest.mark.parametrize("loss", [None, "mse"])
 def test_labelled_answers_have_the_loss_of_their_labels(loss):
-    found, metrics = step_of(LABELLED, reward_loss=loss)
-    model = tiny_classifier().double()
+    result, model = step(LABELLED, reward_loss=loss), classifier()
     scores = slow_scores(model, LABELLED)
     labels = torch.tensor([each.is_good for each in LABELLED]).double()
-    each = -(labels * scores.sigmoid().log() + (1 - labels) * (-scores).sigmoid().log())
-    expected = each.mean() if loss is None else (scores - labels).square().mean()
-    expected.backward()
-    gradient = {f"model.{name}": value.grad for name, value in model.named_parameters()}
-    assert distance(found, gradient) <= 1e-5
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
-    assert ("accuracy" in metrics) == (loss is None)
-    if loss is None:
-        right = ((scores > 0) == labels.bool()).double().mean().item()
-        assert metrics["accuracy"] == pytest.approx(right)
-    packed, _ = step_of(LABELLED, reward_loss=loss, packing_samples=True, max_row_tokens=100)
-    assert distance(packed, found) <= 1e-6
+    each = cross_entropies(scores, labels) if loss is None else (scores - labels).square()
+    require_formula(result, each.mean(), model)
+    right = ((scores > 0) == labels.bool()).double().mean().item()
+    expected = pytest.approx(right) if loss is None else None
+    assert result[1].get("accuracy") == expected
+    assert distance(step(LABELLED, reward_loss=loss, **PACKED)[0], result[0]) <= 1e-6
 
 
 def test_given_scores_are_regressed_on():
-    given = (2.5, -1.0, 0.25, 0.0)
-    scored = [ScoredAnswer(each.answer, n) for each, n in zip(LABELLED, given, strict=True)]
-    found, metrics = step_of(scored, reward_loss="mse")
-    model = tiny_classifier().double()
-    expected = (slow_scores(model, scored) - torch.tensor(given)).square().mean()
-    expected.backward()
-    gradient = {f"model.{name}": value.grad for name, value in model.named_parameters()}
-    assert distance(found, gradient) <= 1e-5
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    goals, model = (2.5, -1.0, 0.25, 0.0), classifier()
+    scored = [ScoredAnswer(each.answer, n) for each, n in zip(LABELLED, goals, strict=True)]
+    expected = (slow_scores(model, scored) - torch.tensor(goals)).square().mean()
+    require_formula(step(scored, reward_loss="mse"), expected, model)
 
 
 @pytest.mark.parametrize("loss", [None, "rao_kupper"])
 def test_all_pairs_of_a_ranking_weigh_as_much_as_one_pair(loss):
-    found, metrics = step_of(RANKED, reward_loss=loss)
-    model = tiny_classifier().double()
+    result, model = step(RANKED, reward_loss=loss), classifier()
     first, second = slow_scores(model, RANKED).split([3, 2])
 
     def better(a, b):
@@ -118,43 +100,33 @@ def test_all_pairs_of_a_ranking_weigh_as_much_as_one_pair(loss):
 
     # The ranks are 2, 1, 2 and 7, 3.
     each = better(first[1], first[0]) + better(first[1], first[2]) + tie(first[0], first[2])
-    expected = (each / 3 + better(second[1], second[0])) / 2
-    expected.backward()
-    gradient = {f"model.{name}": value.grad for name, value in model.named_parameters()}
-    assert distance(found, gradient) <= 1e-5
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    require_formula(result, (each / 3 + better(second[1], second[0])) / 2, model)
     wins = [(first[1] > first[0]).item(), (first[1] > first[2]).item()]
     accuracy = (sum(wins) / 3 + (second[1] > second[0]).item()) / (2 / 3 + 1)
-    assert metrics["accuracy"] == pytest.approx(accuracy)
-    packed, _ = step_of(RANKED, reward_loss=loss, packing_samples=True, max_row_tokens=100)
-    assert distance(packed, found) <= 1e-6
+    assert result[1]["accuracy"] == pytest.approx(accuracy)
+    assert distance(step(RANKED, reward_loss=loss, **PACKED)[0], result[0]) <= 1e-6
 
 
 def test_steps_have_the_mean_loss_over_all_steps_and_no_later_text_is_seen():
-    found, metrics = step_of(STEPS)
-    model = tiny_classifier().double()
-    ids = [torch.from_numpy(each.answer.token_ids).long()[None] for each in STEPS]
+    result, model = step(STEPS), classifier()
     ends = [np.flatnonzero(each.answer.is_trained) for each in STEPS]
     # transformers scores the text up to the end of each step.
     scores = torch.stack(
         [
-            model(whole[:, : end + 1]).logits[0, 0]
-            for whole, places in zip(ids, ends, strict=True)
+            model(torch.from_numpy(each.answer.token_ids).long()[None, : end + 1]).logits[0, 0]
+            for each, places in zip(STEPS, ends, strict=True)
             for end in places
         ]
     )
     labels = torch.tensor([label for each in STEPS for label in each.labels]).double()
-    losses = -(labels * scores.sigmoid().log() + (1 - labels) * (-scores).sigmoid().log())
-    losses.mean().backward()
-    gradient = {f"model.{name}": value.grad for name, value in model.named_parameters()}
-    assert distance(found, gradient) <= 1e-5
-    assert metrics["loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
+    require_formula(result, cross_entropies(scores, labels).mean(), model)
+    gradient, metrics = result
     assert metrics["accuracy"] == pytest.approx(((scores > 0) == labels.bool()).double().mean())
     correlation = np.corrcoef(scores.detach().numpy(), np.concatenate(ends))[0, 1]
     assert metrics["length_correlation"] == pytest.approx(correlation, abs=1e-5)
-    for way in ({"packing_samples": True, "max_row_tokens": 100}, {"micro_train_batch_size": 2}):
-        again, others = step_of(STEPS, **way)
-        assert distance(again, found) <= 1e-6
+    for way in (PACKED, {"micro_train_batch_size": 2}):
+        again, others = step(STEPS, **way)
+        assert distance(again, gradient) <= 1e-6
         assert others["loss"] == pytest.approx(metrics["loss"], rel=1e-6)
 
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
-from tests.ranks import run_multiprocess
-from tests.runs import digest, interrupted, row_options, steps, write
+from tests.runs import continued, row_options, steps, train_on_ranks, write
 from tests.stages.reward.reward_world import PAIRS, build_stage, run, tiny_classifier
-from tests.stages.stage_world import STILL, distance, row, train_step
+from tests.stages.stage_world import distance, row, step_of
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.ranked_rows import RankedAnswers
-from lightrft.datasets.types import DataError
 from lightrft.models import RewardModel
 from lightrft.models.score_heads import AttentionHead, describe_head, initialise
 from lightrft.stages.reward.reward_inputs import plan_scores
-from lightrft.strategy import get_fake_strategy
 from lightrft.trainer import RewardTrainer
 
 NAMES = {"taste": 1.0, "truth": 0.5}
@@ -96,26 +94,16 @@ def slow_loss(made, judgements, *, losses):
     return total
 
 
-def gradient_of(stage, judgements):
-    return train_step(stage, judgements)
-
-
-def named_stage(pooling, **changes):
-    """A stage on rankings by name whose model has random numbers."""
-    import tests.stages.reward.reward_world as world
-
-    made = scorer(pooling, NAMES)
+def named_step(pooling, **changes):
+    """Return gradient and metrics of a step on rankings by name of a model of random numbers."""
     changes = {"reward_head_losses": ("bradley_terry", "hps"), **changes}
-    kept, world.RewardModel = world.RewardModel, lambda _: made
-    try:
-        return build_stage(get_fake_strategy(STILL), NAMED, reward_heads=tuple(NAMES), **changes)
-    finally:
-        world.RewardModel = kept
+    made = scorer(pooling, NAMES)
+    return step_of(build_stage, NAMED, model=made, reward_heads=tuple(NAMES), **changes)
 
 
 @pytest.mark.parametrize("pooling", ["last", "attention"])
 def test_several_scores_have_their_losses_and_gradients(pooling):
-    found, metrics = train_step(named_stage(pooling), NAMED)
+    found, metrics = named_step(pooling)
     made = scorer(pooling, NAMES).double()
     if pooling == "last":
         made.head.weight.data = made.head.weight.data.double()
@@ -126,7 +114,7 @@ def test_several_scores_have_their_losses_and_gradients(pooling):
     assert distance({n: found[n] for n in expected}, expected) <= 1e-5
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert {"head_accuracy/taste", "head_accuracy/truth", "accuracy"} <= metrics.keys()
-    again, others = train_step(named_stage(pooling, **PACKED), NAMED)
+    again, others = named_step(pooling, **PACKED)
     assert distance(again, found) <= 1e-6
     for name, value in metrics.items():
         assert others[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
@@ -198,62 +186,9 @@ def test_scores_load_where_rewards_are_read(tmp_path, model, pooling):
         run(str(summary.model_dir), path, tmp_path / "other", max_steps=1, **other)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"reward_heads": ("one",)}, "must be two different names or more"),
-        ({"reward_heads": ("one", "one")}, "must be two different names or more"),
-        (
-            {"reward_heads": ("a", "b"), "reward_head_weights": (1.0,)},
-            "reward_head_weights must be one for each",
-        ),
-        ({"reward_heads": ("a", "b")}, "need rankings"),
-    ],
-)
-def test_heads_that_cannot_be_trained_are_refused(tmp_path, model, rows, changes, said):
-    with pytest.raises(ConfigError, match=said):
-        run(model, rows, tmp_path / "run", **changes)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_stream_that_ranks_share_is_not_pooled(model):
     with pytest.raises(ConfigError, match="reads whole rows, which sp_size 2 cuts"):
         plan_scores(TrainConfig(pretrain=model, reward_pooling="attention", sp_size=2))
-
-
-def test_steps_are_not_pooled(tmp_path, model):
-    row_of = {"prompt": "1+1=", "completions": ["2.", "3."], "labels": [True, False]}
-    path = write(tmp_path / "rows.jsonl", [row_of] * 8)
-    with pytest.raises(ConfigError, match="the data hold labelled steps: use last"):
-        run(model, path, tmp_path / "run", reward_pooling="attention")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "said"),
-    [
-        ([1, 2], r"ranks must hold an object with ranks by name \(a, b\)"),
-        ({"c": [1, 2]}, "ranks must be of a, b: got c; name them in reward_heads"),
-        ({"a": None}, "ranks must be of a, b: got none"),
-        ({"a": [1, 2, 3]}, "got 2 answers and 3 ranks"),
-    ],
-)
-def test_rankings_of_other_scores_are_refused(tmp_path, model, ranks, said):
-    good = {"prompt": "a", "answers": ["b", "c"], "ranks": {"a": [1, 2]}}
-    path = write(tmp_path / "rows.jsonl", [good] * 8 + [good | {"ranks": ranks}])
-    with pytest.raises(DataError, match=f"rows.jsonl:9: .*{said}|rows.jsonl.*9.*{said}"):
-        run(model, path, tmp_path / "run", reward_heads=("a", "b"))
-    plain = write(tmp_path / "plain.jsonl", [good] * 8)
-    with pytest.raises(DataError, match="ranks must hold a list"):
-        run(model, plain, tmp_path / "run")
-
-
-def in_ranks(rank, world_size, settings):
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", timeout=timedelta(seconds=200))
-    return RewardTrainer(TrainConfig(**settings)).train().num_steps
 
 
 @pytest.mark.slow
@@ -264,10 +199,10 @@ def test_two_ranks_train_the_heads_of_one(tmp_path, model, changes):
     path = write(tmp_path / "rows.jsonl", named_rankings(16))
     changes |= {"reward_heads": tuple(NAMES), "reward_pooling": "attention", "eval_data": path}
     changes |= {"actor_learning_rate": 1e-3, "train_batch_size": 8, "max_epochs": 2}
-    one = {**row_options(model, path, tmp_path / "one", **changes), "fsdp": True, "zero_stage": 0}
-    RewardTrainer(TrainConfig(**one)).train()
+    run(model, path, tmp_path / "one", **{**changes, "fsdp": True, "zero_stage": 0})
     settings = row_options(model, path, tmp_path / "two", **changes)
-    assert run_multiprocess(in_ranks, 2, timeout_seconds=400, args=(settings,)) == [4, 4]
+    ranks = train_on_ranks(2, [{**settings, "stage": "reward"}], timeout_seconds=400)
+    assert [summary["num_steps"] for (summary,) in ranks] == [4, 4]
     alone, shared = steps(tmp_path / "one"), steps(tmp_path / "two")
     for expected, found in zip(alone, shared, strict=True):
         for name in ("loss", "eval/loss", "accuracy", "head_accuracy/truth"):
@@ -281,14 +216,10 @@ def test_two_ranks_train_the_heads_of_one(tmp_path, model, changes):
 def test_an_interrupted_run_of_several_heads_continues_to_the_bit(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", named_rankings(8))
     changes = {"reward_heads": tuple(NAMES), "reward_pooling": "attention", "save_steps": 1}
-    changes |= {"train_batch_size": 4, "max_epochs": 2, "lora_rank": 2, "packing_samples": True}
+    changes |= {"max_epochs": 2, "lora_rank": 2, "packing_samples": True}
+    summary = continued(RewardTrainer, tmp_path, partial(row_options, model, path, **changes), 3)
+    assert summary.num_resumed_steps == 2
     whole, parts = (
-        TrainConfig(**row_options(model, path, tmp_path / name, **changes)) for name in "ab"
+        (tmp_path / name / "model/score.safetensors").read_bytes() for name in ("whole", "parts")
     )
-    RewardTrainer(whole).train()
-    interrupted(RewardTrainer, parts, 3)
-    assert RewardTrainer(parts).train().num_resumed_steps == 2
-    assert steps(tmp_path / "a") == steps(tmp_path / "b")
-    heads = [(tmp_path / name / "model/score.safetensors").read_bytes() for name in "ab"]
-    assert heads[0] == heads[1]
-    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    assert whole == parts

@@ -3,56 +3,44 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 import torch
 from tests.models.tiny import tiny_model
-from tests.stages.stage_world import STILL, distance, train_step
-from tests.stages.supervised.supervised_world import RAGGED, build_stage, slow_gradient
+from tests.stages.stage_world import distance, require_formula, step_of
+from tests.stages.supervised.supervised_world import RAGGED, build_stage, slow_loss
 
 from lightrft.algorithms.aggregation import local_normalizer, loss_weights
 from lightrft.stages.supervised.supervised_stage import LOSSES
-from lightrft.strategy import get_fake_strategy
 
 
-def one_row_per_pass():
-    return train_step(build_stage(get_fake_strategy(STILL), RAGGED), RAGGED)
-
-
-@pytest.fixture(scope="module")
+@cache
 def plain():
+    """The step on the mean over tokens, one row a pass."""
     torch.set_num_threads(1)
-    return one_row_per_pass()
+    return step_of(build_stage, RAGGED)
 
 
-def test_loss_and_gradient_are_those_of_the_formula_in_float64(plain):
-    found, metrics = plain
-    loss, gradient = slow_gradient(tiny_model(), RAGGED)
-    prefixed = {f"model.{name}": value for name, value in gradient.items()}
-    assert distance(found, prefixed) <= 1e-5
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
-    assert metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
-    assert metrics["num_tokens"] == 232
-    assert metrics["trained_share"] == pytest.approx(101 / 232)
-
-
-@pytest.fixture(scope="module", params=["seq-mean-token-mean", "dft"])
-def named(request):
-    return request.param, slow_gradient(tiny_model(), RAGGED, request.param)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_named_losses_are_those_of_their_formulas_in_float64(plain, named, fused):
-    name, (loss, gradient) = named
-    how = {"fused_linear_logprob": fused}
-    stage = build_stage(get_fake_strategy(STILL), RAGGED, sft_loss=name, **how)
-    found, metrics = train_step(stage, RAGGED)
-    prefixed = {f"model.{name}": value for name, value in gradient.items()}
-    assert distance(found, prefixed) <= 1e-5
-    assert distance(found, plain[0]) > 0.1
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
-    assert metrics["nll"] == pytest.approx(plain[1]["loss"], rel=1e-6)
-    assert metrics["perplexity"] == pytest.approx(plain[1]["perplexity"], rel=1e-5)
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [("token-mean", True), *((n, f) for n in ("seq-mean-token-mean", "dft") for f in (0, 1))],
+)
+def test_loss_and_gradient_are_those_of_the_formula_in_float64(name, fused):
+    changes = {"sft_loss": name, "fused_linear_logprob": bool(fused)}
+    step = step_of(build_stage, RAGGED, **changes)
+    model = tiny_model().double()
+    loss = slow_loss(model, RAGGED, name)
+    require_formula(step, loss, model)
+    metrics, others = step[1], plain()[1]
+    if name == "token-mean":
+        assert metrics["perplexity"] == pytest.approx(math.exp(loss.item()), rel=1e-5)
+        assert metrics["num_tokens"] == 232
+        assert metrics["trained_share"] == pytest.approx(101 / 232)
+    else:
+        assert distance(step[0], plain()[0]) > 0.1
+        assert metrics["nll"] == pytest.approx(others["loss"], rel=1e-6)
+        assert metrics["perplexity"] == pytest.approx(others["perplexity"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -81,13 +69,13 @@ def test_the_slope_of_a_loss_is_its_finite_difference_with_its_weights_held(name
     assert float((leaf.grad * direction).sum()) == pytest.approx(float(slope), rel=1e-8)
 
 
-def test_a_mean_of_row_means_would_be_found(plain):
-    means = [train_step(build_stage(get_fake_strategy(STILL), [r]), [r])[0] for r in RAGGED[::3]]
-    mean = {name: (means[0][name] + means[1][name]) / 2 for name in means[0]}
-    assert distance(mean, plain[0]) > 0.1
+def test_a_mean_of_row_means_would_be_found():
+    first, second = (step_of(build_stage, [each])[0] for each in RAGGED[::3])
+    mean = {name: (value + second[name]) / 2 for name, value in first.items()}
+    assert distance(mean, plain()[0]) > 0.1
 
 
 def test_a_step_without_trained_tokens_has_loss_and_gradient_0():
-    found, metrics = train_step(build_stage(get_fake_strategy(STILL), RAGGED[1:3]), RAGGED[1:3])
-    assert all(not value.any() for value in found.values())
+    gradient, metrics = step_of(build_stage, RAGGED[1:3])
+    assert all(not value.any() for value in gradient.values())
     assert metrics["loss"] == 0.0
