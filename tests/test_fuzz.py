@@ -82,6 +82,7 @@ OPTIONS = sorted(available_options())
 HINTS = type_hints(TrainConfig)
 
 
+@pytest.mark.full
 @FUZZ
 @given(st.dictionaries(st.sampled_from(OPTIONS), JSON, min_size=1, max_size=4))
 def test_any_toml_values_are_refused_by_name_or_can_be_saved_and_read_again(tmp_path, values):
@@ -115,6 +116,7 @@ def test_every_option_takes_or_refuses_any_text(name, text):
         assert problems or config.problems() == []
 
 
+@pytest.mark.full
 def test_every_option_refuses_what_no_number_may_be():
     """All float options, all hostile numbers: not left to chance."""
     refused = 0

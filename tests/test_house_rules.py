@@ -56,6 +56,7 @@ def test_engine_type_is_compared_only_in_a_factory():
     assert not offenders
 
 
+@pytest.mark.full
 def test_every_public_function_has_a_docstring():
     missing = []
     for path in SOURCES:
@@ -106,6 +107,7 @@ def _private_uses(node: ast.AST, names: set[str]) -> list[str]:
     return []
 
 
+@pytest.mark.full
 def test_tests_use_few_private_names_of_ours():
     names = _private_names()
     uses = [

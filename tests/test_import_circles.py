@@ -69,6 +69,7 @@ def graph_of(root: Path) -> dict[str, set[str]]:
     }
 
 
+@pytest.mark.full
 def test_imports_form_no_circle():
     assert circles(graph_of(ROOT)) == []
 

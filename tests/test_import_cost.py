@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from tests.machine import seconds
 
 PACKAGES = (
@@ -59,6 +60,7 @@ print("imported")
 """
 
 
+@pytest.mark.full
 def test_every_module_imports_without_optional_packages():
     code = BLOCKED_IMPORT.format(optional=OPTIONAL, packages=PACKAGES)
     done = subprocess.run(
@@ -88,6 +90,7 @@ def test_configuration_modules_import_the_standard_library_only():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.full
 def test_a_model_costs_what_torch_and_transformers_cost():
     code = (
         "import sys\n"

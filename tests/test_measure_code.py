@@ -40,6 +40,7 @@ def values(found) -> dict[str, int]:
     return {name: each.value for name, each in found.items()}
 
 
+@pytest.mark.full
 def test_the_code_is_no_worse_than_accepted():
     found = measures.measure(ROOT)
     assert not measures.excesses(found, measures.read_accepted(ROOT)), "see scripts/measure_code.py"

@@ -120,6 +120,7 @@ def test_every_file_is_read_by_the_one_reader_or_by_a_reader_that_is_fuzzed(read
     assert other == {}, "use lightrft.config.files, or name the reader in OTHERS"
 
 
+@pytest.mark.full
 def test_no_reader_waits_for_a_pipe():
     """Whatever reads in another way asks `regular_file` first, or says here why it need not."""
     unguarded = {}

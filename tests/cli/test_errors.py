@@ -195,6 +195,7 @@ def test_a_line_that_cannot_be_written_names_its_file(tmp_path):
     assert exit_code_of(error.value) == ExitCode.PREFLIGHT
 
 
+@pytest.mark.full
 def test_a_file_that_cannot_be_written_says_why(tmp_path):
     """The system's own limit stands for a full disk."""
     program = """if True:

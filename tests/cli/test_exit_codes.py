@@ -158,6 +158,7 @@ def test_one_process(program, capsys, monkeypatch, name, code, expected):
     assert_message(capsys.readouterr().err, name, expected, prefix="lightrft: ")
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["allocator", "deadline", "verification"])
 def test_one_process_at_the_shell(program, name):

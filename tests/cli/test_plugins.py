@@ -144,6 +144,7 @@ def test_a_command_says_which_extra_brings_what_it_lacks(lightrft):
     )
 
 
+@pytest.mark.full
 def test_an_extra_that_only_transformers_asks_for_is_named_too(lightrft, tmp_path):
     argv = ["init-model", str(tmp_path / "vl"), "--preset", "tiny-qwen2.5-vl"]
     program = (

@@ -81,6 +81,7 @@ def test_toml_has_no_literal_for_an_object():
         format_toml(object())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("value", ["text", -1, 0, 2.5, True, [1], ["a"], {"a": 1}, ()])
 def test_a_value_of_any_type_is_accepted_or_named(value):
     for name in available_options():

@@ -156,6 +156,7 @@ def on_both_backends(rank, world_size):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_backends_are_switched_with_zero_code_changes():

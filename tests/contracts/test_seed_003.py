@@ -158,6 +158,7 @@ def test_the_base_class_is_constructed(names):
     assert trainer.config.loss_agg_mode == "seq-mean-token-mean"
 
 
+@pytest.mark.full
 def test_the_language_trainer_trains_for_several_iterations(names, capsys):
     metrics = run(CLASS, names)["metrics"]
     assert isinstance(metrics, dict)

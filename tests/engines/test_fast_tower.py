@@ -116,6 +116,7 @@ def test_a_copy_reads_its_own_weights(towers):
         assert mine(pixels).abs().max() < 1e-12
 
 
+@pytest.mark.full
 def test_trainer_and_engine_load_fast_towers(tmp_path):
     write_tiny_vision_model(tmp_path, "tiny-qwen2.5-vl")
     trained = load_causal_lm(str(tmp_path))

@@ -144,6 +144,7 @@ def ledger_of(scored):
     return ledger
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block", range(4))
 def test_no_false_alarm_on_200_sound_batches(block):
     for seed in range(50 * block, 50 * (block + 1)):

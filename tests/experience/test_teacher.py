@@ -106,6 +106,7 @@ def distance_after_training(form):
     return divergence(logits, teacher) / before
 
 
+@pytest.mark.full
 def test_the_sampled_form_moves_the_student_to_the_teacher():
     assert distance_after_training(sampled) < 0.01
 

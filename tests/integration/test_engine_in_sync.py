@@ -142,6 +142,7 @@ def one_process(tmp_path_factory):
     return run_multiprocess(train, 1, timeout_seconds=180, args=("fake", False, folder))
 
 
+@pytest.mark.full
 def test_one_process_is_in_sync_after_every_step(one_process):
     check_in_sync(one_process)
 

@@ -249,6 +249,7 @@ def fault_on_one_rank(rank, world_size):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_fault_on_one_rank_ends_the_sync_on_all():
     first, second = run_multiprocess(fault_on_one_rank, 2, timeout_seconds=240)

@@ -22,6 +22,7 @@ extern "C" std::uint64_t hash_range(
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     shutil.which("g++") is None or platform.machine() != "x86_64", reason="no g++ for x86-64"
 )

@@ -90,6 +90,7 @@ def test_values_on_a_gpu_equal_the_definition(dtype) -> None:
         assert int(reference.hash_flat(part, start)) == expected
 
 
+@pytest.mark.full
 @pytest.mark.triton
 def test_it_compiles_for_every_gpu() -> None:
     assert run(COMPILED).split() == ["80", "90", "100", "120"]

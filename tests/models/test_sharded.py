@@ -62,6 +62,7 @@ def shard_and_compare(rank, world, directories):
     return differences
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_fsdp2_gradients_equal_the_whole_model(checkpoints):
     args = (list(checkpoints.values()),)

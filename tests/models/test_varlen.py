@@ -169,6 +169,7 @@ def test_this_torch_offers_what_the_choice_of_a_kernel_asks_for(monkeypatch):
     assert try_kernel(SHAPE).finding == "varlen_attn"
 
 
+@pytest.mark.full
 def test_compiled_blocks_take_any_number_of_packed_rows():
     actor = Actor(tiny_model("llama"))
     actor.pack_samples()

@@ -519,6 +519,7 @@ def functions_that_list_facts(source):
     return found
 
 
+@pytest.mark.full
 def test_between_engine_and_loss_nobody_lists_the_facts_of_a_token(repository):
     paths = [*repository.glob("packages/*/src/**/*.py")]
     found = {path: functions_that_list_facts(path.read_text()) for path in paths}

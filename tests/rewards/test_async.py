@@ -72,6 +72,7 @@ def test_results_keep_their_order_and_awaitables_overlap(file, name: str, most: 
     assert found[-1].components["most"] == most
 
 
+@pytest.mark.full
 def test_all_calls_share_one_loop(file) -> None:
     assert [result.reward for result in ask(f"{file}:loop", times=3)] == [3.0] * 4
 

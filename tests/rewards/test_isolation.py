@@ -110,6 +110,7 @@ def test_a_child_with_a_session_of_its_own_ends_with_its_reward(file, tmp_path, 
     assert wait_for_end(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.full
 def test_no_child_outlives_a_killed_trainer(file, tmp_path):
     program = (
         "import os, signal\n"
@@ -132,6 +133,7 @@ def test_no_child_outlives_a_killed_trainer(file, tmp_path):
     assert wait_for_end(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["holds", "holds_in_children"])
 def test_memory_of_a_reward_and_its_children_is_bounded(file, name):
     with pytest.raises(
@@ -148,6 +150,7 @@ def test_a_rewards_lack_of_memory_is_not_the_trainers(file):
     assert is_out_of_memory(RuntimeError("CUDA out of memory"))
 
 
+@pytest.mark.full
 def test_workers_do_not_inherit_secrets_unless_told(file, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     monkeypatch.setenv("SOME_SETTING", "1")

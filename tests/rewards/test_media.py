@@ -108,11 +108,13 @@ def test_who_takes_everything_is_given_no_pixels(tmp_path):
     assert len(scored(tmp_path, "takes_all", rollouts(tmp_path))) == 6
 
 
+@pytest.mark.full
 def test_rows_of_text_have_no_pictures(tmp_path):
     found = scored(tmp_path, "looks", rollouts(tmp_path)[2:4])
     assert [result.reward for result in found] == [0, 0]
 
 
+@pytest.mark.full
 def test_a_function_sees_frames(tmp_path):
     frames = [grey(shade) for shade in SHADES]
     video = as_video({"frames": frames, "fps": 2}, name="v", folder=tmp_path)

@@ -74,6 +74,7 @@ def _score(file, name: str, responses=("a", "b"), columns=None, seconds: float =
         return results_of(f, list(responses), ["a", "c"], **columns or {})
 
 
+@pytest.mark.full
 def test_numbers_dicts_arrays_and_columns(file) -> None:
     columns = {"level": [7, 8], "extra": [object, object]}
     exact = _score(file, "exact", columns=columns)
@@ -131,6 +132,7 @@ def test_a_traceback_starts_in_the_users_file(file) -> None:
     assert "worker.py" not in text
 
 
+@pytest.mark.full
 def test_a_hanging_call_ends_at_its_deadline_and_the_next_call_works(file) -> None:
     config = TrainConfig(reward_timeout_seconds=1.0)
     with build_reward([f"{file}:hangs"], config=config) as reward:

@@ -14,6 +14,7 @@ from lightrft.rollout.environments.environments import Environments
 from lightrft.rollout.sampler import training_params
 
 
+@pytest.mark.full
 def test_trls_minimal_class_runs_unchanged(stage):
     played = stage([call("guess", number=7), "done"])
     rollouts, rewards = played.sample()
@@ -37,6 +38,7 @@ def test_trls_minimal_class_runs_unchanged(stage):
     assert versions == {(3, True), (-1, False)}
 
 
+@pytest.mark.full
 def test_state_belongs_to_one_episode_and_calls_keep_their_order(stage):
     two = call("slowly", seconds=0.05) + "\n" + call("count_up")
     played = stage([two, call("count_up"), "done"], environment="Counter")
@@ -120,6 +122,7 @@ def told(played):
     ]
 
 
+@pytest.mark.full
 def test_draws_of_an_environment_follow_from_the_seed(stage):
     rows = [{"input": f"Roll {i}."} for i in range(2)]
     turns = [call("roll") + "\n" + call("roll"), call("roll"), "done"]
@@ -140,6 +143,7 @@ def test_draws_of_an_environment_follow_from_the_seed(stage):
     assert len({reward for _, _, reward in first}) == 6
 
 
+@pytest.mark.full
 def test_episodes_of_a_worker_that_died_draw_again_what_they_drew(stage):
     def run(dies):
         def script(request_id):
@@ -153,6 +157,7 @@ def test_episodes_of_a_worker_that_died_draw_again_what_they_drew(stage):
     assert [dying[i] for i in (0, 2, 3)] == [calm[i] for i in (0, 2, 3)]
 
 
+@pytest.mark.full
 def test_nothing_is_left_of_episodes_that_have_ended(stage):
     options = {"environment": "Living", "reward_failure": "mask", "n_samples_per_prompt": 3}
     rows = [{"input": "Count."}, {"input": "Fail.", "bad_reset": True}]
@@ -225,6 +230,7 @@ def test_a_turn_cut_by_length_ends_the_episode(stage):
     assert rewards[0].reward == 0.0
 
 
+@pytest.mark.full
 def test_stateless_tools_need_no_class(stage):
     played = stage([call("double", x=21), "42"], environment=None, tools=(f"{CASES}:double",))
     rollouts, rewards = played.sample()

@@ -281,6 +281,7 @@ class WholeEngine(FakeEngine):
         yield [row for part in super().stream_rows(rows, params) for row in part]
 
 
+@pytest.mark.full
 def test_rewards_are_bit_identical_however_they_are_spread(file):
     def rewards(num_workers, engine=None):
         config = TrainConfig(reward_workers=num_workers, reward_timeout_seconds=DEADLINE)

@@ -95,6 +95,7 @@ def test_a_journal_that_ends_anywhere_is_followed_to_the_same_end(whole, tmp_pat
     assert len(set(counts)) == 5  # four rounds
 
 
+@pytest.mark.full
 def test_turns_of_a_journal_are_evidence_for_the_ledger_gate(whole, tmp_path):
     lines = whole.lines.splitlines(keepends=True)
     again = Played(tmp_path / "run", lines="".join(lines[: len(lines) // 2]))

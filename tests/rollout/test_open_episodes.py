@@ -415,6 +415,7 @@ def test_two_ranks_play_the_episodes_of_one(tmp_path, stream, streamed):
         assert sorted(mine + theirs, key=key) == sorted(streamed[number], key=key)
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("breaks", [(1,), (3, 4), range(11)])
 def test_a_resumed_run_goes_on_in_the_middle_of_episodes(tmp_path, stream, streamed, breaks):
     found = play(Player(config_of(**stream), tmp_path), breaks)
@@ -485,6 +486,7 @@ FORMS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_other_forms_of_environments_stay_open_too(tmp_path, form):
     plain = Player(config_of(**FORMS[form]), tmp_path)
@@ -640,6 +642,7 @@ class Reading(Lengths):
         ]
 
 
+@pytest.mark.full
 def test_reward_functions_read_environments_that_ended_in_earlier_steps(tmp_path):
     player = Player(config_of(**STREAM), tmp_path, reward=Reading())
     for samples in play(player, range(11)):

@@ -79,6 +79,7 @@ def test_coroutines_of_one_worker_wait_for_each_other(pool_of):
     assert found[1][0][1].isdigit()
 
 
+@pytest.mark.full
 def test_functions_take_turns_and_may_run_an_event_loop_of_their_own(pool_of):
     player = Player(pool_of("Meeting"))
     episodes = {number: [("own_loop", {})] for number in range(1, 4)} | {0: [("meet", {})]}
@@ -198,6 +199,7 @@ def test_an_episode_that_holds_too_much_memory_fails_alone(pool_of):
     assert "--environment_memory_gb" in str(futures[1].result())
 
 
+@pytest.mark.full
 def test_waiting_operations_end_with_their_pool(pool_of, tmp_path):
     pool, path = pool_of("Meeting", workers=2), tmp_path / "waits"
     futures = Player(pool).begin({0: [("wait", {"path": str(path)})]})

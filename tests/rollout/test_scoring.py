@@ -225,6 +225,7 @@ for seconds in ("0", "100"):
 """
 
 
+@pytest.mark.full
 def test_the_reward_phase_keeps_the_deadline_of_every_phase():
     done = subprocess.run(
         [sys.executable, "-c", PHASE],

@@ -139,6 +139,7 @@ SHOWN = "what the model was shown is not what was answered"
 COUNTER = {"environment": "Counter"}
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize(
     ("fault", "script", "options", "message"),
     [

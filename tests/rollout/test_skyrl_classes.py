@@ -64,6 +64,7 @@ def test_five_shapes_are_played_and_paid_as_under_skyrl(tmp_path, name):
         assert f"<|im_start|>user\n{answer}<|im_end|>" in text
 
 
+@pytest.mark.full
 def test_a_turn_is_never_replaced_by_what_an_environment_makes_of_it(tmp_path, monkeypatch):
     monkeypatch.setitem(CASES, "Rewrites", CASES["Grade"])
     with pytest.raises(RewardError, match=r"postprocessed_action 'so': .* is trained as it was"):

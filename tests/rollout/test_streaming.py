@@ -115,6 +115,7 @@ def trained_lengths(samples):
     return [len(item.rollout.completion.output_token_ids) for item in samples.scored]
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_budgets_are_exact_ages_are_bounded_and_nothing_is_lost(seed):
     rng = np.random.default_rng(seed)

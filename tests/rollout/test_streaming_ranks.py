@@ -202,6 +202,7 @@ def test_a_rank_gets_little_more_than_the_rows_it_trains_need(world_size):
         assert moved.sum() < 2 * 13 * sampled * (world_size - 1) * (0.8 if world_size == 4 else 0.5)
 
 
+@pytest.mark.full
 def test_what_is_trained_does_not_depend_on_the_number_of_ranks():
     one = trained(run_rounds(1, num_wanted=8, saves=(1, 3)))
     for world_size in (2, 4):
@@ -218,6 +219,7 @@ def test_at_scale_open_rows_cost_little(world_size, tokens):
     assert found.total <= 1.3 * 2 * trained_bytes
 
 
+@pytest.mark.full
 def test_the_predicted_bytes_are_the_measured_ones():
     ranks = run_rounds(4, num_wanted=32)
     tables = [entry[0] for found in ranks for entry in found]

@@ -99,6 +99,7 @@ def test_eight_shapes_are_played_and_paid_as_under_trl(tmp_path):
     assert prompts[owned] == prompts[owned + 1]
 
 
+@pytest.mark.full
 def test_what_cannot_leave_its_process_is_named_in_one_line(tmp_path):
     with pytest.raises(RewardError) as refused:
         play(tmp_path, ["echoes"], ["client_reward"])
@@ -124,6 +125,7 @@ def test_rows_that_no_function_scores_are_an_error(tmp_path):
         play(tmp_path, ["board"], ["state_reward", "fall_reward"])
 
 
+@pytest.mark.full
 def test_an_episode_that_failed_keeps_nothing_and_is_masked_alone(tmp_path, monkeypatch):
     without_target = ({"input": "Take."}, *CASES["readsrow"][1:])
     monkeypatch.setitem(CASES, "readsrow", without_target)

@@ -111,6 +111,7 @@ def test_a_turn_that_another_stop_token_ended_gets_its_end_unsampled(tmp_path):
     assert completion.sampled[place : place + 2] == (True, False)
 
 
+@pytest.mark.full
 def test_delays_of_tools_change_nothing_that_an_engine_sees(tmp_path):
     """The same requests in the same batches: the same bits, whatever the engine."""
     seen = []
@@ -142,6 +143,7 @@ def chosen(tmp_path, script, rows, **options):
     return Stage(tmp_path, script, rows=rows, environment="FACTORIES", **{**LONG, **options})
 
 
+@pytest.mark.full
 def test_rows_choose_among_several_environments(tmp_path):
     turns = [
         [call("guess", number=7), call("fixed"), "done"],

@@ -85,6 +85,7 @@ def listed(folder):
     return sorted(str(Path(root) / f) for root, _, files in os.walk(folder) for f in files)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_that_is_not_there_any_more_ends_the_run(name, tmp_path):
@@ -103,6 +104,7 @@ def test_a_folder_that_is_not_there_any_more_ends_the_run(name, tmp_path):
     assert found[0][2], "nothing was displaced"
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_folder_that_comes_back_is_continued(tmp_path):
     write_inputs(tiny_models(tmp_path, "model"), ROWS, reward=LENGTH)

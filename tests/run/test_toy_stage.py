@@ -77,6 +77,7 @@ def digest(folder):
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_interrupted_run_continues_to_the_bit(tmp_path, backend):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -106,6 +107,7 @@ def in_ranks(rank, world_size, folder):
     return train(folder / "parts", "fsdp").num_resumed_steps
 
 
+@pytest.mark.full
 def test_two_ranks_train_what_one_does(tmp_path):
     assert run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(tmp_path,)) == [3, 3]
     assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
@@ -150,6 +152,7 @@ def spoilt_and_healed(rank, world_size, folder, backend):
     return str(caught.value), summary.num_resumed_steps
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_without_finite_weights_is_not_kept_and_can_be_left_out(tmp_path, backend):
     num_ranks = {"fake": 1, "fsdp": 2}[backend]

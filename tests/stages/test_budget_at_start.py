@@ -90,6 +90,7 @@ class Planted:
         return self.original(setup, write, **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_takes_the_largest_power_of_two_that_fits_and_records_it(
     tmp_path, folder, monkeypatch, capsys, stage
@@ -141,6 +142,7 @@ def test_a_size_that_was_given_is_never_replaced_also_where_it_is_the_default(
     assert kept.micro_batch_tokens == sizes.get("micro_batch_tokens")
 
 
+@pytest.mark.full
 def test_a_continued_run_keeps_its_budget_and_another_one_is_refused(
     tmp_path, folder, monkeypatch, capsys
 ):
@@ -158,6 +160,7 @@ def test_a_continued_run_keeps_its_budget_and_another_one_is_refused(
     assert TrainConfig.load(tmp_path / "config.toml").micro_batch_tokens == 128
 
 
+@pytest.mark.full
 def test_a_run_that_counted_rows_goes_on_counting_rows(tmp_path, folder, monkeypatch):
     config = settings(folder, "sft", tmp_path, save_steps=1, max_epochs=2)
     interrupted(SFTTrainer, config, 2)
@@ -166,6 +169,7 @@ def test_a_run_that_counted_rows_goes_on_counting_rows(tmp_path, folder, monkeyp
     assert TrainConfig.load(tmp_path / "config.toml").micro_batch_tokens is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_budget_that_cannot_fit_is_refused_at_the_start_of_every_stage(
     tmp_path, folder, monkeypatch, stage

@@ -143,6 +143,7 @@ def test_a_checkpoint_goes_on_in_bits(tmp_path):
     resumes(0, 1, str(tmp_path), is_fsdp=False)
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_checkpoint_of_fsdp2_goes_on_in_bits(tmp_path):
     run_multiprocess(resumes, 1, args=(str(tmp_path), True))

@@ -47,6 +47,7 @@ def test_expired_phase_ends_the_process_and_names_itself():
     assert time.monotonic() - begin < seconds(60)
 
 
+@pytest.mark.full
 def test_interpreter_that_holds_the_gil_is_ended_too():
     done = run(STUCK_WITH_THE_GIL)
     assert done.returncode != 0

@@ -187,6 +187,7 @@ def expected():
         return train(strategy, prepared(strategy), range(3))
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("name", PLAIN)

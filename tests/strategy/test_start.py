@@ -201,6 +201,7 @@ with StopRequest().listening():
 """
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_rank_whose_peer_never_comes_ends_when_it_is_told_to():
     """It waits outside of Python, where no handler of Python runs."""

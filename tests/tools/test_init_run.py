@@ -13,6 +13,7 @@ from lightrft.config import TrainConfig
 from lightrft.tools.init_run_command import options_of_folder, options_text
 
 
+@pytest.mark.full
 def test_what_it_writes_trains_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["init-run", "first"]) == 0

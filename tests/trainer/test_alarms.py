@@ -201,6 +201,7 @@ def test_logprobs_that_are_not_finite_are_counted(build_world, capsys):
     assert "not finite: kl" in found
 
 
+@pytest.mark.full
 def test_stop_on_alarm_ends_a_run_with_its_code_and_all_its_files(tmp_path, tiny_model, capsys):
     write_inputs(tmp_path, reward="def score(responses): return [1.0] * len(responses)\n")
     run = tmp_path / "run"

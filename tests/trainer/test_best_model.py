@@ -21,6 +21,7 @@ class Graded(SPMDPPOTrainer):
         self.stage.evaluate = lambda: {n: s[self.state.num_steps] for n, s in scores.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("metric", "first_best", "last_best"),
     [("eval/reward", 0.5, 0.7), ("eval/truncated_share", 0.5, 1 - 0.7)],

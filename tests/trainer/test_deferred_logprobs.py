@@ -49,6 +49,7 @@ SAME = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [

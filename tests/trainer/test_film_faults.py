@@ -35,10 +35,12 @@ def difference(world, output):
     return train(options).last_metrics["logprob_diff_mean"]
 
 
+@pytest.mark.full
 def test_engine_and_trainer_see_one_film(world, tmp_path):
     assert 0 < difference(world, tmp_path / "run") < 1e-5
 
 
+@pytest.mark.full
 def test_frames_at_other_times_are_found(world, tmp_path, monkeypatch):
     def slower(prompt):
         tensors = dict(prompt.tensors)

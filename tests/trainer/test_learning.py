@@ -34,6 +34,7 @@ def rise(build_world, reward, **options):
     return values[-1] - values[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo", "reinforce++", "cpgd", "gae"])
 def test_reward_rises(build_world, estimator):
     critic = {"with_critic": True, "lambd": 1.0} if estimator == "gae" else {}

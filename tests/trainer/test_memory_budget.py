@@ -141,6 +141,7 @@ def test_the_engine_gets_what_the_trainer_leaves():
     assert plan_memory(Setup(config, SHAPES["qwen2.5-7b"], 8, 8, True, 80e9, "vllm")).fits
 
 
+@pytest.mark.full
 def test_what_cannot_fit_is_refused_with_the_sum_and_remedies():
     with pytest.raises(MemoryError, match="needs more memory than its GPUs have") as caught:
         settle(setup_of("qwen2.5-32b", 8, 80), lambda text: None)

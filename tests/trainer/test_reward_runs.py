@@ -75,6 +75,7 @@ def metrics_of(tmp_path, tiny_model):
     return run
 
 
+@pytest.mark.full
 def test_an_async_function(metrics_of, tmp_path):
     metrics = metrics_of(f"{tmp_path / 'reward.py'}:each")
     assert 0 < metrics["reward"] < 2
@@ -93,6 +94,7 @@ def test_unit_tests(metrics_of):
     assert metrics["reward/timeout"] == 0
 
 
+@pytest.mark.full
 def test_a_task_of_reasoning_gym(metrics_of):
     task = "reasoning_gym:letter_counting"
     data = f"{task}?min_words=2&max_words=4"

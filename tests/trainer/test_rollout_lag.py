@@ -38,6 +38,7 @@ def response(rows, row, column):
     return rows[column][stop - int(rows.response_lengths[row]) : stop]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_token_has_the_logprob_of_the_version_that_sampled_it(build_world, lag):
     world = build_world(rollout_lag=lag, num_prompts=16)
@@ -59,6 +60,7 @@ def test_a_token_has_the_logprob_of_the_version_that_sampled_it(build_world, lag
     assert len(world.trainer.stage.memory.in_flight.held) == lag
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options", [{}, {"dynamic_sampling": True}, {"advantage_estimator": "remax"}]
 )
@@ -100,6 +102,7 @@ def undecided(text):
     return RewardResult(total % 3, {"accuracy": total % 2}) if total % 5 else None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_goes_on_exactly_with_the_rows_that_were_in_flight(
     build_world, goes_on_exactly, case

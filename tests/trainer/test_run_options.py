@@ -123,6 +123,7 @@ def test_an_alarm_warns_and_stops_only_if_told_to(build_world, capsys, stops, st
     assert capsys.readouterr().out.count("alarm after step") == steps
 
 
+@pytest.mark.full
 def test_trajectories_hold_one_value_per_token(build_world, tmp_path):
     log = TrajectoryLog(tmp_path / "t.jsonl", num_samples=3, every=2)
     world = build_world(
@@ -154,6 +155,7 @@ def test_trajectories_hold_one_value_per_token(build_world, tmp_path):
         assert set(line["components"]) == {"vowels", "lower"}
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_whole_run_with_a_service_an_average_and_trajectories(tmp_path, tiny_model):
     write_inputs(tmp_path, reward="def one(responses):\n    return [1.0] * len(responses)\n")

@@ -159,6 +159,7 @@ def test_a_damaged_summary_is_written_again(config, tmp_path):
     assert plan_run(config()).resumes
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", ["config.toml", "run.json", "summary.json"])
 def test_a_flipped_byte_of_a_record_is_passed_over_or_its_file_is_named(config, tmp_path, name):
     leave_run(config(num_threads=3), summary=name == "summary.json")
@@ -355,6 +356,7 @@ def test_credentials_are_not_saved_and_do_not_look_like_a_change(config, tmp_pat
     assert plan_run(secret).changes == ()
 
 
+@pytest.mark.full
 def test_a_folder_has_one_writer(tmp_path):
     holder = (
         "import sys; from pathlib import Path\n"

@@ -38,6 +38,7 @@ def test_what_cannot_score_is_named(build_world):
         build_world(reward=[3])
 
 
+@pytest.mark.full
 def test_options_reach_models_that_a_script_built(build_world):
     plain, fused = (
         build_world(

@@ -82,6 +82,7 @@ def supervised(tiny_model, folder):
     return run
 
 
+@pytest.mark.full
 def test_a_function_and_rows_are_enough(folder, policy):
     watcher = Watcher()
     rewards = [length, lambda responses, labels: [float(label) for label in labels]]
@@ -114,6 +115,7 @@ def test_a_callback_ends_the_run_with_its_files(capsys, policy):
     assert policy(**options).num_steps == 1
 
 
+@pytest.mark.full
 def test_rows_without_an_end_are_read_as_far_as_they_are_used(policy):
     numbers = count()
     endless = ({"input": f"Say {n}.", "label": str(n)} for n in numbers)
@@ -125,6 +127,7 @@ def test_rows_without_an_end_are_read_as_far_as_they_are_used(policy):
     assert summary.last_eval["eval/num_prompts"] == 2
 
 
+@pytest.mark.full
 def test_a_run_does_not_go_on_with_another_function(policy):
     def reward(responses, *, bonus=1.0):
         return [bonus + len(text) for text in responses]
@@ -151,6 +154,7 @@ def test_a_comment_is_no_change(policy):
     assert policy(rewards=second["reward"], **same).num_steps == 2
 
 
+@pytest.mark.full
 def test_other_rows_are_another_run(folder, policy):
     policy(max_steps=1)
     with pytest.raises(ConfigError, match="prompt_data"):
@@ -261,6 +265,7 @@ def test_what_is_no_callback_is_refused_before_anything(tmp_path, callback, mess
         run_training(TrainConfig(), callbacks=[callback])
 
 
+@pytest.mark.full
 def test_a_cell_runs_again_in_a_folder_of_its_own(tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     first = sft(tiny_model, PROMPTED, **OF_ROWS)

@@ -155,6 +155,7 @@ def train(folder, **changes):
         return main(["train", *runs.words(options)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "late", [{}, {"tool_lag": 1, "stream_chunk": 10}], ids=["waited for", "late"]
 )

@@ -80,6 +80,7 @@ def train_both(rank, world_size, values, hanging, failed):
     return episodes, (*told_by(values), time.time() - failed[0].stat().st_mtime), seen
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_both_ranks_end_with_the_code_of_rewards(tmp_path, tiny_model):
     rows = [{"prompt": f"say {'aeiou'[i % 5] * (1 + i)}"} for i in range(4)]

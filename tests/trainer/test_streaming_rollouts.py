@@ -47,6 +47,7 @@ def rows_of(world, number):
     return experience, metrics
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_every_token_has_the_logprob_and_version_of_the_weights_that_sampled_it(build_world, case):
     world = world_of(build_world, CASES[case], reward=letters())
@@ -79,6 +80,7 @@ def test_every_token_has_the_logprob_and_version_of_the_weights_that_sampled_it(
     assert {0, 1} <= set(ages) <= set(range(bound + lag + 1))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_continues_with_what_was_open(build_world, goes_on_exactly, case):
     half = goes_on_exactly(

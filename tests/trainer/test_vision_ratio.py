@@ -104,6 +104,7 @@ def places_by_count(trunk, rows, prompts):
     return [torch.arange(len(row)).expand(3, -1) for row in rows]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("preset", ["tiny-qwen2.5-vl", "tiny-gemma3"])
 def test_ratios_are_one_until_the_first_step(preset, is_packed, build, monkeypatch):

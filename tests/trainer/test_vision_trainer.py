@@ -81,6 +81,7 @@ def stored_bytes(prompts):
     return sum(stores.values())
 
 
+@pytest.mark.full
 def test_three_steps_move_text_and_tower_of_all_models(model, data):
     trainer, strategy = build_vision_trainer(model, data, is_fake=True)
     before = weights_of(strategy, trainer.actor), weights_of(strategy, trainer.critic)

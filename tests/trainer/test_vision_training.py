@@ -175,6 +175,7 @@ def audited(data, model, folder, **options):
     return found, {row.quantity for row in rows if row.verdict == EQUAL}, rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -208,6 +209,7 @@ def test_an_audit_of_images_leaves_out_the_passes_of_models_alone(data, models, 
     assert left > {"old logprobs", "gradient norm, actor update 1", "actor weights after"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("place", "name", "fault"),
     [

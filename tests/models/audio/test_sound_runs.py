@@ -91,6 +91,7 @@ def faster(mel):
     return mel.repeat_interleave(2, -1)[..., : mel.shape[-1]]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("fault", [shifted, exchanged, faster])
 def test_default_settings_find_an_engine_that_hears_something_else(
     fault, inputs, tmp_path, monkeypatch

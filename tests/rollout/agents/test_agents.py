@@ -232,6 +232,7 @@ def test_calls_after_the_end_are_refused(stage, tmp_path):
     assert wait_until(lambda: log.exists() and log.read_text() == "409\n409\n", 20.0)
 
 
+@pytest.mark.full
 def test_a_key_opens_its_own_episode_only(stage):
     samples = stage("borrows_a_key", reward_failure="mask").sample()
     rewards = sorted(samples.table.rewards.tolist())

@@ -273,6 +273,7 @@ def test_connections_are_bounded_and_idle_ones_hold_nobody_up(desk):
     raise AssertionError("the endpoint does not recover")
 
 
+@pytest.mark.full
 def test_many_calls_at_once_are_all_answered(desk):
     found = []
 

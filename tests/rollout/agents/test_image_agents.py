@@ -255,6 +255,7 @@ def test_a_fault_in_what_was_shown_is_found(name, monkeypatch):
     assert any(desk.faults())
 
 
+@pytest.mark.full
 def test_pixels_of_another_row_are_found(monkeypatch, tmp_path):
     own = AgentEpisode.to_rollout
 
@@ -407,6 +408,7 @@ def test_tools_show_images():
     assert [image.decode().tobytes() for image in turn.later[0].images] == [squares(2).tobytes()]
 
 
+@pytest.mark.full
 def test_one_conversation_goes_on_over_all_clients(tmp_path):
     pytest.importorskip("openai", reason="needs the package openai")
     pytest.importorskip("anthropic", reason="needs the package anthropic")
@@ -420,6 +422,7 @@ def test_one_conversation_goes_on_over_all_clients(tmp_path):
         assert found == [squares(3, (84, 84)).tobytes(), squares(4).tobytes()]
 
 
+@pytest.mark.full
 def test_what_was_shown_is_not_sampled_again_and_other_pixels_are(tmp_path):
     shift = tmp_path / "shift"
     first, again = (Stage(tmp_path, "tiny-qwen2.5-vl", shift=shift) for _ in range(2))
@@ -433,6 +436,7 @@ def test_what_was_shown_is_not_sampled_again_and_other_pixels_are(tmp_path):
     assert len(other.requests) == 2 * (2 + 4)
 
 
+@pytest.mark.full
 def test_a_reward_function_gets_the_images_that_the_first_turn_was_given(tmp_path):
     seen = []
 

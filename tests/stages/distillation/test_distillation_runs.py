@@ -50,6 +50,7 @@ def test_the_student_moves_to_the_teacher(tmp_path, models):
     assert sum(distances[-5:]) < 0.6 * sum(distances[:5])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rewards", [(), ("gsm8k",)])
 def test_a_run_without_rewards_shows_none(tmp_path, models, capsys, rewards):
     """A reward of 0 that nobody measured is no reward; with one that is measured it is shown."""

@@ -45,6 +45,7 @@ def train(models, tmp_path):
 SAMPLES = {**SAMPLED, "max_steps": 2}
 
 
+@pytest.mark.full
 def test_a_served_teacher_teaches_what_a_local_one_does(train, served):
     local, other = train("local", **SAMPLES), train("served", **SAMPLES, teacher=served.url)
     for name in ("teacher_kl", "policy_loss", "grad_norm", "advantage_abs"):
@@ -100,6 +101,7 @@ def test_another_tokenizer_is_refused_with_the_first_differing_id(train, served,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_a_server_that_fails_in_the_middle_ends_the_run_by_name(train, served, tmp_path):
     served.spoil = lambda entries, number: entries if number < 30 else None
     with pytest.raises(TeacherError, match=r"teacher http://127\.0\.0\.1:\d+/v1/completions, text"):

@@ -8,6 +8,7 @@ from tests.stages.row_stages import run, write_rows
 from lightrft.config import ConfigError
 
 
+@pytest.mark.full
 def test_pairs_are_told_apart_and_so_are_held_out_ones(tmp_path, models, capsys):
     rows, held_out = write_rows(tmp_path), write_rows(tmp_path, "held_out", start=8)
     changes = {"eval_data": held_out, "best_metric": "eval/accuracy"}

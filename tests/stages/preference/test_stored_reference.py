@@ -17,6 +17,7 @@ from lightrft.models import Actor
 train = partial(run, "prefer")
 
 
+@pytest.mark.full
 def test_three_ways_are_one_run_and_a_read_file_needs_no_reference(
     tmp_path, models, monkeypatch, capsys
 ):

@@ -19,6 +19,7 @@ from lightrft.tools.model_presets import write_tiny_model
 NAMES = ("accuracy", "calibration_error", "length_correlation", "longer_accuracy", "score_std")
 
 
+@pytest.mark.full
 def test_what_separates_pairs_is_learned_and_loads_where_rewards_are_read(tmp_path, model, rows):
     held_out = write(tmp_path / "held_out.jsonl", pairs(16, seed=7))
     changes = {"max_epochs": 6, "best_metric": "eval/accuracy", "centering_coef": 0.01}
@@ -65,6 +66,7 @@ def test_doubtful_data_are_named(tmp_path, model, capsys):
     assert "the prompts of 10 of 10 held-out judgements are trained on, too" in said
 
 
+@pytest.mark.full
 def test_padding_that_ends_texts_is_not_taken_for_padding(tmp_path, model, rows):
     folder = tmp_path / "alike"
     write_tiny_model(folder, "tiny-qwen3", seed=1)
@@ -83,6 +85,7 @@ def test_padding_that_ends_texts_is_not_taken_for_padding(tmp_path, model, rows)
         trained(torch.tensor([[65, 66]] * 2))
 
 
+@pytest.mark.full
 def test_a_reward_model_is_trained_on_from_where_it_was(tmp_path, model, rows):
     first = run(model, rows, tmp_path / "one", max_epochs=4, eval_data=rows)
     second = run(first.model_dir, rows, tmp_path / "two", max_steps=1, eval_data=rows)
@@ -91,6 +94,7 @@ def test_a_reward_model_is_trained_on_from_where_it_was(tmp_path, model, rows):
     assert loss < 0.3
 
 
+@pytest.mark.full
 def test_a_run_that_ends_behind_its_last_checkpoint_exports_the_same_model(
     tmp_path, model, rows, monkeypatch
 ):
@@ -109,6 +113,7 @@ def test_a_run_that_ends_behind_its_last_checkpoint_exports_the_same_model(
     assert configs[0] == configs[1]
 
 
+@pytest.mark.full
 def test_labelled_answers_are_learned(tmp_path, model):
     rows = [
         {"prompt": each["prompt"], "completion": each[name], "label": name == "chosen"}
@@ -121,6 +126,7 @@ def test_labelled_answers_are_learned(tmp_path, model):
     assert summary.last_eval["eval/loss"] < summary.first_eval["eval/loss"]
 
 
+@pytest.mark.full
 def test_labelled_steps_are_learned_and_the_last_one_is_what_others_read(tmp_path, model):
     draw, rows = random.Random(5), []
     for number in range(24):
@@ -135,6 +141,7 @@ def test_labelled_steps_are_learned_and_the_last_one_is_what_others_read(tmp_pat
     assert is_good.tolist() == [row["labels"][-1] for row in rows]
 
 
+@pytest.mark.full
 def test_rankings_are_learned_beside_held_out_pairs(tmp_path, model, rows):
     ranked = [
         {

@@ -158,6 +158,7 @@ def named_rankings(num):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pooling", ["last", "attention"])
 def test_scores_load_where_rewards_are_read(tmp_path, model, pooling):
     path = write(tmp_path / "rows.jsonl", named_rankings(24))
@@ -213,6 +214,7 @@ def test_two_ranks_train_the_heads_of_one(tmp_path, model, changes):
     assert all((heads[0][n] - heads[1][n]).abs().max() < 1e-3 for n in heads[0])
 
 
+@pytest.mark.full
 def test_an_interrupted_run_of_several_heads_continues_to_the_bit(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", named_rankings(8))
     changes = {"reward_heads": tuple(NAMES), "reward_pooling": "attention", "save_steps": 1}

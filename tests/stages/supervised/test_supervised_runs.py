@@ -28,6 +28,7 @@ def chat(ask, *answers):
     ]
 
 
+@pytest.mark.full
 def test_eight_rows_are_learned_until_greedy_decoding_gives_them_back(tmp_path, models):
     rows = write(tmp_path / "rows.jsonl", ({"messages": chat(*item)} for item in ANSWERS.items()))
     changes = {"train_batch_size": 8, "micro_train_batch_size": 8, "max_epochs": 60}

@@ -64,6 +64,7 @@ def play(tmp_path):
         each.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("said", "reward"), [("cp data/word.txt answer.txt", 1.0), ("echo $A > answer.txt", 0.0)]
 )
@@ -76,6 +77,7 @@ def test_the_tests_pay_for_what_a_program_left(play, said, reward):
     assert "Write the word of data/word.txt" in played.tokenizer.decode(prompt)
 
 
+@pytest.mark.full
 def test_rewards_with_names(play):
     parts = 'echo \'{"reward": 0.5, "words": 2}\' > /logs/verifier/reward.json'
     tests = f"echo 1 > /logs/verifier/reward.txt\n{parts}\nexit 1\n"
@@ -97,6 +99,7 @@ CLEAN = CHECKS.replace(
 ).replace("#!", "", 1)
 
 
+@pytest.mark.full
 def test_programs_reach_neither_the_tests_nor_their_sandbox(play):
     tests = CLEAN.replace("$r >", "$((r + 3)) >")
     assert [item.reward for item in play(SEES, task={"tests": tests}).sample().scored] == [3.0] * 2
@@ -130,6 +133,7 @@ def test_an_archive_of_a_program_writes_into_its_folders_alone(tmp_path):
     assert (app / "file").read_bytes() == data
 
 
+@pytest.mark.full
 def test_files_that_a_program_closed_are_tested(play):
     said = "cp data/word.txt answer.txt; chmod 000 answer.txt data/word.txt data"
     assert play(said).sample().scored[0].reward == 1.0
@@ -142,6 +146,7 @@ def test_what_a_program_left_at_its_time_limit_is_tested(play):
     assert play(said, task=task).sample().scored[0].reward == 1.0
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(
     ("said", "task", "told"),
     [

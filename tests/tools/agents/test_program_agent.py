@@ -36,6 +36,7 @@ def stage(tmp_path):
         each.close()
 
 
+@pytest.mark.full
 def test_what_a_program_was_answered_is_trained_with_the_reward_that_it_prints(stage):
     played = stage(row={"turns": 3})
     samples = played.sample()
@@ -69,6 +70,7 @@ def listeners(tmp_path):
         yield {"then": "look", "port": port, "name": name, "file": str(Path(__file__))}
 
 
+@pytest.mark.full
 def test_no_other_network_and_no_other_file_is_reached(stage, tmp_path):
     nothing = {"tcp": 0.0, "unix": 0.0, "links": 0.0, "files": 0.0}
     with listeners(tmp_path) as row:
@@ -101,6 +103,7 @@ def test_a_program_is_ended_at_its_deadline_with_what_it_started(stage):
     assert wait_until(lambda: not processes_of(b"sleep(1000)"), 10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("then", "told"),
     [
@@ -114,6 +117,7 @@ def test_how_an_episode_fails(stage, then, told):
         stage(row={"then": then}).sample()
 
 
+@pytest.mark.full
 def test_a_program_that_has_closed_its_sending_side_gets_its_answer(stage):
     played = stage(row={"then": "close"})
     samples = played.sample()
@@ -121,12 +125,14 @@ def test_a_program_that_has_closed_its_sending_side_gets_its_answer(stage):
     assert {item.reward for item in samples.scored} == {1.0}
 
 
+@pytest.mark.full
 def test_where_a_reward_function_pays_the_output_is_not_read(stage):
     played = stage(row={"then": "chat"}, reward_fn=("gsm8k",), label_key="target")
     played.reward = CombinedReward((Paying(),), (1.0,))
     assert [dict(item.components) for item in played.sample().scored] == [{"paid": 0.75}] * 2
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize(
     ("command", "told"),
     [

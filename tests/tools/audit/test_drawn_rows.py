@@ -58,6 +58,7 @@ def assert_no_alarm(run):
     assert compared(report).verdict == "equal"
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_second_pass_after_a_resume_raises_no_alarm(folder, tmp_path, stage) -> None:
     trainer, _ = STAGES[stage]
@@ -90,6 +91,7 @@ def test_rows_that_are_not_drawn_are_found(folder, tmp_path, monkeypatch, stage,
     assert report.first_difference.quantity == COMPARED
 
 
+@pytest.mark.full
 def test_a_run_that_went_on_with_other_options_is_not_asked(folder, tmp_path) -> None:
     changes = {"max_steps": 1, "allow_changes": True}
     train({"stage": "sft", **settings(folder, "sft", tmp_path, **changes)})

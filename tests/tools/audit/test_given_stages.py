@@ -148,6 +148,7 @@ def test_a_step_is_recomputed_within_rounding(recorded, tmp_path, way):
     assert first.first_difference is None, verdict(first)
 
 
+@pytest.mark.full
 def test_a_teacher_that_is_the_student_raises_no_alarm(recorded, folder):
     """Loss and gradient are rounding alone."""
     report = recorded("divergence", teacher=str(folder / "model"), teacher_form="jsd")
@@ -441,6 +442,7 @@ SLOW_FAULTS = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", [*FAULTS, *(pytest.param(x, marks=slow) for x in SLOW_FAULTS)])
 def test_a_planted_fault_is_named(recorded, monkeypatch, name):
     first, stage, plant, changes = (FAULTS | SLOW_FAULTS)[name]

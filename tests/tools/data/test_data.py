@@ -180,6 +180,7 @@ def test_the_certificate_says_what_a_reward_lets_pass(check, tmp_path, name, kin
     assert [re.search("3 of 3 (.*) answers get", line)[1] for line in doubts] == kinds
 
 
+@pytest.mark.full
 def test_a_bonus_for_nothing_in_a_box_is_noticed(check, tmp_path):
     (tmp_path / "r.py").write_text(REWARDS)
     out = check(NUMBERS, "--reward_fn", "r.py:pays_boxes")[1]
@@ -250,6 +251,7 @@ def test_answers_that_cannot_be_decided_are_counted_and_do_not_pass(check, monke
     assert "reference answer '5'" not in out
 
 
+@pytest.mark.full
 def test_labels_that_are_tests_are_not_taken_for_answers(check):
     rows = [{"input": "Write f.", "label": label} for label in (["assert f() == 1"], "x = 1")]
     code, out, _ = check(rows, "--reward_fn", "unit_tests")
@@ -351,6 +353,7 @@ def test_a_prompt_beyond_any_model_is_one_bad_row(check, monkeypatch):
     assert "p.jsonl:2: the prompt has 10 characters: expected at most 9" in out
 
 
+@pytest.mark.full
 def test_an_own_reward_is_shown_without_a_verdict(check, tmp_path):
     code = (
         "def half(responses, labels):\n"

@@ -97,6 +97,7 @@ def test_every_bad_pair_has_its_line(check, stage):
     assert out.endswith("\n5 bad rows\n")
 
 
+@pytest.mark.full
 def test_lengths_that_decide_the_pairs_are_a_warning(check):
     rows = [pair(f"{n}=", "long" * (n % 3 + 1), "no") for n in range(6)]
     assert "warning: 'longer wins' is right in 100.0% of the pairs" in check("prefer", rows)[1]
@@ -123,6 +124,7 @@ def test_a_rule_names_the_swapped_pairs(check):
     assert "reward_fn compares the answers of pairs" in err
 
 
+@pytest.mark.full
 def test_ties_labels_and_scores_are_counted(check):
     ranked = [
         {"prompt": "a", "answers": ["1", "22", "333"], "ranks": ranks}

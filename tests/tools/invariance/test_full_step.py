@@ -136,6 +136,7 @@ def available(variants):
     return [v for v in variants if has_deepspeed or "zero_stage" not in v]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_one_process_gives_the_same_step_in_any_layout(folder, alone):
     expected, *others = alone

@@ -70,6 +70,7 @@ def measure_on_ranks(rank, world_size, work):
     return measure_cells(rank, world_size, work)
 
 
+@pytest.mark.full
 def test_rows_differ_in_having_pictures(models):
     for rows in rows_of(str(models("tiny-qwen2.5-vl"))):
         held = [prompt is not None for prompt in rows.media.prompts]
@@ -83,6 +84,7 @@ def test_rows_differ_in_having_pictures(models):
                 assert not rows.response_mask[row, : len(prompt.token_ids)].any()
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("cell", ALONE[:3], ids=str)
 def test_one_process_gives_the_reference(cell, models):
     work = work_of(models("tiny-qwen2.5-vl"), [cell])

@@ -181,6 +181,7 @@ def _total(found):
     return found["resting"], found["peak"]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_offloaded_states_travel_through_pinned_memory_and_nobody_waits():
     found = fake_cuda.run("trace_offload.py")

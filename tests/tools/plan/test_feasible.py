@@ -264,6 +264,7 @@ def least_needs(setup):
     return rank, engine, max(host, host_states)
 
 
+@pytest.mark.full
 def test_nothing_that_cannot_fit_is_called_feasible():
     rng = random.Random(20)
     feasible = 0

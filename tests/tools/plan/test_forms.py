@@ -178,6 +178,7 @@ def long_run(longest, gpus=8, name="qwen2.5-7b", gpu="h100-80g", **options):
     )
 
 
+@pytest.mark.full
 def test_a_chunk_far_below_the_longest_over_the_bound_of_age_wins_nothing():
     lengths = Lengths.lognormal(0.9, 4096, 16384, 8)
 
@@ -189,6 +190,7 @@ def test_a_chunk_far_below_the_longest_over_the_bound_of_age_wins_nothing():
     assert gain(stream_chunk=4096, stream_prompts=384) > 1.1
 
 
+@pytest.mark.full
 def test_a_form_that_does_not_fit_is_never_the_fastest():
     few = {"rollout_batch_size": 16, "train_batch_size": 128, "engine_mem_util": 0.4}
     setup = long_run(16384, gpus=2, gpu="h200-141g", **few)
@@ -205,6 +207,7 @@ def test_a_form_that_does_not_fit_is_never_the_fastest():
     assert form_table(nothing, Lengths(((1,),))).endswith("no form fits")
 
 
+@pytest.mark.full
 def test_what_a_run_may_not_have_says_so():
     lengths = Lengths.lognormal(0.9, 500, 1024, 8)
     alone = compare_forms(long_run(1024, gpus=1), GPU, lengths)
@@ -216,6 +219,7 @@ def test_what_a_run_may_not_have_says_so():
     assert found[ALONE].seconds < math.inf
 
 
+@pytest.mark.full
 def test_lengths_of_a_run_are_those_it_recorded(tmp_path, capsys):
     line = {
         "step": 1,
@@ -273,6 +277,7 @@ def test_weights_of_split_ranks_cross_from_gpu_to_gpu_or_through_the_host():
     assert shared == pytest.approx(2 / 25 + 1 / 1.5)
 
 
+@pytest.mark.full
 def test_the_memory_of_two_ranks_of_one_device_is_added():
     lengths = Lengths.lognormal(0.9, 500, 1024, 8)
 

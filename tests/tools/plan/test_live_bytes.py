@@ -61,6 +61,7 @@ def compare(sizes, options):
     assert forgetful[0] < 0.75 * found["idle"]
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_fsdp2_holds_what_the_plan_says():
     compare(two_ranks.SIZES, STRATEGIES["fsdp2"])

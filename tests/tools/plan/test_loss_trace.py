@@ -76,6 +76,7 @@ def planned(size, num_tokens, *, trains_weight=True):
     return loss_bytes(model, num_tokens, 2) + gradient
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "num_tokens"),
     [
@@ -101,6 +102,7 @@ def test_b2_b3_a_loss_inside_the_output_layer_is_planned_within_a_tenth(
         assert factor * plan != pytest.approx(peak, rel=0.10)
 
 
+@pytest.mark.full
 def test_b2_one_chunk_of_tokens_needs_no_float32_gradient_of_the_weight():
     size = SHAPES["qwen2.5-7b"]
     numbers = size.embedding_parameters

@@ -187,6 +187,7 @@ def test_other_files_of_a_tokenizer_give_another_hash(tmp_path, name):
     assert len({tokens for tokens, _ in found}) == len({run for _, run in found}) == 3
 
 
+@pytest.mark.full
 def test_runs_of_the_command_line_name_each_other(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_tiny_model(tmp_path / "tiny", "tiny-qwen3")

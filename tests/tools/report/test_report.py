@@ -307,6 +307,7 @@ def test_long_steps_are_given_more_time_before_a_run_counts_as_crashed(run):
     assert at(written + 2100, read_run, folder).status == "stopped"
 
 
+@pytest.mark.full
 def test_a_long_run_stays_below_five_megabytes_and_shows_its_last_step(run):
     folder = run(2000, said="<&'\"" * 2000)  # each character grows when it is escaped
     write_trajectories(

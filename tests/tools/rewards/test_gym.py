@@ -57,6 +57,7 @@ def test_what_is_wrong_with_a_source_is_named(source, split, message: str) -> No
         read_rows(source, split=split)
 
 
+@pytest.mark.full
 def test_scores_are_the_scorers_of_the_extracted_answers() -> None:
     rows = read_rows(GCD)
     golds = [str(row.columns["label"]) for row in rows]
@@ -78,6 +79,7 @@ def test_scores_are_the_scorers_of_the_extracted_answers() -> None:
             results_of(reward, ["r"])
 
 
+@pytest.mark.full
 def test_a_task_that_does_not_exist_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="no_such"):
         build_reward(["reasoning_gym:no_such"])

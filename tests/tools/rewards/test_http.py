@@ -312,6 +312,7 @@ def test_what_a_short_credential_spells_elsewhere_is_no_credential(serve, client
     assert client().fetch(request) == b'{"rewards":[1]}'
 
 
+@pytest.mark.full
 def test_the_import_of_httpx_is_no_part_of_a_deadline(serve, tmp_path):
     limit = seconds(1.0)
     (tmp_path / "httpx.py").write_text(

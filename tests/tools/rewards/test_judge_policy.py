@@ -132,6 +132,7 @@ def test_a_policy_that_vllm_samples_judges_through_it(folder):
     assert 0 < metrics["judge/requests"] <= 16
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_a_policy_without_a_usable_answer_ends_the_run(folder):

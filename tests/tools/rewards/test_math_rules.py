@@ -67,6 +67,7 @@ def test_plain_answers_start_no_grader() -> None:
     assert "math_verify" not in sys.modules
 
 
+@pytest.mark.full
 def test_the_grader_decides_by_value(boxed_math) -> None:
     cases = [
         (r"\frac{1}{2}", "0.5", 1),
@@ -94,6 +95,7 @@ def busy_machine():
         other.wait()
 
 
+@pytest.mark.full
 def test_a_busy_machine_changes_no_reward(boxed_math, busy_machine) -> None:
     responses = [f"\\boxed{{{i}x+{i + 1}}}" for i in range(40)]
     assert numbers_of(boxed_math, responses, [f"{i + 1}+{i}x" for i in range(40)]) == [1.0] * 40
@@ -103,6 +105,7 @@ def test_a_busy_machine_changes_no_reward(boxed_math, busy_machine) -> None:
     assert numbers_of(boxed_math, responses, labels) == [1.0] * 8
 
 
+@pytest.mark.full
 def test_an_answer_that_hangs_the_grader_is_undecided_and_harms_no_other() -> None:
     need_math_verify()
     reward = MathReward(BOXED_MATH, grading_seconds=2.0, num_workers=1)
@@ -214,6 +217,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.full
 def test_hostile_answers_end_with_the_batch_and_leave_the_worker_alive() -> None:
     need_math_verify()
     assert len(HOSTILE) == 23
@@ -262,6 +266,7 @@ def test_answers_cannot_use_up_the_deadline_of_their_batch(monkeypatch) -> None:
     ]
 
 
+@pytest.mark.full
 def test_what_a_model_writes_can_neither_name_another_gold_answer_nor_end_the_run() -> None:
     need_math_verify()
     reward = MathReward(BOXED_MATH, num_workers=1)
@@ -273,6 +278,7 @@ def test_what_a_model_writes_can_neither_name_another_gold_answer_nor_end_the_ru
     assert [result.reward for result in results] == [0.0] * 4
 
 
+@pytest.mark.full
 def test_a_number_of_thousands_of_digits_is_compared_as_text() -> None:
     huge = "7" * 5_000
     (result,) = results_of(MathReward(BOXED_MATH), [r"\boxed{7x}"], [f"\\boxed{{{huge}}}"])

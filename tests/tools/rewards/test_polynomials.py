@@ -119,6 +119,7 @@ def test_large_formulas_are_left_undecided(formula: str) -> None:
     assert decided(formula, "x") is None
 
 
+@pytest.mark.full
 def test_math_verify_decides_alike() -> None:
     if importlib.util.find_spec("math_verify") is None:
         pytest.skip("package math-verify is not installed")

@@ -284,6 +284,7 @@ with multiprocessing.get_context("fork").Pool({count}) as pool:
 """
 
 
+@pytest.mark.full
 def test_memory_of_all_processes_together_is_bounded(sandbox) -> None:
     family = FAMILY.replace("LIMIT", str(LIMITS.memory_bytes))
     few = sandbox.run(family.format(count=2, seconds=0).encode())
@@ -293,6 +294,7 @@ def test_memory_of_all_processes_together_is_bounded(sandbox) -> None:
     assert sandbox.run(b"print('well')").stdout == b"well\n"
 
 
+@pytest.mark.full
 def test_children_add_their_processor_time() -> None:
     short = Sandbox("bubblewrap", SandboxLimits(cpu_seconds=0.5))
     # None takes long, and each has ended before the next one starts.
@@ -432,6 +434,7 @@ def test_a_program_that_waits_ends_in_time_and_one_that_computes_at_its_limit(sa
     assert ending.reason == "deadline"
 
 
+@pytest.mark.full
 def test_a_busy_machine_ends_no_program() -> None:
     """A program that waits for a processor most of the time gets what it may use all the same."""
     short = Sandbox("bubblewrap", SandboxLimits(cpu_seconds=1.0))

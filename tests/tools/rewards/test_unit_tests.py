@@ -36,6 +36,7 @@ def test_answers_get_their_own_results_in_their_order(reward) -> None:
     assert passed == [1.0, 0.5, 1.0, 0.5, 0.0, 0.0] * 3
 
 
+@pytest.mark.full
 def test_a_program_over_its_time_counts_as_timeout(reward) -> None:
     responses = ["while True: pass", f"{RIGHT_SUM}\nwhile True: pass", RIGHT]
     results = results_of(reward, responses, [ADD, SUM, ADD])
@@ -208,6 +209,7 @@ while time.monotonic() < end:
 """
 
 
+@pytest.mark.full
 def test_time_of_children_that_nobody_waits_for_costs_their_program_alone() -> None:
     config = TrainConfig(test_timeout_seconds=0.3, reward_timeout_seconds=120.0)
     with build_reward(["unit_tests"], config=config) as reward:

@@ -39,6 +39,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_script_of_twenty_lines_trains(folder, capsys):
     assert main(["config", "translate", "grpo.py", "run"]) == 0
     out = capsys.readouterr().out
@@ -380,6 +381,7 @@ def test_a_script_of_two_trainers_is_two_scripts(folder, capsys):
     assert "expected one trainer, found DPOTrainer and SFTTrainer" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_rewards_of_chats_run_in_the_translation(folder, capsys):
     text = SCRIPT.replace('f"say {c}"', '[{"role": "user", "content": c}]').replace("each))", "x))")
     text = text.replace('"say a"', '[{"role": "user", "content": "a"}]').replace(

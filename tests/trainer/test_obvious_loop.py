@@ -1,0 +1,86 @@
+"""The trainer against a loop over its parts, bit for bit, with rows of older weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightrft.experience.maker import AdvantageSettings, make_experience
+from lightrft.rollout.source import InFlight
+from lightrft.stages.policy.maker import PolicyBatch
+from lightrft.stages.policy.updates import Update
+
+pytestmark = pytest.mark.full
+
+
+def obvious_loop(world, lag, num_steps):
+    """Carry out "sample t + lag, then train t"."""
+    trainer, strategy = world.trainer, world.strategy
+    maker, stage = trainer.stage.maker, trainer.stage
+    waiting, num_sampled = [], 0
+    for number in range(1, num_steps + 1):
+        under_way = trainer.loop.next_step()
+        trainer.loop.prepare_to_draw()
+        while num_sampled < number + lag:
+            waiting.append(
+                maker.sampler.collect(
+                    under_way.data.next_batch(),
+                    first_request_id=4 * num_sampled,
+                    timer=under_way.timer,
+                    step=number,
+                )
+            )
+            num_sampled += 1
+        for name in ("idle_seconds", "thin_seconds"):
+            under_way.metrics.add_mean(name, 0.0, 1.0)
+        strategy.sleep_until_weight_sync()
+        experience = make_experience(
+            waiting.pop(0),
+            maker.models,
+            strategy=strategy,
+            settings=AdvantageSettings(
+                trainer.config, maker.algorithm.estimator, moments=stage.memory.moments
+            ),
+            step=number - 1,
+            timer=under_way.timer,
+            reuses_policy_logprobs=maker.reuses_policy_logprobs(under_way),
+        )
+        trainer.pending = under_way, PolicyBatch(experience, InFlight(), 1)
+        trainer.ppo_train(number)
+    return world
+
+
+@pytest.mark.parametrize(("lag", "num_steps"), [(0, 20), (1, 6), (2, 6)])
+def test_the_trainer_is_the_obvious_loop_bit_for_bit(build_world, lag, num_steps):
+    options = {
+        "num_prompts": 16,
+        "reward_running_norm": True,
+        "args": {"train_batch_size": 8, "parity_check_steps": -1},
+        "rollout_lag": lag,
+    }
+    expected = obvious_loop(build_world(**options), lag, num_steps).weights()
+    world = build_world(**options)
+    for _ in range(num_steps):
+        world.step()
+    for name, value in world.weights().items():
+        assert value.equal(expected[name]), name
+
+
+def test_the_loss_has_the_ratio_to_the_version_that_sampled(build_world, monkeypatch):
+    """The default correction is min(p / mu, 2), mu being the engine's own logprob."""
+    world = build_world(rollout_lag=2, num_prompts=16, args={"actor_learning_rate": 2e-2})
+    seen, original = [], Update.correction_of
+
+    def weights_of(update, batch, new_logprobs=None):
+        seen.append((batch, original(update, batch, new_logprobs)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(Update, "correction_of", weights_of)
+    for _ in range(4):
+        world.step()
+    for batch, weights in seen:
+        mask, old = batch.rollouts.response_mask, batch.outputs.old_logprobs
+        ratio = (old.double() - batch.rollouts.rollout_logprobs.double()).exp().clamp(max=2.0)
+        torch.testing.assert_close(weights[mask].double(), ratio[mask], rtol=1e-5, atol=1e-6)
+    last, weights = seen[-1]
+    assert float((weights[last.rollouts.response_mask] - 1).abs().max()) > 0.01
