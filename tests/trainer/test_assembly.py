@@ -50,6 +50,12 @@ def test_layers_for_adapters_are_looked_for_before_weights_are_read(options):
         read_inputs(TrainConfig(**wrong))
 
 
+def test_fewer_prompts_than_a_step_takes_are_refused(options):
+    few = options("run", rollout_batch_size=16, train_batch_size=16)
+    with pytest.raises(ConfigError, match="12 usable prompts"):
+        read_inputs(TrainConfig(**few))
+
+
 @pytest.mark.full
 def test_a_run_leaves_its_files_and_a_broken_one_is_continued(tmp_path, options, capsys):
     whole = train(options("run", save_steps=1, sample_steps=2))

@@ -1,5 +1,7 @@
 """Every documented flag exists and acts, or is refused with the name of what replaces it."""
 
+from __future__ import annotations
+
 import ast
 import json
 import re
@@ -9,14 +11,18 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightrft.cli.main import main
 from lightrft.cli.options import NAMES_OF_COMMANDS, UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
 from lightrft.config.options import SFT
 from lightrft.engines.media.media import MEDIA_KINDS
+from lightrft.reporting.alarms import alarms
 from lightrft.rollout.sampler import training_params
+from lightrft.rollout.scoring import overlong_penalty
 from lightrft.run.assembly import open_console
+from lightrft.stages.policy.algorithm import build_policy_loss
 from lightrft.stages.policy.inputs import pretrain_mix
 from lightrft.stages.policy.models import build_models
 from lightrft.strategy import get_fake_strategy
@@ -25,11 +31,185 @@ from lightrft.strategy.engine.session import engine_config
 PACKAGES = Path(__file__).parents[2] / "packages"
 
 # The flags that LightRFT's library, its examples and its documents name.
-DOCUMENTED = Path(__file__).with_name("documented_flags.txt").read_text().split()
+DOCUMENTED = [
+    "engine_tp_size",
+    "engine_mem_util",
+    "enable_engine_sleep",
+    "packing_samples",
+    "sp_size",
+    "fsdp",
+    "use_mp_opt",
+    "fsdp_cpu_offload",
+    "log_dir",
+    "plot_every",
+    "rm_use_engine",
+    "rm_engine_cudagraph",
+    "mixed_mm_data",
+    "fused_linear_logprob",
+    "chunk_size",
+    "engine_type",
+    "text_only",
+    "save_path",
+    "save_steps",
+    "save_hf_ckpt",
+    "disable_ds_ckpt",
+    "save_trajectories",
+    "num_trajectories_to_save",
+    "mark_high_entropy_tokens",
+    "trajectory_analysis",
+    "print_replay_buffer_stats",
+    "logging_steps",
+    "eval_steps",
+    "ckpt_path",
+    "max_ckpt_num",
+    "max_ckpt_mem",
+    "load_checkpoint",
+    "dynamic_sampling",
+    "overlong_buffer",
+    "overlong_buffer_len",
+    "overlong_buffer_penalty_factor",
+    "num_episodes",
+    "rollout_batch_size",
+    "micro_rollout_batch_size",
+    "max_epochs",
+    "prompt_max_len",
+    "generate_max_len",
+    "max_len",
+    "max_samples",
+    "max_norm",
+    "l2",
+    "ptx_coef",
+    "eps_clip",
+    "loss_agg_mode",
+    "use_gspo",
+    "normalize_advantages",
+    "use_sequence_rewards",
+    "value_clip",
+    "lambd",
+    "gamma",
+    "micro_train_batch_size",
+    "train_batch_size",
+    "normalize_reward_for_critic",
+    "top_p",
+    "temperature",
+    "use_fire",
+    "first_token_temperature",
+    "freeze_prefix",
+    "freezing_actor_steps",
+    "n_samples_per_prompt",
+    "save_value_network",
+    "actor_learning_rate",
+    "critic_learning_rate",
+    "lr_warmup_ratio",
+    "kl_target",
+    "init_kl_coef",
+    "kl_estimator",
+    "adam_betas",
+    "reward_running_norm",
+    "reward_running_norm_minus_mean",
+    "reward_clip",
+    "advantages_norm",
+    "advantage_clip",
+    "seed",
+    "local_rank",
+    "zero_stage",
+    "gradient_checkpointing",
+    "bf16",
+    "enable_ema",
+    "zpg",
+    "adam_offload",
+    "actor_init_on_gpu",
+    "flash_attn",
+    "aux_loss_coef",
+    "grad_accum_dtype",
+    "overlap_comm",
+    "gradient_checkpointing_use_reentrant",
+    "disable_fast_tokenizer",
+    "disable_logprobs_flashattn",
+    "no_shard_vit",
+    "meta_init",
+    "initial_model_shard_size",
+    "advantage_estimator",
+    "use_kl_loss",
+    "use_cpg_loss",
+    "high_entropy_token_ratio",
+    "load_in_4bit",
+    "lora_rank",
+    "lora_alpha",
+    "target_modules",
+    "lora_dropout",
+    "pretrain",
+    "reward_pretrain",
+    "remote_rm_url",
+    "critic_pretrain",
+    "value_head_prefix",
+    "prompt_data",
+    "prompt_data_probs",
+    "prompt_split",
+    "eval_data",
+    "eval_split",
+    "max_eval_samples",
+    "pretrain_data",
+    "pretrain_data_probs",
+    "pretrain_split",
+    "input_key",
+    "images_key",
+    "reference_key",
+    "label_key",
+    "input_template",
+    "apply_chat_template",
+    "system_prompt",
+    "limit_mm_image_per_prompt",
+    "use_wandb",
+    "wandb_org",
+    "wandb_group",
+    "wandb_project",
+    "wandb_run_name",
+    "use_tensorboard",
+    "use_ms",
+    "fps",
+    "max_pixels",
+    "limit_mm_video_per_prompt",
+    "system_prompt_path",
+    "ckpt_path_local",
+    "train_data",
+    "task_instruction",
+    "loss_type",
+    "margin",
+    "pooling_method",
+    "scale_for_train",
+    "probing_layer",
+    "heads_types",
+    "gspo_alpha",
+    "clip_range",
+    "clip_range_higher",
+    "clip_range_lower",
+    "mirror_tau",
+    "use_length_penalty",
+    "length_penalty_coef",
+    "use_clip_higher",
+    "baseline_type",
+    "normalize_reward",
+    "save_interval",
+    "processor",
+]
 
 
 def micro_tokens(config):
     return config.max_micro_tokens(config.micro_train_batch_size)
+
+
+def policy_loss(config):
+    """Losses of tokens whose ratios lie far out on both sides."""
+    generator = torch.Generator().manual_seed(0)
+    old, new, advantage = torch.randn(3, 4, 8, generator=generator)
+    loss = build_policy_loss(config)
+    return loss(new, old, advantage, torch.ones(4, 8, dtype=torch.bool)).loss.tolist()
+
+
+def raised_alarms(config):
+    metrics = {"kl": 1.0, "entropy": 1.0, "response_length": 10.0, "reward_std": 0.1}
+    return alarms(config, metrics)
 
 
 def engine(config):
@@ -58,10 +238,33 @@ def _tokenizer(config):
     return load_tokenizer(config.pretrain)
 
 
+def eval_prompts(config):
+    from lightrft.stages.policy.inputs import load_run_prompts
+
+    prompts = load_run_prompts(config, _tokenizer(config), for_evaluation=True).prompts
+    return [prompt.text for prompt in prompts]
+
+
 def recipes(config):
     from lightrft.stages.policy.rewards import reward_recipes
 
     return reward_recipes(config, []).column
+
+
+def reward_deadline(config):
+    from lightrft.stages.policy.inputs import read_inputs
+
+    reward = read_inputs(config).reward
+    reward.close()
+    return reward.functions[0].seconds
+
+
+def built_actor(config):
+    with get_fake_strategy(config) as strategy:
+        actor = strategy.unwrap_model(build_models(config, strategy, 10)[0].main.model)
+        layers = (type(part).__name__ + str(vars(part).get("scaling")) for part in actor.modules())
+        dropouts = [str(p) for p in actor.modules() if isinstance(p, torch.nn.Dropout)]
+        return actor.model.is_gradient_checkpointing, sorted(set(layers)), dropouts
 
 
 def bucket(config):
@@ -72,18 +275,47 @@ def bucket(config):
         return strategy.broadcast_manager.bucket_bytes
 
 
+def longest(config):
+    """What is added to the reward of a response that ends at the limit."""
+    return overlong_penalty(config)(config.generate_max_len)
+
+
 # Another value, what shows its effect, and what else has to be set.
 OBSERVED = {
     "seed": (7, training_params, {}),
+    "temperature": (0.5, training_params, {}),
+    "top_p": (0.5, training_params, {}),
+    "top_k": (5, training_params, {}),
+    "min_p": (0.1, training_params, {}),
     "stop": (("\n",), training_params, {}),
+    "n_samples_per_prompt": (4, training_params, {}),
+    "generate_max_len": (9, training_params, {}),
     "packing_samples": (True, micro_tokens, {}),
+    "overlong_buffer_penalty_factor": (
+        0.5,
+        longest,
+        {"overlong_buffer": True, "overlong_buffer_len": 1000},
+    ),
+    "eps_clip": (0.3, policy_loss, {}),
+    "eps_clip_low": (0.3, policy_loss, {}),
+    "eps_clip_high": (0.3, policy_loss, {}),
+    "alarm_kl": (0.5, raised_alarms, {}),
+    "alarm_entropy": (2.0, raised_alarms, {}),
+    "alarm_length": (5.0, raised_alarms, {}),
+    "alarm_reward_std": (0.2, raised_alarms, {}),
     "engine_mem_util": (0.3, engine, {}),
     "max_len": (99, engine, {"prompt_max_len": 64, "generate_max_len": 8}),
     "weight_bucket_mb": (3, bucket, {}),
     "timeout_minutes": (3.0, deadline, {}),
     "logging_steps": (2, console, {}),
+    "save_path": ("elsewhere", lambda config: config.model_dir, {}),
+    "gradient_checkpointing": (True, built_actor, {}),
+    "lora_alpha": (4.0, built_actor, {"lora_rank": 4}),
+    "lora_dropout": (0.5, built_actor, {"lora_rank": 4}),
     "pretrain_column": ("other", texts, {"pretrain_data": "texts.jsonl", "ptx_coef": 0.1}),
+    "eval_split": ("train", eval_prompts, {"eval_data": "parts"}),
     "reward_recipe_column": ("kind", recipes, {"reward_recipe": "recipes.toml"}),
+    "reward_timeout_seconds": (5.0, reward_deadline, {}),
 }
 
 
@@ -92,8 +324,10 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"input": f"{n}?", "text": "a b", "other": "c d e"} for n in range(4)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    for name in ("train.jsonl", "texts.jsonl"):
+    (tmp_path / "parts").mkdir()
+    for name in ("train.jsonl", "texts.jsonl", "parts/train.jsonl"):
         (tmp_path / name).write_text(text)
+    (tmp_path / "parts" / "test.jsonl").write_text('{"input": "held out"}\n')
     (tmp_path / "r.py").write_text("def f(responses):\n    return [0.0 for _ in responses]\n")
     (tmp_path / "recipes.toml").write_text("[a]\nf = 1\n")
     return tmp_path
@@ -113,7 +347,6 @@ def names_of_kinds(text):
     }
 
 
-@pytest.mark.full
 def test_every_option_is_read_by_the_code_that_carries_it_out():
     """Outside of the record and its rules: as an attribute or by its name."""
     found = set()
