@@ -1165,6 +1165,7 @@ def codes_without_torch():
     return codes
 
 
+@pytest.mark.full
 def test_a_mistake_needs_no_torch_to_be_found(tmp_path):
     write_inputs(tmp_path)
     program = "import json, tests.cli.test_wrong_inputs as table\n"

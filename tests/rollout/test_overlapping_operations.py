@@ -144,6 +144,7 @@ def test_what_ends_a_worker_fails_alone(pool_of, what, reason, num_ends):
     assert player.at_once({7: calls})[7][1] == expected[0][1] + num_ends
 
 
+@pytest.mark.full
 def test_where_nobody_knows_what_ended_a_worker_calls_are_repeated_one_at_a_time(pool_of, tmp_path):
     player = Player(pool_of("Faulty"))
     path = str(tmp_path / "was_killed")

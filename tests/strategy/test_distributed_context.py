@@ -337,6 +337,7 @@ def test_one_failing_rank_ends_the_others():
         run_multiprocess(fail_beside_a_collective, 2, timeout_seconds=60)
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_expired_phase_names_the_phases_of_all_ranks(capfd):
     with pytest.raises(RankFailure, match="exit code 7"):

@@ -211,6 +211,7 @@ def expected():
         return train(strategy, prepared(strategy), range(6))
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_hybrid_meshes_and_late_optimizers_train_like_one_process(two_ranks, expected):
     for result in two_ranks:
@@ -221,6 +222,7 @@ def test_hybrid_meshes_and_late_optimizers_train_like_one_process(two_ranks, exp
         assert cell["clamped"] == near(expected[:1])
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_weights_and_buffers_of_rank_0_reach_models_without_memory(two_ranks, expected):
     assert [result["meta"]["is_meta"] for result in two_ranks] == [False, True]
@@ -228,6 +230,7 @@ def test_weights_and_buffers_of_rank_0_reach_models_without_memory(two_ranks, ex
         assert result["meta"]["losses"] == near(expected[:3])
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_every_rank_reads_its_own_rows_of_a_model_without_memory(two_ranks, expected):
     for result in two_ranks:
@@ -237,6 +240,7 @@ def test_every_rank_reads_its_own_rows_of_a_model_without_memory(two_ranks, expe
         assert cell["losses"] == near(expected[:3])
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_compiled_blocks_train_like_others(two_ranks, expected, checkpoints):
@@ -246,6 +250,7 @@ def test_compiled_blocks_train_like_others(two_ranks, expected, checkpoints):
         assert losses == near(expected[:3])
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_passes_without_gradients_leave_nothing_behind(two_ranks):
     for result in two_ranks:
@@ -254,12 +259,14 @@ def test_passes_without_gradients_leave_nothing_behind(two_ranks):
         assert with_gradients > 0  # what is counted is what FSDP2 keeps
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_offloading_in_pairs_and_unpaired_changes_no_bit(two_ranks, expected):
     for result in two_ranks:
         assert result["offload"] == near(expected[:3])
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_training_on_offloaded_shards_changes_no_bit(two_ranks, expected):
     for result in two_ranks:
@@ -268,6 +275,7 @@ def test_training_on_offloaded_shards_changes_no_bit(two_ranks, expected):
         assert continues
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("cell", "kept"), [("float32 shards", "torch.float32"), ("master weights", "torch.bfloat16")]
@@ -282,6 +290,7 @@ def test_bfloat16_trains_close_to_float32_and_resumes_exactly(two_ranks, expecte
         assert any(loss != wanted for loss, wanted in pairs)
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_another_number_of_ranks_continues_a_checkpoint(two_ranks, folder, expected):
     # In this process: starting another one takes longer than the program.

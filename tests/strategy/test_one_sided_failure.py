@@ -159,6 +159,7 @@ def fail_on_rank_1(rank, world_size, place, stays):
         raise
 
 
+@pytest.mark.cover(2)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("place", "stays"), [("inside", True), ("inside", False), ("after", True)])
 def test_a_rank_that_waits_for_a_failed_one_ends_with_the_cause(place, stays, capfd):

@@ -124,6 +124,7 @@ def groups(rank, world_size):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("task", [in_opposite_orders, at_random])

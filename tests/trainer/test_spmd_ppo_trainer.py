@@ -85,6 +85,7 @@ def test_a_reference_model_without_a_penalty_is_named(build_world, capsys):
     assert "initial_model is not used: init_kl_coef is 0" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"use_kl_loss": True, "entropy_coef": 0.01}])
 def test_the_step_does_not_depend_on_how_micro_batches_are_cut(build_world, options):
     results = []

@@ -49,6 +49,7 @@ def update(rank, world_size, settings):
     step.optimize(trained, [share, stopped])
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(

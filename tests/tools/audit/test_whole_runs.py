@@ -83,6 +83,7 @@ def compared(report, part):
     return [row for row in report["rows"] if row["quantity"].startswith(part)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_two_ranks_has_no_difference(name, runs, capsys):
     assert recorded_steps(runs / name) == [2]
@@ -96,6 +97,7 @@ def test_a_run_of_two_ranks_has_no_difference(name, runs, capsys):
     assert compared(report, "actor weights after")[0]["own"] > 1e-3
 
 
+@pytest.mark.full
 def test_a_changed_state_is_a_difference(runs, tmp_path, capsys):
     from safetensors.torch import load_file, save_file
 
@@ -115,6 +117,7 @@ def test_a_changed_state_is_a_difference(runs, tmp_path, capsys):
     assert last.startswith("step 2 differs first in: actor we")
 
 
+@pytest.mark.full
 def test_what_is_not_there_is_said_in_a_line(runs, tmp_path, capsys):
     source, run = runs / "zero 2", tmp_path / "run"
     assert main(["audit", str(tmp_path)]) == ExitCode.USAGE

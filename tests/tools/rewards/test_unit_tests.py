@@ -217,6 +217,7 @@ def test_time_of_children_that_nobody_waits_for_costs_their_program_alone() -> N
     assert [result.reward for result in results] == [1.0, 0.0, 1.0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_a_program_that_nothing_ends_is_undecided_alone(monkeypatch, num_slots) -> None:
     monkeypatch.setattr(Consumption, "is_over", lambda _: False)  # as if it hid from every look
