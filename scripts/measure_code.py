@@ -4,10 +4,10 @@ r"""Measures of the code, each of which is to be no worse than `accepted_code.to
     python scripts/measure_code.py [ROOT] --run   measures of a run beside them, with ROOT's .venv
     python scripts/measure_code.py [ROOT] --list  names the places that are counted, too
 
-Everything looks at `packages`. The tools are `lightrft.tools`, the core is all the rest.
+All but `tests_tokens` look at `packages`. The tools are `lightrft.tools`, the core is all the rest.
 
-core_tokens, tools_tokens, all_tokens: Python tokens without comments, line ends and indentation,
-    less one for each docstring.
+core_tokens, tools_tokens, all_tokens, tests_tokens: Python tokens without comments, line ends and
+    indentation, less one for each docstring; all are those of core and tools.
 native_tokens, page_tokens: words and single signs (`\w+|[^\w\s]`) of C++ and CUDA without
     comments, and of JavaScript and Jinja with everything.
 long_functions: functions of more than 60 lines from `def` to their end, docstring included; of a
@@ -123,6 +123,11 @@ class Module:
         nodes = [node for node in ast.walk(self.tree) if isinstance(node, kinds)]
         return [(node, node.body[0]) for node in nodes if ast.get_docstring(node) is not None]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens less one for each docstring."""
+        return len(self.tokens) - len(self.docstrings)
+
     def code_lines(self) -> int:
         """Lines that hold code: no docstring, comment or blank line."""
         lines = {n for t in self.tokens for n in range(t.start[0], t.end[0] + 1)}
@@ -205,7 +210,11 @@ def _token_measures(modules: dict[str, Module], root: Path) -> dict[str, Measure
     tokens = {"core": 0, "tools": 0}
     for module in modules.values():
         part = "tools" if f"{module.name}.".startswith("lightrft.tools.") else "core"
-        tokens[part] += len(module.tokens) - len(module.docstrings)
+        tokens[part] += module.num_tokens
+    tests = [
+        Module(path.stem, str(path), path.read_text(encoding="utf-8"))
+        for path in root.glob("tests/**/*.py")
+    ]
 
     def signs(*endings: str) -> int:
         files = [
@@ -222,6 +231,7 @@ def _token_measures(modules: dict[str, Module], root: Path) -> dict[str, Measure
         "core_tokens": Measured(tokens["core"]),
         "tools_tokens": Measured(tokens["tools"]),
         "all_tokens": Measured(sum(tokens.values())),
+        "tests_tokens": Measured(sum(test.num_tokens for test in tests)),
         "native_tokens": Measured(signs(".cpp", ".hpp", ".cu", ".cuh")),
         "page_tokens": Measured(signs(".js", ".jinja")),
     }

@@ -138,6 +138,15 @@ def test_docstrings_comments_and_layout_cost_no_tokens(tmp_path):
     assert after["core_tokens"].value == before["core_tokens"].value + 2
 
 
+def test_tests_are_counted_for_themselves(tmp_path):
+    before = tree(tmp_path)
+    (tmp_path / "tests" / "area").mkdir(parents=True)
+    (tmp_path / "tests" / "area" / "test_x.py").write_text('"""Tests."""\n\nN = 1  # one\n')
+    after = measures.measure(tmp_path)
+    assert after.pop("tests_tokens").value == before.pop("tests_tokens").value + 3
+    assert after == before
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
