@@ -20,9 +20,11 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         device: "cpu", or "cuda" for fake tensors.
+        counts_existing: Count tensors that exist already; what earlier tests have left may be freed
+            at any time.
     """
 
-    def __init__(self, device="cpu"):
+    def __init__(self, device="cpu", *, counts_existing=True):
         super().__init__()
         self.device = device
         self.foreign = set()  # operators that gave a tensor of another device
@@ -31,9 +33,9 @@ class LiveBytes(TorchDispatchMode):
         self._sizes = {}
         self._seen = WeakIdKeyDictionary()
         self._resize = torch.UntypedStorage.resize_
-        for found in gc.get_objects():
-            if issubclass(type(found), torch.Tensor):
-                self.add(found)
+        for item in gc.get_objects() if counts_existing else ():
+            if issubclass(type(item), torch.Tensor):
+                self.add(item)
 
     def __enter__(self):
         resize = self._resize

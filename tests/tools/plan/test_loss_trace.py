@@ -58,9 +58,10 @@ def traced(size, num_tokens, *, trains_weight=True):
             budget,
             "none",
         )
-        live = live_bytes.LiveBytes("cuda")
+        live = live_bytes.LiveBytes("cuda", counts_existing=False)
+        for tensor in (hidden, weight, targets, *given.row_chunks):
+            live.add(tensor)
         with live:
-            live.begin()
             before = live.total
             none = LogitsTransform.of(1.0, None)
             kept = policy_loss.LinearPolicyLoss.apply(hidden, weight, None, targets, none, given)
