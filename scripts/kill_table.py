@@ -89,7 +89,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a fault: "killed", "survived", "not reached" or, so far, "undecided"."""
+    """The outcome of a fault: "killed", "survived", "not reached" or, so far, "undecided"."""
 
     area: str
     file: str
@@ -103,7 +103,7 @@ class Verdict:
 
     @property
     def fault(self) -> tuple[str, int, str]:
-        """What tells this fault from others."""
+        """The identity of the fault: file, line and changed text."""
         return self.file, self.line, self.what
 
     @property

@@ -46,7 +46,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
 
 # Seconds of tests that are quick and take long, by the speed of this machine.
 LONG: dict[str, float] = {}
-# Of every collected test: its file, whether it is slow, and its shard.
+# File of every collected test, whether it is slow, and its shard.
 COLLECTED = pytest.StashKey[list[tuple[str, bool, str | None]]]()
 
 
@@ -130,5 +130,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def collected(pytestconfig: pytest.Config) -> list[tuple[str, bool, str | None]]:
-    """Of every collected test: its file, whether it is slow, and its shard."""
+    """Return the file of every collected test, whether it is slow, and its shard."""
     return pytestconfig.stash[COLLECTED]

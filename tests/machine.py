@@ -58,7 +58,7 @@ def run_program(*words: object, limit: float = 240.0, code: int = 0, **environme
     """Run a program to its end, which has to be this exit status; return what it wrote.
 
     Args:
-        words: Of the command line.
+        words: The command line.
         limit: Nominal seconds.
         code: Exit status.
         environment: Variables beside those of this process.

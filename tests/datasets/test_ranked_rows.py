@@ -17,8 +17,8 @@ GOOD = {"prompt": "2+2=", "answers": ["4", "5", "five"], "ranks": [1, 2, 2]}
 def load(tmp_path, *rows, **changes):
     path = written(tmp_path, rows)
     config = TrainConfig(**{"max_row_tokens": 100, **changes})
-    given = {"path": path, "vocab_size": None, "reader": None}
-    return RANKED.of(read_rows(path), byte_level_tokenizer(), config, **given)
+    settings = {"path": path, "vocab_size": None, "reader": None}
+    return RANKED.of(read_rows(path), byte_level_tokenizer(), config, **settings)
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

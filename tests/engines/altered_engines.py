@@ -1,4 +1,4 @@
-"""Embedded engines of which one thing is different, for tests; and how a strategy gets one."""
+"""Embedded engines with one changed part each, and how a strategy gets an engine, for tests."""
 
 from __future__ import annotations
 

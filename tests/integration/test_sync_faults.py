@@ -72,6 +72,26 @@ class ForgetsItsCacheEngine(PrefixCachingEngine):
         HFEngine.reset_caches(self)
 
 
+class NeverResetEngine(CopyingEngine):
+    """Fault: the reset does not reach the engine."""
+
+    def reset_caches(self):
+        return
+
+
+class SwapsPiecesEngine(EditingEngine):
+    def edit(self, piece):
+        swapped = {Q_PROJ: K_PROJ, K_PROJ: Q_PROJ}
+        return [dataclasses.replace(piece, name=swapped.get(piece.name, piece.name))]
+
+
+class TransposesPieceEngine(EditingEngine):
+    def edit(self, piece):
+        if piece.name != O_PROJ:
+            return [piece]
+        return [dataclasses.replace(piece, tensor=piece.tensor.view(128, 128).t().reshape(-1))]
+
+
 class DropsPieceEngine(EditingEngine):
     def edit(self, piece):
         return [] if piece.name == O_PROJ else [piece]
@@ -114,6 +134,24 @@ def swap_names(entries):
     ]
 
 
+def transpose_square(entries):
+    return [
+        dataclasses.replace(e, local_shard=e.local_shard.view(128, 128).t().reshape(-1))
+        if e.checkpoint_name == O_PROJ
+        else e
+        for e in entries
+    ]
+
+
+def rename_parameter(entries):
+    return [
+        dataclasses.replace(e, checkpoint_name="model.layers.0.self_attn.o.weight")
+        if e.checkpoint_name == O_PROJ
+        else e
+        for e in entries
+    ]
+
+
 def drop_parameter(entries):
     return [entry for entry in entries if entry.checkpoint_name != O_PROJ]
 
@@ -133,27 +171,36 @@ def test_without_a_fault_nothing_is_found(engine_class):
             train_a_little(strategy, actor)
 
 
-@pytest.mark.parametrize("engine_class", [DropsPieceEngine, FlipsOneBitEngine])
-def test_hashes_find_and_name_what_was_changed_on_the_way(engine_class):
+@pytest.mark.parametrize(
+    ("engine_class", "names"),
+    [
+        (SwapsPiecesEngine, {Q_PROJ, K_PROJ}),
+        (TransposesPieceEngine, {O_PROJ}),
+        (DropsPieceEngine, {O_PROJ}),
+        (FlipsOneBitEngine, {O_PROJ}),
+    ],
+)
+def test_hashes_find_and_name_what_was_changed_on_the_way(engine_class, names):
     actor = tiny_actor()
     with FakeStrategy() as strategy:
         engine = start(engine_class)
         with pytest.raises(WeightSyncError) as caught:
             sync(strategy, engine, actor)
     assert caught.value.check == "hash"
-    assert set(caught.value.names) == {O_PROJ}
+    assert set(caught.value.names) == names
     assert engine.weights_version == -1
     with pytest.raises(StaleEngineError, match="must not generate"):
         engine.generate([REQUEST], SamplingParams(max_tokens=1))
 
 
 @pytest.mark.parametrize("engine_class", [HFEngine, CopyingEngine])
-def test_the_canary_finds_what_was_read_under_a_wrong_name(engine_class):
+@pytest.mark.parametrize("fault", [swap_names, transpose_square])
+def test_the_canary_finds_what_was_read_under_a_wrong_name_or_order(fault, engine_class):
     actor = tiny_actor()
     with PlantedSource() as strategy:
         engine = start(engine_class)
         sync(strategy, engine, actor)
-        strategy.fault = swap_names
+        strategy.fault = fault
         with pytest.raises(WeightSyncError) as caught:
             sync(strategy, engine, actor)
         assert caught.value.check == "canary"
@@ -181,23 +228,28 @@ def test_the_canary_finds_a_source_that_training_left_behind(engine_class):
         assert caught.value.check == "canary"
 
 
-def test_accounting_finds_missing_parameters_before_anything_is_sent():
+@pytest.mark.parametrize(
+    ("fault", "names"),
+    [(drop_parameter, {O_PROJ}), (rename_parameter, {O_PROJ, "model.layers.0.self_attn.o.weight"})],
+)
+def test_accounting_finds_missing_parameters_before_anything_is_sent(fault, names):
     actor = tiny_actor()
     with PlantedSource() as strategy:
         engine = start(CopyingEngine)
         before = engine.hash_parameters()
-        strategy.fault = drop_parameter
+        strategy.fault = fault
         with pytest.raises(WeightSyncError) as caught:
             sync(strategy, engine, actor)
         assert caught.value.check == "accounting"
-        assert set(caught.value.names) == {O_PROJ}
+        assert set(caught.value.names) == names
         assert engine.hash_parameters() == before
 
 
-def test_a_skipped_cache_reset_is_found():
+@pytest.mark.parametrize("engine_class", [ForgetsItsCacheEngine, NeverResetEngine])
+def test_a_skipped_cache_reset_is_found(engine_class):
     actor = tiny_actor()
     with FakeStrategy() as strategy:
-        engine = start(ForgetsItsCacheEngine)
+        engine = start(engine_class)
         with pytest.raises(WeightSyncError) as caught:
             sync(strategy, engine, actor)
             train_a_little(strategy, actor)

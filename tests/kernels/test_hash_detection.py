@@ -173,6 +173,14 @@ def test_the_windows_find_that_a_linear_hash_loses_sign_flips():
     assert num_cancelling_pairs(values, 20) > 10 * MOST_PAIRS
 
 
+def test_a_linear_hash_of_64_bit_elements_loses_any_two_sign_flips():
+    tensor = weights("normal", torch.float64)
+    changed = flip(tensor, [3, 2000], sign_bit(torch.float64))
+    index = torch.arange(NUMEL)
+    assert linear_shares(changed, index).sum() == linear_shares(tensor, index).sum()
+    assert hash_tensor(changed) != hash_tensor(tensor)
+
+
 def test_no_two_places_of_a_block_share_a_key():
     masks, factors = reference.key_table(torch.device("cpu"))
     assert len(masks.unique()) == len(factors.unique()) == 1024

@@ -213,8 +213,8 @@ def test_product_has_the_same_bits_in_every_range(start, stop):
 
 
 def options_of(path, world_size):
-    given = {"pretrain": path, "actor_learning_rate": 0.02, "enable_engine_sleep": False}
-    return given | {"train_batch_size": world_size}
+    settings = {"pretrain": path, "actor_learning_rate": 0.02, "enable_engine_sleep": False}
+    return settings | {"train_batch_size": world_size}
 
 
 def step(strategy, ready, rank):

@@ -1,4 +1,4 @@
-"""What a reward gives to responses whose prompts do not matter."""
+"""Scores of a reward for responses whose prompts do not matter."""
 
 
 def results_of(reward, responses, labels=None, **columns):

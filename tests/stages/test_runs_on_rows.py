@@ -70,10 +70,12 @@ def test_two_ranks_train_on_the_rows_of_one_and_continue(tmp_path, models, stage
     for expected, metrics in zip(one[1:], two[1:], strict=True):
         # Pairs are not counted in tokens.
         assert metrics.get("num_tokens") == expected.get("num_tokens")
-        assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-3, abs=1e-5)
+        small = 1e-5 if stage == "reward" else 0
+        assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-3, abs=small)
         assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
-    for name in {"eval/loss", "eval/margin"} & two[-1].keys():
-        assert two[-1][name] == pytest.approx(one[-1][name], rel=1e-2)
+    for name, within in {"eval/loss": 1e-3, "eval/margin": 1e-2}.items():
+        if name in one[-1]:
+            assert two[-1][name] == pytest.approx(one[-1][name], rel=within)
     if stage == "reward":
         means = [
             json.loads((tmp_path / name / "model/config.json").read_text())["score_mean"]

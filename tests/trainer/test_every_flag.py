@@ -347,6 +347,7 @@ def names_of_kinds(text):
     }
 
 
+@pytest.mark.full
 def test_every_option_is_read_by_the_code_that_carries_it_out():
     """Outside of the record and its rules: as an attribute or by its name."""
     found = set()

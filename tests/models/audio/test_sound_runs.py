@@ -39,10 +39,10 @@ def inputs(tmp_path_factory):
 
 
 def options(inputs, output, **changes):
-    given = {"fsdp": False, "input_key": "input", "apply_chat_template": True}
-    given |= {"generate_max_len": 6, "prompt_max_len": 256}
-    given |= {"train_batch_size": 16, "micro_train_batch_size": 8}
-    return rollout_options(inputs, output_dir=str(output), **given | changes)
+    settings = {"fsdp": False, "input_key": "input", "apply_chat_template": True}
+    settings |= {"generate_max_len": 6, "prompt_max_len": 256}
+    settings |= {"train_batch_size": 16, "micro_train_batch_size": 8}
+    return rollout_options(inputs, output_dir=str(output), **settings | changes)
 
 
 def assert_alike(first, second):

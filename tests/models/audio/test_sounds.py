@@ -1,4 +1,4 @@
-"""What is particular to sounds; tests of pictures score rows with them, too."""
+"""Sounds in particular; tests of pictures score rows with sounds, too."""
 
 from dataclasses import replace
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from datetime import timedelta
+
 import pytest
-from tests.faults import calls
-from tests.runs import interrupted, row_options, tiny_models, train, train_on_ranks, write
+from tests.ranks import run_multiprocess
+from tests.runs import interrupted, tiny_models
 
 from lightrft.config import TrainConfig
 from lightrft.stages.preference import preference_stage
@@ -19,7 +22,7 @@ STAGES = {
     "sft": (SFTTrainer, supervised_stage),
     "prefer": (PreferenceTrainer, preference_stage),
     "reward": (RewardTrainer, reward_stage),
-    "divergence": (DistillationTrainer, supervised_stage),
+    "distill": (DistillationTrainer, supervised_stage),
 }
 COMPARED = "rows of the data"
 
@@ -28,34 +31,37 @@ COMPARED = "rows of the data"
 def folder(tmp_path_factory):
     """Models, and nine rows: two steps of four a pass, one row left out."""
     path = tiny_models(tmp_path_factory.mktemp("drawn"), "model", "teacher")
-    for name, row in (
-        ("rows", {"completion": "yes"}),
-        ("pairs", {"chosen": "yes", "rejected": "no"}),
-    ):
-        write(path / f"{name}.jsonl", [{"prompt": f"name {n}: "} | row for n in range(9)])
+    row = {"chosen": "yes", "rejected": "no", "completion": "yes"}
+    pairs = ("prompt", "chosen", "rejected")
+    for name, keys in (("rows", ("prompt", "completion")), ("pairs", pairs)):
+        rows = [{"prompt": f"name {n}: "} | row for n in range(9)]
+        lines = (json.dumps({key: each[key] for key in keys}) for each in rows)
+        (path / f"{name}.jsonl").write_text("\n".join(lines))
     return path
 
 
 def settings(folder, stage, run, **changes):
     data = "pairs" if stage in ("prefer", "reward") else "rows"
     forward = {"teacher": str(folder / "teacher"), "teacher_form": "forward"}
-    return row_options(folder / "model", folder / f"{data}.jsonl", run, max_steps=3) | {
+    return {
+        "pretrain": str(folder / "model"),
+        "prompt_data": str(folder / f"{data}.jsonl"),
+        "output_dir": str(run),
+        "train_batch_size": 4,
+        "micro_train_batch_size": 2,
+        "max_epochs": 2,
+        "max_steps": 3,
         "audit_every": 1,
         "save_steps": 1,
+        "num_threads": 1,
         "fsdp": True,
-        **(forward if stage == "divergence" else {}),
+        **(forward if stage == "distill" else {}),
         **changes,
     }
 
 
 def compared(report):
     return next(row for row in report.rows if row.quantity == COMPARED)
-
-
-def assert_no_alarm(run):
-    report = audit_step(run, 3)
-    assert report.first_difference is None, verdict(report)
-    assert compared(report).verdict == "equal"
 
 
 @pytest.mark.cover(1)
@@ -65,27 +71,38 @@ def test_a_second_pass_after_a_resume_raises_no_alarm(folder, tmp_path, stage) -
     config = TrainConfig(**settings(folder, stage, tmp_path))
     interrupted(trainer, config, 3)
     trainer(config).train()
-    assert_no_alarm(tmp_path)
+    report = audit_step(tmp_path, 3)
+    assert report.first_difference is None, verdict(report)
+    assert compared(report).verdict == "equal"
 
 
-def once_more(original, step, strategy):
-    """Draw a row twice, and another one never."""
-    drawn = original(step, strategy)
-    return [drawn[0], *drawn[:-1]]
+def once_more(original):
+    """A row twice, and another one never."""
+
+    def places(step, strategy):
+        drawn = original(step, strategy)
+        return [drawn[0], *drawn[:-1]]
+
+    return places
 
 
-def of_another_pass(original, step, strategy):
-    """Draw the rows of the next step before this one's."""
-    step.data.next_batch()
-    return original(step, strategy)
+def of_another_pass(original):
+    """The rows of the next step, drawn before this one's."""
+
+    def places(step, strategy):
+        step.data.next_batch()
+        return original(step, strategy)
+
+    return places
 
 
 @pytest.mark.parametrize(
-    ("stage", "change"), [*((name, once_more) for name in STAGES), ("sft", of_another_pass)]
+    ("stage", "plant"), [*((name, once_more) for name in STAGES), ("sft", of_another_pass)]
 )
-def test_rows_that_are_not_drawn_are_found(folder, tmp_path, monkeypatch, stage, change) -> None:
-    calls(STAGES[stage][1], "drawn_places", change)(monkeypatch)
-    train({"stage": stage, **settings(folder, stage, tmp_path, max_steps=1)})
+def test_rows_that_are_not_drawn_are_found(folder, tmp_path, monkeypatch, stage, plant) -> None:
+    trainer, module = STAGES[stage]
+    monkeypatch.setattr(module, "drawn_places", plant(module.drawn_places))
+    trainer(TrainConfig(**settings(folder, stage, tmp_path, max_steps=1))).train()
     report = audit_step(tmp_path, 1)
     assert report.first_difference is not None, verdict(report)
     assert report.first_difference.quantity == COMPARED
@@ -93,13 +110,22 @@ def test_rows_that_are_not_drawn_are_found(folder, tmp_path, monkeypatch, stage,
 
 @pytest.mark.full
 def test_a_run_that_went_on_with_other_options_is_not_asked(folder, tmp_path) -> None:
-    changes = {"max_steps": 1, "allow_changes": True}
-    train({"stage": "sft", **settings(folder, "sft", tmp_path, **changes)})
+    config = TrainConfig(**settings(folder, "sft", tmp_path, max_steps=1, allow_changes=True))
+    SFTTrainer(config).train()
     assert compared(audit_step(tmp_path, 1)).verdict == "not audited"
+
+
+def in_ranks(rank, world_size, options):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=200))
+    SFTTrainer(TrainConfig(**options)).train()
 
 
 @pytest.mark.multiprocess
 def test_two_ranks_raise_no_alarm(folder, tmp_path) -> None:
     options = settings(folder, "sft", tmp_path, micro_train_batch_size=1)
-    train_on_ranks(2, [{"stage": "sft", **options}])
-    assert_no_alarm(tmp_path)
+    run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(options,))
+    report = audit_step(tmp_path, 3)
+    assert report.first_difference is None, verdict(report)
+    assert compared(report).verdict == "equal"

@@ -1,4 +1,4 @@
-"""The audit's losses of preferences and reward models are those of the stages."""
+"""The audit's losses of preferences and reward models: worked numbers, and those of the stages."""
 
 from __future__ import annotations
 
@@ -20,6 +20,24 @@ from lightrft.tools.audit.preference_losses import (
     preference_loss_named,
 )
 
+# c, r, cr, rr, n_c, n_r of two pairs, and each loss's mean over them.
+WORKED_PAIRS = np.array([(-12, -15, -13, -14, 6, 10), (-8, -7.5, -7, -8, 5, 4)]).T
+WORKED = {
+    "dpo": (0.6845479586, {}),
+    "cdpo": (0.6870479586, {"label_smoothing": 0.1}),
+    "robust": (0.6814229586, {"label_smoothing": 0.1}),
+    "hinge": (0.975, {}),
+    "ipo": (25.3800347222, {}),
+    "sigmoid_norm": (0.6947159697, {}),
+    "apo_zero": (0.9937591045, {}),
+    "apo_down": (0.9937979240, {}),
+    "simpo": (1.5350884785, {"beta": 2.0, "gamma": 1.0}),
+    "cpo": (0.6364074462, {"alpha": 0.0}),
+    "orpo": (0.0791033551 + 1.8181818182, {}),
+    "sft": (1.8181818182, {}),
+    "kto": (0.4968767439, {}),
+}
+
 
 def pairs(numbers, z=0.0, noise=0.0):
     c, r, cr, rr, n_c, n_r = numbers
@@ -27,6 +45,18 @@ def pairs(numbers, z=0.0, noise=0.0):
         Answers(own, ref, n, own + noise, ref) for own, ref, n in ((c, cr, n_c), (r, rr, n_r))
     )
     return Pairs(chosen, rejected, float(np.mean(n_c)), z, 1e-3)
+
+
+def options(loss, given=()):
+    return dict(loss.defaults) | dict(given)
+
+
+@pytest.mark.parametrize("name", WORKED)
+def test_worked_numbers(name):
+    expected, given = WORKED[name]
+    loss = preference_loss_named(name)
+    found = loss.function(pairs(WORKED_PAIRS, z=0.3), options(loss, given))
+    assert found.mean() == pytest.approx(expected, abs=1e-9)
 
 
 def random_pairs(size=7):
@@ -37,20 +67,10 @@ def random_pairs(size=7):
     return np.array([*sums, *reference, *tokens])
 
 
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        *((name, {}) for name in PREFERENCE_LOSSES),
-        ("cdpo", {"label_smoothing": 0.2}),
-        ("robust", {"label_smoothing": 0.2}),
-        ("simpo", {"beta": 2.0, "gamma": 1.0}),
-        ("cpo", {"alpha": 0.0}),
-    ],
-)
-def test_a_preference_loss_and_its_derivatives_are_those_of_the_stage(name, given):
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_a_preference_loss_and_its_derivatives_are_those_of_the_stage(name):
     numbers, function = random_pairs(), PREFERENCE_LOSSES.load(name)
     loss = preference_loss_named(name)
-    options = {**loss.defaults, **given}
     assert loss.of_answers == preference_loss_traits(function).is_of_answers
     assert loss.has_reference == preference_loss_traits(function).uses_reference
     tensors = [torch.tensor(each, dtype=torch.float64) for each in numbers]
@@ -60,14 +80,14 @@ def test_a_preference_loss_and_its_derivatives_are_those_of_the_stage(name, give
     of_stage = PreferenceSums(
         AnswerSums(c, cr, n_c), AnswerSums(r, rr, n_r), float(n_c.mean()), 0.7
     )
-    total = function(of_stage, **given).sum()
+    total = function(of_stage).sum()
     gradient = torch.cat(torch.autograd.grad(total, (c, r), materialize_grads=True))
 
     def own(sums):
         chosen, rejected = np.split(sums, 2)
         found = pairs([chosen, rejected, *numbers[2:]], 0.7)
         seen = replace(found.chosen, seen=numbers[0]), replace(found.rejected, seen=numbers[1])
-        return loss.function(replace(found, chosen=seen[0], rejected=seen[1]), options).sum()
+        return loss.function(replace(found, chosen=seen[0], rejected=seen[1]), options(loss)).sum()
 
     value, slopes = differentiated(own, np.concatenate(numbers[:2]))
     assert value == pytest.approx(total.item(), rel=1e-9)
@@ -87,7 +107,7 @@ def test_equal_margins_keep_the_order_of_the_run():
 
         def total(sums):
             chosen = replace(given.chosen, own=sums)
-            return loss.function(replace(given, chosen=chosen), loss.defaults).sum()
+            return loss.function(replace(given, chosen=chosen), options(loss)).sum()
 
         return differentiated(total, numbers[0])[1]
 

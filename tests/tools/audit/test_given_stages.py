@@ -1,20 +1,20 @@
-"""Steps of stages that learn from rows are recomputed within rounding; faults are named."""
+"""Steps on preferences, of reward models and of divergences are recomputed; faults are named."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import json
 from dataclasses import replace
+from datetime import timedelta
 
-import numpy as np
 import pytest
 import torch
-from tests.faults import becomes, calls, fields, results, takes
 from tests.ranks import run_multiprocess
-from tests.runs import row_options, tiny_models, train, train_each, write
 
 from lightrft.algorithms.preference_losses import AnswerSums
-from lightrft.datasets import chat_turns
+from lightrft.config import TrainConfig
 from lightrft.models import head, lora, reward_model
 from lightrft.stages.distillation import divergence_inputs, divergence_stage
 from lightrft.stages.preference import preference_stage
@@ -24,18 +24,19 @@ from lightrft.stages.supervised import supervised_stage
 from lightrft.strategy import optimizers, strategy_base
 from lightrft.tools.audit.preference_losses import PREFERENCE_LOSSES
 from lightrft.tools.audit.report import audit_step, verdict
+from lightrft.tools.model_presets import write_tiny_model
+from lightrft.trainer import DistillationTrainer, PreferenceTrainer, RewardTrainer
 
 pytestmark = pytest.mark.shard("audit")
 slow = pytest.mark.slow
 
+TRAINERS = {
+    "prefer": PreferenceTrainer,
+    "reward": RewardTrainer,
+    "distill": DistillationTrainer,
+}
 LENGTHS = (1, 4, 2, 30, 3, 9, 1, 14)
 ROWS = {
-    "turns": lambda n, size: {
-        "messages": [
-            {"role": "user", "content": f"name {n}"},
-            {"role": "assistant", "content": "ab" * size},
-        ],
-    },
     "pairs": lambda n, size: {"chosen": "ab" * size, "rejected": f"no {n}", "margin": 0.2 * n},
     "labels": lambda n, size: {"completion": "ab" * size, "label": n % 3 == 0},
     "rankings": lambda n, size: {
@@ -53,85 +54,92 @@ ROWS = {
     },
     "rows": lambda _, size: {"completion": "ab" * size},
 }
-STAGES = {"sft": "turns", "prefer": "pairs", "reward": "pairs", "divergence": "rows"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Models and rows of very different lengths."""
-    path = tiny_models(tmp_path_factory.mktemp("given"), "model", "teacher")
+    path = tmp_path_factory.mktemp("given")
+    for seed, name in enumerate(("model", "teacher"), start=1):
+        write_tiny_model(path / name, "tiny-qwen3", seed=seed)
     for kind, row in ROWS.items():
-        prompts = [{} if kind == "turns" else {"prompt": f"name {n}: "} for n in range(8)]
-        rows = [prompts[n] | row(n, size) for n, size in enumerate(LENGTHS)]
-        write(path / f"{kind}.jsonl", rows)
+        rows = ({"prompt": f"name {n}: "} | row(n, size) for n, size in enumerate(LENGTHS))
+        (path / f"{kind}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return path
 
 
-def options(folder, stage, run, *, data=None, **changes):
-    """Return options of two recorded steps."""
-    of_teacher = {"teacher": str(folder / "teacher"), "teacher_form": "forward"}
-    return row_options(folder / "model", folder / f"{data or STAGES[stage]}.jsonl", run) | {
-        "stage": stage,
-        "max_epochs": 1,
-        "actor_learning_rate": 1e-3 if stage == "sft" else 2e-4,
+def options(folder, stage, run, data=None, **changes):
+    """Two recorded steps; the same rows twice where a stage reads rows of four."""
+    given = {
+        "pretrain": str(folder / "model"),
+        "output_dir": str(run),
+        "prompt_data": str(folder / f"{data or ('rows' if stage == 'distill' else 'pairs')}.jsonl"),
+        "train_batch_size": 4,
+        "micro_train_batch_size": 2,
+        "actor_learning_rate": 2e-4,
         "lr_warmup_ratio": 0.0,
         "lr_scheduler": "linear",
         "audit_every": 1,
-        **(of_teacher if stage == "divergence" else {}),
-        **changes,
+        "num_threads": 1,
     }
+    if stage == "distill":
+        given |= {"teacher": str(folder / "teacher"), "teacher_form": "forward"}
+    return given | changes
 
 
 @pytest.fixture
 def recorded(folder, tmp_path):
-    """Train two recorded steps, and audit the second."""
+    """Trains two recorded steps, and audits the second."""
 
-    def run(stage, **changes):
-        train(options(folder, stage, tmp_path / "run", **changes))
+    def run(stage, data=None, **changes):
+        given = options(folder, stage, tmp_path / "run", data, **changes)
+        TRAINERS[stage](TrainConfig(**given)).train()
         return audit_step(tmp_path / "run", 2)
 
     return run
 
 
-ADAPTERS = {"lora_rank": 4, "packing_samples": True}
+PAIR_LOSSES = tuple(PREFERENCE_LOSSES)
 WAYS = {
-    "sft": ("sft", {}),
-    "sft, adapters, packed": ("sft", ADAPTERS),
-    "sft, mean of rows": ("sft", {"sft_loss": "seq-mean-token-mean", "l2": 0.1}),
-    "dft": ("sft", {"sft_loss": "dft"}),
+    "dpo": ("prefer", {}),
     "every loss of pairs": (
         "prefer",
         {
-            "preference_loss": tuple(PREFERENCE_LOSSES),
-            "preference_weights": tuple(0.1 * (1 + n % 4) for n in range(len(PREFERENCE_LOSSES))),
+            "preference_loss": PAIR_LOSSES,
+            "preference_weights": tuple(0.1 * (1 + n % 4) for n in range(len(PAIR_LOSSES))),
         },
     ),
-    "pairs with margins": ("reward", {"centering_coef": 0.05}),
-    "steps": ("reward", {"data": "steps"}),
-    "jsd, packed": (
-        "divergence",
-        {"teacher_form": "jsd", "teacher_beta": 0.3, "packing_samples": True},
-    ),
-}
-SLOW_WAYS = {
-    "dpo": ("prefer", {}),
-    "adapters, packed": ("prefer", ADAPTERS),
+    "adapters, packed": ("prefer", {"lora_rank": 4, "packing_samples": True}),
     "labelled answers": ("prefer", {"data": "labels", "preference_loss": ("kto",), "l2": 0.1}),
-    "hps, adapters, packed": ("reward", {"reward_loss": "hps", **ADAPTERS}),
+    "pairs with margins": ("reward", {"centering_coef": 0.05}),
+    "hps, adapters, packed": (
+        "reward",
+        {"reward_loss": "hps", "lora_rank": 4, "packing_samples": True},
+    ),
     "rankings with ties": ("reward", {"data": "rankings", "reward_loss": "rao_kupper"}),
     "labels": ("reward", {"data": "labels", "micro_batch_tokens": 128}),
     "scores": ("reward", {"data": "scores", "reward_loss": "mse"}),
-    "forward": ("divergence", {}),
-    "reverse, adapters": ("divergence", {"teacher_form": "reverse", "lora_rank": 4}),
+    "steps": ("reward", {"data": "steps"}),
+    "forward": ("distill", {}),
+    "reverse, adapters": ("distill", {"teacher_form": "reverse", "lora_rank": 4}),
+    "jsd, packed": (
+        "distill",
+        {"teacher_form": "jsd", "teacher_beta": 0.3, "packing_samples": True},
+    ),
 }
 
 
-@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=slow) for way in SLOW_WAYS)])
+QUICK_WAYS = ("every loss of pairs", "pairs with margins", "steps", "jsd, packed")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way in QUICK_WAYS else [slow]) for way in WAYS]
+)
 def test_a_step_is_recomputed_within_rounding(recorded, tmp_path, way):
-    stage, changes = (WAYS | SLOW_WAYS)[way]
+    stage, changes = WAYS[way]
     report = recorded(stage, **changes)
     assert report.first_difference is None, verdict(report)
-    rows = {row.quantity: row for row in report.rows}
+    found = {row.quantity: row for row in report.rows}
     for name in (
         "response mask",
         "denominator, actor update 1",
@@ -140,10 +148,9 @@ def test_a_step_is_recomputed_within_rounding(recorded, tmp_path, way):
         "learning rate, actor update 1",
         "states before, actor",
         "actor weights after (change)",
-        *(("ends of trained turns", "old logprobs") if stage == "sft" else ()),
     ):
-        assert rows[name].verdict == "equal", rows[name]
-    assert rows["actor weights after (change)"].own > 0
+        assert found[name].verdict == "equal", found[name]
+    assert found["actor weights after (change)"].own > 0
     first = audit_step(tmp_path / "run", 1)
     assert first.first_difference is None, verdict(first)
 
@@ -151,345 +158,362 @@ def test_a_step_is_recomputed_within_rounding(recorded, tmp_path, way):
 @pytest.mark.full
 def test_a_teacher_that_is_the_student_raises_no_alarm(recorded, folder):
     """Loss and gradient are rounding alone."""
-    report = recorded("divergence", teacher=str(folder / "model"), teacher_form="jsd")
+    report = recorded("distill", teacher=str(folder / "model"), teacher_form="jsd")
     assert report.first_difference is None, verdict(report)
 
 
 @slow
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", TRAINERS)
 def test_bfloat16_raises_no_alarm(recorded, stage):
     report = recorded(stage, bf16=True, fsdp=True)
     assert report.first_difference is None, verdict(report)
 
 
-OWN_LOSSES = {
-    "prefer": (
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [("prefer", "preference_loss"), ("reward", "reward_loss")],
+)
+def test_a_loss_of_ones_own_ends_the_audit_of_the_update(recorded, tmp_path, stage, name):
+    code = {
+        "prefer": "def own(sums):\n    return -sums.gaps\n",
+        "reward": "def own(differences, is_tie):\n    return -differences\n",
+    }
+    (tmp_path / "own.py").write_text(
         "from lightrft.algorithms.interface import preference_loss\n"
-        "@preference_loss()\ndef own(sums):\n    return -sums.gaps\n"
-    ),
-    "reward": "def own(differences, is_tie):\n    return -differences\n",
-}
-
-
-@pytest.mark.parametrize("stage", OWN_LOSSES)
-def test_a_loss_of_ones_own_ends_the_audit_of_the_update(recorded, tmp_path, stage):
-    (tmp_path / "own.py").write_text(OWN_LOSSES[stage])
+        + ("@preference_loss()\n" if stage == "prefer" else "")
+        + code[stage]
+    )
     text = f"{tmp_path / 'own.py'}:own"
-    loss = {"preference_loss": (text,)} if stage == "prefer" else {"reward_loss": text}
-    report = recorded(stage, **loss)
+    report = recorded(stage, **{name: (text,) if stage == "prefer" else text})
     assert report.first_difference is None, verdict(report)
     (row,) = [row for row in report.rows if row.quantity == "actor weights after"]
     assert (row.verdict, "caller's own" in row.note) == ("not audited", True)
 
 
-def test_the_options_of_the_run_count_and_not_those_of_the_record(recorded, tmp_path):
-    assert recorded("sft").first_difference is None
-    path = tmp_path / "run" / "config.toml"
-    path.write_text(path.read_text().replace("learning_rate = 0.001", "learning_rate = 0.002"))
-    assert "learning rate" in audit_step(tmp_path / "run", 2).first_difference.quantity
+BUGS = {}
 
 
-# --- faults
+def bug(first, stage, **changes):
+    """Registers a fault: what the audit names first, the run, and what plants it."""
+
+    def add(plant):
+        BUGS[plant.__name__] = (first, stage, changes, plant)
+        return plant
+
+    return add
 
 
-def end_left_out(padded):
-    return replace(padded, is_trained=padded.is_trained & padded.is_trained.roll(-1, dims=1))
+def wrap(patch, owner, name, change):
+    """Replaces owner.name by change(original)."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, functools.wraps(original)(change(original)))
 
 
-def first_prompt_trained(original, rows, *args, **kwargs):
-    first = np.ones_like(rows[0].is_trained)
-    first[0] = False
-    return original([replace(rows[0], is_trained=first), *rows[1:]], *args, **kwargs)
+LOSS, SCORES = "policy loss, actor update 1", "scores, actor update 1"
 
 
-def without_ends(turns):
-    return [replace(turn, token_ids=turn.token_ids[:-1]) for turn in turns]
+@bug(LOSS, "prefer")
+def chosen_and_rejected_are_swapped(patch):
+    def change(original):
+        def sums(self, *args):
+            found = original(self, *args)
+            return replace(found, chosen=found.rejected, rejected=found.chosen)
+
+        return sums
+
+    wrap(patch, preference_stage.PreferenceBatch, "sums", change)
 
 
-def all_counted(original, mask, mode):
-    return torch.tensor(float(mask.numel()), dtype=torch.float64)
+@bug(LOSS, "prefer")
+def pairs_of_one_rank_are_counted(patch):
+    counts = property(lambda self: StepCounts(len(self.items) // 2, len(self.items)))
+    patch.setattr(preference_stage.PreferencePart, "counts", counts)
 
 
-def rows_counted(original, mask, mode):
-    return torch.tensor(float(len(mask)), dtype=torch.float64)
+@bug(LOSS, "prefer", preference_loss=("simpo",))
+def length_normalisation_is_left_out(patch):
+    patch.setattr(AnswerSums, "mean_logprobs", property(lambda self: self.logprobs / 8))
 
 
-def swapped(sums):
-    return replace(sums, chosen=sums.rejected, rejected=sums.chosen)
+@bug("sums of the reference", "prefer")
+def the_reference_is_the_trained_model(patch):
+    def change(original):
+        return lambda self, model, *args: original(self, self.models.main.model, *args)
+
+    wrap(patch, preference_stage.PreferenceStage, "_score_rows", change)
 
 
-def of_the_trained_model(original, self, model, *args):
-    return original(self, self.models.main.model, *args)
+@bug("sums of the reference", "prefer", lora_rank=4)
+def adapters_stay_on_for_the_reference(patch):
+    patch.setattr(lora.LoraModel, "adapters_off", lambda self: contextlib.nullcontext())
 
 
-def another_beta(original, config):
-    return original(config.replaced({"preference_args": {"beta": 0.12}}))
+@bug(LOSS, "prefer")
+def beta_is_another(patch):
+    def change(original):
+        return lambda config: original(config.replaced({"preference_args": {"beta": 0.12}}))
+
+    wrap(patch, preference_stage, "build_objective", change)
 
 
-def without_centring(original, self, *args):
-    config, self.config = self.config, self.config.replaced({"centering_coef": 0.0})
-    try:
-        return original(self, *args)
-    finally:
-        self.config = config
+@bug("log-ratio behind other prompts, actor update 1", "prefer", preference_loss=("kto",))
+def kl_is_of_the_own_prompt(patch):
+    patch.setattr(preference_stage, "other_answers", lambda items, place: items[place].rows)
 
 
-def at_padding(original, self, token_ids, attention_mask, **kwargs):
-    return original(self, token_ids, torch.ones_like(attention_mask), **kwargs)
+@bug(LOSS, "prefer", preference_loss=("dpo", "sft"))
+def the_sft_term_is_a_mean_of_rows(patch):
+    patch.setattr(preference_stage, "tokens_per_chosen", lambda items: 8.0)
 
 
-def scores_at_padding(patch):
-    calls(reward_model.RewardModel, "forward", at_padding)(patch)
+@bug("response mask", "prefer")
+def answers_lose_their_end(patch):
+    def change(original):
+        def pad(*args, **given):
+            found = original(*args, **given)
+            kept = found.is_trained & found.is_trained.roll(-1, dims=1)
+            return replace(found, is_trained=kept)
+
+        return pad
+
+    wrap(patch, preference_stage, "pad", change)
+
+
+def warmer(patch):
+    def change(original):
+        def forward(self, hidden, targets=None, **given):
+            return original(self, hidden, targets, **{**given, "temperature": 1.02})
+
+        return forward
+
+    wrap(patch, head.LinearLogprobHead, "forward", change)
+
+
+@bug("logprobs, actor update 1", "prefer")
+def logits_of_preferences_have_a_temperature(patch):
+    warmer(patch)
+
+
+@bug(LOSS, "reward")
+def the_worse_answer_is_rewarded(patch):
+    def change(original):
+        return lambda self, scores: -original(self, scores)
+
+    wrap(patch, comparisons.Comparisons, "differences", change)
+
+
+@bug(LOSS, "reward")
+def the_margin_is_left_out(patch):
+    def change(original):
+        def of(*args):
+            found = original(*args)
+            return replace(found, margins=torch.zeros_like(found.margins))
+
+        return of
+
+    wrap(patch, comparisons.Comparisons, "of", change)
+
+
+@bug(LOSS, "reward", centering_coef=0.05)
+def centring_is_left_out(patch):
+    def change(original):
+        def losses(self, *args):
+            config, self.config = self.config, self.config.replaced({"centering_coef": 0.0})
+            try:
+                return original(self, *args)
+            finally:
+                self.config = config
+
+        return losses
+
+    wrap(patch, reward_stage.RewardStage, "sum_of_losses", change)
+
+
+@bug(SCORES, "reward")
+def scores_are_read_at_padding(patch):
+    def change(original):
+        def forward(self, token_ids, attention_mask, **given):
+            whole = torch.ones_like(attention_mask)
+            return original(self, token_ids, whole, **given)
+
+        return forward
+
+    wrap(patch, reward_model.RewardModel, "forward", change)
     # The proof at the start would name it.
     patch.setattr("lightrft.stages.reward.reward_inputs.prove_pooling", lambda *_: 1.0)
 
 
-def of_the_student(original, self, config, strategy):
-    return original(self, config.replaced({"teacher": config.pretrain}), strategy)
+@bug(SCORES, "reward")
+def the_head_computes_in_bfloat16(patch):
+    def change(original):
+        return lambda self, hidden: original(self, hidden).bfloat16().float()
+
+    wrap(patch, reward_model.ScoreHead, "forward", change)
+
+
+@bug(LOSS, "reward", data="rankings")
+def every_pair_of_a_ranking_weighs_1(patch):
+    def change(original):
+        def of(*args):
+            found = original(*args)
+            return replace(found, weights=torch.ones_like(found.weights))
+
+        return of
+
+    wrap(patch, comparisons.Comparisons, "of", change)
+
+
+@bug(LOSS, "reward", data="rankings")
+def ties_are_preferences(patch):
+    def change(original):
+        def of(*args):
+            found = original(*args)
+            return replace(found, is_tie=torch.zeros_like(found.is_tie))
+
+        return of
+
+    wrap(patch, comparisons.Comparisons, "of", change)
+
+
+@bug("denominator, actor update 1", "reward", data="steps")
+def steps_are_counted_by_row(patch):
+    patch.setattr(reward_stage, "count_losses", lambda judgements, name: len(judgements))
+
+
+def divergence_with(patch, change):
+    wrap(patch, divergence_stage, "divergence", change)
+
+
+@bug(LOSS, "distill")
+def the_divergence_is_that_of_the_other_direction(patch):
+    def change(original):
+        return lambda student, teacher, **given: original(student, teacher, form="reverse")
+
+    divergence_with(patch, change)
+
+
+@bug(LOSS, "distill", teacher_form="jsd", teacher_beta=0.3)
+def the_mixture_weighs_the_student(patch):
+    def change(original):
+        return lambda *args, form, beta: original(*args, form=form, beta=1 - beta)
+
+    divergence_with(patch, change)
+
+
+@bug(LOSS, "distill")
+def the_teacher_has_a_temperature(patch):
+    def change(original):
+        return lambda student, teacher, **given: original(student, teacher / 1.02, **given)
+
+    divergence_with(patch, change)
+
+
+@bug(LOSS, "distill")
+def the_teacher_is_one_token_behind(patch):
+    def change(original):
+        return lambda student, teacher, **given: original(student, teacher.roll(1, 0), **given)
+
+    divergence_with(patch, change)
+
+
+@bug(LOSS, "distill")
+def the_teacher_is_another(patch):
+    def change(original):
+        def build(self, config, strategy):
+            return original(self, config.replaced({"teacher": config.pretrain}), strategy)
+
+        return build
+
+    wrap(patch, divergence_inputs.DivergenceInputs, "build", change)
+
+
+@bug("denominator, actor update 1", "distill")
+def rows_are_counted_instead_of_tokens(patch):
+    def count(mask, mode):
+        return torch.tensor(float(len(mask)), dtype=torch.float64)
+
+    patch.setattr(supervised_stage, "local_normalizer", count)
 
 
 def misses_a_step_of_its_schedule(patch):
-    calls_before = itertools.count()
-    # The first call is that of the constructor.
-    calls(
-        optimizers.PlannedLR,
-        "step",
-        lambda original, *args: None if next(calls_before) == 1 else original(*args),
-    )(patch)
+    def change(original):
+        calls = itertools.count()
+        # The first call is that of the constructor.
+        return lambda self, *args: None if next(calls) == 1 else original(self, *args)
+
+    wrap(patch, optimizers.PlannedLR, "step", change)
 
 
-def differs(**changes):
-    """Plant a change of the comparisons of answers."""
-    return results(comparisons.Comparisons, "of", fields(**changes))
+def halves_gradients(patch):
+    def change(original):
+        return lambda self, loss, *args: original(self, loss / 2, *args)
+
+    wrap(patch, strategy_base.StrategyBase, "backward", change)
 
 
-def diverges(change):
-    """Plant another divergence: a function of the right one and its arguments."""
-    return calls(divergence_stage, "divergence", change)
-
-
-LOSS, SCORES = "policy loss, actor update 1", "scores, actor update 1"
-DENOMINATOR, REFERENCE = "denominator, actor update 1", "sums of the reference"
-ONE_RANK = property(lambda self: StepCounts(len(self.items) // 2, len(self.items)))
-# What the audit names first, the stage, what plants the fault, and options of the run.
-FAULTS = {
-    "prompts are counted": (
-        DENOMINATOR,
-        "sft",
-        calls(supervised_stage, "local_normalizer", all_counted),
-        {},
-    ),
-    "a prompt is trained": (
-        "response mask",
-        "sft",
-        calls(supervised_stage, "pad", first_prompt_trained),
-        {},
-    ),
-    "the end of a turn is left out": (
-        "response mask",
-        "sft",
-        results(supervised_stage, "pad", end_left_out),
-        {},
-    ),
-    "the end of a turn is not in the rows": (
-        "ends of trained turns",
-        "sft",
-        results(chat_turns.ChatTurns, "turns", without_ends),
-        {},
-    ),
-    "chosen and rejected are swapped": (
-        LOSS,
-        "prefer",
-        results(preference_stage.PreferenceBatch, "sums", swapped),
-        {},
-    ),
-    "the reference is the trained model": (
-        REFERENCE,
-        "prefer",
-        calls(preference_stage.PreferenceStage, "_score_rows", of_the_trained_model),
-        {},
-    ),
-    "beta is another": (
-        LOSS,
-        "prefer",
-        calls(preference_stage, "build_objective", another_beta),
-        {},
-    ),
-    "answers lose their end": (
-        "response mask",
-        "prefer",
-        results(preference_stage, "pad", end_left_out),
-        {},
-    ),
-    "the margin is left out": (LOSS, "reward", differs(margins=torch.zeros_like), {}),
-    "centring is left out": (
-        LOSS,
-        "reward",
-        calls(reward_stage.RewardStage, "sum_of_losses", without_centring),
-        {"centering_coef": 0.05},
-    ),
-    "scores are read at padding": (SCORES, "reward", scores_at_padding, {}),
-    "steps are counted by row": (
-        DENOMINATOR,
-        "reward",
-        becomes(reward_stage, "count_losses", lambda judgements, name: len(judgements)),
-        {"data": "steps"},
-    ),
-    "the divergence is that of the other direction": (
-        LOSS,
-        "divergence",
-        diverges(lambda o, student, teacher, **_: o(student, teacher, form="reverse")),
-        {},
-    ),
-    "the teacher has a temperature": (
-        LOSS,
-        "divergence",
-        diverges(lambda o, student, teacher, **k: o(student, teacher / 1.02, **k)),
-        {},
-    ),
-    "prefer misses a step of its schedule": (
+for each in TRAINERS:
+    BUGS[f"{each} misses a step of its schedule"] = (
         "schedule position, actor",
-        "prefer",
+        each,
+        {},
         misses_a_step_of_its_schedule,
-        {},
-    ),
-}
-# These take minutes together.
-SLOW_FAULTS = {
-    "pairs of one rank are counted": (
-        LOSS,
-        "prefer",
-        becomes(preference_stage.PreferencePart, "counts", ONE_RANK),
-        {},
-    ),
-    "the length does not normalise": (
-        LOSS,
-        "prefer",
-        becomes(AnswerSums, "mean_logprobs", property(lambda self: self.logprobs / 8)),
-        {"preference_loss": ("simpo",)},
-    ),
-    "adapters stay on for the reference": (
-        REFERENCE,
-        "prefer",
-        becomes(lora.LoraModel, "adapters_off", lambda self: contextlib.nullcontext()),
-        {"lora_rank": 4},
-    ),
-    "the KL is that of the own prompt": (
-        "log-ratio behind other prompts, actor update 1",
-        "prefer",
-        becomes(preference_stage, "other_answers", lambda items, place: items[place].rows),
-        {"preference_loss": ("kto",)},
-    ),
-    "the SFT term is a mean of rows": (
-        LOSS,
-        "prefer",
-        becomes(preference_stage, "tokens_per_chosen", lambda items: 8.0),
-        {"preference_loss": ("dpo", "sft")},
-    ),
-    "logits of preferences have a temperature": (
-        "logprobs, actor update 1",
-        "prefer",
-        takes(head.LinearLogprobHead, "forward", temperature=1.02),
-        {},
-    ),
-    "the head computes in bfloat16": (
-        SCORES,
-        "reward",
-        results(reward_model.ScoreHead, "forward", lambda scores: scores.bfloat16().float()),
-        {},
-    ),
-    "every pair of a ranking weighs 1": (
-        LOSS,
-        "reward",
-        differs(weights=torch.ones_like),
-        {"data": "rankings"},
-    ),
-    "ties are preferences": (
-        LOSS,
-        "reward",
-        differs(is_tie=torch.zeros_like),
-        {"data": "rankings"},
-    ),
-    "the mixture weighs the student": (
-        LOSS,
-        "divergence",
-        diverges(lambda o, *a, form, beta: o(*a, form=form, beta=1 - beta)),
-        {"teacher_form": "jsd", "teacher_beta": 0.3},
-    ),
-    "the teacher is another": (
-        LOSS,
-        "divergence",
-        calls(divergence_inputs.DivergenceInputs, "build", of_the_student),
-        {},
-    ),
-    "rows are counted instead of tokens": (
-        DENOMINATOR,
-        "divergence",
-        calls(supervised_stage, "local_normalizer", rows_counted),
-        {},
-    ),
-    **{
-        f"{stage} halves gradients": (
-            "gradient norm, actor update 1",
-            stage,
-            calls(
-                strategy_base.StrategyBase, "backward", lambda o, self, x, *a: o(self, x / 2, *a)
-            ),
-            {},
-        )
-        for stage in STAGES
-    },
-}
+    )
+    BUGS[f"{each} halves gradients"] = ("gradient norm, actor update 1", each, {}, halves_gradients)
+
+
+# The others take minutes together.
+QUICK = (
+    "chosen_and_rejected_are_swapped",
+    "the_reference_is_the_trained_model",
+    "beta_is_another",
+    "answers_lose_their_end",
+    "the_margin_is_left_out",
+    "centring_is_left_out",
+    "scores_are_read_at_padding",
+    "steps_are_counted_by_row",
+    "the_divergence_is_that_of_the_other_direction",
+    "the_teacher_has_a_temperature",
+    "prefer misses a step of its schedule",
+)
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize("name", [*FAULTS, *(pytest.param(x, marks=slow) for x in SLOW_FAULTS)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [slow]) for name in BUGS]
+)
 def test_a_planted_fault_is_named(recorded, monkeypatch, name):
-    first, stage, plant, changes = (FAULTS | SLOW_FAULTS)[name]
+    first, stage, changes, plant = BUGS[name]
     plant(monkeypatch)
     report = recorded(stage, **changes)
     assert report.first_difference is not None
     assert report.first_difference.quantity == first, verdict(report)
 
 
-def in_ranks(rank, world_size, runs, counted_alone):
-    if counted_alone == "tokens":
-        strategy_base.StrategyBase.reduce_over_data = lambda self, value, *args: value
-    if counted_alone == "pairs":
-        preference_stage.PreferencePart.counts = property(
-            lambda self: StepCounts(len(self.places), len(self.places))
-        )
-    train_each(rank, world_size, runs)
+def in_ranks(rank, world_size, given):
+    import torch.distributed as dist
 
-
-def firsts_of_two_ranks(folder, tmp_path, runs, counted_alone=None):
-    """Return what the audit names first in each run of two ranks."""
-    given = [
-        options(folder, name.split(",")[0], tmp_path / name, fsdp=True, **changes)
-        for name, changes in runs.items()
-    ]
-    run_multiprocess(in_ranks, 2, timeout_seconds=400, args=(given, counted_alone))
-    firsts = (audit_step(tmp_path / name, 1).first_difference for name in runs)
-    return [first and first.quantity for first in firsts]
-
-
-@pytest.mark.full
-@pytest.mark.multiprocess
-def test_two_ranks_are_sound_and_tokens_that_each_counts_alone_are_named(folder, tmp_path):
-    runs = {"sft": {}, "sft, parts": {"sp_size": 2, "sft_loss": "seq-mean-token-mean"}}
-    assert firsts_of_two_ranks(folder, tmp_path, runs) == [None, None]
-    runs = {"sft, alone": {}}
-    assert firsts_of_two_ranks(folder, tmp_path, runs, "tokens") == [DENOMINATOR]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=200))
+    for stage, settings, fault in given:
+        if fault:
+            count = property(lambda self: StepCounts(len(self.places), len(self.places)))
+            preference_stage.PreferencePart.counts = count
+        TRAINERS[stage](TrainConfig(**settings, fsdp=True)).train()
 
 
 @slow
 @pytest.mark.multiprocess
-def test_two_ranks_of_other_stages_are_sound_and_a_mean_of_each_is_named(folder, tmp_path):
+def test_two_ranks_are_sound_and_a_mean_of_each_is_found(folder, tmp_path):
     runs = {
         "prefer": {"preference_loss": ("dpo", "aot", "kto")},
         "reward": {"data": "rankings", "micro_train_batch_size": 1},
-        "divergence": {"sp_size": 2},
+        "distill": {"sp_size": 2},
+        "prefer by rank": {},
     }
-    assert firsts_of_two_ranks(folder, tmp_path, runs) == [None] * 3
-    runs = {"prefer, alone": {}}
-    assert firsts_of_two_ranks(folder, tmp_path, runs, "pairs") == [LOSS]
+    given = [
+        (name.split()[0], options(folder, name.split()[0], tmp_path / name, **way), "by" in name)
+        for name, way in runs.items()
+    ]
+    run_multiprocess(in_ranks, 2, timeout_seconds=400, args=(given,))
+    firsts = {name: audit_step(tmp_path / name, 2).first_difference for name in runs}
+    found = {name: None if first is None else first.quantity for name, first in firsts.items()}
+    assert found == dict.fromkeys(runs) | {"prefer by rank": LOSS}

@@ -7,14 +7,15 @@ import json
 import shutil
 
 import pytest
-from tests.runs import rollout_options, say_rows, tiny_models, train_on_ranks, write_inputs
+from tests.ranks import run_multiprocess
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.tools.audit.findings import DIFFERS
 from lightrft.tools.audit.record import FACTS, SAMPLES, VALUES, recorded_steps, seal, step_folder
+from lightrft.tools.model_presets import write_tiny_model
 
-pytestmark = [pytest.mark.shard("audit"), pytest.mark.multiprocess, pytest.mark.deepspeed]
+pytestmark = pytest.mark.shard("audit")
 
 REWARD = """
 def score(responses, kind):
@@ -56,20 +57,60 @@ MORE_RUNS = {
 }
 
 
-def train_runs(folder, runs, *, timeout_seconds):
-    rows = say_rows(32, kind=lambda number: number)
-    write_inputs(tiny_models(folder, "model"), rows, reward=REWARD)
-    options = [
-        rollout_options(folder, name, **{"audit_every": 2, "critic_learning_rate": 1e-3, **changes})
-        for name, changes in runs.items()
-    ]
-    train_on_ranks(2, options, timeout_seconds)
+def train_each(rank, world_size, runs):
+    import torch.distributed as dist
+
+    from lightrft.config import TrainConfig
+    from lightrft.run.assembly import run_training
+
+    # Kept over all runs: to end one and start the next at the same address is a race.
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    for values in runs:
+        run_training(TrainConfig(**values))
+
+
+def options(folder, name, changes):
+    return {
+        "pretrain": str(folder / "model"),
+        "prompt_data": str(folder / "train.jsonl"),
+        "input_key": "prompt",
+        "reward_fn": (f"{folder / 'reward.py'}:score",),
+        "bf16": False,
+        "engine_type": "hf",
+        "output_dir": str(folder / name),
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 2,
+        "generate_max_len": 8,
+        "prompt_max_len": 32,
+        "init_kl_coef": 0.0,
+        "actor_learning_rate": 1e-3,
+        "critic_learning_rate": 1e-3,
+        "lr_warmup_ratio": 0.0,
+        "max_steps": 2,
+        "audit_every": 2,
+        **changes,
+    }
+
+
+def write_inputs(folder):
+    write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
+    rows = [{"prompt": f"say {'aeiou'[i % 5] * (1 + i % 3)}", "kind": i} for i in range(32)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "reward.py").write_text(REWARD)
+
+
+def train(folder, runs, *, timeout_seconds):
+    write_inputs(folder)
+    values = [options(folder, name, changes) for name, changes in runs.items()]
+    run_multiprocess(train_each, 2, timeout_seconds=timeout_seconds, args=(values,))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    train_runs(folder, RUNS, timeout_seconds=240)
+    train(folder, RUNS, timeout_seconds=240)
     return folder
 
 
@@ -83,7 +124,8 @@ def compared(report, part):
     return [row for row in report["rows"] if row["quantity"].startswith(part)]
 
 
-@pytest.mark.full
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_two_ranks_has_no_difference(name, runs, capsys):
     assert recorded_steps(runs / name) == [2]
@@ -97,7 +139,8 @@ def test_a_run_of_two_ranks_has_no_difference(name, runs, capsys):
     assert compared(report, "actor weights after")[0]["own"] > 1e-3
 
 
-@pytest.mark.full
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
 def test_a_changed_state_is_a_difference(runs, tmp_path, capsys):
     from safetensors.torch import load_file, save_file
 
@@ -117,7 +160,8 @@ def test_a_changed_state_is_a_difference(runs, tmp_path, capsys):
     assert last.startswith("step 2 differs first in: actor we")
 
 
-@pytest.mark.full
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
 def test_what_is_not_there_is_said_in_a_line(runs, tmp_path, capsys):
     source, run = runs / "zero 2", tmp_path / "run"
     assert main(["audit", str(tmp_path)]) == ExitCode.USAGE
@@ -137,10 +181,12 @@ def test_what_is_not_there_is_said_in_a_line(runs, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
 @pytest.mark.timeout(1500)
 def test_more_strategies(tmp_path, capsys):
     runs = {name: {**changes, "audit_every": 1} for name, changes in MORE_RUNS.items()}
-    train_runs(tmp_path, runs, timeout_seconds=1200)
+    train(tmp_path, runs, timeout_seconds=1200)
     for name, step in itertools.product(MORE_RUNS, (1, 2)):
         code, report = audit(tmp_path / name, capsys, "--step", str(step))
         different = [row for row in report["rows"] if row["verdict"] == DIFFERS]

@@ -145,68 +145,40 @@ def samples_of(path, noise, greedy, mode):
 
 
 def shaped(samples, config):
-    """Return the samples with the rewards that scoring would give them."""
-    penalty = overlong_penalty(config) or (lambda _: 0.0)
-
-    def change(_, item):
-        length = len(item.rollout.completion.output_token_ids)
-        return (
-            item if item.is_masked else replace(item, reward=item.unshaped_reward + penalty(length))
-        )
-
-    return with_scored(samples, change)
-
-
-def with_scored(samples, change):
-    """Return samples whose items are change(number, item)."""
-    scored = [change(number, item) for number, item in enumerate(samples.scored)]
+    """The samples with the rewards that scoring would give them."""
+    penalty, scored = overlong_penalty(config) or (lambda _: 0.0), []
+    for item in samples.scored:
+        if not item.is_masked:
+            length = len(item.rollout.completion.output_token_ids)
+            item = replace(item, reward=item.unshaped_reward + penalty(length))
+        scored.append(item)
     return replace(samples, scored=scored, table=row_table(scored))
 
 
 def with_observations(samples):
-    """Let a third of the tokens of a response, never the last, be answers of a tool."""
-
-    def change(number, item):
+    """A third of the tokens of a response, never the last, were answers of a tool."""
+    scored = []
+    for number, item in enumerate(samples.scored):
         completion = item.rollout.completion
         size = len(completion.output_token_ids)
         sampled = tuple((i + number) % 3 != 1 or i + 1 == size for i in range(size))
         logprobs = tuple(x * f for x, f in zip(completion.output_logprobs, sampled, strict=True))
         completion = replace(completion, sampled=sampled, output_logprobs=logprobs)
-        return replace(item, rollout=replace(item.rollout, completion=completion))
+        scored.append(replace(item, rollout=replace(item.rollout, completion=completion)))
+    return replace(samples, scored=scored, table=row_table(scored))
 
-    return with_scored(samples, change)
 
-
-def with_rewards(samples, change):
-    """Return samples whose rewards are change(reward)."""
-    return with_scored(
-        samples,
-        lambda _, item: replace(
-            item, reward=change(item.reward), unshaped_reward=change(item.unshaped_reward)
-        ),
-    )
+def positive(samples):
+    """Rewards without their signs."""
+    scored = [
+        replace(each, reward=abs(each.reward), unshaped_reward=abs(each.unshaped_reward))
+        for each in samples.scored
+    ]
+    return replace(samples, scored=scored, table=row_table(scored))
 
 
 def shape_of(name):
-    """Return what makes samples that an estimator takes: maxrl needs rewards without signs."""
-    return (lambda samples: with_rewards(samples, abs)) if name == "maxrl" else None
-
-
-def algorithm(name, loss, **changes):
-    """Return options of an estimator and a loss, with shares that choose some of few tokens."""
-    options = {"advantage_estimator": name, "policy_loss": loss, **changes}
-    if name == "zero":
-        options["teacher"] = ""
-    if loss in ("clip_cov", "kl_cov"):
-        options["policy_loss_args"] = {"cov_ratio": 0.2}
-    if loss == "clip_cov":
-        options["policy_loss_args"] |= {"cov_low": 0.01}
-    return options
-
-
-def with_teacher(options, teacher):
-    """Return options whose teacher, if they name one, is this model."""
-    return {**options, "teacher": teacher} if "teacher" in options else options
+    return positive if name == "maxrl" else None
 
 
 class Scripted:
@@ -220,12 +192,15 @@ class Scripted:
             with timer.stage(name):
                 pass
         step, self._step = self._step, self._step + 1
-        return with_scored(self._samples, lambda _, item: raised(item, 0.5 * step))
+        if not step:
+            return self._samples
+        scored = [raised(each, 0.5 * step) for each in self._samples.scored]
+        return replace(self._samples, scored=scored, table=row_table(scored))
 
 
 def raised(item, by):
-    """Return a sample of a higher reward."""
-    if item.is_masked or not by:
+    """A sample of a higher reward."""
+    if item.is_masked:
         return item
     before = item.unshaped_reward
     unshaped = None if before is None else before + by
@@ -321,7 +296,7 @@ def distance(one, other):
 
 
 def effect_of(plant, model_path, folder, changes, *, steps=1, **how):
-    """Return how far a fault moves the last step's weights, relative to their right change.
+    """How far a fault moves the weights of the last step, relative to their right change.
 
     Args:
         plant: Plants it.
