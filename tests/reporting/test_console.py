@@ -244,6 +244,13 @@ def test_counted_items_are_told_while_they_go_by():
     assert current_progress() is None
 
 
+def test_a_run_that_failed_leaves_no_progress_to_the_next():
+    with pytest.raises(MemoryError), console_sink(lambda *_: None):
+        report_progress("train actor", 5, 6)
+        raise MemoryError
+    assert current_progress() is None
+
+
 def test_silence_is_broken_by_the_name_of_the_phase():
     stream = io.StringIO()
     screen = PlainScreen(stream, lambda: "step 2/4", seconds=0.05)

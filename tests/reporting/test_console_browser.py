@@ -92,6 +92,7 @@ def tell_of_a_run(stream, num_steps, step_seconds):
     # As libraries do, a logger takes the stream that there is when it is made.
     handler = logging.StreamHandler(sys.stderr)
     logging.getLogger("a_library").addHandler(handler)
+    report_progress("", 0, 0)  # what a part that failed in another test has left
     console = RunConsole(heartbeat_seconds=60)
     pictures = []
     console.plan(num_steps)

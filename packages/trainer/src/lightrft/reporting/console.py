@@ -157,9 +157,14 @@ class RunConsole:
         self._step = step
         if "eval/reward" in metrics or "eval/loss" in metrics or step % self._every == 0:
             width = shutil.get_terminal_size().columns if self.is_live else None
-            left = self._seconds_left(now)
             self._screen.line(
-                step_line(step, self._num_steps, metrics, seconds_left=left, width=width)
+                step_line(
+                    step,
+                    self._num_steps,
+                    metrics,
+                    seconds_left=self._seconds_left(now),
+                    width=width,
+                )
             )
         if self._is_verbose:
             ConsoleLogger(self._screen.line, every=self._every).log(step, metrics)

@@ -17,12 +17,16 @@ _progress: list[tuple[str, int, int]] = []
 
 @contextmanager
 def console_sink(sink: ConsoleSink) -> Iterator[None]:
-    """Hands every line to `sink` while the body runs; the innermost counts."""
+    """Hands every line to `sink` while the body runs; the innermost counts.
+
+    What was in progress at the end has failed: the next run does not show it.
+    """
     _sinks.append(sink)
     try:
         yield
     finally:
         _sinks.remove(sink)
+        _progress.clear()
 
 
 def write_line(text: str, *, is_detail: bool = False, is_stamped: bool = True) -> None:
@@ -46,7 +50,7 @@ def with_progress(items: Sequence[T], name: str) -> Iterator[T]:
     for done, item in enumerate(items):
         report_progress(name, done, len(items))
         yield item
-    report_progress(name, 0, 0)
+    _progress.clear()
 
 
 def report_progress(name: str, done: int, total: int) -> None:
