@@ -100,6 +100,7 @@ def test_the_student_moves_to_the_teacher_on_its_own_samples(models, tmp_path):
 
 @pytest.mark.multiprocess
 @pytest.mark.full
+@pytest.mark.parametrize("kind", ["rows", "samples"])
 def test_a_step_of_two_teachers_is_equal_on_one_rank_and_on_two(models, tmp_path, kind):
     hints = [f"is {n}" * (1 + n) for n in range(8)]
     write_rows(tmp_path, teacher=list("xxxxxxxy"), hint=hints)

@@ -40,6 +40,12 @@ class NoLaunch:
 def _no_kernel_runs(monkeypatch):
     for name in KERNELS:
         monkeypatch.setattr(triton_kernels, name, NoLaunch())
+    # As every run sets it on GPUs; monkeypatch does not see this attribute.
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = False
+    yield
+    matmul.allow_bf16_reduced_precision_reduction = before
 
 
 def traced(size, num_tokens, *, trains_weight=True):

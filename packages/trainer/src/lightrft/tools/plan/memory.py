@@ -378,11 +378,10 @@ def loss_bytes(model: Model, num_scored: int, compute_bytes: int) -> float:
     found = stored + states + c * rows * columns
     if not model.trains_all or c == FLOAT:
         return found
-    weight = FLOAT * vocab * width
     if num_chunks == 1:
-        # The weight's gradient is written in its own dtype, from products of some columns.
-        return found + FLOAT * columns * width
+        return found  # The weight's gradient is written in its own dtype.
     # Summed in float32, then narrowed.
+    weight = FLOAT * vocab * width
     narrowed = weight + (FLOAT + c) * width * num_scored
     return max(found + (FLOAT - c) * vocab * width, narrowed)
 
