@@ -60,7 +60,7 @@ def build_ours(model, rows, *, packs):
     from lightrft.config import TrainConfig
     from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows
     from lightrft.models import Actor
-    from lightrft.stages.policy.models import configure_model, trained_model
+    from lightrft.stages.models import configure_model, trained_model
     from lightrft.stages.stage import Step, TrainedModels
     from lightrft.stages.supervised.supervised_stage import SupervisedStage
     from lightrft.strategy import get_fake_strategy

@@ -80,7 +80,7 @@ class Ours:
     def __init__(self, strategy, config, size) -> None:
         from lightrft.models import Actor
         from lightrft.models.lora import LoraActor
-        from lightrft.stages.policy.models import configure_models
+        from lightrft.stages.models import configure_models
 
         self.strategy, self.config, self.device = strategy, config, strategy.device
         model = random_model(size, self.device)

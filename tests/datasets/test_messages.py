@@ -54,7 +54,7 @@ def calling(arguments, **more):
 
 def trained(folder, row, *, template=CHATML, **options):
     """The text of a row of `sft` with what is trained between >> and <<."""
-    from lightrft.stages.supervised.supervised_inputs import marked_text
+    from lightrft.stages.rows.row_inputs import marked_text
 
     tokenizer = tokenizer_of(template)
     data = load_supervised(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lightrft.config import TrainConfig
 from lightrft.models import Actor, Critic, ModelLoadError, load_causal_lm, load_trunk
 from lightrft.models.reward_model import RewardModel
-from lightrft.stages.policy.models import require_equal_start
+from lightrft.stages.models import require_equal_start
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.meta_init import parameters_on_meta

@@ -13,7 +13,7 @@ from lightrft.models.attention import SHORT, use_short_attention
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.proof import prove_model, require_packing
 from lightrft.models.ulysses import LayoutRefusedError
-from lightrft.stages.policy.models import turn_off_dropout
+from lightrft.stages.models import turn_off_dropout
 from lightrft.strategy import get_fake_strategy
 
 LOW_RANK = {

@@ -11,8 +11,8 @@ from transformers import DeepseekV3Config, Qwen3Config, Qwen3NextConfig
 from lightrft.config import TrainConfig
 from lightrft.models import Actor, attention, varlen
 from lightrft.models.varlen import KernelShape, KernelTrial, try_kernel
+from lightrft.stages.machine_choices import decide_by_machine, read_model_facts
 from lightrft.stages.policy import models
-from lightrft.stages.policy.models import decide_by_machine, read_model_facts
 from lightrft.strategy.fsdp2.sharding import find_blocks
 
 SHAPE = KernelShape("cpu", torch.bfloat16, 64, 64)

@@ -20,7 +20,7 @@ from lightrft.config import TrainConfig
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
 from lightrft.models.loading import load_processor
-from lightrft.stages.policy.models import load_policy
+from lightrft.stages.models import load_policy
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {

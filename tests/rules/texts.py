@@ -161,7 +161,7 @@ def long_rows_are_left_out_and_counted(stage: str, tmp_path: Path) -> None:
     from lightrft.datasets.preference_rows import load_preferences
     from lightrft.datasets.supervised_rows import load_supervised
     from lightrft.stages.reward.reward_inputs import load_rows
-    from lightrft.stages.supervised.supervised_inputs import read_rows
+    from lightrft.stages.rows.row_inputs import read_rows
 
     load = {"prefer": load_preferences, "reward": load_rows}.get(stage, load_supervised)
     rows = [answered(stage, prompt, "b") for prompt in ("a", BEYOND)]

@@ -20,7 +20,7 @@ from lightrft.models import actor as actor_module, attention, proof, reward_mode
 from lightrft.models.head import HeadTransform
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import trunk_output
-from lightrft.stages.policy.models import ModelFacts, decide_by_machine
+from lightrft.stages.machine_choices import ModelFacts, decide_by_machine
 from lightrft.strategy import get_fake_strategy
 from lightrft.tools.model_presets import byte_level_tokenizer, random_model, save_checked
 from lightrft.trainer import train

@@ -90,7 +90,7 @@ def test_models_are_built_without_memory_on_gpus_above_two_gigabytes():
 
 @pytest.mark.parametrize(("device", "chosen"), [("cuda", True), ("cpu", False)])
 def test_the_decision_is_agreed_and_printed(device, chosen):
-    from lightrft.stages.policy.models import ModelFacts, decide_by_machine
+    from lightrft.stages.machine_choices import ModelFacts, decide_by_machine
 
     printed = []
     strategy = SimpleNamespace(

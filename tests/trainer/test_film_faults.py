@@ -10,7 +10,7 @@ from tests.trainer.vision_world import REWARD, vision_options
 
 from lightrft.engines.hf import forward as engine_forward
 from lightrft.engines.media.inputs import axes_of_rows, media_inputs
-from lightrft.stages.policy.parity import ParityError
+from lightrft.stages.parity_limits import ParityError
 
 pytestmark = pytest.mark.shard("vision")
 

@@ -15,8 +15,8 @@ from lightrft.algorithms.interface import PolicyLossTraits, policy_loss_traits
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES
 from lightrft.models import Actor
+from lightrft.stages.machine_choices import decide_by_machine
 from lightrft.stages.policy import objective
-from lightrft.stages.policy.models import decide_by_machine
 from lightrft.stages.policy.objective import why_loss_outside
 
 FUSED = {"fused_linear_logprob": True}

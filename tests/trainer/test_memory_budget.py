@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightrft.cli.main import main
 from lightrft.cli.options import merge_options
 from lightrft.config import TrainConfig
-from lightrft.stages.policy.models import packing_by_machine
+from lightrft.stages.machine_choices import packing_by_machine
 from lightrft.strategy import get_fake_strategy
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.plan.memory import (

@@ -10,13 +10,9 @@ from tests.engines.fake_engine import build_fake
 from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.engines.factory import ENGINES
 from lightrft.experience.ledger_gate import LedgerError
+from lightrft.stages.parity_limits import PARITY_LIMITS, ParityError, parity_limits
 from lightrft.stages.policy.maker import ExperienceMaker
-from lightrft.stages.policy.parity import (
-    PARITY_LIMITS,
-    ParityError,
-    compare_logprobs,
-    parity_limits,
-)
+from lightrft.stages.policy.parity import compare_logprobs
 
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 

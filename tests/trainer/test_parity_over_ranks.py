@@ -6,7 +6,7 @@ from tests.runs import rollout_options, train, write_inputs
 
 import lightrft.engines.hf.engine as adapter
 import lightrft.stages.policy.maker as maker
-from lightrft.stages.policy.parity import ParityError
+from lightrft.stages.parity_limits import ParityError
 from lightrft.strategy.distributed.process_groups import start_process_group
 from lightrft.strategy.strategy_base import StrategyBase
 

@@ -13,8 +13,8 @@ from lightrft.experience.maker import replayed_support
 from lightrft.models.support import SamplingSupport
 from lightrft.reporting.trajectories import TrajectoryLog
 from lightrft.rollout.ledger_records import LedgerError
+from lightrft.stages.parity_limits import ParityError
 from lightrft.stages.policy.algorithm import check_algorithm, decide
-from lightrft.stages.policy.parity import ParityError
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.report.sample_page import token_sample
 

@@ -9,7 +9,7 @@ from tests.runs import rollout_options, steps, train, train_on_ranks, write_inpu
 from lightrft.engines.hf import forward as engine_forward
 from lightrft.engines.media.inputs import media_inputs
 from lightrft.engines.media.sounds import as_wav
-from lightrft.stages.policy.parity import ParityError
+from lightrft.stages.parity_limits import ParityError
 from lightrft.tools.tiny_audio_models import write_tiny_audio_model
 
 pytestmark = pytest.mark.shard("vision")

@@ -41,8 +41,8 @@ from lightrft.rollout.agents.rounds import AnswerRules, answer_round
 from lightrft.rollout.agents.sampling import RunSampling
 from lightrft.rollout.agents.shown import fault_of
 from lightrft.rollout.source import SourceParts
+from lightrft.stages.parity_limits import PARITY_LIMITS
 from lightrft.stages.policy.inputs import require_images
-from lightrft.stages.policy.parity import PARITY_LIMITS
 
 CASES = Path(__file__).with_name("image_agents.py")
 

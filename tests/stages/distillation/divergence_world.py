@@ -9,7 +9,7 @@ from tests.stages.supervised.supervised_world import build_actor
 from lightrft.datasets.supervised_rows import SupervisedRows
 from lightrft.models import Actor
 from lightrft.stages.distillation.divergence_stage import DivergenceStage
-from lightrft.stages.policy.models import configure_model
+from lightrft.stages.models import configure_model
 
 
 def build_stage(strategy, rows, *, model=None, held_out=(), teacher_form="forward", **changes):

@@ -9,8 +9,8 @@ from tests.runs import steps
 from tests.stages.distillation.distillation_world import options, run, write_rows
 
 from lightrft.config import TrainConfig
-from lightrft.stages.policy.parity import ParityError
-from lightrft.stages.policy.teacher import require_zero
+from lightrft.stages.parity_limits import ParityError
+from lightrft.stages.teachers import require_zero
 from lightrft.strategy import get_fake_strategy
 
 FORMS = ("reverse", "forward", "jsd")

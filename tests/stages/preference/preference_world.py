@@ -12,7 +12,7 @@ from tests.stages.supervised.supervised_world import build_actor
 
 from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair, PreferenceRows
 from lightrft.datasets.supervised_rows import SupervisedRow
-from lightrft.stages.policy.models import configure_model
+from lightrft.stages.models import configure_model
 from lightrft.stages.preference.preference_stage import PreferenceStage
 
 

@@ -12,7 +12,7 @@ from tests.stages.stage_world import distance, require_formula, step_of
 from tests.stages.supervised.supervised_world import RAGGED, build_stage, slow_loss
 
 from lightrft.algorithms.aggregation import local_normalizer, loss_weights
-from lightrft.stages.supervised.supervised_stage import LOSSES
+from lightrft.algorithms.supervised_losses import LOSSES
 
 
 @cache

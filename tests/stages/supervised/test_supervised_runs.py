@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightrft.config import TrainConfig
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models.statements import read_statements
-from lightrft.stages.supervised.supervised_inputs import last_trained
+from lightrft.stages.rows.row_inputs import last_trained
 from lightrft.trainer import SFTTrainer
 
 ANSWERS = {f"name {i}": f"word {i * 7 % 10}{chr(97 + i)}" for i in range(8)}

@@ -33,7 +33,7 @@ from lightrft.datasets.types import DataError
 from lightrft.engines.media.families import placeholder_ids
 from lightrft.models import Actor
 from lightrft.models.lora import LoraActor
-from lightrft.stages.policy.models import configure_model, trained_model
+from lightrft.stages.models import configure_model, trained_model
 from lightrft.stages.stage import TrainedModels
 from lightrft.stages.supervised.supervised_stage import SupervisedStage
 from lightrft.strategy import get_fake_strategy

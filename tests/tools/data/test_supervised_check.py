@@ -12,7 +12,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.files import scan_rows
 from lightrft.datasets.supervised_rows import RowEncoder, load_supervised
 from lightrft.models.loading import load_tokenizer
-from lightrft.stages.supervised.supervised_stage import num_updates
+from lightrft.stages.rows.row_stage import num_updates
 from lightrft.tools.data.supervised_check import check_rows
 from lightrft.tools.model_presets import write_tiny_model
 

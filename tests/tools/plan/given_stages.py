@@ -39,7 +39,7 @@ def build(stage, sizes, config, strategy):
     from lightrft.models import Actor, LoraActor, RewardModel
     from lightrft.models.lora import LoraRewardModel
     from lightrft.stages.distillation.divergence_stage import DivergenceStage
-    from lightrft.stages.policy.models import configure_model, trained_model
+    from lightrft.stages.models import configure_model, trained_model
     from lightrft.stages.preference.preference_stage import PreferenceStage
     from lightrft.stages.reward.reward_stage import RewardStage
     from lightrft.stages.stage import TrainedModels

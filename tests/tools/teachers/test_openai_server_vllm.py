@@ -12,7 +12,7 @@ from tests.vllm_server import serving_model
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.experience.teachers import TeacherError
 from lightrft.models import Actor, load_tokenizer
-from lightrft.stages.policy.teacher import prove_teachers
+from lightrft.stages.teachers import prove_teachers
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.teachers.openai_server import OpenAIServer
 from lightrft.trainer import DistillationTrainer

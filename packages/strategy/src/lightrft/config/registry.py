@@ -463,7 +463,7 @@ START_HOOKS = Registry(
     group="lightrft.start_hooks",
 )
 # Receivers of the numbers of an update, made of a `lightrft.stages.policy.updates.ObservedStep`,
-# or of one on given rows, of a `lightrft.stages.supervised.row_observer.ObservedRows`.
+# or of one on given rows, of a `lightrft.stages.rows.row_observer.ObservedRows`.
 STEP_OBSERVERS = Registry(
     "observer of a step",
     {

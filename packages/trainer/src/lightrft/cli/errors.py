@@ -91,7 +91,7 @@ ERROR_CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.strategy.distributed.network", "NetworkError", ExitCode.PREFLIGHT),
     ("lightrft.strategy.weight_sync.verification", "WeightSyncError", ExitCode.VERIFICATION),
     ("lightrft.strategy.distributed.process_end", "NumericsError", ExitCode.NUMERICS),
-    ("lightrft.stages.policy.parity", "ParityError", ExitCode.VERIFICATION),
+    ("lightrft.stages.parity_limits", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),
     ("lightrft.experience.teachers", "TeacherError", ExitCode.REWARD),
     ("lightrft.reporting.trackers.best_effort", "TrackerError", ExitCode.PREFLIGHT),

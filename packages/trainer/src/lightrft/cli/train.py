@@ -268,7 +268,7 @@ def parse_rows(
     if not problems:
         from lightrft.cli.preflight import model_problems
         from lightrft.run.resume import plan_run
-        from lightrft.stages.supervised.supervised_inputs import option_problems
+        from lightrft.stages.rows.row_inputs import option_problems
 
         world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
         if problems_of is None:

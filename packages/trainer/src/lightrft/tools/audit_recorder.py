@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lightrft.algorithms.moments import Moments
     from lightrft.records.batch import ExperienceBatch
     from lightrft.stages.policy.updates import ObservedStep
-    from lightrft.stages.supervised.row_observer import ObservedRows
+    from lightrft.stages.rows.row_observer import ObservedRows
     from lightrft.strategy.optimizers import OptimizerStepResult
 
 Kind = TypeVar("Kind", bound=np.generic)

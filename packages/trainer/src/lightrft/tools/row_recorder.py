@@ -13,12 +13,12 @@ from lightrft.tools.audit.record import PLACE, RawSamples
 from lightrft.tools.audit_recorder import Flat, Recorder, by_row
 
 if TYPE_CHECKING:
-    from lightrft.stages.supervised.padded_rows import PaddedRows
-    from lightrft.stages.supervised.row_observer import ObservedRows
+    from lightrft.stages.rows.padded_rows import PaddedRows
+    from lightrft.stages.rows.row_observer import ObservedRows
 
 
 class RowRecorder(Recorder[None]):
-    """An observer (`lightrft.stages.supervised.row_observer`); every rank knows all rows."""
+    """An observer (`lightrft.stages.rows.row_observer`); every rank knows all rows."""
 
     def __init__(self, step: ObservedRows) -> None:
         self._step, self.num_items = step, step.num_items

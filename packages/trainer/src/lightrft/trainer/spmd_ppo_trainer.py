@@ -26,8 +26,10 @@ from lightrft.rollout.model_rewards import ModelRewards
 from lightrft.rollout.sampler import SingleTurns
 from lightrft.run.loop import Loop, LoopResult, LoopState, with_run_options
 from lightrft.run.threads import use_threads
+from lightrft.stages.machine_choices import decide_by_machine
+from lightrft.stages.models import trained_model
 from lightrft.stages.policy.maker import ExperienceMaker, PolicyBatch, SampleLogs
-from lightrft.stages.policy.models import FrozenModels, decide_by_machine, trained_model
+from lightrft.stages.policy.models import FrozenModels
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
 from lightrft.stages.policy.rewards import build_trainer_rewards
 from lightrft.stages.stage import Step, TrainedModels

@@ -14,15 +14,12 @@ from lightrft.models import load_config
 from lightrft.stages.distillation.divergence_stage import DivergenceStage
 from lightrft.stages.distillation.own_samples import check_prompts
 from lightrft.stages.distillation.served_rows import open_servers
+from lightrft.stages.models import prove_models
 from lightrft.stages.opening import prompts_within_context
-from lightrft.stages.policy.models import load_teachers, prove_models
-from lightrft.stages.policy.teacher import prove_teachers
-from lightrft.stages.supervised.supervised_inputs import (
-    SupervisedInputs,
-    build_model,
-    read_inputs as read_rows,
-)
-from lightrft.stages.supervised.supervised_stage import planned_updates
+from lightrft.stages.rows.row_inputs import build_model
+from lightrft.stages.rows.row_stage import planned_updates
+from lightrft.stages.supervised.supervised_inputs import SupervisedInputs, read_inputs as read_rows
+from lightrft.stages.teachers import load_teachers, prove_teachers
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 

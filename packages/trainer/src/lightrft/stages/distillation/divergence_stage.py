@@ -18,14 +18,12 @@ from lightrft.models.types import ActorOutput
 from lightrft.stages.distillation.own_samples import OwnSamples
 from lightrft.stages.distillation.served_rows import ServedRows, ask_for_rows
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.teacher import is_own_teacher, require_zero
+from lightrft.stages.rows.padded_rows import PaddedRows
+from lightrft.stages.rows.row_observer import RowObserver
+from lightrft.stages.rows.row_stage import RowBatch
 from lightrft.stages.stage import Step, TrainedModels, Work
-from lightrft.stages.supervised.padded_rows import PaddedRows
-from lightrft.stages.supervised.row_observer import RowObserver
-from lightrft.stages.supervised.supervised_stage import (
-    RowBatch,
-    SupervisedStage,
-)
+from lightrft.stages.supervised.supervised_stage import SupervisedStage
+from lightrft.stages.teachers import is_own_teacher, require_zero
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase

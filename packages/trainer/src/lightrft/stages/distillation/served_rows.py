@@ -15,7 +15,7 @@ from lightrft.config.rules import is_served
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.experience.teachers import LogprobServer, TeacherError, TextScores, ask_together
 from lightrft.models.divergence import Projected
-from lightrft.stages.policy.teacher import open_server
+from lightrft.stages.teachers import open_server
 from lightrft.strategy.distributed.context import DistributedContext
 
 

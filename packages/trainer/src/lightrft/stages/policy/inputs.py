@@ -18,14 +18,11 @@ from lightrft.config.other_names import A_DATA_FILE, A_MODEL
 from lightrft.config.rules import SAMPLED, keeps_rows
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
-from lightrft.datasets.media import Modality, TextModality, VisionPrompts
+from lightrft.datasets.media import Modality
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.encoder import PromptEncoder
-from lightrft.engines.media.families import family_of
 from lightrft.experience.teachers import TeacherRows
 from lightrft.models import load_tokenizer
-from lightrft.models.loading import chosen_template, load_config, load_processor
 from lightrft.models.statements import Statements, read_statements
 from lightrft.reporting.files import ROLLOUTS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE
 from lightrft.reporting.rollouts import RolloutLog
@@ -33,6 +30,9 @@ from lightrft.reporting.trajectories import SampleLog, ShownSamples, TrajectoryL
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.types import RewardRecipes
 from lightrft.rollout.sampler import SingleTurns
+from lightrft.stages.machine_choices import decide_by_machine, read_model_facts
+from lightrft.stages.modality import load_modality
+from lightrft.stages.models import prove_models
 from lightrft.stages.opening import (
     check_parts,
     opening_line,
@@ -41,12 +41,7 @@ from lightrft.stages.opening import (
 )
 from lightrft.stages.policy.algorithm import algorithm_problems
 from lightrft.stages.policy.maker import SampleLogs
-from lightrft.stages.policy.models import (
-    build_models,
-    decide_by_machine,
-    prove_models,
-    read_model_facts,
-)
+from lightrft.stages.policy.models import build_models
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
 from lightrft.stages.policy.pretrain_mix import PretrainMix, load_mixed_rows
 from lightrft.stages.policy.rewards import (
@@ -57,14 +52,14 @@ from lightrft.stages.policy.rewards import (
     reward_recipes,
     tokenizers_of_scorers,
 )
-from lightrft.stages.policy.teacher import prove_teachers
+from lightrft.stages.teachers import prove_teachers
 from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_groups import LaunchEnvironment
 from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PreTrainedTokenizerBase
 
     from lightrft.rollout.agents.agents import Agents
     from lightrft.rollout.environments.environments import Environments
@@ -358,46 +353,3 @@ def _check_options(config: TrainConfig) -> None:
         )
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def load_modality(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Modality:
-    """The reader of the prompts of the model that is trained.
-
-    Raises:
-        ConfigError: An option does not fit the model.
-        ModelLoadError: It has no processor.
-    """
-    family = family_of(load_config(str(config.pretrain)))
-    if family is None:
-        return TextModality(tokenizer)
-    processor = load_processor(str(config.pretrain))
-    own = chosen_template(config, processor.chat_template) if processor.chat_template else None
-    processor.chat_template = own or tokenizer.chat_template
-    limit_pixels(processor, config)
-    return VisionPrompts(PromptEncoder(processor, family))
-
-
-# How often the size of a processor counts each pixel: GLM-4V's is that of two frames.
-_PIXEL_COUNTS = {"Qwen": 1, "Glm4v": 2}
-
-
-def limit_pixels(processor: ProcessorMixin, config: TrainConfig) -> None:
-    """Sets the sizes to which a processor scales media; it is saved with the model."""
-    name = type(processor).__name__
-    counts = next((n for family, n in _PIXEL_COUNTS.items() if name.startswith(family)), None)
-    given = {"longest_edge": config.max_pixels, "shortest_edge": config.min_pixels}
-    wanted = {edge: value * (counts or 0) for edge, value in given.items() if value is not None}
-    if not wanted:
-        return
-    size = dict(processor.image_processor.size)
-    if set(size) != {"longest_edge", "shortest_edge"} or counts is None:
-        raise ConfigError(
-            f"max_pixels and min_pixels are of the Qwen-VL families and GLM-4V: {name} "
-            "scales images to sizes of its own; leave them out"
-        )
-    processor.image_processor.size = {**size, **wanted}
-    if config.max_pixels is not None:
-        # Frames are scaled before, to whole patches: the processor must not enlarge them again.
-        frames = processor.video_processor
-        lowest = min(int(frames.size["shortest_edge"]), config.max_pixels // 4)
-        frames.size = {**dict(frames.size), "shortest_edge": lowest}

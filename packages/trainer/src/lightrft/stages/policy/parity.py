@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,42 +14,12 @@ from lightrft.engines.base import RolloutEngine
 from lightrft.engines.hf.layers import module_outputs
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.records.batch import RolloutBatch
+from lightrft.stages.parity_limits import ParityError, ParityLimits, parity_limits
 from lightrft.strategy.weight_sync.canary import compute_dtypes
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
-
-
-class ParityError(RuntimeError):
-    """Engine and trainer compute different logprobs for the same tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParityLimits:
-    """Largest differences that rounding explains.
-
-    Args:
-        mean: Of the mean |difference| of a token's logprobs.
-        largest: Of the largest |difference| of a token's logprobs.
-        hidden: Of ||a - b|| / ||b|| of the outputs of a layer.
-    """
-
-    mean: float
-    largest: float
-    hidden: float
-
-
-# Two float32 forwards of one model differ by about 1e-6 in the mean. In bfloat16 a real vLLM is
-# 0.011 away from transformers in the mean and 0.06 at most on small models; single unlikely tokens
-# of large models are further apart, so the mean decides. Keyed by the coarsest dtype in use.
-PARITY_LIMITS: dict[torch.dtype, ParityLimits] = {
-    torch.float64: ParityLimits(mean=1e-4, largest=1e-2, hidden=1e-4),
-    torch.float32: ParityLimits(mean=1e-4, largest=1e-2, hidden=1e-4),
-    torch.float16: ParityLimits(mean=0.02, largest=1.0, hidden=0.01),
-    torch.bfloat16: ParityLimits(mean=0.05, largest=5.0, hidden=0.05),
-}
-QUANTISED_LIMITS = ParityLimits(mean=0.2, largest=10.0, hidden=0.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +84,6 @@ class ParityReport:
             f"{self.mean:.2e} in the mean and {self.worst.difference:.2e} at most (limits "
             f"{self.limits.mean:g} and {self.limits.largest:g})"
         )
-
-
-def parity_limits(dtypes: Collection[torch.dtype]) -> ParityLimits:
-    """The limits of the coarsest of the dtypes in which engine or trainer compute."""
-    found = [PARITY_LIMITS.get(dtype, QUANTISED_LIMITS) for dtype in dtypes]
-    return max(found, key=lambda limits: limits.mean)
 
 
 def compare_logprobs(

@@ -26,13 +26,14 @@ from lightrft.rewards.types import RewardError, RewardFunction
 from lightrft.rollout.model_rewards import ModelRewards
 from lightrft.rollout.sampler import RolloutSampler, greedy_params
 from lightrft.rollout.source import SourceParts
+from lightrft.stages.models import configure_models
 from lightrft.stages.policy.algorithm import (
     check_algorithm,
     decide,
     unused_algorithm_options,
 )
 from lightrft.stages.policy.maker import ExperienceMaker, PolicyBatch, PolicyMemory, SampleLogs
-from lightrft.stages.policy.models import FrozenModels, configure_models
+from lightrft.stages.policy.models import FrozenModels
 from lightrft.stages.policy.objective import why_loss_outside
 from lightrft.stages.policy.step_metrics import (
     experience_metrics,

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.algorithms.aggregation import loss_weights
+from lightrft.algorithms.supervised_losses import LOSSES
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row, read_rows
 from lightrft.datasets.supervised_rows import TRAINABLE, RowEncoder, SupervisedRow, kind_of
 from lightrft.datasets.types import DataError
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.supervised.padded_rows import pad
-from lightrft.stages.supervised.supervised_stage import LOSSES, score_padded
+from lightrft.stages.rows.padded_rows import pad
+from lightrft.stages.rows.row_stage import score_padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

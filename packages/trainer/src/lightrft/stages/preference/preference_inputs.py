@@ -16,8 +16,8 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.preference_rows import Preference, PreferenceRows, load_preferences
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models import Actor
+from lightrft.stages.models import place_frozen, require_equal_start
 from lightrft.stages.opening import shared_prompts
-from lightrft.stages.policy.models import place_frozen, require_equal_start
 from lightrft.stages.preference.preference_objective import build_objective
 from lightrft.stages.preference.preference_stage import PreferenceStage
 from lightrft.stages.preference.stored_reference import (
@@ -28,8 +28,7 @@ from lightrft.stages.preference.stored_reference import (
     require_origin,
     stored_path,
 )
-from lightrft.stages.stage import TrainedModels
-from lightrft.stages.supervised.supervised_inputs import (
+from lightrft.stages.rows.row_inputs import (
     RowReading,
     build_model,
     check_auditable,
@@ -39,7 +38,8 @@ from lightrft.stages.supervised.supervised_inputs import (
     read_rows,
     shown_mask,
 )
-from lightrft.stages.supervised.supervised_stage import planned_updates
+from lightrft.stages.rows.row_stage import planned_updates
+from lightrft.stages.stage import TrainedModels
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 

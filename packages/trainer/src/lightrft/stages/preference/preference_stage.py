@@ -24,13 +24,22 @@ from lightrft.experience.minibatches import micro_slices, plan_minibatches
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.lora import LoraActor
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.models import configure_models
+from lightrft.stages.models import configure_models
 from lightrft.stages.preference.preference_objective import (
     PreferenceObjective,
     StepCounts,
     build_objective,
 )
 from lightrft.stages.preference.stored_reference import StoredReference, Sums
+from lightrft.stages.rows.padded_rows import pad
+from lightrft.stages.rows.row_observer import RowObserver, open_row_observer
+from lightrft.stages.rows.row_stage import (
+    bounded_by_tokens,
+    drawn_places,
+    planned_updates,
+    score_padded,
+    score_rows,
+)
 from lightrft.stages.stage import (
     Stage,
     Step,
@@ -38,15 +47,6 @@ from lightrft.stages.stage import (
     Work,
     optimizer_step,
     record_total,
-)
-from lightrft.stages.supervised.padded_rows import pad
-from lightrft.stages.supervised.row_observer import RowObserver, open_row_observer
-from lightrft.stages.supervised.supervised_stage import (
-    bounded_by_tokens,
-    drawn_places,
-    planned_updates,
-    score_padded,
-    score_rows,
 )
 from lightrft.strategy.distributed.deadlines import phase
 

@@ -26,25 +26,15 @@ from lightrft.models.lora import LoraRewardModel
 from lightrft.models.reward_model import ONE_SCORE, is_reward_model
 from lightrft.models.score_heads import LAST_TOKEN, pooling_of, score_weights
 from lightrft.models.sequence_model import freeze
+from lightrft.stages.machine_choices import decide_by_machine, read_model_facts
+from lightrft.stages.models import configure_model, say_coverage, trained_model
 from lightrft.stages.opening import opening_line, shared_prompts
-from lightrft.stages.policy.models import (
-    configure_model,
-    decide_by_machine,
-    read_model_facts,
-    say_coverage,
-    trained_model,
-)
 from lightrft.stages.reward.comparisons import JudgedData, Judgement
 from lightrft.stages.reward.reward_stage import RewardStage, build_losses
 from lightrft.stages.reward.score_proofs import prove_pooling
+from lightrft.stages.rows.row_inputs import RowReading, check_auditable, option_problems, read_rows
+from lightrft.stages.rows.row_stage import planned_updates
 from lightrft.stages.stage import TrainedModels
-from lightrft.stages.supervised.supervised_inputs import (
-    RowReading,
-    check_auditable,
-    option_problems,
-    read_rows,
-)
-from lightrft.stages.supervised.supervised_stage import planned_updates
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 

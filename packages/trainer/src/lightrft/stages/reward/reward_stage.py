@@ -24,7 +24,7 @@ from lightrft.datasets.step_rows import LabelledSteps
 from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
 from lightrft.models.score_heads import score_weights
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.models import configure_models
+from lightrft.stages.models import configure_models
 from lightrft.stages.reward.comparisons import (
     BINS,
     Comparisons,
@@ -36,6 +36,9 @@ from lightrft.stages.reward.comparisons import (
     record_scores,
 )
 from lightrft.stages.reward.score_proofs import prove_published
+from lightrft.stages.rows.padded_rows import PaddedRows, pad
+from lightrft.stages.rows.row_observer import RowObserver, open_row_observer
+from lightrft.stages.rows.row_stage import bounded_by_tokens, drawn_places, planned_updates
 from lightrft.stages.stage import (
     Stage,
     Step,
@@ -43,13 +46,6 @@ from lightrft.stages.stage import (
     Work,
     optimizer_step,
     record_total,
-)
-from lightrft.stages.supervised.padded_rows import PaddedRows, pad
-from lightrft.stages.supervised.row_observer import RowObserver, open_row_observer
-from lightrft.stages.supervised.supervised_stage import (
-    bounded_by_tokens,
-    drawn_places,
-    planned_updates,
 )
 
 if TYPE_CHECKING:

@@ -341,7 +341,7 @@ def _answered(statements: Statements) -> None:
 def _reader(tokenizer: PreTrainedTokenizerBase | None, config: TrainConfig) -> PromptTokenizer:
     if tokenizer is None:
         return PlainTokenizer()
-    from lightrft.stages.policy.inputs import load_modality
+    from lightrft.stages.modality import load_modality
 
     return load_modality(config, tokenizer).renderer
 

@@ -29,7 +29,7 @@ from lightrft.stages.preference.preference_inputs import data_problems
 from lightrft.stages.reward.comparisons import Comparisons, Judgement
 from lightrft.stages.reward.reward_inputs import judgement_reader, plan_scores
 from lightrft.stages.reward.reward_stage import build_losses
-from lightrft.stages.supervised.supervised_inputs import read_vocabulary
+from lightrft.stages.rows.row_inputs import read_vocabulary
 from lightrft.tools.data.certificate import MAX_ROWS, score_answers
 from lightrft.tools.data.data_command import (
     NUM_SAMPLES,

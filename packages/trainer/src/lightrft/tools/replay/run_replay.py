@@ -26,7 +26,7 @@ from lightrft.rollout.environments.journal import (
     sampling_facts,
 )
 from lightrft.rollout.sampler import training_params
-from lightrft.stages.policy.models import load_policy
+from lightrft.stages.models import load_policy
 from lightrft.strategy import get_strategy
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.tools.audit.record import named, read_record, recorded_steps

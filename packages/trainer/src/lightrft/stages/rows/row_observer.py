@@ -13,8 +13,8 @@ from torch import Tensor
 from lightrft.config import TrainConfig
 from lightrft.config.registry import STEP_OBSERVERS
 from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.stages.rows.padded_rows import PaddedRows
 from lightrft.stages.stage import Batch, Stage, Step, TrainedModels
-from lightrft.stages.supervised.padded_rows import PaddedRows
 from lightrft.strategy.optimizers import OptimizerStepResult
 
 if TYPE_CHECKING:

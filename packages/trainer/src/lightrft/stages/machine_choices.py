@@ -1,0 +1,105 @@
+"""Options that are left to the models and the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightrft.config import TrainConfig
+from lightrft.config.rules import is_served
+from lightrft.models.attention import try_packing
+from lightrft.models.loading import load_config
+from lightrft.models.weight_files import count_model
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
+
+
+BF16_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts about the models before they are built.
+
+    Args:
+        num_weights: Numbers in the files of the actor.
+        packs: Whether all that are trained pack with one kernel for all rows, on this rank.
+        packing: The kernel, or why there is none.
+    """
+
+    num_weights: int
+    packs: bool
+    packing: str = ""
+
+
+def read_model_facts(config: TrainConfig, strategy: StrategyBase) -> ModelFacts:
+    """From the files of the models; see `ModelFacts`."""
+    paths = {str(config.pretrain)}
+    others = (config.critic_pretrain, *config.teacher_places.values())
+    paths |= {each for each in others if isinstance(each, str) and not is_served(each)}
+    device = strategy.device.type
+    bf16 = config.computes_in_bf16(has_gpu=device == "cuda")
+    trials = [try_packing(load_config(path), device, bf16=bf16) for path in sorted(paths)]
+    trial = min(trials, key=lambda each: each.works)
+    return ModelFacts(
+        count_model(str(config.pretrain)),
+        trial.works,
+        packing=trial.finding,
+    )
+
+
+def decide_by_machine(
+    config: TrainConfig, strategy: StrategyBase, *, facts: ModelFacts | None = None
+) -> TrainConfig:
+    """The configuration with what its options leave to the machine; collective where they do.
+
+    A choice for GPUs is made only where every rank has one, and printed.
+
+    Args:
+        config: With the same open options on every rank.
+        strategy: Started.
+        facts: Of the models; None if they are built already, by somebody who chose.
+    """
+    is_open = {
+        "fused_linear_logprob": config.fused_linear_logprob is None,
+        "meta_init": facts is not None and config.meta_init is None and config.fsdp,
+        "packing_samples": facts is not None and config.packing_samples is None,
+    }
+    if not any(is_open.values()):
+        return config
+    own = {"on_cpu": int(strategy.device.type != "cuda"), "weights": 0, "pads": 0}
+    if facts is not None:
+        own |= {"weights": facts.num_weights, "pads": int(not facts.packs)}
+    agreed = strategy.all_reduce(own, op="max")
+    has_gpu, size = agreed["on_cpu"] == 0, BF16_BYTES * agreed["weights"]
+    where = "every rank has a GPU" if has_gpu else "not every rank has a GPU"
+    on_meta = config.builds_on_meta(
+        has_gpu=has_gpu,
+        weight_bytes=size,
+        is_in_files=not config.allow_new_weights,
+    )
+    packs, why = packing_by_machine(config, facts, can_pack=has_gpu and agreed["pads"] == 0)
+    decisions = {
+        "fused_linear_logprob": (config.fuses_logprob(has_gpu=has_gpu), where),
+        "meta_init": (on_meta, f"{where}, {size / 1e9:.1f} GB of weights"),
+        "packing_samples": (packs, why),
+    }
+    chosen = {name: choice for name, choice in decisions.items() if is_open[name]}
+    strategy.chosen_options |= {name: reason for name, (_, reason) in chosen.items()}
+    for name, (value, reason) in chosen.items():
+        strategy.context.print_detail(f"{name} = {str(value).lower()}: {reason}")
+    return config.replaced({name: value for name, (value, _) in chosen.items()})
+
+
+def packing_by_machine(
+    config: TrainConfig, facts: ModelFacts | None, *, can_pack: bool
+) -> tuple[bool, str]:
+    """Whether samples are packed where nobody said so, and why."""
+    if not can_pack:
+        if facts is None or facts.packs:
+            return False, "not every rank packs with one kernel"
+        return False, facts.packing
+    if sizes := config.sizes_in_rows:
+        return False, f"{' and '.join(sizes)} count rows; --packing_samples counts tokens"
+    return True, "one kernel for rows of any length"

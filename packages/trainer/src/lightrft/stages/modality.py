@@ -1,0 +1,57 @@
+"""What reads the images and videos of a model's prompts and rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.datasets.media import Modality, TextModality, VisionPrompts
+from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.families import family_of
+from lightrft.models.loading import chosen_template, load_config, load_processor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+
+def load_modality(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Modality:
+    """The reader of the prompts of the model that is trained.
+
+    Raises:
+        ConfigError: An option does not fit the model.
+        ModelLoadError: It has no processor.
+    """
+    family = family_of(load_config(str(config.pretrain)))
+    if family is None:
+        return TextModality(tokenizer)
+    processor = load_processor(str(config.pretrain))
+    own = chosen_template(config, processor.chat_template) if processor.chat_template else None
+    processor.chat_template = own or tokenizer.chat_template
+    limit_pixels(processor, config)
+    return VisionPrompts(PromptEncoder(processor, family))
+
+
+# How often the size of a processor counts each pixel: GLM-4V's is that of two frames.
+_PIXEL_COUNTS = {"Qwen": 1, "Glm4v": 2}
+
+
+def limit_pixels(processor: ProcessorMixin, config: TrainConfig) -> None:
+    """Sets the sizes to which a processor scales media; it is saved with the model."""
+    name = type(processor).__name__
+    counts = next((n for family, n in _PIXEL_COUNTS.items() if name.startswith(family)), None)
+    given = {"longest_edge": config.max_pixels, "shortest_edge": config.min_pixels}
+    wanted = {edge: value * (counts or 0) for edge, value in given.items() if value is not None}
+    if not wanted:
+        return
+    size = dict(processor.image_processor.size)
+    if set(size) != {"longest_edge", "shortest_edge"} or counts is None:
+        raise ConfigError(
+            f"max_pixels and min_pixels are of the Qwen-VL families and GLM-4V: {name} "
+            "scales images to sizes of its own; leave them out"
+        )
+    processor.image_processor.size = {**size, **wanted}
+    if config.max_pixels is not None:
+        # Frames are scaled before, to whole patches: the processor must not enlarge them again.
+        frames = processor.video_processor
+        lowest = min(int(frames.size["shortest_edge"]), config.max_pixels // 4)
+        frames.size = {**dict(frames.size), "shortest_edge": lowest}

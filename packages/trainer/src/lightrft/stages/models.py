@@ -1,0 +1,238 @@
+"""Models of a stage: loading, preparation, layout and proofs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.models import Actor, LoraActor, SequenceModel, load_causal_lm
+from lightrft.models.loading import ModelLoadError
+from lightrft.models.lora import LoraModel
+from lightrft.models.proof import Proof, prove_model, require_packing
+from lightrft.models.statements import vocabulary_of
+from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.models.varlen import KernelShape, use_newer_kernel, use_own_kernel
+from lightrft.stages.stage import KeptDropout, TrainedModel
+from lightrft.strategy.backend import AnyModel, PreparedModel, inner_module
+from lightrft.strategy.weight_sync.parameter_source import engine_source
+from lightrft.strategy.weight_sync.verification import common_hashes, model_hash
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
+
+
+# Attributes in which layers keep the share of weights, paths or layers that they drop, or noise.
+NOISE = re.compile(
+    r"(dropout(_p|_prob|_rate|_ratio)?|pdrop|drop_(prob|path)|layerdrop|^(input_)?jitter_noise)$"
+)
+
+
+def place_frozen(
+    read: Callable[[], Actor], config: TrainConfig, strategy: StrategyBase
+) -> nn.Module:
+    """A model that scores, off the host before the next one is read."""
+    with strategy.init_model_context(config.meta_init):
+        model = read()
+    configure_model(model, config)
+    return strategy.prepare_model(model)
+
+
+def require_equal_start(strategy: StrategyBase, actor: AnyModel, reference: nn.Module) -> None:
+    """Proves that actor and reference, read from one path, start from the same weights; collective.
+
+    Adapters are left out: they add nothing at first.
+
+    Raises:
+        ModelLoadError: They differ; the message names tensors.
+    """
+    module = inner_module(actor)
+    source = replace(engine_source(module, strategy.parameter_source(actor)), add_local=None)
+    hashes, expected = common_hashes(source, strategy.parameter_source(reference))
+    names = sorted(n for n in hashes.keys() | expected.keys() if hashes.get(n) != expected.get(n))
+    odd_ranks = [r for r, found in enumerate(strategy.gather_objects(names)) if found]
+    if odd_ranks:
+        raise ModelLoadError(
+            f"actor and reference were read from the same path but differ in {len(names)} of "
+            f"{len(expected)} tensors on rank(s) {odd_ranks}: {', '.join(names[:3])}; give a "
+            "complete checkpoint that no other process is writing"
+        )
+    strategy.context.print_detail(
+        f"actor and reference start from equal weights: {len(expected)} tensors, hash "
+        f"{model_hash(expected) % 2**64:016x}"
+    )
+
+
+def say_coverage(model: SequenceModel, strategy: StrategyBase) -> None:
+    """Prints which layers have adapters, and which weights have none."""
+    if isinstance(model, LoraModel):
+        strategy.print(model.coverage)
+
+
+def load_policy(path: str, config: TrainConfig) -> Actor:
+    """The trained actor: with adapters where they are what is trained."""
+    model = load_causal_lm(path, allow_new_weights=config.allow_new_weights)
+    actor = LoraActor(model, config) if config.lora_rank else Actor(model)
+    actor.use_vocabulary(vocabulary_of(path, config))
+    return actor
+
+
+def trained_model(
+    name: str,
+    model: nn.Module | PreparedModel,
+    optimizer: Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+) -> TrainedModel:
+    """A model with its optimizer, given apart or as a PreparedModel.
+
+    Raises:
+        ValueError: The model or its optimizer is missing.
+    """
+    module = model.model if isinstance(model, PreparedModel) else model
+    if isinstance(model, PreparedModel):
+        optimizer, scheduler = optimizer or model.optimizer, scheduler or model.scheduler
+    if module is None or optimizer is None:
+        missing = "model" if module is None else "optimizer"
+        raise ValueError(
+            f"the {name} has no {missing}: pass what strategy.prepare_models_and_optimizers "
+            f"returned, or {name}_optim="
+        )
+    return TrainedModel(name, module, optimizer, scheduler)
+
+
+def configure_models(
+    config: TrainConfig,
+    strategy: StrategyBase,
+    models: Sequence[nn.Module | None],
+    *,
+    kept: KeptDropout,
+) -> TrainConfig:
+    """Lays out samples, heads and activations of all models as configured, and proves them once.
+
+    Args:
+        config, strategy, models: Options, what prepared the models, and the models.
+        kept: Dropout that acts while the stage trains.
+
+    Returns:
+        The configuration; without packing where that was the machine's choice and a model mixes
+        packed sequences.
+
+    Raises:
+        ConfigError: A model cannot be packed, or `sp_size` is not the strategy's.
+        ModelLoadError: See `lightrft.models.proof.prove_model`.
+    """
+    if config.sp_size != strategy.config.sp_size:
+        raise ConfigError(
+            f"sp_size is {config.sp_size} in the trainer and {strategy.config.sp_size} in the "
+            "strategy: set it where the strategy is made"
+        )
+    proofs: list[tuple[SequenceModel, Proof | None]] = []
+    for model, module in _unwrapped(strategy, models):
+        if kept != "model":
+            turn_off_dropout(module, keeps_adapters=kept == "adapters")
+        if isinstance(module, SequenceModel):
+            module.pack_samples(False)
+            configure_model(module, config)
+            is_trained = any(each.requires_grad for each in module.parameters())
+            drops = kept == "model" or (kept == "adapters" and config.lora_dropout > 0)
+            proof = None
+            if not module.is_proved:
+                proof = prove_model(model, strategy.context, is_random=drops or not is_trained)
+            proofs.append((module, proof))
+        elif config.packing_samples:
+            raise ConfigError(
+                "packing_samples needs models of lightrft.models (Actor, Critic): got "
+                f"{type(module).__name__}"
+            )
+    if config.packing_samples:
+        config = _packed(config, strategy, proofs)
+    for module, _ in proofs:
+        module.is_proved = True
+    return config
+
+
+def prove_models(
+    config: TrainConfig,
+    strategy: StrategyBase,
+    models: Sequence[nn.Module | None],
+    *,
+    kept: KeptDropout,
+) -> TrainConfig:
+    """See `configure_models`; the models pad again, for an engine copies one of them next."""
+    config = configure_models(config, strategy, models, kept=kept)
+    for _, module in _unwrapped(strategy, models):
+        if isinstance(module, SequenceModel):
+            module.pack_samples(False)
+    return config
+
+
+def _unwrapped(
+    strategy: StrategyBase, models: Sequence[nn.Module | None]
+) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield each model that there is, and the module that its strategy wrapped."""
+    for model in models:
+        if model is not None:
+            yield model, strategy.unwrap_model(model)
+
+
+def _packed(
+    config: TrainConfig,
+    strategy: StrategyBase,
+    proofs: Sequence[tuple[SequenceModel, Proof | None]],
+) -> TrainConfig:
+    """Packs the samples of all models, or of none; see `configure_models`."""
+    device = strategy.device.type
+    bf16 = config.computes_in_bf16(has_gpu=device == "cuda")
+    use_newer_kernel(KernelShape.of_model(model.config, device, bf16=bf16) for model, _ in proofs)
+    try:
+        for model, proof in proofs:
+            model.pack_samples()
+            if proof is not None:
+                require_packing(proof)
+    except LayoutRefusedError as refusal:
+        if "packing_samples" not in strategy.chosen_options:
+            raise ConfigError(f"packing_samples: {refusal}") from refusal
+        for model, _ in proofs:
+            model.pack_samples(False)
+        use_own_kernel()
+        strategy.chosen_options["packing_samples"] = str(refusal)
+        strategy.print(f"packing_samples = false: {refusal}")
+        return config.replaced({"packing_samples": False})
+    return config
+
+
+def configure_model(model: SequenceModel, config: TrainConfig) -> None:
+    """Turns on the parts of a model that the options ask for; those it was built with stay."""
+    if config.gradient_checkpointing and not model.is_gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    if isinstance(model, Actor):
+        if config.fused_linear_logprob:
+            model.fuse_head(config.chunk_size)
+        if config.aux_loss_coef > 0 and not model.sums_routers:
+            model.enable_router_sums()
+
+
+def turn_off_dropout(model: nn.Module, *, keeps_adapters: bool) -> None:
+    """Sets all dropout of a model, and other noise of its training mode, to 0.
+
+    A ratio to a reference, to an earlier pass or to another score is of the model as it is: with
+    dropout it would be that of two random parts of it.
+
+    Args:
+        model: Is changed in place; its configuration, which is saved, stays.
+        keeps_adapters: Leave that of adapters, which is asked for by an option.
+    """
+    for name, module in model.named_modules():
+        if keeps_adapters and "lora_dropout" in name:
+            continue
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for attribute, value in vars(module).items():
+            if isinstance(value, float) and NOISE.search(attribute):
+                setattr(module, attribute, 0.0)

@@ -1,0 +1,230 @@
+"""Inputs of a stage over rows: options and rows, checked first, then built with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from transformers import AutoModelForCausalLM
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import DISTILL, options_of
+from lightrft.config.other_names import A_DATA_FILE, A_MODEL
+from lightrft.config.rules import batch_problems
+from lightrft.datasets.row_media import RowMediaReader
+from lightrft.datasets.row_origin import check_tokens
+from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.engines.media.families import family_of, placeholder_ids
+from lightrft.models import load_tokenizer
+from lightrft.models.loading import load_config
+from lightrft.models.sequence_model import freeze
+from lightrft.models.statements import Statements, read_statements
+from lightrft.stages.machine_choices import decide_by_machine, read_model_facts
+from lightrft.stages.modality import load_modality
+from lightrft.stages.models import configure_model, load_policy, say_coverage, trained_model
+from lightrft.stages.opening import check_parts, opening_line, rows_within_context
+from lightrft.stages.stage import TrainedModels
+from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+
+_SHOWN_CHARACTERS = 300
+
+
+# Options of what the student samples among given rows, beside those of the engine.
+SAMPLING = ("generate_max_len", "prompt_max_len", "temperature", "stop")
+
+
+Data = TypeVar("Data", bound=Sized)
+
+
+@dataclass(frozen=True, slots=True)
+class RowReading:
+    """The parts of a model that read rows.
+
+    Args:
+        tokenizer: Of the model.
+        statements: What the model says of itself.
+        reader: Of their images and videos.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    statements: Statements
+    reader: RowMediaReader
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that rows may hold."""
+        return self.statements.vocab_size
+
+    @property
+    def text_part(self) -> object:
+        """What is saved beside the model."""
+        return self.reader.modality.processor or self.tokenizer
+
+
+def decided_for_rows(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+    """See `StageInputs.decided`; no logits of all tokens are held unless asked for."""
+    facts = read_model_facts(config, strategy)
+    strategy.check_model_size(facts.num_weights)
+    strategy.print(opening_line(config, strategy, facts.num_weights))
+    if config.fused_linear_logprob is None:
+        config = config.replaced({"fused_linear_logprob": True})
+    return decide_by_machine(config, strategy, facts=facts)
+
+
+def check_auditable(config: TrainConfig, rows: Iterable[SupervisedRow]) -> None:
+    """Raises a ConfigError if steps on these rows are to be recorded and cannot be recomputed."""
+    if config.audit_every and any(row.shown for row in rows):
+        raise ConfigError("audit_every recomputes rows of text, and some have images: leave it out")
+    if config.audit_every and family_of(load_config(str(config.pretrain))) is not None:
+        raise ConfigError(
+            "audit_every recomputes models of text, and pretrain reads images: leave it out"
+        )
+
+
+def read_rows(
+    config: TrainConfig,
+    load: Callable[..., Data],
+    kind: type[_BaseAutoModelClass] = AutoModelForCausalLM,
+) -> tuple[RowReading, Data, Data | None]:
+    """What read the rows, the rows to train on, and those held out if there are any.
+
+    Args:
+        config: Options of the run.
+        load: Reads rows; its arguments are those of `load_supervised`.
+        kind: Of the trained model.
+
+    Raises:
+        ConfigError: The model is none of the kind or has no layers of the names that options give,
+            or there are fewer rows than a step takes.
+        DataError: Rows that cannot be used.
+        ModelLoadError: A tokenizer or processor that cannot be read.
+    """
+    reading = read_vocabulary(config, generates=kind is AutoModelForCausalLM)
+    given = {"vocab_size": reading.vocab_size, "reader": reading.reader}
+    config = rows_within_context(config)
+    check_parts(config, kind)
+    data = load(
+        str(config.prompt_data),
+        reading.tokenizer,
+        config,
+        max_samples=config.max_samples,
+        split=config.prompt_split,
+        probabilities=config.prompt_data_probs,
+        **given,
+    )
+    if len(data) < config.train_batch_size:
+        raise ConfigError(
+            f"{config.prompt_data} has {len(data)} usable rows, less than one step takes: lower "
+            f"train_batch_size (got {config.train_batch_size}) or give more rows"
+        )
+    if config.eval_data is None:
+        return reading, data, None
+    held_out = load(
+        config.eval_data,
+        reading.tokenizer,
+        config,
+        max_samples=config.max_eval_samples,
+        split=config.eval_split,
+        **given,
+    )
+    return reading, data, held_out
+
+
+def read_vocabulary(config: TrainConfig, *, generates: bool = True) -> RowReading:
+    """What reads the rows of `pretrain`.
+
+    Args:
+        config: Options of the run.
+        generates: Whether the model gives answers, not scores.
+
+    Raises:
+        ConfigError: An option does not fit the model, or its files contradict each other.
+        DataError: Ids in `prompt_data` or `eval_data` are of another tokenizer.
+        ModelLoadError: There is no tokenizer or processor, or none that can be read.
+    """
+    path = str(config.pretrain)
+    model_config = load_config(path)
+    tokenizer = load_tokenizer(path, config)
+    statements = read_statements(path, config, tokenizer=tokenizer, generates=generates)
+    statements.require_consistent()
+    for sources in filter(None, (config.prompt_data, config.eval_data)):
+        check_tokens(sources, tokenizer)
+    modality = load_modality(config, tokenizer)
+    marks = () if family_of(model_config) is None else placeholder_ids(model_config)
+    return RowReading(tokenizer, statements, RowMediaReader(modality, marks))
+
+
+def option_problems(config: TrainConfig, num_processes: int, command: str = "sft") -> list[str]:
+    """Problems of the options of training on given rows, one line each.
+
+    Args:
+        config: Options of the run.
+        num_processes: Of the run.
+        command: That trains.
+    """
+    # Distillation on rows has those of supervised training, too, and those of what it samples.
+    taken = {"sft", command} if command in DISTILL else {command}
+    samples = command in DISTILL and config.offpolicy_fraction < 1
+    found = [
+        f"--{name} is missing: {remedy}"
+        for name, remedy in (("pretrain", A_MODEL), ("prompt_data", A_DATA_FILE))
+        if config.__dict__[name] is None
+    ]
+    found += [
+        f"{name} is no option of lightrft {command}: leave it out"
+        for name, (entry, info) in options_of(TrainConfig).items()
+        if not taken.intersection(info.commands)
+        and not (samples and (info.group == "engine" or name in SAMPLING))
+        and config.__dict__[name] != entry.default
+    ]
+    alike = {"rollout_batch_size": config.train_batch_size, "n_samples_per_prompt": 1}
+    lines = batch_problems(TrainConfig(**{**config.__dict__, **alike}), num_processes)
+    return found + [line.replace("rollout_batch_size", "train_batch_size") for line in lines]
+
+
+def build_model(config: TrainConfig, strategy: StrategyBase, max_steps: int) -> TrainedModels:
+    """Loads and prepares the model that is trained.
+
+    Args:
+        config: Its path and options.
+        strategy: Prepares it.
+        max_steps: Optimizer steps of the run, for the learning rate schedule.
+    """
+    with strategy.init_model_context(config.meta_init):
+        actor = load_policy(str(config.pretrain), config)
+    say_coverage(actor, strategy)
+    configure_model(actor, config)
+    freeze(actor, config.freeze_prefix)
+    ready, *_ = strategy.prepare_models_and_optimizers(actor, None, None, None, config, max_steps)
+    return TrainedModels((trained_model("actor", ready),))
+
+
+def last_trained(row: SupervisedRow) -> int:
+    """Return the last trained token of a row."""
+    return int(row.token_ids[row.is_trained][-1])
+
+
+def shown_mask(row: SupervisedRow, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The beginning of a row as text, what is trained between >> and <<."""
+    text = marked_text(row, tokenizer)
+    cut = "..." if len(text) > _SHOWN_CHARACTERS else ""
+    return f"the first row, what is trained between >> and <<: {text[:_SHOWN_CHARACTERS]!r}{cut}"
+
+
+def marked_text(row: SupervisedRow, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A row as text, what is trained between >> and <<."""
+    changes = np.flatnonzero(row.is_trained[1:] != row.is_trained[:-1]) + 1
+    edges = [0, *changes.tolist(), len(row.token_ids)]
+    text = ""
+    for start, stop in pairwise(edges):
+        piece = tokenizer.decode(row.token_ids[start:stop].tolist())
+        text += f">>{piece}<<" if row.is_trained[start] else piece
+    return text

@@ -1,0 +1,212 @@
+"""Teachers of a run, and proofs about them: equal tokens, equal answers, 0 to oneself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from torch import nn
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import mask_address
+from lightrft.config.registry import TEACHER_SERVERS
+from lightrft.config.rules import is_served
+from lightrft.engines.media.families import family_of
+from lightrft.experience.teachers import (
+    LogprobServer,
+)
+from lightrft.models import Actor, load_tokenizer
+from lightrft.models.loading import load_config
+from lightrft.models.reward_model import is_classifier
+from lightrft.stages.models import (
+    place_frozen,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lightrft.strategy.strategy_base import StrategyBase
+
+
+# What decoders write for bytes that are no character alone.
+PART_OF_CHARACTER = "\ufffd"
+
+
+MAX_PROOF_TEXTS, MAX_PROOF_TOKENS = 4, 512
+
+
+def open_server(place: str, config: TrainConfig) -> LogprobServer:
+    """The server of a teacher.
+
+    Raises:
+        ConfigError: The address is none.
+    """
+    make = cast("Callable[[str, TrainConfig], LogprobServer]", TEACHER_SERVERS.load("http"))
+    return make(place, config)
+
+
+def prove_teachers(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Sequence[int]],
+) -> None:
+    """Proves what can be known of the teachers before a model is built.
+
+    Of servers the first process asks; the others begin with it or not at all.
+
+    Args:
+        config: Names them.
+        tokenizer: Of the student.
+        texts: Token ids of some rows, which servers score twice.
+
+    Raises:
+        ConfigError: A teacher reads other tokens than the student, or does not answer alike.
+        TeacherError: A server gives no usable answer.
+    """
+    for place in config.teacher_places.values():
+        if not is_served(place):
+            require_same_tokens(config, place, tokenizer)
+        elif os.environ.get("RANK", "0") == "0":
+            server = open_server(place, config)
+            try:
+                require_same_texts(server, place, tokenizer)
+                require_equal_answers(server, place, texts, config)
+            finally:
+                server.close()
+
+
+def require_same_texts(
+    server: LogprobServer, place: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Proves that a server reads every id as the student does.
+
+    Parts of characters have no text of their own: their ids are only known to exist there.
+
+    Raises:
+        ConfigError: An id is another text; the message shows the first.
+        TeacherError: The server gives no usable answer.
+    """
+    own = [text for _, text in token_texts(tokenizer)]
+    shown = shown_place(place)
+    for token_id, text in enumerate(server.token_texts(range(len(own)))):
+        if PART_OF_CHARACTER not in own[token_id] and text != own[token_id]:
+            raise ConfigError(
+                f"teacher: token {token_id} is {own[token_id]!r} to the student and {text!r} to "
+                f"{shown}: its log-probabilities are of other texts; serve a model with the same "
+                "tokenizer"
+            )
+
+
+def require_equal_answers(
+    server: LogprobServer, place: str, texts: Sequence[Sequence[int]], config: TrainConfig
+) -> None:
+    """Proves that a server scores the same tokens alike twice.
+
+    Raises:
+        ConfigError: The answers differ by more than `teacher_tolerance`.
+        TeacherError: The server gives no usable answer.
+    """
+    asked = [text[:MAX_PROOF_TOKENS] for text in texts if len(text) > 1][:MAX_PROOF_TEXTS]
+    first, second = (server.score(asked) for _ in range(2)) if asked else ([], [])
+    distances = [
+        np.abs(a.logprobs[1:] - b.logprobs[1:]) for a, b in zip(first, second, strict=True)
+    ]
+    worst = max((float(each.mean()) for each in distances), default=0.0)
+    if not worst <= config.teacher_tolerance:
+        raise ConfigError(
+            f"teacher: {shown_place(place)} scores the same tokens otherwise the second time, by "
+            f"{worst:.2g} nats a token in the mean (teacher_tolerance {config.teacher_tolerance:g}"
+            "): that noise would be a signal; serve it in float32 or from one replica, or raise "
+            "teacher_tolerance"
+        )
+
+
+def shown_place(place: str) -> str:
+    """An address without credentials."""
+    return mask_address(place)
+
+
+def require_same_tokens(config: TrainConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Proves that every id stands for the same bytes in teacher and student.
+
+    Args:
+        config: Names the student.
+        path: Of the teacher.
+        tokenizer: Of the student.
+
+    Raises:
+        ConfigError: An id differs; the message shows the first. Or a model reads images, or the
+            teacher has no logprob for ids that the student can sample.
+    """
+    models = load_config(str(config.pretrain)), load_config(path)
+    if any(family_of(model) is not None for model in models):
+        raise ConfigError("teacher: student and teacher of images are not supported so far")
+    if is_classifier(models[1]):
+        raise ConfigError(f"teacher: {path} is a reward model: give a language model")
+    sizes = [int(model.get_text_config().vocab_size) for model in models]
+    if sizes[1] < sizes[0]:
+        raise ConfigError(
+            f"teacher: {path} scores {sizes[1]} ids, and the student samples from {sizes[0]}: take "
+            "a teacher with at least as many"
+        )
+    pairs = zip_longest(token_texts(tokenizer), token_texts(load_tokenizer(path)))
+    for token_id, (own, other) in enumerate(pairs):
+        if own != other:
+            shown = [each[0] if each else "no token" for each in (own, other)]
+            raise ConfigError(
+                f"teacher: token {token_id} is {shown[0]!r} in {config.pretrain} and {shown[1]!r} "
+                f"in {path}: its log-probabilities are of other texts; take a teacher with the "
+                "same tokenizer"
+            )
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+    """The entry of each id in the vocabulary, and its text alone.
+
+    An entry and the text that a decoder makes of it settle its bytes; the text alone would not:
+    parts of characters look alike.
+    """
+    ids = list(range(len(tokenizer)))
+    entries = tokenizer.convert_ids_to_tokens(ids)
+    texts = tokenizer.batch_decode(
+        [[each] for each in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return [(str(entry), text) for entry, text in zip(entries, texts, strict=True)]
+
+
+def is_own_teacher(config: TrainConfig) -> bool:
+    """Whether the student and its one teacher are read from one place."""
+    if config.teacher is None or is_served(config.teacher):
+        return False
+    return Path(str(config.teacher)).resolve() == Path(str(config.pretrain)).resolve()
+
+
+def require_zero(mean: float, config: TrainConfig, strategy: StrategyBase) -> None:
+    """Proves that a model has no distance from itself, given its mean a token in nats.
+
+    Raises:
+        ParityError: It has.
+    """
+    from lightrft.stages.parity_limits import ParityError, parity_limits
+
+    limit = parity_limits([strategy.context.compute_dtype]).mean
+    if not mean <= limit:  # NaN, too
+        raise ParityError(
+            f"student and teacher are one model, {config.teacher}, and differ by {mean:.2e} nats a "
+            f"token before the first update (limit {limit:g})"
+        )
+    strategy.context.print_detail(f"teacher = student gives 0: {mean:.1e} nats a token")
+
+
+def load_teachers(config: TrainConfig, strategy: StrategyBase) -> dict[str, nn.Module]:
+    """The teachers that are models of the run, prepared one by one; servers are none."""
+    return {
+        name: place_frozen(partial(Actor.from_pretrained, at), config, strategy)
+        for name, at in config.teacher_places.items()
+        if not is_served(at)
+    }
