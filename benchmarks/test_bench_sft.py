@@ -58,11 +58,13 @@ def build_model():
 def build_ours(model, rows, *, packs):
     """A function that takes the step of a number and returns its trained tokens."""
     from lightrft.config import TrainConfig
-    from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows
+    from lightrft.datasets.row_data import RowData
+    from lightrft.datasets.supervised_rows import SupervisedRow
     from lightrft.models import Actor
     from lightrft.stages.models import configure_model, trained_model
+    from lightrft.stages.rows.row_stage import RowStage
     from lightrft.stages.stage import Step, TrainedModels
-    from lightrft.stages.supervised.supervised_stage import SupervisedStage
+    from lightrft.stages.supervised.supervised_objective import SupervisedObjective
     from lightrft.strategy import get_fake_strategy
 
     size = len(rows[0])
@@ -88,7 +90,8 @@ def build_ours(model, rows, *, packs):
         for block in rows
     ]
     models = TrainedModels((trained_model("actor", ready),))
-    stage = SupervisedStage(config, strategy, models, SupervisedRows(blocks[0], ""))
+    objective = SupervisedObjective.of(config)
+    stage = RowStage(config, strategy, models, RowData(blocks[0], ""), (), objective)
     stage.models.main.model.train()
 
     def step(number: int) -> int:
@@ -96,7 +99,7 @@ def build_ours(model, rows, *, packs):
         batch = stage.batch_of(blocks[number - 1], number)
         stage.update(batch, under_way)
         stage.finish(batch, under_way.metrics.reduce(strategy))
-        return int(batch.trained.sum())
+        return sum(batch.num_trained)
 
     return step
 

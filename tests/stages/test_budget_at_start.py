@@ -196,9 +196,7 @@ def test_a_budget_that_was_planned_too_large_ends_in_one_line_with_all_numbers(
     def without_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(
-        "lightrft.stages.supervised.supervised_stage.optimizer_step", without_memory
-    )
+    monkeypatch.setattr("lightrft.stages.rows.row_stage.optimizer_step", without_memory)
     with pytest.raises(MemoryExhaustedError) as caught:
         train(settings(folder, "sft", tmp_path), lambda: False, stage="sft")
     line = str(caught.value).splitlines()[0]

@@ -6,10 +6,11 @@ from tests.models.tiny import tiny_model
 from tests.stages.stage_world import configured, prepared
 from tests.stages.supervised.supervised_world import build_actor
 
-from lightrft.datasets.supervised_rows import SupervisedRows
+from lightrft.datasets.row_data import RowData
 from lightrft.models import Actor
-from lightrft.stages.distillation.divergence_stage import DivergenceStage
+from lightrft.stages.distillation.divergence_objective import DivergenceObjective
 from lightrft.stages.models import configure_model
+from lightrft.stages.rows.row_stage import RowStage
 
 
 def build_stage(strategy, rows, *, model=None, held_out=(), teacher_form="forward", **changes):
@@ -19,5 +20,5 @@ def build_stage(strategy, rows, *, model=None, held_out=(), teacher_form="forwar
     teacher = Actor(tiny_model(seed=1))
     configure_model(teacher, config)
     teachers = {"": strategy.prepare_model(teacher)}
-    data = SupervisedRows(rows, "")
-    return DivergenceStage(config, strategy, models, data, held_out, teachers=teachers, servers={})
+    objective = DivergenceObjective(teachers, {})
+    return RowStage(config, strategy, models, RowData(rows, ""), held_out, objective)

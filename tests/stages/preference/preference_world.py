@@ -10,10 +10,13 @@ from tests.models.tiny import tiny_model
 from tests.stages.stage_world import configured, prepared
 from tests.stages.supervised.supervised_world import build_actor
 
-from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair, PreferenceRows
+from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair
+from lightrft.datasets.row_data import RowData
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.stages.models import configure_model
-from lightrft.stages.preference.preference_stage import PreferenceStage
+from lightrft.stages.preference.preference_loss import build_loss
+from lightrft.stages.preference.preference_objective import PreferenceObjective
+from lightrft.stages.rows.row_stage import RowStage
 
 
 def pair(prompt, chosen, rejected, *, seed=0):
@@ -66,9 +69,9 @@ def build_stage(strategy, items, *, model=None, reference=None, held_out=None, *
     if frozen is not None:
         configure_model(frozen, config)
         frozen = strategy.prepare_model(frozen)
-    data = PreferenceRows(items, "")
+    objective = PreferenceObjective(build_loss(config), frozen)
     held_out = items if held_out is None else held_out
-    return PreferenceStage(config, strategy, models, frozen, data, held_out)
+    return RowStage(config, strategy, models, RowData(items, ""), held_out, objective)
 
 
 def slow_sums(model, items):

@@ -32,6 +32,10 @@ def build(loss, *, model=None, items=RAGGED, **changes):
     )
 
 
+def prove(stage):
+    stage.objective.prove_equal_start(stage.data, stage.passes)
+
+
 def still_adapters(stage):
     """The stage with adapters as they are at first, which add nothing."""
     with torch.no_grad():
@@ -51,14 +55,14 @@ def test_the_margin_is_0_before_the_first_step(way, loss):
     model = tiny_model(attention_dropout=0.5) if way == "dropout" else None
     items = LABELLED if loss in ("kto", "apo_zero_unpaired") else RAGGED
     stage = still_adapters(build(loss, model=model, items=items, **changes))
-    stage.prove_equal_start()
+    prove(stage)
     # Also in training mode, of which the metrics of a step are.
     stage.models.main.model.train()
-    stage.prove_equal_start()
-    if stage.objective.uses_reference:
+    prove(stage)
+    if stage.objective.loss.uses_reference:
         stage.models.main.model.eval()
         batch = stage.batch_of(tuple(items), 1)
-        assert batch.kl == pytest.approx(0.0, abs=1e-5)
+        assert batch.known.kl == pytest.approx(0.0, abs=1e-5)
         assert stage.evaluate()["eval/margin"] == pytest.approx(0.0, abs=1e-5)
 
 
@@ -67,6 +71,6 @@ def test_another_reference_is_found_and_a_loss_without_one_asks_for_none(changes
     # Adapters that add something at first; a model with other weights than its reference.
     model = None if changes else noisy_model()
     with pytest.raises(ModelLoadError, match="margin is not 0 before the first step") as said:
-        build("dpo", model=model, **changes).prove_equal_start()
+        prove(build("dpo", model=model, **changes))
     assert "\n" not in str(said.value)
-    build("simpo", model=model, **changes).prove_equal_start()
+    prove(build("simpo", model=model, **changes))

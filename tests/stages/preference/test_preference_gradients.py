@@ -20,7 +20,7 @@ from tests.stages.preference.preference_world import (
 from tests.stages.stage_world import STILL, distance, require_formula, step_of, train_step
 
 from lightrft.datasets.preference_rows import PreferencePair
-from lightrft.stages.preference.preference_stage import behind, other_answers
+from lightrft.stages.preference.preference_objective import behind, other_answers
 from lightrft.strategy import get_fake_strategy
 
 TOKENS = torch.tensor([[row.num_trained for row in item.rows] for item in RAGGED]).double()
@@ -134,8 +134,8 @@ def test_without_adapters_an_adapted_model_is_its_own_reference(loss):
     stage = build_stage(get_fake_strategy(STILL), RAGGED, preference_loss=(loss,), lora_rank=4)
     batch = stage.batch_of(RAGGED, 1)
     with torch.no_grad():
-        expected = slow_sums(tiny_model().double(), batch.part.own)
-    torch.testing.assert_close(batch.ref_logprobs, expected, rtol=1e-5, atol=1e-4)
+        expected = slow_sums(tiny_model().double(), batch.part.local_items)
+    torch.testing.assert_close(batch.known.ref_logprobs, expected, rtol=1e-5, atol=1e-4)
     gradient, metrics = train_step(stage, RAGGED)
     assert gradient.keys() == {name for name in gradient if "lora" in name} != set()
     assert abs(metrics["margin"]) > 1e-3

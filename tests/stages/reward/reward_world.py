@@ -13,15 +13,15 @@ from tests.stages.stage_world import configured, prepared, row
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.judged_rows import JudgedRows
-from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair, PreferenceRows
+from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair
 from lightrft.datasets.ranked_rows import RankedAnswers
-from lightrft.datasets.scored_rows import ScoredAnswer
+from lightrft.datasets.row_data import RowData
 from lightrft.datasets.step_rows import LabelledSteps
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models import RewardModel
 from lightrft.models.lora import LoraRewardModel
-from lightrft.stages.reward.reward_stage import RewardStage
+from lightrft.stages.reward.reward_objective import RewardObjective
+from lightrft.stages.rows.row_stage import RowStage
 from lightrft.trainer import RewardTrainer
 
 
@@ -78,11 +78,9 @@ def build_stage(strategy, preferences, *, model=None, held_out=(), **changes):
     if not isinstance(model, RewardModel):
         model = LoraRewardModel(model, config) if config.lora_rank else RewardModel(model)
     models = prepared(strategy, model, config)
-    data = PreferenceRows(preferences, "")
-    if isinstance(preferences[0], RankedAnswers | LabelledSteps | ScoredAnswer):
-        is_paired = isinstance(preferences[0], RankedAnswers)
-        data = JudgedRows(preferences, "", is_paired=is_paired)
-    return RewardStage(config, strategy, models, data, held_out)
+    data = RowData(preferences, "")
+    objective = RewardObjective.of(config, models.main.model, is_paired=data.is_paired)
+    return RowStage(config, strategy, models, data, held_out, objective)
 
 
 def slow_scores(model, preferences):

@@ -139,7 +139,7 @@ def test_worked_numbers_of_pairs_with_margins_and_centring():
     ]:
         pairs = (replace(PAIRS[0], margin=margin), replace(PAIRS[1], margin=None))
         stage = build_stage(get_fake_strategy(STILL), pairs, centering_coef=coefficient)
-        found = stage.sum_of_losses(pairs, scores).item() / 2
+        found = stage.objective.sum_of_losses(pairs, scores).item() / 2
         assert found == pytest.approx(expected, abs=1e-9)
 
 
@@ -148,9 +148,11 @@ def test_scores_are_those_of_transformers_row_by_row(packs):
     stage = build_stage(get_fake_strategy(STILL), PAIRS, packing_samples=packs)
     with torch.no_grad():
         expected = slow_scores(tiny_classifier(), PAIRS).double()
-        torch.testing.assert_close(stage.score(PAIRS), expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(
+            stage.objective.score(PAIRS, stage.passes), expected, rtol=0, atol=2e-5
+        )
         changed = replace(PAIRS[0], chosen=PAIRS[1].rejected)
-        after = stage.score([changed, *PAIRS[1:]])
+        after = stage.objective.score([changed, *PAIRS[1:]], stage.passes)
     torch.testing.assert_close(after[1:], expected[1:], rtol=0, atol=2e-5)
 
 

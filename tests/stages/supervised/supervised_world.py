@@ -10,9 +10,10 @@ import torch
 from tests.models.tiny import tiny_model
 from tests.stages.stage_world import configured, prepared, row
 
-from lightrft.datasets.supervised_rows import SupervisedRows
+from lightrft.datasets.row_data import RowData
 from lightrft.models import Actor, LoraActor
-from lightrft.stages.supervised.supervised_stage import SupervisedStage
+from lightrft.stages.rows.row_stage import RowStage
+from lightrft.stages.supervised.supervised_objective import SupervisedObjective
 
 # Trained tokens differ by a factor of 100, and two rows have none.
 RAGGED = (row(110, 100), row(60, 0), row(50, 0), row(12, 1))
@@ -29,7 +30,8 @@ def build_stage(strategy, rows, *, model=None, held_out=(), **changes):
     config = configured(rows, **{"fused_linear_logprob": True, **changes})
     actor = build_actor(model or tiny_model(), config)
     models = prepared(strategy, actor, config)
-    return SupervisedStage(config, strategy, models, SupervisedRows(rows, ""), held_out)
+    objective = SupervisedObjective.of(config)
+    return RowStage(config, strategy, models, RowData(rows, ""), held_out, objective)
 
 
 def slow_loss(model, rows, loss="token-mean"):

@@ -34,8 +34,9 @@ from lightrft.engines.media.families import placeholder_ids
 from lightrft.models import Actor
 from lightrft.models.lora import LoraActor
 from lightrft.stages.models import configure_model, trained_model
+from lightrft.stages.rows.row_stage import RowStage
 from lightrft.stages.stage import TrainedModels
-from lightrft.stages.supervised.supervised_stage import SupervisedStage
+from lightrft.stages.supervised.supervised_objective import SupervisedObjective
 from lightrft.strategy import get_fake_strategy
 
 # The others take minutes.
@@ -82,7 +83,7 @@ def stage_of(model, data, **changes):
     strategy = get_fake_strategy(STILL)
     ready, *_ = strategy.prepare_models_and_optimizers(actor, None, None, None, config, 1)
     models = TrainedModels((trained_model("actor", ready),))
-    return SupervisedStage(config, strategy, models, data, data.rows)
+    return RowStage(config, strategy, models, data, data.rows, SupervisedObjective.of(config))
 
 
 def slow(model, encoder, folder):

@@ -10,19 +10,17 @@ from tests.ranks import run_multiprocess
 from tests.runs import interrupted, tiny_models
 
 from lightrft.config import TrainConfig
-from lightrft.stages.preference import preference_stage
-from lightrft.stages.reward import reward_stage
-from lightrft.stages.supervised import supervised_stage
+from lightrft.stages.rows import row_stage
 from lightrft.tools.audit.report import audit_step, verdict
 from lightrft.trainer import DistillationTrainer, PreferenceTrainer, RewardTrainer, SFTTrainer
 
 pytestmark = pytest.mark.shard("audit")
 
 STAGES = {
-    "sft": (SFTTrainer, supervised_stage),
-    "prefer": (PreferenceTrainer, preference_stage),
-    "reward": (RewardTrainer, reward_stage),
-    "distill": (DistillationTrainer, supervised_stage),
+    "sft": SFTTrainer,
+    "prefer": PreferenceTrainer,
+    "reward": RewardTrainer,
+    "distill": DistillationTrainer,
 }
 COMPARED = "rows of the data"
 
@@ -67,7 +65,7 @@ def compared(report):
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_second_pass_after_a_resume_raises_no_alarm(folder, tmp_path, stage) -> None:
-    trainer, _ = STAGES[stage]
+    trainer = STAGES[stage]
     config = TrainConfig(**settings(folder, stage, tmp_path))
     interrupted(trainer, config, 3)
     trainer(config).train()
@@ -100,8 +98,8 @@ def of_another_pass(original):
     ("stage", "plant"), [*((name, once_more) for name in STAGES), ("sft", of_another_pass)]
 )
 def test_rows_that_are_not_drawn_are_found(folder, tmp_path, monkeypatch, stage, plant) -> None:
-    trainer, module = STAGES[stage]
-    monkeypatch.setattr(module, "drawn_places", plant(module.drawn_places))
+    trainer = STAGES[stage]
+    monkeypatch.setattr(row_stage, "drawn_places", plant(row_stage.drawn_places))
     trainer(TrainConfig(**settings(folder, stage, tmp_path, max_steps=1))).train()
     report = audit_step(tmp_path, 1)
     assert report.first_difference is not None, verdict(report)

@@ -16,11 +16,12 @@ from tests.ranks import run_multiprocess
 from lightrft.algorithms.preference_losses import AnswerSums
 from lightrft.config import TrainConfig
 from lightrft.models import head, lora, reward_model
-from lightrft.stages.distillation import divergence_inputs, divergence_stage
-from lightrft.stages.preference import preference_stage
+from lightrft.stages.distillation import divergence_inputs, divergence_objective
+from lightrft.stages.preference import preference_inputs, preference_objective
 from lightrft.stages.preference.preference_objective import StepCounts
-from lightrft.stages.reward import comparisons, reward_stage
-from lightrft.stages.supervised import supervised_stage
+from lightrft.stages.reward import comparisons, reward_objective
+from lightrft.stages.rows import row_passes
+from lightrft.stages.supervised import supervised_objective
 from lightrft.strategy import optimizers, strategy_base
 from lightrft.tools.audit.preference_losses import PREFERENCE_LOSSES
 from lightrft.tools.audit.report import audit_step, verdict
@@ -221,13 +222,15 @@ def chosen_and_rejected_are_swapped(patch):
 
         return sums
 
-    wrap(patch, preference_stage.PreferenceBatch, "sums", change)
+    wrap(patch, preference_objective.KnownPreferences, "sums", change)
 
 
 @bug(LOSS, "prefer")
 def pairs_of_one_rank_are_counted(patch):
-    counts = property(lambda self: StepCounts(len(self.items) // 2, len(self.items)))
-    patch.setattr(preference_stage.PreferencePart, "counts", counts)
+    def counts_of(items):
+        return StepCounts(len(items) // 2, len(items))
+
+    patch.setattr(preference_objective, "counts_of", counts_of)
 
 
 @bug(LOSS, "prefer", preference_loss=("simpo",))
@@ -238,9 +241,9 @@ def length_normalisation_is_left_out(patch):
 @bug("sums of the reference", "prefer")
 def the_reference_is_the_trained_model(patch):
     def change(original):
-        return lambda self, model, *args: original(self, self.models.main.model, *args)
+        return lambda model, items, part, passes: original(passes.model, items, part, passes)
 
-    wrap(patch, preference_stage.PreferenceStage, "_score_rows", change)
+    wrap(patch, preference_objective, "score_items", change)
 
 
 @bug("sums of the reference", "prefer", lora_rank=4)
@@ -253,17 +256,17 @@ def beta_is_another(patch):
     def change(original):
         return lambda config: original(config.replaced({"preference_args": {"beta": 0.12}}))
 
-    wrap(patch, preference_stage, "build_objective", change)
+    wrap(patch, preference_inputs, "build_loss", change)
 
 
 @bug("log-ratio behind other prompts, actor update 1", "prefer", preference_loss=("kto",))
 def kl_is_of_the_own_prompt(patch):
-    patch.setattr(preference_stage, "other_answers", lambda items, place: items[place].rows)
+    patch.setattr(preference_objective, "other_answers", lambda items, place: items[place].rows)
 
 
 @bug(LOSS, "prefer", preference_loss=("dpo", "sft"))
 def the_sft_term_is_a_mean_of_rows(patch):
-    patch.setattr(preference_stage, "tokens_per_chosen", lambda items: 8.0)
+    patch.setattr(preference_objective, "tokens_per_chosen", lambda items: 8.0)
 
 
 @bug("response mask", "prefer")
@@ -276,7 +279,7 @@ def answers_lose_their_end(patch):
 
         return pad
 
-    wrap(patch, preference_stage, "pad", change)
+    wrap(patch, row_passes, "pad", change)
 
 
 def warmer(patch):
@@ -318,15 +321,11 @@ def the_margin_is_left_out(patch):
 def centring_is_left_out(patch):
     def change(original):
         def losses(self, *args):
-            config, self.config = self.config, self.config.replaced({"centering_coef": 0.0})
-            try:
-                return original(self, *args)
-            finally:
-                self.config = config
+            return original(replace(self, centering=0.0), *args)
 
         return losses
 
-    wrap(patch, reward_stage.RewardStage, "sum_of_losses", change)
+    wrap(patch, reward_objective.RewardObjective, "sum_of_losses", change)
 
 
 @bug(SCORES, "reward")
@@ -377,11 +376,11 @@ def ties_are_preferences(patch):
 
 @bug("denominator, actor update 1", "reward", data="steps")
 def steps_are_counted_by_row(patch):
-    patch.setattr(reward_stage, "count_losses", lambda judgements, name: len(judgements))
+    patch.setattr(reward_objective, "count_losses", lambda judgements, name: len(judgements))
 
 
 def divergence_with(patch, change):
-    wrap(patch, divergence_stage, "divergence", change)
+    wrap(patch, divergence_objective, "divergence", change)
 
 
 @bug(LOSS, "distill")
@@ -419,12 +418,12 @@ def the_teacher_is_one_token_behind(patch):
 @bug(LOSS, "distill")
 def the_teacher_is_another(patch):
     def change(original):
-        def build(self, config, strategy):
-            return original(self, config.replaced({"teacher": config.pretrain}), strategy)
+        def load(self, config, *args):
+            return original(self, config.replaced({"teacher": config.pretrain}), *args)
 
-        return build
+        return load
 
-    wrap(patch, divergence_inputs.DivergenceInputs, "build", change)
+    wrap(patch, divergence_inputs.DivergenceInputs, "load", change)
 
 
 @bug("denominator, actor update 1", "distill")
@@ -432,7 +431,7 @@ def rows_are_counted_instead_of_tokens(patch):
     def count(mask, mode):
         return torch.tensor(float(len(mask)), dtype=torch.float64)
 
-    patch.setattr(supervised_stage, "local_normalizer", count)
+    patch.setattr(supervised_objective, "local_normalizer", count)
 
 
 def misses_a_step_of_its_schedule(patch):
@@ -495,8 +494,9 @@ def in_ranks(rank, world_size, given):
     dist.init_process_group("gloo", timeout=timedelta(seconds=200))
     for stage, settings, fault in given:
         if fault:
-            count = property(lambda self: StepCounts(len(self.places), len(self.places)))
-            preference_stage.PreferencePart.counts = count
+            preference_objective.counts_of = lambda items: StepCounts(
+                len(items) // world_size, len(items) // world_size
+            )
         TRAINERS[stage](TrainConfig(**settings, fsdp=True)).train()
 
 

@@ -12,7 +12,8 @@ from tests.ranks import run_multiprocess
 
 from lightrft.config import TrainConfig
 from lightrft.datasets import chat_turns
-from lightrft.stages.supervised import supervised_stage
+from lightrft.stages.rows import row_passes
+from lightrft.stages.supervised import supervised_objective
 from lightrft.strategy import optimizers, strategy_base
 from lightrft.tools.audit.report import audit_step, verdict
 from lightrft.tools.model_presets import write_tiny_model
@@ -106,13 +107,13 @@ def count_of_one_rank(patch):
 
 
 def changed_masks(patch, change):
-    pad = supervised_stage.pad
+    pad = row_passes.pad
 
     def wrong(*args, **given):
         padded = pad(*args, **given)
         return replace(padded, is_trained=change(padded) & padded.attention_mask)
 
-    patch.setattr(supervised_stage, "pad", wrong)
+    patch.setattr(row_passes, "pad", wrong)
 
 
 def mask_is_shifted(patch):
@@ -136,7 +137,7 @@ def prompts_are_counted(patch):
     def count(mask, mode):
         return torch.tensor(float(mask.numel()), dtype=torch.float64)
 
-    patch.setattr(supervised_stage, "local_normalizer", count)
+    patch.setattr(supervised_objective, "local_normalizer", count)
 
 
 def learning_rate_is_doubled(patch):
@@ -150,14 +151,14 @@ def learning_rate_is_doubled(patch):
 
 
 def prompts_are_trained(patch):
-    pad = supervised_stage.pad
+    pad = row_passes.pad
 
     def wrong(rows, *args, **given):
         first = np.ones_like(rows[0].is_trained)
         first[0] = False
         return pad([replace(rows[0], is_trained=first), *rows[1:]], *args, **given)
 
-    patch.setattr(supervised_stage, "pad", wrong)
+    patch.setattr(row_passes, "pad", wrong)
 
 
 def in_ranks(rank, world_size, settings, counts_alone):

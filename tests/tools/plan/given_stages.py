@@ -34,16 +34,19 @@ def build(stage, sizes, config, strategy):
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from lightrft.datasets.preference_rows import PreferencePair, PreferenceRows
-    from lightrft.datasets.supervised_rows import SupervisedRow, SupervisedRows
+    from lightrft.datasets.preference_rows import PreferencePair
+    from lightrft.datasets.row_data import RowData
+    from lightrft.datasets.supervised_rows import SupervisedRow
     from lightrft.models import Actor, LoraActor, RewardModel
     from lightrft.models.lora import LoraRewardModel
-    from lightrft.stages.distillation.divergence_stage import DivergenceStage
+    from lightrft.stages.distillation.divergence_objective import DivergenceObjective
     from lightrft.stages.models import configure_model, trained_model
-    from lightrft.stages.preference.preference_stage import PreferenceStage
-    from lightrft.stages.reward.reward_stage import RewardStage
+    from lightrft.stages.preference.preference_loss import build_loss
+    from lightrft.stages.preference.preference_objective import PreferenceObjective
+    from lightrft.stages.reward.reward_objective import RewardObjective
+    from lightrft.stages.rows.row_stage import RowStage
     from lightrft.stages.stage import TrainedModels
-    from lightrft.stages.supervised.supervised_stage import SupervisedStage
+    from lightrft.stages.supervised.supervised_objective import SupervisedObjective
 
     random = np.random.default_rng(0)
 
@@ -79,17 +82,18 @@ def build(stage, sizes, config, strategy):
         )
     models = TrainedModels((trained_model("actor", ready),))
     if stage in ("prefer", "reward"):
-        pairs = PreferenceRows([PreferencePair(row(), row(), None) for _ in range(NUM_ITEMS)], "")
+        pairs = RowData([PreferencePair(row(), row(), None) for _ in range(NUM_ITEMS)], "")
+        objective = PreferenceObjective(build_loss(config), reference)
         if stage == "reward":
-            return RewardStage(config, strategy, models, pairs)
-        return PreferenceStage(config, strategy, models, reference, pairs)
-    rows = SupervisedRows([row() for _ in range(NUM_ITEMS)], "")
+            objective = RewardObjective.of(config, models.main.model, is_paired=True)
+        return RowStage(config, strategy, models, pairs, (), objective)
+    rows = RowData([row() for _ in range(NUM_ITEMS)], "")
     if stage == "sft":
-        return SupervisedStage(config, strategy, models, rows)
+        return RowStage(config, strategy, models, rows, (), SupervisedObjective.of(config))
     teacher = Actor(causal())
     configure_model(teacher, config)
     teachers = {"": strategy.prepare_model(teacher)}
-    return DivergenceStage(config, strategy, models, rows, (), teachers=teachers, servers={})
+    return RowStage(config, strategy, models, rows, (), DivergenceObjective(teachers, {}))
 
 
 def step(stage, number):

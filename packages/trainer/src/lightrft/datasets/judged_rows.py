@@ -4,56 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
-
-from torch.utils.data import Dataset
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import ReadRecord
+from lightrft.datasets.row_data import RowData, RowGroup
 from lightrft.datasets.row_media import RowMediaReader
-from lightrft.datasets.supervised_rows import SupervisedRow, remark_of
+from lightrft.datasets.supervised_rows import remark_of
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
+from lightrft.engines.media.encoder import TEXT_ENCODER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class _Judged(Protocol):
-    @property
-    def rows(self) -> tuple[SupervisedRow, ...]: ...
-
-
-Judgement = TypeVar("Judgement", bound=_Judged)
-
-
-class JudgedRows(Dataset[int], Generic[Judgement]):
-    """Judgements; an item is the position of one.
-
-    Args:
-        rows: All of them.
-        summary: One line about what became of the data.
-        is_paired: They compare answers.
-        encoder: Of their media.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[Judgement],
-        summary: str,
-        *,
-        is_paired: bool,
-        encoder: Encoder = TEXT_ENCODER,
-    ) -> None:
-        self.rows, self.summary, self.is_paired = tuple(rows), summary, is_paired
-        self.encoder = encoder
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> int:
-        return index
+Judgement = TypeVar("Judgement", bound=RowGroup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +29,6 @@ class JudgementKind(Generic[Judgement]):
     Args:
         build_reader: The way from rows like the first one to judgements; see `PreferenceReader`.
         describe: Counts them, in a line.
-        is_paired: They compare answers.
     """
 
     build_reader: Callable[
@@ -71,7 +36,6 @@ class JudgementKind(Generic[Judgement]):
         Callable[[Row], Judgement],
     ]
     describe: Callable[[Sequence[Judgement]], str]
-    is_paired: bool = False
 
     def of(
         self,
@@ -82,7 +46,7 @@ class JudgementKind(Generic[Judgement]):
         path: str,
         vocab_size: int | None,
         reader: RowMediaReader | None,
-    ) -> JudgedRows[Judgement]:
+    ) -> RowData[Judgement]:
         """The judgements of rows; those with a row of more than `max_row_tokens` are left out.
 
         Args:
@@ -110,4 +74,4 @@ class JudgementKind(Generic[Judgement]):
         summary = "; ".join(filter(None, (summary, remark)))
         encoder = TEXT_ENCODER if reader is None else reader.encoder
         summary = record.added_to(summary, path)
-        return JudgedRows(found, summary, is_paired=self.is_paired, encoder=encoder)
+        return RowData(found, summary, encoder=encoder)

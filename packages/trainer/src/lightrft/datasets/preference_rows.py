@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row, read_sources
@@ -20,6 +19,7 @@ from lightrft.datasets.messages import (
     read_conversation,
     read_messages,
 )
+from lightrft.datasets.row_data import RowData
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import (
     RowEncoder,
@@ -30,7 +30,7 @@ from lightrft.datasets.supervised_rows import (
     shown_by_ids,
 )
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
+from lightrft.engines.media.encoder import TEXT_ENCODER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,32 +87,6 @@ class LabelledAnswer:
 Preference = PreferencePair | LabelledAnswer
 
 
-class PreferenceRows(Dataset[int]):
-    """Preferences in the order of their files; an item is the position of one.
-
-    Args:
-        rows: All of one kind.
-        summary: One line about what became of the data.
-        encoder: Of their media.
-    """
-
-    def __init__(
-        self, rows: Sequence[Preference], summary: str, *, encoder: Encoder = TEXT_ENCODER
-    ) -> None:
-        self.rows, self.summary, self.encoder = tuple(rows), summary, encoder
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    @property
-    def is_paired(self) -> bool:
-        """Whether these are pairs."""
-        return isinstance(self.rows[0], PreferencePair)
-
-
 def load_preferences(
     path: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -123,7 +97,7 @@ def load_preferences(
     probabilities: Sequence[float] = (),
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,
-) -> PreferenceRows:
+) -> RowData[Preference]:
     """Reads pairs (chosen, rejected) or labelled answers (completion, label), as token ids.
 
     Answers and prompts are texts, lists of messages or token ids. Conversations that
@@ -168,7 +142,7 @@ def load_preferences(
     summary = "; ".join(filter(None, (summary, remark_of(part for e in found for part in e.rows))))
     summary = record.added_to(summary, path)
     encoder = TEXT_ENCODER if reader is None else reader.encoder
-    return PreferenceRows(found, summary, encoder=encoder)
+    return RowData(found, summary, encoder=encoder)
 
 
 class PreferenceReader:

@@ -126,4 +126,4 @@ def _describe(found: Sequence[RankedAnswers]) -> str:
     return f"{sum(len(each.rows) for each in found)} answers in {len(found)} rankings"
 
 
-RANKED = JudgementKind(ranking_reader, _describe, is_paired=True)
+RANKED = JudgementKind(ranking_reader, _describe)

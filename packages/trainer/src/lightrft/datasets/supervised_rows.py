@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.chat_turns import ChatTurns, Turn, end_of_turn
@@ -34,6 +33,7 @@ from lightrft.datasets.messages import (
     with_texts,
 )
 from lightrft.datasets.render import teacher_name
+from lightrft.datasets.row_data import RowData
 from lightrft.datasets.row_media import NOTHING_SHOWN, RowMediaReader, ShownMedia
 from lightrft.datasets.text_ids import TextIds, counted
 from lightrft.datasets.types import DataError
@@ -87,6 +87,11 @@ class SupervisedRow:
     prompt: bytes = b""
 
     @property
+    def rows(self) -> tuple[SupervisedRow, ...]:
+        """The row alone: its loss needs no other."""
+        return (self,)
+
+    @property
     def media_digests(self) -> tuple[bytes, ...]:
         """A hash of each of its images and videos."""
         media = () if self.shown is None else self.shown.media
@@ -113,27 +118,6 @@ class SupervisedRow:
         return int(self.is_trained.sum())
 
 
-class SupervisedRows(Dataset[int]):
-    """Rows in the order of their files; an item is the position of its row.
-
-    Args:
-        rows: To train on.
-        summary: One line about what became of the data.
-        encoder: Of their media.
-    """
-
-    def __init__(
-        self, rows: Sequence[SupervisedRow], summary: str, *, encoder: Encoder = TEXT_ENCODER
-    ) -> None:
-        self.rows, self.summary, self.encoder = tuple(rows), summary, encoder
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def load_supervised(
     path: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -144,7 +128,7 @@ def load_supervised(
     probabilities: Sequence[float] = (),
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,
-) -> SupervisedRows:
+) -> RowData[SupervisedRow]:
     """Reads rows, renders them and marks what is trained.
 
     Rows of more than `max_row_tokens` are left out and counted.
@@ -190,7 +174,7 @@ def load_supervised(
         summary += f"; dropped {len(too_long)} over-long (first: "
         summary += f"{', '.join(too_long[:_MAX_EXAMPLES])})"
     summary = record.added_to(f"{path}: {summary}", path)
-    return SupervisedRows(found, summary, encoder=encoder.media_encoder)
+    return RowData(found, summary, encoder=encoder.media_encoder)
 
 
 def _summary(encoder: RowEncoder, found: Sequence[SupervisedRow], num_split: int) -> str:

@@ -1,4 +1,4 @@
-"""What reads the images and videos of a model's prompts and rows."""
+"""The reader of images and videos in a model's prompts and rows."""
 
 from __future__ import annotations
 

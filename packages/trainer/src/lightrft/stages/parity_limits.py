@@ -1,4 +1,4 @@
-"""How far two forward passes of the same weights may be apart by rounding."""
+"""Limits of the distance that rounding makes between two forward passes of equal weights."""
 
 from __future__ import annotations
 

@@ -2,75 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from typing import ClassVar
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.rules import SAMPLED, is_served
-from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.supervised_rows import SupervisedRow, load_supervised
 from lightrft.engines.media.families import family_of
 from lightrft.models import load_config
-from lightrft.stages.distillation.divergence_stage import DivergenceStage
+from lightrft.stages.distillation.divergence_objective import DivergenceObjective, KnownTeachers
 from lightrft.stages.distillation.own_samples import check_prompts
 from lightrft.stages.distillation.served_rows import open_servers
 from lightrft.stages.models import prove_models
 from lightrft.stages.opening import prompts_within_context
-from lightrft.stages.rows.row_inputs import build_model
-from lightrft.stages.rows.row_stage import planned_updates
-from lightrft.stages.supervised.supervised_inputs import SupervisedInputs, read_inputs as read_rows
+from lightrft.stages.rows.row_inputs import (
+    RowInputs,
+    RowModels,
+    build_model,
+    check_auditable,
+    read_rows,
+    require_options,
+)
 from lightrft.stages.teachers import load_teachers, prove_teachers
-from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)
-class DivergenceInputs:
-    """Rows of a run; see `StageInputs`."""
+class DivergenceInputs(RowInputs[SupervisedRow, KnownTeachers]):
+    """Rows of a run; see `RowInputs`."""
 
-    rows: SupervisedInputs
+    loaded: ClassVar[str] = "the models"
 
-    def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
-        """See `StageInputs`."""
-        return self.rows.decided(config, strategy)
+    def introduce(self, say: Callable[[str], None]) -> None:
+        """See `RowInputs`."""
+        self.reading.statements.say(say)
 
-    def build(self, config: TrainConfig, strategy: StrategyBase) -> DivergenceStage:
-        """See `StageInputs`."""
-        data = self.rows.data
-        num_steps = planned_updates(data, config, strategy)
-        strategy.print(data.summary)
-        self.rows.reading.statements.say(strategy.print)
-        strategy.print(f"{num_steps} steps of {config.train_batch_size} rows")
-        self.rows.warn_of_shared(strategy)
-        with phase("load the models", timedelta(minutes=config.timeout_minutes)):
-            models = build_model(config, strategy, num_steps)
-            teachers = load_teachers(config, strategy)
-        if config.offpolicy_fraction < 1:
+    def load(
+        self, config: TrainConfig, strategy: StrategyBase, num_steps: int
+    ) -> RowModels[SupervisedRow, KnownTeachers]:
+        """See `RowInputs`; the engine of what the student samples is set up, too."""
+        models = build_model(config, strategy, num_steps)
+        teachers = load_teachers(config, strategy)
+        samples_rows = config.offpolicy_fraction < 1
+        if samples_rows:
             each = (models.main.model, *teachers.values())
-            config = prove_models(config, strategy, each, kept=DivergenceStage.kept_dropout)
+            config = prove_models(config, strategy, each, kept=DivergenceObjective.kept_dropout)
             strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
-        stage = DivergenceStage(
-            config,
-            strategy,
-            models,
-            data,
-            self.rows.held_out,
-            teachers=teachers,
-            servers=open_servers(config),
-        )
-        stage.text_part = self.rows.reading.text_part
-        return stage
-
-    def items(self) -> Sequence[Sequence[SupervisedRow]]:
-        """See `StageInputs`."""
-        return self.rows.items()
-
-    def media_digests(self) -> Iterator[bytes]:
-        """See `StageInputs`."""
-        return (each for item in self.items() for row in item for each in row.media_digests)
-
-    def close(self) -> None:
-        """See `StageInputs`."""
+        objective = DivergenceObjective(teachers, open_servers(config), samples_rows)
+        return RowModels(config, models, objective)
 
 
 def read_inputs(config: TrainConfig) -> DivergenceInputs:
@@ -96,10 +76,11 @@ def read_inputs(config: TrainConfig) -> DivergenceInputs:
             "audit_every recomputes the divergence from one teacher of a folder on given rows: "
             "leave it out"
         )
-    rows = read_rows(config, "distill")
+    require_options(config, "distill")
+    reading, data, held_out = read_rows(config, load_supervised)
+    check_auditable(config, data.rows)
     if config.offpolicy_fraction < 1:
-        check_prompts(rows.data.rows, prompts_within_context(config))
-    prove_teachers(
-        config, rows.reading.tokenizer, [row.token_ids.tolist() for row in rows.data.rows[:64]]
-    )
-    return DivergenceInputs(rows)
+        check_prompts(data.rows, prompts_within_context(config))
+    texts = [row.token_ids.tolist() for row in data.rows[:64]]
+    prove_teachers(config, reading.tokenizer, texts)
+    return DivergenceInputs(reading, data, held_out)

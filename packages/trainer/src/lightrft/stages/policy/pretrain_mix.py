@@ -22,7 +22,7 @@ from lightrft.datasets.supervised_rows import TRAINABLE, RowEncoder, SupervisedR
 from lightrft.datasets.types import DataError
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.rows.padded_rows import pad
-from lightrft.stages.rows.row_stage import score_padded
+from lightrft.stages.rows.row_passes import score_padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,148 +1,373 @@
-"""The objective of preferences: the losses that the options name, with weights."""
+"""The objective of preferences: the mean of a function of sums over the tokens of answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import ClassVar
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
-from lightrft.algorithms.interface import PreferenceLossTraits, preference_loss_traits
 from lightrft.algorithms.preference_losses import AnswerSums, PreferenceSums
-from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.registry import PREFERENCE_LOSSES, bind, keyword_options
+from lightrft.datasets.preference_rows import Preference
+from lightrft.datasets.row_data import RowData, RowGroup
+from lightrft.datasets.row_media import ShownMedia
+from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.models.loading import ModelLoadError
+from lightrft.models.lora import LoraActor
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.preference.preference_loss import PreferenceLoss, StepCounts
+from lightrft.stages.preference.stored_reference import StoredReference, Sums
+from lightrft.stages.rows.row_objective import RowBatch, RowObjective, Share
+from lightrft.stages.rows.row_observer import Facts
+from lightrft.stages.rows.row_part import RowPart
+from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
+from lightrft.strategy.distributed.deadlines import phase
 
-LossFunction = Callable[[PreferenceSums], Tensor]
+# Nats per token between two forward passes of equal weights, by rounding: in float32, in bfloat16.
+ROUNDING, BF16_ROUNDING = 1e-5, 1e-2
+# What observers are told of each row.
+GOOD = "is_good"
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceTerm:
-    """A loss with its hyper-parameters, what it declares, and its weight."""
-
-    name: str
-    loss: LossFunction
-    traits: PreferenceLossTraits
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepCounts:
-    """Numbers of a whole step, over all ranks.
+class AnswerRows:
+    """Rows behind other prompts than those of the data.
 
     Args:
-        num_items: Pairs, or labelled answers.
-        num_answers: Of both kinds.
+        rows: Answers to one prompt.
     """
 
-    num_items: int
-    num_answers: int
+    rows: tuple[SupervisedRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceObjective:
-    """The weighted sum of the means of some losses.
+class KnownPreferences:
+    """Facts about the preferences of a step that are known before its update.
 
     Args:
-        terms: The first says how answers are compared in metrics.
-        beta: Scale of the rewards that are shown.
+        counts: Numbers of the step.
+        tokens_per_chosen, kl: See `PreferenceSums`.
+        ref_logprobs: [local, answers] sums under the reference; 0 without one.
+        slopes: [local, answers] derivative of the loss of the step by each sum, where the loss of
+            a pair depends on the others; else None.
+        loss: Loss of the step, where it is known from all sums; else None.
     """
 
-    terms: tuple[PreferenceTerm, ...]
-    beta: float = 1.0
+    counts: StepCounts
+    tokens_per_chosen: float
+    ref_logprobs: Tensor
+    kl: float = 0.0
+    slopes: Tensor | None = None
+    loss: float | None = None
+
+    def sums(
+        self, items: Sequence[Preference], logprobs: Tensor, ref_logprobs: Tensor
+    ) -> PreferenceSums:
+        """Return the sums of chosen and of rejected answers.
+
+        Args:
+            items: Some items of the step.
+            logprobs, ref_logprobs: [items, answers].
+        """
+        is_good = torch.tensor([item.labels for item in items], device=logprobs.device)
+        tokens = logprobs.new_tensor([[row.num_trained for row in item.rows] for item in items])
+        chosen, rejected = (
+            AnswerSums(logprobs[kind], ref_logprobs[kind], tokens[kind])
+            for kind in (is_good, ~is_good)
+        )
+        return PreferenceSums(chosen, rejected, self.tokens_per_chosen, self.kl)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
+    """The mean of a loss over all pairs (or answers) of a step.
+
+    What a loss needs of the whole step - the order of log-ratios, the KL term - is computed before
+    it from a forward pass over all rows.
+
+    Args:
+        loss: Loss of a pair or an answer.
+        reference: Frozen; None takes the adapted model without its adapters, where one is needed.
+        stored: Sums of the reference by the identity of an item, where they come from a file.
+    """
+
+    name: ClassVar[str] = "prefer"
+    measured_as: ClassVar[str | None] = "score"
+
+    loss: PreferenceLoss
+    reference: nn.Module | None = None
+    stored: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
     @property
-    def uses_reference(self) -> bool:
-        """Whether a loss reads logprobs of the reference."""
-        return any(term.traits.uses_reference for term in self.terms)
+    def frozen(self) -> Sequence[nn.Module]:
+        """See `RowObjective`."""
+        return () if self.reference is None else (self.reference,)
 
-    @property
-    def couples_pairs(self) -> bool:
-        """Whether the loss of a pair depends on the others."""
-        return any(term.traits.couples_pairs for term in self.terms)
+    def with_stored(
+        self, stored: StoredReference, trained: Sequence[Preference], held_out: Sequence[Preference]
+    ) -> PreferenceObjective:
+        """Take the reference's numbers from a file from now on."""
+        return replace(self, reference=None, stored=stored.by_item(trained, held_out))
 
-    @property
-    def uses_kl(self) -> bool:
-        """Whether a loss reads the log-ratio of answers to other prompts."""
-        return any(term.traits.uses_kl for term in self.terms)
+    def measure(
+        self, part: RowPart[Preference], passes: RowPasses, number: int = 0
+    ) -> KnownPreferences:
+        """Compute what the step knows of its rows, from forward passes without gradient."""
+        size = (len(part.places), len(part.items[0].rows))
+        reference = torch.zeros(size, dtype=torch.float64, device=passes.device)
+        if self.loss.uses_reference:
+            reference = self.reference_sums(part, passes)
+        known = KnownPreferences(counts_of(part.items), tokens_per_chosen(part.items), reference)
+        if self.loss.uses_kl:
+            known = replace(known, kl=self._kl(part, passes))
+        if not self.loss.couples_pairs:
+            return known
+        local = score_items(passes.model, part.local_items, part, passes)
+        logprobs, ref_logprobs = of_all_ranks(part, [local, reference], passes)
+        with torch.enable_grad():
+            logprobs.requires_grad_()
+            sums = known.sums(part.items, logprobs, ref_logprobs)
+            loss = self.loss.share(sums, known.counts)
+        (slopes,) = torch.autograd.grad(loss, logprobs)
+        return replace(known, slopes=slopes[torch.from_numpy(part.places)], loss=loss.item())
 
-    def share(self, sums: PreferenceSums, counts: StepCounts) -> Tensor:
-        """The share [] of some pairs in the loss of the step; shares add up to it."""
-        shares = [
-            term.weight
-            * term.loss(sums).sum()
-            / (counts.num_answers if term.traits.is_of_answers else counts.num_items)
-            for term in self.terms
+    def normalizer(self, part: RowPart[Preference], known: KnownPreferences) -> float:
+        """See `RowObjective`."""
+        return float(len(part.items))
+
+    def facts(self, items: Sequence[Preference]) -> Facts:
+        """See `RowObjective`."""
+        return {GOOD: np.array([is_good for item in items for is_good in item.labels])}
+
+    def share(
+        self,
+        micro: MicroBatch[Preference],
+        known: KnownPreferences,
+        passes: RowPasses,
+        metrics: StepMetrics,
+    ) -> Share:
+        """See `RowObjective`."""
+        items, num_items = micro.items, known.counts.num_items
+        of_tokens = passes.score(micro.rows).logprobs
+        logprobs, ref_logprobs = answer_sums(of_tokens, len(items)), known.ref_logprobs[micro.where]
+        sums = known.sums(items, logprobs, ref_logprobs)
+        if known.slopes is None:
+            share = shown = self.loss.share(sums, known.counts)
+        else:
+            share = (known.slopes[micro.where] * logprobs).sum()
+            shown = share.new_tensor((known.loss or 0.0) * len(items) / num_items)
+        terms = {"policy": shown}
+        if self.loss.uses_kl:
+            terms["kl"] = share.new_tensor(known.kl * len(items) / num_items)
+        for name, values in self._shown(sums, items).items():
+            metrics.add_mean(name, values.sum(), len(values))
+        reference = ref_logprobs.flatten() if self.loss.uses_reference else None
+        return Share(share, terms, micro.rows, of_tokens, reference)
+
+    def _shown(self, sums: PreferenceSums, items: Sequence[Preference]) -> dict[str, Tensor]:
+        """Return metrics of answers and of pairs, whose means are shown."""
+        chosen, rejected = self.loss.rewards(sums)
+        shown = {
+            "chosen_reward": chosen,
+            "rejected_reward": rejected,
+            "chosen_logprob": sums.chosen.mean_logprobs.detach(),
+            "rejected_logprob": sums.rejected.mean_logprobs.detach(),
+        }
+        if len(items[0].rows) > 1:
+            # Equal rewards decide nothing: half of them are right.
+            shown["accuracy"] = (1 + (chosen - rejected).sign()) / 2
+        return shown
+
+    def finish(
+        self,
+        batch: RowBatch[Preference, KnownPreferences],
+        metrics: dict[str, float],
+        passes: RowPasses,
+    ) -> dict[str, float]:
+        """See `RowObjective`."""
+        return self._completed(metrics, batch.known)
+
+    def _completed(self, metrics: dict[str, float], known: KnownPreferences) -> dict[str, float]:
+        """Add the difference of both mean rewards, and the KL term of a loss."""
+        more = {"answer_kl": known.kl} if self.loss.uses_kl else {}
+        if {"chosen_reward", "rejected_reward"} <= metrics.keys():
+            more["margin"] = metrics["chosen_reward"] - metrics["rejected_reward"]
+        return metrics | more
+
+    def evaluate(self, part: RowPart[Preference], passes: RowPasses) -> dict[str, float]:
+        """Compute loss, rewards, accuracy and margin."""
+        known = self.measure(part, passes)
+        return self._completed(self.mean_shares(part, known, passes), known)
+
+    def doubts(
+        self, held_out: Mapping[str, float], trained: Mapping[str, float] | None, num_items: int
+    ) -> list[str]:
+        """Say if held-out pairs come out the other way round than trained ones."""
+        trained_accuracy = (trained or {}).get("accuracy", math.nan)
+        accuracy = held_out.get("accuracy", math.nan)
+        # Two and a half standard deviations of as many coins.
+        if not trained_accuracy > 0.5 > accuracy + 1.25 / math.sqrt(num_items):
+            return []
+        return [
+            f"the accuracy is {trained_accuracy:.2f} on trained pairs and {accuracy:.2f} on "
+            f"{num_items} held-out ones, worse than by chance: chosen and rejected may be swapped "
+            "in one of both data sets"
         ]
-        return torch.stack(shares).sum()
 
-    def rewards(self, sums: PreferenceSums) -> tuple[Tensor, Tensor]:
-        """Rewards [answers] of chosen and of rejected answers, as the first loss sees them."""
-        traits = self.terms[0].traits
+    def prove_equal_start(self, data: RowData[Preference], passes: RowPasses) -> None:
+        """Prove that model and reference, which start from the same weights, score alike.
 
-        def reward(answers: AnswerSums) -> Tensor:
-            found = answers.log_ratios if traits.uses_reference else answers.logprobs
-            return self.beta * found.detach() / (answers.num_tokens if traits.is_per_token else 1)
+        Raises:
+            ModelLoadError: The margin of a pair is not 0 before the first step.
+        """
+        if not self.loss.uses_reference:
+            return
+        num_items = min(len(data), passes.config.micro_train_batch_size)
+        first = data.rows[:num_items]
+        part = RowPart(first, np.arange(num_items), (slice(0, num_items),), num_items)
+        passes.model.eval()
+        logprobs = score_items(passes.model, first, part, passes)
+        tokens = logprobs.new_tensor([[row.num_trained for row in item.rows] for item in first])
+        distance = (logprobs - self.reference_sums(part, passes)).abs() / tokens
+        worst = passes.strategy.all_reduce(float(distance.max()), op="max")
+        is_bf16 = passes.config.computes_in_bf16(has_gpu=passes.device.type == "cuda")
+        floor = BF16_ROUNDING if is_bf16 else ROUNDING
+        if not worst <= floor:
+            raise ModelLoadError(
+                f"model and reference start from the same weights, and differ by {worst:.3g} nats "
+                f"a token (expected at most {floor:g}): their margin is not 0 before the first "
+                "step; look for dropout, another dtype or an adapter in the checkpoint"
+            )
 
-        return reward(sums.chosen), reward(sums.rejected)
+    def sums_of_all(self, items: Sequence[Preference], passes: RowPasses) -> Sums:
+        """Compute the reference's sums of each item's answers, on every rank; collective."""
+        if not items:
+            return ()
+        part = passes.shared_part(items)
+        (sums,) = of_all_ranks(part, [self.reference_sums(part, passes)], passes)
+        return tuple(map(tuple, sums.tolist()))
+
+    def reference_sums(self, part: RowPart[Preference], passes: RowPasses) -> Tensor:
+        """Return sums [local, answers] of the reference, computed or read."""
+        if not self.stored:
+            return self._score_by_reference(part.local_items, part, passes)
+        sums = [self.stored[id(item)] for item in part.local_items]
+        return torch.tensor(sums, dtype=torch.float64, device=passes.device)
+
+    def _kl(self, part: RowPart[Preference], passes: RowPasses) -> float:
+        """Mean log-ratio of answers behind other prompts over all ranks, at least 0; collective."""
+        others = [other_answers(part.items, place) for place in part.places]
+        counted = part.is_counted & np.array([each is not None for each in others])
+        items = [
+            AnswerRows(item.rows if other is None else other)
+            for item, other in zip(part.local_items, others, strict=True)
+        ]
+        ratios = score_items(passes.model, items, part, passes)
+        ratios -= self._score_by_reference(items, part, passes)
+        kept = ratios[torch.from_numpy(counted).to(ratios.device)]
+        both = torch.stack([kept.sum(), kept.new_tensor(float(kept.numel()))])
+        total, count = passes.strategy.reduce_over_data(both, "sum").tolist()
+        return max(0.0, total / count) if count else 0.0
+
+    def _score_by_reference(
+        self, items: Sequence[RowGroup], part: RowPart[Preference], passes: RowPasses
+    ) -> Tensor:
+        """See `score_items`."""
+        with self._reference(passes) as model:
+            return score_items(model, items, part, passes)
+
+    @contextmanager
+    def _reference(self, passes: RowPasses) -> Iterator[nn.Module]:
+        """Yield the reference."""
+        if self.reference is not None:
+            yield self.reference
+            return
+        adapted = passes.strategy.unwrap_model(passes.model)
+        if not isinstance(adapted, LoraActor):
+            raise RuntimeError("a reference is needed where there are no adapters to leave out")
+        with adapted.adapters_off():
+            yield passes.model
 
 
-def build_objective(config: TrainConfig) -> PreferenceObjective:
-    """Loads the losses, binds their hyper-parameters, and tries them on an example.
+def score_items(
+    model: nn.Module, items: Sequence[RowGroup], part: RowPart[Preference], passes: RowPasses
+) -> Tensor:
+    """Compute sums [local, answers] of the logprobs of the answers' tokens, without gradient.
 
-    Raises:
-        ConfigError: Unknown names or hyper-parameters, weights that do not fit, or a function that
-            cannot be called as it will be.
+    Args:
+        model: The one that scores.
+        items: This rank's items, or others in their place.
+        part: How they are cut into micro-batches.
+        passes: Forward passes.
     """
-    names, given = config.preference_loss, config.preference_args or {}
-    weights = config.preference_weights or (1.0,) * len(names)
-    if not names or len(weights) != len(names):
-        raise ConfigError(
-            f"preference_weights: got {len(weights)} for {len(names)} losses, expected one for "
-            "each of preference_loss"
-        )
-    functions = [cast("Callable[..., Tensor]", PREFERENCE_LOSSES.load(name)) for name in names]
-    known = {option for function in functions for option in keyword_options(function)}
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise ConfigError(
-            f"preference_args: {', '.join(unknown)} does nothing for preference_loss "
-            f"{' '.join(names)}: expected {', '.join(sorted(known)) or 'none'}"
-        )
-    terms = []
-    for name, function, weight in zip(names, functions, weights, strict=True):
-        own = {key: value for key, value in given.items() if key in keyword_options(function)}
-        bound = bind(function, own, owner=f"preference_loss {name}")
-        term = PreferenceTerm(name, bound, preference_loss_traits(function), weight)
-        _try_term(term)
-        terms.append(term)
-    beta = keyword_options(terms[0].loss).get("beta")
-    return PreferenceObjective(tuple(terms), 1.0 if beta is None else float(beta.default))
+    timeout = timedelta(minutes=passes.config.timeout_minutes)
+    scorer = replace(passes, model=model)
+    parts = []
+    with torch.no_grad():
+        for where in part.slices:
+            with phase("score", timeout):
+                chosen = items[where]
+                parts.append(answer_sums(scorer.score(scorer.pad(chosen)).logprobs, len(chosen)))
+    return torch.cat(parts)
 
 
-def _try_term(term: PreferenceTerm) -> None:
-    """Runs a loss on an example.
+def of_all_ranks(
+    part: RowPart[Preference], values: Sequence[Tensor], passes: RowPasses
+) -> list[Tensor]:
+    """Return values [local, answers] as those of all ranks, [items, answers]; one collective."""
+    stacked = torch.stack(list(values), dim=-1)
+    whole = stacked.new_zeros((len(part.items), *stacked.shape[1:]))
+    is_counted = torch.from_numpy(part.is_counted).to(stacked.device)
+    places = torch.from_numpy(part.places).to(stacked.device)
+    whole[places[is_counted]] = stacked[is_counted]
+    return list(passes.strategy.reduce_over_data(whole, "sum").unbind(dim=-1))
 
-    Raises:
-        ConfigError: It raises, or its result is not what is expected.
-    """
-    logprobs = -torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3)
-    logprobs.requires_grad_()
-    chosen, rejected = (
-        AnswerSums(each, each.detach() + 0.1 * n, torch.full_like(each, 4.0).detach())
-        for n, each in enumerate(logprobs)
+
+def counts_of(items: Sequence[Preference]) -> StepCounts:
+    """Count items and answers."""
+    return StepCounts(len(items), sum(len(item.rows) for item in items))
+
+
+def answer_sums(logprobs: Tensor, num_items: int) -> Tensor:
+    """[items, answers] sums of logprobs [items * answers, seq] over the tokens, in float64."""
+    return logprobs.double().sum(dim=1).view(num_items, -1)
+
+
+def tokens_per_chosen(items: Sequence[Preference]) -> float:
+    """Mean tokens of a chosen (or good) answer; 1 without one."""
+    tokens = [
+        row.num_trained
+        for item in items
+        for row, is_good in zip(item.rows, item.labels, strict=True)
+        if is_good
+    ]
+    return sum(tokens) / len(tokens) if tokens else 1.0
+
+
+def other_answers(items: Sequence[Preference], place: int) -> tuple[SupervisedRow, ...] | None:
+    """The answers of the next item with another prompt, behind the prompt of the one at `place`."""
+    own = items[place].rows[0]
+    for step in range(1, len(items)):
+        rows = items[(place + step) % len(items)].rows
+        if rows[0].prompt_key != own.prompt_key:
+            return tuple(behind(own.prompt_ids, row, own.shown) for row in rows)
+    return None
+
+
+def behind(
+    prompt: NDArray[np.int32], row: SupervisedRow, shown: ShownMedia | None = None
+) -> SupervisedRow:
+    """The answer of a row behind another prompt, and the media of that."""
+    start = int(row.is_trained.argmax())
+    return SupervisedRow(
+        np.concatenate([prompt, row.token_ids[start:]]),
+        np.concatenate([np.zeros(len(prompt), dtype=np.bool_), row.is_trained[start:]]),
+        shown,
     )
-    try:
-        found: object = term.loss(PreferenceSums(chosen, rejected, 4.0, 0.1))
-    except Exception as error:
-        raise ConfigError(
-            f"preference_loss {term.name} fails on an example: {' '.join(str(error).split())}"
-        ) from error
-    size = 6 if term.traits.is_of_answers else 3
-    is_right = isinstance(found, Tensor) and found.shape == (size,) and found.requires_grad
-    if not is_right or not bool(cast("Tensor", found).isfinite().all()):
-        raise ConfigError(
-            f"preference_loss {term.name}: expected {size} finite numbers with a gradient from 3 "
-            "pairs, from a function (PreferenceSums, *, hyper-parameters)"
-        )

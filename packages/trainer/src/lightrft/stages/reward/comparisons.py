@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrft.algorithms.moments import PairedMoments
-from lightrft.datasets.judged_rows import JudgedRows
-from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair, PreferenceRows
+from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair
 from lightrft.datasets.ranked_rows import RankedAnswers
 from lightrft.datasets.scored_rows import ScoredAnswer
 from lightrft.datasets.step_rows import LabelledSteps
@@ -26,12 +25,6 @@ BINS = ("bin_share/", "bin_confidence/", "bin_accuracy/")
 # Lengths that differ by less, relative to the better answer, count as equal.
 EVEN_LENGTHS = 0.1
 Judgement = PreferencePair | RankedAnswers | LabelledAnswer | LabelledSteps | ScoredAnswer
-JudgedData = (
-    PreferenceRows
-    | JudgedRows[RankedAnswers]
-    | JudgedRows[LabelledSteps]
-    | JudgedRows[ScoredAnswer]
-)
 
 
 @dataclass(frozen=True, slots=True)

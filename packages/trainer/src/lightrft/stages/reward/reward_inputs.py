@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,26 +14,34 @@ from lightrft.datasets.files import Row, read_sources
 from lightrft.datasets.judged_rows import JudgementKind
 from lightrft.datasets.preference_rows import PreferenceReader, load_preferences
 from lightrft.datasets.ranked_rows import ANSWERS, RANKED, RankedAnswers, ranking_reader
+from lightrft.datasets.row_data import RowData
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.scored_rows import RESPONSE, SCORED, ScoredAnswer
 from lightrft.datasets.step_rows import LABELLED_STEPS, STEPS, LabelledSteps
-from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models import RewardModel
 from lightrft.models.loading import load_config
 from lightrft.models.lora import LoraRewardModel
 from lightrft.models.reward_model import ONE_SCORE, is_reward_model
 from lightrft.models.score_heads import LAST_TOKEN, pooling_of, score_weights
 from lightrft.models.sequence_model import freeze
-from lightrft.stages.machine_choices import decide_by_machine, read_model_facts
 from lightrft.stages.models import configure_model, say_coverage, trained_model
-from lightrft.stages.opening import opening_line, shared_prompts
-from lightrft.stages.reward.comparisons import JudgedData, Judgement
-from lightrft.stages.reward.reward_stage import RewardStage, build_losses
+from lightrft.stages.reward.comparisons import Judgement
+from lightrft.stages.reward.reward_objective import (
+    Counts,
+    RewardObjective,
+    build_losses,
+    config_of,
+)
 from lightrft.stages.reward.score_proofs import prove_pooling
-from lightrft.stages.rows.row_inputs import RowReading, check_auditable, option_problems, read_rows
-from lightrft.stages.rows.row_stage import planned_updates
+from lightrft.stages.rows.row_inputs import (
+    RowInputs,
+    RowModels,
+    check_auditable,
+    read_rows,
+    require_options,
+)
+from lightrft.stages.rows.row_stage import RowStage
 from lightrft.stages.stage import TrainedModels
-from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
@@ -49,65 +55,50 @@ _UNUSED = {"fused_linear_logprob": False, "meta_init": False}
 
 
 @dataclass(frozen=True, slots=True)
-class RewardInputs:
-    """Preferences of a run; see `StageInputs`."""
+class RewardInputs(RowInputs[Judgement, Counts]):
+    """Judgements of a run; see `RowInputs`."""
 
-    reading: RowReading
-    data: JudgedData
-    held_out: tuple[Judgement, ...] = ()
+    @property
+    def item_name(self) -> str:
+        """See `RowInputs`."""
+        return "judgements"
 
     def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
         """See `StageInputs`."""
-        facts = read_model_facts(config, strategy)
-        strategy.check_model_size(facts.num_weights)
-        strategy.print(opening_line(config, strategy, facts.num_weights))
-        config = decide_by_machine(config.replaced(_UNUSED), strategy, facts=facts)
-        return config.replaced(dict.fromkeys(_UNUSED))
+        # `super` does not see a dataclass with slots.
+        decided = RowInputs.decided(self, config.replaced(_UNUSED), strategy)
+        return decided.replaced(dict.fromkeys(_UNUSED))
 
-    def build(self, config: TrainConfig, strategy: StrategyBase) -> RewardStage:
-        """See `StageInputs`."""
-        num_steps = planned_updates(self.data, config, strategy)
-        strategy.print(self.data.summary)
-        self.reading.statements.say(strategy.print)
+    def introduce(self, say: Callable[[str], None]) -> None:
+        """See `RowInputs`."""
+        self.reading.statements.say(say)
         for text in doubts(self.data.rows):
-            strategy.print(f"warning: {text}")
-        for line in shared_prompts(
-            (each.rows[0].prompt_key for each in self.data.rows),
-            [each.rows[0].prompt_key for each in self.held_out],
-            "judgements",
-        ):
-            strategy.print(line)
-        strategy.print(f"{num_steps} steps of {config.train_batch_size} judgements")
-        with phase("load the model", timedelta(minutes=config.timeout_minutes)):
-            model = load_reward_model(config)
-            say_coverage(model, strategy)
-            if not model.is_beside:
-                found = padding_id(self.reading.tokenizer, self.data.rows)
-                model.model.config.pad_token_id = found
-            configure_model(model, config)
-            freeze(model, config.freeze_prefix)
-            ready = strategy.prepare_reward_model(model, config, num_steps)
-        models = TrainedModels((trained_model("actor", ready),))
-        stage = RewardStage(config, strategy, models, self.data, self.held_out)
-        stage.text_part = self.reading.text_part
-        change = prove_pooling(stage.models.main.model, stage.data.rows, strategy)
-        is_last = pooling_of(stage.model_config) == LAST_TOKEN
+            say(f"warning: {text}")
+
+    def load(
+        self, config: TrainConfig, strategy: StrategyBase, num_steps: int
+    ) -> RowModels[Judgement, Counts]:
+        """See `RowInputs`."""
+        model = load_reward_model(config)
+        say_coverage(model, strategy)
+        if not model.is_beside:
+            model.model.config.pad_token_id = padding_id(self.reading.tokenizer, self.data.rows)
+        configure_model(model, config)
+        freeze(model, config.freeze_prefix)
+        ready = strategy.prepare_reward_model(model, config, num_steps)
+        trained = trained_model("actor", ready)
+        objective = RewardObjective.of(config, trained.model, is_paired=self.data.is_paired)
+        return RowModels(config, TrainedModels((trained,)), objective)
+
+    def prove(self, stage: RowStage[Judgement, Counts]) -> None:
+        """See `RowInputs`."""
+        model, strategy = stage.models.main.model, stage.strategy
+        change = prove_pooling(model, stage.data.rows, strategy)
+        is_last = pooling_of(config_of(model)) == LAST_TOKEN
         strategy.print(
             f"scores are {'read at the last token' if is_last else 'pooled over all tokens'} of a "
             f"row: another last token changes them by at least {change:.2g}, and padding does not"
         )
-        return stage
-
-    def items(self) -> Sequence[Sequence[SupervisedRow]]:
-        """See `StageInputs`."""
-        return [each.rows for each in self.data.rows]
-
-    def media_digests(self) -> Iterator[bytes]:
-        """See `StageInputs`."""
-        return (each for item in self.items() for row in item for each in row.media_digests)
-
-    def close(self) -> None:
-        """See `StageInputs`."""
 
 
 def read_inputs(config: TrainConfig) -> RewardInputs:
@@ -118,14 +109,12 @@ def read_inputs(config: TrainConfig) -> RewardInputs:
         DataError: Rows that cannot be used.
         ModelLoadError: A tokenizer that cannot be read.
     """
-    problems = option_problems(config, int(os.environ.get("WORLD_SIZE", "1")), "reward")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    require_options(config, "reward")
     plan = plan_scores(config)
     names = plan.names
     reading, data, held_out = read_rows(config, load_rows, AutoModelForSequenceClassification)
     build_losses(config, plan.weights, is_paired=data.is_paired)
-    firsts = (data.rows[0], *(() if held_out is None else held_out.rows[:1]))
+    firsts = (data.rows[0], *held_out[:1])
     has_steps = any(isinstance(each, LabelledSteps) for each in firsts)
     if has_steps and plan.pooling != LAST_TOKEN:
         raise ConfigError(
@@ -138,14 +127,12 @@ def read_inputs(config: TrainConfig) -> RewardInputs:
             "give other rows, or leave it out"
         )
     check_auditable(config, (row for each in data.rows for row in each.rows))
-    if held_out is None:
-        return RewardInputs(reading, data)
-    if held_out.is_paired != data.is_paired:
+    if held_out and (len(held_out[0].rows) > 1) != data.is_paired:
         raise ConfigError(
             "prompt_data and eval_data must be of one kind: got labelled answers in one of "
             "them alone"
         )
-    return RewardInputs(reading, data, held_out.rows)
+    return RewardInputs(reading, data, held_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +216,7 @@ def load_rows(
     probabilities: Sequence[float] = (),
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,
-) -> JudgedData:
+) -> RowData[Judgement]:
     """Rankings, steps, scores, or what `load_preferences` reads, by columns of the first row."""
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
     kind = _kind_of(read[0], config)

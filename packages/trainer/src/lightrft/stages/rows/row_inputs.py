@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sized
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic
 
 import numpy as np
 from transformers import AutoModelForCausalLM
@@ -14,6 +16,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import DISTILL, options_of
 from lightrft.config.other_names import A_DATA_FILE, A_MODEL
 from lightrft.config.rules import batch_problems
+from lightrft.datasets.row_data import Item, RowData
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.row_origin import check_tokens
 from lightrft.datasets.supervised_rows import SupervisedRow
@@ -25,8 +28,11 @@ from lightrft.models.statements import Statements, read_statements
 from lightrft.stages.machine_choices import decide_by_machine, read_model_facts
 from lightrft.stages.modality import load_modality
 from lightrft.stages.models import configure_model, load_policy, say_coverage, trained_model
-from lightrft.stages.opening import check_parts, opening_line, rows_within_context
+from lightrft.stages.opening import check_parts, opening_line, rows_within_context, shared_prompts
+from lightrft.stages.rows.row_objective import Known, RowObjective
+from lightrft.stages.rows.row_stage import RowStage, planned_updates
 from lightrft.stages.stage import TrainedModels
+from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
@@ -39,9 +45,6 @@ _SHOWN_CHARACTERS = 300
 
 # Options of what the student samples among given rows, beside those of the engine.
 SAMPLING = ("generate_max_len", "prompt_max_len", "temperature", "stop")
-
-
-Data = TypeVar("Data", bound=Sized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +72,96 @@ class RowReading:
         return self.reader.modality.processor or self.tokenizer
 
 
-def decided_for_rows(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
-    """See `StageInputs.decided`; no logits of all tokens are held unless asked for."""
-    facts = read_model_facts(config, strategy)
-    strategy.check_model_size(facts.num_weights)
-    strategy.print(opening_line(config, strategy, facts.num_weights))
-    if config.fused_linear_logprob is None:
-        config = config.replaced({"fused_linear_logprob": True})
-    return decide_by_machine(config, strategy, facts=facts)
+@dataclass(frozen=True, slots=True)
+class RowModels(Generic[Item, Known]):
+    """Models and objective of a stage over rows.
+
+    Args:
+        config: Options, with what the models decided.
+        models: What is trained.
+        objective: What is minimised.
+    """
+
+    config: TrainConfig
+    models: TrainedModels
+    objective: RowObjective[Item, Known]
+
+
+@dataclass(frozen=True, slots=True)
+class RowInputs(Generic[Item, Known]):
+    """Items of a run; see `StageInputs`. Subclasses build model and objective.
+
+    Args:
+        reading: What read the rows.
+        data: Items to train on.
+        held_out: Items to evaluate on.
+    """
+
+    # Words for what is loaded.
+    loaded: ClassVar[str] = "the model"
+
+    reading: RowReading
+    data: RowData[Item]
+    held_out: tuple[Item, ...] = ()
+
+    @property
+    def item_name(self) -> str:
+        """Word for an item, in the plural."""
+        return "rows"
+
+    def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+        """See `StageInputs`; no logits of all tokens are held unless asked for."""
+        facts = read_model_facts(config, strategy)
+        strategy.check_model_size(facts.num_weights)
+        strategy.print(opening_line(config, strategy, facts.num_weights))
+        if config.fused_linear_logprob is None:
+            config = config.replaced({"fused_linear_logprob": True})
+        return decide_by_machine(config, strategy, facts=facts)
+
+    def build(self, config: TrainConfig, strategy: StrategyBase) -> RowStage[Item, Known]:
+        """See `StageInputs`."""
+        num_steps = planned_updates(self.data, config, strategy)
+        strategy.print(self.data.summary)
+        self.introduce(strategy.print)
+        strategy.print(f"{num_steps} steps of {config.train_batch_size} {self.item_name}")
+        held_out = [item.rows[0].prompt_key for item in self.held_out]
+        trained = (item.rows[0].prompt_key for item in self.data.rows)
+        for line in shared_prompts(trained, held_out, self.item_name):
+            strategy.print(line)
+        with phase(f"load {self.loaded}", timedelta(minutes=config.timeout_minutes)):
+            built = self.load(config, strategy, num_steps)
+        stage = RowStage(
+            built.config, strategy, built.models, self.data, self.held_out, built.objective
+        )
+        stage.text_part = self.reading.text_part
+        with phase("score the first rows", timedelta(minutes=config.timeout_minutes)):
+            self.prove(stage)
+        return stage
+
+    def introduce(self, say: Callable[[str], None]) -> None:
+        """Say what the data hold."""
+        raise NotImplementedError
+
+    def load(
+        self, config: TrainConfig, strategy: StrategyBase, num_steps: int
+    ) -> RowModels[Item, Known]:
+        """Load and prepare the models, and build the objective; collective."""
+        raise NotImplementedError
+
+    def prove(self, stage: RowStage[Item, Known]) -> None:
+        """Prove what must hold before the first step; collective."""
+        return
+
+    def items(self) -> Sequence[Sequence[SupervisedRow]]:
+        """See `StageInputs`."""
+        return [item.rows for item in self.data.rows]
+
+    def media_digests(self) -> Iterator[bytes]:
+        """See `StageInputs`."""
+        return (each for item in self.items() for row in item for each in row.media_digests)
+
+    def close(self) -> None:
+        """See `StageInputs`."""
 
 
 def check_auditable(config: TrainConfig, rows: Iterable[SupervisedRow]) -> None:
@@ -89,12 +174,19 @@ def check_auditable(config: TrainConfig, rows: Iterable[SupervisedRow]) -> None:
         )
 
 
+def require_options(config: TrainConfig, command: str) -> None:
+    """Raise a ConfigError that lists the problems of the options; see `option_problems`."""
+    problems = option_problems(config, int(os.environ.get("WORLD_SIZE", "1")), command)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def read_rows(
     config: TrainConfig,
-    load: Callable[..., Data],
+    load: Callable[..., RowData[Item]],
     kind: type[_BaseAutoModelClass] = AutoModelForCausalLM,
-) -> tuple[RowReading, Data, Data | None]:
-    """What read the rows, the rows to train on, and those held out if there are any.
+) -> tuple[RowReading, RowData[Item], tuple[Item, ...]]:
+    """Read the items to train on and those held out, and return what read them, too.
 
     Args:
         config: Options of the run.
@@ -126,7 +218,7 @@ def read_rows(
             f"train_batch_size (got {config.train_batch_size}) or give more rows"
         )
     if config.eval_data is None:
-        return reading, data, None
+        return reading, data, ()
     held_out = load(
         config.eval_data,
         reading.tokenizer,
@@ -135,7 +227,7 @@ def read_rows(
         split=config.eval_split,
         **given,
     )
-    return reading, data, held_out
+    return reading, data, held_out.rows
 
 
 def read_vocabulary(config: TrainConfig, *, generates: bool = True) -> RowReading:
@@ -162,7 +254,7 @@ def read_vocabulary(config: TrainConfig, *, generates: bool = True) -> RowReadin
     return RowReading(tokenizer, statements, RowMediaReader(modality, marks))
 
 
-def option_problems(config: TrainConfig, num_processes: int, command: str = "sft") -> list[str]:
+def option_problems(config: TrainConfig, num_processes: int, command: str) -> list[str]:
     """Problems of the options of training on given rows, one line each.
 
     Args:

@@ -1,145 +1,188 @@
-"""Optimizer steps on given rows."""
+"""Optimizer steps on rows that are known before the run, whatever their objective is."""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, insort
-from collections.abc import Sequence, Sized
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.row_media import TEXT_ALONE, RowPixels
-from lightrft.datasets.supervised_rows import SupervisedRow
-from lightrft.experience.minibatches import MinibatchPlan
-from lightrft.models.types import ActorOutput, TokenLossFunction
-from lightrft.stages.rows.padded_rows import PaddedRows, pad
-from lightrft.stages.stage import (
-    Step,
-)
+from lightrft.datasets.row_data import Item, RowData
+from lightrft.datasets.row_media import RowPixels
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.models import configure_models
+from lightrft.stages.rows.row_objective import Known, RowBatch, RowObjective
+from lightrft.stages.rows.row_observer import RowObserver, open_row_observer
+from lightrft.stages.rows.row_part import bounded_by_tokens, planned_part
+from lightrft.stages.rows.row_passes import RowPasses
+from lightrft.stages.stage import Stage, Step, TrainedModels, Work, optimizer_step, record_total
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
 
 
-@dataclass(frozen=True, slots=True)
-class RowBatch:
-    """Rows of one optimizer step.
+class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
+    """One optimizer step on `train_batch_size` items, drawn anew in each pass over the data.
+
+    The loss is the sum of the shares of all micro-batches of all ranks.
 
     Args:
-        rows: Of all ranks, the same on each.
-        plan: Distributes them over the ranks.
+        config: Options of the run; what they leave to the machine is decided.
+        strategy: Trains over ranks.
+        models: One.
+        data: Items to train on.
+        held_out: Items to evaluate on.
+        objective: What is minimised.
     """
 
-    rows: tuple[SupervisedRow, ...]
-    plan: MinibatchPlan
+    def __init__(
+        self,
+        config: TrainConfig,
+        strategy: StrategyBase,
+        models: TrainedModels,
+        data: RowData[Item],
+        held_out: Sequence[Item],
+        objective: RowObjective[Item, Known],
+    ) -> None:
+        self.strategy, self.models, self.objective = strategy, models, objective
+        self.data, self.held_out = data, tuple(held_out)
+        self.item_name, self.kept_dropout = objective.item_name, objective.kept_dropout
+        self.syncs_engine = objective.syncs_engine
+        model = models.main.model
+        self.config = configure_models(
+            config, strategy, [model, *objective.frozen], kept=objective.kept_dropout
+        )
+        for each in objective.frozen:
+            each.eval()
+        rows = (row for item in (*data.rows, *self.held_out) for row in item.rows)
+        pixels = RowPixels.of(data.encoder, rows)
+        self.passes = RowPasses(self.config, strategy, model, pixels)
+        size = config.train_batch_size // strategy.world_size
+        self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
+        most = max(len(item.rows) for item in data.rows)
+        self._cut = bounded_by_tokens(self.config, rows_per_item=most)
+        self._trained: Mapping[str, float] | None = None
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """[rows] tokens of each row."""
-        return np.array([len(row.token_ids) for row in self.rows], dtype=np.int64)
+    def planned_steps(self) -> int:
+        """See `Stage`."""
+        return planned_updates(self.data, self.config, self.strategy)
 
-    @property
-    def trained(self) -> NDArray[np.int64]:
-        """[rows] trained tokens of each row."""
-        return np.array([row.num_trained for row in self.rows], dtype=np.int64)
+    def draw(self, step: Step) -> RowBatch[Item, Known]:
+        """See `Stage`; every rank learns all items, so that long ones are shared out evenly."""
+        items = tuple(self.data.rows[place] for place in drawn_places(step, self.strategy))
+        items = self.objective.drawn(items, step, self.passes)
+        name = self.objective.measured_as
+        with nullcontext() if name is None else step.timer.stage(name):
+            return self.batch_of(items, step.number)
 
+    def batch_of(self, items: tuple[Item, ...], number: int) -> RowBatch[Item, Known]:
+        """Distribute the items of one step over the ranks and measure them; collective."""
+        part = planned_part(items, self._cut, self.strategy.context, step=number)
+        return RowBatch(part, self.objective.measure(part, self.passes, number))
 
-def best_fit(places: Sequence[int], lengths: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-    """The rows in an order in which they fill packed micro-batches of a bounded size.
+    def update(self, batch: RowBatch[Item, Known], step: Step) -> Work:
+        """See `Stage`."""
+        objective, part, model = self.objective, batch.part, self.models.main
+        observer = open_row_observer(
+            objective.name,
+            self,
+            step,
+            [item.rows for item in part.items],
+            (item.rows for item in self.data.rows),
+            lambda: objective.facts(part.items),
+        )
+        normalizer = objective.normalizer(part, batch.known)
+        observer.begin_update(model.name, torch.tensor(normalizer, dtype=torch.float64))
 
-    Best-fit decreasing: each row, the longest first, goes to the fullest micro-batch that it fits
-    into. A micro-batch is cut where the next row does not fit, and the first row of each one did
-    not fit into those before it: so the cuts are those of the packing.
+        def shares(where: slice) -> Callable[[], Tensor]:
+            return lambda: self._share(batch, where, step.metrics, observer)
 
-    Args:
-        places: Of the rows of a rank.
-        lengths: Tokens of every row.
-        max_tokens: Of a micro-batch; a longer row stands alone.
-    """
-    packs: list[list[int]] = []
-    # Room and number of each pack, the fullest first.
-    rooms: list[tuple[int, int]] = []
-    for place in sorted(places, key=lambda place: -lengths[place]):
-        where = bisect_left(rooms, (lengths[place], -1))
-        room, number = rooms.pop(where) if where < len(rooms) else (max_tokens, len(packs))
-        if number == len(packs):
-            packs.append([])
-        packs[number].append(place)
-        insort(rooms, (room - lengths[place], number))
-    return tuple(place for pack in packs for place in pack)
+        result = optimizer_step(
+            model,
+            [shares(where) for where in part.slices],
+            strategy=self.strategy,
+            metrics=step.metrics,
+            timeout_minutes=self.config.timeout_minutes,
+        )
+        observer.end_update(result)
+        observer.finish()
+        record_total("loss", self.strategy, step.metrics)
+        if step.number == step.num_planned:
+            objective.conclude(self.data, self.passes)
+        lengths = np.array(batch.lengths, dtype=np.int64)
+        scored = np.array(batch.num_trained if objective.scores_tokens else 0 * lengths)
+        return Work((model.name,), lengths, scored.astype(np.int64))
+
+    def _share(
+        self,
+        batch: RowBatch[Item, Known],
+        where: slice,
+        metrics: StepMetrics,
+        observer: RowObserver,
+    ) -> Tensor:
+        """Compute what a micro-batch adds to the loss of the step."""
+        micro = self.passes.micro_batch(batch.part, where)
+        share = self.objective.share(micro, batch.known, self.passes, metrics)
+        observer.micro_batch(share.rows, share.values, share.terms, share.reference)
+        metrics.add_mean("loss", share.terms["policy"], 0.0)
+        return share.loss
+
+    def finish(self, batch: RowBatch[Item, Known], metrics: dict[str, float]) -> dict[str, float]:
+        """See `Stage`."""
+        self._trained = self.objective.finish(batch, metrics, self.passes)
+        return dict(self._trained)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """See `Stage`."""
+        if not self.held_out:
+            return {}
+        size = len(self.held_out)
+        part = self.passes.shared_part(self.held_out)
+        metrics = self.objective.evaluate(part, self.passes)
+        for line in self.objective.doubts(metrics, self._trained, size):
+            self.strategy.print(f"warning: {line}")
+        return {f"eval/{n}": v for n, v in metrics.items()} | {"eval/num_rows": float(size)}
+
+    def resumed(self) -> None:
+        """See `Stage`; the checkpoint of the last step may be all that the run had come to."""
+        self._trained = {}
+        self.objective.conclude(self.data, self.passes)
+
+    def prove_saved(self, folder: Path) -> None:
+        """See `Stage`."""
+        self.objective.prove_saved(folder, self.data, self.passes)
+
+    def close(self) -> None:
+        """See `Stage`."""
+        self.objective.close()
 
 
 def drawn_places(step: Step, strategy: StrategyBase) -> list[int]:
-    """Places of the rows that all ranks draw for a step, in order; collective.
+    """Return the places of the items that all ranks draw for a step, in order; collective.
 
     Raises:
         RuntimeError: The step has no data.
     """
     if step.data is None:
         raise RuntimeError("steps on given rows draw them from a loader")
-    own = cast("Sequence[int]", step.data.next_batch())
-    shares: list[list[int]] = strategy.gather_objects(list(own))
+    local = cast("Sequence[int]", step.data.next_batch())
+    shares: list[list[int]] = strategy.gather_objects(list(local))
     return sorted(place for share in shares for place in share)
 
 
-def bounded_by_tokens(config: TrainConfig, *, rows_per_item: int = 1) -> TrainConfig:
-    """The configuration by which micro-batches are cut.
-
-    A packed one holds what as many of the longest rows would.
-    """
-    bound = config.micro_batch_tokens
-    if bound is None and config.packing_samples:
-        bound = config.micro_train_batch_size * config.max_row_tokens * rows_per_item
-    return config.replaced({"micro_batch_tokens": bound})
-
-
-def score_rows(
-    model: nn.Module,
-    rows: Sequence[SupervisedRow],
-    device: torch.device,
-    *,
-    pixels: RowPixels = TEXT_ALONE,
-) -> ActorOutput:
-    """See `pad` and `score_padded`."""
-    return score_padded(model, pad(rows, device, pixels=pixels))
-
-
-def score_padded(
-    model: nn.Module, padded: PaddedRows, token_loss: TokenLossFunction | None = None
-) -> ActorOutput:
-    """Logprobs of the trained tokens of some rows; 0 elsewhere."""
-    output: ActorOutput = model(
-        padded.token_ids,
-        padded.attention_mask,
-        scored_mask=padded.is_trained,
-        token_loss=token_loss,
-        media=padded.media,
-    )
-    return output
-
-
-def _num_trained(rows: Sequence[SupervisedRow]) -> float:
-    return float(sum(row.num_trained for row in rows))
-
-
-def perplexity(loss: float) -> float:
-    """The exponential of a mean loss, which stays finite."""
-    return math.exp(min(loss, 700.0))
-
-
 def planned_updates(data: Sized, config: TrainConfig, strategy: StrategyBase) -> int:
-    """Optimizer steps of a whole run; see `num_updates`."""
+    """Return the optimizer steps of a whole run; see `num_updates`."""
     return num_updates(len(data), config, strategy.world_size)
 
 
-def num_updates(num_rows: int, config: TrainConfig, world_size: int = 1) -> int:
-    """Optimizer steps of a run on so many rows: whole batches of each of `max_epochs` passes."""
-    shared = num_rows // world_size * world_size
+def num_updates(num_items: int, config: TrainConfig, world_size: int = 1) -> int:
+    """Return the optimizer steps on so many items: whole batches of each of `max_epochs` passes."""
+    shared = num_items // world_size * world_size
     total = shared // config.train_batch_size * config.max_epochs
     return total if config.max_steps is None else min(total, config.max_steps)

@@ -18,9 +18,9 @@ from lightrft.datasets.preference_rows import (
     LabelledAnswer,
     PreferencePair,
     PreferenceReader,
-    PreferenceRows,
 )
 from lightrft.datasets.ranked_rows import RankedAnswers
+from lightrft.datasets.row_data import RowData
 from lightrft.datasets.scored_rows import ScoredAnswer
 from lightrft.datasets.supervised_rows import NOTHING_TRAINED, SupervisedRow
 from lightrft.datasets.types import DataError
@@ -28,7 +28,7 @@ from lightrft.stages.opening import rows_within_context
 from lightrft.stages.preference.preference_inputs import data_problems
 from lightrft.stages.reward.comparisons import Comparisons, Judgement
 from lightrft.stages.reward.reward_inputs import judgement_reader, plan_scores
-from lightrft.stages.reward.reward_stage import build_losses
+from lightrft.stages.reward.reward_objective import build_losses
 from lightrft.stages.rows.row_inputs import read_vocabulary
 from lightrft.tools.data.certificate import MAX_ROWS, score_answers
 from lightrft.tools.data.data_command import (
@@ -171,7 +171,7 @@ def option_problems(found: JudgedCheck, config: TrainConfig, stage: str) -> list
         problems.append("reward_fn compares the answers of pairs, and here are none: leave it out")
     if stage == "prefer":
         preferences = [each for each in found.judgements if isinstance(each, _PREFERENCES)]
-        return problems + data_problems(config, PreferenceRows(preferences, ""), ())
+        return problems + data_problems(config, RowData(preferences, ""), ())
     is_paired = isinstance(found.judgements[0], PreferencePair | RankedAnswers)
     build_losses(config, plan_scores(config).weights, is_paired=is_paired)
     return problems

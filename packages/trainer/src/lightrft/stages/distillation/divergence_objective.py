@@ -1,0 +1,206 @@
+"""The objective of distillation on rows: the divergence of a student from its teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.algorithms.kl import divergence
+from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.experience.teachers import LogprobServer
+from lightrft.models.divergence import HeadReader, Projected, Targets, divergence_sum
+from lightrft.models.types import ActorOutput
+from lightrft.stages.distillation.own_samples import OwnSamples
+from lightrft.stages.distillation.served_rows import ServedRows, ask_for_rows
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.rows.padded_rows import PaddedRows
+from lightrft.stages.rows.row_objective import RowBatch, RowObjective, Share
+from lightrft.stages.rows.row_part import RowPart
+from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
+from lightrft.stages.stage import Step
+from lightrft.stages.supervised.supervised_objective import (
+    count_trained,
+    evaluate_rows,
+    row_metrics,
+)
+from lightrft.stages.teachers import is_own_teacher, require_zero
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTeachers:
+    """Facts about the rows of a step that are known before its update.
+
+    Args:
+        count: [] trained tokens of all ranks.
+        names: Teacher of each row of the step.
+        served: Answers of servers about this rank's rows, by teacher.
+        is_zero: Student and teacher are one model, whose divergence must come out as 0.
+    """
+
+    count: Tensor
+    names: tuple[str, ...]
+    served: Mapping[str, ServedRows]
+    is_zero: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
+    """The mean divergence over the trained tokens.
+
+    Of several teachers by row each token is compared with its row's; their weights are in the sum,
+    not in the denominator.
+
+    Args:
+        teachers: Prepared models by name, the only one as "".
+        servers: Served teachers by name.
+        samples_rows: The student completes some rows itself, so that an engine follows it.
+    """
+
+    name: ClassVar[str] = "divergence"
+    measured_as: ClassVar[str | None] = "forward"
+
+    teachers: Mapping[str, nn.Module]
+    servers: Mapping[str, LogprobServer]
+    samples_rows: bool = False
+
+    @property
+    def frozen(self) -> Sequence[nn.Module]:
+        """See `RowObjective`."""
+        return tuple(self.teachers.values())
+
+    @property
+    def syncs_engine(self) -> bool:
+        """See `RowObjective`."""
+        return self.samples_rows
+
+    def drawn(
+        self, items: tuple[SupervisedRow, ...], step: Step, passes: RowPasses
+    ) -> tuple[SupervisedRow, ...]:
+        """Let the student complete some of the rows itself; collective."""
+        if not self.samples_rows:
+            return items
+        samples = OwnSamples(passes.config, passes.strategy)
+        with step.timer.stage("rollout"):
+            rows = samples.mixed(items, step.number)
+        share = len(samples.chosen(len(rows), step.number)) / len(rows)
+        step.metrics.add_mean("onpolicy_share", share, 1.0)
+        return rows
+
+    def measure(
+        self, part: RowPart[SupervisedRow], passes: RowPasses, number: int = 0
+    ) -> KnownTeachers:
+        """Count tokens, and let servers score the rows; collective."""
+        config, names = passes.config, tuple(row.teacher for row in part.items)
+        local = {place: part.items[place] for place in part.places.tolist()}
+        served = {
+            name: ask_for_rows(
+                server,
+                {place: row for place, row in local.items() if row.teacher == name},
+                passes.strategy.context,
+                top_k=config.teacher_top_k or 1,
+            )
+            for name, server in self.servers.items()
+        }
+        is_zero = number == 1 and is_own_teacher(config) and not config.lora_dropout
+        return KnownTeachers(count_trained(part, passes, "token-mean"), names, served, is_zero)
+
+    def normalizer(self, part: RowPart[SupervisedRow], known: KnownTeachers) -> float:
+        """See `RowObjective`."""
+        return known.count.item()
+
+    def share(
+        self,
+        micro: MicroBatch[SupervisedRow],
+        known: KnownTeachers,
+        passes: RowPasses,
+        metrics: StepMetrics,
+    ) -> Share:
+        """See `RowObjective`."""
+        padded = micro.rows
+        inputs, count = (padded.token_ids, padded.attention_mask), known.count
+        sums: list[Tensor] = []
+
+        def run_student(teachers: Mapping[str, Targets]) -> Tensor:
+            """Pass through the student within the teachers: all have their output weights then."""
+            reader = HeadReader(
+                lambda student: self._divergence(student, teachers, padded, known, passes)
+            )
+            with torch.enable_grad():
+                output: ActorOutput = passes.model(
+                    *inputs, scored_mask=padded.is_trained, token_loss=reader
+                )
+            if output.loss is None:
+                raise RuntimeError("the student's output projection gave no loss")
+            sums.append(output.loss)
+            return count.new_zeros(())
+
+        def run(names: Sequence[str], targets: Mapping[str, Targets]) -> Tensor:
+            if not names:
+                return run_student(targets)
+            name, *rest = names
+            reader = HeadReader(lambda projected: run(rest, {**targets, name: projected}))
+            self.teachers[name](*inputs, scored_mask=padded.is_trained, token_loss=reader)
+            return count.new_zeros(())
+
+        with torch.no_grad():
+            run(list(self.teachers), {})
+        share = sums[0] / count
+        return Share(share, {"policy": share}, padded)
+
+    def _divergence(
+        self,
+        student: Projected,
+        teachers: Mapping[str, Targets],
+        padded: PaddedRows,
+        known: KnownTeachers,
+        passes: RowPasses,
+    ) -> Tensor:
+        """Sum up the divergence of this rank's tokens from their teachers, with weights."""
+        config = passes.config
+        loss = partial(divergence, form=config.teacher_form, beta=config.teacher_beta)
+        if not self.servers and list(teachers) == [""]:
+            return divergence_sum(student, teachers[""], loss)
+        if student.rows is None:
+            raise RuntimeError("teachers by row are told apart by the places of tokens")
+        names = [known.names[padded.ids[row]] for row in student.rows.tolist()]
+        total = student.hidden.new_zeros((), dtype=torch.float64)
+        for name, factor in config.teacher_factors.items():
+            is_its_token = torch.tensor([each == name for each in names], dtype=torch.bool)
+            index = is_its_token.nonzero().flatten().to(student.hidden.device)
+            tokens = student.at(index)
+            targets = (
+                known.served[name].targets(padded.ids, tokens)
+                if name in known.served
+                else teachers[name].at(index)
+            )
+            total = total + factor * divergence_sum(tokens, targets, loss)
+        return total
+
+    def finish(
+        self,
+        batch: RowBatch[SupervisedRow, KnownTeachers],
+        metrics: dict[str, float],
+        passes: RowPasses,
+    ) -> dict[str, float]:
+        """See `RowObjective`.
+
+        Raises:
+            ParityError: A model was found to differ from itself.
+        """
+        if batch.known.is_zero:
+            require_zero(abs(metrics["loss"]), passes.config, passes.strategy)
+        return metrics | row_metrics(batch)
+
+    def evaluate(self, part: RowPart[SupervisedRow], passes: RowPasses) -> dict[str, float]:
+        """See `evaluate_rows`."""
+        return evaluate_rows(part, passes)
+
+    def close(self) -> None:
+        """End the connections to servers."""
+        for server in self.servers.values():
+            server.close()

@@ -1,0 +1,148 @@
+"""The loss of preferences: the losses that the options name, with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.interface import PreferenceLossTraits, preference_loss_traits
+from lightrft.algorithms.preference_losses import AnswerSums, PreferenceSums
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.registry import PREFERENCE_LOSSES, bind, keyword_options
+
+LossFunction = Callable[[PreferenceSums], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceTerm:
+    """A loss with its hyper-parameters, what it declares, and its weight."""
+
+    name: str
+    loss: LossFunction
+    traits: PreferenceLossTraits
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """Numbers of a whole step, over all ranks.
+
+    Args:
+        num_items: Pairs, or labelled answers.
+        num_answers: Of both kinds.
+    """
+
+    num_items: int
+    num_answers: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceLoss:
+    """The weighted sum of the means of some losses.
+
+    Args:
+        terms: The first says how answers are compared in metrics.
+        beta: Scale of the rewards that are shown.
+    """
+
+    terms: tuple[PreferenceTerm, ...]
+    beta: float = 1.0
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a loss reads logprobs of the reference."""
+        return any(term.traits.uses_reference for term in self.terms)
+
+    @property
+    def couples_pairs(self) -> bool:
+        """Whether the loss of a pair depends on the others."""
+        return any(term.traits.couples_pairs for term in self.terms)
+
+    @property
+    def uses_kl(self) -> bool:
+        """Whether a loss reads the log-ratio of answers to other prompts."""
+        return any(term.traits.uses_kl for term in self.terms)
+
+    def share(self, sums: PreferenceSums, counts: StepCounts) -> Tensor:
+        """The share [] of some pairs in the loss of the step; shares add up to it."""
+        shares = [
+            term.weight
+            * term.loss(sums).sum()
+            / (counts.num_answers if term.traits.is_of_answers else counts.num_items)
+            for term in self.terms
+        ]
+        return torch.stack(shares).sum()
+
+    def rewards(self, sums: PreferenceSums) -> tuple[Tensor, Tensor]:
+        """Rewards [answers] of chosen and of rejected answers, as the first loss sees them."""
+        traits = self.terms[0].traits
+
+        def reward(answers: AnswerSums) -> Tensor:
+            found = answers.log_ratios if traits.uses_reference else answers.logprobs
+            return self.beta * found.detach() / (answers.num_tokens if traits.is_per_token else 1)
+
+        return reward(sums.chosen), reward(sums.rejected)
+
+
+def build_loss(config: TrainConfig) -> PreferenceLoss:
+    """Loads the losses, binds their hyper-parameters, and tries them on an example.
+
+    Raises:
+        ConfigError: Unknown names or hyper-parameters, weights that do not fit, or a function that
+            cannot be called as it will be.
+    """
+    names, given = config.preference_loss, config.preference_args or {}
+    weights = config.preference_weights or (1.0,) * len(names)
+    if not names or len(weights) != len(names):
+        raise ConfigError(
+            f"preference_weights: got {len(weights)} for {len(names)} losses, expected one for "
+            "each of preference_loss"
+        )
+    functions = [cast("Callable[..., Tensor]", PREFERENCE_LOSSES.load(name)) for name in names]
+    known = {option for function in functions for option in keyword_options(function)}
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"preference_args: {', '.join(unknown)} does nothing for preference_loss "
+            f"{' '.join(names)}: expected {', '.join(sorted(known)) or 'none'}"
+        )
+    terms = []
+    for name, function, weight in zip(names, functions, weights, strict=True):
+        own = {key: value for key, value in given.items() if key in keyword_options(function)}
+        bound = bind(function, own, owner=f"preference_loss {name}")
+        term = PreferenceTerm(name, bound, preference_loss_traits(function), weight)
+        _try_term(term)
+        terms.append(term)
+    beta = keyword_options(terms[0].loss).get("beta")
+    return PreferenceLoss(tuple(terms), 1.0 if beta is None else float(beta.default))
+
+
+def _try_term(term: PreferenceTerm) -> None:
+    """Runs a loss on an example.
+
+    Raises:
+        ConfigError: It raises, or its result is not what is expected.
+    """
+    logprobs = -torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3)
+    logprobs.requires_grad_()
+    chosen, rejected = (
+        AnswerSums(each, each.detach() + 0.1 * n, torch.full_like(each, 4.0).detach())
+        for n, each in enumerate(logprobs)
+    )
+    try:
+        found: object = term.loss(PreferenceSums(chosen, rejected, 4.0, 0.1))
+    except Exception as error:
+        raise ConfigError(
+            f"preference_loss {term.name} fails on an example: {' '.join(str(error).split())}"
+        ) from error
+    size = 6 if term.traits.is_of_answers else 3
+    is_right = isinstance(found, Tensor) and found.shape == (size,) and found.requires_grad
+    if not is_right or not bool(cast("Tensor", found).isfinite().all()):
+        raise ConfigError(
+            f"preference_loss {term.name}: expected {size} finite numbers with a gradient from 3 "
+            "pairs, from a function (PreferenceSums, *, hyper-parameters)"
+        )

@@ -1,0 +1,174 @@
+"""Objectives of stages over rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from lightrft.datasets.row_data import Item, RowData
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.rows.padded_rows import PaddedRows
+from lightrft.stages.rows.row_part import RowPart
+from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
+from lightrft.stages.stage import KeptDropout, Step, record_total
+
+if TYPE_CHECKING:
+    from lightrft.stages.rows.row_observer import Facts
+
+Known = TypeVar("Known")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The share of a micro-batch in the loss of a step.
+
+    Args:
+        loss: [] what is differentiated.
+        terms: Each term of the loss by name, []; "policy" is the loss as it is shown.
+        rows: Rows of the micro-batch; trained are the tokens that have a value.
+        values: [batch, seq] logprobs or scores, 0 elsewhere; None where there are none.
+        reference: [batch] sums of each row's logprobs under a reference; None without one.
+    """
+
+    loss: Tensor
+    terms: Mapping[str, Tensor]
+    rows: PaddedRows
+    values: Tensor | None = None
+    reference: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatch(Generic[Item, Known]):
+    """Items of one optimizer step.
+
+    Args:
+        part: The items, distributed over the ranks.
+        known: What the objective knows of all of them before the update.
+    """
+
+    part: RowPart[Item]
+    known: Known
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row of all ranks."""
+        return [len(row.token_ids) for item in self.part.items for row in item.rows]
+
+    @property
+    def num_trained(self) -> list[int]:
+        """Trained tokens of each row of all ranks."""
+        return [row.num_trained for item in self.part.items for row in item.rows]
+
+
+class RowObjective(Protocol, Generic[Item, Known]):
+    """A loss over items, with its metrics and proofs; subclasses say what differs.
+
+    Args:
+        name: Name of the stage, for observers.
+        item_name: Word for its items, in the plural.
+        kept_dropout: Dropout that acts while the model is updated.
+        measured_as: Name of the time that `measure` takes in the timeline; None is not shown.
+        scores_tokens: The model gives logprobs of trained tokens, which count as operations.
+        frozen: Models that score beside the trained one.
+        syncs_engine: A rollout engine follows the model.
+    """
+
+    name: ClassVar[str]
+    item_name: ClassVar[str] = "rows"
+    kept_dropout: ClassVar[KeptDropout] = "adapters"
+    measured_as: ClassVar[str | None] = None
+    scores_tokens: ClassVar[bool] = True
+
+    @property
+    def frozen(self) -> Sequence[nn.Module]:
+        """Models that score beside the trained one."""
+        return ()
+
+    @property
+    def syncs_engine(self) -> bool:
+        """Whether a rollout engine follows the model."""
+        return False
+
+    def drawn(self, items: tuple[Item, ...], step: Step, passes: RowPasses) -> tuple[Item, ...]:
+        """Return the items of a step, as they are trained on; collective."""
+        return items
+
+    def measure(self, part: RowPart[Item], passes: RowPasses, number: int = 0) -> Known:
+        """Compute what the shares need to know of all items; collective, in evaluation mode.
+
+        Args:
+            part: Items of a step or an evaluation.
+            passes: Forward passes.
+            number: Number of the step; 0 is an evaluation.
+        """
+        ...
+
+    def normalizer(self, part: RowPart[Item], known: Known) -> float:
+        """Return the denominator Z of the loss."""
+        ...
+
+    def share(
+        self, micro: MicroBatch[Item], known: Known, passes: RowPasses, metrics: StepMetrics
+    ) -> Share:
+        """Compute the share of a micro-batch in the loss; shares of all ranks add up to it.
+
+        Args:
+            micro: Items of a forward pass.
+            known: See `measure`.
+            passes: Forward passes.
+            metrics: Receives metrics beside the loss.
+        """
+        ...
+
+    def facts(self, items: Sequence[Item]) -> Facts:
+        """Return what the data say of the rows of some items, for observers."""
+        return {}
+
+    def finish(
+        self, batch: RowBatch[Item, Known], metrics: dict[str, float], passes: RowPasses
+    ) -> dict[str, float]:
+        """Complete the metrics of a step."""
+        return metrics
+
+    def evaluate(self, part: RowPart[Item], passes: RowPasses) -> dict[str, float]:
+        """Compute metrics of held-out items without gradient; collective."""
+        return self.mean_shares(part, self.measure(part, passes), passes)
+
+    def mean_shares(self, part: RowPart[Item], known: Known, passes: RowPasses) -> dict[str, float]:
+        """Compute the loss of some items and the metrics of their shares; collective."""
+        metrics = StepMetrics()
+        for where in part.slices:
+            # Repeated items are scored for the other ranks' sake.
+            into = metrics if where.start < part.num_counted else StepMetrics()
+            share = self.share(passes.micro_batch(part, where), known, passes, into)
+            into.add_mean("loss", share.terms["policy"], 0.0)
+        record_total("loss", passes.strategy, metrics)
+        return metrics.reduce(passes.strategy)
+
+    def doubts(
+        self, held_out: Mapping[str, float], trained: Mapping[str, float] | None, num_items: int
+    ) -> list[str]:
+        """Return one sentence for each thing that is odd about an evaluation.
+
+        Args:
+            held_out: Metrics of the evaluation.
+            trained: Metrics of the last step; {} where a resumed run has none yet, None before it.
+            num_items: Held-out items.
+        """
+        return []
+
+    def conclude(self, data: RowData[Item], passes: RowPasses) -> None:
+        """Complete the model after the last step, and that of a resumed run; collective."""
+        return
+
+    def prove_saved(self, folder: Path, data: RowData[Item], passes: RowPasses) -> None:
+        """See `lightrft.stages.stage.Stage.prove_saved`."""
+        return
+
+    def close(self) -> None:
+        """Close connections."""
+        return

@@ -1,0 +1,141 @@
+"""Items of a step or an evaluation, and which of them a rank passes over at a time."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.row_data import Item
+from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
+from lightrft.strategy.distributed.context import DistributedContext
+
+
+@dataclass(frozen=True, slots=True)
+class RowPart(Generic[Item]):
+    """Items of all ranks, and those of one.
+
+    Args:
+        items: Items of all ranks, the same on each.
+        places: [local] places of this rank's items among them. Behind `num_counted` of them stand
+            repeated ones: every rank makes equally many passes, or sharded layers would wait for
+            each other.
+        slices: Micro-batches of this rank's items; none holds both counted and repeated ones.
+        num_counted: How many of this rank's items count.
+    """
+
+    items: tuple[Item, ...]
+    places: NDArray[np.int64]
+    slices: tuple[slice, ...]
+    num_counted: int
+
+    @property
+    def local_items(self) -> list[Item]:
+        """This rank's items, those repeated included."""
+        return [self.items[place] for place in self.places]
+
+    @property
+    def is_counted(self) -> NDArray[np.bool_]:
+        """[local] False for a repeated item."""
+        return np.arange(len(self.places)) < self.num_counted
+
+    def row_places(self, part: slice) -> list[int]:
+        """Return places of the rows of some local items among the rows of all items."""
+        starts = np.cumsum([0, *(len(item.rows) for item in self.items)]).tolist()
+        return [
+            row for place in self.places[part] for row in range(starts[place], starts[place + 1])
+        ]
+
+
+def planned_part(
+    items: tuple[Item, ...], config: TrainConfig, context: DistributedContext, *, step: int
+) -> RowPart[Item]:
+    """Distribute the items of an optimizer step over the ranks, equally many and equally long.
+
+    Args:
+        items: Items of all ranks, the same on each.
+        config: Its seed, `packing_samples` and sizes of micro-batches count; see
+            `bounded_by_tokens`.
+        context: Says which rank this is.
+        step: Number of the step, which fixes the permutation together with the seed.
+    """
+    # The rows of an item lie in one micro-batch, padded to the longest one unless packed.
+    sizes = [[len(row.token_ids) for row in item.rows] for item in items]
+    lengths = [sum(each) if config.packing_samples else len(each) * max(each) for each in sizes]
+    plan = plan_minibatches(
+        lengths,
+        train_batch_size=len(items),
+        world_size=context.num_data_ranks,
+        seed=config.seed,
+        step=step,
+    )
+    if config.packing_samples and config.micro_batch_tokens is not None:
+        shares = (best_fit(rows, lengths, config.micro_batch_tokens) for rows in plan.rows[0])
+        plan = MinibatchPlan((tuple(shares),))
+    rank = context.data_rank
+    slices = plan.micro_slices(
+        lengths,
+        index=0,
+        rank=rank,
+        micro_batch_size=config.micro_train_batch_size,
+        config=config,
+    )
+    places = plan.row_index(rank)
+    return RowPart(items, places, tuple(slices), len(places))
+
+
+def shared_part(
+    items: Sequence[Item], config: TrainConfig, context: DistributedContext
+) -> RowPart[Item]:
+    """Distribute items that are only scored over the ranks, one after the other."""
+    size, num_ranks = config.micro_train_batch_size, context.num_data_ranks
+    places = np.arange(context.data_rank, len(items), num_ranks)
+    slices = list(micro_slices(0, len(places), size))
+    num_counted, most = len(places), math.ceil(len(items) / num_ranks)
+    num_passes = math.ceil(most / size)
+    for number in range(num_counted, num_counted + num_passes - len(slices)):
+        slices.append(slice(number, number + 1))
+        places = np.append(places, 0)
+    return RowPart(tuple(items), places, tuple(slices), num_counted)
+
+
+def bounded_by_tokens(config: TrainConfig, *, rows_per_item: int = 1) -> TrainConfig:
+    """The configuration by which micro-batches are cut.
+
+    A packed one holds what as many of the longest rows would.
+    """
+    bound = config.micro_batch_tokens
+    if bound is None and config.packing_samples:
+        bound = config.micro_train_batch_size * config.max_row_tokens * rows_per_item
+    return config.replaced({"micro_batch_tokens": bound})
+
+
+def best_fit(places: Sequence[int], lengths: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+    """The rows in an order in which they fill packed micro-batches of a bounded size.
+
+    Best-fit decreasing: each row, the longest first, goes to the fullest micro-batch that it fits
+    into. A micro-batch is cut where the next row does not fit, and the first row of each one did
+    not fit into those before it: so the cuts are those of the packing.
+
+    Args:
+        places: Of the rows of a rank.
+        lengths: Tokens of every row.
+        max_tokens: Of a micro-batch; a longer row stands alone.
+    """
+    packs: list[list[int]] = []
+    # Room and number of each pack, the fullest first.
+    rooms: list[tuple[int, int]] = []
+    for place in sorted(places, key=lambda place: -lengths[place]):
+        where = bisect_left(rooms, (lengths[place], -1))
+        room, number = rooms.pop(where) if where < len(rooms) else (max_tokens, len(packs))
+        if number == len(packs):
+            packs.append([])
+        packs[number].append(place)
+        insort(rooms, (room - lengths[place], number))
+    return tuple(place for pack in packs for place in pack)

@@ -1,0 +1,94 @@
+"""Forward passes over rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic
+
+import torch
+from torch import nn
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.row_data import Item, RowGroup
+from lightrft.datasets.row_media import TEXT_ALONE, RowPixels
+from lightrft.models.types import ActorOutput, TokenLossFunction
+from lightrft.stages.rows.padded_rows import PaddedRows, pad
+from lightrft.stages.rows.row_part import RowPart, shared_part
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import StrategyBase
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch(Generic[Item]):
+    """Items of one forward pass.
+
+    Args:
+        items: One or more.
+        rows: Their rows, one item after the other.
+        where: Where the items stand among those of the rank.
+    """
+
+    items: Sequence[Item]
+    rows: PaddedRows
+    where: slice
+
+
+@dataclass(frozen=True, slots=True)
+class RowPasses:
+    """Forward passes of the trained model over rows.
+
+    Args:
+        config: Options of the run.
+        strategy: Trains over ranks.
+        model: The model that is trained.
+        pixels: Reads images and videos of the rows.
+    """
+
+    config: TrainConfig
+    strategy: StrategyBase
+    model: nn.Module
+    pixels: RowPixels = TEXT_ALONE
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows go."""
+        return self.strategy.device
+
+    def pad(self, items: Sequence[RowGroup], places: Sequence[int] = ()) -> PaddedRows:
+        """Lay out the rows of some items as tensors.
+
+        Args:
+            items: One or more.
+            places: Places of their rows among those of the step.
+        """
+        rows = [row for item in items for row in item.rows]
+        return pad(rows, self.device, places, pixels=self.pixels)
+
+    def micro_batch(self, part: RowPart[Item], where: slice) -> MicroBatch[Item]:
+        """Lay out some of a rank's items."""
+        items = part.local_items[where]
+        return MicroBatch(items, self.pad(items, part.row_places(where)), where)
+
+    def shared_part(self, items: Sequence[Item]) -> RowPart[Item]:
+        """See `lightrft.stages.rows.row_part.shared_part`."""
+        return shared_part(items, self.config, self.strategy.context)
+
+    def score(self, rows: PaddedRows, token_loss: TokenLossFunction | None = None) -> ActorOutput:
+        """Compute the logprobs of trained tokens under the trained model."""
+        return score_padded(self.model, rows, token_loss)
+
+
+def score_padded(
+    model: nn.Module, padded: PaddedRows, token_loss: TokenLossFunction | None = None
+) -> ActorOutput:
+    """Compute logprobs of the trained tokens of some rows; 0 elsewhere."""
+    output: ActorOutput = model(
+        padded.token_ids,
+        padded.attention_mask,
+        scored_mask=padded.is_trained,
+        token_loss=token_loss,
+        media=padded.media,
+    )
+    return output

@@ -1,0 +1,127 @@
+"""The objective of supervised training: a mean over the trained tokens of rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.aggregation import local_normalizer, loss_weights
+from lightrft.algorithms.supervised_losses import LOSSES, SupervisedLoss
+from lightrft.config import TrainConfig
+from lightrft.datasets.row_media import TEXT_ALONE
+from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.rows.row_objective import Known, RowBatch, RowObjective, Share
+from lightrft.stages.rows.row_part import RowPart
+from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
+from lightrft.stages.stage import KeptDropout
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
+    """loss = -sum_it m_it log p(token_it) / M, with M = sum m; `sft_loss` names others.
+
+    Sums run over all rows of the step: of all ranks and micro-batches.
+
+    Args:
+        loss: Loss of a token, and the mean that it is taken in.
+        is_fused: Compute the loss inside the output projection: the same number with less work.
+        shows_nll: Record the mean of -log p beside the loss.
+    """
+
+    name: ClassVar[str] = "sft"
+    # Nothing is compared with the loss.
+    kept_dropout: ClassVar[KeptDropout] = "model"
+
+    loss: SupervisedLoss = LOSSES["token-mean"]
+    is_fused: bool = False
+    shows_nll: bool = False
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> SupervisedObjective:
+        """Read the options."""
+        shows_nll = config.sft_loss != "token-mean"
+        return cls(LOSSES[config.sft_loss], bool(config.fused_linear_logprob), shows_nll)
+
+    def measure(self, part: RowPart[SupervisedRow], passes: RowPasses, number: int = 0) -> Tensor:
+        """Sum up the denominator of the loss over all ranks, []."""
+        return count_trained(part, passes, self.loss.aggregation)
+
+    def normalizer(self, part: RowPart[SupervisedRow], known: Tensor) -> float:
+        """See `RowObjective`."""
+        return known.item()
+
+    def share(
+        self,
+        micro: MicroBatch[SupervisedRow],
+        known: Tensor,
+        passes: RowPasses,
+        metrics: StepMetrics,
+    ) -> Share:
+        """See `RowObjective`."""
+        padded = micro.rows
+        weights = loss_weights(padded.is_trained, self.loss.aggregation, dtype=torch.float64)
+
+        def share_of(logprobs: Tensor, _: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
+            return self.loss.share(logprobs, weights[rows, columns], known)
+
+        output = passes.score(padded, share_of if self.is_fused else None)
+        share = output.loss
+        if share is None:
+            share = self.loss.share(output.logprobs, weights, known)
+        if self.shows_nll:
+            metrics.add_masked_mean("nll", -output.logprobs, padded.is_trained)
+        return Share(share, {"policy": share}, padded, output.logprobs)
+
+    def finish(
+        self, batch: RowBatch[SupervisedRow, Tensor], metrics: dict[str, float], passes: RowPasses
+    ) -> dict[str, float]:
+        """See `RowObjective`."""
+        loss = metrics.get("nll", metrics["loss"])
+        return metrics | {"perplexity": perplexity(loss)} | row_metrics(batch)
+
+    def evaluate(self, part: RowPart[SupervisedRow], passes: RowPasses) -> dict[str, float]:
+        """See `evaluate_rows`."""
+        return evaluate_rows(part, passes)
+
+
+def count_trained(part: RowPart[SupervisedRow], passes: RowPasses, aggregation: str) -> Tensor:
+    """Sum up the denominator of a loss over all ranks, []; collective.
+
+    Args:
+        part: Rows of a step or an evaluation.
+        passes: Lay out the rows, so that the masks are those of the loss.
+        aggregation: Mode of `lightrft.algorithms.aggregation`.
+    """
+    slices = [where for where in part.slices if where.start < part.num_counted]
+    text = replace(passes, pixels=TEXT_ALONE)
+    masks = (text.pad(part.local_items[where]).is_trained for where in slices)
+    counts = [local_normalizer(mask, aggregation) for mask in masks]
+    total = torch.zeros((), dtype=torch.float64, device=passes.device)
+    return passes.strategy.reduce_over_data(sum(counts, total), "sum")
+
+
+def evaluate_rows(part: RowPart[SupervisedRow], passes: RowPasses) -> dict[str, float]:
+    """Compute loss and perplexity over all trained tokens of some rows; collective."""
+    plain = SupervisedObjective()
+    metrics = plain.mean_shares(part, plain.measure(part, passes), passes)
+    loss = metrics["loss"]
+    return {"logprob": -loss, "loss": loss, "perplexity": perplexity(loss)}
+
+
+def row_metrics(batch: RowBatch[SupervisedRow, Known]) -> dict[str, float]:
+    """Return how many tokens a step had, and which share of them was trained."""
+    num_tokens = sum(batch.lengths)
+    return {
+        "num_tokens": float(num_tokens),
+        "trained_share": sum(batch.num_trained) / num_tokens,
+    }
+
+
+def perplexity(loss: float) -> float:
+    """Return the exponential of a mean loss, kept finite."""
+    return math.exp(min(loss, 700.0))
