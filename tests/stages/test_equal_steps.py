@@ -255,9 +255,7 @@ def test_adapters_have_the_gradient_of_the_sum_that_they_are_part_of(case):
 def seen(stage, items):
     """What the embedding of each model is given in a step, and its last hidden states: [tokens]."""
     given, states = [], []
-    modules = [stage.models.main.model]
-    modules += [each for each in (vars(stage).get("_reference"),) if each]
-    modules += vars(stage).get("teachers", {}).values()
+    modules = [stage.models.main.model, *stage.objective.frozen]
     handles = []
     for module in modules:
         trunk = module.model.base_model
@@ -276,7 +274,7 @@ def with_other_tokens(item, place):
     def changed(each):
         return replace(each, token_ids=((each.token_ids + 1) % 131).astype(np.int32))
 
-    if not hasattr(item, "rows"):
+    if len(item.rows) == 1:
         return changed(item)
     name = ("chosen", "rejected")[place % 2]
     return replace(item, **{name: changed(getattr(item, name))})
@@ -286,7 +284,7 @@ def with_other_tokens(item, place):
 def test_packed_rows_do_not_see_each_other(case):
     stage, items = build(get_fake_strategy(STILL), case, way="packed")
     before = seen(stage, items)
-    rows = [each for item in items for each in getattr(item, "rows", (item,))]
+    rows = [each for item in items for each in item.rows]
     # All of them lie in one pass of each model.
     assert {len(ids) for ids, _ in before} == {sum(len(each.token_ids) for each in rows)}
     for place in range(len(items)):

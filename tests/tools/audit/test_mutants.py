@@ -40,8 +40,9 @@ def mutation():
 def test_the_parts_are_all_of_the_algorithms(mutation):
     listed = {path for names in PARTS.values() for path in mutation.files_of(list(names))}
     left = {path.name for path in mutation.files_of([]) if path not in listed}
-    # Functions of sums and of scores, which test_given_formulas compares one by one.
-    assert left == {"__init__.py", "preference_losses.py", "reward_losses.py"}
+    # Functions of tokens, sums and scores, which the tests of formulas compare one by one.
+    others = {f"{name}_losses.py" for name in ("preference", "reward", "supervised")}
+    assert left == {"__init__.py"} | others
 
 
 def test_the_steps_use_every_loss_and_estimator(mutation):
