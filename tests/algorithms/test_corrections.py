@@ -16,11 +16,8 @@ from lightrft.algorithms.correction_terms import (
     CorrectionTerm,
     parse_correction,
 )
-from lightrft.algorithms.corrections import (
-    correction_weights,
-    effective_sample_fraction,
-    effective_sample_sums,
-)
+from lightrft.algorithms.corrections import correction_weights
+from lightrft.algorithms.moments import effective_sample_fraction, effective_sample_sums
 from lightrft.algorithms.policy.clipped import clipped_policy_loss
 
 TOKEN = [1.105171, 1.0, 0.367879, 1.051271, 1.0, 3.669297]

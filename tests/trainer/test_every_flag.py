@@ -23,8 +23,7 @@ from lightrft.rollout.sampler import training_params
 from lightrft.rollout.scoring import overlong_penalty
 from lightrft.run.assembly import open_console
 from lightrft.stages.policy.algorithm import build_policy_loss
-from lightrft.stages.policy.inputs import pretrain_mix
-from lightrft.stages.policy.models import build_models
+from lightrft.stages.policy.inputs import build_models, pretrain_mix
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.engine.session import engine_config
 

@@ -13,7 +13,7 @@ from lightrft.models.actor import Actor
 from lightrft.reporting.alarms import alarms
 from lightrft.reporting.trajectories import TrajectoryLog
 from lightrft.rewards.types import RewardResult
-from lightrft.stages.policy.models import build_models
+from lightrft.stages.policy.inputs import build_models
 from lightrft.strategy import get_fake_strategy
 from lightrft.tools.rewards.service import RewardServer
 

@@ -124,19 +124,6 @@ def correction_weights(
     )
 
 
-@torch.no_grad()
-def effective_sample_sums(weights: Tensor, mask: Tensor) -> Tensor:
-    """[3] float64: count, sum and sum of squares of the weights; all-reduce by summation."""
-    inside = mask_out(weights.double(), mask)
-    return torch.stack([mask.sum().double(), inside.sum(), inside.square().sum()])
-
-
-def effective_sample_fraction(sums: Tensor) -> float:
-    """(sum w)^2 / (n sum w^2) of `effective_sample_sums`: 1 for equal weights, 0 of none."""
-    count, total, squares = sums.tolist()
-    return float(total**2 / (count * squares)) if count * squares > 0 else 0.0
-
-
 def _statistic(
     term: CorrectionTerm,
     log_ratios: Tensor,

@@ -163,3 +163,16 @@ def whiten(values: Tensor, mask: Tensor, moments: Moments, *, ddof: int = 0) -> 
     """
     std = moments.std(ddof=ddof, min_variance=MIN_VARIANCE)
     return mask_out((values.double() - moments.mean) / std, mask).to(values.dtype)
+
+
+@torch.no_grad()
+def effective_sample_sums(weights: Tensor, mask: Tensor) -> Tensor:
+    """[3] float64: count, sum and sum of squares of the weights; all-reduce by summation."""
+    inside = mask_out(weights.double(), mask)
+    return torch.stack([mask.sum().double(), inside.sum(), inside.square().sum()])
+
+
+def effective_sample_fraction(sums: Tensor) -> float:
+    """(sum w)^2 / (n sum w^2) of `effective_sample_sums`: 1 for equal weights, 0 of none."""
+    count, total, squares = sums.tolist()
+    return float(total**2 / (count * squares)) if count * squares > 0 else 0.0

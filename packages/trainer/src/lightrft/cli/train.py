@@ -51,26 +51,11 @@ checkpoint (the same command continues), 130 interrupted, 143 stopped before any
 """
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run the command; see `lightrft train --help`.
-
-    Raises:
-        ConfigError: Options that cannot be run; one line for each problem.
-        UsageError: Arguments that cannot be read.
-        PreflightError: This machine lacks what the run needs.
-        DataError: Prompts that cannot be read.
-        RewardError: A reward function that cannot be called.
-    """
-    return run_stage(
-        argv,
-        StageCommand(
-            "lightrft.cli.train", lambda _: "policy", build_parser, parse, check, next_commands
-        ),
-    )
-
-
-# Of a configuration for so many processes, a line each.
+# Finds problems of a configuration for so many processes, a line each.
 ProblemsOf = Callable[[TrainConfig, int], list[str]]
+# Read options, their words, and problems found so far; gives the configuration and the number of
+# processes.
+ParseRead = Callable[[TrainConfig, argparse.Namespace, list[str]], tuple[TrainConfig, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +63,69 @@ class StageCommand:
     """A command that trains.
 
     Args:
-        module: Run by the processes that it starts.
-        stage: Name in `config.registry.STAGES`, by the options.
-        build_parser: Given whether it lists all options.
-        parse: Gives the configuration and the number of processes.
-        check: Of what needs no model; raises what is wrong.
-        next_commands: Given folder and model of a run, what is said at its end.
+        name: Name of the command.
+        description: What it does, for its help.
+        words: Module that the processes of a run execute, and arguments before those of the user.
+        stage: Gives the name in `config.registry.STAGES`, by the options.
+        parse_read: Completes and checks options that were read.
+        check: Checks what needs no model; raises what is wrong.
+        next_commands: Gives what is said at the end, by folder and model of the run.
     """
 
-    module: str
+    name: str
+    description: str
+    words: tuple[str, ...]
     stage: Callable[[TrainConfig], str]
-    build_parser: Callable[..., Parser]
-    parse: Callable[[Sequence[str]], tuple[TrainConfig, int]]
+    parse_read: ParseRead
     check: Callable[[TrainConfig], None]
     next_commands: Callable[[str, str], str]
 
+    def build_parser(self, *, lists_all: bool = True) -> Parser:
+        """Build the parser; options that are not given leave no trace.
+
+        Args:
+            lists_all: Otherwise it has only the options that most runs set.
+        """
+        return stage_parser(self.name, self.description, lists_all=lists_all)
+
+    def parse(self, argv: Sequence[str]) -> tuple[TrainConfig, int]:
+        """Read the configuration and the number of processes on this node.
+
+        Raises:
+            ConfigError: Unknown names, wrong values, missing files; all of them at once.
+            UsageError: Arguments that cannot be read.
+        """
+        return self.parse_read(*parse_options(self.build_parser(), argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft train --help`."""
+    return run_stage(argv, train_command())
+
+
+def train_command() -> StageCommand:
+    """Return the command `lightrft train`."""
+    return StageCommand(
+        "train",
+        "Fine-tune a language model by reinforcement learning.",
+        ("lightrft.cli.train",),
+        lambda _: "policy",
+        parse_policy,
+        check,
+        next_commands,
+    )
+
 
 def run_stage(argv: Sequence[str], command: StageCommand) -> int:
-    """Runs a command that trains; errors as for `run`."""
+    """Run a command that trains.
+
+    Raises:
+        ConfigError: Options that cannot be run; one line for each problem.
+        UsageError: Arguments that cannot be read.
+        PreflightError: This machine lacks what the run needs.
+        DataError: Prompts or rows that cannot be read.
+        RewardError: A reward function that cannot be called.
+    """
     # Imports after the parser's work: --help is to be fast.
     arguments = normalise(argv)
     wants_short_help = {"-h", "--help"} & set(arguments) and "--help_all" not in arguments
@@ -114,7 +144,8 @@ def run_stage(argv: Sequence[str], command: StageCommand) -> int:
     with interruption_explained(config):
         if nproc_per_node > 1:
             end_start_bar()
-            return launch(command.module, argv, nproc_per_node=nproc_per_node)
+            module, *before = command.words
+            return launch(module, [*before, *argv], nproc_per_node=nproc_per_node)
         become_only_process()
         return _train_stoppably(argv, command)
 
@@ -203,20 +234,10 @@ def interruption_explained(config: TrainConfig) -> Iterator[None]:
         raise KeyboardInterrupt(f"interrupted: the same command {what}") from None
 
 
-def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
-    """The configuration and the number of processes on this node.
-
-    Raises:
-        ConfigError: Unknown names, wrong values, missing files; all of them at once.
-        UsageError: Arguments that cannot be read.
-    """
-    return parse_policy(*parse_options(build_parser(), argv))
-
-
 def parse_policy(
     config: TrainConfig, parsed: argparse.Namespace, problems: list[str]
 ) -> tuple[TrainConfig, int]:
-    """The same of what was read; errors as for `parse`."""
+    """Complete and check options of reinforcement learning; errors as for `StageCommand.parse`."""
     processes: int = parsed.nproc_per_node
     if not problems:
         from lightrft.cli.preflight import check_paths, with_found_keys
@@ -230,40 +251,21 @@ def parse_policy(
     return config, processes
 
 
-def parse_stage(
-    argv: Sequence[str], parser: Parser, problems_of: ProblemsOf | None = None
-) -> tuple[TrainConfig, int]:
-    """The configuration and the number of processes of a command that trains on given rows.
-
-    Args:
-        argv: Its arguments.
-        parser: Of the command.
-        problems_of: See `parse_rows`.
-
-    Raises:
-        ConfigError: Unknown names, wrong values, missing files; all of them at once.
-        UsageError: Arguments that cannot be read.
-    """
-    return parse_rows(*parse_options(parser, argv), parser.command, problems_of)
-
-
 def parse_rows(
     config: TrainConfig,
     parsed: argparse.Namespace,
     problems: list[str],
+    *,
     command: str,
     problems_of: ProblemsOf | None = None,
 ) -> tuple[TrainConfig, int]:
-    """The same of what was read.
+    """Complete and check options of training on rows; errors as for `StageCommand.parse`.
 
     Args:
         config, parsed, problems: See `parse_options`.
-        command: That trains.
-        problems_of: Given options that are right by themselves and the number of processes; None
-            finds those that all such commands have.
-
-    Raises:
-        ConfigError: As for `parse_stage`.
+        command: Name of the command.
+        problems_of: Finds problems of options that are right by themselves, with a number of
+            processes; None finds those that all such commands have.
     """
     if not problems:
         from lightrft.cli.preflight import model_problems
@@ -287,14 +289,8 @@ def parse_rows(
 
 
 def build_parser(*, lists_all: bool = True) -> Parser:
-    """The parser of `lightrft train`; options that are not given leave no trace.
-
-    Args:
-        lists_all: Otherwise it has only the options that most runs set.
-    """
-    return stage_parser(
-        "train", "Fine-tune a language model by reinforcement learning.", lists_all=lists_all
-    )
+    """Build the parser of `lightrft train`; see `StageCommand.build_parser`."""
+    return train_command().build_parser(lists_all=lists_all)
 
 
 def stage_parser(command: str, description: str, *, lists_all: bool) -> Parser:

@@ -16,8 +16,9 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.render import teacher_name
 from lightrft.datasets.types import Prompt
 from lightrft.experience.maker import TeacherFunction, score_policy
+from lightrft.models.layout import pad_rows
 from lightrft.models.types import PolicyModel
-from lightrft.records.batch import RolloutBatch, pad_rows
+from lightrft.records.batch import RolloutBatch
 from lightrft.strategy.distributed.context import DistributedContext
 
 

@@ -354,3 +354,12 @@ def stream_bounds(
     # From the host's ordinary memory a copy would wait for what the device has to do.
     given = torch.tensor(offsets, dtype=torch.int32, pin_memory=device.type == "cuda")
     return SequenceBounds(offsets, given.to(device, non_blocking=True), group)
+
+
+def pad_rows(texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids [batch, seq] int64, right-padded with 0, and what is no padding [batch, seq]."""
+    lengths = torch.tensor([len(text) for text in texts])
+    mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
+    token_ids = torch.zeros(mask.shape, dtype=torch.int64)
+    token_ids[mask] = torch.tensor([token for text in texts for token in text])
+    return token_ids.to(device), mask.to(device)

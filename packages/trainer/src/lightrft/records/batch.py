@@ -222,12 +222,3 @@ def join_micro_batches(pieces: Sequence[Tensor], width: int) -> Tensor:
     """Per-token tensors [rows, seq_i] of micro batches as one [batch, width], 0-padded."""
     padded = [torch.nn.functional.pad(piece, (0, width - piece.shape[1])) for piece in pieces]
     return torch.cat(padded)
-
-
-def pad_rows(texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [batch, seq] int64, right-padded with 0, and what is no padding [batch, seq]."""
-    lengths = torch.tensor([len(text) for text in texts])
-    mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
-    token_ids = torch.zeros(mask.shape, dtype=torch.int64)
-    token_ids[mask] = torch.tensor([token for text in texts for token in text])
-    return token_ids.to(device), mask.to(device)

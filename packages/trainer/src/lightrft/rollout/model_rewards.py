@@ -16,7 +16,7 @@ from lightrft.datasets.text_ids import TextIds, prompt_ids
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.media.media import MediumKind, RowMedia
 from lightrft.models import RewardModel
-from lightrft.records.batch import pad_rows
+from lightrft.models.layout import pad_rows
 from lightrft.records.media import agree_on_kinds, encode_row
 from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardRecipes, RewardResult

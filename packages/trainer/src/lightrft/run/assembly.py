@@ -49,12 +49,12 @@ from lightrft.strategy.distributed.console_sink import console_sink
 from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.strategy.distributed.deadlines import peak_bytes, phase, phase_of
 from lightrft.strategy.distributed.process_end import RunStoppedError
-from lightrft.strategy.engine.generation import check_engine_type
-from lightrft.strategy.split.bridge import Bridge
-from lightrft.strategy.split.remote_engine import RemoteEngine
 from lightrft.strategy.strategy_base import StrategyBase
 
 EMA_FOLDER = "model_ema"
+StopCondition = Callable[[], bool]
+# Gives a strategy the engines of other ranks, and returns when the run is to stop.
+JoinEngines = Callable[[StrategyBase, StopCondition], StopCondition]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +157,13 @@ def _train_or_generate(config: TrainConfig, begin: _Begin) -> RunSummary:
     """Trains, or generates for those that do; see `run_training`."""
     if not config.rollout_ranks:
         return _train(config, begin)
-    from lightrft.run.split_run import both_end, generate_for, open_bridge
+    from lightrft.run.split_run import both_end, generate_for, join_engines, open_bridge
 
     with open_bridge(config) as bridge:
         if bridge.side.generates:
             return cast("RunSummary", generate_for(config, bridge, begin.stop_request))
         with both_end(bridge) as summary:
-            summary.append(_train(config, begin, bridge))
+            summary.append(_train(config, begin, partial(join_engines, bridge, config)))
         return cast("RunSummary", summary[0])
 
 
@@ -181,12 +181,12 @@ class _Begin:
     stop_request: Callable[[], bool]
 
 
-def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> RunSummary:
+def _train(config: TrainConfig, begin: _Begin, join: JoinEngines | None = None) -> RunSummary:
     """Trains as one process; see `run_training`.
 
     Args:
         config, begin: What to do.
-        bridge: To the ranks that only generate, if there are any.
+        join: Connects the strategy to the ranks that only generate, if there are any.
     """
     started, stage, loggers = time.perf_counter(), begin.stage, begin.loggers
     with ExitStack() as stack:
@@ -194,7 +194,7 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
         if plan.summary:
             return _nothing_left(config, plan.summary)
         given, config = config, config.replaced(plan.kept)
-        if bridge is not None:
+        if join is not None:
             config = config.replaced(_NO_ENGINE)
         config, note = _with_learning_rate(config, stage)
         read = cast("Callable[[TrainConfig], StageInputs]", STAGES.load(stage))
@@ -221,9 +221,8 @@ def _train(config: TrainConfig, begin: _Begin, bridge: Bridge | None = None) -> 
             loggers = (console, lines, *notebook_loggers(), *trackers, *loggers)
         strategy = stack.enter_context(get_strategy(config))
         stop_request = begin.stop_request
-        if bridge is not None:
-            strategy.inference_engine = RemoteEngine(bridge, check_engine_type(config.engine_type))
-            stop_request = partial(bridge.asked_to_stop, stop_request)
+        if join is not None:
+            stop_request = join(strategy, stop_request)
         known = {"stage": stage, "inputs": inputs, "resumes": plan.resumes}
         config = _ready(config, strategy, known)
         stack.enter_context(_memory_noted(config, strategy))

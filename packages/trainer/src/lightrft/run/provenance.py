@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -214,3 +215,8 @@ def _code_parts(code: CodeType) -> Iterator[str]:
             yield from _code_parts(constant)
         else:
             yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
+
+
+def named_paths(command: str) -> list[Path]:
+    """Files and folders that words of a command are."""
+    return [Path(word).absolute() for word in shlex.split(command) if Path(word).exists()]

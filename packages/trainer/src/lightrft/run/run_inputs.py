@@ -28,8 +28,7 @@ from lightrft.datasets.files import local_files
 from lightrft.datasets.row_origin import origin_of
 from lightrft.engines.media.verdicts import SETTLED_SECONDS, Verdict, Verdicts, keeping
 from lightrft.reporting.files import package_versions
-from lightrft.rollout.agents.agent_pool import named_paths
-from lightrft.run.provenance import describe_models, own_functions
+from lightrft.run.provenance import describe_models, named_paths, own_functions
 
 # Of the images, videos and sounds of rows, beside the paths of files.
 MEDIA = "media of prompt_data"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -18,7 +19,10 @@ from lightrft.stages.metrics import RunAlarmError
 from lightrft.strategy.distributed.console_sink import console_sink
 from lightrft.strategy.distributed.process_end import RunStoppedError
 from lightrft.strategy.distributed.process_groups import leave_side, take_side
+from lightrft.strategy.engine.generation import check_engine_type
 from lightrft.strategy.split.bridge import END, Bridge
+from lightrft.strategy.split.remote_engine import RemoteEngine
+from lightrft.strategy.strategy_base import StrategyBase
 
 
 @contextmanager
@@ -34,6 +38,17 @@ def open_bridge(config: TrainConfig) -> Iterator[Bridge]:
             bridge.close()
     finally:
         leave_side()
+
+
+def join_engines(
+    bridge: Bridge,
+    config: TrainConfig,
+    strategy: StrategyBase,
+    stop_request: Callable[[], bool],
+) -> Callable[[], bool]:
+    """Give the strategy the engines of the ranks that generate; return when the run is to stop."""
+    strategy.inference_engine = RemoteEngine(bridge, check_engine_type(config.engine_type))
+    return partial(bridge.asked_to_stop, stop_request)
 
 
 @contextmanager

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.corrections import effective_sample_fraction, effective_sample_sums
-from lightrft.algorithms.moments import PairedMoments, paired_moments
+from lightrft.algorithms.moments import (
+    PairedMoments,
+    effective_sample_fraction,
+    effective_sample_sums,
+    paired_moments,
+)
 from lightrft.strategy.distributed.process_end import NumericsError
 
 if TYPE_CHECKING:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.rules import is_served
 from lightrft.models import Actor, LoraActor, SequenceModel, load_causal_lm
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.lora import LoraModel
@@ -236,3 +238,30 @@ def turn_off_dropout(model: nn.Module, *, keeps_adapters: bool) -> None:
         for attribute, value in vars(module).items():
             if isinstance(value, float) and NOISE.search(attribute):
                 setattr(module, attribute, 0.0)
+
+
+def load_teachers(config: TrainConfig, strategy: StrategyBase) -> dict[str, nn.Module]:
+    """The teachers that are models of the run, prepared one by one; servers are none."""
+    return {
+        name: place_frozen(partial(Actor.from_pretrained, at), config, strategy)
+        for name, at in config.teacher_places.items()
+        if not is_served(at)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenModels:
+    """Models that score the samples of a policy stage.
+
+    Args:
+        reference: None where there is none.
+        teachers: Those of the run's processes by name, the only one as "".
+    """
+
+    reference: nn.Module | None = None
+    teachers: Mapping[str, nn.Module] = field(default_factory=dict)
+
+    @property
+    def all(self) -> tuple[nn.Module | None, ...]:
+        """Reference and teachers."""
+        return self.reference, *self.teachers.values()

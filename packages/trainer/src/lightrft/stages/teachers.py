@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from torch import nn
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import mask_address
@@ -20,12 +18,9 @@ from lightrft.engines.media.families import family_of
 from lightrft.experience.teachers import (
     LogprobServer,
 )
-from lightrft.models import Actor, load_tokenizer
+from lightrft.models import load_tokenizer
 from lightrft.models.loading import load_config
 from lightrft.models.reward_model import is_classifier
-from lightrft.stages.models import (
-    place_frozen,
-)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -201,12 +196,3 @@ def require_zero(mean: float, config: TrainConfig, strategy: StrategyBase) -> No
             f"token before the first update (limit {limit:g})"
         )
     strategy.context.print_detail(f"teacher = student gives 0: {mean:.1e} nats a token")
-
-
-def load_teachers(config: TrainConfig, strategy: StrategyBase) -> dict[str, nn.Module]:
-    """The teachers that are models of the run, prepared one by one; servers are none."""
-    return {
-        name: place_frozen(partial(Actor.from_pretrained, at), config, strategy)
-        for name, at in config.teacher_places.items()
-        if not is_served(at)
-    }

@@ -9,10 +9,6 @@ if TYPE_CHECKING:
     from lightrft.run.assembly import RunSummary as RunSummary, run_training as run_training
     from lightrft.run.callbacks import Callback as Callback
     from lightrft.stages.metrics import StepMetrics as StepMetrics
-    from lightrft.trainer.distillation_trainer import DistillationTrainer as DistillationTrainer
-    from lightrft.trainer.preference_trainer import PreferenceTrainer as PreferenceTrainer
-    from lightrft.trainer.reward_trainer import RewardTrainer as RewardTrainer
-    from lightrft.trainer.sft_trainer import SFTTrainer as SFTTrainer
     from lightrft.trainer.simple_run import (
         distill as distill,
         prefer as prefer,
@@ -24,6 +20,12 @@ if TYPE_CHECKING:
         SPMDPPOTrainer as SPMDPPOTrainer,
         SPMDPPOTrainerBase as SPMDPPOTrainerBase,
         SPMDPPOTrainerVL as SPMDPPOTrainerVL,
+    )
+    from lightrft.trainer.stage_trainers import (
+        DistillationTrainer as DistillationTrainer,
+        PreferenceTrainer as PreferenceTrainer,
+        RewardTrainer as RewardTrainer,
+        SFTTrainer as SFTTrainer,
     )
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

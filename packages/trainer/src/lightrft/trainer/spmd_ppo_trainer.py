@@ -22,14 +22,12 @@ from lightrft.models import load_tokenizer
 from lightrft.records.batch import ExperienceBatch
 from lightrft.reporting.loggers import ConsoleLogger, MetricsLogger
 from lightrft.rewards.types import RewardFunction
-from lightrft.rollout.model_rewards import ModelRewards
 from lightrft.rollout.sampler import SingleTurns
 from lightrft.run.loop import Loop, LoopResult, LoopState, with_run_options
 from lightrft.run.threads import use_threads
 from lightrft.stages.machine_choices import decide_by_machine
-from lightrft.stages.models import trained_model
+from lightrft.stages.models import FrozenModels, trained_model
 from lightrft.stages.policy.maker import ExperienceMaker, PolicyBatch, SampleLogs
-from lightrft.stages.policy.models import FrozenModels
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
 from lightrft.stages.policy.rewards import build_trainer_rewards
 from lightrft.stages.stage import Step, TrainedModels
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
 
     from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
     from lightrft.rollout.environments.environments import Environments
+    from lightrft.rollout.model_rewards import ModelRewards
     from lightrft.stages.policy.parity import ParityReport
     from lightrft.stages.policy.pretrain_mix import PretrainMix
     from lightrft.stages.policy.rewards import RewardSource

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -231,11 +230,6 @@ def _program(config: TrainConfig) -> tuple[str, WorkerTask]:
     given = (config.agent_command, config.sandbox, config.agent_timeout_seconds, pays)
     task = WorkerTask("lightrft.tools.agents.harbor_agent", "host_program", given)
     return str(config.agent_command), task
-
-
-def named_paths(command: str) -> list[Path]:
-    """Files and folders that words of a command are."""
-    return [Path(word).absolute() for word in shlex.split(command) if Path(word).exists()]
 
 
 def has_other_rewards(config: TrainConfig) -> bool:

@@ -14,7 +14,7 @@ from lightrft.models import load_config
 from lightrft.stages.distillation.divergence_objective import DivergenceObjective, KnownTeachers
 from lightrft.stages.distillation.own_samples import check_prompts
 from lightrft.stages.distillation.served_rows import open_servers
-from lightrft.stages.models import prove_models
+from lightrft.stages.models import load_teachers, prove_models
 from lightrft.stages.opening import prompts_within_context
 from lightrft.stages.rows.row_inputs import (
     RowInputs,
@@ -24,7 +24,7 @@ from lightrft.stages.rows.row_inputs import (
     read_rows,
     require_options,
 )
-from lightrft.stages.teachers import load_teachers, prove_teachers
+from lightrft.stages.teachers import prove_teachers
 from lightrft.strategy.strategy_base import StrategyBase
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoModelForCausalLM
 
+from lightrft.algorithms.interface import advantage_traits
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import NOT_OF_TRAIN, options_of
 from lightrft.config.other_names import A_DATA_FILE, A_MODEL
@@ -22,7 +23,8 @@ from lightrft.datasets.media import Modality
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.types import DataError
 from lightrft.experience.teachers import TeacherRows
-from lightrft.models import load_tokenizer
+from lightrft.models import Actor, Critic, load_tokenizer
+from lightrft.models.sequence_model import freeze
 from lightrft.models.statements import Statements, read_statements
 from lightrft.reporting.files import ROLLOUTS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE
 from lightrft.reporting.rollouts import RolloutLog
@@ -32,16 +34,25 @@ from lightrft.rewards.types import RewardRecipes
 from lightrft.rollout.sampler import SingleTurns
 from lightrft.stages.machine_choices import decide_by_machine, read_model_facts
 from lightrft.stages.modality import load_modality
-from lightrft.stages.models import prove_models
+from lightrft.stages.models import (
+    FrozenModels,
+    configure_model,
+    load_policy,
+    load_teachers,
+    place_frozen,
+    prove_models,
+    require_equal_start,
+    say_coverage,
+    trained_model,
+)
 from lightrft.stages.opening import (
     check_parts,
     opening_line,
     prompts_within_context,
     shared_prompts,
 )
-from lightrft.stages.policy.algorithm import algorithm_problems
+from lightrft.stages.policy.algorithm import algorithm_problems, build_estimator
 from lightrft.stages.policy.maker import SampleLogs
-from lightrft.stages.policy.models import build_models
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
 from lightrft.stages.policy.pretrain_mix import PretrainMix, load_mixed_rows
 from lightrft.stages.policy.rewards import (
@@ -52,6 +63,7 @@ from lightrft.stages.policy.rewards import (
     reward_recipes,
     tokenizers_of_scorers,
 )
+from lightrft.stages.stage import TrainedModels
 from lightrft.stages.teachers import prove_teachers
 from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.strategy.distributed.deadlines import phase
@@ -63,6 +75,7 @@ if TYPE_CHECKING:
 
     from lightrft.rollout.agents.agents import Agents
     from lightrft.rollout.environments.environments import Environments
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,3 +366,50 @@ def _check_options(config: TrainConfig) -> None:
         )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def build_models(
+    config: TrainConfig, strategy: StrategyBase, max_steps: int
+) -> tuple[TrainedModels, FrozenModels]:
+    """Loads and prepares actor and critic with the actor's moving average; and the frozen models.
+
+    Args:
+        config: Paths and options of the models.
+        strategy: Prepares them.
+        max_steps: Optimizer steps of the run, for the learning rate schedule.
+    """
+    path = str(config.pretrain)
+    critic: Critic | None = None
+    with strategy.init_model_context(config.meta_init):
+        actor = load_policy(path, config)
+        if advantage_traits(build_estimator(config)).needs_critic:
+            critic_path = config.critic_pretrain
+            critic = Critic.from_pretrained(
+                critic_path if isinstance(critic_path, str) else path,
+                allow_new_weights=config.allow_new_weights,
+            )
+    say_coverage(actor, strategy)
+    # Before the strategy wraps and compiles them.
+    for trained in (actor, critic):
+        if trained is not None:
+            configure_model(trained, config)
+            freeze(trained, config.freeze_prefix)
+    ready_actor, ready_critic, _, _ = strategy.prepare_models_and_optimizers(
+        actor, critic, None, None, config, max_steps, frozen_steps=config.num_frozen_updates
+    )
+    ready = [trained_model("actor", ready_actor)]
+    if critic is not None:
+        ready.append(trained_model("critic", ready_critic))
+    del actor, critic
+    reference = None
+    if config.init_kl_coef > 0:
+        read = partial(Actor.from_pretrained, allow_new_weights=config.allow_new_weights)
+        reference = place_frozen(partial(read, path), config, strategy)
+        require_equal_start(strategy, ready_actor, reference)
+    teachers = load_teachers(config, strategy)
+    average = None
+    if config.enable_ema:
+        with strategy.init_model_context(config.meta_init):
+            copied = load_policy(path, config)
+        average = strategy.prepare_model(copied)
+    return TrainedModels(tuple(ready), average), FrozenModels(reference, teachers)

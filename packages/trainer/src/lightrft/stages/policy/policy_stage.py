@@ -23,17 +23,15 @@ from lightrft.records.swapped import position_metrics
 from lightrft.records.table import RowTable
 from lightrft.reporting.alarms import alarms
 from lightrft.rewards.types import RewardError, RewardFunction
-from lightrft.rollout.model_rewards import ModelRewards
 from lightrft.rollout.sampler import RolloutSampler, greedy_params
 from lightrft.rollout.source import SourceParts
-from lightrft.stages.models import configure_models
+from lightrft.stages.models import FrozenModels, configure_models
 from lightrft.stages.policy.algorithm import (
     check_algorithm,
     decide,
     unused_algorithm_options,
 )
 from lightrft.stages.policy.maker import ExperienceMaker, PolicyBatch, PolicyMemory, SampleLogs
-from lightrft.stages.policy.models import FrozenModels
 from lightrft.stages.policy.objective import why_loss_outside
 from lightrft.stages.policy.step_metrics import (
     experience_metrics,
@@ -56,6 +54,7 @@ if TYPE_CHECKING:
     from lightrft.experience.teachers import TeacherRows
     from lightrft.rollout.agents.agents import Agents
     from lightrft.rollout.environments.environments import Environments
+    from lightrft.rollout.model_rewards import ModelRewards
     from lightrft.rollout.sampler import SingleTurns
     from lightrft.stages.policy.pretrain_mix import PretrainMix
     from lightrft.stages.policy.split.training_side import RemoteRollouts

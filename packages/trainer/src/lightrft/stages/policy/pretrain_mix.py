@@ -21,8 +21,7 @@ from lightrft.datasets.files import Row, read_rows
 from lightrft.datasets.supervised_rows import TRAINABLE, RowEncoder, SupervisedRow, kind_of
 from lightrft.datasets.types import DataError
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.rows.padded_rows import pad
-from lightrft.stages.rows.row_passes import score_padded
+from lightrft.stages.rows.padded_rows import pad, score_padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,11 +18,11 @@ from lightrft.models.statements import read_statements
 from lightrft.rewards import CombinedReward, build_reward
 from lightrft.rewards.build import load_recipes, numbered, reward_urls
 from lightrft.rewards.types import RewardFunction, RewardRecipes
-from lightrft.rollout.model_rewards import ModelRewards, ScoringModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightrft.rollout.model_rewards import ModelRewards
     from lightrft.strategy.strategy_base import StrategyBase
 
     RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
@@ -105,6 +105,8 @@ def build_model_rewards(
     """
     if not models:
         return None
+    from lightrft.rollout.model_rewards import ModelRewards, ScoringModel
+
     weights = config.reward_weights[num_functions(config) :] or (1.0,) * len(models)
     entries = [
         ScoringModel(numbered("model", index, len(models)), model, own, weights[index])
@@ -112,6 +114,7 @@ def build_model_rewards(
             zip(models, tokenizers_of_scorers(config, tokenizer), strict=True)
         )
     ]
+
     return ModelRewards(
         strategy, entries, micro_batch_size=config.micro_rollout_batch_size, recipes=recipes
     )
@@ -194,10 +197,13 @@ def build_trainer_rewards(
     if modules and model_rewards is not None:
         raise ValueError("give reward models as reward_model= or as model_rewards=, not as both")
     if modules:
+        from lightrft.rollout.model_rewards import ModelRewards, ScoringModel
+
         scoring = [
             ScoringModel(numbered("model", index, len(modules)), module)
             for index, module in enumerate(modules)
         ]
+
         model_rewards = ModelRewards(
             strategy, scoring, micro_batch_size=config.micro_rollout_batch_size
         )

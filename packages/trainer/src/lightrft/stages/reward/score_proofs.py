@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.models import RewardModel
+from lightrft.models.layout import pad_rows
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.score_heads import score_weights
-from lightrft.records.batch import pad_rows
 from lightrft.stages.reward.comparisons import Judgement
 
 if TYPE_CHECKING:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrft.datasets.row_media import TEXT_ALONE, RowPixels
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.engines.media.media import NO_MEDIA, RowMedia
-from lightrft.records.batch import pad_rows
+from lightrft.models.layout import pad_rows
+from lightrft.models.types import ActorOutput, TokenLossFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +55,17 @@ def pad(
     is_trained[attention_mask] = torch.from_numpy(flat).to(device)
     media = pixels.read(rows)
     return PaddedRows(tuple(map(int, ids)), token_ids, attention_mask, is_trained, media)
+
+
+def score_padded(
+    model: nn.Module, padded: PaddedRows, token_loss: TokenLossFunction | None = None
+) -> ActorOutput:
+    """Compute logprobs of the trained tokens of some rows; 0 elsewhere."""
+    output: ActorOutput = model(
+        padded.token_ids,
+        padded.attention_mask,
+        scored_mask=padded.is_trained,
+        token_loss=token_loss,
+        media=padded.media,
+    )
+    return output

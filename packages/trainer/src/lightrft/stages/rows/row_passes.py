@@ -13,7 +13,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.row_data import Item, RowGroup
 from lightrft.datasets.row_media import TEXT_ALONE, RowPixels
 from lightrft.models.types import ActorOutput, TokenLossFunction
-from lightrft.stages.rows.padded_rows import PaddedRows, pad
+from lightrft.stages.rows.padded_rows import PaddedRows, pad, score_padded
 from lightrft.stages.rows.row_part import RowPart, shared_part
 
 if TYPE_CHECKING:
@@ -78,17 +78,3 @@ class RowPasses:
     def score(self, rows: PaddedRows, token_loss: TokenLossFunction | None = None) -> ActorOutput:
         """Compute the logprobs of trained tokens under the trained model."""
         return score_padded(self.model, rows, token_loss)
-
-
-def score_padded(
-    model: nn.Module, padded: PaddedRows, token_loss: TokenLossFunction | None = None
-) -> ActorOutput:
-    """Compute logprobs of the trained tokens of some rows; 0 elsewhere."""
-    output: ActorOutput = model(
-        padded.token_ids,
-        padded.attention_mask,
-        scored_mask=padded.is_trained,
-        token_loss=token_loss,
-        media=padded.media,
-    )
-    return output

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from lightrft.config.printable import one_line
 from lightrft.rewards.worker import ReportedError
-from lightrft.rollout.agents.agent_pool import named_paths
+from lightrft.run.provenance import named_paths
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.sandbox import Ending, Sandbox, SandboxLimits
 
