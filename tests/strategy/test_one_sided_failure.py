@@ -46,8 +46,8 @@ def run_fake(place, folder):
     from torch import nn
 
     from lightrft.engines import factory
+    from lightrft.engines.facts import EngineFacts
     from lightrft.strategy import get_strategy
-    from lightrft.strategy.engine.generation import SHARED_BY_GROUP
 
     class Shared(FakeEngine):
         runs_on_every_rank = True
@@ -64,8 +64,8 @@ def run_fake(place, folder):
             fail_if_faulty(folder)
         return Shared.for_module(config, module)
 
+    build.facts = EngineFacts(spans_ranks=True)
     factory.ENGINES["fake"] = build
-    SHARED_BY_GROUP["fake"] = True
     with get_strategy({**SETTINGS, "engine_tp_size": 2, "enable_engine_sleep": False}) as strategy:
         actor = nn.Linear(4, 3)
         strategy.setup_inference_engine(None, "fake", actor)

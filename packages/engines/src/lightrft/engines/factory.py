@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
+from lightrft.engines.facts import EngineFacts
 from lightrft.kernels.names import nearest_names
 
 if TYPE_CHECKING:
@@ -21,15 +23,27 @@ class EngineBuilder(Protocol):
         """Starts it; `module` gives the architecture where the engine can use it."""
 
 
-# Name -> where the builder is (`module:name`), or the builder itself.
+# Name -> module whose `FACTS` say what the engine can do, or what starts it. "auto" takes the first
+# with a package, where it is installed.
 ENGINES: dict[str, str | EngineBuilder] = {
-    "hf": "lightrft.engines.hf.engine:HFEngine",
-    "vllm": "lightrft.engines.vllm.engine:VLLMEngine",
-    "sglang": "lightrft.engines.sglang.engine:SGLangEngine",
+    "vllm": "lightrft.engines.vllm.facts",
+    "sglang": "lightrft.engines.sglang.facts",
+    "hf": "lightrft.engines.hf.facts",
 }
+_UNKNOWN = EngineFacts()
 
-# Backends with a package of their own, which an extra installs.
-_EXTRAS = ("vllm", "sglang")
+
+def engine_facts(engine_type: str | None) -> EngineFacts:
+    """Return what an engine can do; of an unknown name, "auto" or None nothing is known."""
+    place = ENGINES.get(engine_type or "")
+    if isinstance(place, str):
+        return cast("EngineFacts", importlib.import_module(place).FACTS)
+    return getattr(place, "facts", _UNKNOWN)
+
+
+def engines_that(has: Callable[[EngineFacts], bool]) -> list[str]:
+    """Return the names of the engines whose facts are like that."""
+    return sorted(name for name in ENGINES if has(engine_facts(name)))
 
 
 def build_engine(config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
@@ -45,9 +59,10 @@ def build_engine(config: EngineConfig, *, module: nn.Module | None = None) -> Ro
         ValueError: The name is unknown.
         ImportError: The backend's package is not installed.
     """
-    builder = ENGINES[resolve_engine_type(config.engine_type)]
+    engine_type = resolve_engine_type(config.engine_type)
+    builder = ENGINES[engine_type]
     if isinstance(builder, str):
-        home, _, name = builder.partition(":")
+        home, _, name = engine_facts(engine_type).builder.partition(":")
         builder = cast("EngineBuilder", vars(importlib.import_module(home))[name])
     return builder(config, module=module)
 
@@ -62,10 +77,12 @@ def resolve_engine_type(engine_type: str) -> str:
         ImportError: The backend's package is not installed.
     """
     if engine_type == "auto":
-        return next((name for name in _EXTRAS if _is_usable(name)), "hf")
-    if engine_type in _EXTRAS and importlib.util.find_spec(engine_type) is None:
+        packages = {name: engine_facts(name).package for name in ENGINES}
+        return next((name for name, package in packages.items() if _is_usable(package)), "hf")
+    package = engine_facts(engine_type).package
+    if package and importlib.util.find_spec(package) is None:
         raise ImportError(
-            f"engine {engine_type!r} needs the package {engine_type!r}, which is not installed; "
+            f"engine {engine_type!r} needs the package {package!r}, which is not installed; "
             f"install lightrft[{engine_type}] or choose engine_type='hf'"
         )
     if engine_type in ENGINES:
@@ -78,4 +95,4 @@ def resolve_engine_type(engine_type: str) -> str:
 def _is_usable(package: str) -> bool:
     import torch
 
-    return torch.cuda.is_available() and importlib.util.find_spec(package) is not None
+    return bool(package and torch.cuda.is_available() and importlib.util.find_spec(package))

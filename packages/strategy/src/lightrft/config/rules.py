@@ -10,7 +10,7 @@ from lightrft.config.registry import AGENT_KINDS, split_kind
 from lightrft.config.run_options import RunOptions
 from lightrft.config.sources import has_splits, probability_problem, split_sources
 from lightrft.config.strategy_config import MERGED
-from lightrft.engines.types import WITH_ADAPTERS, WITHOUT_MIN_P, has_known_order
+from lightrft.engines.factory import engine_facts, engines_that
 
 # The {} right after a letter, as in \\boxed{}, is not the place of the prompt.
 PROMPT_SLOT = re.compile(r"(?<![A-Za-z])\{\}")
@@ -69,9 +69,10 @@ def is_served(place: str) -> bool:
 
 def without_adapters(engine: str) -> str:
     """The refusal of adapters that would travel alone to this engine."""
+    able = " or ".join(engines_that(lambda facts: facts.holds_adapters))
     return (
         f"lora_sync adapter: the {engine} engine holds no adapters beside its weights: give "
-        f"engine_type {' or '.join(WITH_ADAPTERS)}, or lora_sync {MERGED}"
+        f"engine_type {able}, or lora_sync {MERGED}"
     )
 
 
@@ -228,11 +229,15 @@ RULES: tuple[Rule, ...] = (
         and f"{' and '.join(_named_losses(c))} name different policy losses: give one of them"
     ),
     lambda c: (
-        c.min_p > 0 and c.engine_type in WITHOUT_MIN_P and NO_MIN_P.format(engine=c.engine_type)
+        c.min_p > 0
+        and not engine_facts(c.engine_type).draws_min_p
+        and NO_MIN_P.format(engine=c.engine_type)
     ),
     lambda c: (
         correction_of(c)
-        and not has_known_order(c.engine_type, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p)
+        and not engine_facts(c.engine_type).has_known_order(
+            top_k=c.top_k, top_p=c.top_p, min_p=c.min_p
+        )
         and UNKNOWN_ORDER.format(engine=c.engine_type)
     ),
     lambda c: (
@@ -331,7 +336,7 @@ RULES: tuple[Rule, ...] = (
     ),
     lambda c: (
         c.lora_sync != MERGED
-        and c.engine_type not in WITH_ADAPTERS
+        and not engine_facts(c.engine_type).holds_adapters
         and without_adapters(c.engine_type)
     ),
     lambda c: (

@@ -33,9 +33,10 @@ from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.masking import masked_difference
 from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
 from lightrft.config import TrainConfig
+from lightrft.engines.factory import engine_facts
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.media.media import RowMedia
-from lightrft.engines.types import SamplingParams, has_known_order
+from lightrft.engines.types import SamplingParams
 from lightrft.experience.ledger_gate import check_ledger
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.models.layout import LayoutPolicy
@@ -622,7 +623,7 @@ def replayed_support(params: SamplingParams, engine_name: str | None) -> Samplin
         engine_name: Of the engine that drew them.
     """
     top_k, top_p, min_p = params.top_k, params.top_p, params.min_p
-    is_known = has_known_order(engine_name, top_k=top_k, top_p=top_p, min_p=min_p)
+    is_known = engine_facts(engine_name).has_known_order(top_k=top_k, top_p=top_p, min_p=min_p)
     if not params.truncates or not is_known:
         return None
     return SamplingSupport(top_k, top_p, min_p)

@@ -5,6 +5,7 @@ import sys
 
 from lightrft.cli.errors import chain, is_memory_error
 from lightrft.config import TrainConfig
+from lightrft.engines.factory import engine_facts
 from lightrft.kernels.names import first_line
 from lightrft.reporting.metric_table import PEAK_NOTE
 
@@ -137,13 +138,10 @@ def _states(config: TrainConfig) -> list[str]:
 
 
 def _engine(config: TrainConfig) -> list[str]:
-    share = config.engine_mem_util
-    sleeps = config.enable_engine_sleep
-    return (
-        [
-            f"--engine_mem_util {share / 2:g} (now {share:g}): a smaller cache of the engine",
-            "" if sleeps else "--enable_engine_sleep: the engine's memory is free while training",
-        ]
-        if config.engine_type != "hf"
-        else []
-    )
+    if not engine_facts(config.engine_type).has_own_memory:
+        return []
+    share, idle = config.engine_mem_util, "--enable_engine_sleep: the engine's memory is free"
+    return [
+        f"--engine_mem_util {share / 2:g} (now {share:g}): a smaller cache of the engine",
+        "" if config.enable_engine_sleep else f"{idle} while training",
+    ]

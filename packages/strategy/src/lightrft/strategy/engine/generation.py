@@ -17,7 +17,7 @@ from torch import nn
 
 from lightrft.config import TrainConfig
 from lightrft.engines.base import RolloutEngine
-from lightrft.engines.factory import ENGINES, build_engine, resolve_engine_type
+from lightrft.engines.factory import ENGINES, build_engine, engine_facts, resolve_engine_type
 from lightrft.engines.types import (
     EngineConfig,
     GenerationRequest,
@@ -32,7 +32,6 @@ from lightrft.strategy.distributed.collectives import Group, gather_objects
 
 # Engines that the ranks of a tensor-parallel group share. The others live in each rank alone, so
 # each rank generates for its own prompts.
-SHARED_BY_GROUP = {"vllm", "sglang"}
 
 IMAGE_PLACEHOLDER = re.compile(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>")
 VIDEO_PLACEHOLDER = re.compile(r"<\|vision_start\|>(?:<\|video_pad\|>)+<\|vision_end\|>")
@@ -71,7 +70,7 @@ def engine_config(
         engine_type=engine_type,
         model_path=config.pretrain or "",
         dtype="bfloat16" if config.computes_in_bf16(has_gpu=has_gpu) else "float32",
-        tensor_parallel_size=config.engine_tp_size if engine_type in SHARED_BY_GROUP else 1,
+        tensor_parallel_size=config.engine_tp_size if engine_facts(engine_type).spans_ranks else 1,
         memory_utilization=config.engine_mem_util,
         max_model_len=config.max_len,
         seed=config.seed,

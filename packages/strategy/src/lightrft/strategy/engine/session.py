@@ -12,9 +12,8 @@ from torch import nn
 from lightrft.config.rules import without_adapters
 from lightrft.engines.adapters import holds_adapters
 from lightrft.engines.base import RolloutEngine
-from lightrft.engines.factory import build_engine
+from lightrft.engines.factory import build_engine, engine_facts
 from lightrft.engines.types import (
-    WITH_ADAPTERS,
     AdapterShape,
     Completion,
     EngineConfig,
@@ -31,7 +30,6 @@ from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.one_sided import run_apart
 from lightrft.strategy.distributed.process_groups import engine_group_ranks
 from lightrft.strategy.engine.generation import (
-    SHARED_BY_GROUP,
     GenerationWork,
     GenLenAnalyser,
     PromptBatch,
@@ -43,8 +41,6 @@ from lightrft.strategy.weight_sync.canary import actor_canary, compute_dtypes, m
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, engine_source
 from lightrft.strategy.weight_sync.sync import MEGABYTE, WeightSync, WeightSyncReport
 
-# Engines that refuse to start where their share of the device's memory is not free.
-NEED_SHARE = ("vllm",)
 GENERATION_FAILED = "generation failed"
 # Takes completions of this rank while others are sampled; must not raise.
 OnFinished = Callable[[list[Completion]], None]
@@ -96,11 +92,11 @@ def check_places(places: Sequence[Place], config: EngineConfig) -> None:
                 f"several nodes ({', '.join(nodes)}), where each layer waits for the network: "
                 f"expected a divisor of the {per_node} processes of a node"
             )
-    share = config.memory_utilization
+    share, needs_share = config.memory_utilization, engine_facts(config.engine_type).needs_share
     short = [
         f"rank {rank} has {place.free_bytes / 1e9:.1f} of {place.total_bytes / 1e9:.1f} GB"
         for rank, place in enumerate(places)
-        if config.engine_type in NEED_SHARE and place.free_bytes < share * place.total_bytes
+        if needs_share and place.free_bytes < share * place.total_bytes
     ]
     if short:
         raise ValueError(
@@ -172,7 +168,7 @@ class EngineSession:
         return (
             self._engine is not None
             and group_size(self.context.engine_group) > 1
-            and self._engine.name in SHARED_BY_GROUP
+            and engine_facts(self._engine.name).spans_ranks
         )
 
     def start(
@@ -204,7 +200,7 @@ class EngineSession:
         wanted = engine_config(config, kind, has_gpu=self.context.has_gpu, module=module)
         wanted = replace(wanted, vocabulary=vocabulary or Vocabulary())
         if adapters is not None:
-            if kind not in WITH_ADAPTERS:
+            if not engine_facts(kind).holds_adapters:
                 raise ValueError(without_adapters(kind))
             wanted = replace(wanted, adapters=adapters)
         if config.engine_tp_size > wanted.tensor_parallel_size:

@@ -22,7 +22,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import CRITIC, options_of
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, bind, keyword_options
 from lightrft.config.rules import NO_MIN_P, UNKNOWN_ORDER, is_served
-from lightrft.engines.types import WITHOUT_MIN_P, has_known_order
+from lightrft.engines.factory import engine_facts
 
 # Options that reach every loss which has an argument of that name; the first one given wins.
 COMMON_LOSS_OPTIONS = {
@@ -251,11 +251,10 @@ def check_algorithm(
             "teacher_model goes with the option teacher, its folder: got teacher "
             f"{config.teacher!r} and {'a' if has_teacher else 'no'} teacher_model"
         )
-    if config.min_p > 0 and engine_type in WITHOUT_MIN_P:
+    facts = engine_facts(engine_type)
+    if config.min_p > 0 and not facts.draws_min_p:
         found.append(NO_MIN_P.format(engine=engine_type))
-    is_known = has_known_order(
-        engine_type, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p
-    )
+    is_known = facts.has_known_order(top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
     if algorithm.corrections and not is_known:
         found.append(UNKNOWN_ORDER.format(engine=engine_type))
     if found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, cast
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.preference_rows import Preference, load_preferences
-from lightrft.datasets.row_data import RowData
 from lightrft.models import Actor
 from lightrft.stages.models import place_frozen, require_equal_start
 from lightrft.stages.preference.preference_loss import build_loss
@@ -132,7 +131,7 @@ def read_inputs(config: TrainConfig) -> PreferenceInputs:
     if problems:
         raise ConfigError("\n".join(problems))
     reading, data, held_out = read_rows(config, load_preferences)
-    problems = data_problems(config, data, held_out)
+    problems = data_problems(config, data.rows, held_out)
     if problems:
         raise ConfigError("\n".join(problems))
     check_auditable(config, (row for each in data.rows for row in each.rows))
@@ -158,19 +157,20 @@ def preference_problems(config: TrainConfig, num_processes: int) -> list[str]:
 
 
 def data_problems(
-    config: TrainConfig, data: RowData[Preference], held_out: tuple[Preference, ...]
+    config: TrainConfig, items: Sequence[Preference], held_out: Sequence[Preference]
 ) -> list[str]:
     """Reasons why these losses cannot be computed from this data, one line each."""
     found = []
     size = config.train_batch_size
     loss = build_loss(config)
     of_pairs = [term.name for term in loss.terms if not term.traits.is_of_answers]
-    if of_pairs and not data.is_paired:
+    num_answers = len(items[0].rows)
+    if of_pairs and num_answers == 1:
         found.append(
             f"preference_loss {' '.join(of_pairs)} compares two answers to a prompt, and the rows "
             "of prompt_data are labelled one by one: give pairs, or kto or apo_zero_unpaired"
         )
-    if held_out and len(held_out[0].rows) != len(data.rows[0].rows):
+    if held_out and len(held_out[0].rows) != num_answers:
         found.append("prompt_data and eval_data must both hold pairs, or both labelled answers")
     if loss.uses_kl and size < 2:
         found.append(

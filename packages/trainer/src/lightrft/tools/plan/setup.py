@@ -11,6 +11,7 @@ from lightrft.config.files import read_object
 from lightrft.config.options import LARGEST_INT, did_you_mean
 from lightrft.config.rules import is_served
 from lightrft.config.strategy_config import MERGED
+from lightrft.engines.factory import engine_facts
 from lightrft.tools.plan.vision import TOWERS, VisionSize
 
 
@@ -403,7 +404,7 @@ class Setup:
     @property
     def has_server_engine(self) -> bool:
         """Whether the engine has weights and a cache of its own on the device."""
-        return self.rolls_out and self.engine in ("vllm", "sglang")
+        return self.rolls_out and engine_facts(self.engine).has_own_memory
 
     @property
     def cache_bytes(self) -> int:

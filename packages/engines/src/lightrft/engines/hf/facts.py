@@ -1,0 +1,7 @@
+"""Facts about the embedded engine."""
+
+from lightrft.engines.facts import EngineFacts
+
+FACTS = EngineFacts(
+    "lightrft.engines.hf.engine:HFEngine", holds_adapters=True, has_own_memory=False
+)
