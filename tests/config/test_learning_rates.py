@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightrft.config import TrainConfig
+from lightrft.config.parts.training import LEARNING_RATES, default_learning_rate
 from lightrft.config.registry import STAGES
-from lightrft.config.strategy_config import LEARNING_RATES, default_learning_rate
 
 
 def test_each_stage_has_its_rates_and_others_have_those_of_reinforcement():

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Literal, TypedDict, TypeGuard, TypeVar, Unpack
 
 T = TypeVar("T")
+Arguments = Mapping[str, str | int | float | bool] | None
 CRITIC = "a critic"
 SUPERVISED, PREFERENCE = "supervised", "preference"
 # Headings of the options that `train` does not take.

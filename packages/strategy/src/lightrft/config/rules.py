@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Callable, Collection
 
 from lightrft.config.options import did_you_mean
+from lightrft.config.parts.engine import MERGED
 from lightrft.config.registry import AGENT_KINDS, split_kind
 from lightrft.config.run_options import RunOptions
 from lightrft.config.sources import has_splits, probability_problem, split_sources
-from lightrft.config.strategy_config import MERGED
 from lightrft.engines.factory import engine_facts, engines_that
 
 # The {} right after a letter, as in \\boxed{}, is not the place of the prompt.

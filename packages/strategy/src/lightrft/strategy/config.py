@@ -1,7 +1,8 @@
 """The configuration of a strategy; it is part of the one record in `lightrft.config`."""
 
 from lightrft.config.options import ConfigError, mask_address, option
-from lightrft.config.strategy_config import ENGINE_TYPES, MERGED, EngineType, StrategyConfig
+from lightrft.config.parts.engine import ENGINE_TYPES, MERGED, EngineType
+from lightrft.config.strategy_config import StrategyConfig
 
 __all__ = [
     "ENGINE_TYPES",

@@ -15,8 +15,8 @@ from typing import cast
 
 from lightrft.config import TrainConfig
 from lightrft.config.files import held_folder
+from lightrft.config.parts.training import default_learning_rate
 from lightrft.config.registry import STAGES, START_HOOKS, keyword_options
-from lightrft.config.strategy_config import default_learning_rate
 from lightrft.config.toml import write_whole
 from lightrft.reporting.alarms import run_verdict
 from lightrft.reporting.console import RunConsole

@@ -9,8 +9,8 @@ from pathlib import Path
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.files import read_object
 from lightrft.config.options import LARGEST_INT, did_you_mean
+from lightrft.config.parts.engine import MERGED
 from lightrft.config.rules import is_served
-from lightrft.config.strategy_config import MERGED
 from lightrft.engines.factory import engine_facts
 from lightrft.tools.plan.vision import TOWERS, VisionSize
 
