@@ -106,7 +106,9 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Notes tests that are quick by their markers and take long."""
-    if report.when == "call" and not {"full", "slow"} & set(report.keywords):
+    # Those of an engine or a GPU are no part of the quick command.
+    others = {"full", "slow", "vllm", "sglang", "gpu"}
+    if report.when == "call" and not others & set(report.keywords):
         limit = machine.seconds(tiers.QUICK_SECONDS)
         if report.duration > limit:
             LONG[report.nodeid] = report.duration / machine.slowness()

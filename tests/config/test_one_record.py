@@ -16,7 +16,7 @@ OPTIONS = {name: entry.default for name, (entry, _) in options_of(TrainConfig).i
 NEUTRAL = (None, False, True, 0, 1, -1, 0.0, 1.0, "", ())
 # The public interfaces of packages that are used alone have names of their own.
 ALONE = ("packages/engines/", "packages/kernels/")
-DECLARATIONS = ("config/strategy_config.py", "config/run_options.py")
+DECLARATIONS = "/config/parts/"
 COLLECTIONS = {
     f"packages/{path}.py": reason
     for path, reason in {
@@ -43,7 +43,7 @@ def sources() -> dict[str, str]:
 
 
 def classes_that_repeat_options(path: str, tree: ast.AST) -> list[str]:
-    if path.startswith(ALONE) or path.endswith(DECLARATIONS) or path in CLASSES:
+    if path.startswith(ALONE) or DECLARATIONS in path or path in CLASSES:
         return []
     found = []
     for node in ast.walk(tree):
@@ -60,7 +60,7 @@ def classes_that_repeat_options(path: str, tree: ast.AST) -> list[str]:
 
 
 def second_defaults(path: str, tree: ast.AST) -> list[str]:
-    if path.startswith(ALONE) or path.endswith(DECLARATIONS):
+    if path.startswith(ALONE) or DECLARATIONS in path:
         return []
     pairs: list[tuple[str, ast.expr]] = []
     for node in ast.walk(tree):

@@ -59,7 +59,7 @@ def test_adapters_are_saved_with_the_head_that_was_trained_beside_them(tmp_path)
     from transformers import AutoModelForSequenceClassification
 
     from lightrft.config import TrainConfig
-    from lightrft.models.lora import LoraRewardModel
+    from lightrft.models.reward_model import LoraRewardModel
 
     path = write_classifier(tmp_path / "base")
     config = TrainConfig(pretrain=path, lora_rank=2)

@@ -19,7 +19,7 @@ from lightrft.datasets.row_data import RowData
 from lightrft.datasets.step_rows import LabelledSteps
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models import RewardModel
-from lightrft.models.lora import LoraRewardModel
+from lightrft.models.reward_model import LoraRewardModel
 from lightrft.stages.reward.reward_objective import RewardObjective
 from lightrft.stages.rows.row_stage import RowStage
 from lightrft.trainer import RewardTrainer

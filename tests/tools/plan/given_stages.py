@@ -38,7 +38,7 @@ def build(stage, sizes, config, strategy):
     from lightrft.datasets.row_data import RowData
     from lightrft.datasets.supervised_rows import SupervisedRow
     from lightrft.models import Actor, LoraActor, RewardModel
-    from lightrft.models.lora import LoraRewardModel
+    from lightrft.models.reward_model import LoraRewardModel
     from lightrft.stages.distillation.divergence_objective import DivergenceObjective
     from lightrft.stages.models import configure_model, trained_model
     from lightrft.stages.preference.preference_loss import build_loss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
 from lightrft.engines.facts import EngineFacts
@@ -39,11 +38,6 @@ def engine_facts(engine_type: str | None) -> EngineFacts:
     if isinstance(place, str):
         return cast("EngineFacts", importlib.import_module(place).FACTS)
     return getattr(place, "facts", _UNKNOWN)
-
-
-def engines_that(has: Callable[[EngineFacts], bool]) -> list[str]:
-    """Return the names of the engines whose facts are like that."""
-    return sorted(name for name in ENGINES if has(engine_facts(name)))
 
 
 def build_engine(config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:

@@ -6,11 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
-def keeps_order(*, top_k: int, top_p: float, min_p: float) -> bool:
-    """Return True: the engine truncates in the order of `lightrft.engines.sampling`."""
-    return True
-
-
 def combines(*, top_k: int, top_p: float, min_p: float) -> bool:
     """Return whether two truncations act together: one alone is the same everywhere."""
     return (top_k != -1) + (top_p < 1) + (min_p > 0) > 1
@@ -41,4 +36,4 @@ class EngineFacts:
     spans_ranks: bool = False
     has_own_memory: bool = True
     needs_share: bool = False
-    has_known_order: Callable[..., bool] = keeps_order
+    has_known_order: Callable[..., bool] = lambda **_: True

@@ -6,10 +6,10 @@ import math
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field
-from functools import partial
-from typing import Literal, TypedDict, TypeGuard, TypeVar, Unpack
+from types import MappingProxyType
+from typing import Literal, TypedDict, TypeGuard, TypeVar, Unpack, dataclass_transform
 
 T = TypeVar("T")
 Arguments = Mapping[str, str | int | float | bool] | None
@@ -70,8 +70,9 @@ class OptionInfo:
 
 
 class _Details(TypedDict, total=False):
-    """Optional arguments of `OptionInfo`."""
+    """Optional arguments of `OptionInfo`; its part says group, commands and changes otherwise."""
 
+    group: str
     choices: Collection[object] | None
     at_least: float | None
     at_most: float | None
@@ -86,11 +87,33 @@ class _Details(TypedDict, total=False):
     commands: tuple[str, ...]
 
 
-def option(default: T, help: str, *, group: str, **details: Unpack[_Details]) -> T:
-    """A dataclass field with a default and the `OptionInfo` of the other arguments."""
-    info = OptionInfo(help=help, group=group, **details)
-    made: T = field(default=default, metadata={"option": info})
+def option(default: T, help: str, **details: Unpack[_Details]) -> T:
+    """Return a dataclass field with a default, whose class is decorated with `part`."""
+    made: T = field(default=default, metadata={"option": {"help": help, **details}})
     return made
+
+
+@dataclass_transform(kw_only_default=True)
+def part(
+    group: str, *, commands: tuple[str, ...] = (), may_change: bool = False
+) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass of options; they join with those of other parts to one record.
+
+    Args:
+        group: Heading under which its options are listed.
+        commands: Commands beside `train` that take them, unless an option says otherwise.
+        may_change: A continued run is exact although one of them changed, unless it says otherwise.
+    """
+    usual = {"group": group, "commands": commands, "may_change": may_change}
+
+    def decorate(cls: type[T]) -> type[T]:
+        for entry in vars(cls).values():
+            if isinstance(entry, Field) and "option" in entry.metadata:
+                info = OptionInfo(**{**usual, **entry.metadata["option"]})
+                entry.metadata = MappingProxyType({"option": info})
+        return dataclass(kw_only=True)(cls)
+
+    return decorate
 
 
 # Values of `commands`: those beside `train` that read the same data, that generate, that train on
@@ -100,23 +123,8 @@ EVAL = ("eval",)
 SFT = ("sft", "prefer", "reward")
 SFT_ALONE = ("sft",)
 LANGUAGE = ("sft", "prefer")
-NOT_SFT = ()
 # Of `lightrft distill` on rows, beside those of `sft`.
 DISTILL = ("distill",)
-# Options of one heading each; an observation, or where a run ends and writes, may change.
-algorithm_option = partial(option, group="algorithm")
-data_option = partial(option, group="data")
-distributed_option = partial(option, group="distributed", commands=SFT)
-engine_option = partial(option, group="engine")
-models_option = partial(option, group="models")
-monitoring_option = partial(option, group="monitoring", may_change=True, commands=SFT)
-reward_option = partial(option, group="reward")
-rollout_option = partial(option, group="rollout")
-run_option = partial(option, group="run", may_change=True, commands=SFT)
-training_option = partial(option, group="training", commands=SFT)
-# Options of stages that read given rows.
-supervised_option = partial(option, group=SUPERVISED, commands=SFT)
-preference_option = partial(option, group=PREFERENCE, commands=("prefer",))
 
 
 def options_of(cls: type[object]) -> dict[str, tuple[Field[object], OptionInfo]]:

@@ -1,19 +1,23 @@
 """Rules between the values of a configuration; each gives lines, not errors."""
 
+from __future__ import annotations
+
 import math
 import re
 import shlex
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
-from lightrft.config.options import did_you_mean
-from lightrft.config.parts.engine import MERGED
+from lightrft.config.parts.data import PROMPT_SLOT
+from lightrft.config.parts.learning import SAMPLED, form_problem
+from lightrft.config.parts.machine import MERGED
 from lightrft.config.registry import AGENT_KINDS, split_kind
-from lightrft.config.run_options import RunOptions
 from lightrft.config.sources import has_splits, probability_problem, split_sources
-from lightrft.engines.factory import engine_facts, engines_that
+from lightrft.engines.factory import ENGINES, engine_facts
 
-# The {} right after a letter, as in \\boxed{}, is not the place of the prompt.
-PROMPT_SLOT = re.compile(r"(?<![A-Za-z])\{\}")
+if TYPE_CHECKING:
+    from lightrft.config.train_config import TrainConfig
+
 UNKNOWN_ORDER = (
     "off_policy_correction cannot tell which tokens the {engine} engine kept with top_p, top_k and "
     "min_p together: keep one of them, take engine_type hf, or train without a correction: "
@@ -26,66 +30,22 @@ NO_MIN_P = (
 # Of rows that older weights sampled, where nothing is given; and what leaves it out.
 STALE_CORRECTION, NO_CORRECTION = "tis", "none"
 MAX_SAMPLES = 10**7
-# The judge that is the model which is trained.
-POLICY = "policy"
-# Forms of distillation; those with a wrong gradient by the names that other projects have for them.
-SAMPLED = "sampled"
-FORMS = (SAMPLED, "reverse", "forward", "jsd")
-_K3 = (
-    "k3 as a reward has the expected gradient of KL(student || teacher) less that of KL(teacher || "
-    "student), which vanishes near the teacher"
-)
-_TOP_K = (
-    "a divergence of the top k tokens is equal for whatever token was sampled, so that taken from "
-    "its advantage it has no expected gradient"
-)
-REFUSED = {
-    "k1_loss": "k1 as a loss has no expected gradient",
-    "k3": _K3,
-    "low_var_kl": _K3,
-    "topk": _TOP_K,
-    "forward_kl_topk": _TOP_K,
-    "reverse_kl_topk": _TOP_K,
-}
 # The estimator without an advantage of the rewards.
 NO_REWARDS = "zero"
 # A sentence on what is wrong with the values together; a falsy answer is nothing.
-Rule = Callable[[RunOptions], object]
-
-
-def form_problem(name: str) -> str | None:
-    """The reason why `teacher_form` cannot have this value; None if it can."""
-    if name in REFUSED:
-        return f"teacher_form: got {name!r}: {REFUSED[name]}; take {SAMPLED}"
-    if name not in FORMS:
-        return f"teacher_form: got {name!r}{did_you_mean(name, FORMS)}"
-    return None
-
-
-def is_served(place: str) -> bool:
-    """Whether a teacher is an address, not a folder."""
-    return place.startswith(("http://", "https://"))
+Rule = Callable[["TrainConfig"], object]
 
 
 def without_adapters(engine: str) -> str:
     """The refusal of adapters that would travel alone to this engine."""
-    able = " or ".join(engines_that(lambda facts: facts.holds_adapters))
+    able = " or ".join(sorted(each for each in ENGINES if engine_facts(each).holds_adapters))
     return (
         f"lora_sync adapter: the {engine} engine holds no adapters beside its weights: give "
         f"engine_type {able}, or lora_sync {MERGED}"
     )
 
 
-def _has_teacher(c: RunOptions) -> bool:
-    return c.teacher is not None or bool(c.teachers)
-
-
-def _has_server(c: RunOptions) -> bool:
-    places = [each.partition("=")[2] for each in c.teachers]
-    return any(map(is_served, (c.teacher or "", *places)))
-
-
-def _teacher_names_problem(c: RunOptions) -> str | None:
+def _teacher_names_problem(c: TrainConfig) -> str | None:
     names = [each.partition("=")[0] for each in c.teachers]
     wrong = [each for each in c.teachers if not all(each.partition("="))]
     if wrong:
@@ -104,29 +64,16 @@ def _teacher_names_problem(c: RunOptions) -> str | None:
     return None
 
 
-def _truncates(c: RunOptions) -> bool:
+def _truncates(c: TrainConfig) -> bool:
     return c.top_p < 1 or c.top_k != -1 or c.min_p > 0
 
 
-def _splits(c: RunOptions) -> bool:
-    return c.rollout_ranks > 0
-
-
-def _has_episodes(c: RunOptions) -> bool:
-    return bool(c.environment or c.tools or c.agent or c.agent_command)
-
-
-def judges_by_policy(c: RunOptions) -> bool:
-    """Whether the reward judge asks the model that is trained."""
-    return c.judge_model == POLICY and c.judge_url is None
-
-
-def _num_rewards(c: RunOptions) -> int:
+def _num_rewards(c: TrainConfig) -> int:
     urls = c.remote_rm_url or ()
     return len(c.reward_fn) + (1 if isinstance(urls, str) else len(urls)) + len(c.reward_pretrain)
 
 
-def _named_losses(c: RunOptions) -> dict[str, str]:
+def _named_losses(c: TrainConfig) -> dict[str, str]:
     """The policy loss by each option that names one."""
     named = {
         "use_gspo": "gspo" if c.use_gspo else None,
@@ -136,29 +83,13 @@ def _named_losses(c: RunOptions) -> dict[str, str]:
     return {option: loss for option, loss in named.items() if loss is not None}
 
 
-def keeps_rows(c: RunOptions) -> bool:
-    """Whether steps train on rows that older weights sampled."""
-    return c.rollout_lag > 0 or c.stream_chunk is not None
-
-
-def correction_of(c: RunOptions) -> str | tuple[str, ...] | None:
-    """Terms of the correction in effect; None is none.
-
-    Unless given, of rows that older weights sampled it is `STALE_CORRECTION`.
-    """
-    given = c.off_policy_correction
-    if given is None and keeps_rows(c) and not c.use_rollout_logprobs:
-        return STALE_CORRECTION
-    return None if given in (NO_CORRECTION, (NO_CORRECTION,)) else given
-
-
 def _nonzero(name: str) -> Rule:
     return lambda c: (
         getattr(c, name) == 0 and f"{name}: got 0, expected -1 (off) or a number of at least 1"
     )
 
 
-def _excludes(switch: str, cause: str, is_set: Callable[[RunOptions], bool]) -> Rule:
+def _excludes(switch: str, cause: str, is_set: Callable[[TrainConfig], bool]) -> Rule:
     return lambda c: (
         getattr(c, switch) and is_set(c) and f"{switch} excludes {cause}; leave one of them out"
     )
@@ -183,7 +114,7 @@ def _regex_problem(name: str, text: str | None) -> str | None:
     return None
 
 
-_WITHOUT_AGENTS: tuple[tuple[str, Callable[[RunOptions], bool]], ...] = (
+_WITHOUT_AGENTS: tuple[tuple[str, Callable[[TrainConfig], bool]], ...] = (
     ("environment: the agent has tools of its own", lambda c: bool(c.environment)),
     ("tools: the agent has its own", lambda c: bool(c.tools)),
     (
@@ -234,14 +165,14 @@ RULES: tuple[Rule, ...] = (
         and NO_MIN_P.format(engine=c.engine_type)
     ),
     lambda c: (
-        correction_of(c)
+        c.correction
         and not engine_facts(c.engine_type).has_known_order(
             top_k=c.top_k, top_p=c.top_p, min_p=c.min_p
         )
         and UNKNOWN_ORDER.format(engine=c.engine_type)
     ),
     lambda c: (
-        correction_of(c)
+        c.correction
         and c.use_fire
         and _truncates(c)
         and (
@@ -250,7 +181,7 @@ RULES: tuple[Rule, ...] = (
         )
     ),
     lambda c: (
-        not correction_of(c)
+        not c.correction
         and (c.correction_low is not None or c.correction_high is not None)
         and "correction_low and correction_high need off_policy_correction"
     ),
@@ -266,7 +197,7 @@ RULES: tuple[Rule, ...] = (
     lambda c: form_problem(c.teacher_form),
     lambda c: (
         c.advantage_estimator == "zero"
-        and not _has_teacher(c)
+        and not c.teacher_places
         and "--teacher is missing: with advantage_estimator zero rewards teach nothing"
     ),
     _excludes(
@@ -277,7 +208,7 @@ RULES: tuple[Rule, ...] = (
     _teacher_names_problem,
     lambda c: (
         c.teacher_form == SAMPLED
-        and _has_server(c)
+        and c.has_served_teacher
         and c.temperature != 1
         and (
             "temperature: a server's log-probabilities of a prompt are those of temperature 1: got "
@@ -286,7 +217,7 @@ RULES: tuple[Rule, ...] = (
     ),
     lambda c: (
         c.teacher_form != SAMPLED
-        and _has_server(c)
+        and c.has_served_teacher
         and c.teacher_top_k is None
         and (
             "teacher_top_k: a server does not give the whole distribution: say of how many tokens "
@@ -295,8 +226,8 @@ RULES: tuple[Rule, ...] = (
     ),
     lambda c: (
         c.teacher_top_k is not None
-        and _has_teacher(c)
-        and not _has_server(c)
+        and c.teacher_places
+        and not c.has_served_teacher
         and "teacher_top_k is of served teachers: a folder's gives the whole distribution"
     ),
     lambda c: (
@@ -321,7 +252,7 @@ RULES: tuple[Rule, ...] = (
         )
     ),
     lambda c: (
-        _has_teacher(c)
+        c.teacher_places
         and c.teacher_form == SAMPLED
         and (_truncates(c) or c.use_fire)
         and (
@@ -350,7 +281,7 @@ RULES: tuple[Rule, ...] = (
     lambda c: c.lora_sync != MERGED and c.lora_rank == 0 and "lora_sync adapter needs lora_rank",
     lambda c: (
         c.lora_sync != MERGED
-        and _splits(c)
+        and c.rollout_ranks > 0
         and "lora_sync adapter excludes rollout_ranks, whose engines know no adapters: leave one "
         "of them out"
     ),
@@ -447,7 +378,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: bool(c.stop),
     ),
     lambda c: (
-        _has_episodes(c)
+        c.has_episodes
         and not c.apply_chat_template
         and "environment, tools and agent need turns: add apply_chat_template"
     ),
@@ -469,19 +400,19 @@ RULES: tuple[Rule, ...] = (
     _excludes(
         "stream_chunk",
         "judge_model policy: the engine is asked where it has no open responses",
-        judges_by_policy,
+        lambda c: c.judges_by_policy,
     ),
     lambda c: (
-        judges_by_policy(c)
+        c.judges_by_policy
         and c.engine_tp_size > 1
         and "judge_model policy: each rank asks an engine of its own: set engine_tp_size 1"
     ),
     lambda c: (
-        _splits(c)
+        c.rollout_ranks > 0
         and c.rollout_lag == 0
         and "rollout_ranks samples the steps to come while one is trained: add rollout_lag 1"
     ),
-    lambda c: _splits(c) and not c.fsdp and "rollout_ranks needs FSDP2: add fsdp",
+    lambda c: c.rollout_ranks > 0 and not c.fsdp and "rollout_ranks needs FSDP2: add fsdp",
     _excludes(
         "rollout_ranks",
         "reward_pretrain: the ranks that generate hold no reward model",
@@ -497,7 +428,7 @@ RULES: tuple[Rule, ...] = (
         "audit_every: the samples are on other ranks",
         lambda c: c.audit_every > 0,
     ),
-    _excludes("use_fire", "environment, tools and agent", _has_episodes),
+    _excludes("use_fire", "environment, tools and agent", lambda c: c.has_episodes),
     lambda c: c.agent_command is not None and _command_problem(c.agent_command),
     _excludes("agent", "agent_command", lambda c: bool(c.agent_command)),
     *(
@@ -518,7 +449,7 @@ RULES: tuple[Rule, ...] = (
     _excludes(
         "use_rollout_logprobs",
         "off_policy_correction: all its weights would be 1",
-        lambda c: bool(correction_of(c)),
+        lambda c: bool(c.correction),
     ),
     _excludes(
         "use_rollout_logprobs",
@@ -535,16 +466,20 @@ class _UnreadableError(Exception):
 class _Readable:
     """A configuration whose wrong fields cannot be read, so that rules about them are left out."""
 
-    def __init__(self, config: RunOptions, wrong: Collection[str]) -> None:
+    def __init__(self, config: TrainConfig, wrong: Collection[str]) -> None:
         self._config, self._wrong = config, wrong
 
     def __getattr__(self, name: str) -> object:
         if name in self._wrong:
             raise _UnreadableError
+        member = getattr(type(self._config), name, None)
+        # What a property reads can be wrong as well.
+        if isinstance(member, property) and member.fget is not None:
+            return member.fget(self)
         return getattr(self._config, name)
 
 
-def broken_rules(config: RunOptions, *, wrong: Collection[str]) -> list[str]:
+def broken_rules(config: TrainConfig, *, wrong: Collection[str]) -> list[str]:
     """Values that are legal alone but not together, one line each.
 
     Args:
@@ -562,7 +497,7 @@ def broken_rules(config: RunOptions, *, wrong: Collection[str]) -> list[str]:
     return found
 
 
-def unused_by_rules(c: RunOptions) -> list[str]:
+def unused_by_rules(c: TrainConfig) -> list[str]:
     """Options that were changed and act only with something `acts_with` cannot say."""
     rules = (
         ("prompt_split", "a folder or data set in prompt_data", has_splits(c.prompt_data)),
@@ -597,7 +532,7 @@ def unused_by_rules(c: RunOptions) -> list[str]:
     ]
 
 
-def launch_problems(config: RunOptions, num_processes: int) -> list[str]:
+def launch_problems(config: TrainConfig, num_processes: int) -> list[str]:
     """The same for all processes of a launch, of which the last ones may only generate."""
     num_training = num_processes - config.rollout_ranks
     if num_training < 1:
@@ -608,7 +543,7 @@ def launch_problems(config: RunOptions, num_processes: int) -> list[str]:
     return batch_problems(config, num_training)
 
 
-def batch_problems(config: RunOptions, world_size: int) -> list[str]:
+def batch_problems(config: TrainConfig, world_size: int) -> list[str]:
     """Sizes that do not fit together on `world_size` processes, one line per rule.
 
     A step samples rollout_batch_size * n_samples_per_prompt responses and updates once per
@@ -665,7 +600,7 @@ def batch_problems(config: RunOptions, world_size: int) -> list[str]:
     return found
 
 
-def _micro_remedies(config: RunOptions, samples: int, ranks: int) -> list[str]:
+def _micro_remedies(config: TrainConfig, samples: int, ranks: int) -> list[str]:
     """Return sizes of updates and micro-batches that pass all rules, the nearest ones."""
     train, micro = config.train_batch_size, config.micro_train_batch_size
     trains = [size for size in _divisors(samples) if size % ranks == 0]
@@ -683,7 +618,7 @@ def _micro_remedies(config: RunOptions, samples: int, ranks: int) -> list[str]:
     return [f"nearest legal pair of them: {' or '.join(pairs)}"] if pairs else []
 
 
-def _engine_problems(config: RunOptions, generating: int) -> list[str]:
+def _engine_problems(config: TrainConfig, generating: int) -> list[str]:
     """Of the ranks that have engines: those that only generate, if there are any."""
     found, prompts = [], config.rollout_batch_size
     if generating % config.engine_tp_size:

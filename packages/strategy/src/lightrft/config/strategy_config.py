@@ -25,14 +25,12 @@ from lightrft.config.options import (
     type_hints,
 )
 from lightrft.config.other_names import said_once
-from lightrft.config.parts.distributed import DistributedOptions
-from lightrft.config.parts.engine import EngineOptions
-from lightrft.config.parts.logs import LogOptions
-from lightrft.config.parts.models import ModelOptions
-from lightrft.config.parts.shaping import ShapingOptions
+from lightrft.config.parts.machine import DistributedOptions, EngineOptions
+from lightrft.config.parts.rollout import ShapingOptions
+from lightrft.config.parts.run_control import LogOptions
+from lightrft.config.parts.scores import ModelOptions
 from lightrft.config.parts.training import (
     TrainingOptions,
-    default_learning_rate,
 )
 
 # Weights of which every rank would load a whole copy into the host's memory.
@@ -195,25 +193,6 @@ class StrategyConfig(
         chosen = copy.copy(self)
         chosen.fsdp = True
         return chosen
-
-    @property
-    def peak_learning_rate(self) -> float:
-        """Of the model that is trained; that of reinforcement where no stage decided."""
-        rate = self.actor_learning_rate
-        return default_learning_rate() if rate is None else rate
-
-    @property
-    def rate_factors(self) -> Mapping[str, float]:
-        """Factors of the learning rate by part of a model's names."""
-        return {part: float(value) for part, value in (self.learning_rate_factors or {}).items()}
-
-    def computes_in_bf16(self, *, has_gpu: bool) -> bool:
-        """Whether models compute in bfloat16: as set, else exactly on a GPU."""
-        return has_gpu if self.bf16 is None else self.bf16
-
-    def fuses_logprob(self, *, has_gpu: bool) -> bool:
-        """Whether the output projection is fused: as set, else exactly on a GPU."""
-        return has_gpu if self.fused_linear_logprob is None else self.fused_linear_logprob
 
     def builds_on_meta(self, *, has_gpu: bool, weight_bytes: int, is_in_files: bool = True) -> bool:
         """Whether models are built without memory: as set, else on GPUs above 2 GB of weights.

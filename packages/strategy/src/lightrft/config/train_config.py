@@ -1,37 +1,65 @@
 """The one record of a training run, from which flags, TOML and help are derived."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from lightrft.config.options import ConfigError, options_of
+from lightrft.config.options import EVAL, ConfigError, option, options_of, part
 from lightrft.config.other_names import TABLE_HINT, option_hint, with_our_names
+from lightrft.config.parts.data import MediaOptions, PromptOptions, SourceOptions
+from lightrft.config.parts.learning import AlgorithmOptions, TeacherOptions
+from lightrft.config.parts.machine import ENGINE_TYPES
+from lightrft.config.parts.rollout import EpisodeOptions, SamplingOptions, StreamingOptions
+from lightrft.config.parts.rows import PreferenceOptions, RewardModelOptions, SupervisedOptions
+from lightrft.config.parts.run_control import MonitoringOptions, RunControlOptions
+from lightrft.config.parts.scores import RewardOptions
+from lightrft.config.parts.training import WeightOptions
 from lightrft.config.rules import (
+    NO_CORRECTION,
     NO_REWARDS,
-    SAMPLED,
+    STALE_CORRECTION,
     batch_problems,
     broken_rules,
-    correction_of,
-    judges_by_policy,
     unused_by_rules,
 )
-from lightrft.config.run_options import RunOptions
+from lightrft.config.strategy_config import StrategyConfig
 from lightrft.config.toml import read_toml, write_toml
-
-DEFAULT_POLICY_LOSS = "ppo"
-
 
 _ROW_SIZES = ("micro_train_batch_size", "micro_rollout_batch_size")
 
 
-@dataclass(kw_only=True)
-class TrainConfig(RunOptions):
+# Of a whole run the engine is chosen; the published default of a strategy is vllm.
+@part("engine", commands=EVAL)
+class TrainConfig(
+    MonitoringOptions,
+    RunControlOptions,
+    RewardModelOptions,
+    PreferenceOptions,
+    SupervisedOptions,
+    TeacherOptions,
+    AlgorithmOptions,
+    RewardOptions,
+    EpisodeOptions,
+    StreamingOptions,
+    SamplingOptions,
+    WeightOptions,
+    MediaOptions,
+    PromptOptions,
+    SourceOptions,
+    StrategyConfig,
+):
     """Options of `lightrft train` and of the trainers, checked alone and together.
 
     Raises:
         ConfigError: Values of wrong type, out of range or contradictory; one message lists all.
     """
+
+    engine_type: str = option(
+        "auto",
+        "Rollout engine; auto takes vllm or sglang on a GPU, else hf.",
+        choices=ENGINE_TYPES,
+        common=True,
+    )
 
     def problems(self) -> list[str]:
         """Problems of the values, one line each; empty if there are none."""
@@ -43,12 +71,6 @@ class TrainConfig(RunOptions):
         return super().unused_options() + unused_by_rules(self)
 
     @property
-    def policy_loss_name(self) -> str:
-        """The policy loss, which `use_gspo` and `use_cpg_loss` may name instead."""
-        by_flag = "gspo" if self.use_gspo else "cpgd" if self.use_cpg_loss else DEFAULT_POLICY_LOSS
-        return self.policy_loss or by_flag
-
-    @property
     def kl_estimator_name(self) -> str:
         """The KL estimator, by default the one whose gradient is right where the KL is put."""
         return self.kl_estimator or ("k3+" if self.use_kl_loss else "k1")
@@ -56,17 +78,10 @@ class TrainConfig(RunOptions):
     @property
     def correction(self) -> str | tuple[str, ...] | None:
         """Terms of the off-policy correction, by default what the age of rows asks for."""
-        return correction_of(self)
-
-    @property
-    def checkpoint_dir(self) -> Path:
-        """Folder of the resumable checkpoints."""
-        return Path(self.ckpt_path or Path(self.output_dir) / "checkpoints")
-
-    @property
-    def model_dir(self) -> Path:
-        """Folder of the trained model in Hugging Face format."""
-        return Path(self.save_path or Path(self.output_dir) / "model")
+        terms = self.off_policy_correction
+        if terms is None and self.keeps_rows and not self.use_rollout_logprobs:
+            return STALE_CORRECTION
+        return None if terms in (NO_CORRECTION, (NO_CORRECTION,)) else terms
 
     @property
     def num_minibatches(self) -> int:
@@ -99,27 +114,6 @@ class TrainConfig(RunOptions):
         most = (self.max_staleness + 1) * self.rollout_batch_size
         usual = -(-3 * self.rollout_batch_size // 2) + waiting * self.rollout_batch_size
         return self.stream_prompts or min(most, usual)
-
-    @property
-    def has_episodes(self) -> bool:
-        """Whether responses may have several turns."""
-        return self.environment is not None or bool(self.tools) or self.has_agent
-
-    @property
-    def has_agent(self) -> bool:
-        """Whether something that owns its loop calls the model."""
-        return self.agent is not None or self.agent_command is not None
-
-    @property
-    def judges_by_policy(self) -> bool:
-        """See `rules.judges_by_policy`."""
-        return judges_by_policy(self)
-
-    @property
-    def judge_folder(self) -> str | None:
-        """Folder of the reward judge's own model, or None."""
-        is_own = self.judge_url is None and not self.judges_by_policy
-        return self.judge_model if is_own else None
 
     @property
     def max_episode_tokens(self) -> int:
@@ -188,30 +182,11 @@ class TrainConfig(RunOptions):
         )
 
     @property
-    def teacher_places(self) -> dict[str, str]:
-        """Folder or address of each teacher by name; the name of the only one is ""."""
-        if self.teacher is not None:
-            return {"": self.teacher}
-        pairs = (each.partition("=") for each in self.teachers)
-        return {name: place for name, _, place in pairs}
-
-    @property
-    def teacher_factors(self) -> dict[str, float]:
-        """Weight of each teacher by name."""
-        names = list(self.teacher_places)
-        return dict(zip(names, self.teacher_weights or [1.0] * len(names), strict=True))
-
-    @property
     def has_rewards(self) -> bool:
         """Whether the options name something that scores responses."""
         scored = (self.reward_fn, self.remote_rm_url, self.reward_pretrain)
         named = (*scored, self.environment, self.has_agent)
         return any(map(bool, named))
-
-    @property
-    def distillation_stage(self) -> str:
-        """The stage of `lightrft distill`: on sampled tokens, or on given rows."""
-        return "policy" if self.teacher_form == SAMPLED else "divergence"
 
     def distilled(self) -> Self:
         """The options of a distillation: on samples, advantages are the teacher's alone.

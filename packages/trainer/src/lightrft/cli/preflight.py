@@ -14,7 +14,7 @@ from lightrft.config import TrainConfig
 from lightrft.config.files import FileError, read_bytes
 from lightrft.config.other_names import A_DATA_FILE, A_MODEL, A_REWARD
 from lightrft.config.registry import LOGGERS
-from lightrft.config.rules import NO_REWARDS, is_served
+from lightrft.config.rules import NO_REWARDS
 from lightrft.config.sources import split_sources
 from lightrft.datasets.files import Row, read_sources, scan_rows
 from lightrft.datasets.render import as_flags, found_keys, label_of, render
@@ -276,7 +276,7 @@ def check_paths(config: TrainConfig) -> list[str]:
 def teacher_problems(config: TrainConfig) -> list[str]:
     """Missing files of the teachers that are folders."""
     flag = "--teachers" if config.teachers else "--teacher"
-    folders = [place for place in config.teacher_places.values() if not is_served(place)]
+    folders = config.teacher_folders.values()
     return [problem for folder in folders for problem in model_problems(flag, folder)]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from lightrft.config import TrainConfig
-from lightrft.config.rules import PROMPT_SLOT
+from lightrft.config.parts.data import PROMPT_SLOT
 from lightrft.datasets.chat_template import template_of
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import (

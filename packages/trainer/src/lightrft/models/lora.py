@@ -33,7 +33,6 @@ from lightrft.models.adapter_files import (
     is_below,
     load_adapters,
 )
-from lightrft.models.reward_model import HEAD, RewardModel
 from lightrft.models.sequence_model import SequenceModel, has_prefix, names_part
 from lightrft.strategy.checkpoints.gathered_model import (
     BASE_LAYER,
@@ -176,18 +175,6 @@ class LoraActor(LoraModel, Actor):
     def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
         super().__init__(model)
         self.add_adapters(model, config)
-
-
-class LoraRewardModel(LoraModel, RewardModel):
-    """A reward model with adapters, whose head is trained whole; see `LoraModel`."""
-
-    def __init__(
-        self, model: PreTrainedModel, config: TrainConfig, head: nn.Module | None = None
-    ) -> None:
-        super().__init__(model, head)
-        self.whole = () if self.is_beside else (HEAD,)
-        self.add_adapters(model, config)
-        self.head.requires_grad_(True)
 
 
 def add_product(values: Tensor, start: int, first: Tensor, second: Tensor, *, scale: float) -> None:

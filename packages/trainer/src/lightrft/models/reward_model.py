@@ -10,8 +10,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from lightrft.config import TrainConfig
 from lightrft.config.files import FileError, regular_file
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import RowMedia
@@ -23,6 +24,7 @@ from lightrft.models.loading import (
     load_trunk,
     save_pretrained,
 )
+from lightrft.models.lora import LoraModel
 from lightrft.models.score_heads import (
     LAST_TOKEN,
     AttentionHead,
@@ -280,3 +282,15 @@ def load_score_head(path: str, trunk: PreTrainedModel) -> nn.Module:
         raise ModelLoadError(f"{file} holds {shapes}: expected {wanted}")
     head.load_state_dict(tensors)
     return head
+
+
+class LoraRewardModel(LoraModel, RewardModel):
+    """A reward model with adapters, whose head is trained whole; see `LoraModel`."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: TrainConfig, head: nn.Module | None = None
+    ) -> None:
+        super().__init__(model, head)
+        self.whole = () if self.is_beside else (HEAD,)
+        self.add_adapters(model, config)
+        self.head.requires_grad_(True)

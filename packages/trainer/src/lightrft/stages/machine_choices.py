@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightrft.config import TrainConfig
-from lightrft.config.rules import is_served
 from lightrft.models.attention import try_packing
 from lightrft.models.loading import load_config
 from lightrft.models.weight_files import count_model
@@ -36,8 +35,8 @@ class ModelFacts:
 def read_model_facts(config: TrainConfig, strategy: StrategyBase) -> ModelFacts:
     """From the files of the models; see `ModelFacts`."""
     paths = {str(config.pretrain)}
-    others = (config.critic_pretrain, *config.teacher_places.values())
-    paths |= {each for each in others if isinstance(each, str) and not is_served(each)}
+    others = (config.critic_pretrain, *config.teacher_folders.values())
+    paths |= {each for each in others if isinstance(each, str)}
     device = strategy.device.type
     bf16 = config.computes_in_bf16(has_gpu=device == "cuda")
     trials = [try_packing(load_config(path), device, bf16=bf16) for path in sorted(paths)]

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.rules import is_served
 from lightrft.models import Actor, LoraActor, SequenceModel, load_causal_lm
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.lora import LoraModel
@@ -244,8 +243,7 @@ def load_teachers(config: TrainConfig, strategy: StrategyBase) -> dict[str, nn.M
     """The teachers that are models of the run, prepared one by one; servers are none."""
     return {
         name: place_frozen(partial(Actor.from_pretrained, at), config, strategy)
-        for name, at in config.teacher_places.items()
-        if not is_served(at)
+        for name, at in config.teacher_folders.items()
     }
 
 

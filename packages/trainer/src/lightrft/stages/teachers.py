@@ -12,8 +12,8 @@ import numpy as np
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import mask_address
+from lightrft.config.parts.learning import is_served
 from lightrft.config.registry import TEACHER_SERVERS
-from lightrft.config.rules import is_served
 from lightrft.engines.media.families import family_of
 from lightrft.experience.teachers import (
     LogprobServer,
@@ -176,9 +176,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
 
 def is_own_teacher(config: TrainConfig) -> bool:
     """Whether the student and its one teacher are read from one place."""
-    if config.teacher is None or is_served(config.teacher):
-        return False
-    return Path(str(config.teacher)).resolve() == Path(str(config.pretrain)).resolve()
+    folder = config.teacher_folders.get("")
+    return bool(folder) and Path(str(folder)).resolve() == Path(str(config.pretrain)).resolve()
 
 
 def require_zero(mean: float, config: TrainConfig, strategy: StrategyBase) -> None:

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.batch_stream import Batches, planned_steps
-from lightrft.datasets.media import TextModality
 from lightrft.datasets.types import Prompt
 from lightrft.models import load_tokenizer
 from lightrft.records.batch import ExperienceBatch
@@ -131,7 +130,7 @@ class PPOTrainer:
         reward, models = build_trainer_rewards(
             reward_fn or reward_model, model_rewards, strategy, config
         )
-        episodes = environments or SingleTurns(TextModality(tokenizer))
+        episodes = environments or _single_turns(tokenizer)
         if initial_model is not None and config.init_kl_coef == 0:
             strategy.print("warning: initial_model is not used: init_kl_coef is 0; give 0.01, say")
             initial_model = None
@@ -345,3 +344,9 @@ def _actor_tokenizer(pretrain: str | None) -> PreTrainedTokenizerBase:
     if pretrain is None:
         raise ValueError("the trainer needs the actor's tokenizer: pass tokenizer=")
     return load_tokenizer(pretrain)
+
+
+def _single_turns(tokenizer: PreTrainedTokenizerBase) -> SingleTurns:
+    from lightrft.datasets.media import TextModality
+
+    return SingleTurns(TextModality(tokenizer))

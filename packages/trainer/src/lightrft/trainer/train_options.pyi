@@ -28,7 +28,7 @@ class TrainOptions(TypedDict, total=False):
     step, and weights are smaller."""
     adam_betas: tuple[float, float]
     """Adam's decay rates of the two moments."""
-    learning_rate_factors: Mapping[str, object]
+    learning_rate_factors: Mapping[str, str | int | float | bool] | None
     """Learning rates of parts, as factors of the model's: visual=0.1 is the vision tower with
     its projector, lora_B=16 is LoRA+. Regular expressions for parts of names; the first that
     matches counts."""
@@ -100,7 +100,7 @@ class TrainOptions(TypedDict, total=False):
     """Share of device memory the engine may take."""
     enable_engine_sleep: bool
     """Release the engine's memory while the trainer runs."""
-    engine_args: Mapping[str, object]
+    engine_args: Mapping[str, str | int | float | bool] | None
     """Further options under the engine's own names."""
     max_len: int | None
     """Longest prompt plus completion, in tokens."""
@@ -168,6 +168,10 @@ class TrainOptions(TypedDict, total=False):
     """Part of a folder or data set to train on."""
     eval_split: str
     """Part of a folder or data set of eval_data."""
+    max_samples: int
+    """Use at most this many training prompts."""
+    max_eval_samples: int
+    """Use at most this many evaluation prompts."""
     input_key: str
     """Column that holds the prompt."""
     label_key: str | None
@@ -181,10 +185,12 @@ class TrainOptions(TypedDict, total=False):
     prompt_max_len: int
     """Longest prompt, in tokens; longer ones, and those that leave no room for generate_max_len
     in the model's context, are left out and counted."""
-    max_samples: int
-    """Use at most this many training prompts."""
-    max_eval_samples: int
-    """Use at most this many evaluation prompts."""
+    chat_template: str | None
+    """File with a Jinja chat template in place of the tokenizer's."""
+    chat_template_args: Mapping[str, str | int | float | bool] | None
+    """Variables of the chat template, such as enable_thinking=false."""
+    pretrain_column: str
+    """Column of the texts in pretrain_data, where it has texts."""
     images_key: str
     """Column with the images of a prompt: paths relative to the file, bytes or base64, one or a
     list. The default also finds a column called image."""
@@ -216,6 +222,117 @@ class TrainOptions(TypedDict, total=False):
     """Most videos of a prompt; a row with more is an error. Unset sets no limit."""
     limit_mm_audio_per_prompt: int | None
     """Most sounds of a prompt; a row with more is an error. Unset sets no limit."""
+    lora_rank: int
+    """Train adapters of this rank on the actor instead of its weights; 0 trains the weights."""
+    lora_alpha: float
+    """Adapters count lora_alpha / lora_rank."""
+    lora_path: str | None
+    """Adapters to start from, a folder in PEFT's format such as model/adapter of a run; of the
+    same lora_rank, lora_alpha and layers. A reference is the model without them."""
+    lora_dropout: float
+    """Probability of leaving an input of an adapter out; without effect in reinforcement, where
+    the ratios to earlier logprobs would be random."""
+    target_modules: Sequence[str]
+    """Layers that get adapters: last names of linear layers, regular expressions for whole
+    names (language_model.* is the text of a vision-language model), or all-linear."""
+    freeze_prefix: Sequence[str]
+    """Parts of actor and critic that are not trained, by regular expressions for the beginnings
+    of their names: visual is the vision tower of Qwen-VL with its projector, visual(?!\.merger)
+    without."""
+    micro_batch_tokens: int | None
+    """Cut micro-batches by this many tokens, padding included, instead of by rows. Unset, it is
+    decided at the start on GPUs unless a micro_* size was given: the largest power of two up to
+    32,768 whose memory plan fits, and at most what the batch has."""
+    allow_new_weights: Sequence[str]
+    """Names of tensors (patterns like 'score.*') that may be missing from a checkpoint, of
+    another shape or unused; those the model needs are initialised anew, alike in actor and
+    reference."""
+    rollout_batch_size: int
+    """Prompts per step, over all ranks."""
+    generate_max_len: int
+    """Longest response, in tokens."""
+    temperature: float
+    """Sampling temperature."""
+    top_p: float
+    """Sample from the smallest set of tokens with this probability; 1 keeps all."""
+    top_k: int
+    """Sample from the k most likely tokens; -1 keeps all."""
+    min_p: float
+    """Sample from the tokens with at least this share of the probability of the most likely
+    one; 0 keeps all."""
+    stop: Sequence[str]
+    """Texts that end a response, beside the model's own end; they stay in it."""
+    use_fire: bool
+    """Draw the first token at first_token_temperature (FIRE)."""
+    first_token_temperature: float
+    """Temperature of the first token with use_fire."""
+    max_num_gen_batches: int
+    """Rollout batches of one step with dynamic_sampling, at most."""
+    rollout_lag: int
+    """Updates between the weights that sample a step and those that it trains: with 1 the next
+    step is sampled before this one is trained on."""
+    rollout_ranks: int
+    """Processes that only generate, the last ones of the launch: they sample the steps to come
+    while the others train. 0 lets every process do both."""
+    stream_chunk: int | None
+    """Tokens that an open response samples between two updates: steps train on the groups that
+    are complete, the others go on. Unset waits for all responses of a step."""
+    stream_prompts: int | None
+    """Prompts in flight with stream_chunk; unset is 1.5 rollout_batch_size, and with tool_lag
+    tool_lag * (max_turns - 1) more of them, up to max_staleness + 1."""
+    max_staleness: int
+    """Updates between the first token of a response and the step that trains on it, at most,
+    with stream_chunk."""
+    tool_lag: int
+    """Rounds of stream_chunk that pass between a turn of an episode and the next one, while its
+    tools, or its reward, take their time; 0 waits for them within the round."""
+    late_join: bool
+    """Let an episode whose tool is busy join a later round, once half of the others are ready
+    or all that took no part in the last one; off, a round waits for all, and timing changes no
+    bit."""
+    use_rollout_logprobs: bool
+    """Take the old logprobs from the engine instead of a forward pass of the actor."""
+    environment: str | None
+    """Class FILE.py:NAME whose reset(**row) begins an episode and whose other public methods
+    are tools of the model; get_reward() is added to the reward. A dict of classes is chosen
+    from by the column environment. Also skyrl_gym:FILE.py:NAME, skyrl_gym:ID and
+    openenv:http://HOST:PORT."""
+    tools: Sequence[str]
+    """Functions FILE.py:NAME that the model may call, beside the environment's methods."""
+    agent: str | None
+    """Function FILE.py:NAME, async def run(base_url, api_key, row) -> reward, a dict of named
+    parts or None, which calls the model through OpenAI's protocol; or verifiers:NAME."""
+    agent_command: str | None
+    """Command of an agent that is a program, such as 'prog {base_url} {row}' with the row as a
+    JSON file; it runs in the sandbox, and the last line that it prints is its reward."""
+    agent_timeout_seconds: float
+    """Deadline of one episode of the agent; past it the episode has failed."""
+    max_agent_calls: int
+    """Calls that an episode of the agent may make; further ones are refused."""
+    max_turns: int
+    """Turns of an episode; the calls in the last one are not made. Of an agent, turns of which
+    a conversation of full length has room."""
+    environment_args: Mapping[str, str | int | float | bool] | None
+    """Keyword arguments of the environment's class, for each episode; of SkyRL-Gym's make its
+    env_config."""
+    environment_env: Sequence[str]
+    """Environment variables with secrets that environments, tools and agents that are functions
+    may read; others are kept from them."""
+    environment_memory_gb: float | None
+    """Memory in GB that a worker of environments and its children may hold; none sets no
+    limit."""
+    max_tool_calls: int | None
+    """Calls that an episode may make; further ones are answered by an error."""
+    tool_timeout_seconds: float
+    """Deadline of one reset, call or reward of an environment; past it its worker is killed."""
+    tool_parser: Literal["auto", "hermes", "xml", "glm", "deepseek", "lfm", "gemma", "harmony", "mistral", "llama", "pythonic"]
+    """How calls are written; auto takes the tokenizer's response template or what reads the
+    calls that its chat template writes. A run begins only if a call is read back."""
+    max_observation_tokens: int
+    """Longest answer of a call, in tokens; the rest is cut."""
+    environment_workers: int | None
+    """Worker processes that host the environments or agents of one rank; unset is one a
+    core."""
     reward_args: Mapping[str, str | int | float | bool] | None
     """Keyword-only arguments of own reward functions."""
     reward_timeout_seconds: float
@@ -271,112 +388,9 @@ class TrainOptions(TypedDict, total=False):
     remote_rm_token: str | None
     """Token of the reward services, sent as Authorization: Bearer; unset takes
     LIGHTRFT_REWARD_TOKEN of the environment."""
-    rollout_batch_size: int
-    """Prompts per step, over all ranks."""
-    generate_max_len: int
-    """Longest response, in tokens."""
-    temperature: float
-    """Sampling temperature."""
-    top_p: float
-    """Sample from the smallest set of tokens with this probability; 1 keeps all."""
-    top_k: int
-    """Sample from the k most likely tokens; -1 keeps all."""
-    min_p: float
-    """Sample from the tokens with at least this share of the probability of the most likely
-    one; 0 keeps all."""
-    stop: Sequence[str]
-    """Texts that end a response, beside the model's own end; they stay in it."""
-    use_fire: bool
-    """Draw the first token at first_token_temperature (FIRE)."""
-    first_token_temperature: float
-    """Temperature of the first token with use_fire."""
-    max_num_gen_batches: int
-    """Rollout batches of one step with dynamic_sampling, at most."""
-    rollout_lag: int
-    """Updates between the weights that sample a step and those that it trains: with 1 the next
-    step is sampled before this one is trained on."""
-    rollout_ranks: int
-    """Processes that only generate, the last ones of the launch: they sample the steps to come
-    while the others train. 0 lets every process do both."""
-    stream_chunk: int | None
-    """Tokens that an open response samples between two updates: steps train on the groups that
-    are complete, the others go on. Unset waits for all responses of a step."""
-    stream_prompts: int | None
-    """Prompts in flight with stream_chunk; unset is 1.5 rollout_batch_size, and with tool_lag
-    tool_lag * (max_turns - 1) more of them, up to max_staleness + 1."""
-    max_staleness: int
-    """Updates between the first token of a response and the step that trains on it, at most,
-    with stream_chunk."""
-    tool_lag: int
-    """Rounds of stream_chunk that pass between a turn of an episode and the next one, while its
-    tools, or its reward, take their time; 0 waits for them within the round."""
-    environment: str | None
-    """Class FILE.py:NAME whose reset(**row) begins an episode and whose other public methods
-    are tools of the model; get_reward() is added to the reward. A dict of classes is chosen
-    from by the column environment. Also skyrl_gym:FILE.py:NAME, skyrl_gym:ID and
-    openenv:http://HOST:PORT."""
-    tools: Sequence[str]
-    """Functions FILE.py:NAME that the model may call, beside the environment's methods."""
-    agent: str | None
-    """Function FILE.py:NAME, async def run(base_url, api_key, row) -> reward, a dict of named
-    parts or None, which calls the model through OpenAI's protocol; or verifiers:NAME."""
-    agent_command: str | None
-    """Command of an agent that is a program, such as 'prog {base_url} {row}' with the row as a
-    JSON file; it runs in the sandbox, and the last line that it prints is its reward."""
-    agent_timeout_seconds: float
-    """Deadline of one episode of the agent; past it the episode has failed."""
-    max_agent_calls: int
-    """Calls that an episode of the agent may make; further ones are refused."""
     agent_denominator: Literal["episode", "branch"]
     """What counts as one sequence where a loss is a mean over sequences: an episode of the
     agent with all its branches, or each branch."""
-    max_turns: int
-    """Turns of an episode; the calls in the last one are not made. Of an agent, turns of which
-    a conversation of full length has room."""
-    environment_args: Mapping[str, str | int | float | bool] | None
-    """Keyword arguments of the environment's class, for each episode; of SkyRL-Gym's make its
-    env_config."""
-    environment_env: Sequence[str]
-    """Environment variables with secrets that environments, tools and agents that are functions
-    may read; others are kept from them."""
-    environment_memory_gb: float | None
-    """Memory in GB that a worker of environments and its children may hold; none sets no
-    limit."""
-    max_tool_calls: int | None
-    """Calls that an episode may make; further ones are answered by an error."""
-    tool_timeout_seconds: float
-    """Deadline of one reset, call or reward of an environment; past it its worker is killed."""
-    tool_parser: Literal["auto", "hermes", "xml", "glm", "deepseek", "lfm", "gemma", "harmony", "mistral", "llama", "pythonic"]
-    """How calls are written; auto takes the tokenizer's response template or what reads the
-    calls that its chat template writes. A run begins only if a call is read back."""
-    max_observation_tokens: int
-    """Longest answer of a call, in tokens; the rest is cut."""
-    environment_workers: int | None
-    """Worker processes that host the environments or agents of one rank; unset is one a
-    core."""
-    late_join: bool
-    """Let an episode whose tool is busy join a later round, once half of the others are ready
-    or all that took no part in the last one; off, a round waits for all, and timing changes no
-    bit."""
-    chat_template: str | None
-    """File with a Jinja chat template in place of the tokenizer's."""
-    chat_template_args: Mapping[str, str | int | float | bool] | None
-    """Variables of the chat template, such as enable_thinking=false."""
-    use_rollout_logprobs: bool
-    """Take the old logprobs from the engine instead of a forward pass of the actor."""
-    use_wandb: str | bool | None
-    """Log to Weights & Biases; a key given here is neither shown nor saved, without one
-    WANDB_API_KEY or an earlier login counts."""
-    wandb_org: str | None
-    """W&B entity, SwanLab workspace."""
-    wandb_group: str | None
-    """Group in W&B, Trackio and SwanLab."""
-    wandb_project: str
-    """Project (MLflow: experiment) of the trackers."""
-    wandb_run_name: str
-    """W&B name of the run; %-codes are those of strftime."""
-    heartbeat_seconds: float
-    """Say which phase is under way after so long without a line."""
     policy_loss: Literal["ppo", "clipped", "dapo", "dr_grpo", "gspo", "gspo-token", "gmpo", "cpgd", "cispo", "sapo", "clip_cov", "kl_cov", "reinforce", "dro", "ppo-sequence", "sapo-sequence"] | str | Callable[..., object] | None
     """Policy loss; unset is ppo, the clipped surrogate."""
     policy_loss_args: Mapping[str, str | int | float | bool] | None
@@ -425,6 +439,25 @@ class TrainOptions(TypedDict, total=False):
     """Adapt the weight towards this KL divergence per response."""
     kl_horizon: int
     """Samples over which the weight adapts to kl_target."""
+    entropy_coef: float
+    """Weight of the entropy bonus."""
+    aux_loss_coef: float
+    """Weight of the loss that balances the experts of a mixture-of-experts model."""
+    ptx_coef: float
+    """Weight of the language-modelling loss on pretrain_data."""
+    ptx_batch_size: int | None
+    """Rows of pretrain_data per optimizer step over all ranks; unset is train_batch_size."""
+    max_epochs: int
+    """Passes over the samples of one step; of sft, prefer and reward, over their rows."""
+    freezing_actor_steps: int
+    """Train only the critic in the first N steps; -1 is off."""
+    enable_ema: bool
+    """Keep a moving average of the actor and save it in OUTPUT_DIR/model_ema."""
+    ema_beta: float
+    """Weight of the past in the moving average."""
+    turn_credit: Literal["last", "discounted"]
+    """What gamma counts from the reward at the end of an episode backwards: last, its tokens;
+    discounted, its turns."""
     teacher: str | None
     """Frozen model with the same tokens whose log-probabilities of the sampled tokens are an
     advantage: teacher_coef * (log p - log q). A folder; or http://HOST:PORT/v1[#MODEL], an
@@ -457,70 +490,6 @@ class TrainOptions(TypedDict, total=False):
     are those of the whole vocabulary, of the rows of lightrft distill."""
     teacher_beta: float
     """Weight of the teacher in the mixture of jsd."""
-    entropy_coef: float
-    """Weight of the entropy bonus."""
-    aux_loss_coef: float
-    """Weight of the loss that balances the experts of a mixture-of-experts model."""
-    ptx_coef: float
-    """Weight of the language-modelling loss on pretrain_data."""
-    ptx_batch_size: int | None
-    """Rows of pretrain_data per optimizer step over all ranks; unset is train_batch_size."""
-    pretrain_column: str
-    """Column of the texts in pretrain_data, where it has texts."""
-    max_epochs: int
-    """Passes over the samples of one step; of sft, prefer and reward, over their rows."""
-    freezing_actor_steps: int
-    """Train only the critic in the first N steps; -1 is off."""
-    enable_ema: bool
-    """Keep a moving average of the actor and save it in OUTPUT_DIR/model_ema."""
-    ema_beta: float
-    """Weight of the past in the moving average."""
-    turn_credit: Literal["last", "discounted"]
-    """What gamma counts from the reward at the end of an episode backwards: last, its tokens;
-    discounted, its turns."""
-    lora_rank: int
-    """Train adapters of this rank on the actor instead of its weights; 0 trains the weights."""
-    lora_alpha: float
-    """Adapters count lora_alpha / lora_rank."""
-    lora_path: str | None
-    """Adapters to start from, a folder in PEFT's format such as model/adapter of a run; of the
-    same lora_rank, lora_alpha and layers. A reference is the model without them."""
-    lora_dropout: float
-    """Probability of leaving an input of an adapter out; without effect in reinforcement, where
-    the ratios to earlier logprobs would be random."""
-    target_modules: Sequence[str]
-    """Layers that get adapters: last names of linear layers, regular expressions for whole
-    names (language_model.* is the text of a vision-language model), or all-linear."""
-    freeze_prefix: Sequence[str]
-    """Parts of actor and critic that are not trained, by regular expressions for the beginnings
-    of their names: visual is the vision tower of Qwen-VL with its projector, visual(?!\.merger)
-    without."""
-    micro_batch_tokens: int | None
-    """Cut micro-batches by this many tokens, padding included, instead of by rows. Unset, it is
-    decided at the start on GPUs unless a micro_* size was given: the largest power of two up to
-    32,768 whose memory plan fits, and at most what the batch has."""
-    peak_tflops: float | None
-    """Peak of a device for the metric mfu, in 1e12 operations per second; unset knows common
-    GPUs."""
-    alarm_kl: float | None
-    """Warn when the KL to the reference or of an update exceeds this."""
-    alarm_entropy: float | None
-    """Warn when the entropy falls below this."""
-    alarm_length: float | None
-    """Warn when the mean response length exceeds this."""
-    alarm_reward_std: float | None
-    """Warn when the standard deviation of rewards falls below this."""
-    stop_on_alarm: bool
-    """End the run after the step of an alarm, with a checkpoint and exit code 9; also without
-    any alarm_* bound numbers that are not finite, skipped steps and steps that change nothing
-    are alarms."""
-    parity_check_steps: int
-    """Compare engine and trainer logprobs in the first step and every N; 0: first only (with
-    stream_chunk every one), -1: never."""
-    parity_limit: float | None
-    """Mean distance of a logprob which that allows; unset depends on the dtype."""
-    ledger_gate: bool
-    """Compare each row to train on with what was written down as it was sampled and scored."""
     output_dir: str
     """Folder for everything that the run writes."""
     num_episodes: int
@@ -563,19 +532,50 @@ class TrainOptions(TypedDict, total=False):
     """Checkpoints to keep."""
     max_ckpt_mem: float
     """MB of checkpoints to keep; the newest always stays."""
-    allow_new_weights: Sequence[str]
-    """Names of tensors (patterns like 'score.*') that may be missing from a checkpoint, of
-    another shape or unused; those the model needs are initialised anew, alike in actor and
-    reference."""
-    audit_every: int
-    """Record every K-th step, with the states before and after, for lightrft audit; 0 is
-    never."""
     check_memory: bool
     """Compare the memory that a run will need with that of its machine before it starts; on
     GPUs refuse what cannot fit."""
     num_threads: int | None
     """CPU threads of a process; unset on a CPU is what the size of the model's operations is
     worth, or OMP_NUM_THREADS."""
+    use_wandb: str | bool | None
+    """Log to Weights & Biases; a key given here is neither shown nor saved, without one
+    WANDB_API_KEY or an earlier login counts."""
+    wandb_org: str | None
+    """W&B entity, SwanLab workspace."""
+    wandb_group: str | None
+    """Group in W&B, Trackio and SwanLab."""
+    wandb_project: str
+    """Project (MLflow: experiment) of the trackers."""
+    wandb_run_name: str
+    """W&B name of the run; %-codes are those of strftime."""
+    heartbeat_seconds: float
+    """Say which phase is under way after so long without a line."""
+    peak_tflops: float | None
+    """Peak of a device for the metric mfu, in 1e12 operations per second; unset knows common
+    GPUs."""
+    alarm_kl: float | None
+    """Warn when the KL to the reference or of an update exceeds this."""
+    alarm_entropy: float | None
+    """Warn when the entropy falls below this."""
+    alarm_length: float | None
+    """Warn when the mean response length exceeds this."""
+    alarm_reward_std: float | None
+    """Warn when the standard deviation of rewards falls below this."""
+    stop_on_alarm: bool
+    """End the run after the step of an alarm, with a checkpoint and exit code 9; also without
+    any alarm_* bound numbers that are not finite, skipped steps and steps that change nothing
+    are alarms."""
+    parity_check_steps: int
+    """Compare engine and trainer logprobs in the first step and every N; 0: first only (with
+    stream_chunk every one), -1: never."""
+    parity_limit: float | None
+    """Mean distance of a logprob which that allows; unset depends on the dtype."""
+    ledger_gate: bool
+    """Compare each row to train on with what was written down as it was sampled and scored."""
+    audit_every: int
+    """Record every K-th step, with the states before and after, for lightrft audit; 0 is
+    never."""
     verbose: bool
     """Show on the console what else is in OUTPUT_DIR/logs: engine, memory, weight sync and more
     metrics of each step."""
@@ -587,6 +587,15 @@ class RowOptions(TrainOptions, total=False):
     train_on: Literal["all", "completion", "assistant", "last_assistant"] | None
     """Tokens whose loss counts: all, the completion, every assistant turn or the last one;
     unset is all of a text, the completion after a prompt, the assistant turns of a chat."""
+    train_on_regex: str | None
+    """Of these tokens, only those with a character of a match of this regular expression (of
+    its first group) in the text of the row; rows without one are left out and counted."""
+    sft_loss: Literal["token-mean", "seq-mean-token-mean", "dft"]
+    """Mean of -log p over all trained tokens, mean of the rows' means, or dft, where each token
+    also weighs its own probability."""
+    max_row_tokens: int
+    """Longest row, in tokens; longer ones, and those beyond the model's context, are left out
+    and counted."""
     preference_loss: Sequence[Literal["dpo", "sigmoid", "cdpo", "robust", "hinge", "ipo", "dpo_norm", "sigmoid_norm", "exo", "exo_pair", "nca", "nca_pair", "sppo", "sppo_hard", "apo_zero", "apo_zero_unpaired", "apo_down", "bco", "bco_pair", "discopop", "aot", "aot_unpaired", "kto", "simpo", "cpo", "orpo", "sft"] | str | Callable[..., object]]
     """Preference losses, whose weighted sum is minimised; names of TRL are known, too."""
     preference_weights: Sequence[float]
@@ -598,15 +607,6 @@ class RowOptions(TrainOptions, total=False):
     """File of the reference's log-probabilities of all answers: computed before the first step
     where it does not exist, and read instead of a reference model where it does and is of the
     same data, template and model. Unset computes them on the way."""
-    train_on_regex: str | None
-    """Of these tokens, only those with a character of a match of this regular expression (of
-    its first group) in the text of the row; rows without one are left out and counted."""
-    sft_loss: Literal["token-mean", "seq-mean-token-mean", "dft"]
-    """Mean of -log p over all trained tokens, mean of the rows' means, or dft, where each token
-    also weighs its own probability."""
-    max_row_tokens: int
-    """Longest row, in tokens; longer ones, and those beyond the model's context, are left out
-    and counted."""
     reward_loss: Literal["bradley_terry", "sigmoid", "logexp", "hps", "rao_kupper", "mse", "bce"] | str | Callable[..., object] | None
     """Loss of a reward model; unset is bradley_terry for pairs and bce for labelled answers."""
     reward_loss_args: Mapping[str, str | int | float | bool] | None

@@ -1,18 +1,15 @@
-"""Options of one part of a run: how models are optimized: sizes, learning rates, precision."""
-
-from __future__ import annotations
+"""Training of models: optimizer, precision, and which weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lightrft.config.options import (
     CRITIC,
     EVAL,
     LANGUAGE,
-    NOT_SFT,
     SFT,
     Arguments,
-    training_option,
+    option,
+    part,
 )
 
 REINFORCEMENT = "policy"
@@ -47,29 +44,29 @@ def shown_learning_rates() -> str:
     return ", ".join(parts)
 
 
-@dataclass(kw_only=True)
+@part("training", commands=SFT)
 class TrainingOptions:
-    """How models are optimized: sizes, learning rates, precision."""
+    """Optimization: sizes, learning rates, precision."""
 
-    seed: int = training_option(
+    seed: int = option(
         42,
         "Seed of all random number generators.",
         at_least=0,
         commands=(*EVAL, *SFT),
     )
-    max_norm: float = training_option(
+    max_norm: float = option(
         1.0,
         "Global gradient norm above which gradients are scaled down; 0 never clips.",
         at_least=0,
         finite=False,
     )
-    micro_train_batch_size: int = training_option(
+    micro_train_batch_size: int = option(
         1,
         "Samples per rank in one forward and backward pass.",
         at_least=1,
         common=True,
     )
-    train_batch_size: int = training_option(
+    train_batch_size: int = option(
         128,
         "Samples per optimizer step over all ranks. A step of train makes rollout_batch_size * "
         "n_samples_per_prompt / train_batch_size of them in each of max_epochs, 32 by default: "
@@ -77,12 +74,12 @@ class TrainingOptions:
         at_least=1,
         common=True,
     )
-    bf16: bool | None = training_option(
+    bf16: bool | None = option(
         None,
         "Compute in bfloat16; unset means yes on a GPU and float32 on a CPU.",
         commands=(*EVAL, *SFT),
     )
-    actor_learning_rate: float | None = training_option(
+    actor_learning_rate: float | None = option(
         None,
         f"Peak learning rate of the model that is trained; unset means {shown_learning_rates()}. "
         f"{ADAM_MOVES}",
@@ -91,71 +88,148 @@ class TrainingOptions:
         common=True,
         by_machine=True,
     )
-    critic_learning_rate: float = training_option(
+    critic_learning_rate: float = option(
         9e-6,
         f"Peak learning rate of the critic. {ADAM_MOVES}",
         at_least=0,
         at_most=1,
         acts_with=CRITIC,
-        commands=NOT_SFT,
+        commands=(),
     )
-    adam_betas: tuple[float, float] = training_option(
+    adam_betas: tuple[float, float] = option(
         (0.9, 0.95),
         "Adam's decay rates of the two moments.",
     )
-    learning_rate_factors: Arguments = training_option(
+    learning_rate_factors: Arguments = option(
         None,
         "Learning rates of parts, as factors of the model's: visual=0.1 is the vision tower with "
         "its projector, lora_B=16 is LoRA+. Regular expressions for parts of names; the first that "
         "matches counts.",
     )
-    l2: float = training_option(0.0, "Decoupled weight decay of matrices.", at_least=0)
-    lr_warmup_ratio: float = training_option(
+    l2: float = option(0.0, "Decoupled weight decay of matrices.", at_least=0)
+    lr_warmup_ratio: float = option(
         0.03,
         "Share of all optimizer steps in which the learning rate rises; the first of them "
         "has a part of it already.",
         at_least=0,
         at_most=1,
     )
-    lr_scheduler: str = training_option(
+    lr_scheduler: str = option(
         "cosine_with_min_lr",
         "How the learning rate changes after the rise.",
         choices=("cosine_with_min_lr", "linear", "constant"),
     )
-    min_lr_ratio: float = training_option(
+    min_lr_ratio: float = option(
         0.1,
         "Final over peak learning rate of cosine_with_min_lr.",
         at_least=0,
         at_most=1,
         acts_with="lr_scheduler cosine_with_min_lr",
     )
-    gradient_checkpointing: bool = training_option(
+    gradient_checkpointing: bool = option(
         False,
         "Recompute activations in the backward pass.",
     )
-    packing_samples: bool | None = training_option(
+    packing_samples: bool | None = option(
         None,
         "Pack several samples into one row without padding; unset means yes on GPUs with "
         "FlashAttention in bfloat16, where the models can and no micro_* size was changed.",
         by_machine=True,
     )
-    use_mp_opt: bool = training_option(
+    use_mp_opt: bool = option(
         False,
         "FSDP2: bfloat16 parameters with float32 master copies in the optimizer.",
         acts_with="fsdp",
     )
-    fused_linear_logprob: bool | None = training_option(
+    fused_linear_logprob: bool | None = option(
         None,
         "Compute logprobs, where it allows it the policy loss, and the output projection "
         "together, in chunks; unset means yes on GPUs and no on CPUs.",
         by_machine=True,
         commands=LANGUAGE,
     )
-    chunk_size: int | None = training_option(
+    chunk_size: int | None = option(
         None,
         "Vocabulary columns per chunk of the fused output projection; unset is what suits "
         "the device.",
         at_least=1,
         acts_with="fused_linear_logprob",
         commands=LANGUAGE,
+    )
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """Of the model that is trained; that of reinforcement where no stage decided."""
+        rate = self.actor_learning_rate
+        return default_learning_rate() if rate is None else rate
+
+    @property
+    def rate_factors(self) -> Mapping[str, float]:
+        """Factors of the learning rate by part of a model's names."""
+        return {part: float(value) for part, value in (self.learning_rate_factors or {}).items()}
+
+    def computes_in_bf16(self, *, has_gpu: bool) -> bool:
+        """Whether models compute in bfloat16: as set, else exactly on a GPU."""
+        return has_gpu if self.bf16 is None else self.bf16
+
+    def fuses_logprob(self, *, has_gpu: bool) -> bool:
+        """Whether the output projection is fused: as set, else exactly on a GPU."""
+        return has_gpu if self.fused_linear_logprob is None else self.fused_linear_logprob
+
+
+@part("training", commands=SFT)
+class WeightOptions:
+    """Weights that are trained, and tokens of a micro-batch."""
+
+    lora_rank: int = option(
+        0,
+        "Train adapters of this rank on the actor instead of its weights; 0 trains the weights.",
+        at_least=0,
+        common=True,
+    )
+    lora_alpha: float = option(
+        16.0,
+        "Adapters count lora_alpha / lora_rank.",
+        above=0,
+        acts_with="lora_rank",
+    )
+    lora_path: str | None = option(
+        None,
+        "Adapters to start from, a folder in PEFT's format such as model/adapter of a run; of the "
+        "same lora_rank, lora_alpha and layers. A reference is the model without them.",
+    )
+    lora_dropout: float = option(
+        0.0,
+        "Probability of leaving an input of an adapter out; without effect in reinforcement, where "
+        "the ratios to earlier logprobs would be random.",
+        at_least=0,
+        at_most=0.99,
+        acts_with="lora_rank",
+    )
+    target_modules: tuple[str, ...] = option(
+        ("all-linear",),
+        "Layers that get adapters: last names of linear layers, regular expressions for whole "
+        "names (language_model.* is the text of a vision-language model), or all-linear.",
+        acts_with="lora_rank",
+    )
+    freeze_prefix: tuple[str, ...] = option(
+        (),
+        "Parts of actor and critic that are not trained, by regular expressions for the "
+        "beginnings of their names: visual is the vision tower of Qwen-VL with its projector, "
+        "visual(?!\\.merger) without.",
+    )
+    micro_batch_tokens: int | None = option(
+        None,
+        "Cut micro-batches by this many tokens, padding included, instead of by rows. Unset, it is "
+        "decided at the start on GPUs unless a micro_* size was given: the largest power of two up "
+        "to 32,768 whose memory plan fits, and at most what the batch has.",
+        at_least=1,
+        by_machine=True,
+    )
+    allow_new_weights: tuple[str, ...] = option(
+        (),
+        "Names of tensors (patterns like 'score.*') that may be missing from a checkpoint, of "
+        "another shape or unused; those the model needs are initialised anew, alike in actor and "
+        "reference.",
+        group="models",
     )

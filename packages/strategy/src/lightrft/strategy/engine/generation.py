@@ -27,7 +27,7 @@ from lightrft.engines.types import (
 )
 from lightrft.kernels.names import nearest_names
 from lightrft.strategy.backend import Arguments
-from lightrft.strategy.config import ENGINE_TYPES, StrategyConfig
+from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import Group, gather_objects
 
 # Engines that the ranks of a tensor-parallel group share. The others live in each rank alone, so
@@ -47,7 +47,7 @@ def check_engine_type(engine_type: str) -> str:
     Raises:
         ValueError: No engine has this name.
     """
-    known = {*ENGINE_TYPES, *ENGINES}
+    known = {*ENGINES, "auto"}
     if engine_type not in known:
         raise ValueError(f"Unsupported engine type: {engine_type}; known types: {sorted(known)}")
     return resolve_engine_type(engine_type)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.rules import keeps_rows
 from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.suffix import TemplateRefusedError, TurnSuffix
@@ -328,7 +327,7 @@ class EpisodeSource:
 def check_turns(modality: Modality, config: TrainConfig) -> None:
     """Raises a ConfigError if episodes of several turns cannot show what the model reads."""
     modality.check_turns()
-    if modality.encoder.reads_media and keeps_rows(config):
+    if modality.encoder.reads_media and config.keeps_rows:
         raise ConfigError(
             "rollout_lag and stream_chunk keep rows with the media of their prompts alone, and "
             "episodes may show others: leave them out"

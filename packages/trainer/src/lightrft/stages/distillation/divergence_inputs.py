@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.rules import SAMPLED, is_served
+from lightrft.config.parts.learning import is_served
 from lightrft.datasets.supervised_rows import SupervisedRow, load_supervised
 from lightrft.engines.media.families import family_of
 from lightrft.models import load_config
@@ -31,8 +30,6 @@ from lightrft.strategy.strategy_base import StrategyBase
 @dataclass(frozen=True, slots=True)
 class DivergenceInputs(RowInputs[SupervisedRow, KnownTeachers]):
     """Rows of a run; see `RowInputs`."""
-
-    loaded: ClassVar[str] = "the models"
 
     def introduce(self, say: Callable[[str], None]) -> None:
         """See `RowInputs`."""
@@ -61,7 +58,7 @@ def read_inputs(config: TrainConfig) -> DivergenceInputs:
         DataError: Rows that cannot be used.
         ModelLoadError: A tokenizer that cannot be read.
     """
-    if not config.teacher_places or config.teacher_form == SAMPLED:
+    if not config.teacher_places or config.distillation_stage == "policy":
         raise ConfigError("distillation on rows needs a teacher and teacher_form: give both")
     given = ["sft_loss"] * (config.sft_loss != TrainConfig.sft_loss)
     # The output projection is always computed in chunks.

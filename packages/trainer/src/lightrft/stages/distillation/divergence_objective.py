@@ -58,7 +58,7 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
     Args:
         teachers: Prepared models by name, the only one as "".
         servers: Served teachers by name.
-        samples_rows: The student completes some rows itself, so that an engine follows it.
+        syncs_engine: The student completes some rows itself: an engine follows it.
     """
 
     name: ClassVar[str] = "divergence"
@@ -66,23 +66,18 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
 
     teachers: Mapping[str, nn.Module]
     servers: Mapping[str, LogprobServer]
-    samples_rows: bool = False
+    syncs_engine: bool = False
 
     @property
     def frozen(self) -> Sequence[nn.Module]:
         """See `RowObjective`."""
         return tuple(self.teachers.values())
 
-    @property
-    def syncs_engine(self) -> bool:
-        """See `RowObjective`."""
-        return self.samples_rows
-
     def drawn(
         self, items: tuple[SupervisedRow, ...], step: Step, passes: RowPasses
     ) -> tuple[SupervisedRow, ...]:
         """Let the student complete some of the rows itself; collective."""
-        if not self.samples_rows:
+        if not self.syncs_engine:
             return items
         samples = OwnSamples(passes.config, passes.strategy)
         with step.timer.stage("rollout"):

@@ -21,7 +21,7 @@ from lightrft.algorithms.interface import (
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import CRITIC, options_of
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, bind, keyword_options
-from lightrft.config.rules import NO_MIN_P, UNKNOWN_ORDER, is_served
+from lightrft.config.rules import NO_MIN_P, UNKNOWN_ORDER
 from lightrft.engines.factory import engine_facts
 
 # Options that reach every loss which has an argument of that name; the first one given wins.
@@ -246,7 +246,7 @@ def check_algorithm(
             "use_kl_loss needs a reference model: pass initial_model and init_kl_coef > 0, or "
             "leave use_kl_loss out"
         )
-    if has_teacher == all(map(is_served, config.teacher_places.values())):
+    if has_teacher != bool(config.teacher_folders):
         found.append(
             "teacher_model goes with the option teacher, its folder: got teacher "
             f"{config.teacher!r} and {'a' if has_teacher else 'no'} teacher_model"

@@ -16,7 +16,6 @@ from lightrft.algorithms.interface import advantage_traits
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import NOT_OF_TRAIN, options_of
 from lightrft.config.other_names import A_DATA_FILE, A_MODEL
-from lightrft.config.rules import SAMPLED, keeps_rows
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
 from lightrft.datasets.media import Modality
@@ -221,7 +220,7 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
             f"{config.prompt_data} has {len(prompts)} usable prompts, less than one step takes: "
             f"lower rollout_batch_size (got {config.rollout_batch_size}) or give more prompts"
         )
-    if keeps_rows(config):
+    if config.keeps_rows:
         _require_json(prompts.prompts)
     if config.has_agent:
         require_images(prompts.prompts)
@@ -360,7 +359,7 @@ def _check_options(config: TrainConfig) -> None:
         for name, (entry, info) in options_of(TrainConfig).items()
         if info.group in NOT_OF_TRAIN and config.__dict__[name] != entry.default
     ]
-    if config.teacher_form != SAMPLED:
+    if config.distillation_stage != "policy":
         problems.append(
             f"teacher_form {config.teacher_form} is of the rows of lightrft distill: leave it out"
         )

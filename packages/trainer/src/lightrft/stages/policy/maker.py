@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lightrft.algorithms.kl import KlController
 from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
-from lightrft.config.rules import keeps_rows
 from lightrft.datasets.batch_stream import BatchStream, check_lengths
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import Encoder
@@ -295,7 +294,7 @@ def take_step(
         LedgerError: Samples would be trained twice, or are lost.
     """
     trained, left = flight.held[0], replace(flight, held=flight.held[1:], balance=UNKNOWN)
-    if not keeps_rows(config):
+    if not config.keeps_rows:
         return trained, left
     from lightrft.rollout.in_flight import check_balance
 
@@ -398,7 +397,7 @@ class ExperienceMaker:
     def _note_versions(self, step: Step, memory: PolicyMemory) -> SampledVersions | None:
         """Remembers which weights the engine has while this step samples ahead."""
         engine = self.strategy.inference_engine
-        if not (keeps_rows(self.config) and self.config.ledger_gate) or engine is None:
+        if not (self.config.keeps_rows and self.config.ledger_gate) or engine is None:
             return None
         from lightrft.rollout.version_checks import SampledVersions
 

@@ -11,7 +11,6 @@ import numpy as np
 from torch import nn
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.rules import keeps_rows
 from lightrft.datasets.batch_stream import Batches, known_items, planned_steps
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
@@ -19,7 +18,6 @@ from lightrft.engines.media.families import family_of
 from lightrft.experience.maker import ForwardModels, TeacherFunction
 from lightrft.models import SequenceModel
 from lightrft.records.media import media_of
-from lightrft.records.swapped import position_metrics
 from lightrft.records.table import RowTable
 from lightrft.reporting.alarms import alarms
 from lightrft.rewards.types import RewardError, RewardFunction
@@ -235,7 +233,7 @@ class PolicyStage(Stage[PolicyBatch]):
         if config.fused_linear_logprob:
             place = "inside the output projection" if reason is None else f"after it: {reason}"
             strategy.print(f"the policy loss is computed {place}")
-        if keeps_rows(config):
+        if config.keeps_rows:
             how = config.correction or (
                 "engine logprobs" if config.use_rollout_logprobs else "none"
             )
@@ -435,5 +433,7 @@ def evaluate_prompts(
             metrics[f"eval/{name}"] = float(np.nanmean(values))
     if config.reward_failure == "mask" or table.is_masked.any():
         metrics["eval/masked_share"] = float(table.is_masked.mean())
+    from lightrft.records.swapped import position_metrics
+
     found = position_metrics(table, prompts)
     return metrics | {f"eval/{name}": value for name, value in found.items()}

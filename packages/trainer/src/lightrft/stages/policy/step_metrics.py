@@ -15,7 +15,6 @@ from lightrft.algorithms.masking import log_ratio, masked_difference
 from lightrft.algorithms.moments import PairedMoments, spread
 from lightrft.algorithms.value import explained_variance
 from lightrft.config import TrainConfig
-from lightrft.config.rules import keeps_rows
 from lightrft.experience.maker import StepExperience
 from lightrft.records.batch import PolicyOutputs, RolloutBatch
 from lightrft.records.rollout import ScoredRollout
@@ -183,7 +182,7 @@ def record_experience(
         values, goals = batch.outputs.values.double(), batch.returns.double()
         metrics.add_pairs("explained_variance", goals, goals - values, mask, explained_variance)
     metrics.add_masked_means(means, mask)
-    if keeps_rows(config):
+    if config.keeps_rows:
         record_staleness(step, metrics)
     for mean in rollout_means(step.samples):
         metrics.add_mean(*mean)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.rules import is_served
+from lightrft.config.parts.learning import is_served
 from lightrft.experience.maker import TeacherFunction
 from lightrft.experience.teachers import (
     ModelTeacher,

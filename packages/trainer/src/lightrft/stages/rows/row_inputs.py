@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, Generic
+from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 from transformers import AutoModelForCausalLM
@@ -30,7 +30,7 @@ from lightrft.stages.modality import load_modality
 from lightrft.stages.models import configure_model, load_policy, say_coverage, trained_model
 from lightrft.stages.opening import check_parts, opening_line, rows_within_context, shared_prompts
 from lightrft.stages.rows.row_objective import Known, RowObjective
-from lightrft.stages.rows.row_stage import RowStage, planned_updates
+from lightrft.stages.rows.row_stage import RowStage, num_updates
 from lightrft.stages.stage import TrainedModels
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
@@ -97,9 +97,6 @@ class RowInputs(Generic[Item, Known]):
         held_out: Items to evaluate on.
     """
 
-    # Words for what is loaded.
-    loaded: ClassVar[str] = "the model"
-
     reading: RowReading
     data: RowData[Item]
     held_out: tuple[Item, ...] = ()
@@ -120,7 +117,7 @@ class RowInputs(Generic[Item, Known]):
 
     def build(self, config: TrainConfig, strategy: StrategyBase) -> RowStage[Item, Known]:
         """See `StageInputs`."""
-        num_steps = planned_updates(self.data, config, strategy)
+        num_steps = num_updates(len(self.data), config, strategy.world_size)
         strategy.print(self.data.summary)
         self.introduce(strategy.print)
         strategy.print(f"{num_steps} steps of {config.train_batch_size} {self.item_name}")
@@ -128,7 +125,7 @@ class RowInputs(Generic[Item, Known]):
         trained = (item.rows[0].prompt_key for item in self.data.rows)
         for line in shared_prompts(trained, held_out, self.item_name):
             strategy.print(line)
-        with phase(f"load {self.loaded}", timedelta(minutes=config.timeout_minutes)):
+        with phase("load the models", timedelta(minutes=config.timeout_minutes)):
             built = self.load(config, strategy, num_steps)
         stage = RowStage(
             built.config, strategy, built.models, self.data, self.held_out, built.objective

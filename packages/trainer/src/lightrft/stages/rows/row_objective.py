@@ -82,16 +82,12 @@ class RowObjective(Protocol, Generic[Item, Known]):
     kept_dropout: ClassVar[KeptDropout] = "adapters"
     measured_as: ClassVar[str | None] = None
     scores_tokens: ClassVar[bool] = True
+    syncs_engine: bool = False
 
     @property
     def frozen(self) -> Sequence[nn.Module]:
         """Models that score beside the trained one."""
         return ()
-
-    @property
-    def syncs_engine(self) -> bool:
-        """Whether a rollout engine follows the model."""
-        return False
 
     def drawn(self, items: tuple[Item, ...], step: Step, passes: RowPasses) -> tuple[Item, ...]:
         """Return the items of a step, as they are trained on; collective."""

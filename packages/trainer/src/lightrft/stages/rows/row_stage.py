@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, cast
@@ -70,7 +70,7 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
 
     def planned_steps(self) -> int:
         """See `Stage`."""
-        return planned_updates(self.data, self.config, self.strategy)
+        return num_updates(len(self.data), self.config, self.strategy.world_size)
 
     def draw(self, step: Step) -> RowBatch[Item, Known]:
         """See `Stage`; every rank learns all items, so that long ones are shared out evenly."""
@@ -174,11 +174,6 @@ def drawn_places(step: Step, strategy: StrategyBase) -> list[int]:
     local = cast("Sequence[int]", step.data.next_batch())
     shares: list[list[int]] = strategy.gather_objects(list(local))
     return sorted(place for share in shares for place in share)
-
-
-def planned_updates(data: Sized, config: TrainConfig, strategy: StrategyBase) -> int:
-    """Return the optimizer steps of a whole run; see `num_updates`."""
-    return num_updates(len(data), config, strategy.world_size)
 
 
 def num_updates(num_items: int, config: TrainConfig, world_size: int = 1) -> int:

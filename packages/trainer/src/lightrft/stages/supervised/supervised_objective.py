@@ -30,7 +30,6 @@ class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
     Args:
         loss: Loss of a token, and the mean that it is taken in.
         is_fused: Compute the loss inside the output projection: the same number with less work.
-        shows_nll: Record the mean of -log p beside the loss.
     """
 
     name: ClassVar[str] = "sft"
@@ -39,13 +38,11 @@ class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
 
     loss: SupervisedLoss = LOSSES["token-mean"]
     is_fused: bool = False
-    shows_nll: bool = False
 
     @classmethod
     def of(cls, config: TrainConfig) -> SupervisedObjective:
         """Read the options."""
-        shows_nll = config.sft_loss != "token-mean"
-        return cls(LOSSES[config.sft_loss], bool(config.fused_linear_logprob), shows_nll)
+        return cls(LOSSES[config.sft_loss], bool(config.fused_linear_logprob))
 
     def measure(self, part: RowPart[SupervisedRow], passes: RowPasses, number: int = 0) -> Tensor:
         """Sum up the denominator of the loss over all ranks, []."""
@@ -73,7 +70,7 @@ class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
         share = output.loss
         if share is None:
             share = self.loss.share(output.logprobs, weights, known)
-        if self.shows_nll:
+        if self.loss is not LOSSES["token-mean"]:
             metrics.add_masked_mean("nll", -output.logprobs, padded.is_trained)
         return Share(share, {"policy": share}, padded, output.logprobs)
 

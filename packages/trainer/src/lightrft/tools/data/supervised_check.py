@@ -10,10 +10,9 @@ import numpy as np
 
 from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import Parser, available_options, parse_options
-from lightrft.cli.preflight import model_problems
+from lightrft.cli.preflight import model_problems, teacher_problems
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import NOT_OF_TRAIN
-from lightrft.config.rules import is_served
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import ReadRecord
 from lightrft.datasets.row_origin import check_tokens
@@ -99,9 +98,8 @@ def run(argv: Sequence[str]) -> int:
     reading = read_vocabulary(config)
     config = rows_within_context(config)
     tokenizer = reading.tokenizer
-    for place in config.teacher_places.values():
-        if not is_served(place):
-            require_same_tokens(config, place, tokenizer)
+    for place in config.teacher_folders.values():
+        require_same_tokens(config, place, tokenizer)
     items, first = read_source(source, config, tokenizer)
     kind = kind_of(first)
 
@@ -258,8 +256,7 @@ def parse(argv: Sequence[str], stage: str) -> tuple[str, TrainConfig]:
         problems.append("--pretrain is missing: its tokenizer decides what is trained")
     else:
         problems += model_problems("--pretrain", config.pretrain)
-    if config.teacher is not None and not is_served(config.teacher):
-        problems += model_problems("--teacher", config.teacher)
+    problems += teacher_problems(config)
     refuse(problems, ConfigError)
     source: str | None = parsed.source or config.prompt_data
     if source is None:

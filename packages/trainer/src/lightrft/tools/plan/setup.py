@@ -9,8 +9,7 @@ from pathlib import Path
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.files import read_object
 from lightrft.config.options import LARGEST_INT, did_you_mean
-from lightrft.config.parts.engine import MERGED
-from lightrft.config.rules import is_served
+from lightrft.config.parts.machine import MERGED
 from lightrft.engines.factory import engine_facts
 from lightrft.tools.plan.vision import TOWERS, VisionSize
 
@@ -386,9 +385,8 @@ class Setup:
         compares = self.stage == "prefer" and self.config.lora_rank == 0 and not has_stored
         if self.config.init_kl_coef > 0 or (compares and not names <= WITHOUT_REFERENCE):
             found["reference"] = Model(self.actor_size, 0)
-        for name, place in self.config.teacher_places.items():
-            if not is_served(place):
-                found[f"teacher {name}".strip()] = Model(read_model_size(place), 0)
+        for name, place in self.config.teacher_folders.items():
+            found[f"teacher {name}".strip()] = Model(read_model_size(place), 0)
         if self.config.enable_ema:
             found["moving average"] = Model(self.actor_size, 0)
         for index, path in enumerate(self.config.reward_pretrain):

@@ -1,0 +1,192 @@
+"""Rows, prompts made of them, and their media."""
+
+import re
+
+from lightrft.config.options import (
+    DATA_AND_EVAL,
+    EVAL,
+    SFT,
+    Arguments,
+    option,
+    part,
+)
+
+
+@part("data", commands=SFT)
+class SourceOptions:
+    """Rows to train and to evaluate on."""
+
+    prompt_data: str | None = option(
+        None,
+        "Training prompts (rows of lightrft sft, prefer, reward): a JSONL, JSON, Parquet or CSV "
+        "file, a folder, or the name of a data set (owner/name[:configuration]); several separated "
+        "by commas.",
+        common=True,
+        path="file",
+    )
+    prompt_data_probs: tuple[float, ...] = option(
+        (),
+        "Shares of several sources of prompt_data; unset follows their sizes.",
+    )
+    prompt_split: str = option(
+        "train",
+        "Part of a folder or data set to train on.",
+        commands=("data", *SFT),
+    )
+    eval_data: str | None = option(
+        None,
+        "Evaluation prompts, in the same formats.",
+        common=True,
+        path="file",
+        commands=(*EVAL, *SFT),
+        may_change=True,
+    )
+    eval_split: str = option(
+        "test",
+        "Part of a folder or data set of eval_data.",
+        commands=(*EVAL, *SFT),
+        may_change=True,
+    )
+    max_samples: int = option(
+        1_000_000,
+        "Use at most this many training prompts.",
+        at_least=1,
+    )
+    max_eval_samples: int = option(
+        500,
+        "Use at most this many evaluation prompts.",
+        at_least=1,
+        acts_with="eval_data",
+        commands=(*EVAL, *SFT),
+        may_change=True,
+    )
+
+
+# The {} right after a letter, as in \\boxed{}, is not the place of the prompt.
+PROMPT_SLOT = re.compile(r"(?<![A-Za-z])\{\}")
+
+
+@part("data", commands=DATA_AND_EVAL)
+class PromptOptions:
+    """Prompts, made of rows."""
+
+    input_key: str = option(
+        "input",
+        "Column that holds the prompt.",
+        common=True,
+    )
+    label_key: str | None = option(
+        "label",
+        "Column that holds the reference answer.",
+        common=True,
+    )
+    apply_chat_template: bool = option(
+        False,
+        "Render prompts by the model's chat template.",
+        common=True,
+        commands=(*DATA_AND_EVAL, *SFT),
+    )
+    system_prompt: str | None = option(
+        None,
+        "System message put before every prompt.",
+    )
+    input_template: str | None = option(
+        None,
+        "Text around the prompt, which replaces {}.",
+    )
+    prompt_max_len: int = option(
+        1024,
+        "Longest prompt, in tokens; longer ones, and those that leave no room for "
+        "generate_max_len in the model's context, are left out and counted.",
+        at_least=1,
+        common=True,
+    )
+    chat_template: str | None = option(
+        None,
+        "File with a Jinja chat template in place of the tokenizer's.",
+        path="file",
+        acts_with="apply_chat_template",
+        commands=(*DATA_AND_EVAL, *SFT),
+    )
+    chat_template_args: Arguments = option(
+        None,
+        "Variables of the chat template, such as enable_thinking=false.",
+        acts_with="apply_chat_template",
+        commands=(*DATA_AND_EVAL, *SFT),
+    )
+    pretrain_column: str = option(
+        "text",
+        "Column of the texts in pretrain_data, where it has texts.",
+        acts_with="pretrain_data",
+        commands=(),
+    )
+
+
+@part("data", commands=(*DATA_AND_EVAL, *SFT))
+class MediaOptions:
+    """Images, videos and sounds of rows."""
+
+    images_key: str = option(
+        "images",
+        "Column with the images of a prompt: paths relative to the file, bytes or "
+        "base64, one or a list. The default also finds a column called image.",
+    )
+    videos_key: str = option(
+        "videos",
+        "Column with the videos of a prompt: films, animated images, or objects with frames and "
+        "fps. "
+        "The default also finds a column called video.",
+    )
+    audios_key: str = option(
+        "audios",
+        "Column with the sounds of a prompt: paths relative to the file, bytes, base64 or arrays "
+        "with a sampling_rate. The default also finds a column called audio.",
+    )
+    media_root: str | None = option(
+        None,
+        "Folder in which media of rows may lie, beside that of the data file; / allows every file.",
+        may_change=True,
+    )
+    text_only: bool = option(
+        False,
+        "Leave images, videos and sounds of the data out, with their places.",
+    )
+    max_pixels: int | None = option(
+        None,
+        "Most pixels of an image or frame; larger ones are scaled down. Unset is the "
+        "processor's own.",
+        at_least=1,
+    )
+    min_pixels: int | None = option(
+        None,
+        "Fewest pixels of an image or frame; smaller ones are scaled up. Unset is the "
+        "processor's own.",
+        at_least=1,
+    )
+    video_fps: float | None = option(
+        None,
+        "Frames a second that are taken of a video. Unset takes 2 of a film, and all of what is "
+        "given as frames.",
+        above=0,
+    )
+    video_max_frames: int | None = option(
+        None,
+        "Most frames of a video, spread evenly. Unset takes 768 of a film.",
+        at_least=2,
+        at_most=4096,
+    )
+    limit_mm_image_per_prompt: int | None = option(
+        None,
+        "Most images of a prompt; a row with more is an error. Unset sets no limit.",
+        at_least=0,
+    )
+    limit_mm_video_per_prompt: int | None = option(
+        None,
+        "Most videos of a prompt; a row with more is an error. Unset sets no limit.",
+        at_least=0,
+    )
+    limit_mm_audio_per_prompt: int | None = option(
+        None,
+        "Most sounds of a prompt; a row with more is an error. Unset sets no limit.",
+        at_least=0,
+    )

@@ -1,0 +1,354 @@
+"""Losses of reinforcement, and teachers."""
+
+from lightrft.config.options import (
+    CRITIC,
+    DISTILL,
+    SFT,
+    Arguments,
+    did_you_mean,
+    option,
+    part,
+)
+from lightrft.config.registry import (
+    AGGREGATIONS,
+    POLICY_LOSSES,
+)
+
+DEFAULT_POLICY_LOSS = "ppo"
+
+
+@part("algorithm")
+class AlgorithmOptions:
+    """The loss of a step of reinforcement."""
+
+    agent_denominator: str = option(
+        "episode",
+        "What counts as one sequence where a loss is a mean over sequences: an episode of the "
+        "agent with all its branches, or each branch.",
+        acts_with="agent or agent_command",
+        choices=("episode", "branch"),
+    )
+    policy_loss: str | None = option(
+        None,
+        "Policy loss; unset is ppo, the clipped surrogate.",
+        choices=POLICY_LOSSES,
+        common=True,
+    )
+    policy_loss_args: Arguments = option(
+        None,
+        "Hyper-parameters of the policy loss under their own names.",
+    )
+    loss_agg_mode: str | None = option(
+        None,
+        "How the losses of tokens become one number; unset is that of the loss's paper.",
+        choices=AGGREGATIONS,
+    )
+    eps_clip: float | None = option(
+        None,
+        "Clip range of the ratio; unset is that of the loss's paper.",
+        at_least=0,
+    )
+    eps_clip_low: float | None = option(
+        None,
+        "Lower clip range; unset is eps_clip.",
+        at_least=0,
+        at_most=1,
+    )
+    eps_clip_high: float | None = option(
+        None,
+        "Upper clip range; unset is eps_clip.",
+        at_least=0,
+    )
+    use_gspo: bool = option(
+        False,
+        "The same as policy_loss gspo.",
+    )
+    use_cpg_loss: bool = option(
+        False,
+        "The same as policy_loss cpgd.",
+    )
+    dual_clip: float | None = option(
+        None,
+        "Cap of the ratio where the advantage is negative; unset is off.",
+        above=1,
+    )
+    high_entropy_token_ratio: float = option(
+        0.0,
+        "Train on this share of tokens, the least certain ones; 0 takes all.",
+        at_least=0,
+        at_most=1,
+    )
+    high_entropy_scope: str = option(
+        "batch",
+        "Take that share of the optimizer batch or of each response.",
+        choices=("batch", "sequence"),
+        acts_with="high_entropy_token_ratio",
+    )
+    off_policy_correction: str | tuple[str, ...] | None = option(
+        None,
+        "Corrections for the difference between engine and trainer: presets (tis, icepop, "
+        "mis, geometric ...) or terms such as reject:k3:sequence:high=0.01; several at once. dppo, "
+        "off-policy-mask and pairs new/engine, new/old bound the policy that each update moves. "
+        "Unset is none, and tis with rollout_lag and stream_chunk, where none must be given.",
+    )
+    advantage_args: Arguments = option(
+        None,
+        "Hyper-parameters of the advantage estimator under their own names.",
+    )
+    correction_args: Arguments = option(
+        None,
+        "Bounds and further arguments of off_policy_correction.",
+    )
+    correction_low: float | None = option(
+        None,
+        "Lower bound of off_policy_correction; unset is its own.",
+        at_least=0,
+        acts_with="off_policy_correction or rollout_lag or stream_chunk",
+    )
+    correction_high: float | None = option(
+        None,
+        "Upper bound of off_policy_correction; unset is its own.",
+        above=0,
+        acts_with="off_policy_correction or rollout_lag or stream_chunk",
+    )
+    value_clip: float = option(
+        0.2,
+        "Clip range of the change of a value; 0 is off.",
+        at_least=0,
+        acts_with=CRITIC,
+    )
+    gamma: float = option(1.0, "Discount per token.", at_least=0, at_most=1)
+    lambd: float = option(
+        0.95,
+        "Lambda of generalised advantage estimation; `policy_lambd` or `length_alpha` in "
+        "advantage_args give the policy one of its own, and this is that of the returns.",
+        at_least=0,
+        at_most=1,
+        acts_with=CRITIC,
+    )
+    init_kl_coef: float = option(
+        0.0,
+        "Weight of the KL divergence to the initial policy; 0 loads no reference model.",
+        at_least=0,
+        common=True,
+    )
+    kl_target: float | None = option(
+        None,
+        "Adapt the weight towards this KL divergence per response.",
+        above=0,
+        acts_with="init_kl_coef",
+    )
+    kl_horizon: int = option(
+        10_000,
+        "Samples over which the weight adapts to kl_target.",
+        at_least=1,
+        acts_with="kl_target",
+    )
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", at_least=0)
+    aux_loss_coef: float = option(
+        0.0,
+        "Weight of the loss that balances the experts of a mixture-of-experts model.",
+        at_least=0,
+    )
+    ptx_coef: float = option(
+        0.05,
+        "Weight of the language-modelling loss on pretrain_data.",
+        at_least=0,
+        acts_with="pretrain_data",
+    )
+    ptx_batch_size: int | None = option(
+        None,
+        "Rows of pretrain_data per optimizer step over all ranks; unset is train_batch_size.",
+        at_least=1,
+        acts_with="pretrain_data",
+    )
+    max_epochs: int = option(
+        1,
+        "Passes over the samples of one step; of sft, prefer and reward, over their rows.",
+        at_least=1,
+        commands=SFT,
+    )
+    freezing_actor_steps: int = option(
+        -1,
+        "Train only the critic in the first N steps; -1 is off.",
+        at_least=-1,
+    )
+    enable_ema: bool = option(
+        False,
+        "Keep a moving average of the actor and save it in OUTPUT_DIR/model_ema.",
+    )
+    ema_beta: float = option(
+        0.992,
+        "Weight of the past in the moving average.",
+        at_least=0,
+        at_most=1,
+        acts_with="enable_ema",
+    )
+    turn_credit: str = option(
+        "last",
+        "What gamma counts from the reward at the end of an episode backwards: last, its "
+        "tokens; discounted, its turns.",
+        acts_with="environment or tools or agent or agent_command",
+        choices=("last", "discounted"),
+    )
+
+    @property
+    def policy_loss_name(self) -> str:
+        """The policy loss, which `use_gspo` and `use_cpg_loss` may name instead."""
+        by_flag = "gspo" if self.use_gspo else "cpgd" if self.use_cpg_loss else DEFAULT_POLICY_LOSS
+        return self.policy_loss or by_flag
+
+
+# Forms of distillation; those with a wrong gradient by the names that other projects have for them.
+SAMPLED = "sampled"
+
+
+FORMS = (SAMPLED, "reverse", "forward", "jsd")
+
+
+_K3 = (
+    "k3 as a reward has the expected gradient of KL(student || teacher) less that of KL(teacher || "
+    "student), which vanishes near the teacher"
+)
+
+
+_TOP_K = (
+    "a divergence of the top k tokens is equal for whatever token was sampled, so that taken from "
+    "its advantage it has no expected gradient"
+)
+
+
+REFUSED = {
+    "k1_loss": "k1 as a loss has no expected gradient",
+    "k3": _K3,
+    "low_var_kl": _K3,
+    "topk": _TOP_K,
+    "forward_kl_topk": _TOP_K,
+    "reverse_kl_topk": _TOP_K,
+}
+
+
+def form_problem(name: str) -> str | None:
+    """The reason why `teacher_form` cannot have this value; None if it can."""
+    if name in REFUSED:
+        return f"teacher_form: got {name!r}: {REFUSED[name]}; take {SAMPLED}"
+    if name not in FORMS:
+        return f"teacher_form: got {name!r}{did_you_mean(name, FORMS)}"
+    return None
+
+
+def is_served(place: str) -> bool:
+    """Whether a teacher is an address, not a folder."""
+    return place.startswith(("http://", "https://"))
+
+
+@part("algorithm", commands=DISTILL)
+class TeacherOptions:
+    """Teachers of a student."""
+
+    teacher: str | None = option(
+        None,
+        "Frozen model with the same tokens whose log-probabilities of the sampled tokens are an "
+        "advantage: teacher_coef * (log p - log q). A folder; or http://HOST:PORT/v1[#MODEL], an "
+        "OpenAI-compatible server with prompt_logprobs, whose key is the environment variable "
+        "LIGHTRFT_TEACHER_KEY.",
+        common=True,
+        path="folder",
+    )
+    teachers: tuple[str, ...] = option(
+        (),
+        "Several teachers, NAME=TEACHER each; teacher_column says which one a row has.",
+    )
+    teacher_column: str = option(
+        "teacher",
+        "Column of the data with the name of the row's teacher.",
+        acts_with="teachers",
+    )
+    teacher_weights: tuple[float, ...] = option(
+        (),
+        "Factor of each of the teachers, in their order; unset is 1 each.",
+        acts_with="teachers",
+    )
+    teacher_prompt_column: str | None = option(
+        None,
+        "Column of the data that the teacher reads after the prompt, and the student does not: a "
+        "solution, or feedback.",
+        acts_with="teacher or teachers",
+        commands=(),
+    )
+    teacher_top_k: int | None = option(
+        None,
+        "Tokens of which a served teacher gives probabilities, for divergences on rows; all others "
+        "are one further outcome.",
+        at_least=1,
+        acts_with="teacher_form reverse or teacher_form forward or teacher_form jsd",
+    )
+    teacher_tolerance: float = option(
+        0.01,
+        "Mean difference in nats a token up to which a server's answers to one question are alike.",
+        above=0,
+        may_change=True,
+    )
+    teacher_timeout_seconds: float = option(
+        600.0,
+        "Deadline of a server's answers to the rows of one step, repetitions included.",
+        above=0,
+        may_change=True,
+    )
+    offpolicy_fraction: float = option(
+        1.0,
+        "Share of the rows of a step whose completions are those of the data; the student samples "
+        "the others. Of the divergences on rows.",
+        at_least=0,
+        at_most=1,
+        acts_with="teacher_form reverse or teacher_form forward or teacher_form jsd",
+    )
+    teacher_coef: float = option(
+        1.0,
+        "Weight of the teacher's advantage beside that of the rewards.",
+        above=0,
+        acts_with="teacher or teachers",
+        commands=(),
+    )
+    teacher_form: str = option(
+        "sampled",
+        "Divergence from the teacher: sampled is that of sampled tokens; reverse, forward and jsd "
+        "are those of the whole vocabulary, of the rows of lightrft distill.",
+        acts_with="teacher or teachers",
+    )
+    teacher_beta: float = option(
+        0.5,
+        "Weight of the teacher in the mixture of jsd.",
+        above=0,
+        at_most=0.99,
+        acts_with="teacher_form jsd",
+    )
+
+    @property
+    def teacher_places(self) -> dict[str, str]:
+        """Folder or address of each teacher by name; the name of the only one is ""."""
+        if self.teacher is not None:
+            return {"": self.teacher}
+        pairs = (each.partition("=") for each in self.teachers)
+        return {name: place for name, _, place in pairs}
+
+    @property
+    def teacher_factors(self) -> dict[str, float]:
+        """Weight of each teacher by name."""
+        names = list(self.teacher_places)
+        return dict(zip(names, self.teacher_weights or [1.0] * len(names), strict=True))
+
+    @property
+    def distillation_stage(self) -> str:
+        """The stage of `lightrft distill`: on sampled tokens, or on given rows."""
+        return "policy" if self.teacher_form == SAMPLED else "divergence"
+
+    @property
+    def teacher_folders(self) -> dict[str, str]:
+        """Folder of each teacher that is no server, by name."""
+        return {name: at for name, at in self.teacher_places.items() if not is_served(at)}
+
+    @property
+    def has_served_teacher(self) -> bool:
+        """Whether a teacher is a server."""
+        return any(map(is_served, self.teacher_places.values()))

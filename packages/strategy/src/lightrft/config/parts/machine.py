@@ -1,0 +1,186 @@
+"""Processes that share the models, and the rollout engine."""
+
+from lightrft.config.options import (
+    EVAL,
+    LANGUAGE,
+    SFT,
+    Arguments,
+    option,
+    part,
+)
+from lightrft.engines.factory import ENGINES
+
+
+@part("distributed", commands=SFT)
+class DistributedOptions:
+    """Division of the models among processes."""
+
+    fsdp: bool = option(
+        False,
+        "Use FSDP2 instead of DeepSpeed ZeRO; without that package it is used anyway, unless an "
+        "option of DeepSpeed's is set.",
+        common=True,
+    )
+    zero_stage: int = option(2, "DeepSpeed ZeRO stage.", choices=(0, 1, 2, 3), acts_with="not fsdp")
+    fsdp_cpu_offload: bool = option(
+        False,
+        "FSDP2: keep parameters, gradients and optimizer states on the CPU.",
+        acts_with="fsdp",
+    )
+    adam_offload: bool = option(
+        False,
+        "Keep Adam's states on the CPU (FSDP2: between training phases).",
+    )
+    adam_8bit: bool = option(
+        False,
+        "FSDP2 in one process: keep Adam's moments in 8 bits a number (bitsandbytes).",
+    )
+    zpg: int = option(
+        1,
+        "ZeRO++ secondary partition size; 1 is off.",
+        at_least=1,
+        acts_with="not fsdp",
+    )
+    grad_accum_dtype: str | None = option(
+        None,
+        "DeepSpeed: dtype in which gradients accumulate; unset is fp32.",
+        choices=("fp32", "bf16", "fp16"),
+        acts_with="not fsdp",
+    )
+    overlap_comm: bool = option(
+        False,
+        "DeepSpeed: reduce gradients while the backward pass runs.",
+        acts_with="not fsdp",
+    )
+    sp_size: int = option(
+        1,
+        "Ranks that share one sequence (sequence parallelism).",
+        at_least=1,
+    )
+    local_rank: int = option(
+        -1,
+        "Index of this process' device on its node; -1 reads LOCAL_RANK.",
+        at_least=-1,
+        may_change=True,
+    )
+    mixed_mm_data: bool = option(
+        False,
+        "Ranks may differ in having images; the vision tower stays in FSDP2's root unit.",
+        acts_with="fsdp",
+        commands=(),
+    )
+    async_save: bool = option(
+        False,
+        "Write checkpoints in the background, from copies in host memory.",
+    )
+    meta_init: bool | None = option(
+        None,
+        "FSDP2: build models without memory: ranks read their own rows of the files; unset "
+        "means yes on GPUs, above 2 GB of weights and without allow_new_weights.",
+        acts_with="fsdp",
+        by_machine=True,
+        commands=LANGUAGE,
+    )
+    compile_backend: str | None = option(
+        None,
+        "FSDP2: compile every block by torch.compile with this backend; unset does not.",
+        choices=("inductor", "aot_eager", "eager"),
+        acts_with="fsdp",
+    )
+    timeout_minutes: float = option(
+        60.0,
+        "Deadline of every collective and of every phase.",
+        above=0,
+        at_most=1e6,
+        commands=(*EVAL, *SFT),
+        may_change=True,
+    )
+    devices_shared: bool = option(
+        False,
+        "Lets ranks that only generate use the GPUs of ranks that train, for trials: slower, and "
+        "the memory of both lies on one device.",
+        acts_with="rollout_ranks",
+        may_change=True,
+    )
+    fsdp_shard_size: int = option(
+        -1,
+        "FSDP2: ranks over which a model is divided, mostly those of a node; groups of so many "
+        "ranks are replicas (HSDP). -1 divides over all.",
+        at_least=-1,
+        acts_with="fsdp",
+    )
+
+
+# Adapters travel as part of the weights that they change.
+MERGED = "merged"
+
+
+ENGINE_TYPES = (*ENGINES, "auto")
+
+
+@part("engine")
+class EngineOptions:
+    """The rollout engine, and how weights reach it."""
+
+    engine_type: str = option(
+        "vllm",
+        "Rollout engine.",
+        choices=ENGINE_TYPES,
+        common=True,
+        commands=EVAL,
+    )
+    engine_tp_size: int = option(
+        1,
+        "Ranks that share one engine (tensor parallelism).",
+        at_least=1,
+        commands=EVAL,
+    )
+    engine_mem_util: float = option(
+        0.5,
+        "Share of device memory the engine may take.",
+        above=0,
+        at_most=1,
+        commands=EVAL,
+        may_change=True,
+    )
+    enable_engine_sleep: bool = option(
+        True,
+        "Release the engine's memory while the trainer runs.",
+        may_change=True,
+    )
+    engine_args: Arguments = option(
+        None,
+        "Further options under the engine's own names.",
+        commands=EVAL,
+    )
+    max_len: int | None = option(
+        None,
+        "Longest prompt plus completion, in tokens.",
+        at_least=1,
+    )
+    weight_bucket_mb: int = option(
+        256,
+        "Size of one weight transfer bucket.",
+        at_least=1,
+        may_change=True,
+    )
+    lora_sync: str = option(
+        MERGED,
+        "What goes to the engine with lora_rank: merged weights, or the adapters alone to an "
+        "engine that holds them beside its weights (hf, vllm).",
+        choices=(MERGED, "adapter"),
+        acts_with="lora_rank",
+    )
+    verify_weight_sync: bool = option(
+        True,
+        "Compare hashes of the trainer's and the engine's weights.",
+        may_change=True,
+    )
+    rm_use_engine: bool = option(
+        False,
+        "Serve reward models by an engine.",
+    )
+    rm_engine_cudagraph: bool = option(
+        False,
+        "CUDA graphs in the reward engine.",
+    )

@@ -1,0 +1,122 @@
+"""Training on given rows."""
+
+from lightrft.config.options import (
+    SFT,
+    SFT_ALONE,
+    Arguments,
+    option,
+    part,
+)
+from lightrft.config.registry import (
+    PREFERENCE_LOSSES,
+    REWARD_LOSSES,
+    SCORE_POOLINGS,
+    SFT_LOSSES,
+    TRAIN_ON,
+)
+
+
+@part("supervised", commands=SFT_ALONE)
+class SupervisedOptions:
+    """Trained tokens of given rows."""
+
+    train_on: str | None = option(
+        None,
+        "Tokens whose loss counts: all, the completion, every assistant turn or the last one; "
+        "unset is all of a text, the completion after a prompt, the assistant turns of a chat.",
+        choices=TRAIN_ON,
+        common=True,
+    )
+    train_on_regex: str | None = option(
+        None,
+        "Of these tokens, only those with a character of a match of this regular expression (of "
+        "its first group) in the text of the row; rows without one are left out and counted.",
+    )
+    sft_loss: str = option(
+        "token-mean",
+        "Mean of -log p over all trained tokens, mean of the rows' means, or dft, where each "
+        "token also weighs its own probability.",
+        choices=SFT_LOSSES,
+        common=True,
+    )
+    max_row_tokens: int = option(
+        2048,
+        "Longest row, in tokens; longer ones, and those beyond the model's context, are left out "
+        "and counted.",
+        at_least=2,
+        common=True,
+        commands=SFT,
+    )
+
+
+@part("preference", commands=("prefer",))
+class PreferenceOptions:
+    """Losses of preferences."""
+
+    preference_loss: tuple[str, ...] = option(
+        ("dpo",),
+        "Preference losses, whose weighted sum is minimised; names of TRL are known, too.",
+        choices=PREFERENCE_LOSSES,
+        common=True,
+    )
+    preference_weights: tuple[float, ...] = option(
+        (),
+        "Weight of each preference loss; unset is 1 each.",
+        at_least=0,
+    )
+    preference_args: Arguments = option(
+        None,
+        "Hyper-parameters of the preference losses under their own names, such as beta=0.1; one "
+        "reaches every loss that has it.",
+        common=True,
+    )
+    ref_logprobs: str | None = option(
+        None,
+        "File of the reference's log-probabilities of all answers: computed before the first step "
+        "where it does not exist, and read instead of a reference model where it does and is of "
+        "the same data, template and model. Unset computes them on the way.",
+        may_change=True,
+    )
+
+
+@part("supervised", commands=("reward",))
+class RewardModelOptions:
+    """Losses and scores of a reward model."""
+
+    reward_loss: str | None = option(
+        None,
+        "Loss of a reward model; unset is bradley_terry for pairs and bce for labelled answers.",
+        choices=REWARD_LOSSES,
+        common=True,
+    )
+    reward_loss_args: Arguments = option(
+        None,
+        "Hyper-parameters of the reward loss under their own names.",
+    )
+    reward_pooling: str | None = option(
+        None,
+        "Hidden states that a score is made of: the last token's, or all, by learned attention; "
+        "unset is that of a reward model which is trained on, else last.",
+        choices=SCORE_POOLINGS,
+    )
+    reward_heads: tuple[str, ...] = option(
+        (),
+        "Names of scores, each with a head and rankings of its own (ranks by name in the rows); "
+        "unset is one score, or those of a reward model which is trained on.",
+    )
+    reward_head_weights: tuple[float, ...] = option(
+        (),
+        "Weight of each score in the reward and of its loss; unset is 1 each.",
+        acts_with="reward_heads",
+    )
+    reward_head_losses: tuple[str, ...] = option(
+        (),
+        "Loss of each score; unset is reward_loss for all.",
+        choices=REWARD_LOSSES,
+        acts_with="reward_heads",
+    )
+    centering_coef: float = option(
+        0.0,
+        "Weight of (chosen score + rejected score)^2, which keeps scores around 0; 0.01 is usual.",
+        at_least=0,
+    )
