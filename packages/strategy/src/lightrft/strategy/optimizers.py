@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrft.config.options import accepts, coerce, type_hints
-from lightrft.strategy.config import StrategyConfig
+from lightrft.config.parts.training import TrainingOptions
 
 # What `torch.optim` takes as one group: "params" and "weight_decay".
 ParameterGroup = dict[str, "list[nn.Parameter] | float"]
@@ -171,7 +171,7 @@ class PlannedLR(LambdaLR):
 
 
 def learning_rate_schedule(
-    config: StrategyConfig, optimizer: Optimizer, *, max_steps: int
+    config: TrainingOptions, optimizer: Optimizer, *, max_steps: int
 ) -> PlannedLR:
     """The chosen schedule with a linear warm-up over ceil(max_steps * lr_warmup_ratio) steps.
 
@@ -234,7 +234,7 @@ class AdamSettings:
     weight_decay: float
 
     @classmethod
-    def read(cls, kwargs: Mapping[str, object], config: StrategyConfig) -> AdamSettings:
+    def read(cls, kwargs: Mapping[str, object], config: TrainingOptions) -> AdamSettings:
         """From the keywords of `create_optimizer`; what is missing comes from the configuration.
 
         Raises:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lightrft.config.parts.training import TrainingOptions
 from lightrft.engines.base import RolloutEngine, StaleEngineError
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams, Vocabulary
-from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import Group, gather_objects, group_rank
 from lightrft.strategy.distributed.sequence_parallel import SharesSequences
 from lightrft.strategy.weight_sync.parameter_source import (
@@ -298,7 +298,7 @@ def media_seen(engine: RolloutEngine, world: Group) -> EncodedPrompt | None:
 
 
 def compute_dtypes(
-    config: StrategyConfig, engine: RolloutEngine, source: ParameterSource
+    config: TrainingOptions, engine: RolloutEngine, source: ParameterSource
 ) -> frozenset[torch.dtype]:
     """The dtypes in which trainer or engine compute."""
     dtypes = {parameter.dtype for parameter in engine.parameter_manifest()}

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from lightrft.config.parts.machine import EngineOptions
 from lightrft.engines.engine_weights import tied_names
 from lightrft.engines.types import AdapterShape, Vocabulary
-from lightrft.strategy.config import MERGED, StrategyConfig
+from lightrft.strategy.config import MERGED
 
 FlatRange = tuple[int, int]
 # `add_local(name, start, values)` adds in place to float32 `values`, the elements from `start`.
@@ -243,7 +244,7 @@ def engine_source(
     return module.adapter_source(source) if has_adapters else module.merged_source(source)
 
 
-def adapters_of(module: nn.Module | None, config: StrategyConfig) -> AdapterShape | None:
+def adapters_of(module: nn.Module | None, config: EngineOptions) -> AdapterShape | None:
     """The adapters that an engine holds beside its weights; None where it is sent merged weights.
 
     Args:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import cast
 
-from lightrft.config import TrainConfig
+from lightrft.config.parts.scores import RewardOptions
 from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.strategy.config import ConfigError
@@ -34,7 +34,7 @@ class GymReward:
     needs_labels = False
     whole_batch = False
 
-    def __init__(self, config: TrainConfig, spelling: str) -> None:
+    def __init__(self, config: RewardOptions, spelling: str) -> None:
         self.name = spelling.removeprefix(GYM_PREFIX)
         self._spelling = spelling
         self._seconds = config.reward_timeout_seconds

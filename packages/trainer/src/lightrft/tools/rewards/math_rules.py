@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import cast
 
-from lightrft.config import TrainConfig
+from lightrft.config.parts.scores import RewardOptions
 from lightrft.rewards.process import (
     WorkerFailedError,
     WorkerProcess,
@@ -280,13 +280,13 @@ class MathReward:
         return None if outcome is None else RewardResult(outcome * 1.0, {self.name: outcome * 1.0})
 
 
-def boxed_math(config: TrainConfig, name: str) -> MathReward:
+def boxed_math(config: RewardOptions, name: str) -> MathReward:
     """The reward `boxed_math` of a run."""
     del name
     return MathReward(BOXED_MATH, batch_seconds=config.reward_timeout_seconds)
 
 
-def gsm8k(config: TrainConfig, name: str) -> MathReward:
+def gsm8k(config: RewardOptions, name: str) -> MathReward:
     """The reward `gsm8k` of a run."""
     del name
     return MathReward(GSM8K, batch_seconds=config.reward_timeout_seconds)

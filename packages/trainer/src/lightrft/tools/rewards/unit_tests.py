@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from lightrft.config import TrainConfig
+from lightrft.config.parts.scores import RewardOptions
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.tools.rewards.code_tests import (
     MAX_CODE_CHARACTERS,
@@ -56,7 +56,7 @@ class UnitTestsReward:
     parallel_calls = 1
     whole_batch = False
 
-    def __init__(self, config: TrainConfig, name: str = "unit_tests") -> None:
+    def __init__(self, config: RewardOptions, name: str = "unit_tests") -> None:
         self.name = name
         self._seconds = config.reward_timeout_seconds
         self._sandbox = Sandbox(
