@@ -6,7 +6,6 @@ import argparse
 import math
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import pytest
 
@@ -20,6 +19,7 @@ from lightrft.config.options import (
     looks_secret,
     option,
     options_of,
+    part,
     type_hints,
 )
 from lightrft.config.strategy_config import StrategyConfig
@@ -28,11 +28,11 @@ HINTS = type_hints(TrainConfig)
 MAPPINGS = [n for n in HINTS if Mapping in map(typing.get_origin, alternatives(HINTS[n]))]
 
 
-@dataclass
+@part("data")
 class Example:
-    share: float = option(0.5, "A share.", group="data", at_least=0, at_most=1)
-    limit: float = option(1.0, "A limit.", group="data", above=0, finite=False)
-    names: tuple[str, ...] = option((), "Names.", group="data", choices=("a", "b"))
+    share: float = option(0.5, "A share.", at_least=0, at_most=1)
+    limit: float = option(1.0, "A limit.", above=0, finite=False)
+    names: tuple[str, ...] = option((), "Names.", choices=("a", "b"))
 
 
 @pytest.mark.parametrize(

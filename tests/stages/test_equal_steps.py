@@ -255,9 +255,8 @@ def test_adapters_have_the_gradient_of_the_sum_that_they_are_part_of(case):
 def seen(stage, items):
     """What the embedding of each model is given in a step, and its last hidden states: [tokens]."""
     given, states = [], []
-    modules = [stage.models.main.model, *stage.objective.frozen]
     handles = []
-    for module in modules:
+    for module in (stage.models.main.model, *stage.objective.frozen):
         trunk = module.model.base_model
         embedding = trunk.get_input_embeddings()
         handles.append(embedding.register_forward_hook(lambda _, x, __: given.append(x[0][0])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines import EngineConfig, GenerationRequest, SamplingParams
 from lightrft.engines.adapters import SECOND
 from lightrft.engines.base import StaleEngineError
-from lightrft.engines.factory import engine_facts
+from lightrft.engines.facts import EngineFacts
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.weight_sync.canary import CANARY_LIMITS, actor_canary, check_effect
@@ -298,8 +297,8 @@ def test_an_actor_without_adapters_is_refused(monkeypatch):
         for actor, got in ((None, "no actor"), (tiny_model(), "Qwen3ForCausalLM")):
             with pytest.raises(ValueError, match=f"got {got}.*lora_sync merged"):
                 strategy.setup_inference_engine(None, "hf", actor=actor)
-        facts = replace(engine_facts("hf"), holds_adapters=False)
-        monkeypatch.setattr("lightrft.strategy.engine.session.engine_facts", lambda name: facts)
+        place = "lightrft.strategy.engine.session.engine_facts"
+        monkeypatch.setattr(place, lambda name: EngineFacts())
         with pytest.raises(ValueError, match="the hf engine holds no adapters"):
             strategy.setup_inference_engine(None, "hf", actor=lora_actor())
 

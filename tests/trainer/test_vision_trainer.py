@@ -221,8 +221,7 @@ def test_the_example_trains_on_images(model, data, tmp_path, repository):
         generate_max_len=5,
         save_path=tmp_path / "trained",
     )
-    for name in ("output_dir", "init_kl_coef"):  # which the example leaves out
-        del options[name]
+    del options["output_dir"], options["init_kl_coef"]  # which the example leaves out
     finished = subprocess.run(
         [sys.executable, repository / "examples" / "train_vl.py", *words(options)],
         capture_output=True,

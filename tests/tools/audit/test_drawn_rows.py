@@ -98,9 +98,8 @@ def of_another_pass(original):
     ("stage", "plant"), [*((name, once_more) for name in STAGES), ("sft", of_another_pass)]
 )
 def test_rows_that_are_not_drawn_are_found(folder, tmp_path, monkeypatch, stage, plant) -> None:
-    trainer = STAGES[stage]
     monkeypatch.setattr(row_stage, "drawn_places", plant(row_stage.drawn_places))
-    trainer(TrainConfig(**settings(folder, stage, tmp_path, max_steps=1))).train()
+    STAGES[stage](TrainConfig(**settings(folder, stage, tmp_path, max_steps=1))).train()
     report = audit_step(tmp_path, 1)
     assert report.first_difference is not None, verdict(report)
     assert report.first_difference.quantity == COMPARED

@@ -227,10 +227,7 @@ def chosen_and_rejected_are_swapped(patch):
 
 @bug(LOSS, "prefer")
 def pairs_of_one_rank_are_counted(patch):
-    def counts_of(items):
-        return StepCounts(len(items) // 2, len(items))
-
-    patch.setattr(preference_objective, "counts_of", counts_of)
+    patch.setattr(preference_objective, "counts_of", lambda x: StepCounts(len(x) // 2, len(x)))
 
 
 @bug(LOSS, "prefer", preference_loss=("simpo",))
@@ -494,9 +491,7 @@ def in_ranks(rank, world_size, given):
     dist.init_process_group("gloo", timeout=timedelta(seconds=200))
     for stage, settings, fault in given:
         if fault:
-            preference_objective.counts_of = lambda items: StepCounts(
-                len(items) // world_size, len(items) // world_size
-            )
+            preference_objective.counts_of = lambda x: StepCounts(len(x) // 2, len(x) // 2)
         TRAINERS[stage](TrainConfig(**settings, fsdp=True)).train()
 
 

@@ -41,8 +41,8 @@ def test_the_parts_are_all_of_the_algorithms(mutation):
     listed = {path for names in PARTS.values() for path in mutation.files_of(list(names))}
     left = {path.name for path in mutation.files_of([]) if path not in listed}
     # Functions of tokens, sums and scores, which the tests of formulas compare one by one.
-    others = {f"{name}_losses.py" for name in ("preference", "reward", "supervised")}
-    assert left == {"__init__.py"} | others
+    others = {"preference_losses.py", "reward_losses.py", "supervised_losses.py"}
+    assert left == {"__init__.py", *others}
 
 
 def test_the_steps_use_every_loss_and_estimator(mutation):
