@@ -23,8 +23,13 @@ small_modules: modules of fewer than 60 lines of code (neither docstring, commen
 format_skips: comments `# fmt: skip`.
 question_docstrings: classes and modules, in thousands of those with a docstring, whose docstring
     begins with What, How, Who, Whom, Whose, Which, Where, Why, When or Those.
+folders_above: folders of `lightrft`, and of its tools, with more tokens than the table `folders`
+    of `accepted_code.toml` says; one that it does not name has a budget of 0.
+whole_records: functions that take all options of a run (or of a strategy) instead of a part's.
+strategy_parameters: parameters that are a whole strategy.
 trainer_closure: modules that `lightrft.trainer.spmd_ppo_trainer` imports when it is imported,
     directly or not, itself included; of packages only those that an import names.
+sft_closure, train_closure: the same of `lightrft sft` and `lightrft train`.
 step_files, command_files: with --run; files of which a function is called in the process of
     `lightrft train` during the second of three GRPO steps (from one line of metrics.jsonl to the
     next), and during the whole command, where importing counts, too.
@@ -47,10 +52,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES, MAX_PARAMETERS, MAX_COMPLEXITY, SMALL = 60, 8, 15, 60
-DOOR = "lightrft.trainer.spmd_ppo_trainer"
+ACCEPTED = "scripts/accepted_code.toml"
+_RUN = ("lightrft.cli.main", "lightrft.run.assembly")
+# Modules that a run begins with, by the measure of what they import.
+DOORS = {
+    "trainer_closure": ("lightrft.trainer.spmd_ppo_trainer",),
+    "sft_closure": (
+        *_RUN,
+        "lightrft.cli.row_commands",
+        "lightrft.stages.supervised.supervised_inputs",
+    ),
+    "train_closure": (*_RUN, "lightrft.cli.train", "lightrft.stages.policy.inputs"),
+}
 # Signatures that are published: users' code and the options follow them.
 PUBLISHED = {
     "lightrft.strategy.strategy_base:StrategyBase.setup_dataloader": "given by the interface",
@@ -227,7 +244,13 @@ def _token_measures(modules: dict[str, Module], root: Path) -> dict[str, Measure
             texts = [_NATIVE_COMMENT.sub("", text) for text in texts]
         return sum(len(_SIGNS.findall(text)) for text in texts)
 
+    above = [
+        f"{name}: {size:,d}, accepted {limit:,d}"
+        for name, size in folder_tokens(modules).items()
+        if (limit := _read_table(root).get("folders", {name: size}).get(name, 0)) < size
+    ]
     return {
+        "folders_above": Measured(len(above), above),
         "core_tokens": Measured(tokens["core"]),
         "tools_tokens": Measured(tokens["tools"]),
         "all_tokens": Measured(sum(tokens.values())),
@@ -237,11 +260,25 @@ def _token_measures(modules: dict[str, Module], root: Path) -> dict[str, Measure
     }
 
 
+def folder_tokens(modules: dict[str, Module]) -> dict[str, int]:
+    """Return the tokens of each folder of `lightrft`, and of each folder of its tools."""
+    sizes: dict[str, int] = {}
+    for module in modules.values():
+        parts = module.path.split("/lightrft/")[1].split("/")[:-1]
+        depth = 2 if parts[:1] == ["tools"] else 1
+        if parts:
+            name = "/".join(parts[:depth])
+            sizes[name] = sizes.get(name, 0) + module.num_tokens
+    return sizes
+
+
 def _function_measures(modules: dict[str, Module]) -> dict[str, Measured]:
     places: dict[str, list[str]] = {
         "long_functions": [],
         "wide_functions": [],
         "complex_functions": [],
+        "whole_records": [],
+        "strategy_parameters": [],
     }
     for module in modules.values():
         for name, node in module.functions():
@@ -251,13 +288,19 @@ def _function_measures(modules: dict[str, Module]) -> dict[str, Measured]:
             )
             first = node.body[0].lineno if is_kernel else node.lineno
             lines = (node.end_lineno or first) - first + 1
-            width = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
+            parameters = arguments.posonlyargs + arguments.args + arguments.kwonlyargs
+            width = len(parameters)
+            types = [ast.unparse(each.annotation) for each in parameters if each.annotation]
             ways = complexity(node)
             is_free = is_kernel or f"{module.name}:{name}" in PUBLISHED
             if lines > MAX_LINES:
                 places["long_functions"].append(module.place(name, node, f"{lines} lines"))
             if width > MAX_PARAMETERS and not is_free:
                 places["wide_functions"].append(module.place(name, node, f"{width} parameters"))
+            if {"TrainConfig", "StrategyConfig"} & set(types):
+                places["whole_records"].append(module.place(name, node, "all options"))
+            for _ in range(types.count("StrategyBase")):
+                places["strategy_parameters"].append(module.place(name, node, "a strategy"))
             if ways > MAX_COMPLEXITY:
                 places["complex_functions"].append(module.place(name, node, f"complexity {ways}"))
     return {name: Measured(len(found), found) for name, found in places.items()}
@@ -275,17 +318,22 @@ def _module_measures(modules: dict[str, Module]) -> dict[str, Measured]:
         and not module.path.endswith("__init__.py")
         and module.code_lines() < SMALL
     ]
-    closure: set[str] = set()
-    left = [DOOR] if DOOR in modules else []
-    while left:
-        name = left.pop()
-        if name not in closure:
-            closure.add(name)
-            left += modules[name].imports(modules, at_import=True)
-    return {
-        "small_modules": Measured(len(small), small),
-        "trainer_closure": Measured(len(closure)),
+    closures = {
+        name: Measured(len(closure(modules, [door for door in doors if door in modules])))
+        for name, doors in DOORS.items()
     }
+    return {"small_modules": Measured(len(small), small), **closures}
+
+
+def closure(modules: dict[str, Module], doors: list[str]) -> set[str]:
+    """Return the modules that some import when they are imported, directly or not, and these."""
+    found: set[str] = set()
+    while doors:
+        name = doors.pop()
+        if name not in found:
+            found.add(name)
+            doors += modules[name].imports(modules, at_import=True)
+    return found
 
 
 def _text_measures(modules: dict[str, Module]) -> dict[str, Measured]:
@@ -389,6 +437,11 @@ def measure_run(root: Path) -> dict[str, Measured]:
     }
 
 
+def _read_table(root: Path) -> dict[str, Any]:
+    path = root / ACCEPTED
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
 def read_accepted(root: Path) -> dict[str, int]:
     """Return the accepted maximum of each measure of the tree at `root`; empty if it names none.
 
@@ -397,8 +450,9 @@ def read_accepted(root: Path) -> dict[str, int]:
     Raises:
         ValueError: A capability has no reason, or adds to a measure that is not accepted.
     """
-    path = root / "scripts/accepted_code.toml"
-    accepted = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    accepted = _read_table(root)
+    accepted.pop("folders", None)
+    path = root / ACCEPTED
     for name, costs in accepted.pop("added", {}).items():
         if not str(costs.pop("reason", "")).strip():
             raise ValueError(f"{path}: added.{name!r} has no reason: say what the code is for")
