@@ -79,8 +79,7 @@ def test_a_capability_adds_its_tokens_and_says_why(tmp_path):
 def test_a_folder_above_its_budget_is_named(tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / measures.ACCEPTED).write_text("[folders]\ntrainer = 10\ntools = 11\n")
-    [text] = tree(tmp_path)["folders_above"].places
-    assert text == "trainer: 329, accepted 10"
+    assert tree(tmp_path)["folders_above"].places == ["trainer: 329, accepted 10"]
 
 
 def test_published_signatures_exist():

@@ -93,7 +93,7 @@ def build(strategy, case, *, way=PLAIN, has_adapters=False, **changes):
     """The stage of a case, with its items."""
     builder, items, options = CASES[case]
     options = {**options, **WAYS[way], **(ADAPTERS if has_adapters else {}), **changes}
-    return builder(strategy, items, held_out=items[:-1], **options), items
+    return builder(strategy, items, held_out=items[: 1 if has_adapters else -1], **options), items
 
 
 def results(strategy, case, **how):

@@ -136,6 +136,7 @@ def test_a1_advice_is_the_shortest_step_among_what_fits():
 def test_a1_zero_3_is_advised_where_it_is_enough():
     setup = setup_of("7b", 2, "h100-80g", gradient_checkpointing=True)
     assert not plan_memory(setup).fits
+    assert not replace(setup, engine="").has_server_engine
     changes = [advise(replace(setup, engine=engine)).changes for engine in ("vllm", "hf")]
     assert all("zero_stage" in c or "fsdp" in c or "adam_offload" in c for c in changes)
 

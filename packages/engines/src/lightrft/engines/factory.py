@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class EngineBuilder(Protocol):
-    """Start of one kind of engine."""
+    """Start of one kind of engine; an attribute `facts` says what that can do."""
 
     def __call__(self, config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
         """Starts it; `module` gives the architecture where the engine can use it."""
 
 
-# Name -> module whose `FACTS` say what the engine can do, or what starts it. "auto" takes the first
-# with a package, where it is installed.
+# Name -> module whose `FACTS` say what the engine can do, or what starts one (itself, or its
+# `module:name`). "auto" takes the first with a package, where it is installed.
 ENGINES: dict[str, str | EngineBuilder] = {
     "vllm": "lightrft.engines.vllm.facts",
     "sglang": "lightrft.engines.sglang.facts",
@@ -35,7 +35,7 @@ _UNKNOWN = EngineFacts()
 def engine_facts(engine_type: str | None) -> EngineFacts:
     """Return what an engine can do; of an unknown name, "auto" or None nothing is known."""
     place = ENGINES.get(engine_type or "")
-    if isinstance(place, str):
+    if isinstance(place, str) and ":" not in place:
         return cast("EngineFacts", importlib.import_module(place).FACTS)
     return getattr(place, "facts", _UNKNOWN)
 
@@ -56,7 +56,7 @@ def build_engine(config: EngineConfig, *, module: nn.Module | None = None) -> Ro
     engine_type = resolve_engine_type(config.engine_type)
     builder = ENGINES[engine_type]
     if isinstance(builder, str):
-        home, _, name = engine_facts(engine_type).builder.partition(":")
+        home, _, name = (engine_facts(engine_type).builder or builder).partition(":")
         builder = cast("EngineBuilder", vars(importlib.import_module(home))[name])
     return builder(config, module=module)
 

@@ -6,12 +6,11 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from lightrft.cli.errors import run_guarded
+from lightrft.cli.errors import UsageError, run_guarded
 from lightrft.cli.train import (
-    ParseRead,
     StageCommand,
     check,
     next_after_rows,
@@ -58,49 +57,28 @@ def check_distill(config: TrainConfig) -> None:
         check(config)
 
 
-def row_command(
-    name: str,
-    description: str,
-    *,
-    parse_read: ParseRead | None = None,
-    stage: Callable[[TrainConfig], str] | None = None,
-    check: Callable[[TrainConfig], None] = lambda _: None,
-    next_commands: Callable[[str, str], str] = next_after_rows,
-) -> StageCommand:
-    """Return a command over rows; see `StageCommand`."""
-    return StageCommand(
-        name,
-        description,
-        ("lightrft.cli.row_commands", name),
-        stage or (lambda _: name),
-        parse_read or partial(parse_rows, command=name),
-        check,
-        next_commands,
-    )
-
-
 COMMANDS = {
     each.name: each
     for each in (
-        row_command(
+        StageCommand(
             "sft", "Fine-tune a language model on texts, on answers to prompts or on conversations."
         ),
-        row_command(
+        StageCommand(
             "prefer",
             "Fine-tune a language model on pairs of answers, or on answers that are labelled.",
-            parse_read=partial(parse_rows, command="prefer", problems_of=preference_problems),
+            partial(parse_rows, command="prefer", problems_of=preference_problems),
         ),
-        row_command(
+        StageCommand(
             "reward",
             "Train a model that gives answers a score, on pairs of answers or labelled ones.",
             next_commands=next_after_reward,
         ),
-        row_command(
+        StageCommand(
             "distill",
             "Train a language model towards a teacher, on its own samples or on rows with "
             "completions.",
+            parse_distill,
             stage=lambda config: config.distillation_stage,
-            parse_read=parse_distill,
             check=check_distill,
         ),
     )
@@ -110,8 +88,13 @@ sft, prefer, reward, distill = (partial(run_stage, command=each) for each in COM
 
 def main(argv: Sequence[str]) -> int:
     """Run the command whose name comes first."""
-    name, *rest = argv
-    return run_guarded(f"lightrft {name}", lambda: run_stage(rest, COMMANDS[name]))
+    return run_guarded(" ".join(["lightrft", *argv[:1]]), lambda: _run(*argv))
+
+
+def _run(name: str = "", *argv: str) -> int:
+    if name not in COMMANDS:
+        raise UsageError(f"expected the name of a command first: {', '.join(COMMANDS)}")
+    return run_stage(argv, COMMANDS[name])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lightrft.cli.errors import (
@@ -65,20 +66,21 @@ class StageCommand:
     Args:
         name: Name of the command.
         description: What it does, for its help.
-        words: Module that the processes of a run execute, and arguments before those of the user.
-        stage: Gives the name in `config.registry.STAGES`, by the options.
-        parse_read: Completes and checks options that were read.
+        parse_read: Completes and checks options that were read; None does so for rows.
+        words: Module that the processes of a run execute, and arguments before those of the user;
+            () executes `row_commands`.
+        stage: Gives the name in `config.registry.STAGES`, by the options; None is the command's.
         check: Checks what needs no model; raises what is wrong.
         next_commands: Gives what is said at the end, by folder and model of the run.
     """
 
     name: str
     description: str
-    words: tuple[str, ...]
-    stage: Callable[[TrainConfig], str]
-    parse_read: ParseRead
-    check: Callable[[TrainConfig], None]
-    next_commands: Callable[[str, str], str]
+    parse_read: ParseRead | None = None
+    words: tuple[str, ...] = ()
+    stage: Callable[[TrainConfig], str] | None = None
+    check: Callable[[TrainConfig], None] = lambda _: None
+    next_commands: Callable[[str, str], str] | None = None
 
     def build_parser(self, *, lists_all: bool = True) -> Parser:
         """Build the parser; options that are not given leave no trace.
@@ -95,25 +97,13 @@ class StageCommand:
             ConfigError: Unknown names, wrong values, missing files; all of them at once.
             UsageError: Arguments that cannot be read.
         """
-        return self.parse_read(*parse_options(self.build_parser(), argv))
+        parse_read = self.parse_read or partial(parse_rows, command=self.name)
+        return parse_read(*parse_options(self.build_parser(), argv))
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft train --help`."""
-    return run_stage(argv, train_command())
-
-
-def train_command() -> StageCommand:
-    """Return the command `lightrft train`."""
-    return StageCommand(
-        "train",
-        "Fine-tune a language model by reinforcement learning.",
-        ("lightrft.cli.train",),
-        lambda _: "policy",
-        parse_policy,
-        check,
-        next_commands,
-    )
+    return run_stage(argv, TRAIN)
 
 
 def run_stage(argv: Sequence[str], command: StageCommand) -> int:
@@ -144,7 +134,7 @@ def run_stage(argv: Sequence[str], command: StageCommand) -> int:
     with interruption_explained(config):
         if nproc_per_node > 1:
             end_start_bar()
-            module, *before = command.words
+            module, *before = command.words or ("lightrft.cli.row_commands", command.name)
             return launch(module, [*before, *argv], nproc_per_node=nproc_per_node)
         become_only_process()
         return _train_stoppably(argv, command)
@@ -166,7 +156,10 @@ def _train_stoppably(argv: Sequence[str], command: StageCommand) -> int:
         share_processors()
         start_text("lightrft: loading libraries and data")
         return train(
-            config, stop_request, stage=command.stage(config), following=command.next_commands
+            config,
+            stop_request,
+            stage=command.stage(config) if command.stage else command.name,
+            following=command.next_commands or next_after_rows,
         )
 
 
@@ -288,11 +281,6 @@ def parse_rows(
     return config, parsed.nproc_per_node
 
 
-def build_parser(*, lists_all: bool = True) -> Parser:
-    """Build the parser of `lightrft train`; see `StageCommand.build_parser`."""
-    return train_command().build_parser(lists_all=lists_all)
-
-
 def stage_parser(command: str, description: str, *, lists_all: bool) -> Parser:
     """The parser of a command that runs a stage; options that are not given leave no trace."""
     parser = Parser(
@@ -307,6 +295,18 @@ def stage_parser(command: str, description: str, *, lists_all: bool) -> Parser:
     options = available_options(command)
     add_options(parser, [name for name, info in options.items() if lists_all or info.common])
     return parser
+
+
+TRAIN = StageCommand(
+    "train",
+    "Fine-tune a language model by reinforcement learning.",
+    parse_policy,
+    ("lightrft.cli.train",),
+    lambda _: "policy",
+    check,
+    next_commands,
+)
+build_parser = TRAIN.build_parser
 
 
 if __name__ == "__main__":

@@ -30,6 +30,9 @@ _JOINS: dict[Reduction, Callable[[Tensor], Tensor]] = {
 }
 
 
+_NOTHING: dict[Reduction, float] = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+
+
 class StepMetrics:
     """Accumulates metrics locally; `reduce` makes them exact over all ranks.
 
@@ -101,6 +104,13 @@ class StepMetrics:
     def add_min(self, name: str, value: float | Tensor) -> None:
         """The smallest value over micro batches, optimizer steps and ranks; inf means no value."""
         self._add(name, value, "min")
+
+    def forget(self) -> None:
+        """Keeps the names, as a rank without data has them."""
+        for (_, kind), values in self.values.items():
+            values[:] = [_NOTHING[kind]]
+        for _, parts in self._pairs.values():
+            parts[:] = [torch.zeros_like(parts[0])]
 
     def reduce(self, strategy: StrategyBase) -> dict[str, float]:
         """Joins the metrics of all ranks with one collective.

@@ -258,12 +258,12 @@ class EpisodeOptions:
     @property
     def has_episodes(self) -> bool:
         """Whether responses may have several turns."""
-        return self.environment is not None or bool(self.tools) or self.has_agent
+        return bool(self.environment or self.tools) or self.has_agent
 
     @property
     def has_agent(self) -> bool:
         """Whether something that owns its loop calls the model."""
-        return self.agent is not None or self.agent_command is not None
+        return bool(self.agent or self.agent_command)
 
 
 @part("rollout")

@@ -30,9 +30,6 @@ from lightrft.strategy.backend import Arguments
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import Group, gather_objects
 
-# Engines that the ranks of a tensor-parallel group share. The others live in each rank alone, so
-# each rank generates for its own prompts.
-
 IMAGE_PLACEHOLDER = re.compile(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>")
 VIDEO_PLACEHOLDER = re.compile(r"<\|vision_start\|>(?:<\|video_pad\|>)+<\|vision_end\|>")
 PERCENTILES = (50, 80, 95)

@@ -13,16 +13,16 @@ from lightrft.models import load_config
 from lightrft.stages.distillation.divergence_objective import DivergenceObjective, KnownTeachers
 from lightrft.stages.distillation.own_samples import check_prompts
 from lightrft.stages.distillation.served_rows import open_servers
-from lightrft.stages.models import load_teachers, prove_models
+from lightrft.stages.models import load_teachers
 from lightrft.stages.opening import prompts_within_context
 from lightrft.stages.rows.row_inputs import (
     RowInputs,
-    RowModels,
     build_model,
     check_auditable,
     read_rows,
     require_options,
 )
+from lightrft.stages.stage import TrainedModels
 from lightrft.stages.teachers import prove_teachers
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -37,17 +37,11 @@ class DivergenceInputs(RowInputs[SupervisedRow, KnownTeachers]):
 
     def load(
         self, config: TrainConfig, strategy: StrategyBase, num_steps: int
-    ) -> RowModels[SupervisedRow, KnownTeachers]:
-        """See `RowInputs`; the engine of what the student samples is set up, too."""
+    ) -> tuple[TrainedModels, DivergenceObjective]:
+        """See `RowInputs`."""
         models = build_model(config, strategy, num_steps)
-        teachers = load_teachers(config, strategy)
-        samples_rows = config.offpolicy_fraction < 1
-        if samples_rows:
-            each = (models.main.model, *teachers.values())
-            config = prove_models(config, strategy, each, kept=DivergenceObjective.kept_dropout)
-            strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
-        objective = DivergenceObjective(teachers, open_servers(config), samples_rows)
-        return RowModels(config, models, objective)
+        teachers, servers = load_teachers(config, strategy), open_servers(config)
+        return models, DivergenceObjective(teachers, servers, config.offpolicy_fraction < 1)
 
 
 def read_inputs(config: TrainConfig) -> DivergenceInputs:

@@ -104,9 +104,9 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
         is_zero = number == 1 and is_own_teacher(config) and not config.lora_dropout
         return KnownTeachers(count_trained(part, passes, "token-mean"), names, served, is_zero)
 
-    def normalizer(self, part: RowPart[SupervisedRow], known: KnownTeachers) -> float:
+    def normalizer(self, part: RowPart[SupervisedRow], known: KnownTeachers) -> Tensor:
         """See `RowObjective`."""
-        return known.count.item()
+        return known.count
 
     def share(
         self,

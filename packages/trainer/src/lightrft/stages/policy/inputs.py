@@ -74,7 +74,6 @@ if TYPE_CHECKING:
 
     from lightrft.rollout.agents.agents import Agents
     from lightrft.rollout.environments.environments import Environments
-    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)

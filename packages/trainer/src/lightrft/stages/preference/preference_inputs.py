@@ -25,7 +25,6 @@ from lightrft.stages.preference.stored_reference import (
 )
 from lightrft.stages.rows.row_inputs import (
     RowInputs,
-    RowModels,
     build_model,
     check_auditable,
     last_trained,
@@ -34,6 +33,7 @@ from lightrft.stages.rows.row_inputs import (
     shown_mask,
 )
 from lightrft.stages.rows.row_stage import RowStage
+from lightrft.stages.stage import TrainedModels
 from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class PreferenceInputs(RowInputs[Preference, KnownPreferences]):
 
     def load(
         self, config: TrainConfig, strategy: StrategyBase, num_steps: int
-    ) -> RowModels[Preference, KnownPreferences]:
+    ) -> tuple[TrainedModels, PreferenceObjective]:
         """Load the model that is trained, and its frozen copy where one is needed.
 
         Without its adapters an adapted model is its own reference.
@@ -77,7 +77,7 @@ class PreferenceInputs(RowInputs[Preference, KnownPreferences]):
             read = partial(Actor.from_pretrained, path, allow_new_weights=new)
             reference = place_frozen(read, config, strategy)
             require_equal_start(strategy, models.main.model, reference)
-        return RowModels(config, models, PreferenceObjective(loss, reference))
+        return models, PreferenceObjective(loss, reference)
 
     def prove(self, stage: RowStage[Preference, KnownPreferences]) -> None:
         """See `RowInputs`."""

@@ -138,9 +138,9 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         (slopes,) = torch.autograd.grad(loss, logprobs)
         return replace(known, slopes=slopes[torch.from_numpy(part.places)], loss=loss.item())
 
-    def normalizer(self, part: RowPart[Preference], known: KnownPreferences) -> float:
+    def normalizer(self, part: RowPart[Preference], known: KnownPreferences) -> Tensor:
         """See `RowObjective`."""
-        return float(len(part.items))
+        return torch.tensor(float(len(part.items)))
 
     def facts(self, items: Sequence[Preference]) -> Facts:
         """See `RowObjective`."""

@@ -102,7 +102,7 @@ def judgement_facts(judgements: Sequence[Judgement]) -> dict[str, NDArray[np.flo
 
 @torch.no_grad()
 def record_scores(metrics: StepMetrics, scores: Tensor, lengths: Tensor) -> None:
-    """Adds metrics of some rows' scores; of no rows, too, which adds nothing.
+    """Adds metrics of some rows' scores.
 
     Args:
         metrics: Receives them.

@@ -34,7 +34,6 @@ from lightrft.stages.reward.reward_objective import (
 from lightrft.stages.reward.score_proofs import prove_pooling
 from lightrft.stages.rows.row_inputs import (
     RowInputs,
-    RowModels,
     check_auditable,
     read_rows,
     require_options,
@@ -76,7 +75,7 @@ class RewardInputs(RowInputs[Judgement, Counts]):
 
     def load(
         self, config: TrainConfig, strategy: StrategyBase, num_steps: int
-    ) -> RowModels[Judgement, Counts]:
+    ) -> tuple[TrainedModels, RewardObjective]:
         """See `RowInputs`."""
         model = load_reward_model(config)
         say_coverage(model, strategy)
@@ -87,7 +86,7 @@ class RewardInputs(RowInputs[Judgement, Counts]):
         ready = strategy.prepare_reward_model(model, config, num_steps)
         trained = trained_model("actor", ready)
         objective = RewardObjective.of(config, trained.model, is_paired=self.data.is_paired)
-        return RowModels(config, TrainedModels((trained,)), objective)
+        return TrainedModels((trained,)), objective
 
     def prove(self, stage: RowStage[Judgement, Counts]) -> None:
         """See `RowInputs`."""

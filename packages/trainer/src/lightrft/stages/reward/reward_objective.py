@@ -92,9 +92,9 @@ class RewardObjective(RowObjective[Judgement, Counts]):
         """Count the losses of each score over the judgements of all ranks, at least 1."""
         return {name: max(1, count_losses(part.items, name)) for name in self.weights}
 
-    def normalizer(self, part: RowPart[Judgement], known: Counts) -> float:
+    def normalizer(self, part: RowPart[Judgement], known: Counts) -> Tensor:
         """See `RowObjective`."""
-        return float(sum(known.values()))
+        return torch.tensor(float(sum(known.values())))
 
     def facts(self, items: Sequence[Judgement]) -> Facts:
         """See `RowObjective`."""

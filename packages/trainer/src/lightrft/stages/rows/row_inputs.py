@@ -27,7 +27,13 @@ from lightrft.models.sequence_model import freeze
 from lightrft.models.statements import Statements, read_statements
 from lightrft.stages.machine_choices import decide_by_machine, read_model_facts
 from lightrft.stages.modality import load_modality
-from lightrft.stages.models import configure_model, load_policy, say_coverage, trained_model
+from lightrft.stages.models import (
+    configure_model,
+    load_policy,
+    prove_models,
+    say_coverage,
+    trained_model,
+)
 from lightrft.stages.opening import check_parts, opening_line, rows_within_context, shared_prompts
 from lightrft.stages.rows.row_objective import Known, RowObjective
 from lightrft.stages.rows.row_stage import RowStage, num_updates
@@ -73,21 +79,6 @@ class RowReading:
 
 
 @dataclass(frozen=True, slots=True)
-class RowModels(Generic[Item, Known]):
-    """Models and objective of a stage over rows.
-
-    Args:
-        config: Options, with what the models decided.
-        models: What is trained.
-        objective: What is minimised.
-    """
-
-    config: TrainConfig
-    models: TrainedModels
-    objective: RowObjective[Item, Known]
-
-
-@dataclass(frozen=True, slots=True)
 class RowInputs(Generic[Item, Known]):
     """Items of a run; see `StageInputs`. Subclasses build model and objective.
 
@@ -126,10 +117,13 @@ class RowInputs(Generic[Item, Known]):
         for line in shared_prompts(trained, held_out, self.item_name):
             strategy.print(line)
         with phase("load the models", timedelta(minutes=config.timeout_minutes)):
-            built = self.load(config, strategy, num_steps)
-        stage = RowStage(
-            built.config, strategy, built.models, self.data, self.held_out, built.objective
-        )
+            models, objective = self.load(config, strategy, num_steps)
+        if objective.syncs_engine:
+            model = models.main.model
+            each = (model, *objective.frozen)
+            config = prove_models(config, strategy, each, kept=objective.kept_dropout)
+            strategy.setup_inference_engine(config, config.engine_type, actor=model)
+        stage = RowStage(config, strategy, models, self.data, self.held_out, objective)
         stage.text_part = self.reading.text_part
         with phase("score the first rows", timedelta(minutes=config.timeout_minutes)):
             self.prove(stage)
@@ -141,7 +135,7 @@ class RowInputs(Generic[Item, Known]):
 
     def load(
         self, config: TrainConfig, strategy: StrategyBase, num_steps: int
-    ) -> RowModels[Item, Known]:
+    ) -> tuple[TrainedModels, RowObjective[Item, Known]]:
         """Load and prepare the models, and build the objective; collective."""
         raise NotImplementedError
 

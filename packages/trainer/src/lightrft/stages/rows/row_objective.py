@@ -103,8 +103,8 @@ class RowObjective(Protocol, Generic[Item, Known]):
         """
         ...
 
-    def normalizer(self, part: RowPart[Item], known: Known) -> float:
-        """Return the denominator Z of the loss."""
+    def normalizer(self, part: RowPart[Item], known: Known) -> Tensor:
+        """Return the denominator Z of the loss, []."""
         ...
 
     def share(
@@ -136,12 +136,15 @@ class RowObjective(Protocol, Generic[Item, Known]):
 
     def mean_shares(self, part: RowPart[Item], known: Known, passes: RowPasses) -> dict[str, float]:
         """Compute the loss of some items and the metrics of their shares; collective."""
-        metrics = StepMetrics()
+        metrics, spare = StepMetrics(), StepMetrics()
         for where in part.slices:
             # Repeated items are scored for the other ranks' sake.
-            into = metrics if where.start < part.num_counted else StepMetrics()
+            into = metrics if where.start < part.num_counted else spare
             share = self.share(passes.micro_batch(part, where), known, passes, into)
             into.add_mean("loss", share.terms["policy"], 0.0)
+        if part.num_counted == 0:
+            spare.forget()
+            metrics = spare
         record_total("loss", passes.strategy, metrics)
         return metrics.reduce(passes.strategy)
 

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic
 
 import numpy as np
@@ -17,7 +18,7 @@ from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_mi
 from lightrft.strategy.distributed.context import DistributedContext
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowPart(Generic[Item]):
     """Items of all ranks, and those of one.
 
@@ -35,7 +36,7 @@ class RowPart(Generic[Item]):
     slices: tuple[slice, ...]
     num_counted: int
 
-    @property
+    @cached_property
     def local_items(self) -> list[Item]:
         """This rank's items, those repeated included."""
         return [self.items[place] for place in self.places]
@@ -45,9 +46,14 @@ class RowPart(Generic[Item]):
         """[local] False for a repeated item."""
         return np.arange(len(self.places)) < self.num_counted
 
+    @cached_property
+    def _row_starts(self) -> list[int]:
+        starts: list[int] = np.cumsum([0, *(len(item.rows) for item in self.items)]).tolist()
+        return starts
+
     def row_places(self, part: slice) -> list[int]:
         """Return places of the rows of some local items among the rows of all items."""
-        starts = np.cumsum([0, *(len(item.rows) for item in self.items)]).tolist()
+        starts = self._row_starts
         return [
             row for place in self.places[part] for row in range(starts[place], starts[place + 1])
         ]

@@ -96,8 +96,7 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
             (item.rows for item in self.data.rows),
             lambda: objective.facts(part.items),
         )
-        normalizer = objective.normalizer(part, batch.known)
-        observer.begin_update(model.name, torch.tensor(normalizer, dtype=torch.float64))
+        observer.begin_update(model.name, objective.normalizer(part, batch.known))
 
         def shares(where: slice) -> Callable[[], Tensor]:
             return lambda: self._share(batch, where, step.metrics, observer)

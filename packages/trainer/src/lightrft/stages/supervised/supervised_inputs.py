@@ -11,7 +11,6 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.supervised_rows import SupervisedRow, load_supervised
 from lightrft.stages.rows.row_inputs import (
     RowInputs,
-    RowModels,
     build_model,
     check_auditable,
     last_trained,
@@ -19,6 +18,7 @@ from lightrft.stages.rows.row_inputs import (
     require_options,
     shown_mask,
 )
+from lightrft.stages.stage import TrainedModels
 from lightrft.stages.supervised.supervised_objective import SupervisedObjective
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -34,10 +34,9 @@ class SupervisedInputs(RowInputs[SupervisedRow, Tensor]):
 
     def load(
         self, config: TrainConfig, strategy: StrategyBase, num_steps: int
-    ) -> RowModels[SupervisedRow, Tensor]:
+    ) -> tuple[TrainedModels, SupervisedObjective]:
         """See `RowInputs`."""
-        models = build_model(config, strategy, num_steps)
-        return RowModels(config, models, SupervisedObjective.of(config))
+        return build_model(config, strategy, num_steps), SupervisedObjective.of(config)
 
 
 def read_inputs(config: TrainConfig) -> SupervisedInputs:

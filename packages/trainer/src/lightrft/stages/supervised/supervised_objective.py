@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from lightrft.algorithms.aggregation import local_normalizer, loss_weights
 from lightrft.algorithms.supervised_losses import LOSSES, SupervisedLoss
 from lightrft.config import TrainConfig
-from lightrft.datasets.row_media import TEXT_ALONE
 from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.rows.row_objective import Known, RowBatch, RowObjective, Share
@@ -48,9 +47,9 @@ class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
         """Sum up the denominator of the loss over all ranks, []."""
         return count_trained(part, passes, self.loss.aggregation)
 
-    def normalizer(self, part: RowPart[SupervisedRow], known: Tensor) -> float:
+    def normalizer(self, part: RowPart[SupervisedRow], known: Tensor) -> Tensor:
         """See `RowObjective`."""
-        return known.item()
+        return known
 
     def share(
         self,
@@ -91,15 +90,13 @@ def count_trained(part: RowPart[SupervisedRow], passes: RowPasses, aggregation: 
 
     Args:
         part: Rows of a step or an evaluation.
-        passes: Lay out the rows, so that the masks are those of the loss.
+        passes: Reach the other ranks.
         aggregation: Mode of `lightrft.algorithms.aggregation`.
     """
-    slices = [where for where in part.slices if where.start < part.num_counted]
-    text = replace(passes, pixels=TEXT_ALONE)
-    masks = (text.pad(part.local_items[where]).is_trained for where in slices)
-    counts = [local_normalizer(mask, aggregation) for mask in masks]
-    total = torch.zeros((), dtype=torch.float64, device=passes.device)
-    return passes.strategy.reduce_over_data(sum(counts, total), "sum")
+    masks = [torch.from_numpy(row.is_trained)[None] for row in part.local_items]
+    counts = [local_normalizer(mask, aggregation) for mask in masks[: part.num_counted]]
+    total = torch.tensor(sum(counts), dtype=torch.float64, device=passes.device)
+    return passes.strategy.reduce_over_data(total, "sum")
 
 
 def evaluate_rows(part: RowPart[SupervisedRow], passes: RowPasses) -> dict[str, float]:

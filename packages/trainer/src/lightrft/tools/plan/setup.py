@@ -402,7 +402,7 @@ class Setup:
     @property
     def has_server_engine(self) -> bool:
         """Whether the engine has weights and a cache of its own on the device."""
-        return self.rolls_out and engine_facts(self.engine).has_own_memory
+        return bool(self.engine) and self.rolls_out and engine_facts(self.engine).has_own_memory
 
     @property
     def cache_bytes(self) -> int:
