@@ -166,9 +166,8 @@ def long_rows_are_left_out_and_counted(stage: str, tmp_path: Path) -> None:
     load = {"prefer": load_preferences, "reward": load_rows}.get(stage, load_supervised)
     rows = [answered(stage, prompt, "b") for prompt in ("a", BEYOND)]
     _, data, held_out = read_rows(TrainConfig(**options(tmp_path, rows)), load)
-    for each in (data, held_out):
-        assert len(each) == 1
-        assert "dropped 1 over-long" in each.summary
+    assert (len(data), len(held_out)) == (1, 1)
+    assert "dropped 1 over-long" in data.summary
 
 
 def prompts_without_room_are_left_out_and_counted(stage: str, tmp_path: Path) -> None:

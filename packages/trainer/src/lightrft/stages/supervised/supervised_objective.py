@@ -95,8 +95,8 @@ def count_trained(part: RowPart[SupervisedRow], passes: RowPasses, aggregation: 
     """
     masks = [torch.from_numpy(row.is_trained)[None] for row in part.local_items]
     counts = [local_normalizer(mask, aggregation) for mask in masks[: part.num_counted]]
-    total = torch.tensor(sum(counts), dtype=torch.float64, device=passes.device)
-    return passes.strategy.reduce_over_data(total, "sum")
+    total = sum(counts, torch.zeros((), dtype=torch.float64))
+    return passes.strategy.reduce_over_data(total.to(passes.device), "sum")
 
 
 def evaluate_rows(part: RowPart[SupervisedRow], passes: RowPasses) -> dict[str, float]:
