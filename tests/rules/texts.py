@@ -193,7 +193,7 @@ def prompt_of_a_row_without_room_is_refused(tmp_path: Path) -> None:
         "offpolicy_fraction": 0.5,
         "eval_data": None,
     }
-    assert len(read_inputs(TrainConfig(**taken)).rows.data) == 1
+    assert len(read_inputs(TrainConfig(**taken)).data) == 1
     taken |= options(tmp_path, [{"prompt": TOO_LONG, "completion": "b"}]) | {"eval_data": None}
     with pytest.raises(DataError, match=f"from 1 to prompt_max_len = {POSITIONS - NEW}, "):
         read_inputs(TrainConfig(**taken))
