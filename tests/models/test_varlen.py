@@ -11,8 +11,8 @@ from transformers import DeepseekV3Config, Qwen3Config, Qwen3NextConfig
 from lightrft.config import TrainConfig
 from lightrft.models import Actor, attention, varlen
 from lightrft.models.varlen import KernelShape, KernelTrial, try_kernel
+from lightrft.stages import machine_choices
 from lightrft.stages.machine_choices import decide_by_machine, read_model_facts
-from lightrft.stages.policy import models
 from lightrft.strategy.fsdp2.sharding import find_blocks
 
 SHAPE = KernelShape("cpu", torch.bfloat16, 64, 64)
@@ -92,9 +92,11 @@ def decided(monkeypatch, kernel):
     """The decision of a run on a GPU whose torch has a kernel; the reason that it keeps."""
     kernels.plant(monkeypatch, getattr(kernels, kernel))
     real = attention.try_packing
-    monkeypatch.setattr(models, "load_config", lambda path: Qwen3Config(head_dim=64))
-    monkeypatch.setattr(models, "count_model", lambda path: 5)
-    monkeypatch.setattr(models, "try_packing", lambda c, device, bf16: real(c, "cpu", bf16=bf16))
+    monkeypatch.setattr(machine_choices, "load_config", lambda path: Qwen3Config(head_dim=64))
+    monkeypatch.setattr(machine_choices, "count_model", lambda path: 5)
+    monkeypatch.setattr(
+        machine_choices, "try_packing", lambda c, device, bf16: real(c, "cpu", bf16=bf16)
+    )
     strategy = SimpleNamespace(
         device=torch.device("cuda"),
         chosen_options={},

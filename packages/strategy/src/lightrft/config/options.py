@@ -88,28 +88,27 @@ class _Details(TypedDict, total=False):
 
 
 def option(default: T, help: str, **details: Unpack[_Details]) -> T:
-    """Return a dataclass field with a default, whose class is decorated with `part`."""
-    made: T = field(default=default, metadata={"option": {"help": help, **details}})
+    """Return a dataclass field with a default; unless `part` decorates its class, give a group."""
+    info = OptionInfo(help=help, **details) if "group" in details else {"help": help, **details}
+    made: T = field(default=default, metadata={"option": info})
     return made
 
 
 @dataclass_transform(kw_only_default=True)
-def part(
-    group: str, *, commands: tuple[str, ...] = (), may_change: bool = False
-) -> Callable[[type[T]], type[T]]:
+def part(group: str, /, **usual: Unpack[_Details]) -> Callable[[type[T]], type[T]]:
     """Make a dataclass of options; they join with those of other parts to one record.
 
     Args:
         group: Heading under which its options are listed.
-        commands: Commands beside `train` that take them, unless an option says otherwise.
-        may_change: A continued run is exact although one of them changed, unless it says otherwise.
+        **usual: What holds for all of them, unless one says otherwise; one that gives a heading of
+            its own says all.
     """
-    usual = {"group": group, "commands": commands, "may_change": may_change}
 
     def decorate(cls: type[T]) -> type[T]:
         for entry in vars(cls).values():
-            if isinstance(entry, Field) and "option" in entry.metadata:
-                info = OptionInfo(**{**usual, **entry.metadata["option"]})
+            info = entry.metadata.get("option") if isinstance(entry, Field) else None
+            if isinstance(info, dict):
+                info = OptionInfo(**{"group": group, **usual, **info})
                 entry.metadata = MappingProxyType({"option": info})
         return dataclass(kw_only=True)(cls)
 

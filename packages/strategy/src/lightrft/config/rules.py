@@ -474,8 +474,8 @@ class _Readable:
             raise _UnreadableError
         member = getattr(type(self._config), name, None)
         # What a property reads can be wrong as well.
-        if isinstance(member, property) and member.fget is not None:
-            return member.fget(self)
+        if isinstance(member, property):
+            return member.__get__(self)
         return getattr(self._config, name)
 
 

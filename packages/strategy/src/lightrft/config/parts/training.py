@@ -232,4 +232,5 @@ class WeightOptions:
         "another shape or unused; those the model needs are initialised anew, alike in actor and "
         "reference.",
         group="models",
+        commands=SFT,
     )

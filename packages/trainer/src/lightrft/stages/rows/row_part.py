@@ -84,15 +84,14 @@ def planned_part(
     if config.packing_samples and config.micro_batch_tokens is not None:
         shares = (best_fit(rows, lengths, config.micro_batch_tokens) for rows in plan.rows[0])
         plan = MinibatchPlan((tuple(shares),))
-    rank = context.data_rank
     slices = plan.micro_slices(
         lengths,
         index=0,
-        rank=rank,
+        rank=context.data_rank,
         micro_batch_size=config.micro_train_batch_size,
         config=config,
     )
-    places = plan.row_index(rank)
+    places = plan.row_index(context.data_rank)
     return RowPart(items, places, tuple(slices), len(places))
 
 
