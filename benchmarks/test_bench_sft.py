@@ -58,8 +58,7 @@ def build_model():
 def build_ours(model, rows, *, packs):
     """A function that takes the step of a number and returns its trained tokens."""
     from lightrft.config import TrainConfig
-    from lightrft.datasets.row_data import RowData
-    from lightrft.datasets.supervised_rows import SupervisedRow
+    from lightrft.datasets.row_data import RowData, SupervisedRow
     from lightrft.models import Actor
     from lightrft.stages.models import configure_model, trained_model
     from lightrft.stages.rows.row_stage import RowStage

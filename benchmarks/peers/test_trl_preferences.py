@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lightrft.datasets.preference_rows import PreferencePair, load_preferences
-from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.strategy import get_fake_strategy
 from lightrft.tools.model_presets import ASSISTANT, SPECIAL_TOKENS, SYSTEM, USER, chat_tokenizer
 

@@ -24,7 +24,7 @@ from tests.stages.stage_world import STILL, train_step
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrft.datasets.preference_rows import load_preferences
-from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.strategy import get_fake_strategy
 
 trl = pytest.importorskip("trl")

@@ -23,7 +23,8 @@ from tests.stages.stage_world import STILL, train_step
 from tests.stages.supervised.supervised_world import build_stage
 from transformers import AutoTokenizer
 
-from lightrft.datasets.supervised_rows import SupervisedRow, load_supervised
+from lightrft.datasets.row_data import SupervisedRow
+from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.datasets.types import DataError
 from lightrft.strategy import get_fake_strategy
 

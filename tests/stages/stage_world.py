@@ -8,7 +8,7 @@ import torch
 from torch.optim import SGD
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.stages.models import configure_model, trained_model
 from lightrft.stages.stage import Step, TrainedModels
 from lightrft.strategy import get_fake_strategy

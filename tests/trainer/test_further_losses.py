@@ -9,7 +9,8 @@ from tests.models.tiny import tiny_model
 from tests.update_inputs import TablePolicy, one_update, random_experience
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.supervised_rows import SupervisedRow, load_supervised
+from lightrft.datasets.row_data import SupervisedRow
+from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.datasets.types import DataError
 from lightrft.models import Actor
 from lightrft.records.batch import ExperienceBatch, PolicyOutputs

@@ -9,7 +9,7 @@ from tests.runs import in_ranks, steps
 from tests.stages.distillation.distillation_world import SAMPLED, options, run, write_rows
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.stages.distillation.own_samples import OwnSamples, with_completion
 
 MIXED = {"generate_max_len": 4, "prompt_max_len": 32, "teacher_form": "reverse", "max_steps": 1}

@@ -11,8 +11,7 @@ from tests.stages.stage_world import configured, prepared
 from tests.stages.supervised.supervised_world import build_actor
 
 from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair
-from lightrft.datasets.row_data import RowData
-from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.row_data import RowData, SupervisedRow
 from lightrft.stages.models import configure_model
 from lightrft.stages.preference.preference_loss import build_loss
 from lightrft.stages.preference.preference_objective import PreferenceObjective

@@ -15,9 +15,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from lightrft.config import TrainConfig
 from lightrft.datasets.preference_rows import LabelledAnswer, PreferencePair
 from lightrft.datasets.ranked_rows import RankedAnswers
-from lightrft.datasets.row_data import RowData
+from lightrft.datasets.row_data import RowData, SupervisedRow
 from lightrft.datasets.step_rows import LabelledSteps
-from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models import RewardModel
 from lightrft.models.reward_model import LoraRewardModel
 from lightrft.stages.reward.reward_objective import RewardObjective

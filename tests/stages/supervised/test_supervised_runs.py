@@ -13,7 +13,7 @@ from tests.stages.row_stages import options, run, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.models.statements import read_statements
 from lightrft.stages.rows.row_inputs import last_trained
 from lightrft.trainer import SFTTrainer

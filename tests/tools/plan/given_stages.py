@@ -35,8 +35,7 @@ def build(stage, sizes, config, strategy):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from lightrft.datasets.preference_rows import PreferencePair
-    from lightrft.datasets.row_data import RowData
-    from lightrft.datasets.supervised_rows import SupervisedRow
+    from lightrft.datasets.row_data import RowData, SupervisedRow
     from lightrft.models import Actor, LoraActor, RewardModel
     from lightrft.models.reward_model import LoraRewardModel
     from lightrft.stages.distillation.divergence_objective import DivergenceObjective

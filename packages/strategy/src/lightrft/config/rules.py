@@ -6,17 +6,20 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
-from lightrft.config.parts.data import PROMPT_SLOT
-from lightrft.config.parts.learning import SAMPLED, form_problem
-from lightrft.config.parts.machine import MERGED
+from lightrft.config.options import EVAL, option, part
+from lightrft.config.parts.data import PROMPT_SLOT, MediaOptions, PromptOptions, SourceOptions
+from lightrft.config.parts.learning import SAMPLED, AlgorithmOptions, TeacherOptions, form_problem
+from lightrft.config.parts.machine import ENGINE_TYPES, MERGED
+from lightrft.config.parts.rollout import EpisodeOptions, SamplingOptions, StreamingOptions
+from lightrft.config.parts.rows import PreferenceOptions, RewardModelOptions, SupervisedOptions
+from lightrft.config.parts.run_control import MonitoringOptions, RunControlOptions
+from lightrft.config.parts.scores import RewardOptions
+from lightrft.config.parts.training import WeightOptions
 from lightrft.config.registry import AGENT_KINDS, split_kind
 from lightrft.config.sources import has_splits, probability_problem, split_sources
+from lightrft.config.strategy_config import StrategyConfig
 from lightrft.engines.factory import ENGINES, engine_facts
-
-if TYPE_CHECKING:
-    from lightrft.config.train_config import TrainConfig
 
 UNKNOWN_ORDER = (
     "off_policy_correction cannot tell which tokens the {engine} engine kept with top_p, top_k and "
@@ -32,8 +35,48 @@ STALE_CORRECTION, NO_CORRECTION = "tis", "none"
 MAX_SAMPLES = 10**7
 # The estimator without an advantage of the rewards.
 NO_REWARDS = "zero"
+
+
+# Of a whole run the engine is chosen; the published default of a strategy is vllm.
+@part("engine", commands=EVAL)
+class RunOptions(
+    MonitoringOptions,
+    RunControlOptions,
+    RewardModelOptions,
+    PreferenceOptions,
+    SupervisedOptions,
+    TeacherOptions,
+    AlgorithmOptions,
+    RewardOptions,
+    EpisodeOptions,
+    StreamingOptions,
+    SamplingOptions,
+    WeightOptions,
+    MediaOptions,
+    PromptOptions,
+    SourceOptions,
+    StrategyConfig,
+):
+    """Options of a whole run; rules between them stand below, and methods in `TrainConfig`."""
+
+    engine_type: str = option(
+        "auto",
+        "Rollout engine; auto takes vllm or sglang on a GPU, else hf.",
+        choices=ENGINE_TYPES,
+        common=True,
+    )
+
+    @property
+    def correction(self) -> str | tuple[str, ...] | None:
+        """Terms of the off-policy correction, by default what the age of rows asks for."""
+        terms = self.off_policy_correction
+        if terms is None and self.keeps_rows and not self.use_rollout_logprobs:
+            return STALE_CORRECTION
+        return None if terms in (NO_CORRECTION, (NO_CORRECTION,)) else terms
+
+
 # A sentence on what is wrong with the values together; a falsy answer is nothing.
-Rule = Callable[["TrainConfig"], object]
+Rule = Callable[[RunOptions], object]
 
 
 def without_adapters(engine: str) -> str:
@@ -45,7 +88,7 @@ def without_adapters(engine: str) -> str:
     )
 
 
-def _teacher_names_problem(c: TrainConfig) -> str | None:
+def _teacher_names_problem(c: RunOptions) -> str | None:
     names = [each.partition("=")[0] for each in c.teachers]
     wrong = [each for each in c.teachers if not all(each.partition("="))]
     if wrong:
@@ -64,16 +107,16 @@ def _teacher_names_problem(c: TrainConfig) -> str | None:
     return None
 
 
-def _truncates(c: TrainConfig) -> bool:
+def _truncates(c: RunOptions) -> bool:
     return c.top_p < 1 or c.top_k != -1 or c.min_p > 0
 
 
-def _num_rewards(c: TrainConfig) -> int:
+def _num_rewards(c: RunOptions) -> int:
     urls = c.remote_rm_url or ()
     return len(c.reward_fn) + (1 if isinstance(urls, str) else len(urls)) + len(c.reward_pretrain)
 
 
-def _named_losses(c: TrainConfig) -> dict[str, str]:
+def _named_losses(c: RunOptions) -> dict[str, str]:
     """The policy loss by each option that names one."""
     named = {
         "use_gspo": "gspo" if c.use_gspo else None,
@@ -89,7 +132,7 @@ def _nonzero(name: str) -> Rule:
     )
 
 
-def _excludes(switch: str, cause: str, is_set: Callable[[TrainConfig], bool]) -> Rule:
+def _excludes(switch: str, cause: str, is_set: Callable[[RunOptions], bool]) -> Rule:
     return lambda c: (
         getattr(c, switch) and is_set(c) and f"{switch} excludes {cause}; leave one of them out"
     )
@@ -114,7 +157,7 @@ def _regex_problem(name: str, text: str | None) -> str | None:
     return None
 
 
-_WITHOUT_AGENTS: tuple[tuple[str, Callable[[TrainConfig], bool]], ...] = (
+_WITHOUT_AGENTS: tuple[tuple[str, Callable[[RunOptions], bool]], ...] = (
     ("environment: the agent has tools of its own", lambda c: bool(c.environment)),
     ("tools: the agent has its own", lambda c: bool(c.tools)),
     (
@@ -466,7 +509,7 @@ class _UnreadableError(Exception):
 class _Readable:
     """A configuration whose wrong fields cannot be read, so that rules about them are left out."""
 
-    def __init__(self, config: TrainConfig, wrong: Collection[str]) -> None:
+    def __init__(self, config: RunOptions, wrong: Collection[str]) -> None:
         self._config, self._wrong = config, wrong
 
     def __getattr__(self, name: str) -> object:
@@ -479,7 +522,7 @@ class _Readable:
         return getattr(self._config, name)
 
 
-def broken_rules(config: TrainConfig, *, wrong: Collection[str]) -> list[str]:
+def broken_rules(config: RunOptions, *, wrong: Collection[str]) -> list[str]:
     """Values that are legal alone but not together, one line each.
 
     Args:
@@ -497,7 +540,7 @@ def broken_rules(config: TrainConfig, *, wrong: Collection[str]) -> list[str]:
     return found
 
 
-def unused_by_rules(c: TrainConfig) -> list[str]:
+def unused_by_rules(c: RunOptions) -> list[str]:
     """Options that were changed and act only with something `acts_with` cannot say."""
     rules = (
         ("prompt_split", "a folder or data set in prompt_data", has_splits(c.prompt_data)),
@@ -532,7 +575,7 @@ def unused_by_rules(c: TrainConfig) -> list[str]:
     ]
 
 
-def launch_problems(config: TrainConfig, num_processes: int) -> list[str]:
+def launch_problems(config: RunOptions, num_processes: int) -> list[str]:
     """The same for all processes of a launch, of which the last ones may only generate."""
     num_training = num_processes - config.rollout_ranks
     if num_training < 1:
@@ -543,7 +586,7 @@ def launch_problems(config: TrainConfig, num_processes: int) -> list[str]:
     return batch_problems(config, num_training)
 
 
-def batch_problems(config: TrainConfig, world_size: int) -> list[str]:
+def batch_problems(config: RunOptions, world_size: int) -> list[str]:
     """Sizes that do not fit together on `world_size` processes, one line per rule.
 
     A step samples rollout_batch_size * n_samples_per_prompt responses and updates once per
@@ -600,7 +643,7 @@ def batch_problems(config: TrainConfig, world_size: int) -> list[str]:
     return found
 
 
-def _micro_remedies(config: TrainConfig, samples: int, ranks: int) -> list[str]:
+def _micro_remedies(config: RunOptions, samples: int, ranks: int) -> list[str]:
     """Return sizes of updates and micro-batches that pass all rules, the nearest ones."""
     train, micro = config.train_batch_size, config.micro_train_batch_size
     trains = [size for size in _divisors(samples) if size % ranks == 0]
@@ -618,7 +661,7 @@ def _micro_remedies(config: TrainConfig, samples: int, ranks: int) -> list[str]:
     return [f"nearest legal pair of them: {' or '.join(pairs)}"] if pairs else []
 
 
-def _engine_problems(config: TrainConfig, generating: int) -> list[str]:
+def _engine_problems(config: RunOptions, generating: int) -> list[str]:
     """Of the ranks that have engines: those that only generate, if there are any."""
     found, prompts = [], config.rollout_batch_size
     if generating % config.engine_tp_size:

@@ -4,62 +4,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from lightrft.config.options import EVAL, ConfigError, option, options_of, part
+from lightrft.config.options import ConfigError, options_of
 from lightrft.config.other_names import TABLE_HINT, option_hint, with_our_names
-from lightrft.config.parts.data import MediaOptions, PromptOptions, SourceOptions
-from lightrft.config.parts.learning import AlgorithmOptions, TeacherOptions
-from lightrft.config.parts.machine import ENGINE_TYPES
-from lightrft.config.parts.rollout import EpisodeOptions, SamplingOptions, StreamingOptions
-from lightrft.config.parts.rows import PreferenceOptions, RewardModelOptions, SupervisedOptions
-from lightrft.config.parts.run_control import MonitoringOptions, RunControlOptions
-from lightrft.config.parts.scores import RewardOptions
-from lightrft.config.parts.training import WeightOptions
 from lightrft.config.rules import (
-    NO_CORRECTION,
     NO_REWARDS,
-    STALE_CORRECTION,
+    RunOptions,
     batch_problems,
     broken_rules,
     unused_by_rules,
 )
-from lightrft.config.strategy_config import StrategyConfig
 from lightrft.config.toml import read_toml, write_toml
 
 _ROW_SIZES = ("micro_train_batch_size", "micro_rollout_batch_size")
 
 
-# Of a whole run the engine is chosen; the published default of a strategy is vllm.
-@part("engine", commands=EVAL)
-class TrainConfig(
-    MonitoringOptions,
-    RunControlOptions,
-    RewardModelOptions,
-    PreferenceOptions,
-    SupervisedOptions,
-    TeacherOptions,
-    AlgorithmOptions,
-    RewardOptions,
-    EpisodeOptions,
-    StreamingOptions,
-    SamplingOptions,
-    WeightOptions,
-    MediaOptions,
-    PromptOptions,
-    SourceOptions,
-    StrategyConfig,
-):
+class TrainConfig(RunOptions):
     """Options of `lightrft train` and of the trainers, checked alone and together.
 
     Raises:
         ConfigError: Values of wrong type, out of range or contradictory; one message lists all.
     """
-
-    engine_type: str = option(
-        "auto",
-        "Rollout engine; auto takes vllm or sglang on a GPU, else hf.",
-        choices=ENGINE_TYPES,
-        common=True,
-    )
 
     def problems(self) -> list[str]:
         """Problems of the values, one line each; empty if there are none."""
@@ -74,14 +38,6 @@ class TrainConfig(
     def kl_estimator_name(self) -> str:
         """The KL estimator, by default the one whose gradient is right where the KL is put."""
         return self.kl_estimator or ("k3+" if self.use_kl_loss else "k1")
-
-    @property
-    def correction(self) -> str | tuple[str, ...] | None:
-        """Terms of the off-policy correction, by default what the age of rows asks for."""
-        terms = self.off_policy_correction
-        if terms is None and self.keeps_rows and not self.use_rollout_logprobs:
-            return STALE_CORRECTION
-        return None if terms in (NO_CORRECTION, (NO_CORRECTION,)) else terms
 
     @property
     def num_minibatches(self) -> int:

@@ -19,11 +19,10 @@ from lightrft.datasets.messages import (
     read_conversation,
     read_messages,
 )
-from lightrft.datasets.row_data import RowData
+from lightrft.datasets.row_data import RowData, SupervisedRow
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import (
     RowEncoder,
-    SupervisedRow,
     answer_of_ids,
     finite_number,
     remark_of,

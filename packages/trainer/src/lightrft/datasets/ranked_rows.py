@@ -11,8 +11,9 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row
 from lightrft.datasets.judged_rows import JudgementKind
 from lightrft.datasets.messages import ASSISTANT, read_conversation, read_messages
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.datasets.row_media import RowMediaReader
-from lightrft.datasets.supervised_rows import RowEncoder, SupervisedRow
+from lightrft.datasets.supervised_rows import RowEncoder
 from lightrft.datasets.types import DataError
 
 if TYPE_CHECKING:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from lightrft.datasets.row_media import ShownMedia
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
-
-if TYPE_CHECKING:
-    from lightrft.datasets.supervised_rows import SupervisedRow
 
 
 class RowGroup(Protocol):
@@ -50,3 +51,55 @@ class RowData(Dataset[int], Generic[_Item_co]):
     def is_paired(self) -> bool:
         """Whether the rows of an item are compared with each other."""
         return len(self.rows[0].rows) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedRow:
+    """A row to train on.
+
+    Args:
+        token_ids: [tokens] int32.
+        is_trained: [tokens] bool; never the first, which follows nothing.
+        shown: Its images and videos; None without.
+        teacher: Name of its teacher; "" where there is one alone, or none.
+        remarks: What of its text was read otherwise than it stands.
+        prompt: Hash of the text before what is trained first; b"" of a row of ids.
+    """
+
+    token_ids: NDArray[np.int32]
+    is_trained: NDArray[np.bool_]
+    shown: ShownMedia | None = None
+    teacher: str = ""
+    remarks: tuple[str, ...] = ()
+    prompt: bytes = b""
+
+    @property
+    def rows(self) -> tuple[SupervisedRow, ...]:
+        """The row alone: its loss needs no other."""
+        return (self,)
+
+    @property
+    def media_digests(self) -> tuple[bytes, ...]:
+        """A hash of each of its images and videos."""
+        media = () if self.shown is None else self.shown.media
+        return tuple(medium.digest.encode() for medium in media)
+
+    @property
+    def key(self) -> tuple[bytes, ...]:
+        """What tells it from other rows: its tokens, and its images and videos."""
+        return self.token_ids.tobytes(), *self.media_digests
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """[tokens] before the first trained one, which may hold the end of a text before it."""
+        return self.token_ids[: int(self.is_trained.argmax())]
+
+    @property
+    def prompt_key(self) -> tuple[bytes, ...]:
+        """What tells its prompt from others, whatever follows: text or ids, images and videos."""
+        return self.prompt or self.prompt_ids.tobytes(), *self.media_digests
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens whose loss counts."""
+        return int(self.is_trained.sum())

@@ -13,8 +13,9 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.chat_turns import end_of_turn
 from lightrft.datasets.files import Row
 from lightrft.datasets.judged_rows import JudgementKind
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.datasets.row_media import RowMediaReader
-from lightrft.datasets.supervised_rows import SupervisedRow, hash_of
+from lightrft.datasets.supervised_rows import hash_of
 from lightrft.datasets.text_ids import TextIds
 from lightrft.datasets.types import DataError
 

@@ -33,7 +33,7 @@ from lightrft.datasets.messages import (
     with_texts,
 )
 from lightrft.datasets.render import teacher_name
-from lightrft.datasets.row_data import RowData
+from lightrft.datasets.row_data import RowData, SupervisedRow
 from lightrft.datasets.row_media import NOTHING_SHOWN, RowMediaReader, ShownMedia
 from lightrft.datasets.text_ids import TextIds, counted
 from lightrft.datasets.types import DataError
@@ -64,58 +64,6 @@ TRAINABLE: dict[str, tuple[str, ...]] = {
     "text": ("all",),
     "instruction and output": _CHAT,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisedRow:
-    """A row to train on.
-
-    Args:
-        token_ids: [tokens] int32.
-        is_trained: [tokens] bool; never the first, which follows nothing.
-        shown: Its images and videos; None without.
-        teacher: Name of its teacher; "" where there is one alone, or none.
-        remarks: What of its text was read otherwise than it stands.
-        prompt: Hash of the text before what is trained first; b"" of a row of ids.
-    """
-
-    token_ids: NDArray[np.int32]
-    is_trained: NDArray[np.bool_]
-    shown: ShownMedia | None = None
-    teacher: str = ""
-    remarks: tuple[str, ...] = ()
-    prompt: bytes = b""
-
-    @property
-    def rows(self) -> tuple[SupervisedRow, ...]:
-        """The row alone: its loss needs no other."""
-        return (self,)
-
-    @property
-    def media_digests(self) -> tuple[bytes, ...]:
-        """A hash of each of its images and videos."""
-        media = () if self.shown is None else self.shown.media
-        return tuple(medium.digest.encode() for medium in media)
-
-    @property
-    def key(self) -> tuple[bytes, ...]:
-        """What tells it from other rows: its tokens, and its images and videos."""
-        return self.token_ids.tobytes(), *self.media_digests
-
-    @property
-    def prompt_ids(self) -> NDArray[np.int32]:
-        """[tokens] before the first trained one, which may hold the end of a text before it."""
-        return self.token_ids[: int(self.is_trained.argmax())]
-
-    @property
-    def prompt_key(self) -> tuple[bytes, ...]:
-        """What tells its prompt from others, whatever follows: text or ids, images and videos."""
-        return self.prompt or self.prompt_ids.tobytes(), *self.media_digests
-
-    @property
-    def num_trained(self) -> int:
-        """Tokens whose loss counts."""
-        return int(self.is_trained.sum())
 
 
 def load_supervised(

@@ -41,10 +41,7 @@ def open_bridge(config: TrainConfig) -> Iterator[Bridge]:
 
 
 def join_engines(
-    bridge: Bridge,
-    config: TrainConfig,
-    strategy: StrategyBase,
-    stop_request: Callable[[], bool],
+    bridge: Bridge, config: TrainConfig, strategy: StrategyBase, stop_request: Callable[[], bool]
 ) -> Callable[[], bool]:
     """Give the strategy the engines of the ranks that generate; return when the run is to stop."""
     strategy.inference_engine = RemoteEngine(bridge, check_engine_type(config.engine_type))

@@ -27,7 +27,7 @@ from lightrft.strategy.distributed.deadlines import StepTimer, phase
 from lightrft.strategy.optimizers import OptimizerStepResult
 
 if TYPE_CHECKING:
-    from lightrft.datasets.supervised_rows import SupervisedRow
+    from lightrft.datasets.row_data import SupervisedRow
     from lightrft.strategy.strategy_base import StrategyBase
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.parts.learning import is_served
-from lightrft.datasets.supervised_rows import SupervisedRow, load_supervised
+from lightrft.datasets.row_data import SupervisedRow
+from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.engines.media.families import family_of
 from lightrft.models import load_config
 from lightrft.stages.distillation.divergence_objective import DivergenceObjective, KnownTeachers

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.algorithms.kl import divergence
-from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.experience.teachers import LogprobServer
 from lightrft.models.divergence import HeadReader, Projected, Targets, divergence_sum
 from lightrft.models.types import ActorOutput

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.datasets.types import DataError
 from lightrft.engines.types import GenerationRequest
 from lightrft.rollout.sampler import training_params

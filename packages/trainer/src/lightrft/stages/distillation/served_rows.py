@@ -12,7 +12,7 @@ from torch import Tensor
 from lightrft.algorithms.kl import top_and_tail, with_tail
 from lightrft.config import TrainConfig
 from lightrft.config.parts.learning import is_served
-from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.experience.teachers import LogprobServer, TeacherError, TextScores, ask_together
 from lightrft.models.divergence import Projected
 from lightrft.stages.teachers import open_server

@@ -18,7 +18,8 @@ from lightrft.algorithms.aggregation import loss_weights
 from lightrft.algorithms.supervised_losses import LOSSES
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row, read_rows
-from lightrft.datasets.supervised_rows import TRAINABLE, RowEncoder, SupervisedRow, kind_of
+from lightrft.datasets.row_data import SupervisedRow
+from lightrft.datasets.supervised_rows import TRAINABLE, RowEncoder, kind_of
 from lightrft.datasets.types import DataError
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.rows.padded_rows import pad, score_padded

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from lightrft.algorithms.preference_losses import AnswerSums, PreferenceSums
 from lightrft.datasets.preference_rows import Preference
-from lightrft.datasets.row_data import RowData, RowGroup
+from lightrft.datasets.row_data import RowData, RowGroup, SupervisedRow
 from lightrft.datasets.row_media import ShownMedia
-from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.lora import LoraActor
 from lightrft.stages.metrics import StepMetrics

@@ -101,11 +101,7 @@ class RewardObjective(RowObjective[Judgement, Counts]):
         return judgement_facts(items)
 
     def share(
-        self,
-        micro: MicroBatch[Judgement],
-        known: Counts,
-        passes: RowPasses,
-        metrics: StepMetrics,
+        self, micro: MicroBatch[Judgement], known: Counts, passes: RowPasses, metrics: StepMetrics
     ) -> Share:
         """See `RowObjective`."""
         rows = self._laid_out(micro.rows, micro.items)

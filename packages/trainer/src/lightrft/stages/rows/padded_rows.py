@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.datasets.row_media import TEXT_ALONE, RowPixels
-from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.engines.media.media import NO_MEDIA, RowMedia
 from lightrft.models.layout import pad_rows
 from lightrft.models.types import ActorOutput, TokenLossFunction

@@ -16,10 +16,9 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import DISTILL, options_of
 from lightrft.config.other_names import A_DATA_FILE, A_MODEL
 from lightrft.config.rules import batch_problems
-from lightrft.datasets.row_data import Item, RowData
+from lightrft.datasets.row_data import Item, RowData, SupervisedRow
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.row_origin import check_tokens
-from lightrft.datasets.supervised_rows import SupervisedRow
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.models import load_tokenizer
 from lightrft.models.loading import load_config

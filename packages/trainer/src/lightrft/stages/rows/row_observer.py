@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import STEP_OBSERVERS
-from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.stages.rows.padded_rows import PaddedRows
 from lightrft.stages.stage import Batch, Stage, Step, TrainedModels
 from lightrft.strategy.optimizers import OptimizerStepResult

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.supervised_rows import SupervisedRow, load_supervised
+from lightrft.datasets.row_data import SupervisedRow
+from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.stages.rows.row_inputs import (
     RowInputs,
     build_model,

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightrft.algorithms.aggregation import local_normalizer, loss_weights
 from lightrft.algorithms.supervised_losses import LOSSES, SupervisedLoss
 from lightrft.config import TrainConfig
-from lightrft.datasets.supervised_rows import SupervisedRow
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.rows.row_objective import Known, RowBatch, RowObjective, Share
 from lightrft.stages.rows.row_part import RowPart

@@ -20,8 +20,9 @@ from lightrft.datasets.preference_rows import (
     PreferenceReader,
 )
 from lightrft.datasets.ranked_rows import RankedAnswers
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.datasets.scored_rows import ScoredAnswer
-from lightrft.datasets.supervised_rows import NOTHING_TRAINED, SupervisedRow
+from lightrft.datasets.supervised_rows import NOTHING_TRAINED
 from lightrft.datasets.types import DataError
 from lightrft.stages.opening import rows_within_context
 from lightrft.stages.preference.preference_inputs import data_problems

@@ -15,14 +15,9 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import NOT_OF_TRAIN
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import ReadRecord
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.datasets.row_origin import check_tokens
-from lightrft.datasets.supervised_rows import (
-    NOTHING_TRAINED,
-    RowEncoder,
-    SupervisedRow,
-    kind_of,
-    remark_of,
-)
+from lightrft.datasets.supervised_rows import NOTHING_TRAINED, RowEncoder, kind_of, remark_of
 from lightrft.datasets.types import DataError
 from lightrft.stages.opening import rows_within_context
 from lightrft.stages.rows.row_inputs import marked_text, read_vocabulary
