@@ -517,9 +517,7 @@ class _Readable:
             raise _UnreadableError
         member = getattr(type(self._config), name, None)
         # What a property reads can be wrong as well.
-        if isinstance(member, property):
-            return member.__get__(self)
-        return getattr(self._config, name)
+        return member.__get__(self) if isinstance(member, property) else getattr(self._config, name)
 
 
 def broken_rules(config: RunOptions, *, wrong: Collection[str]) -> list[str]:
