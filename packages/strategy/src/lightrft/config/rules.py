@@ -1,4 +1,4 @@
-"""Rules between the values of a configuration; each gives lines, not errors."""
+"""The joined options of a run, and rules between their values that give lines, not errors."""
 
 from __future__ import annotations
 

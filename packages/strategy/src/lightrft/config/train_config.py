@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import Self
 
 from lightrft.config.options import ConfigError, options_of
-from lightrft.config.other_names import TABLE_HINT, option_hint, with_our_names
+from lightrft.config.other_names import (
+    A_DATA_FILE,
+    A_MODEL,
+    TABLE_HINT,
+    option_hint,
+    with_our_names,
+)
 from lightrft.config.rules import (
     NO_REWARDS,
     RunOptions,
@@ -35,6 +41,14 @@ class TrainConfig(RunOptions):
         return super().unused_options() + unused_by_rules(self)
 
     @property
+    def missing_inputs(self) -> list[str]:
+        """A line for each input that is not given and that every run needs."""
+        needed = (("pretrain", A_MODEL), ("prompt_data", A_DATA_FILE))
+        return [
+            f"--{name} is missing: {remedy}" for name, remedy in needed if vars(self)[name] is None
+        ]
+
+    @property
     def kl_estimator_name(self) -> str:
         """The KL estimator, by default the one whose gradient is right where the KL is put."""
         return self.kl_estimator or ("k3+" if self.use_kl_loss else "k1")
@@ -55,8 +69,8 @@ class TrainConfig(RunOptions):
 
         A KL term in the rewards needs them as well.
         """
-        has_teacher = bool(self.teacher_places) or self.teacher_prompt_column is not None
-        return self.max_epochs > 1 or self.high_entropy_token_ratio > 0 or has_teacher
+        has_teacher = self.teacher or self.teachers or self.teacher_prompt_column is not None
+        return self.max_epochs > 1 or self.high_entropy_token_ratio > 0 or bool(has_teacher)
 
     @property
     def num_frozen_updates(self) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightrft.config import TrainConfig
 from lightrft.config.files import FileError, read_bytes
-from lightrft.config.other_names import A_DATA_FILE, A_MODEL, A_REWARD
+from lightrft.config.other_names import A_REWARD
 from lightrft.config.registry import LOGGERS
 from lightrft.config.rules import NO_REWARDS
 from lightrft.config.sources import split_sources
@@ -249,18 +249,14 @@ def _models(config: TrainConfig) -> Iterator[str]:
 
 def check_paths(config: TrainConfig) -> list[str]:
     """Missing parts of the model, the data and the rewards, one line each."""
-    problems = []
-    if config.pretrain is None:
-        problems.append(f"--pretrain is missing: {A_MODEL}")
-    else:
+    problems = config.missing_inputs
+    if config.pretrain is not None:
         problems += model_problems("--pretrain", config.pretrain) or context_problems(config)
     if isinstance(config.critic_pretrain, str):
         problems += model_problems("--critic_pretrain", config.critic_pretrain)
     problems += teacher_problems(config)
     for path in config.reward_pretrain:
         problems += model_problems("--reward_pretrain", path)
-    if config.prompt_data is None:
-        problems.append(f"--prompt_data is missing: {A_DATA_FILE}")
     by_episode = config.environment is not None or config.has_agent
     scorers = config.reward_fn or config.remote_rm_url or config.reward_pretrain
     is_rewarded = bool(scorers) or by_episode

@@ -622,8 +622,8 @@ def replayed_support(params: SamplingParams, engine_name: str | None) -> Samplin
         params: How the samples were drawn.
         engine_name: Of the engine that drew them.
     """
+    if not params.truncates:
+        return None
     top_k, top_p, min_p = params.top_k, params.top_p, params.min_p
     is_known = engine_facts(engine_name).has_known_order(top_k=top_k, top_p=top_p, min_p=min_p)
-    if not params.truncates or not is_known:
-        return None
-    return SamplingSupport(top_k, top_p, min_p)
+    return SamplingSupport(top_k, top_p, min_p) if is_known else None

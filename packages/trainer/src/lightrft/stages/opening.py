@@ -11,7 +11,6 @@ import torch
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.media.families import family_of
 from lightrft.engines.text import context_tokens
-from lightrft.models.adapter_files import check_adapters
 from lightrft.models.loading import load_config
 from lightrft.models.lora import target_layers
 from lightrft.models.reward_model import is_reward_model
@@ -73,6 +72,8 @@ def check_parts(config: TrainConfig, kind: type[_BaseAutoModelClass]) -> None:
     if config.lora_rank:
         layers = target_layers(skeleton, config.target_modules, frozen=config.freeze_prefix)
         if config.lora_path is not None and skeleton.get_output_embeddings() is not None:
+            from lightrft.models.adapter_files import check_adapters
+
             check_adapters(config, skeleton, layers)
     freeze_tensors(skeleton, config.freeze_prefix)
 

@@ -310,8 +310,8 @@ class TrainOptions(TypedDict, total=False):
     max_agent_calls: int
     """Calls that an episode of the agent may make; further ones are refused."""
     max_turns: int
-    """Turns of an episode; the calls in the last one are not made. Of an agent, turns of which
-    a conversation of full length has room."""
+    """Maximum turns of an episode; tool calls in the last turn are not executed. For an agent,
+    the turns that a conversation of full length has room for."""
     environment_args: Mapping[str, str | int | float | bool] | None
     """Keyword arguments of the environment's class, for each episode; of SkyRL-Gym's make its
     env_config."""
@@ -473,8 +473,8 @@ class TrainOptions(TypedDict, total=False):
     """Column of the data that the teacher reads after the prompt, and the student does not: a
     solution, or feedback."""
     teacher_top_k: int | None
-    """Tokens of which a served teacher gives probabilities, for divergences on rows; all others
-    are one further outcome."""
+    """Number of likely tokens whose probabilities a served teacher returns, for divergences on
+    rows; all other tokens count as one outcome."""
     teacher_tolerance: float
     """Mean difference in nats a token up to which a server's answers to one question are
     alike."""

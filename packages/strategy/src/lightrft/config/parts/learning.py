@@ -238,7 +238,7 @@ def form_problem(name: str) -> str | None:
 
 
 def is_served(place: str) -> bool:
-    """Whether a teacher is an address, not a folder."""
+    """Return True if a teacher is the address of a server, not a folder."""
     return place.startswith(("http://", "https://"))
 
 
@@ -278,8 +278,8 @@ class TeacherOptions:
     )
     teacher_top_k: int | None = option(
         None,
-        "Tokens of which a served teacher gives probabilities, for divergences on rows; all others "
-        "are one further outcome.",
+        "Number of likely tokens whose probabilities a served teacher returns, for divergences on "
+        "rows; all other tokens count as one outcome.",
         at_least=1,
         acts_with="teacher_form reverse or teacher_form forward or teacher_form jsd",
     )
@@ -350,5 +350,5 @@ class TeacherOptions:
 
     @property
     def has_served_teacher(self) -> bool:
-        """Whether a teacher is a server."""
+        """True if a teacher is a server."""
         return any(map(is_served, self.teacher_places.values()))

@@ -138,7 +138,7 @@ class StreamingOptions:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether steps train on rows that older weights sampled."""
+        """True if steps train on rows that older weights sampled."""
         return self.rollout_lag > 0 or self.stream_chunk is not None
 
 
@@ -190,8 +190,8 @@ class EpisodeOptions:
     )
     max_turns: int = option(
         8,
-        "Turns of an episode; the calls in the last one are not made. Of an agent, turns of which "
-        "a conversation of full length has room.",
+        "Maximum turns of an episode; tool calls in the last turn are not executed. For an agent, "
+        "the turns that a conversation of full length has room for.",
         acts_with="environment or tools or agent or agent_command",
         at_least=1,
     )
@@ -257,12 +257,12 @@ class EpisodeOptions:
 
     @property
     def has_episodes(self) -> bool:
-        """Whether responses may have several turns."""
+        """True if responses may have several turns."""
         return bool(self.environment or self.tools) or self.has_agent
 
     @property
     def has_agent(self) -> bool:
-        """Whether something that owns its loop calls the model."""
+        """True if an agent that owns its loop calls the model."""
         return bool(self.agent or self.agent_command)
 
 

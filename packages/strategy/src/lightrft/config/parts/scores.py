@@ -189,7 +189,7 @@ class RewardOptions:
 
     @property
     def judges_by_policy(self) -> bool:
-        """Whether the reward judge asks the model that is trained."""
+        """True if the model that is trained also judges rewards."""
         return self.judge_model == POLICY and self.judge_url is None
 
     @property

@@ -159,7 +159,7 @@ class TrainingOptions:
 
     @property
     def peak_learning_rate(self) -> float:
-        """Of the model that is trained; that of reinforcement where no stage decided."""
+        """Peak learning rate of the trained model; reinforcement's where no stage has set one."""
         rate = self.actor_learning_rate
         return default_learning_rate() if rate is None else rate
 
@@ -169,11 +169,11 @@ class TrainingOptions:
         return {part: float(value) for part, value in (self.learning_rate_factors or {}).items()}
 
     def computes_in_bf16(self, *, has_gpu: bool) -> bool:
-        """Whether models compute in bfloat16: as set, else exactly on a GPU."""
+        """Return True if models compute in bfloat16: as set, else only on a GPU."""
         return has_gpu if self.bf16 is None else self.bf16
 
     def fuses_logprob(self, *, has_gpu: bool) -> bool:
-        """Whether the output projection is fused: as set, else exactly on a GPU."""
+        """Return True if the output projection is fused: as set, else only on a GPU."""
         return has_gpu if self.fused_linear_logprob is None else self.fused_linear_logprob
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightrft.config import ConfigError, TrainConfig
@@ -31,10 +30,6 @@ from lightrft.strategy.strategy_base import StrategyBase
 @dataclass(frozen=True, slots=True)
 class DivergenceInputs(RowInputs[SupervisedRow, KnownTeachers]):
     """Rows of a run; see `RowInputs`."""
-
-    def introduce(self, say: Callable[[str], None]) -> None:
-        """See `RowInputs`."""
-        self.reading.statements.say(say)
 
     def load(
         self, config: TrainConfig, strategy: StrategyBase, num_steps: int

@@ -15,18 +15,15 @@ from transformers import AutoModelForCausalLM
 from lightrft.algorithms.interface import advantage_traits
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import NOT_OF_TRAIN, options_of
-from lightrft.config.other_names import A_DATA_FILE, A_MODEL
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
 from lightrft.datasets.media import Modality
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.types import DataError
-from lightrft.experience.teachers import TeacherRows
 from lightrft.models import Actor, Critic, load_tokenizer
 from lightrft.models.sequence_model import freeze
 from lightrft.models.statements import Statements, read_statements
 from lightrft.reporting.files import ROLLOUTS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE
-from lightrft.reporting.rollouts import RolloutLog
 from lightrft.reporting.trajectories import SampleLog, ShownSamples, TrajectoryLog
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.types import RewardRecipes
@@ -53,7 +50,6 @@ from lightrft.stages.opening import (
 from lightrft.stages.policy.algorithm import algorithm_problems, build_estimator
 from lightrft.stages.policy.maker import SampleLogs
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
-from lightrft.stages.policy.pretrain_mix import PretrainMix, load_mixed_rows
 from lightrft.stages.policy.rewards import (
     build_model_rewards,
     build_run_reward,
@@ -63,7 +59,6 @@ from lightrft.stages.policy.rewards import (
     tokenizers_of_scorers,
 )
 from lightrft.stages.stage import TrainedModels
-from lightrft.stages.teachers import prove_teachers
 from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_groups import LaunchEnvironment
@@ -72,8 +67,11 @@ from lightrft.strategy.strategy_base import StrategyBase
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightrft.experience.teachers import TeacherRows
+    from lightrft.reporting.rollouts import RolloutLog
     from lightrft.rollout.agents.agents import Agents
     from lightrft.rollout.environments.environments import Environments
+    from lightrft.stages.policy.pretrain_mix import PretrainMix
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +174,8 @@ class PolicyInputs:
             return None
         held_out = (prompt.key for prompt in self.eval_prompts)
         path = Path(config.output_dir) / ROLLOUTS_FILE
+        from lightrft.reporting.rollouts import RolloutLog
+
         return RolloutLog(path, held_out=held_out, has_rewards=config.has_rewards)
 
     def media_digests(self) -> Iterator[bytes]:
@@ -223,8 +223,13 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
         _require_json(prompts.prompts)
     if config.has_agent:
         require_images(prompts.prompts)
-    teacher_rows = TeacherRows.of_run(prompts.prompts, config)
-    prove_teachers(config, tokenizer, [prompt.token_ids for prompt in prompts.prompts[:64]])
+    teacher_rows = None
+    if config.teacher_places:
+        from lightrft.experience.teachers import TeacherRows
+        from lightrft.stages.teachers import prove_teachers
+
+        teacher_rows = TeacherRows.of_run(prompts.prompts, config)
+        prove_teachers(config, tokenizer, [prompt.token_ids for prompt in prompts.prompts[:64]])
     eval_prompts: tuple[Prompt, ...] = ()
     if config.eval_data is not None:
         eval_prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
@@ -303,6 +308,8 @@ def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
     """The rows of `pretrain_data`, or None without."""
     if config.pretrain_data is None or config.ptx_coef == 0:
         return None
+    from lightrft.stages.policy.pretrain_mix import PretrainMix, load_mixed_rows
+
     texts = load_mixed_rows(config.pretrain_data, tokenizer, prompts_within_context(config))
     batch_size = config.ptx_batch_size or config.train_batch_size
     return PretrainMix(texts, config.ptx_coef, batch_size, config.seed)
@@ -344,11 +351,7 @@ def load_run_prompts(
 
 def _check_options(config: TrainConfig) -> None:
     """Raises a ConfigError that lists all that is missing or does not fit."""
-    missing = [
-        f"--{name} is missing: {remedy}"
-        for name, remedy in (("pretrain", A_MODEL), ("prompt_data", A_DATA_FILE))
-        if config.__dict__[name] is None
-    ]
+    missing = config.missing_inputs
     if missing:
         raise ConfigError("\n".join(missing))
     config.check_world_size(LaunchEnvironment.read().world_size)

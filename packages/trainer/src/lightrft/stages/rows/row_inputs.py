@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import DISTILL, options_of
-from lightrft.config.other_names import A_DATA_FILE, A_MODEL
 from lightrft.config.rules import batch_problems
 from lightrft.datasets.row_data import Item, RowData, SupervisedRow
 from lightrft.datasets.row_media import RowMediaReader
@@ -33,7 +33,12 @@ from lightrft.stages.models import (
     say_coverage,
     trained_model,
 )
-from lightrft.stages.opening import check_parts, opening_line, rows_within_context, shared_prompts
+from lightrft.stages.opening import (
+    check_parts,
+    opening_line,
+    rows_within_context,
+    shared_prompts,
+)
 from lightrft.stages.rows.row_objective import Known, RowObjective
 from lightrft.stages.rows.row_stage import RowStage, num_updates
 from lightrft.stages.stage import TrainedModels
@@ -78,7 +83,7 @@ class RowReading:
 
 
 @dataclass(frozen=True, slots=True)
-class RowInputs(Generic[Item, Known]):
+class RowInputs(ABC, Generic[Item, Known]):
     """Items of a run; see `StageInputs`. Subclasses build model and objective.
 
     Args:
@@ -129,14 +134,14 @@ class RowInputs(Generic[Item, Known]):
         return stage
 
     def introduce(self, say: Callable[[str], None]) -> None:
-        """Say what the data hold."""
-        raise NotImplementedError
+        """Say what the model and the data hold."""
+        self.reading.statements.say(say)
 
+    @abstractmethod
     def load(
         self, config: TrainConfig, strategy: StrategyBase, num_steps: int
     ) -> tuple[TrainedModels, RowObjective[Item, Known]]:
         """Load and prepare the models, and build the objective; collective."""
-        raise NotImplementedError
 
     def prove(self, stage: RowStage[Item, Known]) -> None:
         """Prove what must hold before the first step; collective."""
@@ -255,11 +260,7 @@ def option_problems(config: TrainConfig, num_processes: int, command: str) -> li
     # Distillation on rows has those of supervised training, too, and those of what it samples.
     taken = {"sft", command} if command in DISTILL else {command}
     samples = command in DISTILL and config.offpolicy_fraction < 1
-    found = [
-        f"--{name} is missing: {remedy}"
-        for name, remedy in (("pretrain", A_MODEL), ("prompt_data", A_DATA_FILE))
-        if config.__dict__[name] is None
-    ]
+    found = config.missing_inputs
     found += [
         f"{name} is no option of lightrft {command}: leave it out"
         for name, (entry, info) in options_of(TrainConfig).items()
