@@ -14,6 +14,11 @@ def test_every_registered_engine_has_its_own_name(tiny_model):
         assert build_engine(EngineConfig(name, ""), module=tiny_model()).name == name
 
 
+def test_an_engine_of_ones_own_is_named_by_its_module(tiny_model, monkeypatch):
+    monkeypatch.setitem(ENGINES, "mine", "lightrft.engines.hf.engine:HFEngine")
+    build_engine(EngineConfig("mine", ""), module=tiny_model())
+
+
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest():
     with pytest.raises(
         ValueError, match=r"\(did you mean vllm\?\); known: auto, .*hf, sglang, vllm"
