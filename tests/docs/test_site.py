@@ -31,8 +31,10 @@ def site(tmp_path_factory):
 
 
 def test_every_page_is_there_and_can_be_searched(site):
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
-    assert pages == {path.parent.name for path in site.glob("*/index.html")}
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).with_suffix("") for path in docs.rglob("*.md")}
+    folders = {path.relative_to(site).parent for path in site.rglob("index.html")}
+    assert {path.parent if path.name == "index" else path for path in pages} == folders
     index = json.loads((site / "search" / "search_index.json").read_text())
     found = {
         entry["location"].split("/")[0]
