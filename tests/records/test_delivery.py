@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.exchange_bytes import ROW_BYTES, StepSamples, predict_exchange
 
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.experience.minibatches import plan_minibatches
@@ -15,7 +16,6 @@ from lightrft.records.batch import collate
 from lightrft.records.table import deliver_rows, exchange, row_on_wire, tabulate
 from lightrft.rollout.dynamic import apply_selection, select_groups
 from lightrft.rollout.ledger_records import Account, Evidence, deliver_evidence
-from lightrft.tools.plan.duration import ROW_BYTES, StepSamples, predict_exchange
 
 _SPEC = importlib.util.spec_from_file_location(
     "exchange_cases", Path(__file__).with_name("exchange_cases.py")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.exchange_bytes import StepSamples, predict_exchange
 from tests.records.exchange_cases import ThreadWorld
 
 from lightrft.config import TrainConfig
@@ -28,7 +29,6 @@ from lightrft.rollout.source import (
     own_positions,
 )
 from lightrft.rollout.streaming import StreamSource
-from lightrft.tools.plan.duration import StepSamples, predict_exchange
 
 SIZE, LIMIT = 2, 900
 

@@ -66,13 +66,6 @@ _ASSUMED = {
         "GB/s of a GPU to other nodes",
         compare="400 Gb/s is a ConnectX-7 for each GPU, as in DGX H100; DGX A100 has half",
     ),
-    "gloo_gb_per_second": Constant(
-        1.5, "GB/s of weights between processes of one host, from memory to memory over TCP (gloo)"
-    ),
-    "collective_seconds": Constant(30e-6, "s a collective waits for each doubling of ranks"),
-    "length_variance_of_prompts": Constant(
-        0.6, "share of the variance of log lengths that lies between prompts, with --length_sigma"
-    ),
     "overlap": Constant(0.8, "share of FSDP2's transfers hidden behind computation"),
 }
 

@@ -1,12 +1,20 @@
-"""Seconds of each phase of a step from operations, bytes and links, for any number of GPUs.
+"""Seconds of each phase of a step by a roofline: operations, bytes and links over their rates.
 
-Compared with three published runs (`published.PUBLISHED`); sleeping and saving are left out.
+rollout  decoding steps * max(bytes read / bandwidth, operations / peak), and every prompt once
+score    operations of the forward passes / peak
+train    operations / peak, transfers beyond those that computation hides, states, offloads
+sync     weights that are read, copied and gathered
+
+Rates are those of data sheets times the shares of `constants`. The exchange of rows, sleeping and
+saving are left out: they are seconds where the rest is minutes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lightrft.config import ConfigError
+from lightrft.config.rules import launch_problems
 from lightrft.run.gpus import GB, Gpu
 from lightrft.tools.plan.constants import constant
 from lightrft.tools.plan.engine_room import engine_room
@@ -32,57 +40,32 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(self.phases.values())
 
 
-def exchange_bytes_per_rank(setup: Setup) -> float:
-    """Bytes that one rank receives when the rollouts of a step are exchanged."""
-    config = setup.config
-    response = setup.mean_row_tokens - config.prompt_max_len
-    samples = StepSamples(
-        config.rollout_batch_size * config.n_samples_per_prompt,
-        config.prompt_max_len,
-        response,
-        num_turns=math.ceil(response / config.stream_chunk) if config.stream_chunk else 1.0,
-    )
-    return predict_exchange(
-        samples,
-        world_size=setup.world_size,
-        sp_size=config.sp_size,
-        ledger_gate=config.ledger_gate,
-        num_open_groups=config.num_prompts_in_flight if config.stream_chunk else 0.0,
-    ).total
-
-
 def step_seconds(setup: Setup, gpu: Gpu) -> StepSeconds:
-    """The prediction for one number of GPUs."""
+    """Return the prediction for one number of GPUs."""
     memory = plan_memory(setup)
+    phases = {"rollout": _rollout, "score": _score, "train": _train, "sync": _sync}
     return StepSeconds(
         setup.world_size,
         memory.worst.device_bytes if memory.fits else None,
-        {
-            "rollout": _rollout(setup, gpu),
-            "exchange": _collective(setup, exchange_bytes_per_rank(setup), gpu),
-            "score": _score(setup, gpu),
-            "train": _train(setup, gpu),
-            "sync": _sync(setup, gpu),
-        },
+        {name: seconds(setup, gpu) for name, seconds in phases.items()},
     )
 
 
 def scale(setup: Setup, gpu: Gpu, counts: Sequence[int]) -> list[StepSeconds]:
-    """The same options on several numbers of GPUs, each with the token budget of its start."""
-    node = setup.ranks_per_node
+    """Return the same options on several numbers of GPUs, each with the budget of its start."""
     return [
-        step_seconds(with_budget(replace(setup, world_size=n, ranks_per_node=min(n, node))), gpu)
+        step_seconds(with_budget(_on(setup, n)), gpu)
         for n in counts
         if n % setup.config.engine_tp_size == 0
     ]
 
 
 def efficiency(rows: Sequence[StepSeconds]) -> list[float | None]:
-    """Least GPU-seconds of all rows over those of each; None where the run does not fit.
+    """Return the least GPU-seconds of all rows over those of each; None where it does not fit.
 
     The least need not be those of the fewest GPUs: with weights on the host each GPU has a link of
     its own, so more of them bring a whole model sooner.
@@ -93,7 +76,7 @@ def efficiency(rows: Sequence[StepSeconds]) -> list[float | None]:
 
 
 def where_it_stops_paying(setup: Setup, rows: Sequence[StepSeconds]) -> str:
-    """From which number of GPUs on less than half of their time is the step's work; and why."""
+    """Return from which number of GPUs on less than half of their time is work, and why."""
     fitting = [(row, x) for row, x in zip(rows, efficiency(rows), strict=True) if x is not None]
     if not fitting:
         return "the run fits on none of these numbers of GPUs"
@@ -101,116 +84,105 @@ def where_it_stops_paying(setup: Setup, rows: Sequence[StepSeconds]) -> str:
     beyond = [(row, share) for row, share in fitting if share < 0.5 and row.num_gpus > best]
     if not beyond:
         last, share = fitting[-1]
-        if last.num_gpus == best:
-            return f"up to {best} GPUs none loses work to the others"
         return f"each of {last.num_gpus} GPUs still does {share:.0%} of the work of one of {best}"
     first, share = beyond[0]
     slowest = max(first.phases, key=lambda name: first.phases[name])
-    samples = setup.config.rollout_batch_size * setup.config.n_samples_per_prompt
-    per_rank = samples / first.num_gpus
     wanted = 2 ** math.ceil(math.log2(setup.config.rollout_batch_size / share))
-    remedies = {
-        "rollout": (
-            f"decoding reads all weights for {per_rank:g} samples of a rank: "
-            f"--rollout_batch_size {wanted}, or fewer GPUs"
-        ),
-        "train": (
-            f"each rank trains {per_rank:g} samples: --rollout_batch_size {wanted} with a larger "
-            "--train_batch_size, or FSDP2 shards of one node (hybrid)"
-        ),
-        "sync": "all weights go to every engine in each step: --rollout_batch_size "
-        f"{wanted}, so that there are fewer steps",
-    }
-    hint = remedies.get(slowest, f"--rollout_batch_size {wanted}")
-    return f"from {first.num_gpus} GPUs on less than half of their time is work: {hint}"
+    return (
+        f"from {first.num_gpus} GPUs on less than half of their time is work, most of it {slowest} "
+        f"with few samples of a rank: --rollout_batch_size {wanted}, or fewer GPUs"
+    )
 
 
-def waiting_share(setup: Setup, gpu: Gpu) -> float:
-    """Share of a step in which the mean response has ended and the longest has not."""
-    config = setup.config
-    mean = setup.mean_tokens
-    waves = max(1.0, _rows_at_once(setup, gpu)[1])
-    tail = (config.max_response_tokens - mean) / ((waves - 1) * mean + config.max_response_tokens)
-    seconds = step_seconds(setup, gpu)
-    return seconds.phases["rollout"] * tail / seconds.total
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form of a step: its seconds, and the options that make it of one that waits for all."""
+
+    seconds: float
+    flags: str
 
 
-def stream_advice(setup: Setup, gpu: Gpu) -> str:
-    """What the longest responses cost, and the option against it."""
-    share, config = waiting_share(setup, gpu), setup.config
-    text = f"waiting for the longest responses: {share:.0%} of the step"
-    if share <= 1 / 3 or config.stream_chunk is not None or config.has_episodes:
-        return text
+def forms(setup: Setup, gpu: Gpu) -> list[Form]:
+    """Return the run as it is and, if it waits for all responses, its faster forms that fit.
+
+    Streaming saves the seconds in which the mean response has ended and the longest has not. Ranks
+    that only generate take as long as the slower side, and both sides take part in the sync.
+    """
+    config, phases = setup.config, step_seconds(setup, gpu).phases
+    total = sum(phases.values())
+    found = [Form(total, "")]
+    if config.rollout_lag or config.stream_chunk or config.has_episodes:
+        return found
     # With less, the longest responses reach their bound of age and are waited for.
     chunk = math.ceil(max(setup.mean_tokens, config.max_response_tokens / config.max_staleness))
-    return f"{text}; --stream_chunk {chunk} does not wait (--length_sigma compares the forms)"
+    streams = Form(total - phases["rollout"] * _tail_share(setup, gpu), f"--stream_chunk {chunk}")
+    others = [streams, *_splits(setup, gpu)]
+    return found + sorted((f for f in others if f.seconds < total), key=lambda f: f.seconds)[:2]
+
+
+def _splits(setup: Setup, gpu: Gpu) -> Iterator[Form]:
+    """Yield the run with each number of ranks that only generate, where both sides fit."""
+    for number in range(1, setup.world_size if setup.config.fsdp else 1):
+        changes = {"rollout_ranks": number, "rollout_lag": 1}
+        try:
+            config = setup.config.replaced(changes)
+        except ConfigError:
+            return  # the run may not have such ranks
+        trains = replace(_on(setup, setup.world_size - number), engine="")
+        samples = _on(setup, number)
+        room = engine_room(samples)
+        if (
+            setup.config.rollout_batch_size % number
+            or launch_problems(config, setup.world_size)
+            or not plan_memory(trains).fits
+            or (room is not None and room.problem())
+        ):
+            continue
+        update = _score(trains, gpu) + _train(trains, gpu)
+        seconds = max(_rollout(samples, gpu), update) + _sync(setup, gpu)
+        yield Form(seconds, f"--rollout_ranks {number} --rollout_lag 1")
+
+
+def _on(setup: Setup, world_size: int) -> Setup:
+    """Return the run on another number of ranks."""
+    node = min(world_size, setup.ranks_per_node)
+    return replace(setup, world_size=world_size, ranks_per_node=node)
+
+
+def _tail_share(setup: Setup, gpu: Gpu) -> float:
+    """Return the share of decoding after the mean response of the last wave has ended."""
+    longest, mean = setup.config.max_response_tokens, setup.mean_tokens
+    waves = _rows_at_once(setup, gpu)[1]
+    return (longest - mean) / ((waves - 1) * mean + longest)
 
 
 def _rows_at_once(setup: Setup, gpu: Gpu) -> tuple[float, float]:
-    """Responses that an engine samples at once, and how many times so many there are."""
+    """Return the responses that an engine samples at once, and the waves that there are of them."""
     rows = setup.samples_per_rank * setup.config.engine_tp_size
     room = engine_room(replace(setup, capacity_bytes=gpu.memory_bytes))
     at_once = max(1.0, min(rows, rows if room is None else room.rows))
     return at_once, rows / at_once
 
 
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """Seconds of an engine's work.
-
-    Args:
-        weight_seconds: Of reading the weights once.
-        token_seconds: Of reading keys and values of one token.
-        row_seconds: Of computing one row's next token.
-        prefill_seconds: Of computing one token of a prompt.
-    """
-
-    weight_seconds: float
-    token_seconds: float
-    row_seconds: float
-    prefill_seconds: float
-
-    def step(self, rows: float, tokens: float) -> float:
-        """Of a decoding step of rows that have so many tokens together."""
-        read = self.weight_seconds + tokens * self.token_seconds
-        return max(read, rows * self.row_seconds) + constant("decode_step_seconds")
-
-
-def decoding(setup: Setup, gpu: Gpu) -> Decoding:
-    """Seconds of the engine of `engine_tp_size` devices."""
-    tp, active = setup.config.engine_tp_size, _active_parameters(setup)
-    bandwidth = gpu.memory_gb_per_second * GB * constant("decode_bandwidth_share") * tp
-    compute = 2 * active / (gpu.tflops * TERA * constant("score_efficiency") * tp)
-    weights = _read_weights(setup, setup.samples_per_rank * tp)
-    return Decoding(weights / bandwidth, setup.cache_bytes / bandwidth, compute, compute)
-
-
 def _rollout(setup: Setup, gpu: Gpu) -> float:
-    """Decoding until the longest response of the rank is done; weights are read at each step."""
-    config, cost = setup.config, decoding(setup, gpu)
+    """Return the seconds until the longest response is done; each step reads all weights."""
+    config, size, tp = setup.config, setup.actor_size, setup.config.engine_tp_size
+    rows = setup.samples_per_rank * tp
+    bandwidth = gpu.memory_gb_per_second * GB * constant("decode_bandwidth_share") * tp
+    active = size.num_layers * size.active_layer_parameters + size.embedding_parameters
+    token = 2 * active / (gpu.tflops * TERA * constant("score_efficiency") * tp)
+    read = size.parameters if rows >= size.num_experts else active
     at_once, waves = _rows_at_once(setup, gpu)
-    # The last wave lasts as long as its longest response.
-    steps = max(0.0, waves - 1) * setup.mean_tokens + config.max_response_tokens
-    # Prompts of a group share their prefix.
-    rows = setup.samples_per_rank * config.engine_tp_size / config.n_samples_per_prompt
-    prefill = cost.prefill_seconds * rows * config.prompt_max_len
-    return steps * cost.step(at_once, at_once * setup.mean_row_tokens) + prefill
-
-
-def _active_parameters(setup: Setup) -> float:
-    size = setup.actor_size
-    return size.num_layers * size.active_layer_parameters + size.embedding_parameters
-
-
-def _read_weights(setup: Setup, rows: float) -> float:
-    """Bytes of weights that a decoding step of so many responses reads."""
-    size = setup.actor_size
-    read = size.parameters if rows >= size.num_experts else _active_parameters(setup)
-    return setup.compute_bytes * read
+    cache = at_once * setup.mean_row_tokens * setup.cache_bytes
+    moved = (setup.compute_bytes * read + cache) / bandwidth
+    step = max(moved, at_once * token) + constant("decode_step_seconds")
+    # The last wave lasts as long as its longest response; prompts of a group share their prefix.
+    steps = (waves - 1) * setup.mean_tokens + config.max_response_tokens
+    return steps * step + token * config.prompt_max_len * rows / config.n_samples_per_prompt
 
 
 def _flops_per_pass(setup: Setup) -> float:
-    """Operations of a forward pass over this rank's samples."""
+    """Return the operations of a forward pass over this rank's samples."""
     size, tokens = setup.actor_size, setup.mean_row_tokens
     per_token = 2.0 * size.num_layers * size.active_layer_parameters
     scored = 2.0 * size.embedding_parameters * (tokens - setup.config.prompt_max_len)
@@ -239,12 +211,9 @@ def _train(setup: Setup, gpu: Gpu) -> float:
     if config.fsdp or config.zero_stage == 3:
         # Weights twice and gradients once, for every micro batch.
         moved = micro * (2 * c + 4) * size.parameters
-        num_messages = micro * 3 * size.num_layers
     else:
         moved = (micro * 4 + c * config.steps_per_rollout) * size.parameters
-        num_messages = micro * size.parameters / 5e7
-    moved *= config.max_epochs
-    transfer = _collective(setup, moved, gpu, num_messages * config.max_epochs)
+    transfer = config.max_epochs * _gather(setup, moved, gpu)
     hidden = min(transfer * constant("overlap"), compute)
     states = 16 * size.parameters / setup.world_size * config.steps_per_rollout
     step = states / (gpu.memory_gb_per_second * GB)
@@ -252,7 +221,7 @@ def _train(setup: Setup, gpu: Gpu) -> float:
 
 
 def _offload(setup: Setup, num_micro: float) -> float:
-    """Of optimizer states, or of all that is sharded, on the host."""
+    """Return the seconds of optimizer states, or of all that is sharded, on the host."""
     config, world = setup.config, setup.world_size
     trained, total = setup.actor.trained / world, setup.actor.total / world
     link, host = (constant(n) * GB for n in ("host_gb_per_second", "host_adam_gb_per_second"))
@@ -269,115 +238,17 @@ def _offload(setup: Setup, num_micro: float) -> float:
 
 def _sync(setup: Setup, gpu: Gpu) -> float:
     sent = setup.compute_bytes * setup.num_sent
-    messages = sent / (setup.config.weight_bucket_mb * 1e6)
     # Hashes read all weights on both sides, copies twice what is sent.
     read = 2 * (setup.compute_bytes * setup.actor_size.parameters + sent)
-    local = read / (gpu.memory_gb_per_second * GB)
-    if setup.config.rollout_ranks:  # ranks that train gather nothing, see `forms`
-        return local
-    return local + _collective(setup, sent, gpu, messages)
+    return read / (gpu.memory_gb_per_second * GB) + _gather(setup, sent, gpu)
 
 
-def _collective(setup: Setup, num_bytes: float, gpu: Gpu, num_messages: float = 1.0) -> float:
-    """Of an all-gather that ends with `num_bytes` on each rank."""
-    world = setup.world_size
-    if world == 1:
-        return 0.0
-    local = min(setup.ranks_per_node, world)
+def _gather(setup: Setup, num_bytes: float, gpu: Gpu) -> float:
+    """Return the seconds of an all-gather that ends with `num_bytes` on each rank."""
+    local = min(setup.ranks_per_node, setup.world_size)
     share = constant("link_share") * GB
     inside = num_bytes * (local - 1) / local / (gpu.link_gb_per_second * share)
     # What comes from other nodes arrives over all network cards of the node and is passed on.
-    num_nodes = -(-world // local)
+    num_nodes = -(-setup.world_size // local)
     across = num_bytes * (num_nodes - 1) / num_nodes / local
-    outside = across / (constant("node_gb_per_second") * share)
-    latency = num_messages * constant("collective_seconds") * math.log2(world)
-    return max(inside, outside) + latency
-
-
-# Of `records.table.row_on_wire`, which a test compares.
-ROW_BYTES = 45
-COMPONENT_BYTES = 8
-# Framing of one rank's rows, of one sample's evidence and of each call in it, as measured.
-MESSAGE_BYTES = 40
-EVIDENCE_ROW_BYTES = 90
-EVIDENCE_CALL_BYTES = 70
-# What all ranks know of a group in flight.
-GROUP_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class StepSamples:
-    """The samples of one step over all ranks.
-
-    Args:
-        count: Of them.
-        prompt_tokens, response_tokens: Of one sample on average; the response with observations.
-        observed_tokens: Tokens of observations among those of the response.
-        num_turns: Calls of the engine for one response.
-    """
-
-    count: int
-    prompt_tokens: float
-    response_tokens: float
-    observed_tokens: float = 0.0
-    num_turns: float = 1.0
-
-    @property
-    def token_bytes(self) -> float:
-        """Of one sample's ids and logprobs."""
-        return 4 * (self.prompt_tokens + 2 * self.response_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeBytes:
-    """Bytes that one rank gets from the others in one step.
-
-    Args:
-        rows: Ids, rewards, lengths and masks of the samples of all ranks.
-        tokens: Of the samples that it trains.
-        evidence: Ledger and journal of these samples; 0 without the ledger gate.
-    """
-
-    rows: float
-    tokens: float
-    evidence: float
-
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return self.rows + self.tokens + self.evidence
-
-
-def predict_exchange(
-    samples: StepSamples,
-    *,
-    world_size: int,
-    sp_size: int = 1,
-    ledger_gate: bool = True,
-    num_open_groups: float = 0.0,
-) -> ExchangeBytes:
-    """The mean over ranks of what `exchange`, `deliver_rows` and `deliver_evidence` move.
-
-    A sample is trained on a rank that has nothing to do with where it was sampled, so 1 of
-    `world_size` need not move. Rewards have one component.
-
-    Args:
-        samples: Of the step.
-        world_size: Ranks.
-        sp_size: Ranks that train the same samples.
-        ledger_gate: Whether evidence moves.
-        num_open_groups: Of streaming rollouts, which tell all ranks of them three times.
-    """
-    moved = (world_size - 1) / world_size
-    trained = samples.count * sp_size / world_size
-    tokens = samples.token_bytes
-    if samples.observed_tokens:
-        tokens += samples.response_tokens / 8
-    evidence = samples.token_bytes - 4 * samples.observed_tokens
-    evidence += EVIDENCE_ROW_BYTES + EVIDENCE_CALL_BYTES * samples.num_turns
-    rows = samples.count * (ROW_BYTES + COMPONENT_BYTES) + world_size * MESSAGE_BYTES
-    return ExchangeBytes(
-        rows=moved * (rows + 3 * GROUP_BYTES * num_open_groups),
-        tokens=moved * trained * tokens,
-        evidence=moved * trained * evidence if ledger_gate else 0.0,
-    )
+    return max(inside, across / (constant("node_gb_per_second") * share))

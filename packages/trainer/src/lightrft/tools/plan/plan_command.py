@@ -16,12 +16,10 @@ from lightrft.tools.plan.constants import measured_count
 from lightrft.tools.plan.duration import (
     StepSeconds,
     efficiency,
+    forms,
     scale,
-    stream_advice,
     where_it_stops_paying,
 )
-from lightrft.tools.plan.form_report import compare_forms, form_table, recorded_lengths
-from lightrft.tools.plan.forms import Lengths
 from lightrft.tools.plan.memory import (
     UNTRACED_TOLERANCE,
     MemoryPlan,
@@ -69,7 +67,6 @@ def run(argv: Sequence[str]) -> int:
     stage = min(stages, default="policy")
     if stage == "divergence" and not config.teacher_places:
         problems.append("--teacher is missing: its weights are held, too")
-    problems += _length_problems(stage, parsed.length_sigma, parsed.lengths_of)
     refuse(problems, ConfigError)
     gpu = find_gpu(parsed.gpu)
     setup = Setup(
@@ -87,12 +84,11 @@ def run(argv: Sequence[str]) -> int:
         rows_per_item=PLANNED[stage],
         mean_length_share=parsed.mean_length_share,
     )
-    lengths = _lengths(setup, parsed.length_sigma, parsed.lengths_of)
     plan, advice = plan_memory(with_budget(setup)), advise(setup, gpu)
     if parsed.json:
         print(json.dumps(to_json(plan, advice), indent=2))
     else:
-        print(full_report(plan, advice, gpu, lengths))
+        print(full_report(plan, advice, gpu))
     return ExitCode.OK if plan.fits else ExitCode.OUT_OF_MEMORY
 
 
@@ -125,20 +121,6 @@ def build_parser() -> Parser:
         f"{MEAN_LENGTH_SHARE} [assumed].",
     )
     parser.add_argument(
-        "--length_sigma",
-        type=_above_0,
-        default=0.0,
-        metavar="X",
-        help="Compare the forms of a step, for responses whose lengths are lognormal: the standard "
-        "deviation of their logarithms, 0.6 to 1.2 for reasoning. Unset compares nothing.",
-    )
-    parser.add_argument(
-        "--lengths_of",
-        default="",
-        metavar="RUN",
-        help="Compare them for the lengths that a run with --save_rollouts has recorded.",
-    )
-    parser.add_argument(
         "--json", action="store_true", default=False, help="Print JSON, without seconds."
     )
     parser.add_argument(
@@ -155,32 +137,6 @@ def build_parser() -> Parser:
     names = {name for command in ("train", *SFT) for name in available_options(command)}
     add_options(parser, [name for name in options_of(TrainConfig) if name in names])
     return parser
-
-
-def _length_problems(stage: str, sigma: float, run: str) -> list[str]:
-    if stage != "policy" and (sigma or run):
-        return [f"--length_sigma and --lengths_of are of rollouts: {stage} has none"]
-    return ["--length_sigma and --lengths_of exclude each other"] if sigma and run else []
-
-
-def _lengths(setup: Setup, sigma: float, run: str) -> Lengths | None:
-    """Of responses, where they are given."""
-    longest = setup.config.max_response_tokens
-    if run:
-        return recorded_lengths(Path(run), longest)
-    group_size = setup.config.n_samples_per_prompt
-    return Lengths.lognormal(sigma, setup.mean_tokens, longest, group_size) if sigma else None
-
-
-def _above_0(text: str) -> float:
-    """A finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0: got {text!r}")
-    return value
 
 
 def _share(text: str) -> float:
@@ -216,15 +172,13 @@ def to_json(plan: MemoryPlan, advice: Advice) -> dict[str, object]:
     }
 
 
-def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu, lengths: Lengths | None) -> str:
+def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu) -> str:
     """The whole text of `lightrft plan`.
 
     Args:
         plan: Memory of the settings of the command.
         advice: Settings that fit, or come nearest to it.
         gpu: The device of each rank.
-        lengths: Those of the responses, for which the forms of a step are compared; None compares
-            none.
     """
     setup = plan.setup
     budget = setup.config.micro_batch_tokens
@@ -254,18 +208,18 @@ def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu, lengths: Lengths | N
         )
     single = [] if plan.fits else remedies(plan.setup)
     lines += [f"  {number}. {text}" for number, text in enumerate(single, start=1)]
-    return "\n".join(lines + (_seconds(setup, gpu, lengths) if setup.rolls_out else []))
+    return "\n".join(lines + (_seconds(setup, gpu) if setup.rolls_out else []))
 
 
-def _seconds(setup: Setup, gpu: Gpu, lengths: Lengths | None) -> list[str]:
-    """The part of the report about time."""
+def _seconds(setup: Setup, gpu: Gpu) -> list[str]:
+    """Return the part of the report about time."""
     rows = scale(setup, gpu, COUNTS)
+    now, *faster = forms(setup, gpu)
     return [
         "",
         time_table(rows),
         where_it_stops_paying(setup, rows),
-        stream_advice(setup, gpu),
-        *([] if lengths is None else ["", form_table(compare_forms(setup, gpu, lengths), lengths)]),
+        *(f"{now.seconds / each.seconds:.1f} times as fast: {each.flags}" for each in faster),
         f"GPU: NVIDIA {gpu.source}.",
     ]
 
