@@ -310,7 +310,7 @@ POLICY_LOSSES = Registry(
         "gspo": f"{_POLICY}.sequence_level:gspo_policy_loss",
         "gspo-token": f"{_POLICY}.sequence_level:gspo_token_policy_loss",
         "gmpo": f"{_POLICY}.sequence_level:gmpo_policy_loss",
-        "cpgd": f"{_POLICY}.token_level:cpgd_policy_loss",
+        "cpgd": f"{_POLICY}.cpgd:cpgd_policy_loss",
         "cispo": f"{_POLICY}.token_level:cispo_policy_loss",
         "sapo": f"{_POLICY}.token_level:sapo_policy_loss",
         "clip_cov": f"{_POLICY}.covariance:clip_cov_policy_loss",
@@ -431,6 +431,16 @@ ENVIRONMENT_KINDS = Registry(
 # Agents of other makes: `KIND:WHAT`, functions of (what, sandbox) that make an agent's function.
 AGENT_KINDS = Registry(
     "kind of agent", {"verifiers": f"{_AGENTS}.verifiers_agent:host"}, takes_own=False
+)
+# Ways to draw responses of one turn: subclasses of
+# `lightrft.rollout.single_turn.SingleTurnSource`.
+TURN_SOURCES = Registry(
+    "way to draw responses",
+    {
+        "plain": "lightrft.rollout.single_turn:SingleTurnSource",
+        "fire": "lightrft.rollout.fire:FireSource",
+    },
+    takes_own=False,
 )
 # Servers of teachers by the scheme of their address: functions of (address, config) that make a
 # `lightrft.experience.teachers.LogprobServer`.

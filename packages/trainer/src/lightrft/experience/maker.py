@@ -69,6 +69,7 @@ from lightrft.records.table import (
 )
 from lightrft.rollout.ledger_records import Evidence, deliver_evidence
 from lightrft.rollout.sampler import training_params
+from lightrft.rollout.single_turn import turn_source
 from lightrft.rollout.source import Samples
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import StepTimer, phase
@@ -569,12 +570,13 @@ def _batch(
     plan: MinibatchPlan,
 ) -> RolloutBatch:
     params, shares = training_params(config), row_shares(samples.table)
+    openings = turn_source(config).openings(config, params)
     batch = collate(
         rows,
         temperature=params.temperature,
         device=strategy.device,
-        num_uncompared_tokens=int(
-            config.use_fire and config.first_token_temperature != config.temperature
+        num_uncompared_tokens=sum(
+            length for length, opening in openings if opening.temperature != params.temperature
         ),
         version=_version(samples, strategy),
         support=replayed_support(params, strategy.inference_engine_type),

@@ -10,11 +10,13 @@ Source: Chen et al. 2024, "Flaming-hot Initiation with Regular Execution", arXiv
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lightrft.config.parts.rollout import SamplingOptions
+from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.columns import join_facts
 from lightrft.records.media import require_text
 from lightrft.records.rollout import Rollout, Segment
-from lightrft.rollout.single_turn import RolloutGroups, SingleTurnSource, generate
+from lightrft.rollout.single_turn import Openings, RolloutGroups, SingleTurnSource, generate
 from lightrft.rollout.source import SampleRequests, Samples
 from lightrft.strategy.engine.session import EngineSession
 
@@ -25,6 +27,14 @@ _SEED_OFFSET = 1_000_003
 
 class FireSource(SingleTurnSource):
     """Single turns whose first token is drawn at a temperature of its own; greedy ones as usual."""
+
+    @classmethod
+    def openings(
+        cls, config: SamplingOptions, params: SamplingParams, prompts: Sequence[Prompt] = ()
+    ) -> Openings:
+        """Return the first token and its temperature; prompts are texts."""
+        require_text(prompts, "use_fire")
+        return ((1, replace(params, temperature=config.first_token_temperature)),)
 
     def sample(self, requests: SampleRequests) -> Samples:
         """See `RolloutSource`."""

@@ -15,7 +15,7 @@ from lightrft.records.rollout import ScoredRollout
 from lightrft.records.table import BRANCH_STEP, RowTable, episodes_of
 from lightrft.rollout.open_groups import NOTHING_OPEN, StreamState
 from lightrft.rollout.scoring import require_rewards
-from lightrft.rollout.single_turn import SingleTurnSource
+from lightrft.rollout.single_turn import SingleTurnSource, turn_source
 from lightrft.rollout.source import (
     RolloutSource,
     SampleRequests,
@@ -85,11 +85,7 @@ class GreedySource:
 
 def single_turns(parts: SourceParts) -> SingleTurnSource:
     """The source of responses of one turn."""
-    if parts.config.use_fire:
-        from lightrft.rollout.fire import FireSource
-
-        return FireSource(parts)
-    return SingleTurnSource(parts)
+    return turn_source(parts.config)(parts)
 
 
 class SingleTurns:
@@ -197,7 +193,8 @@ class RolloutSampler:
             ConfigError: Responses are open, and nothing streams.
         """
         engine, context = self._parts.session.engine, self._parts.context
-        if stream.num_groups and self._parts.config.stream_chunk is None:
+        config = self._parts.config
+        if stream.num_groups and config.stream_chunk is None:
             raise ConfigError(
                 f"the checkpoint has the open responses to {stream.num_groups} prompts: give "
                 "stream_chunk as before, or another --output_dir to start anew"
@@ -206,13 +203,14 @@ class RolloutSampler:
             engine.ledger.take()  # of a step that was given up
         num_prompts = len(prompts) * context.world_size
         if most_groups is not None:
-            num_prompts = self._parts.config.rollout_batch_size
+            num_prompts = config.rollout_batch_size
+        params = training_params(config)
         samples = self._source.sample(
             SampleRequests(
                 prompts,
                 own_positions(context, num_prompts),
                 num_prompts,
-                training_params(self._parts.config),
+                params,
                 first_request_id,
                 next_prompts=next_prompts,
                 stream=stream,
@@ -223,10 +221,12 @@ class RolloutSampler:
         )
         if samples.selection is None:  # else they were required before it
             require_rewards(samples.table, samples.greedy)
-        if self._parts.config.rollout_lag and self._parts.config.ledger_gate:
+        if config.rollout_lag and config.ledger_gate:
             from lightrft.rollout.version_checks import check_fresh_row
 
-            check_fresh_row(samples, self._parts)
+            openings = turn_source(config).openings(config, params)
+            num_hot = sum(length for length, _ in openings)
+            check_fresh_row(samples, self._parts, num_hot=num_hot)
         return samples
 
     def sample_all(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, cast
 
+from lightrft.config.parts.rollout import SamplingOptions
+from lightrft.config.registry import TURN_SOURCES
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 _TOGETHER = 32
 
 
+# Numbers of first tokens of each response, and the distribution that they are drawn from.
+Openings: TypeAlias = tuple[tuple[int, SamplingParams], ...]
+
+
 class SingleTurnSource:
     """Source of responses that one call of the engine samples.
 
@@ -33,6 +39,22 @@ class SingleTurnSource:
 
     def __init__(self, parts: SourceParts) -> None:
         self._parts = parts
+
+    @classmethod
+    def openings(
+        cls, config: SamplingOptions, params: SamplingParams, prompts: Sequence[Prompt] = ()
+    ) -> Openings:
+        """Return the beginnings of responses that are drawn from another distribution: none.
+
+        Args:
+            config: Options of sampling.
+            params: Distribution of the rest.
+            prompts: Prompts to complete so.
+
+        Raises:
+            ConfigError: A prompt cannot be completed so.
+        """
+        return ()
 
     def sample(self, requests: SampleRequests) -> Samples:
         """See `RolloutSource`."""
@@ -67,6 +89,11 @@ class SingleTurnSource:
         completions = generate(self._parts.session, params, asked, take)
         report_progress("generate", 0, 0)
         return groups.in_order(completions)
+
+
+def turn_source(config: SamplingOptions) -> type[SingleTurnSource]:
+    """Return the source of responses of one turn that the options name."""
+    return cast("type[SingleTurnSource]", TURN_SOURCES.load(config.turn_source))
 
 
 def generate(

@@ -21,9 +21,9 @@ import numpy as np
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
-from lightrft.records.media import require_text
 from lightrft.rollout.open_groups import OpenGroup, StreamState
 from lightrft.rollout.open_turns import OpenTurns, Part
+from lightrft.rollout.single_turn import Openings, turn_source
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts, StreamReport
 from lightrft.rollout.stream_order import GroupFacts, groups_to_train, in_order
 
@@ -67,12 +67,12 @@ class StreamSource:
         options = _fixed_options(parts.config)
         if requests.stream.num_groups:
             _require_same(requests.stream.options, options)
-        if parts.config.use_fire:
-            require_text(requests.prompts, "use_fire")
+        source = turn_source(parts.config)
+        openings = source.openings(parts.config, requests.params, requests.prompts)
         with requests.timer.stage("rollout"), requests.recording(parts):
             flight = _Flight(parts, requests, self._responses)
             num_prompts, before = flight.admit(), flight.num_sampled
-            flight.sample_round()
+            flight.sample_round(openings)
             order, num_waited = flight.finish_chosen()
         first = requests.positions.start - parts.context.rank
         places = {request_id: first + i for i, request_id in enumerate(order)}
@@ -164,14 +164,17 @@ class _Flight:
             )
         return num_new
 
-    def sample_round(self) -> None:
-        """A chunk for each response of the groups that may be in flight; collective."""
+    def sample_round(self, openings: Openings) -> None:
+        """A chunk for each response of the groups that may be in flight; collective.
+
+        Args:
+            openings: Beginnings of responses that are drawn from another distribution.
+        """
         config, params = self._parts.config, self._requests.params
         active = sorted(self.facts)[: config.num_prompts_in_flight]
         chunk = config.stream_chunk or params.max_tokens
-        if config.use_fire:
-            hot = replace(params, temperature=config.first_token_temperature)
-            self._extend({each.request_id: 1 for each in active}, hot)
+        for length, opening in openings:
+            self._extend({each.request_id: length for each in active}, opening)
         ages = {e.request_id: self.round_number - (e.begun or self.round_number) for e in active}
         self._extend({i: chunk * (age + 1) for i, age in ages.items()}, params)
         self._tell()

@@ -67,7 +67,7 @@ class SampledVersions:
             )
 
 
-def check_fresh_row(samples: Samples, parts: SourceParts) -> None:
+def check_fresh_row(samples: Samples, parts: SourceParts, *, num_hot: int = 0) -> None:
     """Lets each engine score a row that it has just sampled; collective.
 
     Does nothing where tokens are drawn from another distribution than that of temperature 1, and
@@ -76,6 +76,7 @@ def check_fresh_row(samples: Samples, parts: SourceParts) -> None:
     Args:
         samples: Of the step that was sampled now.
         parts: With the engine, which is awake.
+        num_hot: First tokens of a response that are drawn from another distribution.
 
     Raises:
         LedgerError: It samples otherwise than it scores: from keys and values of other weights, or
@@ -94,7 +95,7 @@ def check_fresh_row(samples: Samples, parts: SourceParts) -> None:
         if not engine.runs_on_every_rank and group_rank(group) > 0:
             chosen = None
     run_together(
-        lambda: None if chosen is None else _compare(chosen, engine, num_hot=int(config.use_fire)),
+        lambda: None if chosen is None else _compare(chosen, engine, num_hot=num_hot),
         parts.context.world_group,
         what="scoring a row that was just sampled failed",
     )

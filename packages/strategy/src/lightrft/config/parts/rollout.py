@@ -80,6 +80,11 @@ class SamplingOptions:
         commands=(),
     )
 
+    @property
+    def turn_source(self) -> str:
+        """The entry of `TURN_SOURCES` that draws responses of one turn."""
+        return "fire" if self.use_fire else "plain"
+
 
 @part("rollout")
 class StreamingOptions:
