@@ -12,7 +12,7 @@ from lightrft.models.types import ActorOutput
 from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.records.table import SampleTable
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.updates import TrainedModel, Update
+from lightrft.stages.policy.updates import PolicyUpdate, TrainedModel
 from lightrft.strategy import get_fake_strategy
 
 
@@ -119,10 +119,10 @@ def one_update(
         loss: A policy loss; that of PPO if None.
         step: "policy_step" or "value_step".
         rate: Learning rate.
-        options: Further arguments of `Update`.
+        options: Further arguments of `PolicyUpdate`.
     """
     strategy, metrics = strategy or get_fake_strategy(config), StepMetrics()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    update = Update(config, loss or POLICY_LOSSES.load("ppo"), strategy, metrics, **options)
+    update = PolicyUpdate(config, loss or POLICY_LOSSES.load("ppo"), strategy, metrics, **options)
     getattr(update, step)(batch, TrainedModel("model", model, optimizer, None))
     return metrics.reduce(strategy)

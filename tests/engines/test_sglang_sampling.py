@@ -7,7 +7,7 @@ import torch
 from tests.models.vision.tiny_families import build_tiny
 
 from lightrft.engines import EngineConfig, SamplingParams
-from lightrft.engines.rows import RawCompletion, Row, cut_at_token, first_job, next_job
+from lightrft.engines.rows import RawCompletion, RequestedSample, cut_at_token, first_job, next_job
 from lightrft.engines.sglang.backend import hash_uint32
 from lightrft.engines.sglang.engine import SGLangEngine, native_params, raw_of
 
@@ -26,7 +26,7 @@ def answer(tokens, reason, *, logprobs=(), support=()):
 
 
 def row(sample_index=0, max_tokens=8):
-    return Row(0, 5, sample_index, (3, 4), max_tokens)
+    return RequestedSample(0, 5, sample_index, (3, 4), max_tokens)
 
 
 def test_logprobs_follow_the_law_that_tokens_were_drawn_from():

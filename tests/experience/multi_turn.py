@@ -12,7 +12,7 @@ import torch
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.records.rollout import Rollout, ScoredRollout, Segment
+from lightrft.records.rollout import Rollout, ScoredRollout, TurnSegment
 
 VOCAB, GROUP = 61, 4
 
@@ -30,7 +30,7 @@ def random_rollout(rng, sample_id, *, num_turns=None, version=2, max_tokens=7):
         logprobs += (-rng.uniform(0.1, 6.0, len(sampled))).tolist() + [0.0] * len(observed)
         flags += [True] * len(sampled) + [False] * len(observed)
         versions += [version] * len(sampled) + [-1] * len(observed)
-        segments.append(Segment(100 * turn + sample_id, 0, tuple(observed)))
+        segments.append(TurnSegment(100 * turn + sample_id, 0, tuple(observed)))
     completion = Completion(
         request_id=sample_id // GROUP,
         sample_index=sample_id % GROUP,

@@ -15,7 +15,7 @@ from lightrft.experience.ledger_gate import check_ledger
 from lightrft.models import layout as layout_module
 from lightrft.models.layout import LayoutPolicy
 from lightrft.records.batch import collate
-from lightrft.records.rollout import Rollout, Segment
+from lightrft.records.rollout import Rollout, TurnSegment
 from lightrft.records.sample_ledger import FUNCTION, SampleLedger
 from lightrft.records.table import tabulate
 from lightrft.rewards.types import RewardResult
@@ -73,7 +73,7 @@ def sampled_rollout(rng, engine, sample_id, prompt):
         flags += [True] * len(found.output_token_ids) + [False] * len(observation)
         version = found.weights_version
         versions += [version] * len(found.output_token_ids) + [-1] * len(observation)
-        segments.append(Segment(request.request_id, 0, observation, spans))
+        segments.append(TurnSegment(request.request_id, 0, observation, spans))
     completion = Completion(
         sample_id,
         0,

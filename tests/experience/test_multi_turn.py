@@ -23,7 +23,7 @@ from lightrft.rollout.source import Samples
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.algorithm import decide
 from lightrft.stages.policy.step_metrics import record_experience, table_metrics
-from lightrft.stages.policy.updates import TrainedModel, Update
+from lightrft.stages.policy.updates import PolicyUpdate, TrainedModel
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.distributed.deadlines import StepTimer
 from lightrft.tools.report.sample_page import token_sample
@@ -219,7 +219,7 @@ def take_step(items, trained, *, is_packed, micro_batch_size, **options):
     )
     metrics = StepMetrics()
     record_experience(step, metrics, config)
-    update = Update(
+    update = PolicyUpdate(
         config,
         algorithm.policy_loss,
         strategy,

@@ -11,7 +11,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry, hash_context
 from lightrft.engines.types import Completion
 from lightrft.records.columns import COLUMNS
-from lightrft.records.rollout import Rollout, ScoredRollout, Segment
+from lightrft.records.rollout import Rollout, ScoredRollout, TurnSegment
 from lightrft.records.sample_ledger import FUNCTION, SampleLedger
 from lightrft.records.table import SampleTable
 from lightrft.rewards.types import RewardResult
@@ -172,7 +172,7 @@ def long_sample(rng, sample_id, *, prompt, response, turns):
         values = (-rng.random(count)).astype(np.float32).tolist()
         entries.append(LedgerEntry(sample_id, 0, hash_context(ids), tuple(new), tuple(values), 3))
         observed = [] if is_last else rng.integers(0, 60_000, 10).tolist()
-        segments.append(Segment(sample_id, 0, tuple(observed)))
+        segments.append(TurnSegment(sample_id, 0, tuple(observed)))
         ids += [*new, *observed]
         sampled += [True] * count + [False] * len(observed)
         logprobs += [*values, *([0.0] * len(observed))]

@@ -30,7 +30,7 @@ from lightrft.records.batch import (
     select_rollouts,
 )
 from lightrft.records.columns import COLUMNS, Column, join_facts
-from lightrft.records.rollout import ScoredRollout, Segment
+from lightrft.records.rollout import ScoredRollout, TurnSegment
 from lightrft.records.table import deliver_rows, exchange, join_tables, merge, tabulate
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal import Journal, read_journal
@@ -405,7 +405,7 @@ def test_a_checkpoint_without_it_is_read():
     )
     state = from_parts([text.encode()], 0, rank=0, world_size=1).stream
     assert state.groups[0].prompt.columns == {"a": [1, {"b": 2}]}
-    assert state.groups[0].samples == (OpenSample((5,), (-0.5,), (1,), None, (Segment(7, 1),)),)
+    assert state.groups[0].samples == (OpenSample((5,), (-0.5,), (1,), None, (TurnSegment(7, 1),)),)
     assert state.entries[0].key == (7, 1, "x")
 
 

@@ -16,7 +16,7 @@ from lightrft.engines.media.media import Media
 from lightrft.engines.media.sounds import as_audio
 from lightrft.engines.media.sources import as_image, as_video
 from lightrft.engines.types import Completion
-from lightrft.records.rollout import AnsweredCall, Conversation, Rollout
+from lightrft.records.rollout import AnsweredCall, ResponseTurns, Rollout
 from lightrft.rewards import build_reward
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.scoring import GroupScorer
@@ -144,7 +144,7 @@ def test_a_function_reads_the_conversation(tmp_path):
     item, _, text, *_ = rollouts(tmp_path)
     content = [{"type": "image"}, {"type": "text", "text": "count"}]
     prompt = replace(item.prompt, messages=({"role": "user", "content": content},))
-    turns = Conversation(("look", "it is 2"), ((AnsweredCall("see", {}, "ok", "two"),),))
+    turns = ResponseTurns(("look", "it is 2"), ((AnsweredCall("see", {}, "ok", "two"),),))
     found = scored(tmp_path, "talks", [replace(item, prompt=prompt, conversation=turns), text])
     assert [result.reward for result in found] == [1, 2]
 

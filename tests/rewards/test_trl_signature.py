@@ -8,7 +8,7 @@ from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARDS
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.records.rollout import AnsweredCall, Conversation, Rollout
+from lightrft.records.rollout import AnsweredCall, ResponseTurns, Rollout
 from lightrft.rewards import RewardError, build_reward
 from lightrft.rollout.scoring import GroupScorer
 from lightrft.tools.model_presets import write_tiny_model
@@ -93,7 +93,7 @@ def test_completions_are_messages_where_the_prompt_is_and_responses_are_texts(
 
 def test_the_turns_of_an_episode_are_the_completion(functions) -> None:
     answer = AnsweredCall("add", {}, "ok", "2")
-    turns = Conversation(("I call", "2"), ((answer,), ()))
+    turns = ResponseTurns(("I call", "2"), ((answer,), ()))
     assert score(functions, "called", rollout(CHAT, turns)) == 1.0
 
 

@@ -33,7 +33,7 @@ from lightrft.rollout.open_groups import (
     OpenSample,
     StreamState,
 )
-from lightrft.rollout.open_turns import OpenTurns, Part
+from lightrft.rollout.open_turns import OpenTurns, ResponsePart
 from lightrft.rollout.sampler import RolloutSampler, build_source, training_params
 from lightrft.rollout.source import InFlight, SampleRequests, SourceParts, own_positions
 from lightrft.rollout.stream_order import GroupFacts, groups_to_train
@@ -744,7 +744,7 @@ def test_open_responses_are_not_dropped_by_a_run_that_does_not_stream(tmp_path):
 def test_responses_of_one_turn_are_not_made_of_open_episodes(tmp_path):
     player = Player(config_of(**STREAM), tmp_path)
     player.step()
-    part = Part({}, player.params, 2, 2)
+    part = ResponsePart({}, player.params, 2, 2)
     turns = OpenTurns(SourceParts(player.session, player.config, TOKENIZER, Lengths()))
     with pytest.raises(ValueError, match="are episodes: start with their environment"):
         turns.extended(player.stream.groups, part)

@@ -10,8 +10,8 @@ from tests.models.vision.tiny_families import write_tiny_vision_model
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import DataError
+from lightrft.engines.media.file_facts import FileFactsByPath, facts_of_file, keeping
 from lightrft.engines.media.sources import ImageSource, MediaError
-from lightrft.engines.media.verdicts import Verdicts, keeping, verdict_of
 from lightrft.run.assembly import run_training
 from lightrft.run.run_inputs import remembered_media
 
@@ -33,7 +33,7 @@ def shown(tmp_path):
 @pytest.fixture
 def verdicts(shown):
     """Of the picture; the hash is none that reading gives."""
-    found = Verdicts({}, settled_seconds=-1)
+    found = FileFactsByPath({}, settled_seconds=-1)
     with keeping(found):
         assert source(shown).whole_size() == (84, 56)
     found.by_path[str(shown)].sha256 = PLANTED
@@ -87,7 +87,7 @@ def test_a_file_that_is_gone_is_an_error(shown, verdicts):
 
 
 def test_a_young_file_is_not_kept(shown):
-    found = Verdicts({}, settled_seconds=1e6)
+    found = FileFactsByPath({}, settled_seconds=1e6)
     with keeping(found):
         assert len(source(shown).digest) == 64
     assert found.by_path == {}
@@ -105,7 +105,7 @@ def cache(tmp_path, monkeypatch):
 def remembered(config, shown):
     """The verdicts of a start, during which the picture is hashed."""
     with remembered_media(config, writes=True, settled_seconds=-1):
-        before = verdict_of(shown).sha256
+        before = facts_of_file(shown).sha256
         assert source(shown).digest
     return before
 
@@ -170,6 +170,6 @@ def test_a_run_looks_at_what_is_remembered(cache, shown, tmp_path):
     remembered(config, shown)
     with remembered_media(config, writes=True):
         # No processor takes a picture of this shape.
-        verdict_of(Path(shown)).size = (30_000, 10)
+        facts_of_file(Path(shown)).size = (30_000, 10)
     with pytest.raises(DataError, match="aspect ratio"):
         run_training(config)

@@ -17,7 +17,7 @@ from lightrft.config import TrainConfig
 from lightrft.config.rules import batch_problems
 from lightrft.engines.types import EngineConfig
 from lightrft.strategy.deepspeed.engine_config import check_whole_model
-from lightrft.strategy.engine.session import Place, check_places, own_place
+from lightrft.strategy.engine.session import NodeMemory, check_places, own_place
 
 GIGABYTE = 10**9
 
@@ -26,8 +26,8 @@ def engine(tp: int, *, kind: str = "vllm", share: float = 0.5) -> EngineConfig:
     return EngineConfig(kind, "m", tensor_parallel_size=tp, memory_utilization=share)
 
 
-def places(*nodes: str, free: int = 70, total: int = 80) -> list[Place]:
-    return [Place(node, free * GIGABYTE, total * GIGABYTE) for node in nodes]
+def places(*nodes: str, free: int = 70, total: int = 80) -> list[NodeMemory]:
+    return [NodeMemory(node, free * GIGABYTE, total * GIGABYTE) for node in nodes]
 
 
 def test_an_engine_over_two_nodes_is_refused():
@@ -43,11 +43,11 @@ def test_an_engine_over_two_nodes_is_refused():
 def test_a_gpu_with_too_little_left_is_named_before_any_engine_starts():
     found = places("a", "a", free=50)
     check_places(found, engine(1))
-    found[1] = Place("a", 30 * GIGABYTE, 80 * GIGABYTE)
+    found[1] = NodeMemory("a", 30 * GIGABYTE, 80 * GIGABYTE)
     with pytest.raises(ValueError, match=r"rank 1 has 30\.0 of 80\.0 GB left"):
         check_places(found, engine(1))
     check_places(found, engine(1, kind="hf"))  # takes no share
-    check_places([Place("a")], engine(1))  # no GPU
+    check_places([NodeMemory("a")], engine(1))  # no GPU
 
 
 def test_all_processes_of_this_machine_are_on_one_node():

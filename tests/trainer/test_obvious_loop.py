@@ -8,7 +8,7 @@ import torch
 from lightrft.experience.maker import AdvantageSettings, make_experience
 from lightrft.rollout.source import InFlight
 from lightrft.stages.policy.maker import PolicyBatch
-from lightrft.stages.policy.updates import Update
+from lightrft.stages.policy.updates import PolicyUpdate
 
 pytestmark = pytest.mark.full
 
@@ -69,13 +69,13 @@ def test_the_trainer_is_the_obvious_loop_bit_for_bit(build_world, lag, num_steps
 def test_the_loss_has_the_ratio_to_the_version_that_sampled(build_world, monkeypatch):
     """The default correction is min(p / mu, 2), mu being the engine's own logprob."""
     world = build_world(rollout_lag=2, num_prompts=16, args={"actor_learning_rate": 2e-2})
-    seen, original = [], Update.correction_of
+    seen, original = [], PolicyUpdate.correction_of
 
     def weights_of(update, batch, new_logprobs=None):
         seen.append((batch, original(update, batch, new_logprobs)))
         return seen[-1][1]
 
-    monkeypatch.setattr(Update, "correction_of", weights_of)
+    monkeypatch.setattr(PolicyUpdate, "correction_of", weights_of)
     for _ in range(4):
         world.step()
     for batch, weights in seen:

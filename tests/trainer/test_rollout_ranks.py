@@ -42,7 +42,7 @@ PHASES = {
     "lightrft.strategy.split.bridge": {"Bridge": ("send", "receive", "exchange_bytes")},
     "lightrft.strategy.engine.session": {"EngineSession": ("gather_and_generate",)},
     "lightrft.rollout.scoring": {"GroupScorer": ("results",)},
-    "lightrft.stages.policy.updates": {"Update": ("train",)},
+    "lightrft.stages.policy.updates": {"PolicyUpdate": ("train",)},
     "lightrft.strategy.weight_sync.sync": {"WeightSync": ("sync",)},
     "lightrft.run.loop": {"Loop": ("draw", "save_checkpoint")},
 }

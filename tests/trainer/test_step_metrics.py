@@ -8,7 +8,7 @@ from tests.update_inputs import sample_table
 
 from lightrft.config import TrainConfig
 from lightrft.engines.types import EngineConfig
-from lightrft.records.rollout import AnsweredCall, Conversation
+from lightrft.records.rollout import AnsweredCall, ResponseTurns
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.source import AGENT_COUNTS, Samples
 from lightrft.stages.metrics import StepMetrics
@@ -119,7 +119,7 @@ def test_turns_and_calls_of_each_tool_are_counted():
         ((call("add", "ok", 0.0), call("look", "refused")),),
         (),
     )
-    talks = [Conversation(("said",) * (len(own) + 1), own, len(own)) for own in answers]
+    talks = [ResponseTurns(("said",) * (len(own) + 1), own, len(own)) for own in answers]
     scored = [
         SimpleNamespace(rollout=SimpleNamespace(conversation=talk), is_masked=i == 1)
         for i, talk in enumerate(talks)

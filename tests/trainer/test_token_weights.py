@@ -10,7 +10,7 @@ from lightrft.algorithms.correction_terms import parse_correction
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import POLICY_LOSSES
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.updates import Update
+from lightrft.stages.policy.updates import PolicyUpdate
 
 
 class OneRank:
@@ -39,7 +39,7 @@ class TwoRanks(OneRank):
 
 def weights_of(rows, strategy, metrics=None, *, correction=None, high=None, **options):
     terms = () if correction is None else parse_correction(correction, high=high)
-    update = Update(
+    update = PolicyUpdate(
         TrainConfig(**options), POLICY_LOSSES.load("ppo"), strategy, metrics or StepMetrics(), terms
     )
     return update.token_weights(rows)

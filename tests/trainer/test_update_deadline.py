@@ -10,7 +10,7 @@ from tests.ranks import RankFailure, run_multiprocess
 
 from lightrft.config import TrainConfig
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.updates import TrainedModel, Update
+from lightrft.stages.policy.updates import PolicyUpdate, TrainedModel
 from lightrft.strategy import get_strategy
 
 pytestmark = pytest.mark.shard("training")
@@ -44,7 +44,7 @@ def update(rank, world_size, settings):
         return share()
 
     config = TrainConfig(timeout_minutes=DEADLINE_SECONDS / 60)
-    step = Update(config, None, strategy, StepMetrics())
+    step = PolicyUpdate(config, None, strategy, StepMetrics())
     strategy.barrier()
     step.optimize(trained, [share, stopped])
 

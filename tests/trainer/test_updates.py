@@ -13,7 +13,7 @@ from lightrft.records.batch import (
     select_experience,
 )
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.policy.updates import TrainedModel, Update
+from lightrft.stages.policy.updates import PolicyUpdate, TrainedModel
 from lightrft.strategy.optimizers import OptimizerStepResult
 
 ROWS, SEQ, VOCAB = 8, 9, 11
@@ -239,7 +239,7 @@ def test_a_trust_region_bounds_the_policy_that_moves(preset, micro):
     def trained(correction):
         model, metrics = TablePolicy(VOCAB), StepMetrics()
         strategy = Stepping(1, mask.sum().double())
-        update = Update(config, loss, strategy, metrics, parse_correction(correction))
+        update = PolicyUpdate(config, loss, strategy, metrics, parse_correction(correction))
         optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
         for _ in range(4):
             update.policy_step(batch, TrainedModel("actor", model, optimizer, None))

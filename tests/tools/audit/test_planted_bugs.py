@@ -456,7 +456,7 @@ def the_kl_weight_counts_twice(patch):
 
         return make
 
-    wrap(patch, policy_stage, "Update", change)
+    wrap(patch, policy_stage, "PolicyUpdate", change)
 
 
 @bug("value loss", advantage_estimator="gae", value_clip=0.01)
@@ -600,7 +600,7 @@ COUNTED = {**RUNNING, "advantage_estimator": "reinforce"}
 
 @bug("updates of the critic", advantage_estimator="gae")
 def the_critic_is_never_trained(patch):
-    patch.setattr(updates.Update, "value_step", lambda *_, **__: None)
+    patch.setattr(updates.PolicyUpdate, "value_step", lambda *_, **__: None)
 
 
 @bug("updates of the actor", advantage_estimator="gae", freezing_actor_steps=1, steps=2)
@@ -610,7 +610,7 @@ def the_actor_stays_frozen_a_step_longer(patch):
             self, *a, step_number=step_number - 1, **k
         )
 
-    wrap(patch, updates.Update, "train", change)
+    wrap(patch, updates.PolicyUpdate, "train", change)
 
 
 def with_batches_of(size):

@@ -54,7 +54,9 @@ def changed(config, options):
 def update_reads(**options):
     """The update reads other options."""
     return calls(
-        policy_stage, "Update", lambda o, config, *a, **k: o(changed(config, options), *a, **k)
+        policy_stage,
+        "PolicyUpdate",
+        lambda o, config, *a, **k: o(changed(config, options), *a, **k),
     )
 
 
@@ -140,7 +142,7 @@ OPTIONS = {
     "a mean over tokens": (update_reads(loss_agg_mode="token-mean"), {}),
     "a KL term of another estimator": (update_reads(kl_estimator="abs"), {**KL_LOSS, "steps": 2}),
     "no KL term in the loss": (
-        calls(policy_stage, "Update", lambda o, *a, **k: o(*a, **{**k, "kl_coef": 0.0})),
+        calls(policy_stage, "PolicyUpdate", lambda o, *a, **k: o(*a, **{**k, "kl_coef": 0.0})),
         {**KL_LOSS, "steps": 2},
     ),
     "returns without discount": (
@@ -231,18 +233,21 @@ SIZES = {
         calls(updates, "epoch_order", lambda o, n, *, epoch, **k: o(n, epoch=epoch, **k)[epoch:]),
         {"max_epochs": 2},
     ),
-    "the critic learns once": (calls(updates.Update, "value_step", learns_once), CRITIC),
-    "the actor learns once": (calls(updates.Update, "policy_step", learns_once), {}),
+    "the critic learns once": (calls(updates.PolicyUpdate, "value_step", learns_once), CRITIC),
+    "the actor learns once": (calls(updates.PolicyUpdate, "policy_step", learns_once), {}),
     "batches of whole groups": (calls(maker, "plan_minibatches", in_given_order), {}),
     "every step has the batches of the first": (
         calls(maker, "plan_minibatches", of_first_step),
         {"steps": 2},
     ),
-    "half of each batch": (calls(updates.Update, "policy_step", with_own_rows), {}),
-    "half of the critic's batch": (calls(updates.Update, "value_step", with_own_rows), CRITIC),
+    "half of each batch": (calls(updates.PolicyUpdate, "policy_step", with_own_rows), {}),
+    "half of the critic's batch": (
+        calls(updates.PolicyUpdate, "value_step", with_own_rows),
+        CRITIC,
+    ),
     "a micro batch of all rows": (
         calls(
-            updates.Update,
+            updates.PolicyUpdate,
             "policy_step",
             lambda o, self, b, *a, slices, **k: o(
                 self, b, *a, slices=[slice(0, len(b.advantages))], **k
@@ -359,7 +364,7 @@ STATES = {
         {**KL_REWARD, "steps": 2},
     ),
     "old logprobs of each update": (
-        calls(updates.Update, "policy_step", renewed),
+        calls(updates.PolicyUpdate, "policy_step", renewed),
         {"eps_clip": 0.02},
     ),
     "weights that change between two steps": (

@@ -15,7 +15,7 @@ from tests.models import planted_kernels
 
 from lightrft.cli.main import main
 from lightrft.tools.doctor import check as checks, gpu_checks, machine_checks
-from lightrft.tools.doctor.check import Check, Finding, Verdict, found, unchecked
+from lightrft.tools.doctor.check import Check, CheckResult, Verdict, found, unchecked
 
 pytestmark = pytest.mark.shard("command_line")
 
@@ -33,10 +33,10 @@ def test_a_line_shows_limit_and_remedy_where_they_are_needed():
 
 
 def test_a_check_that_raises_or_never_answers_is_bad_and_the_rest_goes_on():
-    def fails() -> Finding:
+    def fails() -> CheckResult:
         raise OSError("no such device")
 
-    def hangs() -> Finding:
+    def hangs() -> CheckResult:
         time.sleep(30)
         return found(True, "late")
 

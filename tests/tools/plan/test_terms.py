@@ -16,7 +16,7 @@ from lightrft.config import TrainConfig
 from lightrft.models import Actor, LoraActor
 from lightrft.models.lora import is_factor
 from lightrft.models.sequence_model import freeze
-from lightrft.tools.plan.memory import Term, head_bytes, plan_memory, tower_bytes
+from lightrft.tools.plan.memory import MemoryTerm, head_bytes, plan_memory, tower_bytes
 from lightrft.tools.plan.setup import ModelSize, Setup
 
 spec = importlib.util.spec_from_file_location("live_bytes", Path(__file__).parent / "live_bytes.py")
@@ -216,7 +216,7 @@ def test_every_term_of_a_plan_is_compared_somewhere_or_said_to_be_assumed():
     ):
         config = TrainConfig(**options)
         setup = Setup(config, size, 2, 2, True, 80e9, "vllm")
-        terms: list[Term] = [t for p in plan_memory(setup).phases for t in p.terms]
+        terms: list[MemoryTerm] = [t for p in plan_memory(setup).phases for t in p.terms]
         found |= {t.name.partition(" of ")[0] if "keys" in t.name else t.name for t in terms}
     assert found <= compared
 

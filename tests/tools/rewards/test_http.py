@@ -19,10 +19,10 @@ from tests.rewards.asking import results_of
 from lightrft.rewards.types import RewardError
 from lightrft.tools.rewards import http
 from lightrft.tools.rewards.http import (
+    ClientRequest,
     HttpClient,
-    HttpError,
-    HttpLimits,
-    HttpRequest,
+    RequestError,
+    RequestLimits,
     finite_numbers,
     is_loopback,
     parse_json,
@@ -104,7 +104,7 @@ def client():
     clients = []
 
     def make(limit=None, **options):
-        clients.append(HttpClient(HttpLimits(limit or seconds(10.0), **options)))
+        clients.append(HttpClient(RequestLimits(limit or seconds(10.0), **options)))
         return clients[-1]
 
     yield make
@@ -117,7 +117,7 @@ def fetch(client):
     """A function of a server and of limits: what a client gets there."""
 
     def fetched(server, limit=None, **options):
-        return client(limit, **options).fetch(HttpRequest(server.url, b"{}"))
+        return client(limit, **options).fetch(ClientRequest(server.url, b"{}"))
 
     return fetched
 
@@ -145,7 +145,7 @@ def dripping(first, piece):
 def test_an_answer_that_drips_ends_at_the_deadline(serve, fetch, first, piece):
     server = serve(dripping(first, piece))
     start = time.monotonic()
-    with pytest.raises(HttpError, match=r"no answer within 0.5 s"):
+    with pytest.raises(RequestError, match=r"no answer within 0.5 s"):
         fetch(server, 0.5)
     assert time.monotonic() - start < seconds(8)
 
@@ -159,7 +159,7 @@ def endless(server, connection):
 
 def test_an_endless_answer_is_cut_at_its_limit(serve, fetch):
     server = serve(endless)
-    with pytest.raises(HttpError, match="longer than 1000000 bytes"):
+    with pytest.raises(RequestError, match="longer than 1000000 bytes"):
         fetch(server, max_bytes=1_000_000)
     assert server.num_sent < 50_000_000  # the buffers of two sockets, not the 600 MB of a flood
 
@@ -168,7 +168,7 @@ def test_a_compressed_answer_is_refused_before_it_is_unpacked(serve, fetch):
     packed = gzip.compress(b" " * 50_000_000)
     head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed)
     server = serve(head + packed)
-    with pytest.raises(HttpError, match="compressed"):
+    with pytest.raises(RequestError, match="compressed"):
         fetch(server)
     assert b"accept-encoding: identity" in server.requests[0].lower()
 
@@ -178,7 +178,7 @@ def test_no_redirect_is_followed(serve, fetch, status):
     other = serve(OK)
     head = f"HTTP/1.1 {status} Go\r\nLocation: {other.url}\r\nContent-Length: 0\r\n\r\n"
     server = serve(head.encode())
-    with pytest.raises(HttpError, match=f"status {status}: redirects are not followed"):
+    with pytest.raises(RequestError, match=f"status {status}: redirects are not followed"):
         fetch(server)
     assert (len(server.requests), other.requests) == (1, [])
 
@@ -200,7 +200,7 @@ def test_no_redirect_is_followed(serve, fetch, status):
 )
 def test_what_is_no_http_is_one_error_after_three_attempts(serve, fetch, answer):
     server = serve(answer)
-    with pytest.raises(HttpError) as caught:
+    with pytest.raises(RequestError) as caught:
         fetch(server)
     assert "\n" not in str(caught.value)
     assert 1 <= len(server.requests) <= 3
@@ -220,7 +220,7 @@ def test_a_refusal_is_final_and_shows_what_was_said(serve, fetch, status):
     said = b"no\x1b[31m such\r\nthing" + b"x" * 5000
     head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(said)}\r\n\r\n"
     server = serve(head.encode() + said)
-    with pytest.raises(HttpError, match=rf"status {status}, .*such thing") as caught:
+    with pytest.raises(RequestError, match=rf"status {status}, .*such thing") as caught:
         fetch(server)
     assert len(server.requests) == 1
     assert str(caught.value).isprintable()
@@ -235,7 +235,9 @@ def test_retry_after_is_waited_for_inside_the_deadline(serve, fetch):
     for after in (b"3600", b"Fri, 01 Jan 2100 00:00:00 GMT"):
         server = serve(busy % after)
         start = time.monotonic()
-        with pytest.raises(HttpError, match=r"no answer within 300 s and 1 attempts: status 429"):
+        with pytest.raises(
+            RequestError, match=r"no answer within 300 s and 1 attempts: status 429"
+        ):
             fetch(server, 300.0)
         assert time.monotonic() - start < 200  # nothing could come in time, so nobody waits
     for after in (b"-1", b"nan", b"inf", b"soon"):
@@ -259,16 +261,16 @@ def test_retry_after_is_waited_for_inside_the_deadline(serve, fetch):
     ],
 )
 def test_addresses_that_lead_nowhere_are_one_error(client, url):
-    with pytest.raises(HttpError) as caught:
-        client(0.5).fetch(HttpRequest(url, b"{}"))
+    with pytest.raises(RequestError) as caught:
+        client(0.5).fetch(ClientRequest(url, b"{}"))
     assert "\n" not in str(caught.value)
 
 
 def test_credentials_of_an_address_are_sent_and_not_shown(serve, client):
     server = serve(b"HTTP/1.1 403 No\r\nContent-Length: 0\r\n\r\n")
     url = f"http://me:hunter2@127.0.0.1:{server.port}/p?token=hunter3"
-    with pytest.raises(HttpError) as caught:
-        client().fetch(HttpRequest(url, b"{}"))
+    with pytest.raises(RequestError) as caught:
+        client().fetch(ClientRequest(url, b"{}"))
     assert "hunter" not in str(caught.value)
     assert b"POST /p?token=hunter3" in server.requests[0]
     assert b"authorization: basic" in server.requests[0].lower()
@@ -294,7 +296,7 @@ KEY = "sk-key/0123456789"
 def test_no_answer_shows_the_credentials_of_its_request(serve, client, said, status):
     body = said.encode()
     server = serve(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
-    request = HttpRequest(
+    request = ClientRequest(
         f"http://me:hunter2@127.0.0.1:{server.port}/p",
         b"{}",
         headers={"authorization": f"Bearer {KEY}"},
@@ -308,7 +310,7 @@ def test_no_answer_shows_the_credentials_of_its_request(serve, client, said, sta
 
 def test_what_a_short_credential_spells_elsewhere_is_no_credential(serve, client):
     server = serve(b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{"rewards":[1]}')
-    request = HttpRequest(server.url, b"{}", headers={"authorization": "Bearer 1"})
+    request = ClientRequest(server.url, b"{}", headers={"authorization": "Bearer 1"})
     assert client().fetch(request) == b'{"rewards":[1]}'
 
 
@@ -320,8 +322,8 @@ def test_the_import_of_httpx_is_no_part_of_a_deadline(serve, tmp_path):
         "del sys.modules['httpx']\nimport httpx\n"
     )
     code = (
-        "from lightrft.tools.rewards.http import HttpClient, HttpLimits, HttpRequest\n"
-        f"print(HttpClient(HttpLimits({limit})).fetch(HttpRequest({serve(OK).url!r}, b'')))"
+        "from lightrft.tools.rewards.http import HttpClient, RequestLimits, ClientRequest\n"
+        f"print(HttpClient(RequestLimits({limit})).fetch(ClientRequest({serve(OK).url!r}, b'')))"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", code]
@@ -335,12 +337,12 @@ def test_proxies_of_the_environment_do_not_stand_before_this_machine(serve, clie
         monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
     monkeypatch.delenv("no_proxy", raising=False)
     server = serve(OK)
-    trusting = HttpClient(HttpLimits(5.0), uses_environment=True)
+    trusting = HttpClient(RequestLimits(5.0), uses_environment=True)
     try:
-        assert trusting.fetch(HttpRequest(server.url, b"{}")) == b"{}"
+        assert trusting.fetch(ClientRequest(server.url, b"{}")) == b"{}"
         assert proxy.requests == []
         # The positive control: an address elsewhere goes through it.
-        assert trusting.fetch(HttpRequest("http://example.invalid/x", b"{}")) == b"{}"
+        assert trusting.fetch(ClientRequest("http://example.invalid/x", b"{}")) == b"{}"
         assert len(proxy.requests) == 1
     finally:
         trusting.close()
@@ -364,13 +366,13 @@ def test_many_requests_share_a_deadline_and_no_more_run_at_once_than_allowed(ser
         connection.sendall(OK)
 
     server = serve(counted)
-    found = client(30.0, concurrency=3).fetch_all([HttpRequest(server.url, b"{}")] * 12)
+    found = client(30.0, concurrency=3).fetch_all([ClientRequest(server.url, b"{}")] * 12)
     assert found == [b"{}"] * 12
     assert max(most) <= 3
     silent = serve(lambda server, connection: server.closing.wait(20))
     start = time.monotonic()
-    found = client(0.5, concurrency=2).fetch_all([HttpRequest(silent.url, b"{}")] * 8)
-    assert all(isinstance(item, HttpError) for item in found)
+    found = client(0.5, concurrency=2).fetch_all([ClientRequest(silent.url, b"{}")] * 8)
+    assert all(isinstance(item, RequestError) for item in found)
     assert time.monotonic() - start < seconds(8)
 
 
@@ -378,12 +380,12 @@ def test_a_client_works_inside_a_running_loop_and_again_after_its_end(serve, cli
     server, made = serve(OK), client()
 
     async def inside():
-        return made.fetch(HttpRequest(server.url, b"{}"))
+        return made.fetch(ClientRequest(server.url, b"{}"))
 
     assert asyncio.run(inside()) == b"{}"
     made.close()
     made.close()
-    assert made.fetch(HttpRequest(server.url, b"{}")) == b"{}"
+    assert made.fetch(ClientRequest(server.url, b"{}")) == b"{}"
     made.close()
     assert wait_until(lambda: "http" not in [thread.name for thread in threading.enumerate()])
 

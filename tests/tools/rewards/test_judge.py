@@ -21,7 +21,7 @@ from lightrft.run.run_inputs import input_files
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.judge import JudgeReward
 from lightrft.tools.rewards.judge_answers import read_ranking, read_score, read_verdict
-from lightrft.tools.rewards.judge_questions import TEMPLATE, Task, fill_template
+from lightrft.tools.rewards.judge_questions import TEMPLATE, JudgedPrompt, fill_template
 
 
 class Judge:
@@ -258,7 +258,7 @@ MARKERS += ["\uff1c|im_end|\uff1e", "\ufe64bos\ufe65", "\uff3bINST\uff3d"]
 
 
 def quoted(response: str) -> str:
-    return fill_template(TEMPLATE, Task("p", "l"), {"response": response})
+    return fill_template(TEMPLATE, JudgedPrompt("p", "l"), {"response": response})
 
 
 @pytest.mark.parametrize("marker", MARKERS)

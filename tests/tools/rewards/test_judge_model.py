@@ -26,7 +26,7 @@ from tests.tools.rewards.judge_world import (
 from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError, build_reward
 from lightrft.strategy.config import ConfigError
-from lightrft.tools.plan.memory import Term, model_terms
+from lightrft.tools.plan.memory import MemoryTerm, model_terms
 from lightrft.tools.plan.setup import Setup, read_model_size
 from lightrft.tools.rewards.judge import CACHE_FOLDER
 
@@ -134,7 +134,7 @@ def test_a_plan_counts_the_judge_on_the_host(folder):
     for has_gpu in (False, True):
         setup = Setup(config, size, 2, 2, has_gpu, 1e12, "hf")
         judge = read_model_size(config.judge_model)
-        assert Term("judge", 4 * judge.parameters, has_gpu) in list(model_terms(setup))
+        assert MemoryTerm("judge", 4 * judge.parameters, has_gpu) in list(model_terms(setup))
     served = replace(config, judge_url="http://127.0.0.1:1/v1")
     assert Setup(served, size, 2, 2, False, 1e12, "hf").judge is None
 

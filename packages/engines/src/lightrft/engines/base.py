@@ -20,7 +20,13 @@ from lightrft.engines.media.encoder import MediaReader
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import EncodedPrompt
 from lightrft.engines.native_params import params_of_native
-from lightrft.engines.rows import FinishedRow, Limits, Row, completion_of, rows_of_requests
+from lightrft.engines.rows import (
+    FinishedRow,
+    Limits,
+    RequestedSample,
+    completion_of,
+    rows_of_requests,
+)
 from lightrft.engines.text import Text, context_tokens, end_of_sequence_ids
 from lightrft.engines.types import (
     Completion,
@@ -40,7 +46,7 @@ FinishedRows = Generator[list[FinishedRow]]
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningBatch:
     """Completions that were submitted and have not been given."""
 
     batches: FinishedRows
@@ -96,7 +102,7 @@ class RolloutEngine(ABC):
         self._text = Text(config.model_path)
         self._media = MediaReader(config.model_path, self.name, config.media)
         self._sleeping_tags: set[str] = set()
-        self._running: _Running | None = None
+        self._running: _RunningBatch | None = None
         self.ledger = Ledger()
         self.seen_media: EncodedPrompt | None = None
 
@@ -251,7 +257,7 @@ class RolloutEngine(ABC):
         self._check_params(sampling_params)
         if rows:
             batches = self.stream_rows(rows, sampling_params)
-            self._running = _Running(batches, sampling_params, len(rows))
+            self._running = _RunningBatch(batches, sampling_params, len(rows))
 
     def poll(self) -> list[Completion]:
         """Samples until completions end, and gives those; none are left once it gives none.
@@ -309,7 +315,7 @@ class RolloutEngine(ABC):
         return self._media.encode(request)
 
     @abstractmethod
-    def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+    def stream_rows(self, rows: Sequence[RequestedSample], params: SamplingParams) -> FinishedRows:
         """Samples one completion for each row; gives rows as they end, in batches of at least one.
 
         Closed before its end, it leaves nothing of the rows in the backend.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.engines.rows import RawCompletion, Row
+from lightrft.engines.rows import RawCompletion, RequestedSample
 from lightrft.engines.types import Facts, SamplingParams
 
 # Request id, sample index, hash of the context: what one call sampled for one sample.
@@ -71,7 +71,7 @@ class Ledger:
 
     def append(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[RequestedSample],
         raws: Sequence[RawCompletion],
         version: int,
         params: SamplingParams,

@@ -27,7 +27,7 @@ _SEED_MASK = 2**62 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RequestedSample:
     """One completion to sample.
 
     Args:
@@ -78,7 +78,7 @@ def rows_of_requests(
     *,
     encode: Callable[[str], tuple[int, ...]],
     encode_media: Callable[[GenerationRequest], EncodedPrompt | None],
-) -> list[Row]:
+) -> list[RequestedSample]:
     """Checks requests and lists their completions, prompt-major.
 
     Args:
@@ -91,7 +91,7 @@ def rows_of_requests(
     Raises:
         ValueError: A request is malformed; the message names its id.
     """
-    rows: list[Row] = []
+    rows: list[RequestedSample] = []
     seen: set[int] = set()
     for request in requests:
         if request.request_id in seen:
@@ -105,7 +105,8 @@ def rows_of_requests(
         prompt = _checked_prompt(request, bound, limits, media.token_ids if media else None, encode)
         start = len(rows)
         rows += [
-            Row(start + i, request.request_id, i, prompt, bound, media) for i in range(params.n)
+            RequestedSample(start + i, request.request_id, i, prompt, bound, media)
+            for i in range(params.n)
         ]
     return rows
 
@@ -200,7 +201,7 @@ class Job:
     media: EncodedPrompt | None = None
 
 
-def first_job(row: Row, params: SamplingParams, *, num_samples: int = 1) -> Job:
+def first_job(row: RequestedSample, params: SamplingParams, *, num_samples: int = 1) -> Job:
     """Up to `min_tokens` - 1 tokens if there is a minimum, else all."""
     bound = row.max_tokens
     if params.min_tokens > 1:
@@ -209,7 +210,9 @@ def first_job(row: Row, params: SamplingParams, *, num_samples: int = 1) -> Job:
     return Job(row.prompt, bound, seed, num_samples, row.media)
 
 
-def next_job(row: Row, raw: RawCompletion, params: SamplingParams, *, part: int) -> Job | None:
+def next_job(
+    row: RequestedSample, raw: RawCompletion, params: SamplingParams, *, part: int
+) -> Job | None:
     """The job that continues a completion after its minimum, or None if it is full."""
     left = row.max_tokens - len(raw.token_ids)
     if left <= 0:
@@ -220,7 +223,7 @@ def next_job(row: Row, raw: RawCompletion, params: SamplingParams, *, part: int)
 
 # Index of a job, and its samples in order.
 FinishedJob = tuple[int, list[RawCompletion]]
-FinishedRow = tuple[Row, RawCompletion]
+FinishedRow = tuple[RequestedSample, RawCompletion]
 
 
 class RunJobs(Protocol):
@@ -233,7 +236,7 @@ class RunJobs(Protocol):
 def stream_in_parts(
     run: RunJobs,
     first_jobs: Sequence[Job],
-    rows: Sequence[Row],
+    rows: Sequence[RequestedSample],
     params: SamplingParams,
     decoder: TextDecoder | None,
     *,
@@ -257,7 +260,7 @@ def stream_in_parts(
     firsts = {row.index: raw for part in parts for row, raw in part}
     full: list[FinishedRow] = []
     jobs: list[Job] = []
-    unfinished: list[Row] = []
+    unfinished: list[RequestedSample] = []
     for row in rows:
         raw = firsts[row.index]
         job = next_job(row, raw, params, part=row.sample_index + next_part)
@@ -274,7 +277,7 @@ def stream_in_parts(
 
 
 def _of_rows(
-    parts: Iterable[list[FinishedJob]], jobs: Sequence[Job], rows: Sequence[Row]
+    parts: Iterable[list[FinishedJob]], jobs: Sequence[Job], rows: Sequence[RequestedSample]
 ) -> Iterator[list[FinishedRow]]:
     """The samples of jobs with the rows that they answer, which are in the order of the jobs."""
     ends = list(accumulate(job.num_samples for job in jobs))
@@ -327,7 +330,9 @@ def _cut(raw: RawCompletion, ends: Callable[[int], bool], min_tokens: int) -> Ra
     return raw
 
 
-def completion_of(row: Row, raw: RawCompletion, params: SamplingParams, version: int) -> Completion:
+def completion_of(
+    row: RequestedSample, raw: RawCompletion, params: SamplingParams, version: int
+) -> Completion:
     """The record for one row.
 
     Raises:

@@ -26,7 +26,7 @@ class Rendered:
     later: tuple[LaterImages, ...] = ()
 
 
-class TextIds(Protocol):
+class EncodeText(Protocol):
     """Ids of a text; with `split_special_tokens` nothing in it becomes a special token."""
 
     def __call__(self, text: str, *, split_special_tokens: bool = False) -> list[int]:
@@ -45,7 +45,7 @@ class PieceIds:
         end_text: Its name; "" where there is none.
     """
 
-    ids: TextIds
+    ids: EncodeText
     encoder: Encoder
     end: int | None
     end_text: str

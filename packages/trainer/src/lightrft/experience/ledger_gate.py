@@ -26,7 +26,7 @@ from lightrft.models.layout import LayoutPolicy, TokenLayout
 from lightrft.models.support import SamplingSupport
 from lightrft.records.batch import RolloutBatch
 from lightrft.records.columns import COLUMNS, Values, vouched_columns
-from lightrft.records.rollout import Segment
+from lightrft.records.rollout import TurnSegment
 from lightrft.records.table import RowTable, SampleTable
 from lightrft.rollout.ledger_records import (
     CallEnd,
@@ -202,7 +202,7 @@ def _part(
 
 
 def _check_observation(
-    sample_id: int, turn: int, segment: Segment, special: frozenset[int]
+    sample_id: int, turn: int, segment: TurnSegment, special: frozenset[int]
 ) -> None:
     for start, stop in segment.text_spans:
         forged = [i for i in segment.observation[start:stop] if i in special]

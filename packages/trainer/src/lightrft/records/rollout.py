@@ -13,7 +13,7 @@ from lightrft.rewards.types import KeptEnvironment
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TurnSegment:
     """A part of a response that one call of the engine added, and the observation after it.
 
     Args:
@@ -64,7 +64,7 @@ class AnsweredCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ResponseTurns:
     """A response of several turns, for people and for metrics.
 
     Args:
@@ -107,8 +107,8 @@ class Rollout:
     sample_id: int
     response_text: str
     token_versions: tuple[int, ...] | None = None
-    segments: tuple[Segment, ...] = ()
-    conversation: Conversation | None = None
+    segments: tuple[TurnSegment, ...] = ()
+    conversation: ResponseTurns | None = None
     later: tuple[LaterImages, ...] = ()
     environment: KeptEnvironment | None = None
 

@@ -93,7 +93,7 @@ class EnvironmentSnapshot:
                 "trainer's process: give the reward as FILE.py:FUNCTION"
             )
         try:
-            return _Values(io.BytesIO(base64.b64decode(str(found["pickle"])))).load()
+            return _ValueUnpickler(io.BytesIO(base64.b64decode(str(found["pickle"])))).load()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise UnreadableAttributeError(f"{place} cannot be read here: {reason}") from error
@@ -146,7 +146,7 @@ def _encoded(value: object) -> dict[str, object]:
     return {"pickle": base64.b64encode(buffer.getvalue()).decode()}
 
 
-class _Values(pickle.Unpickler):
+class _ValueUnpickler(pickle.Unpickler):
     """Reads values of the types of `_MAKERS`."""
 
     def find_class(self, module: str, name: str) -> object:

@@ -15,7 +15,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.columns import join_facts
 from lightrft.records.media import require_text
-from lightrft.records.rollout import Rollout, Segment
+from lightrft.records.rollout import Rollout, TurnSegment
 from lightrft.rollout.single_turn import Openings, RolloutGroups, SingleTurnSource, generate
 from lightrft.rollout.source import SampleRequests, Samples
 from lightrft.strategy.engine.session import EngineSession
@@ -112,13 +112,13 @@ def generate_fire(
     return completions
 
 
-def fire_segments(response: Completion, *, group_size: int) -> tuple[Segment, ...]:
+def fire_segments(response: Completion, *, group_size: int) -> tuple[TurnSegment, ...]:
     """The calls of the engine that sampled a response of `generate_fire`."""
     request_id, index = response.request_id, response.sample_index
-    first = Segment(request_id, index)
+    first = TurnSegment(request_id, index)
     if len(response.output_token_ids) < 2:
         return (first,)
-    return first, Segment(_request_of_rest(request_id, index, group_size))
+    return first, TurnSegment(_request_of_rest(request_id, index, group_size))
 
 
 def _request_of_rest(request_id: int, sample_index: int, group_size: int) -> int:

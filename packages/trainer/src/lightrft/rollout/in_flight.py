@@ -103,7 +103,7 @@ class _Note:
 
 
 @dataclass(frozen=True, slots=True)
-class _Samples:
+class _StoredSamples:
     """One rank's part of `Samples`; what all ranks know is on the first alone."""
 
     scored: tuple[ScoredRollout, ...]
@@ -169,7 +169,9 @@ def _selection(values: Mapping[str, Sequence[float]]) -> Selection:
     return Selection(rows=rows, is_filler=np.array(values["is_filler"], np.bool_), **counts)
 
 
-def _joined(parts: Sequence[_Samples], own: Sequence[_Samples], world_size: int) -> Samples:
+def _joined(
+    parts: Sequence[_StoredSamples], own: Sequence[_StoredSamples], world_size: int
+) -> Samples:
     """The samples of a step on one rank, of which it has some of the parts."""
     first = parts[0]
     if first.table is None:
@@ -208,7 +210,7 @@ def _joined(parts: Sequence[_Samples], own: Sequence[_Samples], world_size: int)
 
 
 def _agent_counts(
-    parts: Sequence[_Samples], own: Sequence[_Samples]
+    parts: Sequence[_StoredSamples], own: Sequence[_StoredSamples]
 ) -> list[Mapping[str, int]] | None:
     if parts[0].agent_counts is None:
         return None
@@ -273,7 +275,7 @@ def _mixed(request_id: int, index: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _RankPart:
     """The rows of one rank.
 
     Args:
@@ -281,14 +283,14 @@ class _Part:
         media: Digests of those, by id of the prompt.
     """
 
-    held: tuple[_Samples, ...] = ()
+    held: tuple[_StoredSamples, ...] = ()
     stream: StreamState = NOTHING_OPEN
     balance: int = UNKNOWN
     # Of partial rollouts, which had other rounds: only what is empty goes on.
     groups: tuple[None, ...] = ()
     media: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def with_prompts(self, change: Callable[[Prompt], Prompt]) -> _Part:
+    def with_prompts(self, change: Callable[[Prompt], Prompt]) -> _RankPart:
         """The same with other prompts."""
 
         def of_notes(notes: Mapping[str, _Note]) -> dict[str, _Note]:
@@ -297,7 +299,7 @@ class _Part:
                 for i, note in notes.items()
             }
 
-        def of_samples(samples: _Samples) -> _Samples:
+        def of_samples(samples: _StoredSamples) -> _StoredSamples:
             scored = tuple(
                 replace(item, rollout=replace(item.rollout, prompt=change(item.rollout.prompt)))
                 for item in samples.scored
@@ -309,7 +311,7 @@ class _Part:
         stream = replace(self.stream, groups=groups)
         return replace(self, held=tuple(map(of_samples, self.held)), stream=stream)
 
-    def seeing(self, media: Mapping[int, Media]) -> _Part:
+    def seeing(self, media: Mapping[int, Media]) -> _RankPart:
         """The same with the media of its prompts.
 
         Raises:
@@ -340,8 +342,8 @@ def to_bytes(flight: InFlight, rank: int) -> bytes:
             raise ValueError(f"two prompts in flight have the id {prompt.id}, and other images")
         return replace(prompt, media=Media())
 
-    held = tuple(_Samples.of(samples, rank) for samples in flight.held)
-    part = _Part(held, flight.stream, flight.balance).with_prompts(without_media)
+    held = tuple(_StoredSamples.of(samples, rank) for samples in flight.held)
+    part = _RankPart(held, flight.stream, flight.balance).with_prompts(without_media)
     return json.dumps(asdict(replace(part, media=digests))).encode()
 
 
@@ -369,7 +371,7 @@ def from_parts(
         ValueError: A text is none of ours, or the media are others.
     """
     try:
-        read = [typed(_Part, parse_json(p, "they"), "they", skips_unknown=True) for p in parts]
+        read = [typed(_RankPart, parse_json(p, "they"), "they", skips_unknown=True) for p in parts]
         found = [part.seeing(media or {}) for part in read]
         held = [
             _joined(batch, batch[rank::world_size], world_size)

@@ -17,7 +17,7 @@ import numpy as np
 
 from lightrft.engines.ledger import Key, LedgerEntry
 from lightrft.records.columns import COLUMNS, Column, Values, vouched_columns
-from lightrft.records.rollout import Rollout, Segment
+from lightrft.records.rollout import Rollout, TurnSegment
 from lightrft.records.sample_ledger import SampleEntry, SampleLedger
 from lightrft.records.table import BRANCH_STEP
 from lightrft.strategy.distributed.context import RowExchange
@@ -46,7 +46,7 @@ class Account:
     """
 
     prompt: tuple[int, ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[TurnSegment, ...]
     scored: tuple[str, ...] = ()
     facts: RowFacts = field(default_factory=dict)
 
@@ -257,7 +257,7 @@ def _unpack(data: bytes) -> tuple[int, dict[int, Account], list[LedgerEntry]]:
         {
             sample_id: Account(
                 _tuple(prompt),
-                tuple(Segment(i, j, _tuple(seen), spans) for i, j, seen, spans in segments),
+                tuple(TurnSegment(i, j, _tuple(seen), spans) for i, j, seen, spans in segments),
                 scored,
                 facts,
             )

@@ -9,7 +9,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.types import Completion, Facts, FinishReason, LogprobsMode
 from lightrft.records.columns import join_facts
-from lightrft.records.rollout import AnsweredCall, Segment
+from lightrft.records.rollout import AnsweredCall, TurnSegment
 from lightrft.rewards.types import RewardResult
 
 
@@ -75,7 +75,7 @@ class OpenSample:
     logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[TurnSegment, ...] = ()
     facts: Facts = field(default_factory=dict)
     episode: EpisodeState | None = None
 
@@ -98,7 +98,7 @@ class OpenSample:
             (*self.logprobs, *part.output_logprobs),
             (*self.versions, *(part.weights_version for _ in part.output_token_ids)),
             part.finish_reason if is_over else None,
-            (*self.segments, Segment(part.request_id, part.sample_index)),
+            (*self.segments, TurnSegment(part.request_id, part.sample_index)),
             join_facts((len(self.token_ids), self.facts), (len(part.output_token_ids), part.facts)),
         )
 

@@ -20,7 +20,7 @@ _SEED_STEP = 2_000_003
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ResponsePart:
     """A part of open responses, sampled at once.
 
     Args:
@@ -59,7 +59,7 @@ class OpenTurns:
         """See `OpenResponses`."""
         return OpenGroup(request_id, prompt, (OpenSample(),) * params.n, params.logprobs_mode)
 
-    def extended(self, groups: Sequence[OpenGroup], part: Part) -> list[OpenGroup]:
+    def extended(self, groups: Sequence[OpenGroup], part: ResponsePart) -> list[OpenGroup]:
         """See `OpenResponses`; one call of the engine.
 
         Raises:

@@ -13,7 +13,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.media import media_request
-from lightrft.records.rollout import Rollout, Segment
+from lightrft.records.rollout import Rollout, TurnSegment
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.source import Decoder, SampleRequests, Samples, SourceParts
 from lightrft.strategy.distributed.console_sink import report_progress
@@ -186,7 +186,7 @@ class RolloutGroups:
                 group_id=group_id,
                 sample_id=group_id * self.group_size + item.sample_index,
                 response_text=self.decoder.decode(item.output_token_ids, skip_special_tokens=True),
-                segments=(Segment(item.request_id, item.sample_index),),
+                segments=(TurnSegment(item.request_id, item.sample_index),),
             )
             for item in sorted(completions, key=lambda c: c.sample_index)
         ]

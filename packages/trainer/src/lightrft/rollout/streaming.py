@@ -22,7 +22,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.rollout.open_groups import OpenGroup, StreamState
-from lightrft.rollout.open_turns import OpenTurns, Part
+from lightrft.rollout.open_turns import OpenTurns, ResponsePart
 from lightrft.rollout.single_turn import Openings, turn_source
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts, StreamReport
 from lightrft.rollout.stream_order import GroupFacts, groups_to_train, in_order
@@ -35,7 +35,7 @@ class OpenResponses(Protocol):
         """A group without tokens."""
         ...
 
-    def extended(self, groups: Sequence[OpenGroup], part: Part) -> list[OpenGroup]:
+    def extended(self, groups: Sequence[OpenGroup], part: ResponsePart) -> list[OpenGroup]:
         """This rank's groups after a part; collective."""
         ...
 
@@ -208,9 +208,9 @@ class _Flight:
         return [each for each in self.facts if each.begun]
 
     def _extend(self, lengths: Mapping[int, int | None], params: SamplingParams) -> None:
-        """A part for some groups; see `Part`."""
+        """A part for some groups; see `ResponsePart`."""
         self.num_calls += 1
-        part = Part(lengths, params, self.round_number, self.num_calls)
+        part = ResponsePart(lengths, params, self.round_number, self.num_calls)
         self.own = self._responses.extended(self.own, part)
 
     def _tell(self) -> None:

@@ -234,7 +234,7 @@ class LoopResult:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord(Generic[Batch]):
+class CompletedStep(Generic[Batch]):
     """A completed step.
 
     Args:
@@ -356,7 +356,7 @@ class Loop(Generic[Batch]):
         for trained in self.stage.models.trained:
             trained.model.eval()
 
-    def update(self, batch: Batch, step: Step) -> StepRecord[Batch]:
+    def update(self, batch: Batch, step: Step) -> CompletedStep[Batch]:
         """Trains on what was drawn, and sends the weights to the engine; collective."""
         stage, strategy, metrics = self.stage, self.strategy, step.metrics
         models = stage.models.trained
@@ -390,7 +390,7 @@ class Loop(Generic[Batch]):
             self.state = replace(
                 self.state, episode=self._data.episode, num_consumed=self._data.num_consumed
             )
-        return StepRecord(step.number, batch, dict(sorted(found.items())), sync)
+        return CompletedStep(step.number, batch, dict(sorted(found.items())), sync)
 
     def _sync(self, step: Step, work: Work) -> None:
         """Sends the main model to the engine, and notes whether its weights have changed."""

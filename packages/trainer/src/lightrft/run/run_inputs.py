@@ -26,7 +26,7 @@ from lightrft.config.sources import split_sources
 from lightrft.config.toml import write_whole
 from lightrft.datasets.files import local_files
 from lightrft.datasets.row_origin import origin_of
-from lightrft.engines.media.verdicts import SETTLED_SECONDS, Verdict, Verdicts, keeping
+from lightrft.engines.media.file_facts import SETTLED_SECONDS, FileFacts, FileFactsByPath, keeping
 from lightrft.reporting.files import package_versions
 from lightrft.run.provenance import describe_models, named_paths, own_functions
 
@@ -72,22 +72,22 @@ def remembered_media(
     Args:
         config: Names the data.
         writes: Of one rank alone.
-        settled_seconds: See `Verdicts`.
+        settled_seconds: See `FileFactsByPath`.
     """
     versions = package_versions(("lightrft-engines", "pillow"))
     data = [config.prompt_data, config.eval_data, config.pretrain_data]
     name = hashlib.sha256(json.dumps([str(Path.cwd()), data, versions]).encode()).hexdigest()
-    known: dict[str, Verdict] = {}
+    known: dict[str, FileFacts] = {}
     with suppress(RuntimeError, OSError, FileError):
         held = unsealed(read_object(cache_folder("media") / name), name)
-        known = typed(dict[str, Verdict], held["files"], name)
-    verdicts, before = Verdicts(known, settled_seconds=settled_seconds), repr(known)
+        known = typed(dict[str, FileFacts], held["files"], name)
+    facts, before = FileFactsByPath(known, settled_seconds=settled_seconds), repr(known)
     try:
-        with keeping(verdicts):
+        with keeping(facts):
             yield
     finally:
-        if writes and repr(verdicts.by_path) != before:
-            files = {path: asdict(verdict) for path, verdict in verdicts.by_path.items()}
+        if writes and repr(facts.by_path) != before:
+            files = {path: asdict(each) for path, each in facts.by_path.items()}
             with suppress(RuntimeError, OSError):
                 folder = cache_folder("media")
                 folder.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ from lightrft.engines.hf.layers import module_outputs
 from lightrft.engines.hf.tower import use_fast_tower
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import EncodedPrompt
-from lightrft.engines.rows import RawCompletion, Row
+from lightrft.engines.rows import RawCompletion, RequestedSample
 from lightrft.engines.sampling import row_keys
 from lightrft.engines.text import StopStringMatcher
 from lightrft.engines.types import EngineConfig, SamplingParams
@@ -86,10 +86,10 @@ class HFEngine(RolloutEngine):
         """The transformers model."""
         return self._model
 
-    def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+    def stream_rows(self, rows: Sequence[RequestedSample], params: SamplingParams) -> FinishedRows:
         """Yield rows as they finish, see `RolloutEngine`."""
 
-        def group(row: Row) -> int:
+        def group(row: RequestedSample) -> int:
             # Rows that cannot be dropped are decoded with others of their length.
             return 0 if self._traits.can_drop_rows else len(row.prompt)
 
@@ -125,7 +125,7 @@ class HFEngine(RolloutEngine):
         )
 
     @torch.inference_mode()
-    def _decode(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+    def _decode(self, rows: Sequence[RequestedSample], params: SamplingParams) -> FinishedRows:
         device = self._model.device
         keys = row_keys(
             params.seed,
@@ -148,7 +148,7 @@ class HFEngine(RolloutEngine):
                 for row, tokens, logprobs, stops in ended
             ]
 
-    def _forward(self, rows: Sequence[Row]) -> RowForward:
+    def _forward(self, rows: Sequence[RequestedSample]) -> RowForward:
         if not self._traits.can_drop_rows:
             prompts, media = [row.prompt for row in rows], [row.media for row in rows]
             return WholeBatchForward(self._model, self._traits, prompts, media)

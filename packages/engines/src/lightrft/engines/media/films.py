@@ -112,7 +112,7 @@ def film_type(content: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
+class _FilmFacts:
     """A film's length in seconds, time of its first frame, rate and size."""
 
     seconds: float
@@ -190,7 +190,7 @@ def _is_cover(stream: "VideoStream") -> bool:
     return bool(stream.disposition & Disposition.attached_pic)
 
 
-def _facts(container: "InputContainer", stream: "VideoStream", name: str) -> _Facts:
+def _facts(container: "InputContainer", stream: "VideoStream", name: str) -> _FilmFacts:
     """Read from all packets, which need no decoding."""
     times: list[float] = []
     end = 0.0
@@ -214,7 +214,7 @@ def _facts(container: "InputContainer", stream: "VideoStream", name: str) -> _Fa
             "replace or leave it out"
         )
     context = stream.codec_context
-    return _Facts(last - start + 1 / fps, start, fps, context.width, context.height)
+    return _FilmFacts(last - start + 1 / fps, start, fps, context.width, context.height)
 
 
 def _seconds(packet: "Packet[Stream]") -> float | None:
@@ -224,7 +224,7 @@ def _seconds(packet: "Packet[Stream]") -> float | None:
 
 
 def _shown(
-    frames: "Iterable[VideoFrame]", facts: _Facts, count: int, rate: float, name: str
+    frames: "Iterable[VideoFrame]", facts: _FilmFacts, count: int, rate: float, name: str
 ) -> "Iterator[VideoFrame]":
     """Of each time k / rate, the frame that the film shows then; whole and in order."""
     last, place = None, 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from lightrft.engines.media.file_facts import facts_of_file
 from lightrft.engines.media.films import (
     ALL_FRAMES,
     MAX_VIDEO_PIXELS,
@@ -31,7 +32,6 @@ from lightrft.engines.media.pictures import (
     opened,
     upright_size,
 )
-from lightrft.engines.media.verdicts import verdict_of
 from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class FileSource:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of its bytes: two images with one digest are one image."""
-        known = verdict_of(self.path)
+        known = facts_of_file(self.path)
         known.sha256 = known.sha256 or hashlib.sha256(self.read()).hexdigest()
         return known.sha256
 
@@ -134,7 +134,7 @@ class ImageSource(FileSource):
 
     def whole_size(self) -> tuple[int, int]:
         """The same of a file that is not cut off; decodes what does not tell that itself."""
-        known = verdict_of(self.path)
+        known = facts_of_file(self.path)
         if not known.size:
             content = self.read()
             with opened(content, self.name) as image:

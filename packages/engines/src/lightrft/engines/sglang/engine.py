@@ -16,7 +16,7 @@ from lightrft.engines.rows import (
     FinishedJob,
     Job,
     RawCompletion,
-    Row,
+    RequestedSample,
     cut_at_string,
     cut_at_token,
     first_job,
@@ -110,7 +110,7 @@ class SGLangEngine(RolloutEngine):
                 "enable_deterministic_inference=false, which draws without the seed"
             )
 
-    def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+    def stream_rows(self, rows: Sequence[RequestedSample], params: SamplingParams) -> FinishedRows:
         """Yield rows as they finish, see `RolloutEngine`."""
 
         def run(jobs: Sequence[Job], *, with_stops: bool) -> list[list[FinishedJob]]:

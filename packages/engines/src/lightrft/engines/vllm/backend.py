@@ -63,7 +63,7 @@ KNOWN_VERSIONS = "0.32.0"
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class StartedEngine:
     """A started engine and what it runs on.
 
     Args:
@@ -132,7 +132,7 @@ def choose_executor(tensor_parallel_size: int) -> str:
 
 def start_backend(
     config: EngineConfig, model_path: str, limits: Limits, *, model_type: str = ""
-) -> Backend:
+) -> StartedEngine:
     """Starts vLLM with the random states and threads of this process left as they are.
 
     Args:
@@ -173,7 +173,7 @@ def start_backend(
             raise
 
 
-def _start(arguments: dict[str, object], *, owns_process_group: bool) -> Backend:
+def _start(arguments: dict[str, object], *, owns_process_group: bool) -> StartedEngine:
     from vllm import LLM
 
     llm = LLM(**arguments)
@@ -182,7 +182,7 @@ def _start(arguments: dict[str, object], *, owns_process_group: bool) -> Backend
         raise RuntimeError(f"expected one vLLM worker in this process, got {len(workers)}")
     worker = workers[0]
     runner = type(worker.model_runner)
-    return Backend(
+    return StartedEngine(
         llm=llm,
         model=worker.get_model(),
         vllm_config=worker.vllm_config,
@@ -209,7 +209,7 @@ def clear_caches(caches: Sequence[object]) -> None:
             clear_caches(cache)
 
 
-def stop_backend(backend: Backend) -> None:
+def stop_backend(backend: StartedEngine) -> None:
     """Frees an engine; the trainer's own process group stays."""
     client = backend.llm.llm_engine.engine_core  # type: ignore[attr-defined]
     core = client.engine_core

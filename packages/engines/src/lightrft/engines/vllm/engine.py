@@ -16,11 +16,11 @@ from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.media.media import EncodedPrompt
 from lightrft.engines.model_shape import ModelShape, model_configs, model_directory, model_shape
 from lightrft.engines.process_state import preserved_process_state
-from lightrft.engines.rows import FinishedJob, Job, Row, first_job, stream_in_parts
+from lightrft.engines.rows import FinishedJob, Job, RequestedSample, first_job, stream_in_parts
 from lightrft.engines.types import EngineConfig, EngineStatus, SamplingParams
 from lightrft.engines.vllm.adapters import AdapterBuffers, adapter_request
 from lightrft.engines.vllm.backend import (
-    Backend,
+    StartedEngine,
     clear_caches,
     has_tokenizer,
     start_backend,
@@ -68,7 +68,7 @@ class VLLMEngine(RolloutEngine):
         self._read_limits(hf_config, generation_config)
         self._has_tokenizer = bool(config.model_path) and has_tokenizer(config.model_path)
         with model_directory(config.model_path, hf_config, architecture) as path:
-            self._backend: Backend | None = start_backend(
+            self._backend: StartedEngine | None = start_backend(
                 config, path, self._limits, model_type=hf_config.model_type
             )
         forbidden = placeholder_ids(hf_config) if self._limits.reads_media else ()
@@ -102,7 +102,7 @@ class VLLMEngine(RolloutEngine):
         return weights
 
     @property
-    def started(self) -> Backend:
+    def started(self) -> StartedEngine:
         """The running backend; raises when the engine is closed."""
         if self._backend is None:
             raise RuntimeError(f"the {self.name} engine is closed")
@@ -126,7 +126,7 @@ class VLLMEngine(RolloutEngine):
                 "stop_token_ids"
             )
 
-    def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+    def stream_rows(self, rows: Sequence[RequestedSample], params: SamplingParams) -> FinishedRows:
         """Yield rows as they finish, see `RolloutEngine`."""
 
         def run(jobs: Sequence[Job], *, with_stops: bool) -> Iterator[list[FinishedJob]]:

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from lightrft.engines.engine_weights import AssembledWeights
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.vllm.adapters import AdapterBuffers, plain_modules
-from lightrft.engines.vllm.backend import Backend
+from lightrft.engines.vllm.backend import StartedEngine
 from lightrft.engines.vllm.experts import repack_on_cpu
 from lightrft.engines.vllm.layout import Layout, Place
 
 
 @contextmanager
-def reloading(backend: Backend) -> Iterator[None]:
+def reloading(backend: StartedEngine) -> Iterator[None]:
     """The state that vLLM's layers are written and repacked in.
 
     Without AVX-512, oneDNN's layout of a packed weight depends on the number of threads.
@@ -42,7 +42,7 @@ class VLLMWeights(AssembledWeights):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: StartedEngine,
         layout: Layout,
         engine_name: str,
         adapters: AdapterBuffers | None = None,

@@ -32,7 +32,7 @@ class _Slot:
 
 
 @dataclass(slots=True)
-class _InFlight:
+class _BucketInFlight:
     bucket: Bucket
     slot: _Slot
     work: dist.Work | None
@@ -191,7 +191,7 @@ class BucketBroadcaster:
         """
         timeline = self.timeline(self._device)
         slots = deque(self._allocate() for _ in range(self._buffers))
-        in_flight: deque[_InFlight] = deque()
+        in_flight: deque[_BucketInFlight] = deque()
         try:
             for bucket in self.layout.buckets:
                 # The slot's last consumer comes before it is packed again.
@@ -208,7 +208,7 @@ class BucketBroadcaster:
             timeline.end([flight.work for flight in in_flight if flight.work is not None])
 
     def _finish(
-        self, in_flight: deque[_InFlight], slots: deque[_Slot], timeline: Timeline
+        self, in_flight: deque[_BucketInFlight], slots: deque[_Slot], timeline: Timeline
     ) -> Iterator[tuple[WeightPiece, ...]]:
         flight = in_flight.popleft()
         with timeline.filling():
@@ -228,7 +228,7 @@ class BucketBroadcaster:
 
     def _launch(
         self, bucket: Bucket, slot: _Slot, sources: ShardSource, add_local: AddLocal | None
-    ) -> _InFlight:
+    ) -> _BucketInFlight:
         """Packs this rank's part and starts the bucket's collective."""
         out = slot.packed if bucket.kind == "gather" else slot.full
         if bucket.kind != "broadcast" or bucket.owner == self._rank:
@@ -241,7 +241,7 @@ class BucketBroadcaster:
         elif bucket.kind == "broadcast":
             work = dist.broadcast(full, group=self._group, group_src=bucket.owner, async_op=True)
         self.num_payload_collectives += bucket.kind != "local"
-        return _InFlight(bucket, slot, work)
+        return _BucketInFlight(bucket, slot, work)
 
 
 def bucket_pieces(bucket: Bucket, full: Tensor, spare: Tensor) -> tuple[WeightPiece, ...]:

@@ -68,7 +68,7 @@ def write_shards(
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _FilePart:
     file: Path
     start: int
     stop: int
@@ -87,7 +87,7 @@ class ShardReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._parts: dict[str, list[_Part]] = {}
+        self._parts: dict[str, list[_FilePart]] = {}
         files = sorted(folder.glob("rank_*.safetensors"))
         if not files:
             raise CheckpointError(f"no shards in {folder}")
@@ -96,7 +96,9 @@ class ShardReader:
                 for name, (start, shape) in json.loads(stream.metadata()["layout"]).items():
                     local_shape = stream.get_slice(name).get_shape()
                     stop = start + (local_shape[0] if local_shape else 0)
-                    self._parts.setdefault(name, []).append(_Part(file, start, stop, tuple(shape)))
+                    self._parts.setdefault(name, []).append(
+                        _FilePart(file, start, stop, tuple(shape))
+                    )
 
     @property
     def names(self) -> set[str]:
@@ -138,13 +140,13 @@ class ShardReader:
         """Shape of the whole tensor."""
         return self._of(name)[0].shape
 
-    def _of(self, name: str) -> list[_Part]:
+    def _of(self, name: str) -> list[_FilePart]:
         if name not in self._parts:
             raise CheckpointError(f"{self._folder} lacks {name}")
         return self._parts[name]
 
 
-def _read(part: _Part, name: str, rows: tuple[int, int] | None) -> Tensor:
+def _read(part: _FilePart, name: str, rows: tuple[int, int] | None) -> Tensor:
     with safe_open(regular_file(part.file), "pt") as stream:
         if rows is None:
             whole: Tensor = stream.get_tensor(name)

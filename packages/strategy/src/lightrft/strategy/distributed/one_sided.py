@@ -51,7 +51,7 @@ def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
         return run_together(action, group, what=what)
     name = "" if group is None else group.group_name
     board = _Board(f"lightrft/apart/{name}/{next(_calls[name])}", what)
-    watcher = _Watcher(board)
+    watcher = _PeerWatcher(board)
     own = f"rank {dist.get_rank()}: "
     result, problem = None, None
     try:
@@ -135,7 +135,7 @@ class _Board:
         return False
 
 
-class _Watcher:
+class _PeerWatcher:
     """A thread that ends this process if another rank fails and this one does not come out.
 
     Args:

@@ -48,7 +48,7 @@ NOT_STARTED = "the engine did not start"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodeMemory:
     """Node of a rank, and the memory that is left there.
 
     Args:
@@ -61,15 +61,15 @@ class Place:
     total_bytes: int = 0
 
 
-def own_place(*, has_gpu: bool) -> Place:
+def own_place(*, has_gpu: bool) -> NodeMemory:
     """Of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     node = f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}".strip()
     free, total = torch.cuda.mem_get_info() if has_gpu else (0, 0)
-    return Place(node, free, total)
+    return NodeMemory(node, free, total)
 
 
-def check_places(places: Sequence[Place], config: EngineConfig) -> None:
+def check_places(places: Sequence[NodeMemory], config: EngineConfig) -> None:
     """Refuses, on all ranks alike, an engine that could not start on one of them or would crawl.
 
     Args:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.ledger import Ledger
-from lightrft.engines.rows import Row
+from lightrft.engines.rows import RequestedSample
 from lightrft.engines.types import (
     Completion,
     EngineParameter,
@@ -165,7 +165,7 @@ class RemoteEngine(RolloutEngine):
         """See `generate`."""
         return cast("list[float]", _equal(self.bridge.ask("call", "score", token_ids), "score"))
 
-    def stream_rows(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+    def stream_rows(self, rows: Sequence[RequestedSample], params: SamplingParams) -> FinishedRows:
         """Never called: the engines behind the bridge stream for themselves."""
         raise NotImplementedError
 

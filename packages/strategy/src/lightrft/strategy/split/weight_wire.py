@@ -102,7 +102,7 @@ def _common(one: FlatRange, other: FlatRange) -> int:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _WireSlot:
     """Memory of one bucket on its way.
 
     Args:
@@ -183,7 +183,7 @@ class WeightWire:
         print_on_first_rank(None, f"weights reach the ranks that generate {way}", is_detail=True)
         return device
 
-    def _slots(self, size: int, share: int) -> list[_Slot]:
+    def _slots(self, size: int, share: int) -> list[_WireSlot]:
         """Memory of the buckets in flight.
 
         Args:
@@ -205,12 +205,12 @@ class WeightWire:
             )
             if is_staged:
                 moved = self._pinned[number]
-                slots.append(_Slot(full, spare, moved[:size], moved[size : size + share]))
+                slots.append(_WireSlot(full, spare, moved[:size], moved[size : size + share]))
             else:
-                slots.append(_Slot(full, spare, full, spare[:share]))
+                slots.append(_WireSlot(full, spare, full, spare[:share]))
         return slots
 
-    def _begin(self, slot: _Slot, incoming: Tensor, outgoing: Tensor, sizes: list[int]) -> None:
+    def _begin(self, slot: _WireSlot, incoming: Tensor, outgoing: Tensor, sizes: list[int]) -> None:
         """Begins an exchange over all ranks.
 
         Args:
@@ -228,7 +228,7 @@ class WeightWire:
             lengths, counts = nothing, nothing[:num_training] + sizes
         slot.work = self._group.alltoall_base(incoming, outgoing, lengths, counts, options)
 
-    def _finish(self, slot: _Slot) -> None:
+    def _finish(self, slot: _WireSlot) -> None:
         """Waits for a slot's collective, if there is one."""
         work, slot.work = slot.work, None
         if work is not None:
@@ -256,7 +256,7 @@ class WeightWire:
         device = self._connect()
         packer = BucketPacker(layout, owners.index(rank) if rank in owners else 0, device)
         largest = max((b.bytes_per_rank for b in layout.buckets), default=0)
-        slots, waiting = cycle(self._slots(largest, 0)), deque[tuple[_Slot, Route, slice]]()
+        slots, waiting = cycle(self._slots(largest, 0)), deque[tuple[_WireSlot, Route, slice]]()
         timeline = self._timeline(device)
         for bucket in _moving(layout):
             route, slot = self._route(bucket, owners), next(slots)
@@ -286,7 +286,9 @@ class WeightWire:
         if problem is not None:
             raise problem
 
-    def _begin_sending(self, slot: _Slot, route: Route, part: slice, timeline: Timeline) -> None:
+    def _begin_sending(
+        self, slot: _WireSlot, route: Route, part: slice, timeline: Timeline
+    ) -> None:
         slot.has_moved()
         with timeline.filling():
             sizes = route.sizes_from(self._side.rank)
@@ -319,14 +321,14 @@ class WeightWire:
                 yield pieces
         timeline.end(())
 
-    def _begin_receiving(self, slot: _Slot, route: Route, timeline: Timeline) -> None:
+    def _begin_receiving(self, slot: _WireSlot, route: Route, timeline: Timeline) -> None:
         slot.has_moved()
         sizes = route.sizes_to(self._side.rank)
         memory = slot.moved if self._engines is None else slot.share
         with timeline.filling():
             self._begin(slot, memory[: sum(sizes)], memory[:0], sizes)
 
-    def _unpacked(self, slot: _Slot, bucket: Bucket, route: Route) -> tuple[WeightPiece, ...]:
+    def _unpacked(self, slot: _WireSlot, bucket: Bucket, route: Route) -> tuple[WeightPiece, ...]:
         """The pieces of a bucket whose share has arrived."""
         engines = self._engines
         if engines is not None:

@@ -106,7 +106,7 @@ class AgentPool:
         count = len(self._workers)
         shares = [tasks[number::count] for number in range(count)]
         return [
-            self._threads.submit(_Share(worker, self._seconds, tell).run, share)
+            self._threads.submit(_WorkerEpisodes(worker, self._seconds, tell).run, share)
             for worker, share in zip(self._workers, shares, strict=True)
             if share
         ]
@@ -125,7 +125,7 @@ class AgentPool:
 
 
 @dataclass(slots=True)
-class _Share:
+class _WorkerEpisodes:
     """Episodes of one worker."""
 
     worker: WorkerProcess

@@ -10,7 +10,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import Media
 from lightrft.engines.types import Completion
 from lightrft.records.columns import join_facts
-from lightrft.records.rollout import Conversation, Rollout, Segment
+from lightrft.records.rollout import ResponseTurns, Rollout, TurnSegment
 from lightrft.records.table import branch_id
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.agents.conversations import CalledTurn, Conversations
@@ -84,7 +84,7 @@ class AgentEpisode:
             response_text="\n".join(filter(None, texts)),
             token_versions=sampled_versions(turns),
             segments=join_segments(turns),
-            conversation=Conversation(texts, (), self.num_restarts),
+            conversation=ResponseTurns(texts, (), self.num_restarts),
             later=turns[-1].later if turns else (),
         )
 
@@ -98,12 +98,12 @@ class AgentEpisode:
         return dict(zip(AGENT_COUNTS, (*found, self.num_restarts), strict=True))
 
 
-def join_segments(turns: list[CalledTurn]) -> tuple[Segment, ...]:
+def join_segments(turns: list[CalledTurn]) -> tuple[TurnSegment, ...]:
     """Return the segment of each turn of a branch."""
     found = []
     for turn, following in zip_longest(turns, turns[1:]):
         seen = ((), ()) if following is None else _shown(following)
-        found.append(Segment(turn.sampled.request_id, turn.sampled.sample_index, *seen))
+        found.append(TurnSegment(turn.sampled.request_id, turn.sampled.sample_index, *seen))
     return tuple(found)
 
 

@@ -31,7 +31,7 @@ class MalformedCallError(ValueError):
     """The text opens a call and holds no valid one; the model gets the message."""
 
 
-class Parser(Protocol):
+class CallParser(Protocol):
     """A format of calls."""
 
     def __call__(self, text: str, is_ended: bool, before: str = "", /) -> list[ToolCall]:
@@ -68,7 +68,7 @@ class Marked:
     thinking: tuple[str, str] = ("<think>", "</think>")
 
     def __call__(self, text: str, is_ended: bool, before: str = "", /) -> list[ToolCall]:
-        """See `Parser`."""
+        """See `CallParser`."""
         thinks, known = self.thinking
         place, calls = 0, list[ToolCall]()
         if before.rstrip().endswith(thinks):  # some templates open it
@@ -366,7 +366,7 @@ lfm_calls = Marked("<|tool_call_start|>", "<|tool_call_end|>", _python_body)
 gemma_calls = Marked("<|tool_call>", "<tool_call|>", _gemma_body)
 
 # In the order in which they are tried on a chat template.
-PARSERS: Mapping[str, Parser] = {
+PARSERS: Mapping[str, CallParser] = {
     "hermes": hermes_calls,
     "xml": xml_calls,
     "glm": glm_calls,

@@ -12,8 +12,8 @@ from lightrft.kernels.names import first_line
 from lightrft.rollout.environments.call_formats import (
     PARSERS,
     Arguments,
+    CallParser,
     MalformedCallError,
-    Parser,
     ToolCall,
     from_value,
 )
@@ -63,7 +63,7 @@ def whole_turn(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
     return [ToolCall(TURN_TOOL, {"action": text})]
 
 
-def choose_parser(name: str, tokenizer: ParsingTokenizer, schemas: Sequence[Schema]) -> Parser:
+def choose_parser(name: str, tokenizer: ParsingTokenizer, schemas: Sequence[Schema]) -> CallParser:
     """The parser of an option.
 
     A call is rendered by the chat template, and the parser must read it back: else every right call
@@ -154,7 +154,7 @@ def _cut(turn: str, eos: str | None) -> str:
     return turn[: min(ends, default=len(turn))]
 
 
-def _reads(parser: Parser, turn: str, before: str) -> bool:
+def _reads(parser: CallParser, turn: str, before: str) -> bool:
     try:
         calls = parser(turn, True, before)
         if [call.name for call in calls] != [_TRIED_NAME]:
@@ -174,7 +174,7 @@ def as_error(text: str) -> str:
     return answer.encode("utf-8", "replace").decode()  # halves of surrogate pairs
 
 
-def _template_parser(tokenizer: object, schemas: Sequence[Schema]) -> Parser:
+def _template_parser(tokenizer: object, schemas: Sequence[Schema]) -> CallParser:
     tools = list(schemas)
 
     def parse(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:

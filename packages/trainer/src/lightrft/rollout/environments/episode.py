@@ -10,7 +10,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import LaterImages
 from lightrft.engines.types import Completion, Facts
 from lightrft.records.columns import join_facts
-from lightrft.records.rollout import AnsweredCall, Conversation, Rollout, Segment
+from lightrft.records.rollout import AnsweredCall, ResponseTurns, Rollout, TurnSegment
 from lightrft.rewards.types import KeptEnvironment, RewardResult
 from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.content import Parts, from_json
@@ -56,7 +56,7 @@ class Episode:
     sampled: list[bool] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     facts: Facts = field(default_factory=dict)
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[TurnSegment] = field(default_factory=list)
     turn_texts: list[str] = field(default_factory=list)
     answers: list[list[AnsweredCall]] = field(default_factory=list)
     last: Completion | None = None
@@ -133,7 +133,7 @@ class Episode:
         """
         self._extend(turn.output_token_ids, turn.output_logprobs, turn.weights_version, turn.facts)
         self.sampled += [True] * len(turn.output_token_ids)
-        self.segments.append(Segment(turn.request_id, turn.sample_index))
+        self.segments.append(TurnSegment(turn.request_id, turn.sample_index))
         if self.is_cut and self.last is not None:
             turn = _joined(self.last, turn)
             self.turn_texts.pop()
@@ -147,7 +147,7 @@ class Episode:
         self._extend(ids, [0.0] * len(ids), -1, {})
         self.sampled += [False] * len(ids)
         turn = self.segments[-1]
-        self.segments[-1] = Segment(turn.request_id, turn.sample_index, ids, found.text_spans)
+        self.segments[-1] = TurnSegment(turn.request_id, turn.sample_index, ids, found.text_spans)
 
     def _extend(
         self, ids: Sequence[int], logprobs: Sequence[float], version: int, facts: Facts
@@ -241,7 +241,7 @@ class Episode:
             response_text="\n".join(self.turn_texts),
             token_versions=tuple(self.versions),
             segments=tuple(self.segments),
-            conversation=Conversation(
+            conversation=ResponseTurns(
                 tuple(self.turn_texts),
                 tuple(tuple(turn) for turn in self.answers),
                 self.num_restarts,

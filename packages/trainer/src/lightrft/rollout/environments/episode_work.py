@@ -16,7 +16,7 @@ from lightrft.rollout.environments.episode_batch import EpisodeBatch
 from lightrft.rollout.environments.journal import Journal
 from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
 from lightrft.rollout.environments.specs import EnvironmentSpecs
-from lightrft.rollout.environments.turns import Answers, Turns
+from lightrft.rollout.environments.turns import HostOperations, Turns
 from lightrft.rollout.source import SourceParts
 
 
@@ -41,7 +41,7 @@ class EpisodeWork:
     ) -> None:
         self.parts, self.pool, self.specs, self.turns = parts, pool, specs, turns
         self.special_ids = special_ids
-        self.answers = Answers(
+        self.answers = HostOperations(
             parts.config, specs.whole, repeats_stateless=turns.encoder.reads_media
         )
 

@@ -35,7 +35,7 @@ from lightrft.rollout.environments.episode_work import EpisodeWork
 from lightrft.rollout.environments.journal import Journal
 from lightrft.rollout.environments.pool import EpisodeError, Host
 from lightrft.rollout.open_groups import EpisodeState, OpenGroup, OpenSample
-from lightrft.rollout.open_turns import Part
+from lightrft.rollout.open_turns import ResponsePart
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import generate
 from lightrft.rollout.source import SampleRequests, Samples
@@ -102,7 +102,7 @@ class OpenEpisodes:
         samples = tuple(OpenSample(episode=EpisodeState(each)) for each in own)
         return OpenGroup(request_id, prompt, samples, params.logprobs_mode)
 
-    def extended(self, groups: Sequence[OpenGroup], part: Part) -> list[OpenGroup]:
+    def extended(self, groups: Sequence[OpenGroup], part: ResponsePart) -> list[OpenGroup]:
         """See `OpenResponses`.
 
         Raises:

@@ -18,7 +18,7 @@ from typing import BinaryIO, cast
 
 from lightrft.rewards.worker import FRAME, framed, write_frame
 from lightrft.rollout.environments.running import Running
-from lightrft.rollout.environments.stepped import Operation, Stepped, Work, stepping
+from lightrft.rollout.environments.stepped import Operation, OperationClock, Stepped, stepping
 
 # Of what coroutines hand to threads.
 _MAX_THREADS = 1024
@@ -48,7 +48,7 @@ class OperationLoop:
         running: Running,
     ) -> None:
         self._perform, self._failure, self.answers = perform, failure, answers
-        self._work = Work(running)
+        self._work = OperationClock(running)
         self._received = bytearray()
         self._waiting: deque[Request] = deque()
         self._operations: dict[int, Operation] = {}

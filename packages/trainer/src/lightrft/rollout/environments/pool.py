@@ -21,6 +21,7 @@ from lightrft.rewards.process import (
 )
 from lightrft.rollout.environments.calls import TURN_TOOL
 from lightrft.rollout.environments.shared_worker import SharedWorker, WorkerLostError
+from lightrft.rollout.environments.worker import EnvironmentFullError
 
 Result = TypeVar("Result")
 _TURN_SCHEMA: dict[str, object] = {"parameters": {"properties": {"action": {"type": "string"}}}}
@@ -124,7 +125,7 @@ class Host:
             raise EpisodeError(text) from error
         except WorkerFailedError as error:
             where = f"\n{error.traceback}" if error.traceback else ""
-            found = NoRoomError if error.kind == NoRoomError.__name__ else EpisodeError
+            found = NoRoomError if error.kind == EnvironmentFullError.__name__ else EpisodeError
             raise found(f"{operation} failed: {error}{where}") from error
 
     def forget(self, episode: str, *, seconds: float) -> None:

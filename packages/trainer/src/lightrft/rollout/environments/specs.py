@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.types import DataError
-from lightrft.rollout.environments.call_formats import Parser
+from lightrft.rollout.environments.call_formats import CallParser
 from lightrft.rollout.environments.calls import ENVIRONMENT_COLUMN, choose_parser, whole_turn
 from lightrft.rollout.environments.pool import EnvironmentSpec
 
@@ -90,7 +90,7 @@ class RowEnvironment:
 
     spec: EnvironmentSpec
     functions: Mapping[str, Schema]
-    parse: Parser
+    parse: CallParser
     tokenizer: ToolTokenizer
 
 

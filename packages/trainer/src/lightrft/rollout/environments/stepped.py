@@ -20,7 +20,7 @@ _stepping: ContextVar[Stepped] = ContextVar("stepping")
 Draws = tuple[int, tuple[int, ...]]
 
 
-class Work:
+class OperationClock:
     """The time that code of operations has run in this process, one after the other.
 
     Args:
@@ -48,7 +48,7 @@ class Operation:
         work: Of all.
     """
 
-    def __init__(self, number: int, episode: str, seconds: float, work: Work) -> None:
+    def __init__(self, number: int, episode: str, seconds: float, work: OperationClock) -> None:
         self.number, self.episode, self.seconds, self.work = number, episode, seconds, work
         self.is_late = False
         self.task: asyncio.Task[object] | None = None

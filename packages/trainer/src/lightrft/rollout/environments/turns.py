@@ -17,7 +17,7 @@ from lightrft.engines.media.encoder import Encoder
 from lightrft.engines.media.media import Media
 from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_context, encode_prompt
-from lightrft.records.rollout import AnsweredCall, Rollout, Segment
+from lightrft.records.rollout import AnsweredCall, Rollout, TurnSegment
 from lightrft.records.sample_ledger import SampleEntry
 from lightrft.rewards.types import KeptEnvironment, RewardResult
 from lightrft.rollout.environments.call_formats import MalformedCallError, ToolCall
@@ -117,7 +117,11 @@ class Observations:
         return [self._cut_content(each, min(limit - size, room_of_each)) for each, size in pairs]
 
     def shows(
-        self, segment: Segment, turn: Sequence[int], context_length: int, answers: Sequence[Content]
+        self,
+        segment: TurnSegment,
+        turn: Sequence[int],
+        context_length: int,
+        answers: Sequence[Content],
     ) -> bool:
         """Whether the ids after a turn are these answers.
 
@@ -364,7 +368,7 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class HostOperations:
     """Work of hosts on episodes; runs in their threads.
 
     Args:

@@ -48,7 +48,7 @@ class EpisodeLostError(ReportedError):
     """The state of an episode is gone; nothing it answers from here on counts."""
 
 
-class NoRoomError(ReportedError):
+class EnvironmentFullError(ReportedError):
     """The environment takes no further episode until another one has ended."""
 
 

@@ -19,7 +19,7 @@ from lightrft.stages.distillation.own_samples import OwnSamples
 from lightrft.stages.distillation.served_rows import ServedRows, ask_for_rows
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.rows.padded_rows import PaddedRows
-from lightrft.stages.rows.row_objective import RowBatch, RowObjective, Share
+from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
 from lightrft.stages.rows.row_part import RowPart
 from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
 from lightrft.stages.stage import Step
@@ -114,7 +114,7 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
         known: KnownTeachers,
         passes: RowPasses,
         metrics: StepMetrics,
-    ) -> Share:
+    ) -> LossShare:
         """See `RowObjective`."""
         padded = micro.rows
         inputs, count = (padded.token_ids, padded.attention_mask), known.count
@@ -145,7 +145,7 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
         with torch.no_grad():
             run(list(self.teachers), {})
         share = sums[0] / count
-        return Share(share, {"policy": share}, padded)
+        return LossShare(share, {"policy": share}, padded)
 
     def _divergence(
         self,

@@ -319,7 +319,7 @@ class ExperienceMaker:
         logs: Receive samples.
         teacher_rows: What the prompts say to teachers, or None.
         remote: Rollouts of ranks that only generate; None where the ranks that train sample.
-        loss_inside: See `Update`.
+        loss_inside: See `PolicyUpdate`.
     """
 
     config: TrainConfig

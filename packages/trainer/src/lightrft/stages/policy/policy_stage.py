@@ -39,8 +39,8 @@ from lightrft.stages.policy.step_metrics import (
 from lightrft.stages.policy.updates import (
     NoObserver,
     ObservedStep,
+    PolicyUpdate,
     StepObserver,
-    Update,
     open_observer,
 )
 from lightrft.stages.stage import Stage, Step, TrainedModels, Work
@@ -287,7 +287,7 @@ class PolicyStage(Stage[PolicyBatch]):
         if why_idle is not None:
             self.strategy.print(f"warning: no update in step {step.number}: {why_idle}")
         else:
-            Update(
+            PolicyUpdate(
                 self.config,
                 self.algorithm.policy_loss,
                 self.strategy,

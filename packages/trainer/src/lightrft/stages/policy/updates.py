@@ -119,7 +119,7 @@ def open_observer(name: str, step: ObservedStep) -> StepObserver:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class PolicyUpdate:
     """The optimizer steps of one step of a run: their objective, strategy and metrics.
 
     Args:

@@ -23,7 +23,7 @@ from lightrft.models.lora import LoraActor
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.preference.preference_loss import PreferenceLoss, StepCounts
 from lightrft.stages.preference.stored_reference import StoredReference, Sums
-from lightrft.stages.rows.row_objective import RowBatch, RowObjective, Share
+from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
 from lightrft.stages.rows.row_observer import Facts
 from lightrft.stages.rows.row_part import RowPart
 from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
@@ -151,7 +151,7 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         known: KnownPreferences,
         passes: RowPasses,
         metrics: StepMetrics,
-    ) -> Share:
+    ) -> LossShare:
         """See `RowObjective`."""
         items, num_items = micro.items, known.counts.num_items
         of_tokens = passes.score(micro.rows).logprobs
@@ -168,7 +168,7 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         for name, values in self._shown(sums, items).items():
             metrics.add_mean(name, values.sum(), len(values))
         reference = ref_logprobs.flatten() if self.loss.uses_reference else None
-        return Share(share, terms, micro.rows, of_tokens, reference)
+        return LossShare(share, terms, micro.rows, of_tokens, reference)
 
     def _shown(self, sums: PreferenceSums, items: Sequence[Preference]) -> dict[str, Tensor]:
         """Return metrics of answers and of pairs, whose means are shown."""

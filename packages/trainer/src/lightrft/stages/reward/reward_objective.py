@@ -32,7 +32,7 @@ from lightrft.stages.reward.comparisons import (
 )
 from lightrft.stages.reward.score_proofs import prove_published
 from lightrft.stages.rows.padded_rows import PaddedRows
-from lightrft.stages.rows.row_objective import RowBatch, RowObjective, Share
+from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
 from lightrft.stages.rows.row_observer import Facts
 from lightrft.stages.rows.row_part import RowPart
 from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
@@ -102,7 +102,7 @@ class RewardObjective(RowObjective[Judgement, Counts]):
 
     def share(
         self, micro: MicroBatch[Judgement], known: Counts, passes: RowPasses, metrics: StepMetrics
-    ) -> Share:
+    ) -> LossShare:
         """See `RowObjective`."""
         rows = self._laid_out(micro.rows, micro.items)
         scores = self._read(rows, micro.items, passes)
@@ -113,7 +113,7 @@ class RewardObjective(RowObjective[Judgement, Counts]):
         self._record(micro.items, scores.detach(), metrics)
         values = torch.zeros(rows.is_trained.shape, device=scores.device)
         values[rows.is_trained] = self._joined(scores.detach()).float()
-        return Share(share, {"policy": share}, rows, values)
+        return LossShare(share, {"policy": share}, rows, values)
 
     def score(self, judgements: Sequence[Judgement], passes: RowPasses) -> Tensor:
         """Return scores [answers] in float64 of answers or of their steps, by judgement."""

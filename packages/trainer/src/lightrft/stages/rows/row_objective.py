@@ -23,7 +23,7 @@ Known = TypeVar("Known")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LossShare:
     """The share of a micro-batch in the loss of a step.
 
     Args:
@@ -109,7 +109,7 @@ class RowObjective(Protocol, Generic[Item, Known]):
 
     def share(
         self, micro: MicroBatch[Item], known: Known, passes: RowPasses, metrics: StepMetrics
-    ) -> Share:
+    ) -> LossShare:
         """Compute the share of a micro-batch in the loss; shares of all ranks add up to it.
 
         Args:

@@ -14,7 +14,7 @@ from lightrft.algorithms.supervised_losses import LOSSES, SupervisedLoss
 from lightrft.config import TrainConfig
 from lightrft.datasets.row_data import SupervisedRow
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.rows.row_objective import Known, RowBatch, RowObjective, Share
+from lightrft.stages.rows.row_objective import Known, LossShare, RowBatch, RowObjective
 from lightrft.stages.rows.row_part import RowPart
 from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
 from lightrft.stages.stage import KeptDropout
@@ -57,7 +57,7 @@ class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
         known: Tensor,
         passes: RowPasses,
         metrics: StepMetrics,
-    ) -> Share:
+    ) -> LossShare:
         """See `RowObjective`."""
         padded = micro.rows
         weights = loss_weights(padded.is_trained, self.loss.aggregation, dtype=torch.float64)
@@ -71,7 +71,7 @@ class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
             share = self.loss.share(output.logprobs, weights, known)
         if self.loss is not LOSSES["token-mean"]:
             metrics.add_masked_mean("nll", -output.logprobs, padded.is_trained)
-        return Share(share, {"policy": share}, padded, output.logprobs)
+        return LossShare(share, {"policy": share}, padded, output.logprobs)
 
     def finish(
         self, batch: RowBatch[SupervisedRow, Tensor], metrics: dict[str, float], passes: RowPasses

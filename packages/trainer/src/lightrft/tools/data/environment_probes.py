@@ -56,7 +56,7 @@ def play_probes(rows: Sequence[CheckedRow], config: TrainConfig) -> dict[str, Pl
             kind, row = episodes[number]
             name = str(row.columns.get(ENVIRONMENT_COLUMN))
             spec = pool.specs[""] if "" in pool.specs else pool.specs[name]
-            return _Episode(number, host, spec, config).play(row, POLICIES[kind])
+            return _ProbeEpisode(number, host, spec, config).play(row, POLICIES[kind])
 
         futures = pool.begin(range(len(episodes)), play)
         results = [futures[number].result() for number in range(len(episodes))]
@@ -86,7 +86,7 @@ def report(played: Mapping[str, Played]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Episode:
+class _ProbeEpisode:
     number: int
     host: Host
     spec: EnvironmentSpec

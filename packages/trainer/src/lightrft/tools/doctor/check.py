@@ -27,7 +27,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """Verdict and text of a check.
 
     Args:
@@ -55,29 +55,29 @@ class Check:
     name: str
     limit: str
     remedy: str
-    examine: Callable[[], Finding]
+    examine: Callable[[], CheckResult]
     deadline_seconds: float = DEADLINE_SECONDS
     needs_gpu: bool = False
 
 
-def found(is_good: bool, text: str) -> Finding:
+def found(is_good: bool, text: str) -> CheckResult:
     """Within the limit or not."""
-    return Finding(Verdict.OK if is_good else Verdict.BAD, text)
+    return CheckResult(Verdict.OK if is_good else Verdict.BAD, text)
 
 
-def unchecked(reason: str) -> Finding:
+def unchecked(reason: str) -> CheckResult:
     """Nothing could be found out."""
-    return Finding(Verdict.UNCHECKED, f"not checked: {reason}")
+    return CheckResult(Verdict.UNCHECKED, f"not checked: {reason}")
 
 
-def without_gpu() -> Finding | None:
+def without_gpu() -> CheckResult | None:
     """The finding of checks that need a GPU where there is none."""
     import torch
 
     return None if torch.cuda.is_available() else unchecked("torch sees no GPU")
 
 
-def check_imports() -> Finding:
+def check_imports() -> CheckResult:
     """Seconds that the large packages take, which no other check is to be charged with."""
     begin = time.monotonic()
     importing.set()
@@ -89,9 +89,9 @@ def check_imports() -> Finding:
     return found(True, f"{', '.join(LARGE_PACKAGES)} in {time.monotonic() - begin:.1f} s")
 
 
-def run_check(check: Check) -> Finding:
+def run_check(check: Check) -> CheckResult:
     """The finding, at the latest after the check's deadline."""
-    answers: list[Finding] = []
+    answers: list[CheckResult] = []
 
     def examine() -> None:
         try:
@@ -108,7 +108,7 @@ def run_check(check: Check) -> Finding:
     return answers[0] if answers else found(False, f"no answer in {check.deadline_seconds:g} s")
 
 
-def line(check: Check, finding: Finding) -> str:
+def line(check: Check, finding: CheckResult) -> str:
     """One line of the report; the remedy only where it is needed."""
     text = f"{finding.verdict.value:4}{check.name:22}{finding.text}"
     if finding.verdict is Verdict.UNCHECKED:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightrft.tools.doctor.check import Check, Finding, found, unchecked
+from lightrft.tools.doctor.check import Check, CheckResult, found, unchecked
 
 if TYPE_CHECKING:
     from lightrft.engines.base import RolloutEngine
@@ -68,7 +68,7 @@ def gpu_checks() -> list[Check]:
     )
     kernels = "send this line with `lightrft doctor`; --no_fused_linear_logprob does without it"
     engine = "send this line with the engine's log (VLLM_LOGGING_LEVEL=INFO)"
-    steps: tuple[tuple[str, str, str, Callable[[], Finding]], ...] = (
+    steps: tuple[tuple[str, str, str, Callable[[], CheckResult]], ...] = (
         ("bf16 product", f">= {MIN_PRODUCT_TFLOPS:g} TFLOP/s", remedy, time_product),
         ("device copy", f">= {MIN_COPY_GB_PER_SECOND:g} GB/s", remedy, time_copy),
         ("attention", f"error <= {MAX_ATTENTION_ERROR:g}", kernels, compare_attention),
@@ -85,7 +85,7 @@ def gpu_checks() -> list[Check]:
             time_buckets,
         ),
     )
-    of_engine: tuple[tuple[str, str, Callable[[EngineProbe], Finding]], ...] = (
+    of_engine: tuple[tuple[str, str, Callable[[EngineProbe], CheckResult]], ...] = (
         ("engine runner", "has a name", runner_of),
         ("engine sleep", f"frees >= {MIN_FREED_SHARE:.0%}", sleep_of),
         ("weight sync", f">= {MIN_SYNC_GB_PER_SECOND:g} GB/s", rate_of),
@@ -121,13 +121,13 @@ def product_rate() -> float:
     return 2 * size**3 / seconds_of(lambda: left @ right)
 
 
-def time_product() -> Finding:
+def time_product() -> CheckResult:
     """The rate that everything else is compared with."""
     rate = product_rate() / 1e12
     return found(rate >= MIN_PRODUCT_TFLOPS, f"{rate:.0f} TFLOP/s")
 
 
-def time_copy() -> Finding:
+def time_copy() -> CheckResult:
     """Read and written bytes of a copy on the device."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
@@ -135,7 +135,7 @@ def time_copy() -> Finding:
     return found(rate >= MIN_COPY_GB_PER_SECOND, f"{rate:.0f} GB/s")
 
 
-def compare_attention(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Finding:
+def compare_attention(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> CheckResult:
     """Packed attention against float64 attention, one sequence after the other."""
     from lightrft.models.attention import SequenceBounds, packed_attention
     from lightrft.models.varlen import KernelShape, try_kernel
@@ -164,7 +164,7 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
     return float((value.double() - expected).abs().max() / expected.abs().max())
 
 
-def time_head() -> Finding:
+def time_head() -> CheckResult:
     """Log-probabilities with gradients, in the default way of this machine."""
     tokens, hidden, vocab = 4096, 2048, 65536
     error = head_error("cuda", torch.bfloat16)
@@ -203,7 +203,7 @@ def head_error(device: str, dtype: torch.dtype) -> float:
     return relative_error(head_step(states, weight, targets), expected)
 
 
-def time_buckets() -> Finding:
+def time_buckets() -> CheckResult:
     """Packing float32 into bfloat16; hashes are those of the host."""
     from lightrft.kernels import hash_tensor, pack
 
@@ -217,7 +217,7 @@ def time_buckets() -> Finding:
     return found(same and rate >= MIN_PACK_GB_PER_SECOND, f"{rate:.0f} GB/s, {bits}")
 
 
-def of_probe(probe: EngineProbe, read: Callable[[EngineProbe], Finding]) -> Finding:
+def of_probe(probe: EngineProbe, read: Callable[[EngineProbe], CheckResult]) -> CheckResult:
     """Starts vLLM beside a model of 0.4 billion random parameters, once, then reads a result."""
     if not probe.is_done:
         probe.is_done = True
@@ -305,19 +305,19 @@ def freed_by_sleep(engine: RolloutEngine) -> float:
     return (asleep - awake) / max(1, closed - awake)
 
 
-def runner_of(probe: EngineProbe) -> Finding:
+def runner_of(probe: EngineProbe) -> CheckResult:
     """The code that executes the model."""
     return found(bool(probe.runner), probe.runner or "unknown")
 
 
-def sleep_of(probe: EngineProbe) -> Finding:
+def sleep_of(probe: EngineProbe) -> CheckResult:
     """Memory that sleeping gives back."""
     if probe.freed_share is None:
         return unchecked("the engine has no memory of a device")
     return found(probe.freed_share >= MIN_FREED_SHARE, f"{probe.freed_share:.0%} freed")
 
 
-def rate_of(probe: EngineProbe) -> Finding:
+def rate_of(probe: EngineProbe) -> CheckResult:
     """Bytes of weights over the seconds that moved them, without hashes and what is fixed."""
     if probe.report is None or probe.empty_report is None:
         return unchecked("no weights were sent")
@@ -328,7 +328,7 @@ def rate_of(probe: EngineProbe) -> Finding:
     return found(rate >= MIN_SYNC_GB_PER_SECOND, text)
 
 
-def canary_of(probe: EngineProbe) -> Finding:
+def canary_of(probe: EngineProbe) -> CheckResult:
     """The canary prompt's largest difference."""
     difference = None if probe.report is None else probe.report.canary_difference
     if difference is None:
@@ -336,7 +336,7 @@ def canary_of(probe: EngineProbe) -> Finding:
     return found(difference <= 5.0, f"{difference:.2g}")
 
 
-def parity_of(probe: EngineProbe) -> Finding:
+def parity_of(probe: EngineProbe) -> CheckResult:
     """The parity gate's number."""
     if probe.parity is None:
         return unchecked("nothing was sampled")

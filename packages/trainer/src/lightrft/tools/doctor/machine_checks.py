@@ -17,7 +17,7 @@ from pathlib import Path
 from lightrft.cli.preflight import device_files, environment_problems
 from lightrft.engines.factory import ENGINES, engine_facts
 from lightrft.strategy.config import ConfigError
-from lightrft.tools.doctor.check import Check, Finding, check_imports, found, unchecked
+from lightrft.tools.doctor.check import Check, CheckResult, check_imports, found, unchecked
 from lightrft.tools.rewards.sandbox import REMEDIES, Sandbox
 
 GIGABYTE = 1e9
@@ -146,7 +146,7 @@ def installed_version(name: str) -> str | None:
     return None
 
 
-def check_python(numbers: tuple[int, int] = sys.version_info[:2]) -> Finding:
+def check_python(numbers: tuple[int, int] = sys.version_info[:2]) -> CheckResult:
     """The interpreter's version."""
     return found((3, 11) <= numbers < (3, 14), shown_version(numbers))
 
@@ -155,7 +155,7 @@ def version_check(name: str) -> Check:
     """Whether a package is there in a version that this release is tested with."""
     low, high, purpose = VERSIONS[name]
 
-    def examine() -> Finding:
+    def examine() -> CheckResult:
         version = installed_version(name)
         if version is None:
             text = f"not installed (for {purpose})"
@@ -169,7 +169,7 @@ def version_check(name: str) -> Check:
 def import_check(name: str) -> Check:
     """Whether an engine can be imported, in a process of its own: some only print and leave."""
 
-    def examine() -> Finding:
+    def examine() -> CheckResult:
         if importlib.util.find_spec(name) is None:
             return unchecked(f"{name} is not installed")
         done = subprocess.run(
@@ -191,7 +191,7 @@ def import_check(name: str) -> Check:
     )
 
 
-def check_gpu() -> Finding:
+def check_gpu() -> CheckResult:
     """Devices of the driver against those of torch."""
     import torch
 
@@ -202,7 +202,7 @@ def check_gpu() -> Finding:
     return found(seen > 0, f"torch {torch.version.cuda} sees {seen} of {files}: {', '.join(names)}")
 
 
-def check_nccl() -> Finding:
+def check_nccl() -> CheckResult:
     """NCCL's version, as torch was built with it."""
     import torch
 
@@ -210,7 +210,7 @@ def check_nccl() -> Finding:
     return found(version[:2] >= MIN_NCCL, shown_version(version))
 
 
-def check_attention(device_type: str = "cuda") -> Finding:
+def check_attention(device_type: str = "cuda") -> CheckResult:
     """The attention kernel of packed sequences, tried on the device."""
     import torch
 
@@ -222,7 +222,7 @@ def check_attention(device_type: str = "cuda") -> Finding:
     return found(trial.works, trial.packing)
 
 
-def check_kernels() -> Finding:
+def check_kernels() -> CheckResult:
     """The compiled parts of lightrft.kernels."""
     from lightrft.kernels import capabilities
 
@@ -233,7 +233,7 @@ def check_kernels() -> Finding:
     return found(is_built, ", ".join([*parts, f"CPU {have.cpu_capability}"]))
 
 
-def check_gloo(resolve: Callable[[str], str] = socket.gethostbyname) -> Finding:
+def check_gloo(resolve: Callable[[str], str] = socket.gethostbyname) -> CheckResult:
     """The address behind this host's own name, or the interface that was set."""
     import psutil
 
@@ -264,30 +264,30 @@ def check_gloo(resolve: Callable[[str], str] = socket.gethostbyname) -> Finding:
     )
 
 
-def check_environment() -> Finding:
+def check_environment() -> CheckResult:
     """Variables of a launcher."""
     problems = environment_problems()
     return found(not problems, problems[0] if problems else "consistent")
 
 
-def free_space(path: Path, limit: float) -> Finding:
+def free_space(path: Path, limit: float) -> CheckResult:
     """Free bytes of the file system."""
     free = shutil.disk_usage(path).free
     return found(free >= limit, f"{free / GIGABYTE:.1f} GB free in {path}")
 
 
-def check_shared_memory() -> Finding:
+def check_shared_memory() -> CheckResult:
     """NCCL and data loaders exchange through it."""
     path = Path("/dev/shm")
     return free_space(path, MIN_SHARED_MEMORY) if path.is_dir() else unchecked(f"no {path}")
 
 
-def check_disk() -> Finding:
+def check_disk() -> CheckResult:
     """The disk to which runs are written by default."""
     return free_space(Path.cwd(), MIN_DISK)
 
 
-def check_memory(limits: Path = Path("/sys/fs/cgroup/memory.max")) -> Finding:
+def check_memory(limits: Path = Path("/sys/fs/cgroup/memory.max")) -> CheckResult:
     """Available memory of the machine and of the job."""
     import psutil
 
@@ -302,7 +302,7 @@ def check_memory(limits: Path = Path("/sys/fs/cgroup/memory.max")) -> Finding:
     )
 
 
-def check_temporary() -> Finding:
+def check_temporary() -> CheckResult:
     """Written and read back."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"lightrft")
@@ -311,7 +311,7 @@ def check_temporary() -> Finding:
     return found(is_whole, tempfile.gettempdir())
 
 
-def check_sandbox() -> Finding:
+def check_sandbox() -> CheckResult:
     """A program of the sandbox itself has looked for ways out; few runs need one."""
     try:
         with contextlib.closing(Sandbox("bubblewrap")) as sandbox:

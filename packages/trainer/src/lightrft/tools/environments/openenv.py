@@ -21,12 +21,12 @@ from urllib.parse import urlsplit, urlunsplit
 
 from lightrft.rewards.worker import ReportedError
 from lightrft.rollout.environments.calls import TURN_TOOL
-from lightrft.rollout.environments.worker import Adapted, EpisodeLostError, NoRoomError
+from lightrft.rollout.environments.worker import Adapted, EnvironmentFullError, EpisodeLostError
 from lightrft.tools.rewards.http import (
+    ClientRequest,
     HttpClient,
-    HttpError,
-    HttpLimits,
-    HttpRequest,
+    RequestError,
+    RequestLimits,
     finite_numbers,
     parse_json,
 )
@@ -208,7 +208,7 @@ class OpenEnvEpisode(Adapted):
         is_told = isinstance(details, dict)
         if kind in ("reset", "mcp") and is_told and details.get("code") == _FULL:
             self.close()
-            raise NoRoomError(f"OpenEnv at {self._address}: {details.get('message')}")
+            raise EnvironmentFullError(f"OpenEnv at {self._address}: {details.get('message')}")
         harmless = _HARMLESS if kind != "mcp" else (*_HARMLESS, "UNKNOWN_TYPE")
         if found == "error" and is_told and details.get("code") in harmless:
             raise ActionRefusedError(str(details.get("message")))
@@ -275,7 +275,7 @@ def _shown_tools(address: str, step: Mapping[str, object]) -> list[object]:
         try:
             found = OpenEnvEpisode(address).tools()
             break
-        except NoRoomError as error:
+        except EnvironmentFullError as error:
             if time.monotonic() > deadline:
                 raise ReportedError(
                     f"environment openenv: its tools are not known: {error}"
@@ -322,12 +322,12 @@ def _as_text(result: object) -> str:
 
 def _step_schema(address: str) -> Mapping[str, object]:
     """The server's schema of actions as that of a function."""
-    client = HttpClient(HttpLimits(CONNECT_SECONDS, max_bytes=MAX_MESSAGE_BYTES))
+    client = HttpClient(RequestLimits(CONNECT_SECONDS, max_bytes=MAX_MESSAGE_BYTES))
     try:
-        described = parse_json(client.fetch(HttpRequest(address)))
+        described = parse_json(client.fetch(ClientRequest(address)))
         action = dict(cast("Mapping[str, Mapping[str, object]]", described)["action"])
         properties = dict(cast("Mapping[str, object]", action.get("properties") or {}))
-    except (HttpError, ValueError, KeyError, TypeError) as error:
+    except (RequestError, ValueError, KeyError, TypeError) as error:
         raise ReportedError(
             f"environment openenv: {address} does not describe its actions: {error}; expected an "
             "OpenEnv server of version 0.10 or later"

@@ -45,7 +45,7 @@ class Settings(dict[str, object]):
             ) from None
 
 
-class Conversation(Adapted):
+class TurnEnvironment(Adapted):
     """An episode of an environment that answers whole turns; the rewards of its turns add up.
 
     Args:
@@ -162,9 +162,9 @@ def converse(text: str) -> type[Adapted]:
         )
     make = cast("Callable[..., TextEnvironment]", partial(author, **options))
 
-    class Episode(Conversation):
+    class Configured(TurnEnvironment):
         def __init__(self, options: Mapping[str, object] = MappingProxyType({})) -> None:
             super().__init__(make, options)
 
-    Episode.__name__ = author.__name__
-    return Episode
+    Configured.__name__ = author.__name__
+    return Configured

@@ -28,7 +28,7 @@ KL_COEF, ENTROPY_COEF = 0.05, 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class LossRows:
     """Padded rows and what their losses need; per-token tensors are [rows, seq].
 
     Args:
@@ -47,7 +47,7 @@ class Rows:
     returns: Tensor
     media: RowMedia = NO_MEDIA
 
-    def select(self, rows: slice | list[int], device: torch.device) -> Rows:
+    def select(self, rows: slice | list[int], device: torch.device) -> LossRows:
         """Some rows, without the columns that are padding in all of them."""
         width = int(self.attention_mask[rows].sum(dim=1).max())
         prompts = self.media.prompts
@@ -58,11 +58,11 @@ class Rows:
             lambda tensor: tensor[rows, :width].to(device), RowMedia(prompts, self.media.present)
         )
 
-    def at(self, rows: Tensor, columns: Tensor) -> Rows:
+    def at(self, rows: Tensor, columns: Tensor) -> LossRows:
         """Some tokens, as one row: [1, tokens]."""
         return self._changed(lambda tensor: tensor[rows, columns][None], NO_MEDIA)
 
-    def _changed(self, change: Callable[[Tensor], Tensor], media: RowMedia) -> Rows:
+    def _changed(self, change: Callable[[Tensor], Tensor], media: RowMedia) -> LossRows:
         names = (field.name for field in fields(self) if field.name != "media")
         return replace(self, **{name: change(getattr(self, name)) for name in names}, media=media)
 
@@ -73,7 +73,7 @@ def make_rows(
     seed: int = 0,
     prompts: Sequence[EncodedPrompt | None] = (),
     forbidden_ids: Sequence[int] = (),
-) -> Rows:
+) -> LossRows:
     """Random rows of unequal lengths, some of several turns; the response of one does not count.
 
     Args:
@@ -110,7 +110,7 @@ def make_rows(
     if any(prompts):
         # Every forward pass of every rank runs the tower, as it does in a run.
         media = RowMedia(tuple(prompts), frozenset({"image"}))
-    return Rows(
+    return LossRows(
         token_ids=torch.from_numpy(token_ids),
         attention_mask=torch.from_numpy(columns < lengths),
         response_mask=torch.from_numpy(is_response),
@@ -121,7 +121,7 @@ def make_rows(
     )
 
 
-def policy_share(output: ActorOutput, rows: Rows, normalizer: Tensor) -> Tensor:
+def policy_share(output: ActorOutput, rows: LossRows, normalizer: Tensor) -> Tensor:
     """Share of the mean over tokens of -A lp + KL_COEF (lp - ref)^2 / 2 - ENTROPY_COEF H."""
     if output.entropy is None:
         raise RuntimeError("the policy loss needs entropies")
@@ -132,7 +132,7 @@ def policy_share(output: ActorOutput, rows: Rows, normalizer: Tensor) -> Tensor:
     return aggregate(token_loss, rows.response_mask, "token-mean", normalizer)
 
 
-def value_share(values: Tensor, rows: Rows, normalizer: Tensor) -> Tensor:
+def value_share(values: Tensor, rows: LossRows, normalizer: Tensor) -> Tensor:
     """Share of the mean over tokens of (v - returns)^2 / 2."""
     token_loss = torch.where(rows.response_mask, 0.5 * (values - rows.returns).square(), 0.0)
     return aggregate(token_loss, rows.response_mask, "token-mean", normalizer)

@@ -34,7 +34,7 @@ from lightrft.strategy.weight_sync.parameter_source import (
 )
 from lightrft.tools.invariance.batch import (
     NUM_ROWS,
-    Rows,
+    LossRows,
     draw_prompts,
     make_rows,
     policy_share,
@@ -115,7 +115,9 @@ def prepare(
     return ready
 
 
-def take_step(strategy: StrategyBase, ready: PreparedModel, cell: Cell, rows: Rows) -> StepResult:
+def take_step(
+    strategy: StrategyBase, ready: PreparedModel, cell: Cell, rows: LossRows
+) -> StepResult:
     """One optimizer step on this rank's rows."""
     model, optimizer = ready.model, ready.optimizer
     if model is None or optimizer is None:
@@ -140,7 +142,7 @@ def take_step(strategy: StrategyBase, ready: PreparedModel, cell: Cell, rows: Ro
 
 
 def loss_share(
-    model: nn.Module, cell: Cell, micro: Rows, normalizer: Tensor
+    model: nn.Module, cell: Cell, micro: LossRows, normalizer: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return a micro-batch's share of the loss and the model's values that it is made of."""
     if cell.role == "critic":
@@ -204,7 +206,7 @@ def write_reference(path: str, role: Role, file: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in results.items()}, file)
 
 
-def rows_of(path: str) -> tuple[Rows, Rows]:
+def rows_of(path: str) -> tuple[LossRows, LossRows]:
     """The rows of the first and of the second step."""
     config = load_config(path)
     first, second = (

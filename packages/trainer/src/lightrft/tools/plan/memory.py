@@ -38,7 +38,7 @@ FLOAT = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class MemoryTerm:
     """One item of a sum.
 
     Args:
@@ -52,7 +52,7 @@ class Term:
     is_on_host: bool = False
 
 
-def resting(setup: Setup, model: Model) -> Iterator[Term]:
+def resting(setup: Setup, model: Model) -> Iterator[MemoryTerm]:
     """A trained model between updates, once Adam's states exist; gradients are in `peaks`."""
     config, world, c = setup.config, setup.world_size, setup.compute_bytes
     trained, total = model.trained, model.total
@@ -60,10 +60,10 @@ def resting(setup: Setup, model: Model) -> Iterator[Term]:
         stored = c if config.use_mp_opt and c == 2 else FLOAT
         master = FLOAT if stored == 2 else 0
         on_host = config.fsdp_cpu_offload and setup.has_gpu
-        yield Term("weights, sharded", stored * total / world, on_host)
+        yield MemoryTerm("weights, sharded", stored * total / world, on_host)
         moves = setup.has_gpu and config.adam_offload
         moments = moment_bytes(config.adam_8bit)
-        yield Term("Adam's states", (moments + master) * trained / world, on_host or moves)
+        yield MemoryTerm("Adam's states", (moments + master) * trained / world, on_host or moves)
     else:
         yield from _resting_zero(setup, model)
 
@@ -73,24 +73,24 @@ def moment_bytes(is_8bit: bool) -> float:
     return 2 * (1 + FLOAT / 256) if is_8bit else 2 * FLOAT
 
 
-def _resting_zero(setup: Setup, model: Model) -> Iterator[Term]:
+def _resting_zero(setup: Setup, model: Model) -> Iterator[MemoryTerm]:
     """`resting` under a stage of ZeRO."""
     config, world, c = setup.config, setup.world_size, setup.compute_bytes
     trained, total = model.trained, model.total
     stage = config.zero_stage
     on_host = config.adam_offload and setup.has_gpu
     whole = world if stage == 3 else 1
-    yield Term("weights" + (", sharded" if stage == 3 else ""), c * total / whole)
+    yield MemoryTerm("weights" + (", sharded" if stage == 3 else ""), c * total / whole)
     parts = world if stage > 0 else 1
     masters = FLOAT * trained / parts if stage > 0 else 0
-    yield Term("Adam's states", 8 * trained / parts, on_host)
-    yield Term("float32 weights", masters, on_host)
+    yield MemoryTerm("Adam's states", 8 * trained / parts, on_host)
+    yield MemoryTerm("float32 weights", masters, on_host)
     if stage == 1 and c == 2:
-        yield Term("gradients", FLOAT * trained)
+        yield MemoryTerm("gradients", FLOAT * trained)
     if stage == 3:
-        yield Term("gradients, sharded", FLOAT * trained / world, on_host)
-        yield Term("bucket of gradients", FLOAT * min(trained, ZERO_BUCKET))
-        yield Term("small weights, whole", c * model.size.small_parameters)
+        yield MemoryTerm("gradients, sharded", FLOAT * trained / world, on_host)
+        yield MemoryTerm("bucket of gradients", FLOAT * min(trained, ZERO_BUCKET))
+        yield MemoryTerm("small weights, whole", c * model.size.small_parameters)
 
 
 def evaluated(setup: Setup, model: Model) -> float:
@@ -128,34 +128,36 @@ def copied(setup: Setup, model: Model) -> float:
     return setup.compute_bytes * 2 * min(_divided(model), ZERO_BUCKET)
 
 
-def forward_peak(setup: Setup, model: Model, num_rows: int) -> Iterator[Term]:
+def forward_peak(setup: Setup, model: Model, num_rows: int) -> Iterator[MemoryTerm]:
     """A forward pass without gradients."""
     tokens = setup.micro_tokens(num_rows)
     one = Model(model.size, 0, model.scores_tokens, checkpoints=True)
     live = gathered(setup, model)
-    yield Term("gathered weights", live)
+    yield MemoryTerm("gathered weights", live)
     passing = block_bytes(one, tokens, setup.compute_bytes)
     head = head_bytes(setup, model, setup.scored_tokens(num_rows), is_training=False)
     largest = max(passing, head, copied(setup, model) - live)
-    yield Term("activations of a layer, or logits", largest)
-    yield Term("tower: activations of a layer", tower_bytes(setup, one, num_rows))
+    yield MemoryTerm("activations of a layer, or logits", largest)
+    yield MemoryTerm("tower: activations of a layer", tower_bytes(setup, one, num_rows))
 
 
-def train_peak(setup: Setup, model: Model) -> list[Term]:
+def train_peak(setup: Setup, model: Model) -> list[MemoryTerm]:
     """The addition of an update to `resting`, at its largest moment."""
     return max(moments(setup, model), key=lambda terms: sum(t.num_bytes for t in terms))
 
 
-def moments(setup: Setup, model: Model) -> Iterator[list[Term]]:
+def moments(setup: Setup, model: Model) -> Iterator[list[MemoryTerm]]:
     """The addition of an update to `resting` at each moment that may be its largest."""
     rows, c = setup.config.micro_train_batch_size, setup.compute_bytes
     tokens, scored = setup.micro_tokens(rows), setup.scored_tokens(rows)
-    kept = Term("activations", trunk_bytes(model, tokens, c) + tower_bytes(setup, model, rows))
-    head = Term("output layer", head_bytes(setup, model, scored, is_training=True))
-    passing = Term("backward pass of a layer", block_bytes(model, tokens, c))
+    kept = MemoryTerm(
+        "activations", trunk_bytes(model, tokens, c) + tower_bytes(setup, model, rows)
+    )
+    head = MemoryTerm("output layer", head_bytes(setup, model, scored, is_training=True))
+    passing = MemoryTerm("backward pass of a layer", block_bytes(model, tokens, c))
     # A sharded gradient exists from the first micro batch on.
     is_wide = model.scores_tokens and model.trains_all
-    output = Term(
+    output = MemoryTerm(
         "gradient of the output layer", c * model.size.embedding_parameters if is_wide else 0
     )
     of_backend = _fsdp_moments if setup.config.fsdp else _zero_moments
@@ -163,49 +165,54 @@ def moments(setup: Setup, model: Model) -> Iterator[list[Term]]:
 
 
 def _fsdp_moments(
-    setup: Setup, model: Model, kept: Term, head: Term, passing: Term, output: Term
-) -> Iterator[list[Term]]:
+    setup: Setup,
+    model: Model,
+    kept: MemoryTerm,
+    head: MemoryTerm,
+    passing: MemoryTerm,
+    output: MemoryTerm,
+) -> Iterator[list[MemoryTerm]]:
     world, c, unit = setup.world_size, setup.compute_bytes, model.layer
     on_host = setup.config.fsdp_cpu_offload and setup.has_gpu
     is_whole = model.trains_all
-    held = [Term("gradients, sharded", FLOAT * model.trained / world, on_host)]
+    held = [MemoryTerm("gradients, sharded", FLOAT * model.trained / world, on_host)]
     if setup.config.adam_offload and setup.has_gpu and not on_host:
         held.append(
-            Term(
+            MemoryTerm(
                 "Adam's states, back from the host",
                 moment_bytes(setup.config.adam_8bit) * model.trained / world,
             )
         )
-    end = Term("weights of an end", c * model.end)
-    next_layer = Term("gathered layers", c * unit)
+    end = MemoryTerm("weights of an end", c * model.end)
+    next_layer = MemoryTerm("gathered layers", c * unit)
     yield [*held, kept, head, end, output, next_layer]
     one_layer = kept.num_bytes / max(1, model.size.num_layers)
-    rest = Term(kept.name, max(0.0, kept.num_bytes - one_layer))
+    rest = MemoryTerm(kept.name, max(0.0, kept.num_bytes - one_layer))
     # The root unit, which has what is shared or has no unit of its own, stays until its turn.
     waiting = () if model.has_own_head else (end, output)
     # What arrives is copied: for the layer before, unless its gradients take that room.
-    layers = Term("gathered layers", (2 if is_whole else 3) * c * unit)
-    gradients = Term("a layer's gradients", (c + FLOAT) * unit if is_whole else 0)
+    layers = MemoryTerm("gathered layers", (2 if is_whole else 3) * c * unit)
+    gradients = MemoryTerm("a layer's gradients", (c + FLOAT) * unit if is_whole else 0)
     yield [*held, rest, passing, *waiting, layers, gradients]
     if not is_whole:
-        left = Term(head.name, kept_head_bytes(setup, model))
-        yield [*held, kept, left, Term("end, gathered twice", 2 * c * model.end), next_layer]
+        left = MemoryTerm(head.name, kept_head_bytes(setup, model))
+        yield [*held, kept, left, MemoryTerm("end, gathered twice", 2 * c * model.end), next_layer]
         return
     # Gloo copies what it reduces.
     copies = 1 if setup.has_gpu else 2
     widest = min(model.size.embedding_parameters, model.end)
     after = max(c * model.end, c * widest + FLOAT * model.end / world)
-    reduced = Term("gradients of an end", copies * FLOAT * model.end + after)
-    yield [*held, reduced, Term("a layer's gradients", FLOAT * unit * (1 + 1 / world))]
+    reduced = MemoryTerm("gradients of an end", copies * FLOAT * model.end + after)
+    yield [*held, reduced, MemoryTerm("a layer's gradients", FLOAT * unit * (1 + 1 / world))]
     if model.has_own_head:
-        yield [*held, kept, reduced, Term("gathered layers", 1.5 * c * unit)]
+        yield [*held, kept, reduced, MemoryTerm("gathered layers", 1.5 * c * unit)]
     if model.has_own_head and setup.has_gpu:
         # Reduced beside the backward pass of the last layer.
-        beside = Term("gradients of an end", FLOAT * model.end)
-        yield [*held, kept, passing, beside, layers, Term("a layer's gradients", c * unit)]
+        beside = MemoryTerm("gradients of an end", FLOAT * model.end)
+        yield [*held, kept, passing, beside, layers, MemoryTerm("a layer's gradients", c * unit)]
     if gradients_of_one_tensor(model) > 1:
-        summed = Term("gradients of an end", 4 * c * model.end)
-        yield [*held, summed, Term("a layer's gradients", FLOAT * unit)]
+        summed = MemoryTerm("gradients of an end", 4 * c * model.end)
+        yield [*held, summed, MemoryTerm("a layer's gradients", FLOAT * unit)]
 
 
 def gradients_of_one_tensor(model: Model) -> int:
@@ -216,8 +223,13 @@ def gradients_of_one_tensor(model: Model) -> int:
 
 
 def _zero_moments(
-    setup: Setup, model: Model, kept: Term, head: Term, passing: Term, output: Term
-) -> Iterator[list[Term]]:
+    setup: Setup,
+    model: Model,
+    kept: MemoryTerm,
+    head: MemoryTerm,
+    passing: MemoryTerm,
+    output: MemoryTerm,
+) -> Iterator[list[MemoryTerm]]:
     config, c, trained = setup.config, setup.compute_bytes, model.trained
     stage, world = config.zero_stage, setup.world_size
     bucket = min(trained, ZERO_BUCKET)
@@ -225,54 +237,63 @@ def _zero_moments(
     left = 1 - bucket / max(1, trained)
     on_host = config.adam_offload and setup.has_gpu
     if stage == 0:
-        held = [Term("gradients", FLOAT * trained)]
+        held = [MemoryTerm("gradients", FLOAT * trained)]
         yield [*held, kept, head, output]
         yield [*held, kept, passing]
         return
     if stage == 1:
         yield from _zero1_moments(setup, model, kept, head, passing, output)
         return
-    live = Term("gathered weights", gathered(setup, model))
+    live = MemoryTerm("gathered weights", gathered(setup, model))
     twice = 2 if config.overlap_comm else 1
     if stage == 2:
-        sums = Term("gradients, sharded", FLOAT * trained / world, on_host)
+        sums = MemoryTerm("gradients, sharded", FLOAT * trained / world, on_host)
         wide = FLOAT if c == 2 else 0
-        buckets = Term("buckets of gradients", (twice * c + c + wide) * bucket)
+        buckets = MemoryTerm("buckets of gradients", (twice * c + c + wide) * bucket)
         # Two masks say of each number whether it is finite.
-        step = [sums, Term("gradients of the step", (FLOAT + 2) * trained / world, on_host)]
+        step = [sums, MemoryTerm("gradients of the step", (FLOAT + 2) * trained / world, on_host)]
     else:
-        sums = Term("small gradients", 0.0)
-        buckets = Term("copies of the bucket", (1 + twice) * FLOAT * bucket)
+        sums = MemoryTerm("small gradients", 0.0)
+        buckets = MemoryTerm("copies of the bucket", (1 + twice) * FLOAT * bucket)
         step = []
     yield [sums, kept, head, live, output]
-    share = [Term(t.name, left * t.num_bytes) for t in (kept, live)]
+    share = [MemoryTerm(t.name, left * t.num_bytes) for t in (kept, live)]
     embedding, num_gradients = c * model.size.embedding_parameters, gradients_of_one_tensor(model)
     largest = embedding if stage == 3 and num_gradients else 0
-    yield [sums, *share, passing, buckets, Term("gradient of one tensor", largest)]
+    yield [sums, *share, passing, buckets, MemoryTerm("gradient of one tensor", largest)]
     if stage == 2 and num_gradients > 1:
         # The sum lies in the bucket, and is copied on its way out.
-        filled = Term(buckets.name, c * bucket + embedding)
-        yield [filled, Term("gradient of one tensor", num_gradients * embedding)]
+        filled = MemoryTerm(buckets.name, c * bucket + embedding)
+        yield [filled, MemoryTerm("gradient of one tensor", num_gradients * embedding)]
     if stage == 3:
-        yield [sums, Term("gathered weights", copied(setup, model))]
+        yield [sums, MemoryTerm("gathered weights", copied(setup, model))]
     yield step
 
 
 def _zero1_moments(
-    setup: Setup, model: Model, kept: Term, head: Term, passing: Term, output: Term
-) -> Iterator[list[Term]]:
+    setup: Setup,
+    model: Model,
+    kept: MemoryTerm,
+    head: MemoryTerm,
+    passing: MemoryTerm,
+    output: MemoryTerm,
+) -> Iterator[list[MemoryTerm]]:
     c, trained = setup.compute_bytes, model.trained
     if c == 2:
         # The float32 sums are in `resting`; they are reduced by way of a copy.
-        narrow = Term("gradients in bfloat16", c * trained)
+        narrow = MemoryTerm("gradients in bfloat16", c * trained)
         yield [kept, head, output]
-        yield [narrow, passing, Term("bucket of gradients", FLOAT * min(trained, ZERO1_BUCKET))]
+        yield [
+            narrow,
+            passing,
+            MemoryTerm("bucket of gradients", FLOAT * min(trained, ZERO1_BUCKET)),
+        ]
         return
-    bucket = Term("bucket of gradients", FLOAT * min(trained, ZERO_BUCKET))
-    whole = Term("gradients", FLOAT * trained)
+    bucket = MemoryTerm("bucket of gradients", FLOAT * min(trained, ZERO_BUCKET))
+    whole = MemoryTerm("gradients", FLOAT * trained)
     yield [whole, bucket, kept, head, output]
     embedding = c * model.size.embedding_parameters
-    largest = Term("gradient of one tensor", gradients_of_one_tensor(model) * embedding)
+    largest = MemoryTerm("gradient of one tensor", gradients_of_one_tensor(model) * embedding)
     yield [whole, bucket, passing, largest]
 
 
@@ -408,7 +429,7 @@ class Phase:
     """
 
     name: str
-    terms: tuple[Term, ...]
+    terms: tuple[MemoryTerm, ...]
 
     @property
     def device_bytes(self) -> float:
@@ -505,9 +526,11 @@ def plan_memory(setup: Setup) -> MemoryPlan:
     if not setup.rolls_out:
         return MemoryPlan(setup, tuple(_given_phases(setup)))
     always = [*_context(setup), *model_terms(setup)]
-    asleep = [Term("engine: graphs", asleep_bytes(setup))]
+    asleep = [MemoryTerm("engine: graphs", asleep_bytes(setup))]
     if setup.num_apart and setup.has_gpu:  # the base is not sent again
-        weights = [Term(f"{t.name}, asleep", t.num_bytes, True) for t in _engine_weights(setup)]
+        weights = [
+            MemoryTerm(f"{t.name}, asleep", t.num_bytes, True) for t in _engine_weights(setup)
+        ]
         asleep += weights
     if not _sleeps(setup):  # the embedded engine has a cache while it samples
         asleep = list(_engine(setup) if setup.has_server_engine else _engine_weights(setup))
@@ -561,7 +584,7 @@ def _given_phases(setup: Setup) -> Iterator[Phase]:
     yield Phase("save", (*always, *_saving(setup)))
 
 
-def rank_bytes(terms: Sequence[Term]) -> float:
+def rank_bytes(terms: Sequence[MemoryTerm]) -> float:
     """The sum of what lies on the device."""
     return sum(term.num_bytes for term in terms if not term.is_on_host)
 
@@ -576,22 +599,22 @@ def fitting_share(plan: MemoryPlan) -> float | None:
     return working_share(setup, trainer, plan.usable_bytes)
 
 
-def _context(setup: Setup) -> Iterator[Term]:
+def _context(setup: Setup) -> Iterator[MemoryTerm]:
     if setup.has_gpu:
-        yield Term(CONTEXT, constant("context_gb") * GB)
+        yield MemoryTerm(CONTEXT, constant("context_gb") * GB)
 
 
-def model_terms(setup: Setup) -> Iterator[Term]:
+def model_terms(setup: Setup) -> Iterator[MemoryTerm]:
     """Yield what the models of a run hold in memory."""
     yield from resting(setup, setup.actor)
     if setup.critic is not None:
         for term in resting(setup, setup.critic):
-            yield Term(f"critic: {term.name}", term.num_bytes, term.is_on_host)
+            yield MemoryTerm(f"critic: {term.name}", term.num_bytes, term.is_on_host)
     for name, model in setup.evaluated.items():
-        yield Term(name, evaluated(setup, model))
+        yield MemoryTerm(name, evaluated(setup, model))
     if setup.judge is not None:
         # In the process of each rank's judge, on the host.
-        yield Term("judge", FLOAT * setup.judge.parameters, is_on_host=setup.has_gpu)
+        yield MemoryTerm("judge", FLOAT * setup.judge.parameters, is_on_host=setup.has_gpu)
 
 
 def _sleeps(setup: Setup) -> bool:
@@ -606,44 +629,44 @@ def _shares_memory(setup: Setup) -> bool:
     return is_whole and is_alike and config.lora_rank == 0
 
 
-def _engine_weights(setup: Setup) -> Iterator[Term]:
+def _engine_weights(setup: Setup) -> Iterator[MemoryTerm]:
     total = setup.compute_bytes * (setup.actor_size.parameters + setup.num_apart)
     if setup.has_server_engine:
-        yield Term("engine: weights", total / setup.config.engine_tp_size)
+        yield MemoryTerm("engine: weights", total / setup.config.engine_tp_size)
     elif setup.engine and not _shares_memory(setup):  # else other ranks generate
-        yield Term("engine: weights", total)
+        yield MemoryTerm("engine: weights", total)
 
 
-def _engine(setup: Setup) -> Iterator[Term]:
+def _engine(setup: Setup) -> Iterator[MemoryTerm]:
     if not setup.engine:  # other ranks generate
         return
     room = engine_room(setup)
     if room is not None and setup.has_gpu:
-        yield Term("engine: weights", room.weight_bytes)
-        yield Term("engine: graphs", room.graph_bytes)
-        yield Term("engine: activations", room.activation_bytes)
+        yield MemoryTerm("engine: weights", room.weight_bytes)
+        yield MemoryTerm("engine: graphs", room.graph_bytes)
+        yield MemoryTerm("engine: activations", room.activation_bytes)
         rest = max(0.0, room.share_bytes - room.fixed_bytes)
-        yield Term(f"engine: keys and values of {room.rows:.0f} rows", rest)
+        yield MemoryTerm(f"engine: keys and values of {room.rows:.0f} rows", rest)
         return
     yield from _engine_weights(setup)
     tokens = setup.samples_in_flight * setup.row_tokens
-    yield Term("engine: keys and values", tokens * setup.cache_bytes)
+    yield MemoryTerm("engine: keys and values", tokens * setup.cache_bytes)
 
 
-def _waking(setup: Setup) -> Iterator[Term]:
+def _waking(setup: Setup) -> Iterator[MemoryTerm]:
     """Of an engine that takes weights before it has a cache again."""
     yield from _engine_weights(setup)
-    yield Term("engine: graphs", asleep_bytes(setup))
+    yield MemoryTerm("engine: graphs", asleep_bytes(setup))
 
 
-def _buckets(setup: Setup) -> Iterator[Term]:
+def _buckets(setup: Setup) -> Iterator[MemoryTerm]:
     size = NUM_BUCKETS * setup.config.weight_bucket_mb * MEGABYTE
     total = setup.compute_bytes * setup.num_sent
     if not _shares_memory(setup):
-        yield Term("buckets of weights", min(size, NUM_BUCKETS * total))
+        yield MemoryTerm("buckets of weights", min(size, NUM_BUCKETS * total))
 
 
-def _loading(setup: Setup) -> Iterator[Term]:
+def _loading(setup: Setup) -> Iterator[MemoryTerm]:
     """Sharding takes whole weights from the host, unless ranks read their own rows: then adapters.
 
     Actor and critic are read together, then each other model once those before it are placed,
@@ -658,29 +681,29 @@ def _loading(setup: Setup) -> Iterator[Term]:
     if setup.builds_on_meta:
         read = max(rewards, setup.actor.adapters)
     name = "whole float32 weights, on the way"
-    yield Term(name, FLOAT * read, is_on_host=setup.has_gpu)
+    yield MemoryTerm(name, FLOAT * read, is_on_host=setup.has_gpu)
     if not setup.config.fsdp and setup.config.zero_stage == 3:
         # DeepSpeed places a model on the device as a whole.
         whole = setup.compute_bytes * max(m.total for m in (setup.actor, *models.values()))
-        yield Term("a whole model, before it is divided", whole)
+        yield MemoryTerm("a whole model, before it is divided", whole)
 
 
-def _scoring(setup: Setup, rows: int) -> list[Term]:
+def _scoring(setup: Setup, rows: int) -> list[MemoryTerm]:
     models = [setup.actor, *setup.evaluated.values()]
     models += [] if setup.critic is None else [setup.critic]
     return max((list(forward_peak(setup, model, rows)) for model in models), key=rank_bytes)
 
 
-def _training(setup: Setup) -> list[Term]:
+def _training(setup: Setup) -> list[MemoryTerm]:
     """Actor and critic take turns, and gradients are gone after each."""
     models = [setup.actor] if setup.critic is None else [setup.actor, setup.critic]
     return max((train_peak(setup, model) for model in models), key=rank_bytes)
 
 
-def _saving(setup: Setup) -> Iterator[Term]:
+def _saving(setup: Setup) -> Iterator[MemoryTerm]:
     largest = max(setup.actor_size.embedding_parameters, setup.actor_size.layer_parameters)
     if gathered(setup, setup.actor):
-        yield Term("one whole tensor", 4 * largest)
+        yield MemoryTerm("one whole tensor", 4 * largest)
     # The first rank of all collects what it exports; with adapters in float32, and merged anew.
     actor, c = setup.actor, setup.compute_bytes
     kept = c * actor.stored
@@ -688,7 +711,7 @@ def _saving(setup: Setup) -> Iterator[Term]:
         changed = actor.stored if c < FLOAT else setup.actor_size.num_layers * actor.layer
         kept = FLOAT * actor.total + c * changed
     share = kept / setup.ranks_per_node
-    yield Term("the exported model, on the first rank", share, is_on_host=setup.has_gpu)
+    yield MemoryTerm("the exported model, on the first rank", share, is_on_host=setup.has_gpu)
 
 
 def gigabytes(num_bytes: float) -> str:

@@ -54,7 +54,7 @@ def build_tokenizer(task: Task) -> PreTrainedTokenizerBase:
 
 
 @dataclass(frozen=True, slots=True)
-class Student:
+class ImitationModel:
     """The model that imitates, with its tokenizer.
 
     Args:
@@ -80,7 +80,7 @@ class Student:
         save_checked(self.model, self.tokenizer, directory, sample=sample, processor=self.processor)
 
 
-def build_student(task: Task, *, seed: int, width: int = 64) -> Student:
+def build_student(task: Task, *, seed: int, width: int = 64) -> ImitationModel:
     """A random model of less than half a million parameters; `width` of its layers, of text alone.
 
     The usual initializer_range of 0.02 is too small at this width: the warm start then ends with
@@ -90,7 +90,7 @@ def build_student(task: Task, *, seed: int, width: int = 64) -> Student:
     tokenizer = build_tokenizer(task)
     if task.media_model is not None:
         model, processor = task.media_model.build(seed, tokenizer)
-        return Student(model, tokenizer, processor, task.media_model)
+        return ImitationModel(model, tokenizer, processor, task.media_model)
     config = Qwen3Config(
         vocab_size=(len(tokenizer) + 31) // 32 * 32,
         hidden_size=width,
@@ -104,11 +104,11 @@ def build_student(task: Task, *, seed: int, width: int = 64) -> Student:
         initializer_range=0.08,
         tie_word_embeddings=False,
     )
-    return Student(random_model(config, tokenizer, seed), tokenizer)
+    return ImitationModel(random_model(config, tokenizer, seed), tokenizer)
 
 
 def imitate(
-    student: Student,
+    student: ImitationModel,
     task: Task,
     on_step: Callable[[int, float], None],
     *,

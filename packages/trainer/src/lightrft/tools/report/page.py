@@ -14,7 +14,7 @@ from lightrft.tools.report.charts import Chart, format_number, library_address, 
 from lightrft.tools.report.run_data import RunData, read_run
 from lightrft.tools.report.sample_page import (
     QUANTITIES,
-    Choice,
+    SampleChoice,
     by_prompt,
     choose_samples,
     choose_tokens,
@@ -163,7 +163,7 @@ def fill_template(
         script=Path(__file__).with_name(SCRIPT).read_text("utf-8"),
         page_data={
             "charts": [chart.as_json() for chart in charts],
-            "tokens": tokens.steps if isinstance(tokens, Choice) else {},
+            "tokens": tokens.steps if isinstance(tokens, SampleChoice) else {},
         },
     )
 

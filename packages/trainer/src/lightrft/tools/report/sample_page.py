@@ -37,7 +37,7 @@ Sample = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampleChoice:
     """The shown part of a file of samples.
 
     Args:
@@ -54,7 +54,7 @@ class Choice:
     telling_step: int | None = None
 
 
-def choose_samples(folder: Path) -> Choice:
+def choose_samples(folder: Path) -> SampleChoice:
     """Samples of up to 24 steps, lowest reward first, the last and the telling step among them."""
     return _choose(
         JsonLines(folder / SAMPLES_FILE),
@@ -74,7 +74,7 @@ def by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
     return list(groups.values())
 
 
-def choose_tokens(folder: Path) -> Choice:
+def choose_tokens(folder: Path) -> SampleChoice:
     """Samples of up to 12 steps token by token, the last and the telling step among them."""
     return _choose(
         JsonLines(folder / TRAJECTORIES_FILE),
@@ -138,7 +138,7 @@ def _choose(
     max_steps: int,
     max_samples: int,
     budget: int,
-) -> Choice:
+) -> SampleChoice:
     """The newest of some steps, evenly spaced, whose samples fit into the budget.
 
     The file is read twice, line by line: it may be larger than memory.
@@ -163,7 +163,7 @@ def _choose(
             shown[step] = samples
     shown = dict(sorted(shown.items(), reverse=True))
     first = telling if telling in shown else next(iter(shown), None)
-    return Choice(shown, len(steps), lines.num_unreadable, first)
+    return SampleChoice(shown, len(steps), lines.num_unreadable, first)
 
 
 def _reward_spreads(lines: JsonLines, max_samples: int) -> dict[int, float]:

@@ -81,7 +81,7 @@ def serving(folders: Sequence[Path], *, port: int = 0) -> Iterator[ThreadingHTTP
     page = LivePage(folders)
     page.text()
     try:
-        server = _Server((ADDRESS, port), _handler(page))
+        server = _PageServer((ADDRESS, port), _handler(page))
     except (OSError, OverflowError) as error:
         raise UsageError(
             f"--port {port}: cannot be used: {error}; choose another, or leave it out"
@@ -92,7 +92,7 @@ def serving(folders: Sequence[Path], *, port: int = 0) -> Iterator[ThreadingHTTP
         server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
+class _PageServer(ThreadingHTTPServer):
     """A server with a bounded number of connections."""
 
     daemon_threads = True
@@ -124,7 +124,7 @@ def _handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
         "/version": ("text/plain; charset=utf-8", lambda: page.version().encode()),
     }
 
-    class Handler(BaseHTTPRequestHandler):
+    class PageHandler(BaseHTTPRequestHandler):
         """Gives the page and its version to whoever asks this address by its own name."""
 
         timeout = REQUEST_SECONDS
@@ -162,4 +162,4 @@ def _handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
         def log_message(self, format: str, *args: object) -> None:
             """Nobody waits for these lines."""
 
-    return Handler
+    return PageHandler

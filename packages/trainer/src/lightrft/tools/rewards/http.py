@@ -2,7 +2,7 @@
 
 A request is repeated while the service is busy or not there, and all of that (connecting, sending,
 waiting, reading, pauses) happens inside one deadline. Answers are bounded, never compressed and
-never redirected. Whatever goes wrong is an `HttpError` of one line without credentials.
+never redirected. Whatever goes wrong is an `RequestError` of one line without credentials.
 
 httpx is imported at the first request.
 """
@@ -40,7 +40,7 @@ _SAID_BYTES = 800
 _MIN_HIDDEN_CHARACTERS = 8
 
 
-class HttpError(Exception):
+class RequestError(Exception):
     """A request that got no usable answer.
 
     Args:
@@ -65,7 +65,7 @@ class HttpError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class HttpLimits:
+class RequestLimits:
     """Limits of one request.
 
     Args:
@@ -82,7 +82,7 @@ class HttpLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class HttpRequest:
+class ClientRequest:
     """One request.
 
     Args:
@@ -127,7 +127,7 @@ class HttpClient:
             machine's own addresses.
     """
 
-    def __init__(self, limits: HttpLimits, *, uses_environment: bool = False) -> None:
+    def __init__(self, limits: RequestLimits, *, uses_environment: bool = False) -> None:
         self.limits = limits
         self._uses_environment = uses_environment
         self._lock = threading.Lock()
@@ -136,17 +136,17 @@ class HttpClient:
         self._slots: asyncio.Semaphore | None = None
         self._clients: dict[tuple[bool, bool], httpx.AsyncClient] = {}
 
-    def fetch(self, request: HttpRequest) -> bytes:
+    def fetch(self, request: ClientRequest) -> bytes:
         """The body of a successful answer, without the credentials that were sent.
 
         Raises:
-            HttpError: There is none.
+            RequestError: There is none.
         """
         return self._run(self._fetch(request, []))
 
     def fetch_all(
-        self, requests: Sequence[HttpRequest], *, seconds: list[float] | None = None
-    ) -> list[bytes | HttpError]:
+        self, requests: Sequence[ClientRequest], *, seconds: list[float] | None = None
+    ) -> list[bytes | RequestError]:
         """The body of each answer, or what went wrong with it; one deadline for all.
 
         Args:
@@ -155,13 +155,13 @@ class HttpClient:
         """
         taken = [] if seconds is None else seconds
 
-        async def fetch_one(request: HttpRequest) -> bytes | HttpError:
+        async def fetch_one(request: ClientRequest) -> bytes | RequestError:
             try:
                 return await self._fetch(request, taken)
-            except HttpError as error:
+            except RequestError as error:
                 return error
 
-        async def gather() -> list[bytes | HttpError]:
+        async def gather() -> list[bytes | RequestError]:
             return list(await asyncio.gather(*map(fetch_one, requests)))
 
         return self._run(gather())
@@ -193,14 +193,14 @@ class HttpClient:
             loop = self._loop
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
-    async def _fetch(self, request: HttpRequest, taken: list[float]) -> bytes:
+    async def _fetch(self, request: ClientRequest, taken: list[float]) -> bytes:
         """Repeats until there is an answer, the request is refused, or time is over.
 
         How long it took, without waiting for its turn, is added to `taken`.
         """
         seconds, shown = self.limits.total_seconds, shown_address(request.url)
         num_attempts, num_garbled, pause = 0, 0, FIRST_WAIT_SECONDS
-        last: HttpError | None = None
+        last: RequestError | None = None
         assert self._slots is not None
         try:
             async with asyncio.timeout(seconds) as deadline, self._slots, _timed(taken):
@@ -208,12 +208,12 @@ class HttpClient:
                     num_attempts += 1
                     try:
                         return await self._attempt(request)
-                    except HttpError as error:
+                    except RequestError as error:
                         last = error
                     num_garbled += last.is_garbled
                     if not last.is_temporary or num_garbled == MAX_GARBLED_ANSWERS:
                         said = request.without_credentials(str(last))
-                        raise HttpError(f"{shown}: {said}") from last
+                        raise RequestError(f"{shown}: {said}") from last
                     wait = max(pause, last.wait_seconds)
                     ends = deadline.when() or math.inf
                     if asyncio.get_running_loop().time() + wait >= ends:
@@ -222,12 +222,12 @@ class HttpClient:
                     pause = min(2 * pause, MAX_WAIT_SECONDS)
         except TimeoutError:
             reason = "" if last is None else f": {request.without_credentials(str(last))}"
-            raise HttpError(
+            raise RequestError(
                 f"{shown} gave no answer within {seconds:g} s and {num_attempts} attempts{reason}",
                 is_temporary=True,
             ) from None
 
-    async def _attempt(self, request: HttpRequest) -> bytes:
+    async def _attempt(self, request: ClientRequest) -> bytes:
         import httpx
 
         try:
@@ -242,16 +242,16 @@ class HttpClient:
             finally:
                 await answer.aclose()
         except httpx.RemoteProtocolError as err:
-            raise HttpError(
+            raise RequestError(
                 f"no HTTP answer: {one_line(str(err))}", is_temporary=True, is_garbled=True
             ) from None
         except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as err:
-            raise HttpError(f"the request cannot be sent: {type(err).__name__}") from None
+            raise RequestError(f"the request cannot be sent: {type(err).__name__}") from None
         except (httpx.HTTPError, httpx.StreamError, OSError) as err:
             said = one_line(str(err)) or type(err).__name__
-            raise HttpError(said, is_temporary=True) from None
+            raise RequestError(said, is_temporary=True) from None
         except ValueError as err:  # host names and header values that cannot be encoded
-            raise HttpError(f"the request cannot be sent: {type(err).__name__}") from None
+            raise RequestError(f"the request cannot be sent: {type(err).__name__}") from None
 
     def _client(self, url: str) -> "httpx.AsyncClient":
         import httpx
@@ -290,23 +290,23 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def _read(answer: "httpx.Response", request: HttpRequest, max_bytes: int) -> bytes:
+async def _read(answer: "httpx.Response", request: ClientRequest, max_bytes: int) -> bytes:
     """The body, if the status is that of success."""
     if 300 <= answer.status_code < 400:
-        raise HttpError(
+        raise RequestError(
             f"status {answer.status_code}: redirects are not followed, give the final address"
         )
     is_right = answer.is_success
     if is_right and "content-encoding" in answer.headers:
         # Unpacking could multiply its size before any limit acts.
-        raise HttpError("the answer is compressed, although that was not asked for")
+        raise RequestError("the answer is compressed, although that was not asked for")
     data = bytearray()
     async for chunk in answer.aiter_raw():
         data += chunk
         if not is_right and len(data) >= 2 * _SAID_BYTES:
             break
         if len(data) > max_bytes:
-            raise HttpError(f"the answer is longer than {max_bytes} bytes")
+            raise RequestError(f"the answer is longer than {max_bytes} bytes")
     # As latin-1 every byte stays itself. Before anything is cut off: half a key is too much of it.
     shortest = _MIN_HIDDEN_CHARACTERS if is_right else 1
     text = request.without_credentials(data.decode("latin-1"), shortest=shortest)
@@ -315,7 +315,7 @@ async def _read(answer: "httpx.Response", request: HttpRequest, max_bytes: int) 
         return body
     said = one_line(body[:_SAID_BYTES].decode(errors="replace"))
     status = answer.status_code
-    raise HttpError(
+    raise RequestError(
         f"status {status}, {said!r}" if said else f"status {status}",
         is_temporary=status in TEMPORARY_STATUSES,
         wait_seconds=_wait_seconds(answer.headers.get("retry-after", "")),

@@ -30,15 +30,15 @@ from lightrft.rewards.types import (
 )
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.http import (
+    ClientRequest,
     HttpClient,
-    HttpError,
-    HttpLimits,
-    HttpRequest,
+    RequestError,
+    RequestLimits,
     parse_json,
     shown_address,
 )
 from lightrft.tools.rewards.judge_model import JudgeModel, JudgePolicy
-from lightrft.tools.rewards.judge_questions import Question, Style, Task, load_style
+from lightrft.tools.rewards.judge_questions import JudgedPrompt, Question, Style, load_style
 from lightrft.tools.rewards.remote import service_address
 from lightrft.tools.rewards.verdicts import VERDICTS, verdict_style
 
@@ -49,7 +49,7 @@ _PRICES = ("input", "output")
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class JudgeReply:
     """The text of an answer, and the tokens that the server counted (0 if it does not)."""
 
     content: str
@@ -70,7 +70,7 @@ class _Costs:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class _Server(Protocol):
+class _JudgeServer(Protocol):
     """A model that answers: its name in errors, and bytes that its answers follow from.
 
     Args:
@@ -83,7 +83,7 @@ class _Server(Protocol):
 
     def answers(
         self, bodies: Sequence[bytes], *, seconds: list[float]
-    ) -> Sequence[bytes | HttpError]:
+    ) -> Sequence[bytes | RequestError]:
         """See `JudgeModel.answers`."""
         ...
 
@@ -111,7 +111,7 @@ class _ServedJudge:
         if key:
             self._headers["authorization"] = f"Bearer {key}"
         self._client = HttpClient(
-            HttpLimits(
+            RequestLimits(
                 config.reward_timeout_seconds, max_bytes=MAX_ANSWER_BYTES, concurrency=CONCURRENCY
             ),
             uses_environment=True,
@@ -119,9 +119,9 @@ class _ServedJudge:
 
     def answers(
         self, bodies: Sequence[bytes], *, seconds: list[float]
-    ) -> Sequence[bytes | HttpError]:
+    ) -> Sequence[bytes | RequestError]:
         """See `JudgeModel.answers`."""
-        requests = [HttpRequest(self._url, body, headers=self._headers) for body in bodies]
+        requests = [ClientRequest(self._url, body, headers=self._headers) for body in bodies]
         return self._client.fetch_all(requests, seconds=seconds)
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class JudgeReward:
         self.server = self._open(config)
         self._cache = AnswerCache(Path(config.output_dir) / CACHE_FOLDER)
 
-    def _open(self, config: TrainConfig) -> _Server:
+    def _open(self, config: TrainConfig) -> _JudgeServer:
         if config.judge_url is not None:
             return _ServedJudge(config.judge_url, config)
         if config.judges_by_policy:
@@ -205,7 +205,7 @@ class JudgeReward:
             bodies = [self._body(each.text, media[each.index]) for each in questions]
             return self._answers(questions, bodies)
 
-        tasks = [Task(prompt, label) for prompt, label in zip(prompts, labels, strict=True)]
+        tasks = [JudgedPrompt(prompt, label) for prompt, label in zip(prompts, labels, strict=True)]
         return self._style.grade(tasks, responses, ask)
 
     def take_tallies(self) -> Tallies:
@@ -285,7 +285,7 @@ class JudgeReward:
             self._costs.seconds += sum(seconds)
         problems: dict[str, str] = {}
         for (key, (question, _)), answer in zip(asked.items(), answers, strict=True):
-            if isinstance(answer, HttpError):
+            if isinstance(answer, RequestError):
                 problems[key] = str(answer)
                 continue
             try:
@@ -313,7 +313,7 @@ def _checked_prices(prices: Mapping[str, object]) -> dict[str, float]:
     return {name: float(str(price)) for name, price in prices.items()}
 
 
-def read_completion(answer: bytes) -> Completion:
+def read_completion(answer: bytes) -> JudgeReply:
     """The text of a chat completion, and its tokens.
 
     Raises:
@@ -339,7 +339,7 @@ def read_completion(answer: bytes) -> Completion:
         for name in ("prompt_tokens", "completion_tokens")
         for count in ((usage.get(name) if isinstance(usage, dict) else 0),)
     ]
-    return Completion(content, *counts)
+    return JudgeReply(content, *counts)
 
 
 class AnswerCache:

@@ -17,7 +17,7 @@ from lightrft.rewards.types import RewardError
 from lightrft.rewards.worker import ReportedError
 from lightrft.run.provenance import fingerprint, tokenizer_hash
 from lightrft.strategy.config import ConfigError
-from lightrft.tools.rewards.http import HttpError
+from lightrft.tools.rewards.http import RequestError
 from lightrft.tools.serve.chat_model import NO_TURNS, ChatModel, judge_tokens
 
 # Of computing or waiting, for large weights on a slow disk.
@@ -66,15 +66,15 @@ class JudgeModel:
 
     def answers(
         self, bodies: Sequence[bytes], *, seconds: list[float]
-    ) -> Sequence[bytes | HttpError]:
+    ) -> Sequence[bytes | RequestError]:
         """The body of each answer, or what went wrong with it; one deadline for all.
 
         Args:
             bodies: Of the requests.
             seconds: Receives how long each answer took.
         """
-        left, found = self._seconds, list[bytes | HttpError]()
-        problem: HttpError | None = None
+        left, found = self._seconds, list[bytes | RequestError]()
+        problem: RequestError | None = None
         for body in bodies:
             if problem is None:
                 try:
@@ -82,12 +82,12 @@ class JudgeModel:
                         "tuple[str, float]", self.workers.call(body, seconds=max(left, 0.0))
                     )
                 except WorkerTimeoutError:
-                    problem = HttpError(
+                    problem = RequestError(
                         f"{len(bodies)} questions were not answered within {self._seconds:g} s: "
                         "raise --reward_timeout_seconds"
                     )
                 except WorkerFailedError as err:
-                    refusal = HttpError(str(err))
+                    refusal = RequestError(str(err))
                     if err.kind:  # of this question; the worker lives
                         found.append(refusal)
                         continue
@@ -134,7 +134,7 @@ class JudgePolicy:
             raise ConfigError(f"judge_model policy: {NO_TURNS} ({str(err)[:200]})") from err
         self._chat, self._rules = chat, chat.rules
         self._engine: RolloutEngine | None = None
-        self._answers: dict[bytes, bytes | HttpError] = {}
+        self._answers: dict[bytes, bytes | RequestError] = {}
         self._version = -1
         self.shown, self.identity = "policy", b"policy"
 
@@ -146,7 +146,7 @@ class JudgePolicy:
 
     def answers(
         self, bodies: Sequence[bytes], *, seconds: list[float]
-    ) -> Sequence[bytes | HttpError]:
+    ) -> Sequence[bytes | RequestError]:
         """See `JudgeModel.answers`.
 
         Raises:
@@ -167,7 +167,7 @@ class JudgePolicy:
             taken = time.perf_counter() - began
             seconds += [taken / num_sampled] * num_sampled if num_sampled else []
             for body, each in zip(asked, found, strict=True):
-                self._answers[body] = each if isinstance(each, bytes) else HttpError(str(each))
+                self._answers[body] = each if isinstance(each, bytes) else RequestError(str(each))
         return [self._answers[body] for body in bodies]
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ _SPECIAL = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class JudgedPrompt:
     """Prompt and reference answer."""
 
     prompt: str
@@ -103,14 +103,14 @@ class Style(Protocol):
     """A way to ask a judge about the responses to one task."""
 
     def grade(
-        self, tasks: Sequence[Task], responses: Sequence[str], ask: Answers
+        self, tasks: Sequence[JudgedPrompt], responses: Sequence[str], ask: Answers
     ) -> list[RewardResult | None]:
         """One result for each response; None where there is nothing to compare it with."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RubricPart:
     """A question of a rubric.
 
     Args:
@@ -136,13 +136,13 @@ class Grades:
 
     name: str
     template: str
-    parts: tuple[Part, ...] = ()
+    parts: tuple[RubricPart, ...] = ()
 
     def grade(
-        self, tasks: Sequence[Task], responses: Sequence[str], ask: Answers
+        self, tasks: Sequence[JudgedPrompt], responses: Sequence[str], ask: Answers
     ) -> list[RewardResult | None]:
         """See `Style.grade`."""
-        parts = self.parts or (Part("", "", 1.0),)
+        parts = self.parts or (RubricPart("", "", 1.0),)
         asked = [part.question and f"\nGrade one thing alone: {part.question}\n" for part in parts]
         answers = ask(
             [
@@ -161,7 +161,7 @@ class Grades:
         rows = [scores[i : i + len(parts)] for i in range(0, len(scores), len(parts))]
         return [self._result(parts, row) for row in rows]
 
-    def _result(self, parts: Sequence[Part], scores: Sequence[float]) -> RewardResult:
+    def _result(self, parts: Sequence[RubricPart], scores: Sequence[float]) -> RewardResult:
         whole = sum(part.weight for part in parts)
         pairs = list(zip(parts, scores, strict=True))
         total = math.fsum(part.weight * score for part, score in pairs) / whole
@@ -170,7 +170,7 @@ class Grades:
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class PairComparisons:
     """Share of the other responses to a prompt that a response beats, ties counting half.
 
     Each pair is asked about in both orders, so that a judge who prefers a place says nothing.
@@ -183,10 +183,10 @@ class Pairs:
 
     name: str
     template: str
-    fill: Callable[[str, Task, Mapping[str, str | Sequence[str]]], str] | None = None
+    fill: Callable[[str, JudgedPrompt, Mapping[str, str | Sequence[str]]], str] | None = None
 
     def grade(
-        self, tasks: Sequence[Task], responses: Sequence[str], ask: Answers
+        self, tasks: Sequence[JudgedPrompt], responses: Sequence[str], ask: Answers
     ) -> list[RewardResult | None]:
         """See `Style.grade`."""
         groups, fill = _groups(tasks), self.fill or fill_template
@@ -228,7 +228,7 @@ class Rankings:
     template: str
 
     def grade(
-        self, tasks: Sequence[Task], responses: Sequence[str], ask: Answers
+        self, tasks: Sequence[JudgedPrompt], responses: Sequence[str], ask: Answers
     ) -> list[RewardResult | None]:
         """See `Style.grade`."""
         groups = _groups(tasks)
@@ -256,7 +256,7 @@ class Rankings:
         return _results(self.name, found, len(tasks))
 
 
-def _key(task: Task, response: str) -> str:
+def _key(task: JudgedPrompt, response: str) -> str:
     return f"{task!r}\0{response}"
 
 
@@ -268,8 +268,8 @@ def _orders(group: Sequence[int], responses: Sequence[str]) -> list[list[int]]:
     return [order, order[::-1]] if len(order) > 1 else []
 
 
-def _groups(tasks: Sequence[Task]) -> list[list[int]]:
-    groups: dict[Task, list[int]] = {}
+def _groups(tasks: Sequence[JudgedPrompt]) -> list[list[int]]:
+    groups: dict[JudgedPrompt, list[int]] = {}
     for index, task in enumerate(tasks):
         groups.setdefault(task, []).append(index)
     return list(groups.values())
@@ -282,7 +282,9 @@ def _results(name: str, found: Mapping[int, float], count: int) -> list[RewardRe
     ]
 
 
-def fill_template(template: str, task: Task, given: Mapping[str, str | Sequence[str]]) -> str:
+def fill_template(
+    template: str, task: JudgedPrompt, given: Mapping[str, str | Sequence[str]]
+) -> str:
     """The question to the judge. Nothing that a text holds is a place to fill or a mark.
 
     Args:
@@ -329,9 +331,9 @@ def plain_text(text: str) -> str:
 
 # Style of `--judge_compare`: its maker and template, the places that a template of one's own must
 # have, and how many marks.
-STYLES: dict[str, tuple[type[Grades | Pairs | Rankings], str, tuple[str, ...], int]] = {
+STYLES: dict[str, tuple[type[Grades | PairComparisons | Rankings], str, tuple[str, ...], int]] = {
     "none": (Grades, TEMPLATE, ("response",), 2),
-    "pairs": (Pairs, PAIR_TEMPLATE, ("first", "second"), 2),
+    "pairs": (PairComparisons, PAIR_TEMPLATE, ("first", "second"), 2),
     "ranking": (Rankings, RANKING_TEMPLATE, ("responses",), 0),
 }
 
@@ -357,7 +359,7 @@ def load_style(name: str, compare: str, template: str | None, rubric: str | None
     return Grades(name, own, parts) if make is Grades else make(name, own)
 
 
-def load_rubric(path: str) -> tuple[Part, ...]:
+def load_rubric(path: str) -> tuple[RubricPart, ...]:
     """The parts of a rubric, a TOML file with a table for each.
 
         [correct]
@@ -382,7 +384,7 @@ def load_rubric(path: str) -> tuple[Part, ...]:
                 f"judge_rubric: {path}: [{name}] needs question = TEXT, and may have weight = a "
                 f"positive number: got {str(table)[:100]}"
             )
-        parts.append(Part(name, str(question), float(weight)))
+        parts.append(RubricPart(name, str(question), float(weight)))
     if not parts:
         raise ConfigError(f"judge_rubric: {path} has no tables")
     return tuple(parts)

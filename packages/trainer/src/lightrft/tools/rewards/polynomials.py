@@ -35,7 +35,7 @@ def equal_polynomials(left: str, right: str) -> bool | None:
     if _UNITS & {*_TOKEN.findall(left)} != _UNITS & {*_TOKEN.findall(right)}:
         return None
     try:
-        first, second = _Reader(left).whole(), _Reader(right).whole()
+        first, second = _FormulaReader(left).whole(), _FormulaReader(right).whole()
     except _OtherFormError:
         return None
     if first == second:
@@ -64,7 +64,7 @@ def _values(polynomial: Polynomial) -> dict[Monomial, float]:
     return values
 
 
-class _Reader:
+class _FormulaReader:
     """One formula, read from left to right; anything unexpected is an `_OtherFormError`."""
 
     def __init__(self, text: str) -> None:

@@ -31,10 +31,10 @@ from lightrft.rewards.types import (
 )
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.http import (
+    ClientRequest,
     HttpClient,
-    HttpError,
-    HttpLimits,
-    HttpRequest,
+    RequestError,
+    RequestLimits,
     finite_numbers,
     parse_json,
     shown_address,
@@ -82,7 +82,7 @@ class RemoteReward:
         self._headers = {"content-type": "application/json"}
         if token:
             self._headers["authorization"] = f"Bearer {token}"
-        self._client = HttpClient(HttpLimits(timeout_seconds, concurrency=parallel_calls))
+        self._client = HttpClient(RequestLimits(timeout_seconds, concurrency=parallel_calls))
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
@@ -116,8 +116,8 @@ class RemoteReward:
                 f"reward service {self._shown}: a column is no JSON: {one_line(str(err))}"
             ) from err
         try:
-            answer = self._client.fetch(HttpRequest(self._url, body, headers=self._headers))
-        except HttpError as err:
+            answer = self._client.fetch(ClientRequest(self._url, body, headers=self._headers))
+        except RequestError as err:
             hint = "; start it, or raise --reward_timeout_seconds" if err.is_temporary else ""
             raise RewardError(f"reward service {err}{hint}") from err
         try:

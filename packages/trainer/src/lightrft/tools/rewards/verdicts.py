@@ -15,7 +15,7 @@ from lightrft.datasets.preference_rows import SAME_ANSWERS, paired_chats
 from lightrft.datasets.types import DataError
 from lightrft.records.swapped import PAIR_COLUMN, VERDICT
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
-from lightrft.tools.rewards.judge_questions import Pairs, Task, plain_text
+from lightrft.tools.rewards.judge_questions import JudgedPrompt, PairComparisons, plain_text
 
 # The way of `judge_compare` that asks as `both_orders` does.
 VERDICTS = "verdicts"
@@ -54,7 +54,7 @@ def ask(prompt: str, first: str, second: str) -> str:
     return _PLACE.sub(lambda place: places[place[1]], QUESTION)
 
 
-def verdict_style(name: str, config: TrainConfig) -> Pairs:
+def verdict_style(name: str, config: TrainConfig) -> PairComparisons:
     """The way to ask a judge that was trained on `both_orders`: the questions of its training.
 
     Args:
@@ -71,10 +71,10 @@ def verdict_style(name: str, config: TrainConfig) -> Pairs:
                 "out"
             )
 
-    def fill(_: str, task: Task, answers: Mapping[str, str | Sequence[str]]) -> str:
+    def fill(_: str, task: JudgedPrompt, answers: Mapping[str, str | Sequence[str]]) -> str:
         return ask(task.prompt, str(answers["first"]), str(answers["second"]))
 
-    return Pairs(name, QUESTION, fill)
+    return PairComparisons(name, QUESTION, fill)
 
 
 def read_verdict(response: str) -> str | None:

@@ -43,7 +43,7 @@ FATES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ChosenSamples:
     """The chosen sample of a row, and the worse one of a pair."""
 
     chosen: Sample
@@ -93,7 +93,7 @@ USES: Mapping[str, tuple[str, ...]] = {
 
 def choose(
     samples: Iterable[Sample], choice: Choice, *, threshold: float, max_per_prompt: int | None
-) -> list[Row]:
+) -> list[ChosenSamples]:
     """The rows, prompts in the order of their first samples.
 
     Args:
@@ -107,13 +107,13 @@ def choose(
     for sample in samples:
         if not sample.excluded:
             by_prompt.setdefault(sample.prompt, []).append(sample)
-    rows: list[Row] = []
+    rows: list[ChosenSamples] = []
     for own in by_prompt.values():
         rows += _rows_of(own, choice, threshold)[:max_per_prompt]
     return rows
 
 
-def _rows_of(samples: Sequence[Sample], choice: Choice, threshold: float) -> list[Row]:
+def _rows_of(samples: Sequence[Sample], choice: Choice, threshold: float) -> list[ChosenSamples]:
     """All rows of a prompt, best first."""
 
     def is_right(sample: Sample) -> bool:
@@ -131,18 +131,18 @@ def _rows_of(samples: Sequence[Sample], choice: Choice, threshold: float) -> lis
         and (not choice.by_threshold or is_right(each))
     ]
     if not choice.makes_pairs:
-        return [Row(each) for each in chosen]
+        return [ChosenSamples(each) for each in chosen]
     worst_first = sorted(samples, key=lambda each: (each.reward, each.place))
     rejected = [each for each in worst_first if not (choice.by_threshold and is_right(each))]
     # From both ends, as long as rewards differ: no sample is on both sides.
     return [
-        Row(good, bad)
+        ChosenSamples(good, bad)
         for good, bad in zip(chosen, rejected, strict=False)
         if good.reward > bad.reward
     ]
 
 
-def count_fates(samples: Iterable[Sample], rows: Sequence[Row]) -> dict[str, int]:
+def count_fates(samples: Iterable[Sample], rows: Sequence[ChosenSamples]) -> dict[str, int]:
     """Samples by what became of them: each name of `FATES`."""
     fates = {row.chosen.place: "chosen" for row in rows}
     fates |= {row.rejected.place: "rejected" for row in rows if row.rejected is not None}

@@ -21,7 +21,7 @@ from lightrft.run.provenance import run_of_model
 from lightrft.tools.rows.row_choice import (
     CHOICES,
     Choice,
-    Row,
+    ChosenSamples,
     Sample,
     choose,
     count_fates,
@@ -201,7 +201,9 @@ def _excluded(read: RecordedRollout, *, holds_answers: bool) -> str:
     return next((name for name, holds in reasons.items() if holds), "")
 
 
-def _columns(path: Path, rows: list[Row], request: RowRequest) -> Iterator[dict[str, object]]:
+def _columns(
+    path: Path, rows: list[ChosenSamples], request: RowRequest
+) -> Iterator[dict[str, object]]:
     """The columns of each row, its ids as they were sampled."""
     is_labelled = CHOICES[request.choice].is_labelled
     with regular_file(path).open("rb") as stream:

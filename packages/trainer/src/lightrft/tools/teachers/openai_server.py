@@ -19,10 +19,10 @@ from lightrft.config import TrainConfig
 from lightrft.config.printable import one_line
 from lightrft.experience.teachers import TeacherError, TextScores
 from lightrft.tools.rewards.http import (
+    ClientRequest,
     HttpClient,
-    HttpError,
-    HttpLimits,
-    HttpRequest,
+    RequestError,
+    RequestLimits,
     parse_json,
     shown_address,
 )
@@ -60,7 +60,7 @@ class OpenAIServer:
         num_tokens = max(config.max_episode_tokens, config.max_row_tokens, TOKENS_PER_QUESTION + 1)
         num_entries = num_tokens * ((config.teacher_top_k or 0) + 1)
         self._client = HttpClient(
-            HttpLimits(
+            RequestLimits(
                 config.teacher_timeout_seconds,
                 max_bytes=BYTES_AROUND + BYTES_PER_ENTRY * num_entries,
                 concurrency=CONCURRENCY,
@@ -113,10 +113,10 @@ class OpenAIServer:
         if self._model:
             fields |= {"model": self._model}
         bodies = [json.dumps({**fields, "prompt": list(text)}).encode() for text in texts]
-        requests = [HttpRequest(self._url, body, headers=self._headers) for body in bodies]
+        requests = [ClientRequest(self._url, body, headers=self._headers) for body in bodies]
         found = []
         for row, answer in enumerate(self._client.fetch_all(requests) if requests else []):
-            if isinstance(answer, HttpError):
+            if isinstance(answer, RequestError):
                 raise TeacherError(
                     f"teacher {answer}; look at the server's log, or raise teacher_timeout_seconds"
                 )

@@ -1,4 +1,4 @@
-"""Verdicts on files of media, which need not be read again while they do not change."""
+"""FileFactsByPath on files of media, which need not be read again while they do not change."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ SETTLED_SECONDS = 2.0
 
 
 @dataclass(slots=True)
-class Verdict:
+class FileFacts:
     """Hash and size of a file.
 
     Args:
@@ -29,8 +29,8 @@ class Verdict:
     size: tuple[int, ...] = ()
 
 
-class Verdicts:
-    """The verdicts of the files that were looked at.
+class FileFactsByPath:
+    """Hashes and sizes of the files that were read.
 
     Args:
         known: Of earlier ones, by path.
@@ -38,41 +38,41 @@ class Verdicts:
     """
 
     def __init__(
-        self, known: Mapping[str, Verdict], *, settled_seconds: float = SETTLED_SECONDS
+        self, known: Mapping[str, FileFacts], *, settled_seconds: float = SETTLED_SECONDS
     ) -> None:
         self.by_path = dict(known)
         self._settled_ns = round(settled_seconds * 1e9)
 
-    def of(self, path: Path) -> Verdict:
+    def of(self, path: Path) -> FileFacts:
         """What is known of a file as it is now; an empty one, to be filled in, of another file."""
         try:
             own = path.stat()
             name = str(path.absolute())
         except OSError:
-            return Verdict()  # whoever reads it says what is wrong
+            return FileFacts()  # whoever reads it says what is wrong
         identity = (own.st_dev, own.st_ino, own.st_size, own.st_mtime_ns, own.st_ctime_ns)
         known = self.by_path.get(name)
         if known is not None and known.identity == identity:
             return known
-        found = Verdict(identity)
+        found = FileFacts(identity)
         if max(identity[3:]) + self._settled_ns <= time.time_ns():
             self.by_path[name] = found
         return found
 
 
-_NOW: ContextVar[Verdicts | None] = ContextVar("verdicts", default=None)
+_NOW: ContextVar[FileFactsByPath | None] = ContextVar("file_facts", default=None)
 
 
-def verdict_of(path: Path | None) -> Verdict:
+def facts_of_file(path: Path | None) -> FileFacts:
     """What is known of a file; an empty one outside of `keeping`, or if there is no file."""
     kept = _NOW.get()
-    return Verdict() if kept is None or path is None else kept.of(path)
+    return FileFacts() if kept is None or path is None else kept.of(path)
 
 
 @contextmanager
-def keeping(verdicts: Verdicts) -> Iterator[None]:
-    """Within it files are looked up among these verdicts, and further ones are added."""
-    before = _NOW.set(verdicts)
+def keeping(facts: FileFactsByPath) -> Iterator[None]:
+    """Within it files are looked up in `facts`, and further ones are added."""
+    before = _NOW.set(facts)
     try:
         yield
     finally:
