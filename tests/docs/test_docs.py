@@ -158,6 +158,17 @@ def test_generated_pages_follow_from_the_code():
         assert 0.65 < generate.published_prediction(name) / published < 1.2
 
 
+def test_pictures_follow_from_their_script():
+    spec = importlib.util.spec_from_file_location("draw", DOCS / "draw.py")
+    draw = importlib.util.module_from_spec(spec)
+    sys.modules["draw"] = draw
+    spec.loader.exec_module(draw)
+    for name, picture in draw.PICTURES.items():
+        written = (draw.FOLDER / name).read_text(encoding="utf-8")
+        assert written == picture().svg(), "run: python docs/draw.py"
+        assert any(f"pictures/{name}" in text for text in PAGES.values())
+
+
 def test_every_exit_code_is_explained():
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", PAGES["errors.md"], flags=re.MULTILINE)
     assert rows == [(str(int(code)), code.name) for code in ExitCode]
@@ -166,7 +177,9 @@ def test_every_exit_code_is_explained():
 def test_links_and_the_navigation_lead_to_pages():
     for page, text in PAGES.items():
         for target in re.findall(r"\]\(([^)#]+)", text):
-            assert target in PAGES, f"{page}: {target}"
+            assert target in PAGES or target.startswith("https:") or (DOCS / target).is_file(), (
+                f"{page}: {target}"
+            )
     navigation = (DOCS.parent / "mkdocs.yml").read_text()
     assert sorted(re.findall(r": (\w+\.md)$", navigation, flags=re.MULTILINE)) == sorted(PAGES)
 
