@@ -17,7 +17,8 @@ from lightrft.algorithms.correction_terms import CORRECTION_PRESETS
 from lightrft.algorithms.interface import AdvantageTraits, PolicyLossTraits
 from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
-from lightrft.config.options import NOT_OF_TRAIN, SFT, OptionInfo, options_of, type_hints
+from lightrft.config.commands import command_options
+from lightrft.config.options import OptionInfo, options_of, type_hints
 from lightrft.config.other_names import OTHER_NAMES
 from lightrft.config.registry import REGISTRIES, keyword_options
 from lightrft.reporting.metric_table import METRICS
@@ -113,9 +114,7 @@ def gpus_table() -> str:
     return "\n".join(lines)
 
 
-OPTIONS = {
-    name: info for command in ("train", *SFT) for name, info in available_options(command).items()
-}
+OPTIONS = available_options("config")
 
 
 def configuration() -> str:
@@ -293,7 +292,7 @@ def _keywords(*, of_rows: bool) -> list[str]:
     """Return lines with the options of `train`, or those of rows alone."""
     lines: list[str] = []
     for name, (entry, info) in options_of(TrainConfig).items():
-        if name not in NAMED_ARGUMENTS and (info.group in NOT_OF_TRAIN) is of_rows:
+        if name not in NAMED_ARGUMENTS and (name not in command_options("train")) is of_rows:
             hint = entry.type.__name__ if isinstance(entry.type, type) else str(entry.type)
             lines.append(f"    {name}: {_editor_type(name, hint, info)}")
             text = f'"""{info.help}"""'

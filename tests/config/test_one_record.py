@@ -23,7 +23,6 @@ COLLECTIONS = {
         "strategy/src/lightrft/utils/arguments": "the flags of the published interface",
         "trainer/src/lightrft/rollout/agents/messages": "fields of OpenAI's protocol",
         "trainer/src/lightrft/rollout/agents/sampling": "fields of OpenAI's protocol",
-        "trainer/src/lightrft/stages/rows/row_inputs": "of sampling, those it takes",
         "trainer/src/lightrft/tools/report/chain": "the words for each model of a run",
     }.items()
 }

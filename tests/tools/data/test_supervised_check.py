@@ -109,7 +109,7 @@ def test_rows_and_counts_are_those_of_the_stage(tmp_path, model, kind):
 # Name -> rows, further arguments, exit code, and what the line says.
 WRONG = {
     "no such stage": (GOOD, ["--stage", "dpo"], 2, "argument --stage: invalid choice: 'dpo'"),
-    "of train": (GOOD, ["--reward_fn", "gsm8k"], 2, "reward_fn is no option of lightrft data che"),
+    "of train": (GOOD, ["--reward_fn", "gsm8k"], 2, "not of lightrft data check"),
     "no model": (GOOD, ["--pretrain", "nothing"], 2, "--pretrain: no model directory at nothing"),
     "no number": (GOOD, ["--max_row_tokens", "1"], 2, "max_row_tokens: got 1, expected"),
     "wrong mask": (GOOD, ["--train_on", "assistant"], 4, "train_on assistant: rows with prompt"),

@@ -14,9 +14,6 @@ from typing import Literal, TypedDict, TypeGuard, TypeVar, Unpack, dataclass_tra
 T = TypeVar("T")
 Arguments = Mapping[str, str | int | float | bool] | None
 CRITIC = "a critic"
-SUPERVISED, PREFERENCE = "supervised", "preference"
-# Headings of the options that `train` does not take.
-NOT_OF_TRAIN = (SUPERVISED, PREFERENCE)
 _SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$|wandb")
 _COLUMN = re.compile(r"(input|label|images?|videos?|reference)_key$")
 _ADDRESS = re.compile(r"\w*:?//[^\s'\"<>]*[@?][^\s'\"<>]*")
@@ -50,7 +47,6 @@ class OptionInfo:
         secret: The value is shown and saved nowhere.
         common: Listed by `train --help`.
         path: The value is the path of a file or a folder.
-        commands: Commands beside `train` that take the option.
     """
 
     help: str
@@ -66,11 +62,10 @@ class OptionInfo:
     secret: bool = False
     common: bool = False
     path: Literal["file", "folder"] | None = None
-    commands: tuple[str, ...] = ()
 
 
 class _Details(TypedDict, total=False):
-    """Optional arguments of `OptionInfo`; its part says group, commands and changes otherwise."""
+    """Optional arguments of `OptionInfo`; its part says group and changes otherwise."""
 
     group: str
     choices: Collection[object] | None
@@ -84,7 +79,6 @@ class _Details(TypedDict, total=False):
     secret: bool
     common: bool
     path: Literal["file", "folder"] | None
-    commands: tuple[str, ...]
 
 
 def option(default: T, help: str, **details: Unpack[_Details]) -> T:
@@ -113,17 +107,6 @@ def part(group: str, /, **usual: Unpack[_Details]) -> Callable[[type[T]], type[T
         return dataclass(kw_only=True)(cls)
 
     return decorate
-
-
-# Values of `commands`: those beside `train` that read the same data, that generate, that train on
-# given rows, one of these, and those whose model samples.
-DATA_AND_EVAL = ("data", "eval")
-EVAL = ("eval",)
-SFT = ("sft", "prefer", "reward")
-SFT_ALONE = ("sft",)
-LANGUAGE = ("sft", "prefer")
-# Of `lightrft distill` on rows, beside those of `sft`.
-DISTILL = ("distill",)
 
 
 def options_of(cls: type[object]) -> dict[str, tuple[Field[object], OptionInfo]]:

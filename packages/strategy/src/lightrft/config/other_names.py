@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from lightrft.config.files import read_text
-from lightrft.config.options import SFT, did_you_mean
+from lightrft.config.options import did_you_mean
 
 # No option of a run, but of the commands that start it.
 PROCESSES = "nproc_per_node"
@@ -386,6 +386,6 @@ def option_hint(name: str, known: Collection[str], command: str = "train") -> st
         return f": {UNAVAILABLE[name]}"
     if there != name or _is_of_transformers(name):
         return f": nothing in lightrft {command} corresponds to it"
-    flag = "--help_all" if command in ("train", *SFT) else "--help"
+    flag = "--help_all" if command in NAMES_OF_COMMANDS else "--help"
     near, knows_none, _ = did_you_mean(name, known).partition("; known")
     return f"; lightrft {command} {flag} lists all" if knows_none else near

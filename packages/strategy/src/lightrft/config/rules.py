@@ -6,14 +6,25 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
-from lightrft.config.options import EVAL, option, part
+from lightrft.config.options import option, part
 from lightrft.config.parts.data import PROMPT_SLOT, MediaOptions, PromptOptions, SourceOptions
-from lightrft.config.parts.learning import SAMPLED, AlgorithmOptions, TeacherOptions, form_problem
+from lightrft.config.parts.learning import (
+    SAMPLED,
+    AlgorithmOptions,
+    SampledTeacherOptions,
+    form_problem,
+)
 from lightrft.config.parts.machine import ENGINE_TYPES, MERGED
 from lightrft.config.parts.rollout import EpisodeOptions, SamplingOptions, StreamingOptions
-from lightrft.config.parts.rows import PreferenceOptions, RewardModelOptions, SupervisedOptions
-from lightrft.config.parts.run_control import MonitoringOptions, RunControlOptions
+from lightrft.config.parts.rows import (
+    PreferenceOptions,
+    RewardModelOptions,
+    RowLengthOptions,
+    SupervisedOptions,
+)
+from lightrft.config.parts.run_control import AlarmOptions, PolicyRunOptions, RunControlOptions
 from lightrft.config.parts.scores import RewardOptions
 from lightrft.config.parts.training import WeightOptions
 from lightrft.config.registry import AGENT_KINDS, split_kind
@@ -38,14 +49,12 @@ NO_REWARDS = "zero"
 
 
 # Of a whole run the engine is chosen; the published default of a strategy is vllm.
-@part("engine", commands=EVAL)
-class RunOptions(
-    MonitoringOptions,
+@part("engine")
+class PolicyOptions(
+    AlarmOptions,
+    PolicyRunOptions,
     RunControlOptions,
-    RewardModelOptions,
-    PreferenceOptions,
-    SupervisedOptions,
-    TeacherOptions,
+    SampledTeacherOptions,
     AlgorithmOptions,
     RewardOptions,
     EpisodeOptions,
@@ -57,7 +66,7 @@ class RunOptions(
     SourceOptions,
     StrategyConfig,
 ):
-    """Options of a whole run; rules between them stand below, and methods in `TrainConfig`."""
+    """Options of reinforcement."""
 
     engine_type: str = option(
         "auto",
@@ -73,6 +82,13 @@ class RunOptions(
         if terms is None and self.keeps_rows and not self.use_rollout_logprobs:
             return STALE_CORRECTION
         return None if terms in (NO_CORRECTION, (NO_CORRECTION,)) else terms
+
+
+@dataclass(kw_only=True)
+class RunOptions(
+    RewardModelOptions, PreferenceOptions, SupervisedOptions, RowLengthOptions, PolicyOptions
+):
+    """Options of a whole run; rules between them stand below, and methods in `TrainConfig`."""
 
 
 # A sentence on what is wrong with the values together; a falsy answer is nothing.

@@ -28,10 +28,8 @@ from lightrft.config.other_names import said_once
 from lightrft.config.parts.machine import DistributedOptions, EngineOptions
 from lightrft.config.parts.rollout import ShapingOptions
 from lightrft.config.parts.run_control import LogOptions
-from lightrft.config.parts.scores import ModelOptions
-from lightrft.config.parts.training import (
-    TrainingOptions,
-)
+from lightrft.config.parts.scores import PolicyModelOptions, ServiceOptions
+from lightrft.config.parts.training import HeadOptions, TrainingOptions
 
 # Weights of which every rank would load a whole copy into the host's memory.
 META_INIT_BYTES = 2_000_000_000
@@ -42,9 +40,11 @@ _NO_DEFAULT = object()
 class StrategyConfig(
     LogOptions,
     ShapingOptions,
-    ModelOptions,
+    ServiceOptions,
+    PolicyModelOptions,
     EngineOptions,
     DistributedOptions,
+    HeadOptions,
     TrainingOptions,
 ):
     """All that a strategy needs to know; every field has a default.

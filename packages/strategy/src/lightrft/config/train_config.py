@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+from lightrft.config.commands import command_options, refusal
 from lightrft.config.options import ConfigError, options_of
 from lightrft.config.other_names import (
     A_DATA_FILE,
@@ -39,6 +40,15 @@ class TrainConfig(RunOptions):
     def unused_options(self) -> list[str]:
         """Options that were changed but do nothing in the chosen mode, one sentence each."""
         return super().unused_options() + unused_by_rules(self)
+
+    def refused_options(self, command: str) -> list[str]:
+        """Return a line for each option that was changed and that a command does not have."""
+        taken = command_options(command)
+        return [
+            f"{refusal(name, command)}: leave it out"
+            for name, (entry, _) in options_of(type(self)).items()
+            if name not in taken and self.__dict__[name] != entry.default
+        ]
 
     @property
     def missing_inputs(self) -> list[str]:

@@ -9,9 +9,8 @@ from typing import NoReturn
 
 from lightrft.cli.errors import UsageError
 from lightrft.config import TrainConfig
+from lightrft.config.commands import command_options, refusal
 from lightrft.config.options import (
-    NOT_OF_TRAIN,
-    SFT,
     OptionInfo,
     coerce,
     from_text,
@@ -32,7 +31,7 @@ from lightrft.config.toml import read_toml
 from lightrft.utils.arguments import add_arguments
 
 # Commands whose options are those of a run.
-_OF_A_RUN = ("train", "distill", *SFT, "plan", "config show")
+_OF_A_RUN = (*NAMES_OF_COMMANDS, "plan", "config show")
 
 
 class Parser(argparse.ArgumentParser):
@@ -117,19 +116,9 @@ def available_options(command: str = "train") -> dict[str, OptionInfo]:
 
     Other commands read the files of all.
     """
-
-    def takes(info: OptionInfo) -> bool:
-        if command in SFT:
-            return command in info.commands
-        return command != "train" or info.group not in NOT_OF_TRAIN
-
     options = options_of(TrainConfig)
-    return {n: info for n, (_, info) in options.items() if n not in UNAVAILABLE and takes(info)}
-
-
-def command_options(command: str) -> list[str]:
-    """The options that a command beside `train` takes."""
-    return [name for name, info in available_options().items() if command in info.commands]
+    taken = command_options(command) if command in NAMES_OF_COMMANDS else options
+    return {n: options[n][1] for n in options if n in taken and n not in UNAVAILABLE}
 
 
 def add_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
@@ -215,12 +204,9 @@ def unknown_name(name: str, command: str = "train") -> str:
     """The sentence about an option that a command lacks: why, or the nearest names."""
     if name in UNAVAILABLE and name not in NAMES_OF_COMMANDS.get(command, ()):
         return f"{name} is not available: {UNAVAILABLE[name]}"
-    for other in ("train", *SFT):
-        if name in available_options(other) and name not in available_options(command):
-            return f"{name} is an option of lightrft {other}, not of lightrft {command}"
-    if name in available_options(command):
-        return f"{name} is no option of lightrft {command}"
-    return f"unknown option {name!r}{option_hint(name, available_options(command), command)}"
+    if name not in options_of(TrainConfig):
+        return f"unknown option {name!r}{option_hint(name, available_options(command), command)}"
+    return refusal(name, command)
 
 
 def unknown_flags(arguments: Sequence[str], command: str = "train") -> list[str]:

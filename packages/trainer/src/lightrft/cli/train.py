@@ -35,7 +35,6 @@ from lightrft.cli.options import (
     parse_options,
 )
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.options import DISTILL
 from lightrft.config.rules import launch_problems
 from lightrft.reporting.files import note_interruption
 from lightrft.reporting.start_bar import end_start_bar, start_text
@@ -274,7 +273,7 @@ def parse_rows(
             problems += model_problems("--pretrain", config.pretrain)
         problems += config.unused_options() if config.strict else []
         try:
-            plan_run(config, "divergence" if command in DISTILL else command)
+            plan_run(config, "divergence" if command == "distill" else command)
         except ConfigError as err:
             problems.append(str(err))
     refuse(problems, ConfigError)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 
-from lightrft.config.parts.run_control import MonitoringOptions
+from lightrft.config.parts.run_control import AlarmOptions
 
 # Names of main models: their metrics have no prefix, and their learning rate is NAME_lr.
 MAIN_NAMES = ("actor", "model")
@@ -20,7 +20,7 @@ _RATES = tuple(f"{name}_lr" for name in MAIN_NAMES)
 
 
 def alarms(
-    config: MonitoringOptions, metrics: Mapping[str, float], *, compares_groups: bool = False
+    config: AlarmOptions, metrics: Mapping[str, float], *, compares_groups: bool = False
 ) -> list[str]:
     """One sentence for each thing that is wrong with the metrics of a step.
 

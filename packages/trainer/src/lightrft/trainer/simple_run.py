@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.options import DISTILL
 from lightrft.datasets.render import found_keys
 from lightrft.engines.media.media import MEDIA_KINDS
 from lightrft.reporting.loggers import MetricsLogger
@@ -132,7 +131,7 @@ class _Run:
         with named_functions(values) as named:
             config = TrainConfig().replaced(named, command).with_installed_backend()
             stage = {"train": "policy"}.get(command, command)
-            if command in DISTILL:
+            if command == "distill":
                 config = config.distilled()
                 stage = config.distillation_stage
             if stage == "policy" and "prompt_data" in files:

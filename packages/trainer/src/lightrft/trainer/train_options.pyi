@@ -8,6 +8,10 @@ class TrainOptions(TypedDict, total=False):
 
     seed: int
     """Seed of all random number generators."""
+    bf16: bool | None
+    """Compute in bfloat16; unset means yes on a GPU and float32 on a CPU."""
+    timeout_minutes: float
+    """Deadline of every collective and of every phase."""
     max_norm: float
     """Global gradient norm above which gradients are scaled down; 0 never clips."""
     micro_train_batch_size: int
@@ -16,16 +20,11 @@ class TrainOptions(TypedDict, total=False):
     """Samples per optimizer step over all ranks. A step of train makes rollout_batch_size *
     n_samples_per_prompt / train_batch_size of them in each of max_epochs, 32 by default: the
     later ones are off-policy."""
-    bf16: bool | None
-    """Compute in bfloat16; unset means yes on a GPU and float32 on a CPU."""
     actor_learning_rate: float | None
     """Peak learning rate of the model that is trained; unset means train 1e-06, sft 1e-05
     (0.0001 for adapters), prefer 1e-06 (1e-05 for adapters), reward 1e-05 (0.0001 for
     adapters), distill on rows 1e-05 (0.0001 for adapters). At most 1: Adam moves each weight by
     about as much a step, and weights are smaller."""
-    critic_learning_rate: float
-    """Peak learning rate of the critic. At most 1: Adam moves each weight by about as much a
-    step, and weights are smaller."""
     adam_betas: tuple[float, float]
     """Adam's decay rates of the two moments."""
     learning_rate_factors: Mapping[str, str | int | float | bool] | None
@@ -54,6 +53,9 @@ class TrainOptions(TypedDict, total=False):
     chunk_size: int | None
     """Vocabulary columns per chunk of the fused output projection; unset is what suits the
     device."""
+    meta_init: bool | None
+    """FSDP2: build models without memory: ranks read their own rows of the files; unset means
+    yes on GPUs, above 2 GB of weights and without allow_new_weights."""
     fsdp: bool
     """Use FSDP2 instead of DeepSpeed ZeRO; without that package it is used anyway, unless an
     option of DeepSpeed's is set."""
@@ -75,17 +77,10 @@ class TrainOptions(TypedDict, total=False):
     """Ranks that share one sequence (sequence parallelism)."""
     local_rank: int
     """Index of this process' device on its node; -1 reads LOCAL_RANK."""
-    mixed_mm_data: bool
-    """Ranks may differ in having images; the vision tower stays in FSDP2's root unit."""
     async_save: bool
     """Write checkpoints in the background, from copies in host memory."""
-    meta_init: bool | None
-    """FSDP2: build models without memory: ranks read their own rows of the files; unset means
-    yes on GPUs, above 2 GB of weights and without allow_new_weights."""
     compile_backend: Literal["inductor", "aot_eager", "eager"] | None
     """FSDP2: compile every block by torch.compile with this backend; unset does not."""
-    timeout_minutes: float
-    """Deadline of every collective and of every phase."""
     devices_shared: bool
     """Lets ranks that only generate use the GPUs of ranks that train, for trials: slower, and
     the memory of both lies on one device."""
@@ -98,10 +93,10 @@ class TrainOptions(TypedDict, total=False):
     """Ranks that share one engine (tensor parallelism)."""
     engine_mem_util: float
     """Share of device memory the engine may take."""
-    enable_engine_sleep: bool
-    """Release the engine's memory while the trainer runs."""
     engine_args: Mapping[str, str | int | float | bool] | None
     """Further options under the engine's own names."""
+    enable_engine_sleep: bool
+    """Release the engine's memory while the trainer runs."""
     max_len: int | None
     """Longest prompt plus completion, in tokens."""
     weight_bucket_mb: int
@@ -117,11 +112,16 @@ class TrainOptions(TypedDict, total=False):
     """CUDA graphs in the reward engine."""
     critic_pretrain: str | bool | None
     """Checkpoint directory of the critic; unset trains no critic."""
+    pretrain_data: str | None
+    """Rows as those of lightrft sft, whose loss is mixed in: texts, conversations, answers."""
+    critic_learning_rate: float
+    """Peak learning rate of the critic. At most 1: Adam moves each weight by about as much a
+    step, and weights are smaller."""
+    mixed_mm_data: bool
+    """Ranks may differ in having images; the vision tower stays in FSDP2's root unit."""
     remote_rm_url: str | Sequence[str] | None
     """Address of a reward service, in which ${NAME} is an environment variable; local reward
     models are then left alone."""
-    pretrain_data: str | None
-    """Rows as those of lightrft sft, whose loss is mixed in: texts, conversations, answers."""
     micro_rollout_batch_size: int
     """Samples per rank in one forward pass before training."""
     n_samples_per_prompt: int
@@ -154,43 +154,43 @@ class TrainOptions(TypedDict, total=False):
     baseline of its group."""
     dynamic_sampling: bool
     """Draw again for groups whose rewards are all equal."""
-    log_dir: str | None
-    """Folder of logs and of length distributions."""
-    plot_every: int
-    """Write the generation length distribution every N steps; 0 or less never."""
     use_tensorboard: str | bool | None
     """Write TensorBoard logs, into this folder or OUTPUT_DIR/tensorboard."""
     strict: bool
     """Options without effect are errors instead of warnings."""
-    prompt_data_probs: Sequence[float]
-    """Shares of several sources of prompt_data; unset follows their sizes."""
-    prompt_split: str
-    """Part of a folder or data set to train on."""
+    log_dir: str | None
+    """Folder of logs and of length distributions."""
+    plot_every: int
+    """Write the generation length distribution every N steps; 0 or less never."""
     eval_split: str
     """Part of a folder or data set of eval_data."""
-    max_samples: int
-    """Use at most this many training prompts."""
     max_eval_samples: int
     """Use at most this many evaluation prompts."""
-    input_key: str
-    """Column that holds the prompt."""
-    label_key: str | None
-    """Column that holds the reference answer."""
-    apply_chat_template: bool
-    """Render prompts by the model's chat template."""
-    system_prompt: str | None
-    """System message put before every prompt."""
-    input_template: str | None
-    """Text around the prompt, which replaces {}."""
+    prompt_split: str
+    """Part of a folder or data set to train on."""
+    prompt_data_probs: Sequence[float]
+    """Shares of several sources of prompt_data; unset follows their sizes."""
+    max_samples: int
+    """Use at most this many training prompts."""
     prompt_max_len: int
     """Longest prompt, in tokens; longer ones, and those that leave no room for generate_max_len
     in the model's context, are left out and counted."""
+    generate_max_len: int
+    """Longest response, in tokens."""
+    apply_chat_template: bool
+    """Render prompts by the model's chat template."""
     chat_template: str | None
     """File with a Jinja chat template in place of the tokenizer's."""
     chat_template_args: Mapping[str, str | int | float | bool] | None
     """Variables of the chat template, such as enable_thinking=false."""
-    pretrain_column: str
-    """Column of the texts in pretrain_data, where it has texts."""
+    input_key: str
+    """Column that holds the prompt."""
+    label_key: str | None
+    """Column that holds the reference answer."""
+    system_prompt: str | None
+    """System message put before every prompt."""
+    input_template: str | None
+    """Text around the prompt, which replaces {}."""
     images_key: str
     """Column with the images of a prompt: paths relative to the file, bytes or base64, one or a
     list. The default also finds a column called image."""
@@ -247,12 +247,10 @@ class TrainOptions(TypedDict, total=False):
     """Names of tensors (patterns like 'score.*') that may be missing from a checkpoint, of
     another shape or unused; those the model needs are initialised anew, alike in actor and
     reference."""
-    rollout_batch_size: int
-    """Prompts per step, over all ranks."""
-    generate_max_len: int
-    """Longest response, in tokens."""
     temperature: float
     """Sampling temperature."""
+    stop: Sequence[str]
+    """Texts that end a response, beside the model's own end; they stay in it."""
     top_p: float
     """Sample from the smallest set of tokens with this probability; 1 keeps all."""
     top_k: int
@@ -260,8 +258,8 @@ class TrainOptions(TypedDict, total=False):
     min_p: float
     """Sample from the tokens with at least this share of the probability of the most likely
     one; 0 keeps all."""
-    stop: Sequence[str]
-    """Texts that end a response, beside the model's own end; they stay in it."""
+    rollout_batch_size: int
+    """Prompts per step, over all ranks."""
     use_fire: bool
     """Draw the first token at first_token_temperature (FIRE)."""
     first_token_temperature: float
@@ -286,10 +284,6 @@ class TrainOptions(TypedDict, total=False):
     tool_lag: int
     """Rounds of stream_chunk that pass between a turn of an episode and the next one, while its
     tools, or its reward, take their time; 0 waits for them within the round."""
-    late_join: bool
-    """Let an episode whose tool is busy join a later round, once half of the others are ready
-    or all that took no part in the last one; off, a round waits for all, and timing changes no
-    bit."""
     use_rollout_logprobs: bool
     """Take the old logprobs from the engine instead of a forward pass of the actor."""
     environment: str | None
@@ -299,16 +293,6 @@ class TrainOptions(TypedDict, total=False):
     openenv:http://HOST:PORT."""
     tools: Sequence[str]
     """Functions FILE.py:NAME that the model may call, beside the environment's methods."""
-    agent: str | None
-    """Function FILE.py:NAME, async def run(base_url, api_key, row) -> reward, a dict of named
-    parts or None, which calls the model through OpenAI's protocol; or verifiers:NAME."""
-    agent_command: str | None
-    """Command of an agent that is a program, such as 'prog {base_url} {row}' with the row as a
-    JSON file; it runs in the sandbox, and the last line that it prints is its reward."""
-    agent_timeout_seconds: float
-    """Deadline of one episode of the agent; past it the episode has failed."""
-    max_agent_calls: int
-    """Calls that an episode of the agent may make; further ones are refused."""
     max_turns: int
     """Maximum turns of an episode; tool calls in the last turn are not executed. For an agent,
     the turns that a conversation of full length has room for."""
@@ -321,33 +305,36 @@ class TrainOptions(TypedDict, total=False):
     environment_memory_gb: float | None
     """Memory in GB that a worker of environments and its children may hold; none sets no
     limit."""
-    max_tool_calls: int | None
-    """Calls that an episode may make; further ones are answered by an error."""
     tool_timeout_seconds: float
     """Deadline of one reset, call or reward of an environment; past it its worker is killed."""
+    environment_workers: int | None
+    """Worker processes that host the environments or agents of one rank; unset is one a
+    core."""
+    late_join: bool
+    """Let an episode whose tool is busy join a later round, once half of the others are ready
+    or all that took no part in the last one; off, a round waits for all, and timing changes no
+    bit."""
+    agent: str | None
+    """Function FILE.py:NAME, async def run(base_url, api_key, row) -> reward, a dict of named
+    parts or None, which calls the model through OpenAI's protocol; or verifiers:NAME."""
+    agent_command: str | None
+    """Command of an agent that is a program, such as 'prog {base_url} {row}' with the row as a
+    JSON file; it runs in the sandbox, and the last line that it prints is its reward."""
+    agent_timeout_seconds: float
+    """Deadline of one episode of the agent; past it the episode has failed."""
+    max_agent_calls: int
+    """Calls that an episode of the agent may make; further ones are refused."""
+    max_tool_calls: int | None
+    """Calls that an episode may make; further ones are answered by an error."""
     tool_parser: Literal["auto", "hermes", "xml", "glm", "deepseek", "lfm", "gemma", "harmony", "mistral", "llama", "pythonic"]
     """How calls are written; auto takes the tokenizer's response template or what reads the
     calls that its chat template writes. A run begins only if a call is read back."""
     max_observation_tokens: int
     """Longest answer of a call, in tokens; the rest is cut."""
-    environment_workers: int | None
-    """Worker processes that host the environments or agents of one rank; unset is one a
-    core."""
     reward_args: Mapping[str, str | int | float | bool] | None
     """Keyword-only arguments of own reward functions."""
     reward_timeout_seconds: float
     """Deadline of one call of a reward function."""
-    reward_weights: Sequence[float]
-    """Factor of each reward_fn, then remote_rm_url, then reward_pretrain; unset is 1 each."""
-    reward_pretrain: Sequence[str]
-    """Reward models of lightrft reward, or sequence classifiers with one label; their scores
-    are added."""
-    reward_recipe: str | None
-    """TOML file: a table per value of reward_recipe_column with weights of rewards."""
-    reward_recipe_column: str
-    """Column that names the recipe of a row."""
-    reward_failure: Literal["raise", "mask"]
-    """A failed reward ends the run, or excludes (masks) its sample."""
     reward_memory_gb: float | None
     """Memory in GB that the process of an own reward function and its children may hold; none
     sets no limit."""
@@ -376,6 +363,22 @@ class TrainOptions(TypedDict, total=False):
     judge_rubric: str | None
     """TOML file with a table a part, each with question and weight: every response gets a grade
     by each of them, and their weighted mean."""
+    judge_args: Mapping[str, str | int | float | bool] | None
+    """Fields of the request to the judge, such as max_tokens=2048."""
+    remote_rm_token: str | None
+    """Token of the reward services, sent as Authorization: Bearer; unset takes
+    LIGHTRFT_REWARD_TOKEN of the environment."""
+    reward_weights: Sequence[float]
+    """Factor of each reward_fn, then remote_rm_url, then reward_pretrain; unset is 1 each."""
+    reward_pretrain: Sequence[str]
+    """Reward models of lightrft reward, or sequence classifiers with one label; their scores
+    are added."""
+    reward_recipe: str | None
+    """TOML file: a table per value of reward_recipe_column with weights of rewards."""
+    reward_recipe_column: str
+    """Column that names the recipe of a row."""
+    reward_failure: Literal["raise", "mask"]
+    """A failed reward ends the run, or excludes (masks) its sample."""
     judge_compare: Literal["none", "pairs", "ranking", "verdicts"]
     """What the judge compares: none grades each response alone; pairs asks about every two
     responses to a prompt, in both orders; ranking ranks them all, in two orders; verdicts is
@@ -383,11 +386,6 @@ class TrainOptions(TypedDict, total=False):
     judge_prices: Mapping[str, str | int | float | bool] | None
     """Prices of a million tokens of the judge, input=0.5 output=1.5, for the metric
     judge/cost."""
-    judge_args: Mapping[str, str | int | float | bool] | None
-    """Fields of the request to the judge, such as max_tokens=2048."""
-    remote_rm_token: str | None
-    """Token of the reward services, sent as Authorization: Bearer; unset takes
-    LIGHTRFT_REWARD_TOKEN of the environment."""
     agent_denominator: Literal["episode", "branch"]
     """What counts as one sequence where a loss is a mean over sequences: an episode of the
     agent with all its branches, or each branch."""
@@ -445,10 +443,10 @@ class TrainOptions(TypedDict, total=False):
     """Weight of the loss that balances the experts of a mixture-of-experts model."""
     ptx_coef: float
     """Weight of the language-modelling loss on pretrain_data."""
+    pretrain_column: str
+    """Column of the texts in pretrain_data, where it has texts."""
     ptx_batch_size: int | None
     """Rows of pretrain_data per optimizer step over all ranks; unset is train_batch_size."""
-    max_epochs: int
-    """Passes over the samples of one step; of sft, prefer and reward, over their rows."""
     freezing_actor_steps: int
     """Train only the critic in the first N steps; -1 is off."""
     enable_ema: bool
@@ -469,9 +467,6 @@ class TrainOptions(TypedDict, total=False):
     """Column of the data with the name of the row's teacher."""
     teacher_weights: Sequence[float]
     """Factor of each of the teachers, in their order; unset is 1 each."""
-    teacher_prompt_column: str | None
-    """Column of the data that the teacher reads after the prompt, and the student does not: a
-    solution, or feedback."""
     teacher_top_k: int | None
     """Number of likely tokens whose probabilities a served teacher returns, for divergences on
     rows; all other tokens count as one outcome."""
@@ -483,18 +478,20 @@ class TrainOptions(TypedDict, total=False):
     offpolicy_fraction: float
     """Share of the rows of a step whose completions are those of the data; the student samples
     the others. Of the divergences on rows."""
-    teacher_coef: float
-    """Weight of the teacher's advantage beside that of the rewards."""
     teacher_form: str
     """Divergence from the teacher: sampled is that of sampled tokens; reverse, forward and jsd
     are those of the whole vocabulary, of the rows of lightrft distill."""
     teacher_beta: float
     """Weight of the teacher in the mixture of jsd."""
+    teacher_prompt_column: str | None
+    """Column of the data that the teacher reads after the prompt, and the student does not: a
+    solution, or feedback."""
+    teacher_coef: float
+    """Weight of the teacher's advantage beside that of the rewards."""
+    max_epochs: int
+    """Passes over the samples of one step; of sft, prefer and reward, over their rows."""
     output_dir: str
     """Folder for everything that the run writes."""
-    num_episodes: int
-    """Passes over the training prompts; they set the number of steps. With dynamic_sampling a
-    step may draw more prompts, and the same steps then make more passes."""
     max_steps: int | None
     """Stop after this many steps (rollout batches)."""
     save_steps: int
@@ -503,21 +500,8 @@ class TrainOptions(TypedDict, total=False):
     """Steps between evaluations; -1 evaluates at both ends."""
     logging_steps: int
     """Steps between lines on the console."""
-    sample_steps: int
-    """Steps between samples on the console, the best and the worst of a prompt; 0 shows
-    none."""
     ckpt_path: str | None
     """Folder of checkpoints; unset is OUTPUT_DIR/checkpoints."""
-    save_trajectories: bool
-    """Write tokens with logprobs, advantages and rewards to trajectories.jsonl."""
-    num_trajectories_to_save: int
-    """Samples of one step in trajectories.jsonl."""
-    trajectory_steps: int | None
-    """Write the first step and every N-th to trajectories.jsonl; unset is save_steps, or every
-    step without. A step that is written costs a forward pass that others save."""
-    save_rollouts: bool
-    """Write every sample with its token ids to rollouts.jsonl, which lightrft rows reads: some
-    six bytes a token."""
     save_path: str | None
     """Folder of the trained model; unset is OUTPUT_DIR/model."""
     best_metric: str | None
@@ -538,6 +522,22 @@ class TrainOptions(TypedDict, total=False):
     num_threads: int | None
     """CPU threads of a process; unset on a CPU is what the size of the model's operations is
     worth, or OMP_NUM_THREADS."""
+    save_rollouts: bool
+    """Write every sample with its token ids to rollouts.jsonl, which lightrft rows reads: some
+    six bytes a token."""
+    num_episodes: int
+    """Passes over the training prompts; they set the number of steps. With dynamic_sampling a
+    step may draw more prompts, and the same steps then make more passes."""
+    sample_steps: int
+    """Steps between samples on the console, the best and the worst of a prompt; 0 shows
+    none."""
+    save_trajectories: bool
+    """Write tokens with logprobs, advantages and rewards to trajectories.jsonl."""
+    num_trajectories_to_save: int
+    """Samples of one step in trajectories.jsonl."""
+    trajectory_steps: int | None
+    """Write the first step and every N-th to trajectories.jsonl; unset is save_steps, or every
+    step without. A step that is written costs a forward pass that others save."""
     use_wandb: str | bool | None
     """Log to Weights & Biases; a key given here is neither shown nor saved, without one
     WANDB_API_KEY or an earlier login counts."""
@@ -554,6 +554,16 @@ class TrainOptions(TypedDict, total=False):
     peak_tflops: float | None
     """Peak of a device for the metric mfu, in 1e12 operations per second; unset knows common
     GPUs."""
+    stop_on_alarm: bool
+    """End the run after the step of an alarm, with a checkpoint and exit code 9; also without
+    any alarm_* bound numbers that are not finite, skipped steps and steps that change nothing
+    are alarms."""
+    audit_every: int
+    """Record every K-th step, with the states before and after, for lightrft audit; 0 is
+    never."""
+    verbose: bool
+    """Show on the console what else is in OUTPUT_DIR/logs: engine, memory, weight sync and more
+    metrics of each step."""
     alarm_kl: float | None
     """Warn when the KL to the reference or of an update exceeds this."""
     alarm_entropy: float | None
@@ -562,10 +572,6 @@ class TrainOptions(TypedDict, total=False):
     """Warn when the mean response length exceeds this."""
     alarm_reward_std: float | None
     """Warn when the standard deviation of rewards falls below this."""
-    stop_on_alarm: bool
-    """End the run after the step of an alarm, with a checkpoint and exit code 9; also without
-    any alarm_* bound numbers that are not finite, skipped steps and steps that change nothing
-    are alarms."""
     parity_check_steps: int
     """Compare engine and trainer logprobs in the first step and every N; 0: first only (with
     stream_chunk every one), -1: never."""
@@ -573,17 +579,14 @@ class TrainOptions(TypedDict, total=False):
     """Mean distance of a logprob which that allows; unset depends on the dtype."""
     ledger_gate: bool
     """Compare each row to train on with what was written down as it was sampled and scored."""
-    audit_every: int
-    """Record every K-th step, with the states before and after, for lightrft audit; 0 is
-    never."""
-    verbose: bool
-    """Show on the console what else is in OUTPUT_DIR/logs: engine, memory, weight sync and more
-    metrics of each step."""
     peft_config: object
 
 class RowOptions(TrainOptions, total=False):
     """Options of stages that train on rows, too."""
 
+    max_row_tokens: int
+    """Longest row, in tokens; longer ones, and those beyond the model's context, are left out
+    and counted."""
     train_on: Literal["all", "completion", "assistant", "last_assistant"] | None
     """Tokens whose loss counts: all, the completion, every assistant turn or the last one;
     unset is all of a text, the completion after a prompt, the assistant turns of a chat."""
@@ -593,9 +596,6 @@ class RowOptions(TrainOptions, total=False):
     sft_loss: Literal["token-mean", "seq-mean-token-mean", "dft"]
     """Mean of -log p over all trained tokens, mean of the rows' means, or dft, where each token
     also weighs its own probability."""
-    max_row_tokens: int
-    """Longest row, in tokens; longer ones, and those beyond the model's context, are left out
-    and counted."""
     preference_loss: Sequence[Literal["dpo", "sigmoid", "cdpo", "robust", "hinge", "ipo", "dpo_norm", "sigmoid_norm", "exo", "exo_pair", "nca", "nca_pair", "sppo", "sppo_hard", "apo_zero", "apo_zero_unpaired", "apo_down", "bco", "bco_pair", "discopop", "aot", "aot_unpaired", "kto", "simpo", "cpo", "orpo", "sft"] | str | Callable[..., object]]
     """Preference losses, whose weighted sum is minimised; names of TRL are known, too."""
     preference_weights: Sequence[float]

@@ -3,17 +3,46 @@
 import re
 
 from lightrft.config.options import (
-    DATA_AND_EVAL,
-    EVAL,
-    SFT,
     Arguments,
     option,
     part,
 )
 
 
-@part("data", commands=SFT)
-class SourceOptions:
+@part("data")
+class SplitOptions:
+    """The part of the data."""
+
+    prompt_split: str = option(
+        "train",
+        "Part of a folder or data set to train on.",
+    )
+
+
+@part("data", may_change=True)
+class HeldOutOptions:
+    """Rows to evaluate on."""
+
+    eval_data: str | None = option(
+        None,
+        "Evaluation prompts, in the same formats.",
+        common=True,
+        path="file",
+    )
+    eval_split: str = option(
+        "test",
+        "Part of a folder or data set of eval_data.",
+    )
+    max_eval_samples: int = option(
+        500,
+        "Use at most this many evaluation prompts.",
+        at_least=1,
+        acts_with="eval_data",
+    )
+
+
+@part("data")
+class SourceOptions(SplitOptions, HeldOutOptions):
     """Rows to train and to evaluate on."""
 
     prompt_data: str | None = option(
@@ -28,37 +57,10 @@ class SourceOptions:
         (),
         "Shares of several sources of prompt_data; unset follows their sizes.",
     )
-    prompt_split: str = option(
-        "train",
-        "Part of a folder or data set to train on.",
-        commands=("data", *SFT),
-    )
-    eval_data: str | None = option(
-        None,
-        "Evaluation prompts, in the same formats.",
-        common=True,
-        path="file",
-        commands=(*EVAL, *SFT),
-        may_change=True,
-    )
-    eval_split: str = option(
-        "test",
-        "Part of a folder or data set of eval_data.",
-        commands=(*EVAL, *SFT),
-        may_change=True,
-    )
     max_samples: int = option(
         1_000_000,
         "Use at most this many training prompts.",
         at_least=1,
-    )
-    max_eval_samples: int = option(
-        500,
-        "Use at most this many evaluation prompts.",
-        at_least=1,
-        acts_with="eval_data",
-        commands=(*EVAL, *SFT),
-        may_change=True,
     )
 
 
@@ -66,8 +68,50 @@ class SourceOptions:
 PROMPT_SLOT = re.compile(r"(?<![A-Za-z])\{\}")
 
 
-@part("data", commands=DATA_AND_EVAL)
-class PromptOptions:
+@part("data")
+class TemplateOptions:
+    """Chat templates."""
+
+    apply_chat_template: bool = option(
+        False,
+        "Render prompts by the model's chat template.",
+        common=True,
+    )
+    chat_template: str | None = option(
+        None,
+        "File with a Jinja chat template in place of the tokenizer's.",
+        path="file",
+        acts_with="apply_chat_template",
+    )
+    chat_template_args: Arguments = option(
+        None,
+        "Variables of the chat template, such as enable_thinking=false.",
+        acts_with="apply_chat_template",
+    )
+
+
+@part("data")
+class LengthOptions:
+    """Longest prompts and responses."""
+
+    prompt_max_len: int = option(
+        1024,
+        "Longest prompt, in tokens; longer ones, and those that leave no room for "
+        "generate_max_len in the model's context, are left out and counted.",
+        at_least=1,
+        common=True,
+    )
+    generate_max_len: int = option(
+        1024,
+        "Longest response, in tokens.",
+        at_least=1,
+        common=True,
+        group="rollout",
+    )
+
+
+@part("data")
+class PromptOptions(TemplateOptions, LengthOptions):
     """Prompts, made of rows."""
 
     input_key: str = option(
@@ -80,12 +124,6 @@ class PromptOptions:
         "Column that holds the reference answer.",
         common=True,
     )
-    apply_chat_template: bool = option(
-        False,
-        "Render prompts by the model's chat template.",
-        common=True,
-        commands=(*DATA_AND_EVAL, *SFT),
-    )
     system_prompt: str | None = option(
         None,
         "System message put before every prompt.",
@@ -94,35 +132,9 @@ class PromptOptions:
         None,
         "Text around the prompt, which replaces {}.",
     )
-    prompt_max_len: int = option(
-        1024,
-        "Longest prompt, in tokens; longer ones, and those that leave no room for "
-        "generate_max_len in the model's context, are left out and counted.",
-        at_least=1,
-        common=True,
-    )
-    chat_template: str | None = option(
-        None,
-        "File with a Jinja chat template in place of the tokenizer's.",
-        path="file",
-        acts_with="apply_chat_template",
-        commands=(*DATA_AND_EVAL, *SFT),
-    )
-    chat_template_args: Arguments = option(
-        None,
-        "Variables of the chat template, such as enable_thinking=false.",
-        acts_with="apply_chat_template",
-        commands=(*DATA_AND_EVAL, *SFT),
-    )
-    pretrain_column: str = option(
-        "text",
-        "Column of the texts in pretrain_data, where it has texts.",
-        acts_with="pretrain_data",
-        commands=(),
-    )
 
 
-@part("data", commands=(*DATA_AND_EVAL, *SFT))
+@part("data")
 class MediaOptions:
     """Images, videos and sounds of rows."""
 

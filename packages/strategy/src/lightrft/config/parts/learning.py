@@ -2,8 +2,6 @@
 
 from lightrft.config.options import (
     CRITIC,
-    DISTILL,
-    SFT,
     Arguments,
     did_you_mean,
     option,
@@ -156,17 +154,17 @@ class AlgorithmOptions:
         at_least=0,
         acts_with="pretrain_data",
     )
+    pretrain_column: str = option(
+        "text",
+        "Column of the texts in pretrain_data, where it has texts.",
+        acts_with="pretrain_data",
+        group="data",
+    )
     ptx_batch_size: int | None = option(
         None,
         "Rows of pretrain_data per optimizer step over all ranks; unset is train_batch_size.",
         at_least=1,
         acts_with="pretrain_data",
-    )
-    max_epochs: int = option(
-        1,
-        "Passes over the samples of one step; of sft, prefer and reward, over their rows.",
-        at_least=1,
-        commands=SFT,
     )
     freezing_actor_steps: int = option(
         -1,
@@ -242,7 +240,7 @@ def is_served(place: str) -> bool:
     return place.startswith(("http://", "https://"))
 
 
-@part("algorithm", commands=DISTILL)
+@part("algorithm")
 class TeacherOptions:
     """Teachers of a student."""
 
@@ -268,13 +266,6 @@ class TeacherOptions:
         (),
         "Factor of each of the teachers, in their order; unset is 1 each.",
         acts_with="teachers",
-    )
-    teacher_prompt_column: str | None = option(
-        None,
-        "Column of the data that the teacher reads after the prompt, and the student does not: a "
-        "solution, or feedback.",
-        acts_with="teacher or teachers",
-        commands=(),
     )
     teacher_top_k: int | None = option(
         None,
@@ -302,13 +293,6 @@ class TeacherOptions:
         at_least=0,
         at_most=1,
         acts_with="teacher_form reverse or teacher_form forward or teacher_form jsd",
-    )
-    teacher_coef: float = option(
-        1.0,
-        "Weight of the teacher's advantage beside that of the rewards.",
-        above=0,
-        acts_with="teacher or teachers",
-        commands=(),
     )
     teacher_form: str = option(
         "sampled",
@@ -352,3 +336,21 @@ class TeacherOptions:
     def has_served_teacher(self) -> bool:
         """True if a teacher is a server."""
         return any(map(is_served, self.teacher_places.values()))
+
+
+@part("algorithm")
+class SampledTeacherOptions(TeacherOptions):
+    """Teachers of what a student samples."""
+
+    teacher_prompt_column: str | None = option(
+        None,
+        "Column of the data that the teacher reads after the prompt, and the student does not: a "
+        "solution, or feedback.",
+        acts_with="teacher or teachers",
+    )
+    teacher_coef: float = option(
+        1.0,
+        "Weight of the teacher's advantage beside that of the rewards.",
+        above=0,
+        acts_with="teacher or teachers",
+    )

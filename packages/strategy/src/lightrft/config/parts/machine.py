@@ -1,9 +1,6 @@
 """Processes that share the models, and the rollout engine."""
 
 from lightrft.config.options import (
-    EVAL,
-    LANGUAGE,
-    SFT,
     Arguments,
     option,
     part,
@@ -11,7 +8,7 @@ from lightrft.config.options import (
 from lightrft.engines.factory import ENGINES
 
 
-@part("distributed", commands=SFT)
+@part("distributed")
 class DistributedOptions:
     """Division of the models among processes."""
 
@@ -63,37 +60,15 @@ class DistributedOptions:
         at_least=-1,
         may_change=True,
     )
-    mixed_mm_data: bool = option(
-        False,
-        "Ranks may differ in having images; the vision tower stays in FSDP2's root unit.",
-        acts_with="fsdp",
-        commands=(),
-    )
     async_save: bool = option(
         False,
         "Write checkpoints in the background, from copies in host memory.",
-    )
-    meta_init: bool | None = option(
-        None,
-        "FSDP2: build models without memory: ranks read their own rows of the files; unset "
-        "means yes on GPUs, above 2 GB of weights and without allow_new_weights.",
-        acts_with="fsdp",
-        by_machine=True,
-        commands=LANGUAGE,
     )
     compile_backend: str | None = option(
         None,
         "FSDP2: compile every block by torch.compile with this backend; unset does not.",
         choices=("inductor", "aot_eager", "eager"),
         acts_with="fsdp",
-    )
-    timeout_minutes: float = option(
-        60.0,
-        "Deadline of every collective and of every phase.",
-        above=0,
-        at_most=1e6,
-        commands=(*EVAL, *SFT),
-        may_change=True,
     )
     devices_shared: bool = option(
         False,
@@ -119,39 +94,41 @@ ENGINE_TYPES = (*ENGINES, "auto")
 
 
 @part("engine")
-class EngineOptions:
-    """The rollout engine, and how weights reach it."""
+class EngineChoiceOptions:
+    """The rollout engine."""
 
     engine_type: str = option(
         "vllm",
         "Rollout engine.",
         choices=ENGINE_TYPES,
         common=True,
-        commands=EVAL,
     )
     engine_tp_size: int = option(
         1,
         "Ranks that share one engine (tensor parallelism).",
         at_least=1,
-        commands=EVAL,
     )
     engine_mem_util: float = option(
         0.5,
         "Share of device memory the engine may take.",
         above=0,
         at_most=1,
-        commands=EVAL,
-        may_change=True,
-    )
-    enable_engine_sleep: bool = option(
-        True,
-        "Release the engine's memory while the trainer runs.",
         may_change=True,
     )
     engine_args: Arguments = option(
         None,
         "Further options under the engine's own names.",
-        commands=EVAL,
+    )
+
+
+@part("engine")
+class EngineOptions(EngineChoiceOptions):
+    """The rollout engine, and how weights reach it."""
+
+    enable_engine_sleep: bool = option(
+        True,
+        "Release the engine's memory while the trainer runs.",
+        may_change=True,
     )
     max_len: int | None = option(
         None,

@@ -1,12 +1,11 @@
 """Rollouts: sampling, overlap with training, episodes, and what becomes of their rewards."""
 
 from lightrft.config.options import (
-    DATA_AND_EVAL,
-    EVAL,
     Arguments,
     option,
     part,
 )
+from lightrft.config.parts.data import LengthOptions
 from lightrft.config.registry import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
@@ -14,30 +13,26 @@ from lightrft.config.registry import (
 from lightrft.engines.types import MIN_TEMPERATURE
 
 
-@part("rollout", commands=EVAL)
-class SamplingOptions:
-    """Prompts of a step, and how tokens are drawn."""
+@part("rollout")
+class DrawOptions:
+    """The draw of a token, and the end of a response."""
 
-    rollout_batch_size: int = option(
-        512,
-        "Prompts per step, over all ranks.",
-        at_least=1,
-        common=True,
-        commands=(),
-    )
-    generate_max_len: int = option(
-        1024,
-        "Longest response, in tokens.",
-        at_least=1,
-        common=True,
-        commands=DATA_AND_EVAL,
-    )
     temperature: float = option(
         1.0,
         "Sampling temperature.",
         at_least=MIN_TEMPERATURE,
         common=True,
     )
+    stop: tuple[str, ...] = option(
+        (),
+        "Texts that end a response, beside the model's own end; they stay in it.",
+    )
+
+
+@part("rollout")
+class TruncationOptions(DrawOptions):
+    """Tokens that can be drawn."""
+
     top_p: float = option(
         1.0,
         "Sample from the smallest set of tokens with this probability; 1 keeps all.",
@@ -56,28 +51,33 @@ class SamplingOptions:
         at_least=0,
         at_most=1,
     )
-    stop: tuple[str, ...] = option(
-        (),
-        "Texts that end a response, beside the model's own end; they stay in it.",
+
+
+@part("rollout")
+class SamplingOptions(TruncationOptions, LengthOptions):
+    """Prompts of a step, and how tokens are drawn."""
+
+    rollout_batch_size: int = option(
+        512,
+        "Prompts per step, over all ranks.",
+        at_least=1,
+        common=True,
     )
     use_fire: bool = option(
         False,
         "Draw the first token at first_token_temperature (FIRE).",
-        commands=(),
     )
     first_token_temperature: float = option(
         10.0,
         "Temperature of the first token with use_fire.",
         at_least=MIN_TEMPERATURE,
         acts_with="use_fire",
-        commands=(),
     )
     max_num_gen_batches: int = option(
         10,
         "Rollout batches of one step with dynamic_sampling, at most.",
         at_least=1,
         acts_with="dynamic_sampling",
-        commands=(),
     )
 
     @property
@@ -128,14 +128,6 @@ class StreamingOptions:
         "tools, or its reward, take their time; 0 waits for them within the round.",
         at_least=0,
     )
-    late_join: bool = option(
-        False,
-        "Let an episode whose tool is busy join a later round, once half of the others are "
-        "ready or all that took no part in the last one; off, a round waits for all, and timing "
-        "changes no bit.",
-        acts_with="environment or tools or agent or agent_command",
-        commands=EVAL,
-    )
     use_rollout_logprobs: bool = option(
         False,
         "Take the old logprobs from the engine instead of a forward pass of the actor.",
@@ -147,9 +139,9 @@ class StreamingOptions:
         return self.rollout_lag > 0 or self.stream_chunk is not None
 
 
-@part("rollout", commands=DATA_AND_EVAL)
-class EpisodeOptions:
-    """Environments and agents."""
+@part("rollout")
+class EnvironmentOptions:
+    """Environments and tools."""
 
     environment: str | None = option(
         None,
@@ -163,35 +155,6 @@ class EpisodeOptions:
         (),
         "Functions FILE.py:NAME that the model may call, beside the environment's methods.",
         path="file",
-    )
-    agent: str | None = option(
-        None,
-        "Function FILE.py:NAME, async def run(base_url, api_key, row) -> reward, a dict of named "
-        "parts or None, which calls the model through OpenAI's protocol; or verifiers:NAME.",
-        path="file",
-        commands=EVAL,
-    )
-    agent_command: str | None = option(
-        None,
-        "Command of an agent that is a program, such as 'prog {base_url} {row}' with the row as a "
-        "JSON file; it runs in the sandbox, and the last line that it prints is its reward.",
-        commands=EVAL,
-    )
-    agent_timeout_seconds: float = option(
-        600.0,
-        "Deadline of one episode of the agent; past it the episode has failed.",
-        acts_with="agent or agent_command",
-        above=0,
-        commands=EVAL,
-        may_change=True,
-    )
-    max_agent_calls: int = option(
-        64,
-        "Calls that an episode of the agent may make; further ones are refused.",
-        acts_with="agent or agent_command",
-        at_least=1,
-        at_most=128,
-        commands=EVAL,
     )
     max_turns: int = option(
         8,
@@ -220,19 +183,63 @@ class EpisodeOptions:
         above=0,
         may_change=True,
     )
-    max_tool_calls: int | None = option(
-        None,
-        "Calls that an episode may make; further ones are answered by an error.",
-        acts_with="environment or tools",
-        at_least=1,
-        commands=EVAL,
-    )
     tool_timeout_seconds: float = option(
         60.0,
         "Deadline of one reset, call or reward of an environment; past it its worker is killed.",
         acts_with="environment or tools",
         above=0,
         may_change=True,
+    )
+    environment_workers: int | None = option(
+        None,
+        "Worker processes that host the environments or agents of one rank; unset is one a core.",
+        acts_with="environment or tools or agent or agent_command",
+        at_least=1,
+        may_change=True,
+    )
+
+
+@part("rollout")
+class EpisodeOptions(EnvironmentOptions):
+    """Environments and agents."""
+
+    late_join: bool = option(
+        False,
+        "Let an episode whose tool is busy join a later round, once half of the others are "
+        "ready or all that took no part in the last one; off, a round waits for all, and timing "
+        "changes no bit.",
+        acts_with="environment or tools or agent or agent_command",
+    )
+    agent: str | None = option(
+        None,
+        "Function FILE.py:NAME, async def run(base_url, api_key, row) -> reward, a dict of named "
+        "parts or None, which calls the model through OpenAI's protocol; or verifiers:NAME.",
+        path="file",
+    )
+    agent_command: str | None = option(
+        None,
+        "Command of an agent that is a program, such as 'prog {base_url} {row}' with the row as a "
+        "JSON file; it runs in the sandbox, and the last line that it prints is its reward.",
+    )
+    agent_timeout_seconds: float = option(
+        600.0,
+        "Deadline of one episode of the agent; past it the episode has failed.",
+        acts_with="agent or agent_command",
+        above=0,
+        may_change=True,
+    )
+    max_agent_calls: int = option(
+        64,
+        "Calls that an episode of the agent may make; further ones are refused.",
+        acts_with="agent or agent_command",
+        at_least=1,
+        at_most=128,
+    )
+    max_tool_calls: int | None = option(
+        None,
+        "Calls that an episode may make; further ones are answered by an error.",
+        acts_with="environment or tools",
+        at_least=1,
     )
     tool_parser: str = option(
         "auto",
@@ -243,21 +250,12 @@ class EpisodeOptions:
             *("auto", "hermes", "xml", "glm", "deepseek", "lfm", "gemma", "harmony", "mistral"),
             *("llama", "pythonic"),
         ),
-        commands=EVAL,
     )
     max_observation_tokens: int = option(
         1024,
         "Longest answer of a call, in tokens; the rest is cut.",
         acts_with="environment or tools or agent or agent_command",
         at_least=16,
-        commands=EVAL,
-    )
-    environment_workers: int | None = option(
-        None,
-        "Worker processes that host the environments or agents of one rank; unset is one a core.",
-        acts_with="environment or tools or agent or agent_command",
-        at_least=1,
-        may_change=True,
     )
 
     @property

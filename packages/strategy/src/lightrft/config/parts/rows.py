@@ -1,8 +1,6 @@
 """Training on given rows."""
 
 from lightrft.config.options import (
-    SFT,
-    SFT_ALONE,
     Arguments,
     option,
     part,
@@ -16,8 +14,21 @@ from lightrft.config.registry import (
 )
 
 
-@part("supervised", commands=SFT_ALONE)
-class SupervisedOptions:
+@part("supervised")
+class RowLengthOptions:
+    """Longest rows."""
+
+    max_row_tokens: int = option(
+        2048,
+        "Longest row, in tokens; longer ones, and those beyond the model's context, are left out "
+        "and counted.",
+        at_least=2,
+        common=True,
+    )
+
+
+@part("supervised")
+class TrainedTokenOptions:
     """Trained tokens of given rows."""
 
     train_on: str | None = option(
@@ -32,6 +43,12 @@ class SupervisedOptions:
         "Of these tokens, only those with a character of a match of this regular expression (of "
         "its first group) in the text of the row; rows without one are left out and counted.",
     )
+
+
+@part("supervised")
+class SupervisedOptions(TrainedTokenOptions):
+    """The loss of given rows."""
+
     sft_loss: str = option(
         "token-mean",
         "Mean of -log p over all trained tokens, mean of the rows' means, or dft, where each "
@@ -39,17 +56,9 @@ class SupervisedOptions:
         choices=SFT_LOSSES,
         common=True,
     )
-    max_row_tokens: int = option(
-        2048,
-        "Longest row, in tokens; longer ones, and those beyond the model's context, are left out "
-        "and counted.",
-        at_least=2,
-        common=True,
-        commands=SFT,
-    )
 
 
-@part("preference", commands=("prefer",))
+@part("preference")
 class PreferenceOptions:
     """Losses of preferences."""
 
@@ -79,7 +88,7 @@ class PreferenceOptions:
     )
 
 
-@part("supervised", commands=("reward",))
+@part("supervised")
 class RewardModelOptions:
     """Losses and scores of a reward model."""
 

@@ -3,8 +3,6 @@
 from pathlib import Path
 
 from lightrft.config.options import (
-    EVAL,
-    SFT,
     option,
     part,
 )
@@ -13,23 +11,21 @@ from lightrft.config.registry import (
 )
 
 
-@part("run", commands=SFT, may_change=True)
+@part("run", may_change=True)
 class RunControlOptions:
     """Length, folders and checkpoints of a run."""
 
+    max_epochs: int = option(
+        1,
+        "Passes over the samples of one step; of sft, prefer and reward, over their rows.",
+        at_least=1,
+        group="algorithm",
+    )
     output_dir: str = option(
         "lightrft_run",
         "Folder for everything that the run writes.",
         common=True,
         path="folder",
-    )
-    num_episodes: int = option(
-        1,
-        "Passes over the training prompts; they set the number of steps. With dynamic_sampling a "
-        "step may draw more prompts, and the same steps then make more passes.",
-        at_least=1,
-        common=True,
-        commands=(),
     )
     max_steps: int | None = option(
         None,
@@ -54,42 +50,10 @@ class RunControlOptions:
         "Steps between lines on the console.",
         at_least=1,
     )
-    sample_steps: int = option(
-        10,
-        "Steps between samples on the console, the best and the worst of a prompt; 0 shows none.",
-        at_least=0,
-        commands=(),
-    )
     ckpt_path: str | None = option(
         None,
         "Folder of checkpoints; unset is OUTPUT_DIR/checkpoints.",
         path="folder",
-    )
-    save_trajectories: bool = option(
-        False,
-        "Write tokens with logprobs, advantages and rewards to trajectories.jsonl.",
-        commands=(),
-    )
-    num_trajectories_to_save: int = option(
-        10,
-        "Samples of one step in trajectories.jsonl.",
-        at_least=1,
-        acts_with="save_trajectories",
-        commands=(),
-    )
-    trajectory_steps: int | None = option(
-        None,
-        "Write the first step and every N-th to trajectories.jsonl; unset is save_steps, or "
-        "every step without. A step that is written costs a forward pass that others save.",
-        at_least=1,
-        acts_with="save_trajectories",
-        commands=(),
-    )
-    save_rollouts: bool = option(
-        False,
-        "Write every sample with its token ids to rollouts.jsonl, which lightrft rows reads: some "
-        "six bytes a token.",
-        commands=EVAL,
     )
     save_path: str | None = option(
         None,
@@ -144,7 +108,53 @@ class RunControlOptions:
         return Path(self.save_path or Path(self.output_dir) / "model")
 
 
-@part("monitoring", commands=SFT, may_change=True)
+@part("run", may_change=True)
+class RecordOptions:
+    """The file of all samples."""
+
+    save_rollouts: bool = option(
+        False,
+        "Write every sample with its token ids to rollouts.jsonl, which lightrft rows reads: some "
+        "six bytes a token.",
+    )
+
+
+@part("run", may_change=True)
+class PolicyRunOptions(RecordOptions):
+    """Length and samples of reinforcement."""
+
+    num_episodes: int = option(
+        1,
+        "Passes over the training prompts; they set the number of steps. With dynamic_sampling a "
+        "step may draw more prompts, and the same steps then make more passes.",
+        at_least=1,
+        common=True,
+    )
+    sample_steps: int = option(
+        10,
+        "Steps between samples on the console, the best and the worst of a prompt; 0 shows none.",
+        at_least=0,
+    )
+    save_trajectories: bool = option(
+        False,
+        "Write tokens with logprobs, advantages and rewards to trajectories.jsonl.",
+    )
+    num_trajectories_to_save: int = option(
+        10,
+        "Samples of one step in trajectories.jsonl.",
+        at_least=1,
+        acts_with="save_trajectories",
+    )
+    trajectory_steps: int | None = option(
+        None,
+        "Write the first step and every N-th to trajectories.jsonl; unset is save_steps, or "
+        "every step without. A step that is written costs a forward pass that others save.",
+        at_least=1,
+        acts_with="save_trajectories",
+    )
+
+
+@part("monitoring", may_change=True)
 class MonitoringOptions:
     """Observers of a run, and its alarms."""
 
@@ -177,56 +187,11 @@ class MonitoringOptions:
         above=0,
         may_change=False,
     )
-    alarm_kl: float | None = option(
-        None,
-        "Warn when the KL to the reference or of an update exceeds this.",
-        above=0,
-        commands=(),
-    )
-    alarm_entropy: float | None = option(
-        None,
-        "Warn when the entropy falls below this.",
-        above=0,
-        commands=(),
-    )
-    alarm_length: float | None = option(
-        None,
-        "Warn when the mean response length exceeds this.",
-        above=0,
-        commands=(),
-    )
-    alarm_reward_std: float | None = option(
-        None,
-        "Warn when the standard deviation of rewards falls below this.",
-        above=0,
-        commands=(),
-    )
     stop_on_alarm: bool = option(
         False,
         "End the run after the step of an alarm, with a checkpoint and exit code 9; also "
         "without any alarm_* bound numbers that are not finite, skipped steps and steps that "
         "change nothing are alarms.",
-    )
-    parity_check_steps: int = option(
-        0,
-        "Compare engine and trainer logprobs in the first step and every N; 0: first only (with "
-        "stream_chunk every one), -1: never.",
-        at_least=-1,
-        commands=(),
-        may_change=False,
-    )
-    parity_limit: float | None = option(
-        None,
-        "Mean distance of a logprob which that allows; unset depends on the dtype.",
-        above=0,
-        commands=(),
-        may_change=False,
-    )
-    ledger_gate: bool = option(
-        True,
-        "Compare each row to train on with what was written down as it was sampled and scored.",
-        commands=(),
-        may_change=False,
     )
     loggers: tuple[str, ...] = option(
         (),
@@ -248,7 +213,65 @@ class MonitoringOptions:
 
 
 @part("monitoring", may_change=True)
-class LogOptions:
+class AlarmOptions(MonitoringOptions):
+    """Alarms and comparisons of reinforcement."""
+
+    alarm_kl: float | None = option(
+        None,
+        "Warn when the KL to the reference or of an update exceeds this.",
+        above=0,
+    )
+    alarm_entropy: float | None = option(
+        None,
+        "Warn when the entropy falls below this.",
+        above=0,
+    )
+    alarm_length: float | None = option(
+        None,
+        "Warn when the mean response length exceeds this.",
+        above=0,
+    )
+    alarm_reward_std: float | None = option(
+        None,
+        "Warn when the standard deviation of rewards falls below this.",
+        above=0,
+    )
+    parity_check_steps: int = option(
+        0,
+        "Compare engine and trainer logprobs in the first step and every N; 0: first only (with "
+        "stream_chunk every one), -1: never.",
+        at_least=-1,
+        may_change=False,
+    )
+    parity_limit: float | None = option(
+        None,
+        "Mean distance of a logprob which that allows; unset depends on the dtype.",
+        above=0,
+        may_change=False,
+    )
+    ledger_gate: bool = option(
+        True,
+        "Compare each row to train on with what was written down as it was sampled and scored.",
+        may_change=False,
+    )
+
+
+@part("monitoring", may_change=True)
+class StrictOptions:
+    """TensorBoard, and how strict a run is."""
+
+    use_tensorboard: str | bool | None = option(
+        False,
+        "Write TensorBoard logs, into this folder or OUTPUT_DIR/tensorboard.",
+    )
+    strict: bool = option(
+        False,
+        "Options without effect are errors instead of warnings.",
+    )
+
+
+@part("monitoring", may_change=True)
+class LogOptions(StrictOptions):
     """Logs of a strategy, and how strict it is."""
 
     log_dir: str | None = option(
@@ -259,14 +282,4 @@ class LogOptions:
         -1,
         "Write the generation length distribution every N steps; 0 or less never.",
         acts_with="log_dir",
-    )
-    use_tensorboard: str | bool | None = option(
-        False,
-        "Write TensorBoard logs, into this folder or OUTPUT_DIR/tensorboard.",
-        commands=SFT,
-    )
-    strict: bool = option(
-        False,
-        "Options without effect are errors instead of warnings.",
-        commands=SFT,
     )

@@ -2,38 +2,34 @@
 
 from lightrft.config.options import (
     CRITIC,
-    DATA_AND_EVAL,
-    EVAL,
-    SFT,
     Arguments,
     option,
     part,
 )
+from lightrft.config.parts.training import ADAM_MOVES
 
 
 @part("models")
 class ModelOptions:
-    """Places of models and of scores."""
+    """The place of the model."""
 
     pretrain: str | None = option(
         None,
         "Checkpoint directory of the actor.",
         common=True,
         path="folder",
-        commands=("data", *SFT),
     )
+
+
+@part("models")
+class PolicyModelOptions(ModelOptions):
+    """Models and rows of reinforcement beside the model that is trained."""
+
     critic_pretrain: str | bool | None = option(
         False,
         "Checkpoint directory of the critic; unset trains no critic.",
         path="folder",
         acts_with=CRITIC,
-    )
-    remote_rm_url: str | tuple[str, ...] | None = option(
-        None,
-        "Address of a reward service, in which ${NAME} is an environment variable; local "
-        "reward models are then left alone.",
-        commands=DATA_AND_EVAL,
-        may_change=True,
     )
     pretrain_data: str | None = option(
         None,
@@ -41,14 +37,40 @@ class ModelOptions:
         acts_with="ptx_coef",
         path="file",
     )
+    critic_learning_rate: float = option(
+        9e-6,
+        f"Peak learning rate of the critic. {ADAM_MOVES}",
+        at_least=0,
+        at_most=1,
+        acts_with=CRITIC,
+        group="training",
+    )
+    mixed_mm_data: bool = option(
+        False,
+        "Ranks may differ in having images; the vision tower stays in FSDP2's root unit.",
+        acts_with="fsdp",
+        group="distributed",
+    )
+
+
+@part("models")
+class ServiceOptions:
+    """Services that score responses."""
+
+    remote_rm_url: str | tuple[str, ...] | None = option(
+        None,
+        "Address of a reward service, in which ${NAME} is an environment variable; local "
+        "reward models are then left alone.",
+        may_change=True,
+    )
 
 
 # The judge that is the model which is trained.
 POLICY = "policy"
 
 
-@part("reward", commands=DATA_AND_EVAL)
-class RewardOptions:
+@part("reward")
+class ScorerOptions(ServiceOptions):
     """Scorers of responses."""
 
     reward_fn: tuple[str, ...] = option(
@@ -68,34 +90,6 @@ class RewardOptions:
         above=0,
         at_most=1e7,
         may_change=True,
-    )
-    reward_weights: tuple[float, ...] = option(
-        (),
-        "Factor of each reward_fn, then remote_rm_url, then reward_pretrain; unset is 1 each.",
-        commands=EVAL,
-    )
-    reward_pretrain: tuple[str, ...] = option(
-        (),
-        "Reward models of lightrft reward, or sequence classifiers with one label; their scores "
-        "are added.",
-        commands=(),
-    )
-    reward_recipe: str | None = option(
-        None,
-        "TOML file: a table per value of reward_recipe_column with weights of rewards.",
-        commands=(),
-    )
-    reward_recipe_column: str = option(
-        "task",
-        "Column that names the recipe of a row.",
-        acts_with="reward_recipe",
-        commands=(),
-    )
-    reward_failure: str = option(
-        "raise",
-        "A failed reward ends the run, or excludes (masks) its sample.",
-        choices=("raise", "mask"),
-        commands=(),
     )
     reward_memory_gb: float | None = option(
         16.0,
@@ -157,22 +151,6 @@ class RewardOptions:
         acts_with="judge_model",
         path="file",
     )
-    judge_compare: str = option(
-        "none",
-        "What the judge compares: none grades each response alone; pairs asks about every two "
-        "responses to a prompt, in both orders; ranking ranks them all, in two orders; verdicts is "
-        "pairs for a judge that was trained on both_orders:FILE, with the questions of that.",
-        choices=("none", "pairs", "ranking", "verdicts"),
-        acts_with="judge_model",
-        commands=(),
-    )
-    judge_prices: Arguments = option(
-        None,
-        "Prices of a million tokens of the judge, input=0.5 output=1.5, for the metric judge/cost.",
-        acts_with="judge_model",
-        commands=(),
-        may_change=True,
-    )
     judge_args: Arguments = option(
         None,
         "Fields of the request to the judge, such as max_tokens=2048.",
@@ -197,3 +175,52 @@ class RewardOptions:
         """Folder of the reward judge's own model, or None."""
         is_own = self.judge_url is None and not self.judges_by_policy
         return self.judge_model if is_own else None
+
+
+@part("reward")
+class WeightedScorerOptions(ScorerOptions):
+    """Scorers whose sum is weighted."""
+
+    reward_weights: tuple[float, ...] = option(
+        (),
+        "Factor of each reward_fn, then remote_rm_url, then reward_pretrain; unset is 1 each.",
+    )
+
+
+@part("reward")
+class RewardOptions(WeightedScorerOptions):
+    """Rewards of training."""
+
+    reward_pretrain: tuple[str, ...] = option(
+        (),
+        "Reward models of lightrft reward, or sequence classifiers with one label; their scores "
+        "are added.",
+    )
+    reward_recipe: str | None = option(
+        None,
+        "TOML file: a table per value of reward_recipe_column with weights of rewards.",
+    )
+    reward_recipe_column: str = option(
+        "task",
+        "Column that names the recipe of a row.",
+        acts_with="reward_recipe",
+    )
+    reward_failure: str = option(
+        "raise",
+        "A failed reward ends the run, or excludes (masks) its sample.",
+        choices=("raise", "mask"),
+    )
+    judge_compare: str = option(
+        "none",
+        "What the judge compares: none grades each response alone; pairs asks about every two "
+        "responses to a prompt, in both orders; ranking ranks them all, in two orders; verdicts is "
+        "pairs for a judge that was trained on both_orders:FILE, with the questions of that.",
+        choices=("none", "pairs", "ranking", "verdicts"),
+        acts_with="judge_model",
+    )
+    judge_prices: Arguments = option(
+        None,
+        "Prices of a million tokens of the judge, input=0.5 output=1.5, for the metric judge/cost.",
+        acts_with="judge_model",
+        may_change=True,
+    )

@@ -3,10 +3,6 @@
 from collections.abc import Mapping
 
 from lightrft.config.options import (
-    CRITIC,
-    EVAL,
-    LANGUAGE,
-    SFT,
     Arguments,
     option,
     part,
@@ -44,16 +40,68 @@ def shown_learning_rates() -> str:
     return ", ".join(parts)
 
 
-@part("training", commands=SFT)
-class TrainingOptions:
-    """Optimization: sizes, learning rates, precision."""
+@part("training")
+class ComputeOptions:
+    """Numbers of a process that computes with a model, and its deadline."""
 
     seed: int = option(
         42,
         "Seed of all random number generators.",
         at_least=0,
-        commands=(*EVAL, *SFT),
     )
+    bf16: bool | None = option(
+        None,
+        "Compute in bfloat16; unset means yes on a GPU and float32 on a CPU.",
+    )
+    timeout_minutes: float = option(
+        60.0,
+        "Deadline of every collective and of every phase.",
+        above=0,
+        at_most=1e6,
+        may_change=True,
+        group="distributed",
+    )
+
+    def computes_in_bf16(self, *, has_gpu: bool) -> bool:
+        """Return True if models compute in bfloat16: as set, else only on a GPU."""
+        return has_gpu if self.bf16 is None else self.bf16
+
+
+@part("training")
+class HeadOptions:
+    """Models whose head gives logits, and all of whose weights are in files."""
+
+    fused_linear_logprob: bool | None = option(
+        None,
+        "Compute logprobs, where it allows it the policy loss, and the output projection "
+        "together, in chunks; unset means yes on GPUs and no on CPUs.",
+        by_machine=True,
+    )
+    chunk_size: int | None = option(
+        None,
+        "Vocabulary columns per chunk of the fused output projection; unset is what suits "
+        "the device.",
+        at_least=1,
+        acts_with="fused_linear_logprob",
+    )
+    meta_init: bool | None = option(
+        None,
+        "FSDP2: build models without memory: ranks read their own rows of the files; unset "
+        "means yes on GPUs, above 2 GB of weights and without allow_new_weights.",
+        acts_with="fsdp",
+        by_machine=True,
+        group="distributed",
+    )
+
+    def fuses_logprob(self, *, has_gpu: bool) -> bool:
+        """Return True if the output projection is fused: as set, else only on a GPU."""
+        return has_gpu if self.fused_linear_logprob is None else self.fused_linear_logprob
+
+
+@part("training")
+class TrainingOptions(ComputeOptions):
+    """Optimization: sizes, learning rates, precision."""
+
     max_norm: float = option(
         1.0,
         "Global gradient norm above which gradients are scaled down; 0 never clips.",
@@ -74,11 +122,6 @@ class TrainingOptions:
         at_least=1,
         common=True,
     )
-    bf16: bool | None = option(
-        None,
-        "Compute in bfloat16; unset means yes on a GPU and float32 on a CPU.",
-        commands=(*EVAL, *SFT),
-    )
     actor_learning_rate: float | None = option(
         None,
         f"Peak learning rate of the model that is trained; unset means {shown_learning_rates()}. "
@@ -87,14 +130,6 @@ class TrainingOptions:
         at_most=1,
         common=True,
         by_machine=True,
-    )
-    critic_learning_rate: float = option(
-        9e-6,
-        f"Peak learning rate of the critic. {ADAM_MOVES}",
-        at_least=0,
-        at_most=1,
-        acts_with=CRITIC,
-        commands=(),
     )
     adam_betas: tuple[float, float] = option(
         (0.9, 0.95),
@@ -141,21 +176,6 @@ class TrainingOptions:
         "FSDP2: bfloat16 parameters with float32 master copies in the optimizer.",
         acts_with="fsdp",
     )
-    fused_linear_logprob: bool | None = option(
-        None,
-        "Compute logprobs, where it allows it the policy loss, and the output projection "
-        "together, in chunks; unset means yes on GPUs and no on CPUs.",
-        by_machine=True,
-        commands=LANGUAGE,
-    )
-    chunk_size: int | None = option(
-        None,
-        "Vocabulary columns per chunk of the fused output projection; unset is what suits "
-        "the device.",
-        at_least=1,
-        acts_with="fused_linear_logprob",
-        commands=LANGUAGE,
-    )
 
     @property
     def peak_learning_rate(self) -> float:
@@ -168,16 +188,8 @@ class TrainingOptions:
         """Factors of the learning rate by part of a model's names."""
         return {part: float(value) for part, value in (self.learning_rate_factors or {}).items()}
 
-    def computes_in_bf16(self, *, has_gpu: bool) -> bool:
-        """Return True if models compute in bfloat16: as set, else only on a GPU."""
-        return has_gpu if self.bf16 is None else self.bf16
 
-    def fuses_logprob(self, *, has_gpu: bool) -> bool:
-        """Return True if the output projection is fused: as set, else only on a GPU."""
-        return has_gpu if self.fused_linear_logprob is None else self.fused_linear_logprob
-
-
-@part("training", commands=SFT)
+@part("training")
 class WeightOptions:
     """Weights that are trained, and tokens of a micro-batch."""
 
@@ -232,5 +244,4 @@ class WeightOptions:
         "another shape or unused; those the model needs are initialised anew, alike in actor and "
         "reference.",
         group="models",
-        commands=SFT,
     )

@@ -50,11 +50,10 @@ def read_inputs(config: TrainConfig) -> DivergenceInputs:
     """
     if not config.teacher_places or config.distillation_stage == "policy":
         raise ConfigError("distillation on rows needs a teacher and teacher_form: give both")
-    given = ["sft_loss"] * (config.sft_loss != TrainConfig.sft_loss)
-    # The output projection is always computed in chunks.
-    given += ["fused_linear_logprob"] * (config.fused_linear_logprob is False)
-    if given:
-        raise ConfigError(f"{' and '.join(given)}: not of distillation on rows: leave it out")
+    if config.fused_linear_logprob is False:
+        raise ConfigError(
+            "fused_linear_logprob: distillation on rows always computes in chunks: leave it out"
+        )
     if config.pretrain is not None and family_of(load_config(config.pretrain)) is not None:
         raise ConfigError(f"pretrain: {config.pretrain} reads images, and a teacher sees texts")
     is_plain = [*config.teacher_places] == [""] and not is_served(config.teacher_places[""])

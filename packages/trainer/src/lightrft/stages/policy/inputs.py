@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.algorithms.interface import advantage_traits
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.options import NOT_OF_TRAIN, options_of
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
 from lightrft.datasets.media import Modality
@@ -356,11 +355,7 @@ def _check_options(config: TrainConfig) -> None:
         raise ConfigError("\n".join(missing))
     config.check_world_size(LaunchEnvironment.read().world_size)
     problems = algorithm_problems(config)
-    problems += [
-        f"{name} is an option of lightrft {info.commands[0]}: leave it out"
-        for name, (entry, info) in options_of(TrainConfig).items()
-        if info.group in NOT_OF_TRAIN and config.__dict__[name] != entry.default
-    ]
+    problems += config.refused_options("train")
     if config.distillation_stage != "policy":
         problems.append(
             f"teacher_form {config.teacher_form} is of the rows of lightrft distill: leave it out"

@@ -14,7 +14,7 @@ import numpy as np
 from transformers import AutoModelForCausalLM
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.options import DISTILL, options_of
+from lightrft.config.commands import DISTILLED_ROWS, DISTILLED_ROWS_AND_SAMPLES
 from lightrft.config.rules import batch_problems
 from lightrft.datasets.row_data import Item, RowData, SupervisedRow
 from lightrft.datasets.row_media import RowMediaReader
@@ -51,10 +51,6 @@ if TYPE_CHECKING:
 
 
 _SHOWN_CHARACTERS = 300
-
-
-# Options of what the student samples among given rows, beside those of the engine.
-SAMPLING = ("generate_max_len", "prompt_max_len", "temperature", "stop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,17 +253,10 @@ def option_problems(config: TrainConfig, num_processes: int, command: str) -> li
         num_processes: Of the run.
         command: That trains.
     """
-    # Distillation on rows has those of supervised training, too, and those of what it samples.
-    taken = {"sft", command} if command in DISTILL else {command}
-    samples = command in DISTILL and config.offpolicy_fraction < 1
-    found = config.missing_inputs
-    found += [
-        f"{name} is no option of lightrft {command}: leave it out"
-        for name, (entry, info) in options_of(TrainConfig).items()
-        if not taken.intersection(info.commands)
-        and not (samples and (info.group == "engine" or name in SAMPLING))
-        and config.__dict__[name] != entry.default
-    ]
+    if command == "distill":
+        samples = config.offpolicy_fraction < 1
+        command = DISTILLED_ROWS_AND_SAMPLES if samples else DISTILLED_ROWS
+    found = config.missing_inputs + config.refused_options(command)
     alike = {"rollout_batch_size": config.train_batch_size, "n_samples_per_prompt": 1}
     lines = batch_problems(TrainConfig(**{**config.__dict__, **alike}), num_processes)
     return found + [line.replace("rollout_batch_size", "train_batch_size") for line in lines]

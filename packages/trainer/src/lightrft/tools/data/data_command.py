@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import psutil
 
 from lightrft.cli.errors import ExitCode, UsageError, refuse
-from lightrft.cli.options import Parser, add_options, command_options, parse_options
+from lightrft.cli.options import Parser, add_options, parse_options
 from lightrft.cli.preflight import PlainTokenizer, model_problems
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.commands import command_options
 from lightrft.config.printable import printable
 from lightrft.config.registry import Registry
 from lightrft.config.sources import split_sources

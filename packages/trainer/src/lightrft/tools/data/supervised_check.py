@@ -12,7 +12,7 @@ from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import Parser, available_options, parse_options
 from lightrft.cli.preflight import model_problems, teacher_problems
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.options import NOT_OF_TRAIN
+from lightrft.config.commands import command_options
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import ReadRecord
 from lightrft.datasets.row_data import SupervisedRow
@@ -261,15 +261,12 @@ def parse(argv: Sequence[str], stage: str) -> tuple[str, TrainConfig]:
 
 def build_parser(stage: str) -> Parser:
     """The parser of `lightrft data check` of a stage that trains on given rows."""
+    policy, taken = available_options(), command_options("data")
     of_rows = [
         name
-        for name, info in available_options("sft" if stage == "distill" else stage).items()
-        if "data" in info.commands or info.group in NOT_OF_TRAIN
+        for name in command_options("sft" if stage == "distill" else stage)
+        if name in taken or name not in policy
     ]
-    of_rules = [
-        name
-        for name, info in available_options().items()
-        if "data" in info.commands and (info.group == "reward" or name == "label_key")
-    ]
+    of_rules = ["label_key", *(name for name in taken if policy[name].group == "reward")]
     more = {"sft": SIZES, "distill": (*SIZES, "teacher"), "prefer": of_rules, "reward": of_rules}
     return check_parser(DESCRIPTION, (*of_rows, *more[stage]))

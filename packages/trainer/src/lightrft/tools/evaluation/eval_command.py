@@ -20,7 +20,6 @@ from lightrft.cli.options import (
     add_number,
     add_options,
     at_least,
-    command_options,
     finite,
     parse_options,
 )
@@ -32,6 +31,7 @@ from lightrft.cli.preflight import (
     with_found_keys,
 )
 from lightrft.config import TrainConfig
+from lightrft.config.commands import command_options
 from lightrft.config.other_names import A_DATA_FILE, A_REWARD
 from lightrft.reporting.files import CONFIG_FILE
 from lightrft.reporting.start_bar import start_text

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from lightrft.cli.errors import ExitCode, refuse
 from lightrft.cli.options import Parser, add_number, add_options, available_options, parse_options
-from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.options import SFT, options_of
+from lightrft.config import ConfigError
 from lightrft.run.gpus import GB, GPUS, Gpu, find_gpu
 from lightrft.tools.plan.advice import Advice, advise, remedies
 from lightrft.tools.plan.constants import measured_count
@@ -134,8 +133,7 @@ def build_parser() -> Parser:
         "--prompt_data. Others than policy count memory alone, of rows of --max_row_tokens tokens, "
         "two of a pair. Unset is that of --config, else policy.",
     )
-    names = {name for command in ("train", *SFT) for name in available_options(command)}
-    add_options(parser, [name for name in options_of(TrainConfig) if name in names])
+    add_options(parser, available_options("plan"))
     return parser
 
 
