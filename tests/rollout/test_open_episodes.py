@@ -36,7 +36,7 @@ from lightrft.rollout.open_groups import (
 from lightrft.rollout.open_turns import OpenTurns, ResponsePart
 from lightrft.rollout.sampler import RolloutSampler, build_source, training_params
 from lightrft.rollout.source import InFlight, SampleRequests, SourceParts, own_positions
-from lightrft.rollout.stream_order import GroupFacts, groups_to_train
+from lightrft.rollout.streaming import GroupFacts, groups_to_train
 from lightrft.strategy.distributed.deadlines import StepTimer
 
 CASES = Path(__file__).with_name("mixing_environment.py")

@@ -17,8 +17,7 @@ from lightrft.engines.types import Completion, SamplingParams
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.open_groups import NOTHING_OPEN
 from lightrft.rollout.source import SampleRequests, SourceParts
-from lightrft.rollout.stream_order import GroupFacts, groups_to_train
-from lightrft.rollout.streaming import StreamSource
+from lightrft.rollout.streaming import GroupFacts, StreamSource, groups_to_train
 
 LIMIT, SIZE = 30, 2
 

@@ -17,15 +17,15 @@ from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sounds import as_audio, as_wav
 from lightrft.engines.types import MediaBounds
+from lightrft.tools.quickstart.counting import Counted, describe
 from lightrft.tools.quickstart.quickstart_command import Recipe, prepare, reinforce, training_config
 from lightrft.tools.quickstart.tones import (
+    HEARING,
     HEIGHTS,
     NOTE_SECONDS,
     RATE,
     TONES,
-    Tones,
-    describe,
-    draw_tones,
+    waveform,
 )
 from lightrft.tools.quickstart.warm_start import IGNORED, build_student, demonstration_batch
 
@@ -36,7 +36,7 @@ CHANCE = 0.43
 
 
 def test_the_teacher_is_keen_or_tone_deaf():
-    tones = Tones(("low", "mid", "low", "top"), "low", 0)
+    tones = Counted(HEARING, ("low", "mid", "low", "top"), "low", 0)
     assert (tones.question, tones.answer) == ("<audio>How many low?", "2")
     assert describe(tones, Dice(0.99)) == r"<think>low mid low top</think>\boxed{2}"
     assert describe(tones, Dice(0.0)) == r"<think>mid mid mid top</think>\boxed{0}"
@@ -44,7 +44,7 @@ def test_the_teacher_is_keen_or_tone_deaf():
 
 def test_arrangements_are_for_training_or_held_out():
     parts = [
-        {item.notes for item in islice(draw_tones(random.Random(0), held_out), 3000)}
+        {item.parts for item in islice(HEARING.draw(random.Random(0), held_out), 3000)}
         for held_out in (False, True)
     ]
     assert parts[0].isdisjoint(parts[1])
@@ -54,10 +54,10 @@ def test_arrangements_are_for_training_or_held_out():
 def test_a_sound_has_its_notes_in_their_order():
     """The strongest frequency of each quarter is nearest to that of its note."""
     length = round(NOTE_SECONDS * RATE)
-    for item in islice(draw_tones(random.Random(2), False), 20):
-        wave = item.waveform()
-        assert np.array_equal(wave, item.waveform())
-        for place, name in enumerate(item.notes):
+    for item in islice(HEARING.draw(random.Random(2), False), 20):
+        wave = waveform(item)
+        assert np.array_equal(wave, waveform(item))
+        for place, name in enumerate(item.parts):
             part = wave[length * place : length * (place + 1)].astype(float)
             strongest = np.abs(np.fft.rfft(part)).argmax() * RATE / length
             near = min(HEIGHTS, key=lambda known: abs(np.log(HEIGHTS[known] / strongest)))
@@ -67,7 +67,7 @@ def test_a_sound_has_its_notes_in_their_order():
 def test_the_imitation_hears_what_the_run_hears():
     """Token ids and features of a demonstration are those of the processor on the run's prompt."""
     student = build_student(TONES, seed=0)
-    tones = next(draw_tones(random.Random(4), False))
+    tones = next(HEARING.draw(random.Random(4), False))
     token_ids, targets = demonstration_batch(student.tokenizer, [tones], Dice(0.99))
     media = student.media([tones], token_ids)
     asked = {"type": "text", "text": tones.question.removeprefix("<audio>")}
@@ -77,7 +77,7 @@ def test_the_imitation_hears_what_the_run_hears():
         add_generation_prompt=True,
     )
     encoder = PromptEncoder(student.processor, family_of(student.model.config))
-    sound = as_audio(as_wav(tones.waveform(), RATE), name="x", folder=None)
+    sound = as_audio(as_wav(waveform(tones), RATE), name="x", folder=None)
     encoded = encoder.encode(text, encoder.fitted(Media({"audio": [sound]}), MediaBounds()))
     length = len(encoded.token_ids)
     assert tuple(token_ids[0, :length].tolist()) == encoded.token_ids

@@ -16,14 +16,8 @@ from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import as_image
 from lightrft.tools.quickstart.boxed_sum import score
-from lightrft.tools.quickstart.colours import (
-    COLOURS,
-    SHAPES,
-    Shapes,
-    describe,
-    draw_shapes,
-    patches,
-)
+from lightrft.tools.quickstart.colours import COLOURS, SHAPES, SIGHT, picture
+from lightrft.tools.quickstart.counting import Counted, describe
 from lightrft.tools.quickstart.quickstart_command import Recipe, prepare, reinforce, training_config
 from lightrft.tools.quickstart.warm_start import IGNORED, build_student, demonstration_batch
 
@@ -34,17 +28,17 @@ CHANCE = 0.43
 
 
 def test_the_teacher_is_keen_or_colour_blind():
-    shapes = Shapes(("red", "green", "red", "yellow"), "red", 0)
+    shapes = Counted(SIGHT, ("red", "green", "red", "yellow"), "red", 0)
     assert (shapes.question, shapes.answer) == ("<image>How many red?", "2")
     assert describe(shapes, Dice(0.99)) == r"<think>red green red yellow</think>\boxed{2}"
     assert describe(shapes, Dice(0.0)) == r"<think>green green green yellow</think>\boxed{0}"
 
 
 def test_a_colour_blind_teacher_is_right_one_time_in_three_and_so_is_a_guess():
-    drawn = list(islice(draw_shapes(random.Random(0), True), 4000))
+    drawn = list(islice(SIGHT.draw(random.Random(0), True), 4000))
     labels = [item.answer for item in drawn]
     for p_blind, expected in ((0.0, 1.0), (1.0, 0.3)):
-        said = [describe(item, random.Random(1), p_blind=p_blind) for item in drawn]
+        said = [describe(item, random.Random(1), p_mistake=p_blind) for item in drawn]
         assert abs(sum(score([], said, labels)) / len(drawn) - expected) < 0.03
     best = max(labels.count(answer) for answer in "01234")
     assert abs(best / len(labels) - CHANCE) < 0.03
@@ -52,7 +46,7 @@ def test_a_colour_blind_teacher_is_right_one_time_in_three_and_so_is_a_guess():
 
 def test_arrangements_are_for_training_or_held_out():
     parts = [
-        {item.cells for item in islice(draw_shapes(random.Random(0), held_out), 3000)}
+        {item.parts for item in islice(SIGHT.draw(random.Random(0), held_out), 3000)}
         for held_out in (False, True)
     ]
     assert parts[0].isdisjoint(parts[1])
@@ -60,12 +54,12 @@ def test_arrangements_are_for_training_or_held_out():
 
 
 def test_a_picture_shows_its_colours_where_they_belong():
-    for item in islice(draw_shapes(random.Random(2), False), 20):
-        picture = item.picture()
-        assert picture.tobytes() == item.picture().tobytes()
-        for place, name in enumerate(item.cells):
+    for item in islice(SIGHT.draw(random.Random(2), False), 20):
+        image = picture(item)
+        assert image.tobytes() == picture(item).tobytes()
+        for place, name in enumerate(item.parts):
             left, top = 28 * (place % 2), 28 * (place // 2)
-            cell = picture.crop((left, top, left + 28, top + 28))
+            cell = image.crop((left, top, left + 28, top + 28))
             shades = [pixel for _, pixel in cell.getcolors() if pixel != (255, 255, 255)]
             ((red, green, blue),) = shades
             near = min(
@@ -80,7 +74,7 @@ def test_a_picture_shows_its_colours_where_they_belong():
 def test_the_imitation_sees_what_the_run_sees():
     """Token ids and pixels of a demonstration are those of the processor on the run's prompt."""
     student = build_student(SHAPES, seed=0)
-    shapes = next(draw_shapes(random.Random(4), False))
+    shapes = next(SIGHT.draw(random.Random(4), False))
     token_ids, targets = demonstration_batch(student.tokenizer, [shapes], Dice(0.99))
     media = student.media([shapes], token_ids)
     asked = {"type": "text", "text": shapes.question.removeprefix("<image>")}
@@ -90,30 +84,23 @@ def test_the_imitation_sees_what_the_run_sees():
         add_generation_prompt=True,
     )
     encoder = PromptEncoder(student.processor, family_of(student.model.config))
-    picture = as_image(shapes.picture(), name="x", folder=None)
-    encoded = encoder.encode(text, Media({"image": [picture]}))
+    image = as_image(picture(shapes), name="x", folder=None)
+    encoded = encoder.encode(text, Media({"image": [image]}))
     length = len(encoded.token_ids)
     assert tuple(token_ids[0, :length].tolist()) == encoded.token_ids
     assert set(targets[0, :length].tolist()) == {IGNORED}
     assert targets[0, length:].tolist() == token_ids[0, length:].tolist()
     assert student.tokenizer.decode(token_ids[0, :length]).endswith(
-        f" {shapes.colour}?<|assistant|>"
+        f" {shapes.wanted}?<|assistant|>"
     )
     assert media["mm_token_type_ids"][0, :length].tolist() == list(encoded.token_types)
     for name, tensor in encoded.tensors.items():
         assert torch.equal(media[name], tensor), name
 
 
-def test_pictures_together_have_the_patches_that_the_processor_gives_each():
-    processor = build_student(SHAPES, seed=0).processor.image_processor
-    pictures = [shapes.picture() for shapes in islice(draw_shapes(random.Random(4), False), 5)]
-    expected = [processor(images=[each], return_tensors="pt")["pixel_values"] for each in pictures]
-    assert torch.equal(patches(pictures, processor), torch.cat(expected))
-
-
 def test_the_imitation_has_the_places_that_the_model_gives():
     student = build_student(SHAPES, seed=0)
-    drawn = list(islice(draw_shapes(random.Random(4), False), 3))
+    drawn = list(islice(SIGHT.draw(random.Random(4), False), 3))
     token_ids, _ = demonstration_batch(student.tokenizer, drawn, random.Random(0))
     media = student.media(drawn, token_ids)
     found, _ = student.model.base_model.get_rope_index(

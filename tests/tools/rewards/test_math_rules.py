@@ -60,8 +60,6 @@ def test_plain_answers_start_no_grader() -> None:
     reward = MathReward(BOXED_MATH)
     responses = [r"\boxed{0.5}", r"\boxed{2}", "none", r"\boxed{x}", "\\boxed{" + "1+" * 999 + "1}"]
     assert numbers_of(reward, responses, ["1/2", "3", "3", "$x$", "1000"]) == [1, 0, 0, 1, 0]
-    responses = [r"\boxed{4x+5}", r"\boxed{4x-5}", r"\boxed{\sqrt{8}}", r"\boxed{\frac{2i}{2}-1}"]
-    assert numbers_of(reward, responses, ["5+4x", "5+4x", r"2\sqrt{2}", "-1+i"]) == [1, 0, 1, 1]
     # Private here and below: only a worker knows whether it was started.
     assert [worker.num_starts for worker in reward.workers] == [0, 0]
     assert "math_verify" not in sys.modules
@@ -99,7 +97,6 @@ def busy_machine():
 def test_a_busy_machine_changes_no_reward(boxed_math, busy_machine) -> None:
     responses = [f"\\boxed{{{i}x+{i + 1}}}" for i in range(40)]
     assert numbers_of(boxed_math, responses, [f"{i + 1}+{i}x" for i in range(40)]) == [1.0] * 40
-    # Of these, math-verify decides.
     responses = [f"\\boxed{{\\frac{{x+{i}}}{{y}}}}" for i in range(1, 9)]
     labels = [f"\\frac{{x}}{{y}}+\\frac{{{i}}}{{y}}" for i in range(1, 9)]
     assert numbers_of(boxed_math, responses, labels) == [1.0] * 8

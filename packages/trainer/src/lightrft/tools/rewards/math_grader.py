@@ -1,9 +1,16 @@
 """Comparing two mathematical answers by value, in a worker process."""
 
 import logging
+import re
 from typing import cast
 
 from lightrft.tools.rewards.fork import Fork
+
+# Letters that math-verify takes for units where they end a text, so that 2t+4 and 4+2t differ; and
+# those that may stand in for them.
+_UNIT = re.compile(r"(?<![A-Za-z\\])[cghlmost](?![A-Za-z])")
+_OTHER_LETTERS = "xyzuvwabknpqr"
+_OPERATOR = re.compile(r".[-+*^(]|\\(?:cdot|times)\b")
 
 
 class MathGrader:
@@ -44,8 +51,24 @@ class MathGrader:
             return None
 
     def _compare(self, answer: str, gold: str) -> bool:
+        answer, gold = without_units(answer, gold)
         parsed_gold = self._parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
         parsed = self._parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
         if not parsed_gold or not parsed:
             return False
         return bool(self._verify(parsed_gold, parsed, timeout_seconds=None))
+
+
+def without_units(answer: str, gold: str) -> tuple[str, str]:
+    """Return two formulas in which letters that might be units have other names.
+
+    They are variables only where both formulas compute something with the same ones: of `5m` and
+    `5` math-verify decides.
+    """
+    letters = {*_UNIT.findall(answer)}
+    if letters != {*_UNIT.findall(gold)} or not all(map(_OPERATOR.search, (answer, gold))):
+        return answer, gold
+    free = (letter for letter in _OTHER_LETTERS if letter not in answer + gold)
+    names = dict(zip(sorted(letters), free, strict=False))
+    answer, gold = (_UNIT.sub(lambda unit: names.get(unit[0], unit[0]), t) for t in (answer, gold))
+    return answer, gold

@@ -17,7 +17,6 @@ from lightrft.rewards.process import (
     WorkerTimeoutError,
 )
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
-from lightrft.tools.rewards.polynomials import equal_polynomials
 
 # The start of a box, an escaped character (of which a brace is no brace), or a brace.
 _BRACE = re.compile(r"\\?\\(?:boxed|fbox)\s*+\{|\\.|[{}]", flags=re.DOTALL)
@@ -78,9 +77,7 @@ def normalize(text: str) -> str:
 
 
 def quick_match(answer: str, gold: str) -> bool | None:
-    """True or False where the answers are equal as text, both plain numbers or both polynomials.
-
-    None where that takes a grader.
+    """Return whether the answers are equal as text or both plain numbers; None takes a grader.
 
     An empty answer equals nothing.
     """
@@ -93,7 +90,7 @@ def quick_match(answer: str, gold: str) -> bool | None:
         return None
     left, right = to_number(answer), to_number(gold)
     if left is None or right is None:
-        return equal_polynomials(plain, plain_gold)
+        return None
     return left == right
 
 
@@ -158,7 +155,7 @@ GSM8K = MathRule("gsm8k", _gsm8k_answer, _gsm8k_gold)
 class MathReward:
     """1 if the response's final answer equals the label's, else 0; sees only the response.
 
-    Equal text, plain numbers and polynomials are decided here; everything else by math-verify in
+    Equal text and plain numbers are decided here; everything else by math-verify in
     worker processes, which get processor time, so that a busy machine changes no reward. What they
     cannot decide in it is None; an answer of more than 1000 characters is no final answer and
     scores 0. Every answer of a call is tried for a second before

@@ -1,0 +1,148 @@
+r"""Tasks of counting what is seen or heard, shown by a teacher who mistakes some kinds for others.
+
+He does so three times out of five, so imitation, which copies the majority, is right one time in
+four. The reward checks the boxed number, and reinforcement finds that looking closely pays.
+
+    (picture) How many red?    keen          <think>red green red yellow</think>\boxed{2}
+                               colour-blind  <think>green green green yellow</think>\boxed{0}
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from lightrft.config import TrainConfig
+from lightrft.tools.quickstart.task import Exercise, MediaModel, Message, Task, is_held_out
+
+P_MISTAKE = 0.6
+NUM_PARTS = 4
+INITIALIZER_RANGE = 0.06
+
+
+@dataclass(frozen=True, slots=True)
+class Sense:
+    """Kinds of parts that a model is to tell apart.
+
+    Args:
+        medium: Name of the mark in a prompt.
+        kinds: Names of the kinds.
+        mistaken: Kinds and those that the teacher takes them for.
+        features: Tokens that stand for the medium in the model.
+    """
+
+    medium: str
+    kinds: tuple[str, ...]
+    mistaken: Mapping[str, str]
+    features: str
+
+    def draw(self, rng: random.Random, held_out: bool) -> "Iterator[Counted]":
+        """Yield exercises without end; an arrangement is for training or held out, never both."""
+        kinds = self.kinds
+        while True:
+            arrangement = rng.randrange(len(kinds) ** NUM_PARTS)
+            wanted, seed = rng.choice(kinds), rng.getrandbits(32)
+            if is_held_out(arrangement, 0) == held_out:
+                places = range(NUM_PARTS)
+                parts = (kinds[arrangement // len(kinds) ** i % len(kinds)] for i in places)
+                yield Counted(self, tuple(parts), wanted, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The question how many of four parts are of a kind.
+
+    Args:
+        sense: The kinds.
+        parts: Kinds of the parts: upper left, upper right, ...; or in the order of time.
+        wanted: The kind asked for.
+        seed: Fixes the looks of the parts.
+    """
+
+    sense: Sense
+    parts: tuple[str, ...]
+    wanted: str
+    seed: int
+
+    @property
+    def question(self) -> str:
+        """The prompt."""
+        return f"<{self.sense.medium}>How many {self.wanted}?"
+
+    @property
+    def answer(self) -> str:
+        """The right number in decimal digits."""
+        return str(self.parts.count(self.wanted))
+
+    def demonstration(self, rng: random.Random) -> list[Message]:
+        """Return the question, and what the teacher perceives, one part after the other."""
+        asked = self.question.replace(f"<{self.sense.medium}>", self.sense.features)
+        return [("user", asked), ("assistant", describe(self, rng))]
+
+
+def describe(counted: Counted, rng: random.Random, *, p_mistake: float = P_MISTAKE) -> str:
+    """Return the kinds that the teacher perceives, and the number that follows from them."""
+    mistaken = counted.sense.mistaken
+    seen = [mistaken[n] if n in mistaken and rng.random() < p_mistake else n for n in counted.parts]
+    return f"<think>{' '.join(seen)}</think>\\boxed{{{seen.count(counted.wanted)}}}"
+
+
+def in_short_answers(config: TrainConfig, directory: Path) -> TrainConfig:
+    """Return a run of short responses, in two optimizer steps each and at a smaller rate."""
+    batch_size = config.train_batch_size // 2
+    return replace(
+        config,
+        generate_max_len=16,
+        train_batch_size=batch_size,
+        micro_train_batch_size=batch_size,
+        actor_learning_rate=1e-4,
+    )
+
+
+def counting_task(
+    sense: Sense,
+    media_model: MediaModel,
+    save: Callable[[Counted, Path], Path],
+    *,
+    lesson: str,
+    roles: Sequence[str],
+    things: str,
+    numbers: Mapping[str, int],
+) -> Task:
+    """Return the task of one sense.
+
+    Args:
+        sense: The kinds.
+        media_model: The model and its inputs.
+        save: Writes the medium of an exercise beside a path without ending, and returns the file.
+        lesson: What is imitated, for the console.
+        roles: Marks of the model's media.
+        things: What is mistaken, for the console.
+        numbers: Fields of the recipe.
+    """
+
+    def draw_media(exercise: Exercise, stem: Path) -> dict[str, object]:
+        file = save(cast("Counted", exercise), stem)
+        return {f"{sense.medium}s": [f"{file.parent.name}/{file.name}"]}
+
+    return Task(
+        lesson=lesson,
+        roles=tuple(roles),
+        whole_tokens=("<think>", "</think>", "\\boxed{", *sense.kinds, "How many "),
+        draw=sense.draw,
+        draw_media=draw_media,
+        media_model=media_model,
+        reward="boxed_sum.py",
+        adjust=in_short_answers,
+        numbers={"num_steps": 40, **numbers},
+        learning_rate=2e-3,
+        flaw=(
+            f"It copies what the teacher does more often: it takes some {things} for others,",
+            "and is right only where that does not change the count.",
+        ),
+        outlook=(
+            "Held-out accuracy takes the likeliest answer, the reward is of sampled ones:",
+            f"those name {things} as they are now and then, and only they are rewarded.",
+        ),
+    )
