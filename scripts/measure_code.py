@@ -27,6 +27,10 @@ folders_above: folders of `lightrft`, and of its tools, with more tokens than th
     of `accepted_code.toml` says; one that it does not name has a budget of 0.
 whole_records: functions that take all options of a run (or of a strategy) instead of a part's.
 strategy_parameters: parameters that are a whole strategy.
+repeated_class_names: names that classes of two or more files have, leading underscores left out.
+single_use_records: dataclasses and named tuples that one call constructs. `cls(...)` within the
+    class is such a call, and so is handing the class to another function, as readers of files ask
+    for; classes of one name are counted together. Both measures are shown with --list alone.
 trainer_closure: modules that `lightrft.trainer.spmd_ppo_trainer` imports when it is imported,
     directly or not, itself included; of packages only those that an import names.
 sft_closure, train_closure: the same of `lightrft sft` and `lightrft train`.
@@ -48,6 +52,7 @@ import sys
 import tempfile
 import tokenize
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -354,6 +359,48 @@ def _text_measures(modules: dict[str, Module]) -> dict[str, Measured]:
     }
 
 
+def _name(node: ast.AST) -> str:
+    """Return the last word of a name, of an attribute, or of what is called or indexed."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+        case ast.Call(func=inner) | ast.Subscript(value=inner):
+            return _name(inner)
+    return ""
+
+
+def _constructions(tree: ast.AST, inside: str = "") -> Iterator[str]:
+    """Yield names that are called or handed over, `cls` as that of the class around it."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Call):
+            called = _name(node.func)
+            yield inside if called == "cls" else called
+            for each in node.args if called not in ("isinstance", "issubclass", "fields") else ():
+                if isinstance(each, ast.Name | ast.Attribute | ast.Subscript):
+                    yield from map(_name, ast.walk(each))
+        yield from _constructions(node, node.name if isinstance(node, ast.ClassDef) else inside)
+
+
+def _class_measures(modules: dict[str, Module]) -> dict[str, Measured]:
+    files: dict[str, set[str]] = {}
+    records: dict[str, str] = {}
+    for module in modules.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name.lstrip("_"), set()).add(module.path)
+                if {"dataclass", "NamedTuple"} & {
+                    _name(each) for each in (*node.decorator_list, *node.bases)
+                }:
+                    records[node.name] = f"{module.path}:{node.lineno} {node.name}"
+    uses = Counter(name for each in modules.values() for name in _constructions(each.tree))
+    repeated = [f"{name}: {', '.join(sorted(p))}" for name, p in files.items() if len(p) > 1]
+    single = [place for name, place in records.items() if uses[name] == 1]
+    return {
+        "repeated_class_names": Measured(len(repeated), repeated),
+        "single_use_records": Measured(len(single), single),
+    }
+
+
 def measure(root: Path) -> dict[str, Measured]:
     """All measures of the tree at `root` for which nothing runs, by name."""
     modules = read_modules(root)
@@ -486,6 +533,8 @@ def main() -> None:
     root = arguments.root.resolve()
     accepted = read_accepted(root)
     measured = measure(root) | (measure_run(root) if arguments.run else {})
+    if arguments.list:  # they have no accepted values yet
+        measured |= _class_measures(read_modules(root))
     for name, found in measured.items():
         limit = f"accepted {accepted[name]:8,d}  " if name in accepted else ""
         print(f"{found.value:8,d}  {limit}{name}")

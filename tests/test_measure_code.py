@@ -182,3 +182,21 @@ def test_kernels_may_be_wide_and_native_code_is_counted_beside(tmp_path):
     (tmp_path / "packages/a.html.jinja").write_text("{{ a }}")
     found = values(measures.measure(tmp_path))
     assert (found["native_tokens"], found["page_tokens"]) == (5, 5)
+
+
+def test_classes_of_one_name_and_records_of_one_place_are_named(tmp_path):
+    record = "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass %s:\n    a: int\n"
+    made_twice = record % "Twice" + "    def next(cls):\n        return cls(1)\nX = Twice(2)\n"
+    read = record % "Read" + "X = read(list[Read]), isinstance(Read(1), Read)\n"
+    tree(
+        tmp_path,
+        **{
+            "trainer/other.py": record % "Once" + "X = isinstance(Once(1), Once)\n",
+            "trainer/small.py": "class _Once:\n    pass\n" + SMALL + made_twice + read,
+        },
+    )
+    found = measures._class_measures(measures.read_modules(tmp_path))
+    [name] = found["repeated_class_names"].places
+    [place] = found["single_use_records"].places
+    assert name.startswith("Once: ")
+    assert place == "packages/trainer/src/lightrft/trainer/other.py:3 Once"

@@ -107,41 +107,24 @@ class Work:
     num_passes: int = 1
 
 
-class StageMemory(Protocol):
-    """Memory of a stage between steps, beside its models; frozen."""
+class StageMemory:
+    """Memory of a stage between steps, beside its models; frozen. This one is empty."""
 
     def to_client_state(self) -> dict[str, object]:
-        """Plain values for a checkpoint; their names are those of no other part."""
-        ...
+        """Return plain values for a checkpoint; their names are those of no other part."""
+        return {}
 
     def restored(self, client_state: Mapping[str, object]) -> Self:
-        """The memory with the values of a checkpoint.
+        """Return the memory with the values of a checkpoint.
 
         Raises:
             KeyError: A value is missing.
             ValueError: A value is of another kind.
         """
-        ...
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Name and state of each thing remembered, for the table of a continued run."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class NoMemory:
-    """The memory of a stage that needs none."""
-
-    def to_client_state(self) -> dict[str, object]:
-        """Nothing."""
-        return {}
-
-    def restored(self, client_state: Mapping[str, object]) -> NoMemory:
-        """The same."""
         return self
 
     def rows(self) -> list[tuple[str, str]]:
-        """None."""
+        """Return name and state of each thing remembered, for the table of a continued run."""
         return []
 
 
@@ -163,7 +146,7 @@ class Stage(Protocol, Generic[Batch]):
     config: TrainConfig
     strategy: StrategyBase
     models: TrainedModels
-    memory: StageMemory = NoMemory()
+    memory: StageMemory = StageMemory()
     loader: Batches[object] | None = None
     text_part: object | None = None
     syncs_engine: bool = False

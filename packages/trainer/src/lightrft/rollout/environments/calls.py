@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import Protocol
 
 from lightrft.config import ConfigError
 from lightrft.kernels.names import first_line
@@ -39,15 +39,10 @@ _ENDS = (
 )
 
 
-class ParsingTokenizer(Protocol):
-    """A tokenizer that may know how its model writes calls."""
+class RenderingTokenizer(Protocol):
+    """A tokenizer that renders conversations, and may know how its model writes calls."""
 
     chat_template: str | None
-
-
-class RenderingTokenizer(ParsingTokenizer, Protocol):
-    """A tokenizer that renders conversations."""
-
     eos_token: str | None
 
     def apply_chat_template(
@@ -63,7 +58,9 @@ def whole_turn(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
     return [ToolCall(TURN_TOOL, {"action": text})]
 
 
-def choose_parser(name: str, tokenizer: ParsingTokenizer, schemas: Sequence[Schema]) -> CallParser:
+def choose_parser(
+    name: str, tokenizer: RenderingTokenizer, schemas: Sequence[Schema]
+) -> CallParser:
     """The parser of an option.
 
     A call is rendered by the chat template, and the parser must read it back: else every right call
@@ -82,8 +79,7 @@ def choose_parser(name: str, tokenizer: ParsingTokenizer, schemas: Sequence[Sche
     if name == "auto" and vars(tokenizer).get("response_template") is not None:
         return _template_parser(tokenizer, schemas)
     template = str(tokenizer.chat_template or "")  # one, or several by name
-    rendering = cast("RenderingTokenizer", tokenizer)
-    turn, failure = _tried_turn(rendering, template)  # type: ignore[arg-type]
+    turn, failure = _tried_turn(tokenizer, template)  # type: ignore[arg-type]
     if name != "auto":
         if turn is not None and not _reads(PARSERS[name], *turn):
             fitting = [other for other in PARSERS if _reads(PARSERS[other], *turn)]

@@ -38,7 +38,7 @@ from lightrft.rollout.sampler import RolloutSampler, training_params
 from lightrft.rollout.scoring import MAX_FAILURES_IN_A_ROW
 from lightrft.rollout.source import UNKNOWN, InFlight, Samples
 from lightrft.stages.policy.algorithm import Algorithm
-from lightrft.stages.stage import Step, last_sampled_step, stored_number
+from lightrft.stages.stage import StageMemory, Step, last_sampled_step, stored_number
 from lightrft.strategy.distributed.deadlines import StepTimer, phase
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class SampleLogs:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyMemory:
+class PolicyMemory(StageMemory):
     """Memory of reinforcement between steps.
 
     Args:

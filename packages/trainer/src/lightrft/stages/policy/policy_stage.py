@@ -37,7 +37,6 @@ from lightrft.stages.policy.step_metrics import (
     record_tallies,
 )
 from lightrft.stages.policy.updates import (
-    NoObserver,
     ObservedStep,
     PolicyUpdate,
     StepObserver,
@@ -311,7 +310,7 @@ class PolicyStage(Stage[PolicyBatch]):
         """The receiver of the step's numbers; collective where one is due."""
         every = self.config.audit_every
         if every <= 0 or step.number % every:
-            return NoObserver()
+            return StepObserver()
         return open_observer(
             "audit",
             ObservedStep(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,8 +68,8 @@ class ObservedStep:
     num_planned: int
 
 
-class StepObserver(Protocol):
-    """A receiver of what the update of one step computes."""
+class StepObserver:
+    """A receiver of what the update of one step computes; this one keeps nothing."""
 
     def begin_update(self, model: str, normalizer: Tensor) -> None:
         """Before the micro batches of an optimizer step.
@@ -108,10 +108,6 @@ class StepObserver(Protocol):
         return
 
 
-class NoObserver(StepObserver):
-    """Nobody looks."""
-
-
 def open_observer(name: str, step: ObservedStep) -> StepObserver:
     """The observer of that name, ready for the update; collective."""
     build = cast("Callable[[ObservedStep], StepObserver]", STEP_OBSERVERS.load(name))
@@ -142,7 +138,7 @@ class PolicyUpdate:
     metrics: StepMetrics
     corrections: tuple[CorrectionTerm, ...] = ()
     kl_coef: float = 0.0
-    observer: StepObserver = NoObserver()  # noqa: RUF009 - it has no state
+    observer: StepObserver = StepObserver()  # noqa: RUF009 - it has no state
     loss_inside: bool = False
     gate: Callable[[Tensor], object] | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +52,8 @@ class ObservedRows:
     facts: Facts = field(default_factory=dict)
 
 
-class RowObserver(Protocol):
-    """A receiver of what the update of one step computes."""
+class RowObserver:
+    """A receiver of what the update of one step computes; this one keeps nothing."""
 
     def begin_update(self, model: str, normalizer: Tensor) -> None:
         """Before the micro-batches of an optimizer step, with Z over all ranks."""
@@ -85,10 +85,6 @@ class RowObserver(Protocol):
         return
 
 
-class NoRowObserver(RowObserver):
-    """Nobody looks."""
-
-
 def open_row_observer(
     name: str,
     stage: Stage[Batch],
@@ -109,7 +105,7 @@ def open_row_observer(
     """
     config = stage.config
     if config.audit_every <= 0 or step.number % config.audit_every:
-        return NoRowObserver()
+        return RowObserver()
     build = cast("Callable[[ObservedRows], RowObserver]", STEP_OBSERVERS.load("row_audit"))
     # By the rows themselves: how the stage came to them is what the audit asks.
     first_rows = [rows[0] for rows in data]
