@@ -570,14 +570,12 @@ def _batch(
     plan: MinibatchPlan,
 ) -> RolloutBatch:
     params, shares = training_params(config), row_shares(samples.table)
-    openings = turn_source(config).openings(config, params)
+    first_temperature = turn_source(config).first_temperature(config)
     batch = collate(
         rows,
         temperature=params.temperature,
         device=strategy.device,
-        num_uncompared_tokens=sum(
-            length for length, opening in openings if opening.temperature != params.temperature
-        ),
+        num_uncompared_tokens=int(first_temperature not in (None, params.temperature)),
         version=_version(samples, strategy),
         support=replayed_support(params, strategy.inference_engine_type),
         media=media,

@@ -16,8 +16,7 @@ from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.columns import join_facts
 from lightrft.records.media import require_text
 from lightrft.records.rollout import Rollout, TurnSegment
-from lightrft.rollout.single_turn import Openings, RolloutGroups, SingleTurnSource, generate
-from lightrft.rollout.source import SampleRequests, Samples
+from lightrft.rollout.single_turn import RolloutGroups, SingleTurnSource, generate
 from lightrft.strategy.engine.session import EngineSession
 
 # Continuations are requests of their own; another seed keeps their random numbers apart from
@@ -28,33 +27,22 @@ _SEED_OFFSET = 1_000_003
 class FireSource(SingleTurnSource):
     """Single turns whose first token is drawn at a temperature of its own; greedy ones as usual."""
 
-    @classmethod
-    def openings(
-        cls, config: SamplingOptions, params: SamplingParams, prompts: Sequence[Prompt] = ()
-    ) -> Openings:
-        """Return the first token and its temperature; prompts are texts."""
+    @staticmethod
+    def first_temperature(config: SamplingOptions, prompts: Sequence[Prompt] = ()) -> float:
+        """Return the temperature of the first token of a response to a text."""
         require_text(prompts, "use_fire")
-        return ((1, replace(params, temperature=config.first_token_temperature)),)
-
-    def sample(self, requests: SampleRequests) -> Samples:
-        """See `RolloutSource`."""
-        if not requests.params.is_greedy:
-            require_text(requests.prompts, "use_fire")
-        return super().sample(requests)
+        return config.first_token_temperature
 
     def _generate(
         self, groups: RolloutGroups, asked: Sequence[GenerationRequest], params: SamplingParams
     ) -> list[Rollout]:
         if params.is_greedy:
             return super()._generate(groups, asked, params)
-        first = self._parts.config.first_token_temperature
+        first = self.first_temperature(self._parts.config, groups.prompts)
         completions = generate_fire(
             self._parts.session, params, asked, first_token_temperature=first
         )
-        return [
-            replace(item, segments=fire_segments(item.completion, group_size=params.n))
-            for item in groups.in_order(completions)
-        ]
+        return [_with_segment_of_rest(item, params.n) for item in groups.in_order(completions)]
 
 
 def generate_fire(
@@ -89,7 +77,6 @@ def generate_fire(
     firsts = generate(session, opening, requests)
     if sampling_params.max_tokens == 1:
         return firsts
-    open_positions = [i for i, first in enumerate(firsts) if first.finish_reason == "length"]
     rest = replace(
         sampling_params,
         n=1,
@@ -100,29 +87,28 @@ def generate_fire(
     # Every rank makes the second call, with whatever is unfinished there.
     unfinished = [
         GenerationRequest(
-            prompt_token_ids=(*first.prompt_token_ids, *first.output_token_ids),
-            request_id=_request_of_rest(first.request_id, first.sample_index, sampling_params.n),
+            (*first.prompt_token_ids, *first.output_token_ids),
+            _request_of_rest(first, sampling_params.n),
         )
-        for first in (firsts[i] for i in open_positions)
+        for first in firsts
+        if first.finish_reason == "length"
     ]
-    continuations = generate(session, rest, unfinished)
-    completions = list(firsts)
-    for position, continuation in zip(open_positions, continuations, strict=True):
-        completions[position] = _join(firsts[position], continuation)
-    return completions
+    continuations = iter(generate(session, rest, unfinished))
+    return [
+        _join(first, next(continuations)) if first.finish_reason == "length" else first
+        for first in firsts
+    ]
 
 
-def fire_segments(response: Completion, *, group_size: int) -> tuple[TurnSegment, ...]:
-    """The calls of the engine that sampled a response of `generate_fire`."""
-    request_id, index = response.request_id, response.sample_index
-    first = TurnSegment(request_id, index)
-    if len(response.output_token_ids) < 2:
-        return (first,)
-    return first, TurnSegment(_request_of_rest(request_id, index, group_size))
+def _with_segment_of_rest(rollout: Rollout, group_size: int) -> Rollout:
+    if len(rollout.completion.output_token_ids) < 2:
+        return rollout
+    rest = TurnSegment(_request_of_rest(rollout.completion, group_size))
+    return replace(rollout, segments=(*rollout.segments, rest))
 
 
-def _request_of_rest(request_id: int, sample_index: int, group_size: int) -> int:
-    return request_id * group_size + sample_index
+def _request_of_rest(response: Completion, group_size: int) -> int:
+    return response.request_id * group_size + response.sample_index
 
 
 def _join(first: Completion, rest: Completion) -> Completion:

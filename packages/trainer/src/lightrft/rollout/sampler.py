@@ -193,8 +193,7 @@ class RolloutSampler:
             ConfigError: Responses are open, and nothing streams.
         """
         engine, context = self._parts.session.engine, self._parts.context
-        config = self._parts.config
-        if stream.num_groups and config.stream_chunk is None:
+        if stream.num_groups and self._parts.config.stream_chunk is None:
             raise ConfigError(
                 f"the checkpoint has the open responses to {stream.num_groups} prompts: give "
                 "stream_chunk as before, or another --output_dir to start anew"
@@ -203,14 +202,13 @@ class RolloutSampler:
             engine.ledger.take()  # of a step that was given up
         num_prompts = len(prompts) * context.world_size
         if most_groups is not None:
-            num_prompts = config.rollout_batch_size
-        params = training_params(config)
+            num_prompts = self._parts.config.rollout_batch_size
         samples = self._source.sample(
             SampleRequests(
                 prompts,
                 own_positions(context, num_prompts),
                 num_prompts,
-                params,
+                training_params(self._parts.config),
                 first_request_id,
                 next_prompts=next_prompts,
                 stream=stream,
@@ -221,12 +219,10 @@ class RolloutSampler:
         )
         if samples.selection is None:  # else they were required before it
             require_rewards(samples.table, samples.greedy)
-        if config.rollout_lag and config.ledger_gate:
+        if self._parts.config.rollout_lag and self._parts.config.ledger_gate:
             from lightrft.rollout.version_checks import check_fresh_row
 
-            openings = turn_source(config).openings(config, params)
-            num_hot = sum(length for length, _ in openings)
-            check_fresh_row(samples, self._parts, num_hot=num_hot)
+            check_fresh_row(samples, self._parts)
         return samples
 
     def sample_all(

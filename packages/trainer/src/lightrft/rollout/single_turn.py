@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, cast
 
 from lightrft.config.parts.rollout import SamplingOptions
 from lightrft.config.registry import TURN_SOURCES
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 _TOGETHER = 32
 
 
-# Numbers of first tokens of each response, and the distribution that they are drawn from.
-Openings: TypeAlias = tuple[tuple[int, SamplingParams], ...]
-
-
 class SingleTurnSource:
     """Source of responses that one call of the engine samples.
 
@@ -40,21 +36,18 @@ class SingleTurnSource:
     def __init__(self, parts: SourceParts) -> None:
         self._parts = parts
 
-    @classmethod
-    def openings(
-        cls, config: SamplingOptions, params: SamplingParams, prompts: Sequence[Prompt] = ()
-    ) -> Openings:
-        """Return the beginnings of responses that are drawn from another distribution: none.
+    @staticmethod
+    def first_temperature(config: SamplingOptions, prompts: Sequence[Prompt] = ()) -> float | None:
+        """Return the temperature of the first token if it has one of its own: it has none.
 
         Args:
             config: Options of sampling.
-            params: Distribution of the rest.
             prompts: Prompts to complete so.
 
         Raises:
             ConfigError: A prompt cannot be completed so.
         """
-        return ()
+        return None
 
     def sample(self, requests: SampleRequests) -> Samples:
         """See `RolloutSource`."""
@@ -93,7 +86,8 @@ class SingleTurnSource:
 
 def turn_source(config: SamplingOptions) -> type[SingleTurnSource]:
     """Return the source of responses of one turn that the options name."""
-    return cast("type[SingleTurnSource]", TURN_SOURCES.load(config.turn_source))
+    found = TURN_SOURCES.load("fire" if config.use_fire else "plain")
+    return cast("type[SingleTurnSource]", found)
 
 
 def generate(

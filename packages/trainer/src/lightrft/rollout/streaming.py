@@ -23,7 +23,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.rollout.open_groups import OpenGroup, StreamState
 from lightrft.rollout.open_turns import OpenTurns, ResponsePart
-from lightrft.rollout.single_turn import Openings, turn_source
+from lightrft.rollout.single_turn import turn_source
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts, StreamReport
 
 
@@ -117,12 +117,10 @@ class StreamSource:
         options = _fixed_options(parts.config)
         if requests.stream.num_groups:
             _require_same(requests.stream.options, options)
-        source = turn_source(parts.config)
-        openings = source.openings(parts.config, requests.params, requests.prompts)
         with requests.timer.stage("rollout"), requests.recording(parts):
             flight = _Flight(parts, requests, self._responses)
             num_prompts, before = flight.admit(), flight.num_sampled
-            flight.sample_round(openings)
+            flight.sample_round()
             order, num_waited = flight.finish_chosen()
         first = requests.positions.start - parts.context.rank
         places = {request_id: first + i for i, request_id in enumerate(order)}
@@ -214,17 +212,14 @@ class _Flight:
             )
         return num_new
 
-    def sample_round(self, openings: Openings) -> None:
-        """A chunk for each response of the groups that may be in flight; collective.
-
-        Args:
-            openings: Beginnings of responses that are drawn from another distribution.
-        """
+    def sample_round(self) -> None:
+        """A chunk for each response of the groups that may be in flight; collective."""
         config, params = self._parts.config, self._requests.params
         active = sorted(self.facts)[: config.num_prompts_in_flight]
         chunk = config.stream_chunk or params.max_tokens
-        for length, opening in openings:
-            self._extend({each.request_id: length for each in active}, opening)
+        hot = turn_source(config).first_temperature(config, self._requests.prompts)
+        if hot is not None:
+            self._extend({each.request_id: 1 for each in active}, replace(params, temperature=hot))
         ages = {e.request_id: self.round_number - (e.begun or self.round_number) for e in active}
         self._extend({i: chunk * (age + 1) for i, age in ages.items()}, params)
         self._tell()

@@ -15,6 +15,7 @@ from lightrft.engines.base import RolloutEngine
 from lightrft.records.rollout import ScoredRollout
 from lightrft.records.table import RowTable, tabulate
 from lightrft.rollout.ledger_records import LedgerError
+from lightrft.rollout.single_turn import turn_source
 from lightrft.rollout.source import Samples, SourceParts
 from lightrft.strategy.distributed.collectives import gather_objects, group_rank, run_together
 from lightrft.strategy.weight_sync.canary import CANARY_LIMITS, QUANTISED_LIMITS
@@ -67,7 +68,7 @@ class SampledVersions:
             )
 
 
-def check_fresh_row(samples: Samples, parts: SourceParts, *, num_hot: int = 0) -> None:
+def check_fresh_row(samples: Samples, parts: SourceParts) -> None:
     """Lets each engine score a row that it has just sampled; collective.
 
     Does nothing where tokens are drawn from another distribution than that of temperature 1, and
@@ -76,7 +77,6 @@ def check_fresh_row(samples: Samples, parts: SourceParts, *, num_hot: int = 0) -
     Args:
         samples: Of the step that was sampled now.
         parts: With the engine, which is awake.
-        num_hot: First tokens of a response that are drawn from another distribution.
 
     Raises:
         LedgerError: It samples otherwise than it scores: from keys and values of other weights, or
@@ -94,6 +94,7 @@ def check_fresh_row(samples: Samples, parts: SourceParts, *, num_hot: int = 0) -
         chosen = gather_objects(own, group)[0]
         if not engine.runs_on_every_rank and group_rank(group) > 0:
             chosen = None
+    num_hot = int(turn_source(config).first_temperature(config) is not None)
     run_together(
         lambda: None if chosen is None else _compare(chosen, engine, num_hot=num_hot),
         parts.context.world_group,

@@ -80,11 +80,6 @@ class SamplingOptions(TruncationOptions, LengthOptions):
         acts_with="dynamic_sampling",
     )
 
-    @property
-    def turn_source(self) -> str:
-        """The entry of `TURN_SOURCES` that draws responses of one turn."""
-        return "fire" if self.use_fire else "plain"
-
 
 @part("rollout")
 class StreamingOptions:
