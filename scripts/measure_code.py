@@ -28,9 +28,9 @@ folders_above: folders of `lightrft`, and of its tools, with more tokens than th
 whole_records: functions that take all options of a run (or of a strategy) instead of a part's.
 strategy_parameters: parameters that are a whole strategy.
 repeated_class_names: names that classes of two or more files have, leading underscores left out.
-single_use_records: dataclasses and named tuples that one call constructs. `cls(...)` within the
-    class is such a call, and so is handing the class to another function, as readers of files ask
-    for; classes of one name are counted together. Both measures are shown with --list alone.
+single_use_records: dataclasses and named tuples without methods (properties apart) that one call
+    constructs. Handing the class to another function is such a call, too, as readers of files ask
+    for it; classes of one name are counted together. Both measures are shown with --list alone.
 trainer_closure: modules that `lightrft.trainer.spmd_ppo_trainer` imports when it is imported,
     directly or not, itself included; of packages only those that an import names.
 sft_closure, train_closure: the same of `lightrft sft` and `lightrft train`.
@@ -369,16 +369,24 @@ def _name(node: ast.AST) -> str:
     return ""
 
 
-def _constructions(tree: ast.AST, inside: str = "") -> Iterator[str]:
-    """Yield names that are called or handed over, `cls` as that of the class around it."""
-    for node in ast.iter_child_nodes(tree):
+def _constructions(tree: ast.AST) -> Iterator[str]:
+    """Yield names that are called or handed over."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            called = _name(node.func)
-            yield inside if called == "cls" else called
-            for each in node.args if called not in ("isinstance", "issubclass", "fields") else ():
+            yield _name(node.func)
+            is_asked = _name(node.func) in ("isinstance", "issubclass", "fields")
+            for each in () if is_asked else node.args:
                 if isinstance(each, ast.Name | ast.Attribute | ast.Subscript):
                     yield from map(_name, ast.walk(each))
-        yield from _constructions(node, node.name if isinstance(node, ast.ClassDef) else inside)
+
+
+def _is_record(node: ast.ClassDef) -> bool:
+    """Return whether a class is a dataclass or named tuple that holds values and does nothing."""
+    kinds = {_name(each) for each in (*node.decorator_list, *node.bases)}
+    methods = [each for each in node.body if isinstance(each, _Function)]
+    return bool(kinds & {"dataclass", "NamedTuple"}) and all(
+        [_name(each) for each in method.decorator_list] == ["property"] for method in methods
+    )
 
 
 def _class_measures(modules: dict[str, Module]) -> dict[str, Measured]:
@@ -388,9 +396,7 @@ def _class_measures(modules: dict[str, Module]) -> dict[str, Measured]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name.lstrip("_"), set()).add(module.path)
-                if {"dataclass", "NamedTuple"} & {
-                    _name(each) for each in (*node.decorator_list, *node.bases)
-                }:
+                if _is_record(node):
                     records[node.name] = f"{module.path}:{node.lineno} {node.name}"
     uses = Counter(name for each in modules.values() for name in _constructions(each.tree))
     repeated = [f"{name}: {', '.join(sorted(p))}" for name, p in files.items() if len(p) > 1]

@@ -186,13 +186,14 @@ def test_kernels_may_be_wide_and_native_code_is_counted_beside(tmp_path):
 
 def test_classes_of_one_name_and_records_of_one_place_are_named(tmp_path):
     record = "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass %s:\n    a: int\n"
-    made_twice = record % "Twice" + "    def next(cls):\n        return cls(1)\nX = Twice(2)\n"
+    does = record % "Does" + "    def work(self):\n        pass\nX = Does(1)\n"
+    twice = record % "Twice" + "X = Twice(1), Twice(2)\n"
     read = record % "Read" + "X = read(list[Read]), isinstance(Read(1), Read)\n"
     tree(
         tmp_path,
         **{
             "trainer/other.py": record % "Once" + "X = isinstance(Once(1), Once)\n",
-            "trainer/small.py": "class _Once:\n    pass\n" + SMALL + made_twice + read,
+            "trainer/small.py": "class _Once:\n    pass\n" + SMALL + does + twice + read,
         },
     )
     found = measures._class_measures(measures.read_modules(tmp_path))

@@ -20,7 +20,7 @@ CALL = {
 def of(name):
     tokenizer = families.family_tokenizer(name)
     suffix = TurnSuffix(tokenizer)
-    return tokenizer, suffix, ChatIds(tokenizer, suffix.verdict.end_of_turn)
+    return tokenizer, suffix, ChatIds(tokenizer, suffix.end_of_turn)
 
 
 def result(text):
@@ -31,7 +31,7 @@ def result(text):
 def test_what_follows_a_turn_is_what_environments_append(name):
     tokenizer, suffix, chat = of(name)
     turn = tokenizer("hello", add_special_tokens=False)["input_ids"]
-    as_tool = suffix.verdict.role == "tool"
+    as_tool = suffix.role == "tool"
     other = TurnSuffix(tokenizer, is_conversation=True)
     for text in TEXTS:
         for last in (turn, [*turn, tokenizer.eos_token_id]):

@@ -57,10 +57,9 @@ def ended_turn(name, tokenizer, text="hello"):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_is_sound_or_refused_with_a_known_reason(name):
     suffix = TurnSuffix(family_tokenizer(name))
-    verdict = suffix.verdict
-    assert (verdict.role, verdict.shows_tools, verdict.differences) == VERDICTS[name]
+    assert (suffix.role, suffix.shows_tools, suffix.differences) == VERDICTS[name]
     tokenizer, end = family_tokenizer(name), FAMILIES[name][1][2]
-    assert verdict.end_of_turn == (None if end is None else tokenizer.convert_tokens_to_ids(end))
+    assert suffix.end_of_turn == (None if end is None else tokenizer.convert_tokens_to_ids(end))
 
 
 def test_the_table_in_the_docs_says_the_same():
@@ -114,11 +113,11 @@ def test_a_turn_that_ends_otherwise_gets_its_end_unsampled(name):
     suffix = TurnSuffix(tokenizer)
     ended = suffix.after(ended_turn(name, tokenizer), ["ok"]).token_ids
     other = suffix.after(ids_of(tokenizer, "hello"), ["ok"]).token_ids
-    if suffix.verdict.end_of_turn is None:
+    if suffix.end_of_turn is None:
         assert other[1:] == ended
         assert other[0] == tokenizer.convert_tokens_to_ids("<|observation|>")
     else:
-        assert other == (suffix.verdict.end_of_turn, *ended)
+        assert other == (suffix.end_of_turn, *ended)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -168,7 +167,7 @@ def test_any_text_is_carried(name, text):
 
 def test_a_template_that_moves_the_system_message_says_so():
     tokenizer = family_tokenizer("Mistral")
-    assert TurnSuffix(tokenizer, has_system=True).verdict.differences == (PROMPT,)
+    assert TurnSuffix(tokenizer, has_system=True).differences == (PROMPT,)
 
 
 def test_templates_that_carry_no_turns_are_refused_beforehand():

@@ -142,7 +142,7 @@ class Desk:
     def __init__(self, preset="tiny-qwen2.5-vl", max_tokens=400):
         self.encoder = tiny(preset)[1]
         self.tokenizer, modality = self.encoder.processor.tokenizer, VisionPrompts(self.encoder)
-        self.end = TurnSuffix(modality, encoder=self.encoder).verdict.end_of_turn
+        self.end = TurnSuffix(modality, encoder=self.encoder).end_of_turn
         self.chat = ChatIds(self.tokenizer, self.end, encoder=self.encoder, renderer=modality)
         sampling, ends = RunSampling(SamplingParams(max_tokens=20)), frozenset({self.end})
         self.rules = AnswerRules(

@@ -10,7 +10,7 @@ from tests.stages.distillation.distillation_world import SAMPLED, options, run, 
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.row_data import SupervisedRow
-from lightrft.stages.distillation.own_samples import OwnSamples, with_completion
+from lightrft.stages.distillation.own_samples import chosen_places, with_completion
 
 MIXED = {"generate_max_len": 4, "prompt_max_len": 32, "teacher_form": "reverse", "max_steps": 1}
 
@@ -56,20 +56,14 @@ def test_a_privileged_prompt_teaches_and_the_first_step_proves_where(models, tmp
     assert "teacher = student gives 0" in log
 
 
-class Strategy:
-    rank = 0
-    world_size = 1
-    context = None
-
-
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.9])
 def test_the_share_of_own_samples_is_that_of_the_option_in_the_mean(fraction):
-    samples = OwnSamples(TrainConfig(offpolicy_fraction=fraction, teacher_form="jsd"), Strategy())
-    drawn = [samples.chosen(7, number) for number in range(1, 400)]
+    config = TrainConfig(offpolicy_fraction=fraction, teacher_form="jsd")
+    drawn = [chosen_places(config, 7, number) for number in range(1, 400)]
     assert all(len(set(each.tolist())) == len(each) for each in drawn)
     assert {len(each) for each in drawn} <= {int(7 * (1 - fraction)) + i for i in (0, 1)}
     assert np.mean([len(each) for each in drawn]) == pytest.approx(7 * (1 - fraction), abs=0.1)
-    assert np.array_equal(samples.chosen(7, 3), drawn[2])
+    assert np.array_equal(chosen_places(config, 7, 3), drawn[2])
     counts = np.bincount(np.concatenate(drawn), minlength=7)
     assert counts.min() > 0.7 * counts.mean()
 

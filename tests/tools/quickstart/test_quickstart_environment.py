@@ -99,8 +99,8 @@ def test_what_the_run_renders_is_what_was_demonstrated():
     """Prompt, call, answer and frame between turns have the ids of the imitation, bit for bit."""
     tokenizer, tools = build_tokenizer(CALCULATOR), schemas()
     suffix = TurnSuffix(tokenizer, tools=tools)
-    assert suffix.verdict.shows_tools
-    assert (suffix.verdict.role, suffix.verdict.is_exact) == ("tool", True)
+    assert suffix.shows_tools
+    assert (suffix.role, suffix.differences) == ("tool", ())
     product = Product(457, 786, "Compute {}.")
     call, answer, boxed = (text for _, text in product.demonstration(Dice(0.0))[2:])
     turns = [tokenizer(f"{text}<|end|>")["input_ids"] for text in (call, boxed)]

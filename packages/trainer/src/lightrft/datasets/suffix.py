@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -40,29 +39,6 @@ class TemplateRefusedError(ValueError):
     """The chat template cannot carry turns with observations; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateVerdict:
-    """Findings of the probe of a chat template.
-
-    Args:
-        role: As whom results of tools are sent: "user" where the template drops or refuses calls.
-        end_of_turn: Id that ends an assistant turn; None where the next turn's first token does.
-        shows_tools: The template writes the tools into the prompt.
-        differences: Where the template would render the history otherwise than it was sampled;
-            training is exact all the same, but serving through the template is not the same.
-    """
-
-    role: Role
-    end_of_turn: int | None
-    shows_tools: bool
-    differences: tuple[str, ...] = ()
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether a history is rendered as it was sampled."""
-        return not self.differences
-
-
 class TurnSuffix:
     """Observations as token ids, after turns of a model.
 
@@ -74,7 +50,11 @@ class TurnSuffix:
         encoder: Of prompts with media.
 
     Attributes:
-        verdict: What the probe found.
+        role: As whom results of tools are sent: "user" where the template drops or refuses calls.
+        end_of_turn: Id that ends an assistant turn; None where the next turn's first token does.
+        shows_tools: The template writes the tools into the prompt.
+        differences: Where the template would render the history otherwise than it was sampled;
+            training is exact all the same, but serving through the template is not the same.
 
     Raises:
         TemplateRefusedError: The template renders no history with observations.
@@ -98,14 +78,13 @@ class TurnSuffix:
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
         self._mark = f"Q{secrets.token_hex(8)}Z"
-        self._end = self._end_of_turn()
-        self._end_text = "" if self._end is None else tokenizer.convert_ids_to_tokens(self._end)
-        self._pieces = PieceIds(self._ids, encoder, self._end, self._end_text)
+        end = self.end_of_turn = self._find_end()
+        self._end_text = "" if end is None else tokenizer.convert_ids_to_tokens(end)
+        self._pieces = PieceIds(self._ids, encoder, end, self._end_text)
         self._frames: dict[Shape, tuple[str, ...]] = {}
-        role = self._find_role()
-        self.verdict = TemplateVerdict(
-            role, self._end, self._shows_tools(tools), self._differences(role, tools, has_system)
-        )
+        self._find_role()
+        self.shows_tools = self._are_shown(tools)
+        self.differences = self._differences(tools, has_system)
 
     def after(self, turn: Sequence[int], answers: Sequence[str | Content]) -> Rendered:
         """The suffix of a sampled turn: its missing end, the observations, the next header.
@@ -129,7 +108,7 @@ class TurnSuffix:
             self._tokenizer.apply_chat_template(messages, tokenize=False, **given),  # type: ignore[arg-type]
         )
 
-    def _end_of_turn(self) -> int | None:
+    def _find_end(self) -> int | None:
         """The first special token after the content of an assistant turn."""
         try:
             rest = text_behind_answer(self._tokenizer)
@@ -140,14 +119,14 @@ class TurnSuffix:
         ids = self._ids(rest.lstrip())
         return ids[0] if ids and ids[0] in self._special else None
 
-    def _find_role(self) -> Role:
-        """As whom results can be sent: as a tool after a call, or as a user after a text."""
+    def _find_role(self) -> None:
+        """Finds as whom results can be sent: as a tool after a call, or as a user after a text."""
         reasons = []
         # Some templates take the arguments of a call as an object, others as JSON.
         forms: tuple[tuple[Role, bool], ...] = (("tool", False), ("tool", True), ("user", False))
         if self._is_conversation:
             forms = forms[-1:]
-        for self._role, self._arguments_are_text in forms:
+        for self.role, self._arguments_are_text in forms:
             try:
                 for shape in (
                     _TEXT,
@@ -159,7 +138,7 @@ class TurnSuffix:
                 self._frames.clear()
                 reasons.append(str(error))
             else:
-                return self._role
+                return
         raise _refused("; ".join(dict.fromkeys(reasons)))
 
     def _frame(self, shape: Shape) -> tuple[str, ...]:
@@ -175,14 +154,14 @@ class TurnSuffix:
             before, found, rest = rest.partition(mark)
             if not found or mark in rest:
                 raise TemplateRefusedError(
-                    f"a message of role {self._role} is dropped, moved or repeated"
+                    f"a message of role {self.role} is dropped, moved or repeated"
                 )
             pieces.append(before)
         frame = (*pieces, rest)
         num_images = sum(not is_text for is_text in chain(*shape))
         if sum(map(self._encoder.num_places, frame)) != num_images:
             raise TemplateRefusedError(
-                f"an image in a message of role {self._role} is dropped or repeated"
+                f"an image in a message of role {self.role} is dropped or repeated"
             )
         return frame
 
@@ -196,12 +175,12 @@ class TurnSuffix:
             rendered = self._render(messages)
         except Exception as error:  # a template is a program of the model's author
             raise TemplateRefusedError(
-                f"a message of role {self._role} is refused: {str(error)[:200]}"
+                f"a message of role {self.role} is refused: {str(error)[:200]}"
             ) from error
         rest = _after_last(rendered, self._mark + "y")
         if rest is None:
             raise TemplateRefusedError("a tool call of the assistant is dropped")
-        if self._end is not None:
+        if self.end_of_turn is not None:
             _, found, rest = rest.partition(self._end_text)
             if not found:
                 raise TemplateRefusedError("an assistant turn before others has no end")
@@ -213,7 +192,7 @@ class TurnSuffix:
 
     def _answered_turn(self) -> Message:
         mark = self._mark + "y"
-        if self._role == "user":
+        if self.role == "user":
             return _assistant(mark)
         arguments: object = {"value": mark}
         if self._arguments_are_text:
@@ -229,7 +208,7 @@ class TurnSuffix:
             [_text(next(given)) if is_text else {"type": "image"} for is_text in each]
             for each in shape
         ]
-        if self._role == "user":
+        if self.role == "user":
             before, after = "<tool_response>\n", "\n</tool_response>"
             if self._is_conversation:
                 before = after = ""
@@ -272,7 +251,7 @@ class TurnSuffix:
         found = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
         return cast("list[int]", found)
 
-    def _shows_tools(self, tools: Sequence[dict[str, object]]) -> bool:
+    def _are_shown(self, tools: Sequence[dict[str, object]]) -> bool:
         name = f"f{self._mark}"
         parameters: dict[str, object] = {"type": "object", "properties": {}}
         function: dict[str, object] = {
@@ -288,9 +267,7 @@ class TurnSuffix:
             return False
         return name in shown
 
-    def _differences(
-        self, role: Role, tools: Sequence[dict[str, object]], has_system: bool
-    ) -> tuple[str, ...]:
+    def _differences(self, tools: Sequence[dict[str, object]], has_system: bool) -> tuple[str, ...]:
         """The differences of the template's own history from what is sampled and trained on."""
         system: Message = {"role": "system", "content": "system"}
         opening = [*([system] if has_system else []), _user("question")]
@@ -306,7 +283,7 @@ class TurnSuffix:
             raise _refused(f"it fails on a prompt like those of the data: {error}") from error
         if not whole.startswith(prompt):
             found.append("the prompt is rendered otherwise once an answer follows it")
-        elif role == "user" and not whole[len(prompt) :].startswith(text):
+        elif self.role == "user" and not whole[len(prompt) :].startswith(text):
             found.append("something is put before an answer once it is history")
         thought = f"<think>\n{self._mark}t\n</think>\n\n{text}"
         answered = self._render([*opening, _assistant(thought), _user("more")], tools=shown)

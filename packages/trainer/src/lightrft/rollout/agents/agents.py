@@ -94,11 +94,11 @@ class Agents:
         self.encoder, self.prompt_tokenizer = modality.encoder, modality.renderer
         self.folder = None if folder is None else folder / JOURNAL_FOLDER
         try:
-            verdict = TurnSuffix(modality.renderer, encoder=self.encoder).verdict
+            suffix = TurnSuffix(modality.renderer, encoder=self.encoder)
         except TemplateRefusedError as error:
             raise ConfigError(str(error)) from error
-        self.end_of_turn = verdict.end_of_turn
-        end, renderer = verdict.end_of_turn, modality.renderer
+        self.end_of_turn = suffix.end_of_turn
+        end, renderer = suffix.end_of_turn, modality.renderer
         self.chat = ChatIds(tokenizer, end, encoder=self.encoder, renderer=renderer)
         self.special_ids = forging_ids(tokenizer)
         raise_open_files(MAX_OPEN_FILES)

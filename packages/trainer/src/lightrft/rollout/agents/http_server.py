@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import h11
 
@@ -130,6 +130,9 @@ class HttpServer:
         limits: Of requests.
         port: 0 takes a free one.
         admits: Whether whoever sends such headers may send more than a small body.
+
+    Attributes:
+        body_bytes: Of the bodies of all requests that are not answered yet.
     """
 
     def __init__(
@@ -140,8 +143,8 @@ class HttpServer:
         port: int = 0,
         admits: Callable[[Mapping[str, str]], bool] = lambda headers: True,
     ) -> None:
-        self._handle, self._limits, self._admits = handle, limits or HttpLimits(), admits
-        self._held = _Held()
+        self.handle, self.limits, self.admits = handle, limits or HttpLimits(), admits
+        self.body_bytes = 0
         self._connections: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
         self._error: BaseException | None = None
@@ -187,15 +190,14 @@ class HttpServer:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        if task is None or len(self._connections) >= self._limits.max_connections:
+        if task is None or len(self._connections) >= self.limits.max_connections:
             writer.close()
             return
         self._connections.add(task)
         try:
-            parts = self._handle, self._limits, self._admits, self._held, self.port
-            await _Connection(*parts, reader, writer).serve()
+            await _Connection(self, reader, writer).serve()
             writer.close()
-            async with asyncio.timeout(self._limits.write_seconds):
+            async with asyncio.timeout(self.limits.write_seconds):
                 await writer.wait_closed()
         except (OSError, TimeoutError, h11.ProtocolError, asyncio.CancelledError):
             pass  # the client is gone, too slow, or the server ends
@@ -205,28 +207,19 @@ class HttpServer:
             writer.transport.abort()
 
 
-@dataclass(slots=True)
-class _Held:
-    """Bytes of the bodies that a server holds."""
-
-    num_bytes: int = 0
-
-
-@dataclass(slots=True)
 class _Connection:
-    """One connection; its requests are answered one after another."""
+    """One connection; its requests are answered one after another.
 
-    handle: Handle
-    limits: HttpLimits
-    admits: Callable[[Mapping[str, str]], bool]
-    held: _Held
-    port: int
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    wire: h11.Connection = field(init=False)
-    own_bytes: int = 0
+    Args:
+        server: Its limits hold, and its count of the bytes of all bodies.
+        reader, writer: The client's.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, server: HttpServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.server, self.limits = server, server.limits
+        self.reader, self.writer, self.body_bytes = reader, writer, 0
         size = self.limits.max_header_bytes
         self.wire = h11.Connection(h11.SERVER, max_incomplete_event_size=size)
 
@@ -238,8 +231,8 @@ class _Connection:
             self._let_go()
 
     def _let_go(self) -> None:
-        self.held.num_bytes -= self.own_bytes
-        self.own_bytes = 0
+        self.server.body_bytes -= self.body_bytes
+        self.body_bytes = 0
 
     async def _serve(self) -> None:
         while True:
@@ -300,16 +293,16 @@ class _Connection:
                 raise HttpError(400, f"the header {text} was sent twice")
             headers[text] = value.decode("latin-1")
         path, body = self._checked_path(head, headers), bytearray()
-        is_admitted = self.admits(headers)
+        is_admitted = self.server.admits(headers)
         while not isinstance(event := await self._next(), h11.EndOfMessage):
             if not isinstance(event, h11.Data):
                 return None
             body += event.data
-            self.own_bytes += len(event.data)
-            self.held.num_bytes += len(event.data)
+            self.body_bytes += len(event.data)
+            self.server.body_bytes += len(event.data)
             if len(body) > _CHUNK and not is_admitted:
                 raise HttpError(401, "the API key is none of an episode", code="invalid_api_key")
-            if self.held.num_bytes > self.limits.max_held_bytes:
+            if self.server.body_bytes > self.limits.max_held_bytes:
                 text = "too many large requests wait: ask again later"
                 raise HttpError(429, text, code="rate_limit_exceeded")
             if len(body) > self.limits.max_body_bytes:
@@ -320,7 +313,8 @@ class _Connection:
     def _checked_path(self, head: h11.Request, headers: dict[str, str]) -> str:
         """The path; refuses what no client of this server sends, before its body is read."""
         # A page of another site that a browser shows cannot send this host: it names its own.
-        if headers.get("host") not in (f"{LOOPBACK}:{self.port}", f"localhost:{self.port}"):
+        port = self.server.port
+        if headers.get("host") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
             raise HttpError(421, "the header host names another server", code="wrong_host")
         if "content-length" in headers and "transfer-encoding" in headers:
             raise HttpError(400, "a body has either a length or chunks")
@@ -337,7 +331,7 @@ class _Connection:
         """Answers a request; whether the client took all of it."""
         watch = asyncio.create_task(self._watch(request))
         try:
-            response = await self.handle(request)
+            response = await self.server.handle(request)
         except HttpError as error:
             response = error_response(error)
         except Exception:  # noqa: BLE001 - its text may hold what the client sent

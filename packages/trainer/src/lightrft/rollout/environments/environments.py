@@ -102,7 +102,7 @@ class Environments:
         self.turns = Turns(
             config, tokenizer, encoder=self.encoder, observations=observations, spec=self.spec
         )
-        if self.spec.schemas and not self.suffix.verdict.shows_tools and not has_system:
+        if self.spec.schemas and not self.suffix.shows_tools and not has_system:
             self.pool.close()
             raise ConfigError(
                 "the chat template does not show tools to the model: describe them in "
@@ -115,7 +115,7 @@ class Environments:
         return tuple(
             f"chat template: {text}; training is exact on what was sampled, serving with this "
             "template shows the model another history"
-            for text in self.suffix.verdict.differences
+            for text in self.suffix.differences
         )
 
     def source(self, parts: SourceParts) -> EpisodeSource:

@@ -90,7 +90,7 @@ class EpisodeWork:
             params: Of the run; turns end as the chat template ends them.
             journal, ledger: See `EpisodeBatch`.
         """
-        end = self.turns.observations.suffix.verdict.end_of_turn
+        end = self.turns.observations.suffix.end_of_turn
         if end is not None:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
         damage = journal.damage

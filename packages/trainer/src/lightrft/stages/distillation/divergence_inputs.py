@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.parts.learning import is_served
 from lightrft.datasets.row_data import SupervisedRow
@@ -27,7 +25,6 @@ from lightrft.stages.teachers import prove_teachers
 from lightrft.strategy.strategy_base import StrategyBase
 
 
-@dataclass(frozen=True, slots=True)
 class DivergenceInputs(RowInputs[SupervisedRow, KnownTeachers]):
     """Rows of a run; see `RowInputs`."""
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lightrft.algorithms.kl import divergence
 from lightrft.datasets.row_data import SupervisedRow
-from lightrft.experience.teachers import LogprobServer
+from lightrft.experience.teachers import LogprobServer, TextScores
 from lightrft.models.divergence import HeadReader, Projected, Targets, divergence_sum
 from lightrft.models.types import ActorOutput
-from lightrft.stages.distillation.own_samples import OwnSamples
-from lightrft.stages.distillation.served_rows import ServedRows, ask_for_rows
+from lightrft.stages.distillation.own_samples import chosen_places, mixed_rows
+from lightrft.stages.distillation.served_rows import ask_for_rows, served_targets
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.rows.padded_rows import PaddedRows
 from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
@@ -44,7 +44,7 @@ class KnownTeachers:
 
     count: Tensor
     names: tuple[str, ...]
-    served: Mapping[str, ServedRows]
+    served: Mapping[str, Mapping[int, TextScores]]
     is_zero: bool = False
 
 
@@ -79,10 +79,9 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
         """Let the student complete some of the rows itself; collective."""
         if not self.syncs_engine:
             return items
-        samples = OwnSamples(passes.config, passes.strategy)
         with step.timer.stage("rollout"):
-            rows = samples.mixed(items, step.number)
-        share = len(samples.chosen(len(rows), step.number)) / len(rows)
+            rows = mixed_rows(passes, items, step.number)
+        share = len(chosen_places(passes.config, len(rows), step.number)) / len(rows)
         step.metrics.add_mean("onpolicy_share", share, 1.0)
         return rows
 
@@ -169,7 +168,7 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
             index = is_its_token.nonzero().flatten().to(student.hidden.device)
             tokens = student.at(index)
             targets = (
-                known.served[name].targets(padded.ids, tokens)
+                served_targets(known.served[name], padded.ids, tokens)
                 if name in known.served
                 else teachers[name].at(index)
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,50 +17,39 @@ from lightrft.rollout.sampler import training_params
 from lightrft.rollout.single_turn import generate
 
 if TYPE_CHECKING:
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.stages.rows.row_passes import RowPasses
 
 
-@dataclass(frozen=True, slots=True)
-class OwnSamples:
-    """The student's samples of a run.
+def mixed_rows(
+    passes: RowPasses, rows: Sequence[SupervisedRow], number: int
+) -> tuple[SupervisedRow, ...]:
+    """Return the rows of a step, some with completions of the student; collective.
 
     Args:
-        config: Its `offpolicy_fraction`, and how is sampled.
-        strategy: Hosts the engine.
+        passes: Options of the run, and the strategy that hosts the engine.
+        rows: Of all ranks, the same on each.
+        number: Of the step.
     """
+    strategy, places = passes.strategy, chosen_places(passes.config, len(rows), number)
+    own = places[strategy.context.rank :: strategy.world_size]
+    first = number * len(rows)
+    requests = [GenerationRequest(prompt_of(rows[place]), first + place) for place in own.tolist()]
+    params = replace(training_params(passes.config), n=1)
+    found = generate(strategy.session, params, requests)
+    strategy.sleep_until_weight_sync()
+    parts = [(each.request_id - first, each.output_token_ids) for each in found]
+    mixed = list(rows)
+    for part in strategy.gather_objects(parts):
+        for place, output in part:
+            mixed[place] = with_completion(rows[place], output)
+    return tuple(mixed)
 
-    config: TrainConfig
-    strategy: StrategyBase
 
-    def mixed(self, rows: Sequence[SupervisedRow], number: int) -> tuple[SupervisedRow, ...]:
-        """The rows of a step, some with completions of the student; collective.
-
-        Args:
-            rows: Of all ranks, the same on each.
-            number: Of the step.
-        """
-        places = self.chosen(len(rows), number)
-        own = places[self.strategy.context.rank :: self.strategy.world_size]
-        first = number * len(rows)
-        requests = [
-            GenerationRequest(prompt_of(rows[place]), first + place) for place in own.tolist()
-        ]
-        params = replace(training_params(self.config), n=1)
-        found = generate(self.strategy.session, params, requests)
-        self.strategy.sleep_until_weight_sync()
-        parts = [(each.request_id - first, each.output_token_ids) for each in found]
-        mixed = list(rows)
-        for part in self.strategy.gather_objects(parts):
-            for place, output in part:
-                mixed[place] = with_completion(rows[place], output)
-        return tuple(mixed)
-
-    def chosen(self, num_rows: int, number: int) -> NDArray[np.int64]:
-        """Places of the rows that the student completes: as many as the share says in the mean."""
-        generator = np.random.default_rng((self.config.seed, number))
-        share = 1 - self.config.offpolicy_fraction
-        count = int(num_rows * share + generator.random())
-        return np.sort(generator.permutation(num_rows)[:count])
+def chosen_places(config: TrainConfig, num_rows: int, number: int) -> NDArray[np.int64]:
+    """Return places of the rows that the student completes: as many as its share in the mean."""
+    generator = np.random.default_rng((config.seed, number))
+    count = int(num_rows * (1 - config.offpolicy_fraction) + generator.random())
+    return np.sort(generator.permutation(num_rows)[:count])
 
 
 def prompt_of(row: SupervisedRow) -> tuple[int, ...]:

@@ -41,43 +41,36 @@ class TopTokens:
         return TopTokens(self.token_ids[index], self.logprobs[index])
 
 
-@dataclass(frozen=True, slots=True)
-class ServedRows:
-    """Answers of a server about this rank's rows of a step.
+def served_targets(
+    scores: Mapping[int, TextScores], places: Sequence[int], student: Projected
+) -> TopTokens:
+    """Return the teacher's side of the student's tokens.
 
     Args:
-        scores: By the place of a row among those of the step.
+        scores: Answers of a server, by the place of a row among those of the step.
+        places: Of the rows of the batch among those of the step.
+        student: Of a micro-batch.
+
+    Raises:
+        RuntimeError: The places of the tokens are not known.
+        TeacherError: The server's model has likely tokens that the student lacks.
     """
-
-    scores: Mapping[int, TextScores]
-
-    def targets(self, places: Sequence[int], student: Projected) -> TopTokens:
-        """The teacher's side of the student's tokens.
-
-        Args:
-            places: Of the rows of the batch among those of the step.
-            student: Of a micro-batch.
-
-        Raises:
-            RuntimeError: The places of the tokens are not known.
-            TeacherError: The server's model has likely tokens that the student lacks.
-        """
-        if student.rows is None or student.columns is None:
-            raise RuntimeError("a served teacher is read at the places of the student's tokens")
-        rows, columns = student.rows.tolist(), student.columns.tolist()
-        found = [self.scores[places[row]] for row in rows]
-        ids = [each.top_ids[t] for each, t in zip(found, columns, strict=True)]
-        logprobs = [each.top_logprobs[t] for each, t in zip(found, columns, strict=True)]
-        if not found:
-            return TopTokens(student.rows.new_zeros(0, 1), student.hidden.new_zeros(0, 1))
-        token_ids, device = torch.from_numpy(np.stack(ids)).long(), student.hidden.device
-        vocab_size = student.layer.weight.shape[0]
-        if int(token_ids.max()) >= vocab_size:
-            raise TeacherError(
-                f"teacher: token {int(token_ids.max())} is among the likeliest of the server, and "
-                f"the student has {vocab_size}: serve a model with the same tokens"
-            )
-        return TopTokens(token_ids.to(device), torch.from_numpy(np.stack(logprobs)).to(device))
+    if student.rows is None or student.columns is None:
+        raise RuntimeError("a served teacher is read at the places of the student's tokens")
+    rows, columns = student.rows.tolist(), student.columns.tolist()
+    found = [scores[places[row]] for row in rows]
+    ids = [each.top_ids[t] for each, t in zip(found, columns, strict=True)]
+    logprobs = [each.top_logprobs[t] for each, t in zip(found, columns, strict=True)]
+    if not found:
+        return TopTokens(student.rows.new_zeros(0, 1), student.hidden.new_zeros(0, 1))
+    token_ids, device = torch.from_numpy(np.stack(ids)).long(), student.hidden.device
+    vocab_size = student.layer.weight.shape[0]
+    if int(token_ids.max()) >= vocab_size:
+        raise TeacherError(
+            f"teacher: token {int(token_ids.max())} is among the likeliest of the server, and "
+            f"the student has {vocab_size}: serve a model with the same tokens"
+        )
+    return TopTokens(token_ids.to(device), torch.from_numpy(np.stack(logprobs)).to(device))
 
 
 def open_servers(config: TrainConfig) -> dict[str, LogprobServer]:
@@ -92,7 +85,7 @@ def ask_for_rows(
     context: DistributedContext,
     *,
     top_k: int,
-) -> ServedRows:
+) -> dict[int, TextScores]:
     """Answers of a server about this rank's rows, by their places in the step; collective.
 
     Raises:
@@ -100,4 +93,4 @@ def ask_for_rows(
     """
     texts = [row.token_ids.tolist() for row in rows.values()]
     scores = ask_together(server, texts, context, top_k=top_k)
-    return ServedRows(dict(zip(rows, scores, strict=True)))
+    return dict(zip(rows, scores, strict=True))

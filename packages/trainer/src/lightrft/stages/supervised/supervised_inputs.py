@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -24,7 +23,6 @@ from lightrft.stages.supervised.supervised_objective import SupervisedObjective
 from lightrft.strategy.strategy_base import StrategyBase
 
 
-@dataclass(frozen=True, slots=True)
 class SupervisedInputs(RowInputs[SupervisedRow, Tensor]):
     """Rows of a run; see `RowInputs`."""
 

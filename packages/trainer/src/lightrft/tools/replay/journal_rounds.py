@@ -70,7 +70,7 @@ def replay_journal(
         is_conversation=bool(environment["answers_turns"]),
     )
     observations = Observations(config, tokenizer, suffix)
-    end = suffix.verdict.end_of_turn
+    end = suffix.end_of_turn
     if end is not None:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
     contexts = {

@@ -57,7 +57,7 @@ class ChatModel:
     ) -> None:
         modality = modality or TextModality(tokenizer)
         encoder, renderer = modality.encoder, modality.renderer
-        end = TurnSuffix(renderer, encoder=encoder).verdict.end_of_turn
+        end = TurnSuffix(renderer, encoder=encoder).end_of_turn
         params = replace(training_params(config), n=1, seed=int(time.time()))
         if end is not None:
             params = replace(params, stop_token_ids=(end,))
