@@ -19,7 +19,6 @@ from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed import collectives
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.process_groups import start_process_group
-from lightrft.strategy.engine.session import EngineSession
 from lightrft.strategy.strategy_base import (
     EngineStatus,
     ModelOptimPair,
@@ -154,7 +153,7 @@ def test_construction_stores_configures_and_starts_in_the_published_order(monkey
     for owner, name in (
         (FakeStrategy, "setup_distributed"),
         (DistributedContext, "form_groups"),
-        (EngineSession, "__init__"),
+        (DistributedContext, "beside"),
     ):
         original = getattr(owner, name)
 
@@ -170,7 +169,7 @@ def test_construction_stores_configures_and_starts_in_the_published_order(monkey
         monkeypatch.setattr(owner, name, recorded)
     args = SimpleNamespace(adam_offload=True, zpg=2, overlap_comm=True, grad_accum_dtype="fp32")
     strategy = FakeStrategy(7, 0.5, 2, 8, args)
-    assert [name for name, _, _ in calls] == ["setup_distributed", "form_groups", "__init__"]
+    assert [name for name, _, _ in calls] == ["setup_distributed", "form_groups", "beside"]
     assert calls[0][2] == {"timeout": timedelta(minutes=60)}
     assert (strategy.zpg, strategy.grad_accum_dtype, strategy.overlap_comm) == (2, "fp32", True)
     assert strategy.args is args

@@ -11,8 +11,7 @@ from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.families import placeholder_ids
-from lightrft.engines.media.media import Media
-from lightrft.engines.media.sources import MediaError
+from lightrft.engines.media.media import Media, MediaError
 from lightrft.engines.types import (
     EngineConfig,
     GenerationRequest,

@@ -12,11 +12,11 @@ from lightrft.datasets import load_prompts
 from lightrft.datasets.files import Row
 from lightrft.datasets.media import VisionPrompts, with_media
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.encoder import TEXT_ENCODER, PromptEncoder
+from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import VisionFamily
 from lightrft.engines.media.inputs import media_inputs
-from lightrft.engines.media.media import MEDIA_KINDS, Media, MediaKind
-from lightrft.engines.media.sources import FileSource, MediaError
+from lightrft.engines.media.media import MEDIA_KINDS, TEXT_ENCODER, Media, MediaError, MediaKind
+from lightrft.engines.media.sources import FileSource
 from lightrft.engines.types import Completion
 from lightrft.records.media import (
     MediaSources,

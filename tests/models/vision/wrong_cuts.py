@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lightrft.engines.media.inputs import language_model
+from lightrft.engines.media.families import language_model
 from lightrft.models.vision import forward
 
 # Private: a planted fault has to stand in the very place.

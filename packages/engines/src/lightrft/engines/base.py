@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,6 @@ from lightrft.engines.engine_weights import (
     is_full_tensor,
 )
 from lightrft.engines.ledger import Ledger
-from lightrft.engines.media.encoder import MediaReader
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import EncodedPrompt
 from lightrft.engines.native_params import params_of_native
@@ -38,6 +38,7 @@ from lightrft.engines.types import (
 )
 
 if TYPE_CHECKING:
+    from lightrft.engines.media.encoder import MediaReader
     from lightrft.kernels.weight_bucket.layout import WeightPiece
 
 TAGS = ("weights", "kv_cache")
@@ -100,7 +101,6 @@ class RolloutEngine(ABC):
         self._config = config
         self._dtype = config.torch_dtype
         self._text = Text(config.model_path)
-        self._media = MediaReader(config.model_path, self.name, config.media)
         self._sleeping_tags: set[str] = set()
         self._running: _RunningBatch | None = None
         self.ledger = Ledger()
@@ -309,6 +309,13 @@ class RolloutEngine(ABC):
     def _encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt that was given as text."""
         return self._text.encode(text)
+
+    @cached_property
+    def _media(self) -> MediaReader:
+        # The first request with media imports what reads them: most runs are of text.
+        from lightrft.engines.media.encoder import MediaReader
+
+        return MediaReader(self._config.model_path, self.name, self._config.media)
 
     def _encode_media(self, request: GenerationRequest) -> EncodedPrompt | None:
         """A prompt that was given as text, with its images and videos."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.engines.base import RolloutEngine
 from lightrft.strategy.checkpoints import training_state
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
@@ -44,6 +43,7 @@ class PreparedModel(NamedTuple):
         return wrapped_module(self)(*args, **kwargs)
 
 
+NO_ENGINE = "Inference engine is not initialized."
 NO_MODEL = PreparedModel(None, None, None)
 AnyModel = nn.Module | PreparedModel
 ModelOptimPair = tuple[nn.Module, Optimizer]
@@ -84,6 +84,9 @@ def is_actor(model: object) -> bool:
 
 def is_engine(model: object) -> bool:
     """Whether the object is a rollout engine."""
+    # Nothing of an engine is imported where nothing asks for one.
+    from lightrft.engines.base import RolloutEngine
+
     return isinstance(model, RolloutEngine)
 
 

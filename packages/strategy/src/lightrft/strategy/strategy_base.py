@@ -1,5 +1,7 @@
 """The whole interface of a training strategy; its parts do the work."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import weakref
@@ -8,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightrft.engines.base import RolloutEngine
-from lightrft.engines.types import Completion, EngineStatus, Vocabulary
+from lightrft.engines.types import EngineStatus
 from lightrft.strategy.backend import (
+    NO_ENGINE,
     NO_MODEL,
     AnyModel,
     Arguments,
@@ -48,9 +50,6 @@ from lightrft.strategy.distributed.context import (
     synchronize_and_free,
 )
 from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor
-from lightrft.strategy.engine import generation
-from lightrft.strategy.engine.generation import PromptBatch, PromptItem
-from lightrft.strategy.engine.session import EngineSession, OnFinished
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.optimizers import (
     Accumulations,
@@ -68,7 +67,13 @@ from lightrft.strategy.weight_sync.parameter_source import (
     reshard_modules,
     vocabulary_of,
 )
-from lightrft.strategy.weight_sync.sync import WeightSync, WeightSyncReport
+
+if TYPE_CHECKING:
+    from lightrft.engines.base import RolloutEngine
+    from lightrft.engines.types import Completion, Vocabulary
+    from lightrft.strategy.engine.generation import GenLenAnalyser, PromptItem
+    from lightrft.strategy.engine.session import EngineSession, OnFinished
+    from lightrft.strategy.weight_sync.sync import WeightSync, WeightSyncReport
 
 __all__ = [
     "EngineStatus",
@@ -161,9 +166,10 @@ class StrategyBase:
         self.checkpoints = Checkpoints(
             self.context, self.backend, type(self).__name__, in_background=config.async_save
         )
-        self.session = EngineSession(self.context, config)
+        # Collective, so here; what uses it is made by its first use, on any rank.
+        self._rollout_context = self.context.beside()
+        self._session: EngineSession | None = None
         self.sp_data_processor = SPDataProcessor(ALONE if self.sp_group is None else self.sp_group)
-        self.genlen_analyser = self.session.genlen_analyser
 
     def __enter__(self) -> Self:
         return self
@@ -182,7 +188,8 @@ class StrategyBase:
         try:
             self.checkpoints.saver.close()
         finally:
-            self.session.close()
+            if self._session is not None:
+                self._session.close()
             self.context.close(self.backend.stop)
 
     # --- ranks
@@ -622,7 +629,7 @@ class StrategyBase:
             # The schedule advances, and the engine is stale, only with weights that changed.
             if scheduler is not None:
                 scheduler.step()
-            self.session.mark_stale()
+            self._mark_stale()
         return OptimizerStepResult(norm, is_skipped, learning_rate)
 
     def require_finite(self, model: AnyModel) -> None:
@@ -775,7 +782,7 @@ class StrategyBase:
             rng=reads_all,
         )
         loaded = self.checkpoints.load(Path(load_dir), tag, found, wanted, model_ema)
-        self.session.mark_stale()
+        self._mark_stale()
         return loaded
 
     def finish_saving(self) -> None:
@@ -795,19 +802,38 @@ class StrategyBase:
         module = inner_module(model)
         self.backend.load_weights(module, Path(path), strict=strict)
         self.checkpoints.averages.forget(module)
-        self.session.mark_stale()
+        self._mark_stale()
 
     # --- rollout engine
 
     @property
+    def session(self) -> EngineSession:
+        """The rollout engine, its generation and its weight sync."""
+        if self._session is None:
+            # Stages over given rows have no engine, and import nothing of it.
+            from lightrft.strategy.engine.session import EngineSession
+
+            self._session = EngineSession(self.context, self._rollout_context, self.config)
+        return self._session
+
+    def _mark_stale(self) -> None:
+        if self._session is not None:
+            self._session.mark_stale()
+
+    @property
+    def genlen_analyser(self) -> GenLenAnalyser:
+        """Collector of the lengths of what was generated."""
+        return self.session.genlen_analyser
+
+    @property
     def _profile_step(self) -> int:
         """Calls of `gather_and_generate` so far."""
-        return self.session.num_calls
+        return 0 if self._session is None else self._session.num_calls
 
     @property
     def inference_engine(self) -> RolloutEngine | None:
         """The rollout engine, or None before `setup_inference_engine`."""
-        return self.session.engine
+        return None if self._session is None else self._session.engine
 
     @inference_engine.setter
     def inference_engine(self, engine: RolloutEngine | None) -> None:
@@ -816,7 +842,7 @@ class StrategyBase:
     @property
     def vllm_engine(self) -> RolloutEngine | None:
         """The same under its name for vLLM; the `vllm.LLM` itself is `inference_engine.native`."""
-        return self.session.engine
+        return self.inference_engine
 
     @property
     def vllm_mp_group(self) -> ProcessGroup | None:
@@ -826,22 +852,22 @@ class StrategyBase:
     @property
     def inference_engine_type(self) -> str | None:
         """The engine's registry name."""
-        return None if self.session.engine is None else self.session.engine.name
+        return None if self.inference_engine is None else self.inference_engine.name
 
     @property
     def inference_engine_status(self) -> EngineStatus:
         """Asleep or awake; SLEEPED without an engine."""
-        return self.session.status
+        return EngineStatus.SLEEPED if self._session is None else self._session.status
 
     @property
     def broadcast_manager(self) -> WeightSync | None:
         """Sender of the actor's weights to the engine; None before the first update."""
-        return self.session.weight_sync
+        return None if self._session is None else self._session.weight_sync
 
     @property
     def last_weight_sync(self) -> WeightSyncReport | None:
         """Report of the last `update_engine_weights`."""
-        return self.session.last_weight_sync
+        return None if self._session is None else self._session.last_weight_sync
 
     def setup_inference_engine(
         self,
@@ -881,7 +907,8 @@ class StrategyBase:
 
     def maybe_sleep_inference_engine(self) -> None:
         """Puts the engine to sleep if there is one, sleeping is enabled and it is awake."""
-        self.session.sleep(level=1)
+        if self._session is not None:
+            self._session.sleep(level=1)
 
     def sleep_until_weight_sync(self) -> None:
         """The same where the next use of the engine is `update_engine_weights`.
@@ -889,11 +916,13 @@ class StrategyBase:
         The engine drops its weights instead of copying them to the host (sleep level 2); it
         refuses to generate until they have been sent again.
         """
-        self.session.sleep(level=2)
+        if self._session is not None:
+            self._session.sleep(level=2)
 
     def wakeup_inference_engine(self) -> None:
         """Frees the trainer's cached memory, then wakes the engine if it sleeps."""
-        self.session.wake_up()
+        if self._session is not None:
+            self._session.wake_up()
 
     def engine_generate_local(
         self,
@@ -922,7 +951,11 @@ class StrategyBase:
             raise ValueError(
                 "Both prompt_token_ids and multi_modal_inputs can not be provided at the same time."
             )
-        params = generation.as_sampling_params(sampling_params, self.session.running)
+        if self.inference_engine is None:
+            raise NotImplementedError(NO_ENGINE)
+        from lightrft.strategy.engine import generation  # see `session`
+
+        params = generation.as_sampling_params(sampling_params, self.inference_engine)
         if multi_modal_inputs is not None:
             requests = generation.multimodal_requests(multi_modal_inputs, 0)
         else:
@@ -939,6 +972,8 @@ class StrategyBase:
         videos_num: Sequence[int] | None,
     ) -> list[dict[str, object]]:
         """Pairs prompts with images and videos; see `generation.build_multimodal_inputs`."""
+        from lightrft.strategy.engine import generation  # see `session`
+
         return generation.build_multimodal_inputs(
             all_prompts,
             images=all_images,
@@ -984,6 +1019,8 @@ class StrategyBase:
             ValueError, TypeError: This rank's arguments are wrong.
             RuntimeError: Another rank failed; the message names it. All ranks raise.
         """
+        from lightrft.strategy.engine.generation import PromptBatch  # see `session`
+
         batch = PromptBatch(
             all_prompt_token_ids, all_prompts, all_images, images_num, all_videos, videos_num
         )
@@ -1004,7 +1041,7 @@ class StrategyBase:
         Raises:
             RuntimeError: The engine does not hold the actor's weights; the message names them.
         """
-        if self.session.engine is None:
+        if self.inference_engine is None:
             self.print("Skip update engine weights since inference engine is not initialized.")
             return None
         return self.session.update_weights(wrapped_module(actor), self.parameter_source(actor))

@@ -13,19 +13,23 @@ from lightrft.datasets.files import Row
 from lightrft.datasets.messages import TEXT_TYPES, Message, with_texts
 from lightrft.datasets.render import PromptTokenizer, RowTokenizer, messages_of, render_chat
 from lightrft.datasets.types import DataError, Prompt
-from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
 from lightrft.engines.media.media import (
     MEDIA_KINDS,
+    TEXT_ENCODER,
+    Encoder,
     Media,
+    MediaError,
     Medium,
     MediumKind,
     PromptTokens,
+    is_list_of_bytes,
 )
-from lightrft.engines.media.sources import MediaError, is_list_of_bytes
 from lightrft.engines.types import MediaBounds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from lightrft.engines.media.encoder import PromptEncoder
 
 # A text, or the messages of a chat.
 Content: TypeAlias = str | Sequence[Message]
@@ -275,7 +279,7 @@ class VisionPrompts:
         chat: Renders in its place, for environments whose tools prompts show.
     """
 
-    def __init__(self, encoder: PromptEncoder, chat: RowTokenizer | None = None) -> None:
+    def __init__(self, encoder: "PromptEncoder", chat: RowTokenizer | None = None) -> None:
         self.encoder = encoder
         self._chat = chat
         processor = encoder.processor

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightrft.engines.media.encoder import Encoder
-from lightrft.engines.media.media import LaterImages, Media
+from lightrft.engines.media.media import Encoder, LaterImages, Media
 from lightrft.engines.media.sources import ImageSource
 
 

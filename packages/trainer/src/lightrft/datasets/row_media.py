@@ -10,8 +10,14 @@ import numpy as np
 
 from lightrft.datasets.media import OTHER_BYTES, MediaRow, VisionPrompts, media_row
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.encoder import TEXT_ENCODER
-from lightrft.engines.media.media import NO_MEDIA, Media, MediumKind, PromptTokens, RowMedia
+from lightrft.engines.media.media import (
+    NO_MEDIA,
+    TEXT_ENCODER,
+    Media,
+    MediumKind,
+    PromptTokens,
+    RowMedia,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,7 +25,7 @@ if TYPE_CHECKING:
     from lightrft.config import TrainConfig
     from lightrft.datasets.files import Row
     from lightrft.datasets.media import Content, Modality
-    from lightrft.engines.media.encoder import Encoder
+    from lightrft.engines.media.media import Encoder
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,7 @@ from lightrft.datasets.row_data import RowData, SupervisedRow
 from lightrft.datasets.row_media import NOTHING_SHOWN, RowMediaReader, ShownMedia
 from lightrft.datasets.text_ids import TextIds, counted
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
-from lightrft.engines.media.media import Media
+from lightrft.engines.media.media import TEXT_ENCODER, Encoder, Media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lightrft.engines.media.media import Media
-from lightrft.engines.media.sources import ImageSource
+
+if TYPE_CHECKING:
+    from lightrft.engines.media.sources import ImageSource
 
 
 class DataError(ValueError):
@@ -47,6 +50,6 @@ class Prompt:
         return self.token_ids, *(medium.digest for medium in self.media)
 
     @property
-    def images(self) -> tuple[ImageSource, ...]:
+    def images(self) -> "tuple[ImageSource, ...]":
         """Its images."""
         return self.media.images

@@ -34,8 +34,7 @@ from lightrft.algorithms.masking import masked_difference
 from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
 from lightrft.config import TrainConfig
 from lightrft.engines.factory import engine_facts
-from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
-from lightrft.engines.media.media import RowMedia
+from lightrft.engines.media.media import TEXT_ENCODER, Encoder, RowMedia
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.ledger_gate import check_ledger
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches

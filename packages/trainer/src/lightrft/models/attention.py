@@ -19,8 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lightrft.engines.hf.attention import UNFUSED_OPTIONS, fused_attention, set_text_attention
-from lightrft.engines.media.families import family_of
-from lightrft.engines.media.inputs import language_model
+from lightrft.engines.media.families import family_of, language_model
 from lightrft.models.ulysses import (
     LayoutRefusedError,
     check_head_counts,

@@ -3,27 +3,29 @@
 import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightrft.config import ConfigError
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.encoder import Encoder
 from lightrft.engines.media.media import (
     MEDIA_KINDS,
     EncodedPrompt,
+    Encoder,
     LaterImages,
     Media,
     MediumKind,
     RowMedia,
 )
-from lightrft.engines.media.sources import FileSource, ImageSource
 from lightrft.engines.types import GenerationRequest, MultiModalInputs
 from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.records.table import RowTable
 from lightrft.strategy.distributed.context import DistributedContext, RowExchange
+
+if TYPE_CHECKING:
+    from lightrft.engines.media.sources import FileSource, ImageSource
 
 
 def media_request(prompt: Prompt, request_id: int, encoder: Encoder) -> GenerationRequest:
@@ -237,9 +239,11 @@ def pack_sources(own: Mapping[int, MediaSources], keys: Sequence[int]) -> bytes:
     """The sources of some rows, which have the bytes of all media in them, each once."""
     if not keys:
         return b""
+    from lightrft.engines.media.sources import ImageSource  # where rows have media
+
     blobs: dict[str, bytes] = {}
 
-    def loaded(files: Iterable[FileSource]) -> tuple[ImageSource, ...]:
+    def loaded(files: Iterable["FileSource"]) -> "tuple[ImageSource, ...]":
         return tuple(
             ImageSource(file.name, content=blobs.setdefault(file.digest, file.read()))
             for file in files

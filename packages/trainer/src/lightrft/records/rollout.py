@@ -1,15 +1,19 @@
 """Samples of a step: a prompt, the response to it, and its reward."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import LaterImages, Media
-from lightrft.engines.media.sources import ImageSource
 from lightrft.engines.types import Completion
 from lightrft.rewards.types import KeptEnvironment
+
+if TYPE_CHECKING:
+    from lightrft.engines.media.sources import ImageSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import hash_context
-from lightrft.engines.media.sources import ImageSource
 from lightrft.rewards.types import UNDECIDED, RewardResult
+
+if TYPE_CHECKING:
+    from lightrft.engines.media.sources import ImageSource
 
 # Of the rewards of a sample, in the order in which they are added.
 SOURCES = FUNCTION, MODELS, ENVIRONMENT = "function", "models", "environment"

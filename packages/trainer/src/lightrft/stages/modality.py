@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.media import Modality, TextModality, VisionPrompts
-from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
 from lightrft.models.loading import chosen_template, load_config, load_processor
 
@@ -24,6 +23,8 @@ def load_modality(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Mo
     family = family_of(load_config(str(config.pretrain)))
     if family is None:
         return TextModality(tokenizer)
+    from lightrft.engines.media.encoder import PromptEncoder  # where a model reads media
+
     processor = load_processor(str(config.pretrain))
     own = chosen_template(config, processor.chat_template) if processor.chat_template else None
     processor.chat_template = own or tokenizer.chat_template

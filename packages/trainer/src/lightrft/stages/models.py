@@ -23,7 +23,6 @@ from lightrft.models.varlen import KernelShape, use_newer_kernel, use_own_kernel
 from lightrft.stages.stage import KeptDropout, TrainedModel
 from lightrft.strategy.backend import AnyModel, PreparedModel, inner_module
 from lightrft.strategy.weight_sync.parameter_source import engine_source
-from lightrft.strategy.weight_sync.verification import common_hashes, model_hash
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
@@ -53,6 +52,9 @@ def require_equal_start(strategy: StrategyBase, actor: AnyModel, reference: nn.M
     Raises:
         ModelLoadError: They differ; the message names tensors.
     """
+    # Only runs with a reference of the actor's own weights hash them here.
+    from lightrft.strategy.weight_sync.verification import common_hashes, model_hash
+
     module = inner_module(actor)
     source = replace(engine_source(module, strategy.parameter_source(actor)), add_local=None)
     hashes, expected = common_hashes(source, strategy.parameter_source(reference))

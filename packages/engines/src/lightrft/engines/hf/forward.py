@@ -11,12 +11,11 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from lightrft.engines.hf.attention import MASKED
 from lightrft.engines.media.cross_attention import only_own_images
-from lightrft.engines.media.families import family_of, placeholder_ids
+from lightrft.engines.media.families import family_of, language_model, placeholder_ids
 from lightrft.engines.media.inputs import (
     Prompts,
     axes_of_rows,
     foreign_places,
-    language_model,
     media_inputs,
     pad_right,
     read_as_text,

@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,11 +17,11 @@ from lightrft.engines.media.media import (
     EncodedPrompt,
     LaterImages,
     Media,
+    MediaError,
     MediumKind,
     PromptTokens,
 )
 from lightrft.engines.media.sounds import SoundRules
-from lightrft.engines.media.sources import MediaError
 from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
@@ -32,61 +31,6 @@ if TYPE_CHECKING:
 
 # Inputs of text that every processor gives.
 _TEXT_INPUTS = ("input_ids", "attention_mask")
-
-
-class TextEncoder:
-    """The encoder of a model that reads text only: all its results are empty."""
-
-    reads_media = False
-    marks: Mapping[MediumKind, str] = MappingProxyType({})
-    placeholders = frozenset[str]()
-
-    def check_places(self, text: str, media: Media) -> None:
-        """Nothing: see `PromptEncoder`."""
-
-    def kept(self, text: str, media: Media) -> EncodedPrompt:
-        """Raises a ValueError: no prompt may have media."""
-        raise ValueError(
-            f"the prompt {text[:80]!r} has {media.counts}: the trainer needs the model's processor "
-            "(processor=) and a vision-language model"
-        )
-
-    def kept_all(self, prompts: Sequence[tuple[str, Media]]) -> list[EncodedPrompt]:
-        """Of each; see `kept`."""
-        return [self.kept(text, media) for text, media in prompts]
-
-    def row(
-        self, token_ids: Sequence[int], prompt: EncodedPrompt | None, later: Sequence[LaterImages]
-    ) -> EncodedPrompt | None:
-        """The prompt: see `PromptEncoder`."""
-        del token_ids, later
-        return prompt
-
-    def num_places(self, text: str) -> int:
-        """None: see `PromptEncoder`."""
-        del text
-        return 0
-
-    def fitted(self, media: Media, bounds: "MediaBounds") -> Media:
-        """The media as they are: see `PromptEncoder`."""
-        del bounds
-        return media
-
-    @property
-    def num_kept(self) -> int:
-        """None: see `PromptEncoder`."""
-        return 0
-
-    def bytes_since(self, number: int) -> int:
-        """None: see `PromptEncoder`."""
-        del number
-        return 0
-
-    def forget(self, number: int = 0) -> None:
-        """Does nothing: see `PromptEncoder`."""
-
-
-TEXT_ENCODER = TextEncoder()
 
 
 class PromptEncoder:
@@ -398,9 +342,6 @@ class PromptEncoder:
 def _key(text: str, media: Media) -> tuple[str, ...]:
     """What tells a prompt from others."""
     return (text, *(medium.digest for medium in media))
-
-
-Encoder: TypeAlias = TextEncoder | PromptEncoder
 
 
 class MediaReader:

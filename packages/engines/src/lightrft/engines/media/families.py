@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrft.engines.media.media import MediumKind
 
@@ -544,3 +544,12 @@ def placeholder_ids(config: "PretrainedConfig") -> tuple[int, ...]:
     }
     vocabulary = config.get_text_config().vocab_size
     return tuple(sorted(token for token in found if 0 <= token < vocabulary))
+
+
+def language_model(trunk: nn.Module) -> nn.Module:
+    """The part of a vision-language trunk that reads embeddings."""
+    for name in ("language_model", "text_model"):
+        part = getattr(trunk, name, None)
+        if isinstance(part, nn.Module):
+            return part
+    return trunk

@@ -163,12 +163,3 @@ def _behind_media(places: Tensor, types: Sequence[int]) -> Tensor:
 def pad_right(rows: Sequence[Tensor], width: int) -> Tensor:
     """Values of rows, [..., tokens] each, as [..., rows, width], 0 on padding."""
     return torch.stack([nn.functional.pad(row, (0, width - row.shape[-1])) for row in rows], dim=-2)
-
-
-def language_model(trunk: nn.Module) -> nn.Module:
-    """The part of a vision-language trunk that reads embeddings."""
-    for name in ("language_model", "text_model"):
-        part = getattr(trunk, name, None)
-        if isinstance(part, nn.Module):
-            return part
-    return trunk

@@ -5,17 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, cast
-
-from lightrft.engines.media.films import FrameRules
-from lightrft.engines.media.sounds import SoundRules, SoundSource, as_audio
-from lightrft.engines.media.sources import FileSource, ImageSource, VideoSource, as_image, as_video
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lightrft.engines.media.encoder import PromptEncoder
+    from lightrft.engines.media.films import FrameRules
+    from lightrft.engines.media.sounds import SoundRules, SoundSource
+    from lightrft.engines.media.sources import FileSource, ImageSource, VideoSource
+    from lightrft.engines.types import MediaBounds
+
 MediumKind: TypeAlias = str
-Medium: TypeAlias = FileSource | VideoSource
+Medium: TypeAlias = "FileSource | VideoSource"
+# Bytes of the shortest signature of a file.
+_SIGNATURE_BYTES = 4
+
+
+class MediaError(ValueError):
+    """A medium cannot be read; the message says which, why, and what to do."""
+
+
+def is_list_of_bytes(value: object) -> bool:
+    """Whether a list is the encoded bytes of a file, as JSON holds them."""
+    return (
+        isinstance(value, list)
+        and len(value) > _SIGNATURE_BYTES
+        and all(isinstance(item, int) and 0 <= item < 256 for item in value)
+    )
 
 
 class Reader(Protocol):
@@ -54,18 +72,45 @@ Clip: TypeAlias = tuple[object, Mapping[str, object]]
 Sound: TypeAlias = tuple[object, int]
 
 
+# Readers of files are imported by the first row that has some: most runs are of text.
+
+
+def _read_image(value: object, *, name: str, folder: Path) -> Medium:
+    from lightrft.engines.media.sources import as_image
+
+    return as_image(value, name=name, folder=folder)
+
+
+def _read_video(value: object, *, name: str, folder: Path) -> Medium:
+    from lightrft.engines.media.sources import as_video
+
+    return as_video(value, name=name, folder=folder)
+
+
+def _read_audio(value: object, *, name: str, folder: Path) -> Medium:
+    from lightrft.engines.media.sounds import as_audio
+
+    return as_audio(value, name=name, folder=folder)
+
+
 def _image(name: str, files: Sequence[FileSource], facts: object) -> ImageSource:
+    from lightrft.engines.media.sources import ImageSource
+
     del facts
     return ImageSource(name, content=files[0].read())
 
 
 def _video(name: str, files: Sequence[FileSource], facts: object) -> VideoSource:
+    from lightrft.engines.media.sources import VideoSource
+
     frames = tuple(_image(file.name, [file], None) for file in files)
     fps, rules = cast("tuple[float | None, FrameRules]", facts)
     return VideoSource(name, frames, fps, rules)
 
 
 def _audio(name: str, files: Sequence[FileSource], facts: object) -> SoundSource:
+    from lightrft.engines.media.sounds import SoundSource
+
     return SoundSource(name, content=files[0].read(), rules=cast("SoundRules", facts))
 
 
@@ -92,10 +137,12 @@ def _native_video(decoded: object) -> Clip:
 # In the order in which a prompt without places of its own begins with them.
 MEDIA_KINDS: dict[MediumKind, MediaKind] = {
     "image": MediaKind(
-        "images", as_image, _image, lambda decoded: {"images": [decoded]}, is_scaled=True
+        "images", _read_image, _image, lambda decoded: {"images": [decoded]}, is_scaled=True
     ),
-    "video": MediaKind("videos", as_video, _video, _video_arguments, _native_video, is_scaled=True),
-    "audio": MediaKind("audios", as_audio, _audio, _audio_arguments),
+    "video": MediaKind(
+        "videos", _read_video, _video, _video_arguments, _native_video, is_scaled=True
+    ),
+    "audio": MediaKind("audios", _read_audio, _audio, _audio_arguments),
 }
 
 
@@ -138,6 +185,10 @@ class Media:
 
     def loaded(self) -> Media:
         """The same with the bytes of its files, for a process that may not reach them."""
+        if not self:
+            return self
+        from lightrft.engines.media.sources import FileSource
+
         return Media(
             {
                 kind: [
@@ -296,3 +347,59 @@ class RowMedia:
 
 
 NO_MEDIA = RowMedia()
+
+
+class TextEncoder:
+    """The encoder of a model that reads text only: all its results are empty."""
+
+    reads_media = False
+    marks: Mapping[MediumKind, str] = MappingProxyType({})
+    placeholders = frozenset[str]()
+
+    def check_places(self, text: str, media: Media) -> None:
+        """Nothing: see `PromptEncoder`."""
+
+    def kept(self, text: str, media: Media) -> EncodedPrompt:
+        """Raises a ValueError: no prompt may have media."""
+        raise ValueError(
+            f"the prompt {text[:80]!r} has {media.counts}: the trainer needs the model's processor "
+            "(processor=) and a vision-language model"
+        )
+
+    def kept_all(self, prompts: Sequence[tuple[str, Media]]) -> list[EncodedPrompt]:
+        """Of each; see `kept`."""
+        return [self.kept(text, media) for text, media in prompts]
+
+    def row(
+        self, token_ids: Sequence[int], prompt: EncodedPrompt | None, later: Sequence[LaterImages]
+    ) -> EncodedPrompt | None:
+        """The prompt: see `PromptEncoder`."""
+        del token_ids, later
+        return prompt
+
+    def num_places(self, text: str) -> int:
+        """None: see `PromptEncoder`."""
+        del text
+        return 0
+
+    def fitted(self, media: Media, bounds: MediaBounds) -> Media:
+        """The media as they are: see `PromptEncoder`."""
+        del bounds
+        return media
+
+    @property
+    def num_kept(self) -> int:
+        """None: see `PromptEncoder`."""
+        return 0
+
+    def bytes_since(self, number: int) -> int:
+        """None: see `PromptEncoder`."""
+        del number
+        return 0
+
+    def forget(self, number: int = 0) -> None:
+        """Does nothing: see `PromptEncoder`."""
+
+
+TEXT_ENCODER = TextEncoder()
+Encoder: TypeAlias = "TextEncoder | PromptEncoder"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lightrft.engines.media.media import MediaError
 from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
@@ -33,10 +34,6 @@ FORMATS = (
 )
 _ORIENTATION = 0x0112
 _CHANNELS = (1, 3, 4)
-
-
-class MediaError(ValueError):
-    """A medium cannot be read; the message says which, why, and what to do."""
 
 
 def opened(content: bytes, name: str) -> "Image":

@@ -22,9 +22,9 @@ from lightrft.engines.media.films import (
     is_film,
     read_film,
 )
+from lightrft.engines.media.media import MediaError, is_list_of_bytes
 from lightrft.engines.media.pictures import (
     MAX_FRAMES,
-    MediaError as MediaError,
     animation,
     as_rgb,
     is_whole,
@@ -315,15 +315,6 @@ def as_file(value: object, *, name: str, folder: Path, what: str) -> FileSource:
         return _file_of_text(str(value), name, folder)
     raise MediaError(
         f"{name}: expected {what} as path, bytes or base64, got {type(value).__name__}"
-    )
-
-
-def is_list_of_bytes(value: object) -> bool:
-    """Whether a list is the encoded bytes of a file, as JSON holds them."""
-    return (
-        isinstance(value, list)
-        and len(value) > len(_MAGIC[0])
-        and all(isinstance(item, int) and 0 <= item < 256 for item in value)
     )
 
 

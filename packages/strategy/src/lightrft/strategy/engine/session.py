@@ -22,7 +22,7 @@ from lightrft.engines.types import (
     SamplingParams,
     Vocabulary,
 )
-from lightrft.strategy.backend import inner_module
+from lightrft.strategy.backend import NO_ENGINE, inner_module
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import group_rank, group_size, run_together
 from lightrft.strategy.distributed.context import DistributedContext
@@ -111,21 +111,23 @@ class EngineSession:
 
     Args:
         training: Started.
+        context: The same ranks on process groups of their own, so that rollouts and training never
+            wait for each other in a collective. Weight syncs use those of training.
         config: Of the strategy.
 
     Attributes:
-        context: The same ranks on process groups of their own, so that rollouts and training never
-            wait for each other in a collective. Weight syncs use those of training.
         genlen_analyser: Collects the lengths of what was generated.
         num_calls: Calls of `gather_and_generate` that ended well.
         weight_sync: Sends weights to the engine; made at the first update.
         last_weight_sync: Report of the last update.
     """
 
-    def __init__(self, training: DistributedContext, config: StrategyConfig) -> None:
+    def __init__(
+        self, training: DistributedContext, context: DistributedContext, config: StrategyConfig
+    ) -> None:
         self._training = training
         self._config = config
-        self.context = training.beside()
+        self.context = context
         self.genlen_analyser = GenLenAnalyser(
             plot_every=config.plot_every, log_dir=config.log_dir, group=self.context.world_group
         )
@@ -154,7 +156,7 @@ class EngineSession:
             NotImplementedError: There is none.
         """
         if self._engine is None:
-            raise NotImplementedError("Inference engine is not initialized.")
+            raise NotImplementedError(NO_ENGINE)
         return self._engine
 
     @property

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.engines.media.cross_attention import only_own_images
-from lightrft.engines.media.families import VisionFamily
+from lightrft.engines.media.families import VisionFamily, language_model
 from lightrft.engines.media.inputs import (
     axes_of_rows,
     foreign_places,
-    language_model,
     media_inputs,
     read_as_text,
     token_types,

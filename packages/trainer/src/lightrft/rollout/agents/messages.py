@@ -428,7 +428,8 @@ def _content(where: str, content: object, *, takes_images: bool) -> Parts:
 
 def _image(where: str, part: Json) -> ImageSource:
     """An image with its bytes in its address: nothing is read from files, nor fetched."""
-    from lightrft.engines.media.sources import ImageSource, MediaError, as_image
+    from lightrft.engines.media.media import MediaError
+    from lightrft.engines.media.sources import ImageSource, as_image
 
     given = part["image_url"] if isinstance(part.get("image_url"), dict) else {}
     own = cast("Json", given)

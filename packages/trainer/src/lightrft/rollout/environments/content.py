@@ -35,7 +35,8 @@ def as_parts(result: object) -> Parts:
     Raises:
         ContentError: A block is neither text nor an image that can be read.
     """
-    from lightrft.engines.media.sources import MediaError, as_image
+    from lightrft.engines.media.media import MediaError
+    from lightrft.engines.media.sources import as_image
 
     found: list[str | ImageSource] = []
     for number, block in enumerate(_blocks(result), start=1):

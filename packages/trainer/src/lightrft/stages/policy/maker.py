@@ -19,8 +19,7 @@ from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
 from lightrft.datasets.batch_stream import BatchStream, check_lengths
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.encoder import Encoder
-from lightrft.engines.media.media import Media
+from lightrft.engines.media.media import Encoder, Media
 from lightrft.experience.maker import (
     AdvantageSettings,
     Delivery,

@@ -13,8 +13,8 @@ from torch import nn
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.batch_stream import Batches, known_items, planned_steps
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
 from lightrft.engines.media.families import family_of
+from lightrft.engines.media.media import TEXT_ENCODER, Encoder
 from lightrft.experience.maker import ForwardModels, TeacherFunction
 from lightrft.models import SequenceModel
 from lightrft.records.media import media_of
@@ -391,6 +391,8 @@ def prompt_encoder(parts: RolloutParts, actor: nn.Module) -> Encoder:
     own = parts.environments.encoder
     if own.reads_media:
         return own
+    from lightrft.engines.media.encoder import PromptEncoder  # where a model reads media
+
     return PromptEncoder(cast("ProcessorMixin", parts.processor), family)
 
 
