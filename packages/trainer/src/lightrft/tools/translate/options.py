@@ -9,9 +9,10 @@ from pathlib import Path
 
 from lightrft.cli.errors import UsageError
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.files import typed
 from lightrft.config.other_names import option_hint, same_option
 from lightrft.config.registry import LOGGERS
-from lightrft.config.toml import format_toml
+from lightrft.config.toml import format_toml, read_toml
 from lightrft.datasets.files import Row, local_files, scan_rows
 from lightrft.tools.translate.script import Script, read_script
 
@@ -19,49 +20,6 @@ OPTIONS_FILE, REWARD_FILE = "run.toml", "rewards.py"
 # File of the rows of a data set that is written down.
 ROWS_FILES = {"prompt_data": "rows.jsonl", "eval_data": "eval_rows.jsonl"}
 
-# What a script leaves out has TRL's value, not ours (configurations of TRL 1.16).
-DEFAULTS: dict[str, object] = {
-    "lr_scheduler_type": "linear",
-    "warmup_ratio": 0.0,
-    "num_train_epochs": 3,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "bf16": True,
-}
-_OF_ROWS = {"max_length": 1024}
-DEFAULTS_OF: dict[str, dict[str, object]] = {
-    "grpo": {
-        "learning_rate": 1e-6,
-        "max_completion_length": 512,
-        "loss_type": "dapo",
-        "scale_rewards": "group",
-        "beta": 0.0,
-    },
-    "sft": {"learning_rate": 2e-5, **_OF_ROWS},
-    "dpo": {"learning_rate": 1e-6, **_OF_ROWS},
-    "kto": {"learning_rate": 1e-6, "loss_type": "kto", **_OF_ROWS},
-    "reward": {"learning_rate": 1e-4, **_OF_ROWS},
-}
-_LOSSES = {
-    "grpo": {"loss_agg_mode": "seq-mean-token-mean"},
-    "dr_grpo": {"loss_agg_mode": "seq-mean-token-sum-norm"},
-    "dapo": {"loss_agg_mode": "token-mean"},
-    "bnpo": {"loss_agg_mode": "token-mean"},
-    "cispo": {"policy_loss": "cispo", "loss_agg_mode": "token-mean"},
-    "sapo": {"policy_loss": "sapo"},
-}
-_SFT_LOSSES: dict[str, Mapping[str, object]] = {
-    "nll": {},
-    "chunked_nll": {},
-    "dft": {"sft_loss": "dft"},
-}
-_SCALES = {"group": "group_norm", "batch": "group_mean_batch_std", "none": "dr_grpo"}
-_SCHEDULES: dict[str, Mapping[str, object]] = {
-    "linear": {"lr_scheduler": "linear"},
-    "constant": {"lr_scheduler": "constant"},
-    "constant_with_warmup": {"lr_scheduler": "constant"},
-    "cosine": {"lr_scheduler": "cosine_with_min_lr", "min_lr_ratio": 0.0},
-}
 # Sizes, which are counted in other units here.
 _ROW_SIZES: dict[str, int | None] = {
     "per_device_train_batch_size": 8,
@@ -73,25 +31,28 @@ _SIZES = {
     "steps_per_generation": None,
     "generation_batch_size": None,
 }
-# They change nothing that is trained.
-_WITHOUT_EFFECT = (
-    "push_to_hub",
-    "remove_unused_columns",
-    "log_completions",
-    "logging_dir",
-    "logging_first_step",
-    "disable_tqdm",
-    "use_cpu",
-    "dataset_num_proc",
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "gradient_checkpointing_kwargs",
-    "overwrite_output_dir",
-    "save_only_model",
-    "task_type",
-    "trust_remote_code",
-    "use_liger_kernel",
-)
+Values = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The options of TRL by name, in `trl.toml`; those of "all" are of every trainer or command.
+
+    Args:
+        without_effect: Options that change nothing that is trained.
+        defaults: Values by trainer, where a script leaves them out: they are TRL's, not ours.
+        values: By command, option and value our options that mean the same.
+    """
+
+    without_effect: tuple[str, ...]
+    defaults: Mapping[str, Values]
+    values: Mapping[str, Mapping[str, Mapping[str, Values]]]
+
+
+def read_table() -> Table:
+    """Return the options of TRL."""
+    path = Path(__file__).with_name("trl.toml")
+    return typed(Table, read_toml(path), path)
 
 
 @dataclass(slots=True)
@@ -125,7 +86,8 @@ def translate(
         UsageError: A size is no positive integer.
     """
     made = Translation(*(("train", "grpo") if script is None else (script.command, script.loss)))
-    values = {**DEFAULTS, **DEFAULTS_OF[made.loss], **arguments}
+    table = read_table()
+    values = {**table.defaults["all"], **table.defaults[made.loss], **arguments}
     samples = made.command == "train"
     names = _SIZES if samples else _ROW_SIZES
     sizes = {name: values.pop(name, default) for name, default in names.items()}
@@ -141,11 +103,17 @@ def translate(
     _steps(values, updates, made)
     betas = (values.pop("adam_beta1"), values.pop("adam_beta2"))
     made.options["adam_betas"] = betas
-    special = {**_SPECIAL, **_SPECIAL_OF[made.command]}
+    special = {**_SPECIAL, **_SPECIAL_OF.get(made.command, {})}
+    choices = {**table.values["all"], **table.values.get(made.command, {})}
     for name, value in values.items():
+        ways = choices.get(name, {})
         if name in special:
             special[name](value, made)
-        elif name not in _WITHOUT_EFFECT:
+        elif str(value) in ways:
+            made.options |= ways[str(value)]
+        elif len(ways) > 1 and name not in TrainConfig.__dataclass_fields__:
+            made.notes.append(f"{name} = {value!r}: expected one of {', '.join(ways)}")
+        elif name not in table.without_effect:
             _named(name, value, made)
     return made
 
@@ -235,29 +203,6 @@ def _beta(value: object, found: Translation) -> None:
         found.options |= {"init_kl_coef": value, "use_kl_loss": True, "kl_estimator": "k3"}
 
 
-def _choice(name: str, ways: Mapping[str, Mapping[str, object]]) -> Callable[..., None]:
-    def choose(value: object, found: Translation) -> None:
-        if str(value) in ways:
-            found.options |= ways[str(value)]
-        else:
-            found.notes.append(f"{name} = {value!r}: expected one of {', '.join(ways)}")
-
-    return choose
-
-
-def _scale(value: object, found: Translation) -> None:
-    name = {"True": "group", "False": "none"}.get(str(value), str(value))
-    ways: dict[str, Mapping[str, object]] = {
-        each: {"advantage_estimator": ours} for each, ours in _SCALES.items()
-    }
-    _choice("scale_rewards", ways)(name, found)
-
-
-def _level(value: object, found: Translation) -> None:
-    ways: dict[str, Mapping[str, object]] = {"token": {}, "sequence": {"policy_loss": "gspo"}}
-    _choice("importance_sampling_level", ways)(value, found)
-
-
 def _model(value: object, found: Translation) -> None:
     found.options["pretrain"] = value
 
@@ -310,33 +255,6 @@ def _smoothing(value: object, found: Translation) -> None:
         found.options["preference_loss"] = ["cdpo" if e == "sigmoid" else e for e in names]
 
 
-def _trained(option: str, *, by_default: bool) -> Callable[[object, Translation], None]:
-    """Return what a switch of the trained tokens says; its usual value follows from the rows."""
-
-    def choose(value: object, found: Translation) -> None:
-        if value is True:
-            found.options["train_on"] = option
-        elif value is False and by_default:
-            found.options["train_on"] = "all"
-
-    return choose
-
-
-def _text_field(value: object, found: Translation) -> None:
-    if value != "text":
-        _named("dataset_text_field", value, found)
-
-
-def _top_k(value: object, found: Translation) -> None:
-    if value is not None and value != -1:
-        found.options["top_k"] = value or -1
-
-
-def _engine(value: object, found: Translation) -> None:
-    if value:
-        found.options["engine_type"] = "vllm"
-
-
 def _optimizer(value: object, found: Translation) -> None:
     """8-bit Adam, and AdamW, which is what there is."""
     if "adam" in str(value) and "8bit" in str(value):
@@ -350,32 +268,14 @@ _SPECIAL: dict[str, _Special] = {
     "eval_strategy": _strategy("eval_steps"),
     "logging_strategy": _strategy("logging_steps"),
     "save_strategy": _strategy("save_steps"),
-    "lr_scheduler_type": _choice("lr_scheduler_type", _SCHEDULES),
     "model": _model,
     "optim": _optimizer,
     "r": lambda value, found: _named("lora_r", value, found),
-    "bias": lambda value, found: None if value == "none" else _named("bias", value, found),
-    "target_modules": lambda value, found: found.options.update(
-        {} if value is None else {"target_modules": value}
-    ),
     "report_to": _trackers,
 }
 _SPECIAL_OF: dict[str, dict[str, _Special]] = {
-    "train": {
-        "beta": _beta,
-        "importance_sampling_level": _level,
-        "loss_type": _choice("loss_type", _LOSSES),
-        "scale_rewards": _scale,
-        "top_k": _top_k,
-        "use_vllm": _engine,
-    },
-    "sft": {
-        "assistant_only_loss": _trained("assistant", by_default=False),
-        "completion_only_loss": _trained("completion", by_default=True),
-        "dataset_text_field": _text_field,
-        "loss_type": _choice("loss_type", _SFT_LOSSES),
-        "max_length": _length,
-    },
+    "train": {"beta": _beta},
+    "sft": {"max_length": _length},
     "prefer": {
         "loss_type": _preference_losses,
         "max_length": _length,
