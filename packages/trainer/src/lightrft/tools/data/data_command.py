@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import psutil
 
 from lightrft.cli.errors import ExitCode, UsageError, refuse
-from lightrft.cli.options import Parser, add_options, parse_options
-from lightrft.cli.preflight import PlainTokenizer, model_problems
+from lightrft.cli.options import Parser, add_options, available_options, parse_options
+from lightrft.cli.preflight import PlainTokenizer, model_problems, teacher_problems
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.commands import command_options
 from lightrft.config.printable import printable
@@ -38,7 +38,6 @@ from lightrft.tools.data.row_checks import (
     CheckedRow,
     DataCheck,
     check_rows,
-    histogram,
     propose_keys,
 )
 from lightrft.tools.rewards.fork import Fork
@@ -46,14 +45,12 @@ from lightrft.tools.rewards.fork import Fork
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lightrft.cli.main import Command
     from lightrft.models.statements import Statements
 
 T = TypeVar("T")
 NUM_SAMPLES = 3
-MAX_LINES = 20
-BAR_WIDTH = 40
 MAX_CHARACTERS = 1500
+QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
 PROGRESS_SECONDS = 5.0
 # Of the chat template, for one row.
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 20.0, 2**30
@@ -121,26 +118,15 @@ def visible(row: CheckedRow, tokenizer: PreTrainedTokenizerBase) -> str:
 def show_check(found: DataCheck, *, prompt_max_len: int, in_tokens: bool) -> None:
     """Lengths, counts, and the rows that cannot be used."""
     lengths = [len(row.token_ids) if in_tokens else len(row.text) for row in found.rows]
-    bins = histogram(lengths)
-    say(f"\nlength of the prompts in {'tokens' if in_tokens else 'characters'}")
-    highest = max((count for _, _, count in bins), default=1)
-    width = max((len(str(last)) for _, last, _ in bins), default=1)
-    for first, last, count in bins:
-        bar = "#" * -(-BAR_WIDTH * count // highest)
-        say(f"  {first:>{width}} to {last:>{width}}  {count:>7}  {bar}")
     say()
+    show_lengths(f"{'tokens' if in_tokens else 'characters'} of a prompt", lengths)
     if in_tokens:
-        show_places(
-            f"over {prompt_max_len} tokens (a run leaves them out; --prompt_max_len)",
-            found.too_long,
-        )
-    pairs = [f"{place} = {first}" for place, first in found.duplicates]
-    show_places("duplicate prompts (a run uses them all)", pairs)
+        show_too_long(found.too_long, prompt_max_len, "prompt_max_len")
+    show_duplicates("prompts", found.duplicates)
     show_media([size for row in found.rows for size in row.media_sizes])
     say(f"empty prompts: {found.num_empty}")
     say(f"without label: {found.num_without_label}")
-    say(f"rows that cannot be used: {len(found.problems)}")
-    _show_lines(found.problems)
+    show_lines("rows that cannot be used", found.problems)
 
 
 def show_media(sizes: Sequence[tuple[int, int]]) -> None:
@@ -174,8 +160,7 @@ def show_certificate(found: Certificate | None) -> None:
         say(f"best of what is no reference answer: {found.best_wrong}, {wrong:.3f} of {gold:.3f}")
     for doubt in found.doubts:
         say(f"warning: {doubt}")
-    say(f"reference answers that cannot be right: {len(found.problems)}")
-    _show_lines(found.problems)
+    show_lines("reference answers that cannot be right", found.problems)
 
 
 def show_places(what: str, places: Sequence[str]) -> None:
@@ -184,11 +169,37 @@ def show_places(what: str, places: Sequence[str]) -> None:
     say(f"{what}: {len(places)}{examples}")
 
 
-def _show_lines(lines: Sequence[str]) -> None:
-    for line in lines[:MAX_LINES]:
+def show_too_long(places: Sequence[str], limit: int, option: str) -> None:
+    """Print the rows that have more tokens than an option allows."""
+    show_places(f"over {limit} tokens (a run leaves them out; --{option})", places)
+
+
+def show_duplicates(what: str, pairs: Sequence[tuple[str, str]]) -> None:
+    """Print the rows that earlier rows equal."""
+    lines = [f"{place} = {first}" for place, first in pairs]
+    show_places(f"duplicate {what} (a run uses them all)", lines)
+
+
+def show_lengths(what: str, counts: Sequence[int]) -> None:
+    """Print how lengths are spread."""
+    import numpy as np  # `--help` is to be fast
+
+    if len(counts):
+        shown = (f"{name} {np.quantile(counts, q):g}" for name, q in QUANTILES.items())
+        say(f"{what}: {', '.join(shown)}")
+
+
+def show_lines(what: str, lines: Sequence[str]) -> None:
+    """Print how many lines there are, and each."""
+    say(f"{what}: {len(lines)}")
+    for line in lines:
         say(f"  {line}")
-    if len(lines) > MAX_LINES:
-        say(f"  and {len(lines) - MAX_LINES} more")
+
+
+def verdict(num_bad: int, usable: Sequence[object], words: str) -> int:
+    """Print whether rows can be used; return 4 if one is bad or none is usable."""
+    say(f"{num_bad} bad rows" if num_bad else f"{len(usable)} {words}")
+    return ExitCode.DATA if num_bad or not usable else ExitCode.OK
 
 
 def _kind(value: object) -> str:
@@ -202,21 +213,23 @@ def _kind(value: object) -> str:
 
 
 DESCRIPTION = """\
-Read every row of the prompts as a run would, and say what is in them: columns and a proposal which
-of them to use, three prompts as the model will see them, lengths, over-long, empty and duplicate
-rows, and what the reward gives to the reference answers. Exit code 4 if a row is bad.
+Read every row as a run would, and say what is in them: columns, and of prompts a proposal which of
+them to use; the first rows as the model will see them, of given rows with their trained tokens
+marked; lengths, over-long, empty and duplicate rows, what the reward gives to reference answers, of
+judged answers contradictions and what their lengths explain; and each row that cannot be used. Exit
+code 4 if a row is bad.
 """
 
 
-# Checks of the rows of a stage: functions of arguments, as commands are.
+# Checks of the rows of a stage.
 STAGE_CHECKS = Registry(
     "stage",
     {
-        "policy": "lightrft.tools.data.data_command:check_prompts",
-        "sft": "lightrft.tools.data.supervised_check:run",
-        "distill": "lightrft.tools.data.supervised_check:run",
-        "prefer": "lightrft.tools.data.judged_check:run",
-        "reward": "lightrft.tools.data.judged_check:run",
+        "policy": "lightrft.tools.data.data_command:check",
+        "sft": "lightrft.tools.data.supervised_check:check",
+        "distill": "lightrft.tools.data.supervised_check:check",
+        "prefer": "lightrft.tools.data.judged_check:check",
+        "reward": "lightrft.tools.data.judged_check:check",
     },
     takes_own=False,
 )
@@ -230,11 +243,13 @@ class Request:
         source: Files, folders or names of data sets, separated by commas.
         config: Options of the run.
         given: Names of the options that were given.
+        stage: One of `STAGE_CHECKS`.
     """
 
     source: str
     config: TrainConfig
     given: frozenset[str]
+    stage: str = "policy"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -247,19 +262,12 @@ def run(argv: Sequence[str]) -> int:
         RewardError: A reward function that cannot be loaded, or that fails.
     """
     if argv and argv[0] == "check":
-        command = cast("Command", STAGE_CHECKS.load(stage_of(argv[1:])))
-        return command(argv[1:])
+        request = parse(argv[1:])
+        chosen = cast("Callable[[Request], int]", STAGE_CHECKS.load(request.stage))
+        return chosen(request)
     if argv and argv[0] in ("-h", "--help"):
         return check(parse(["--help"]))
     raise UsageError("lightrft data knows one action: lightrft data check SOURCE")
-
-
-def stage_of(argv: Sequence[str]) -> str:
-    """The stage whose rows are to be checked."""
-    parser = Parser("data check", DESCRIPTION, add_help=False)
-    add_stage(parser)
-    stage: str = parser.parse_known_args(argv)[0].stage
-    return stage
 
 
 def add_stage(parser: argparse.ArgumentParser) -> None:
@@ -272,11 +280,6 @@ def add_stage(parser: argparse.ArgumentParser) -> None:
         "given rows of the command of this name, whose options --stage NAME --help lists. "
         "Default: policy.",
     )
-
-
-def check_prompts(argv: Sequence[str]) -> int:
-    """Check the rows of `lightrft train`; arguments and errors as for `run`."""
-    return check(parse(argv))
 
 
 def check(request: Request) -> int:
@@ -306,8 +309,7 @@ def check(request: Request) -> int:
     num_bad = len(found.problems) + _num_reward_problems(usable, config)
     left_out = len(found.rows) - len(usable)
     note = f", {left_out} are left out as too long" if left_out else ""
-    say(f"{num_bad} bad rows" if num_bad else f"{len(usable)} prompts can be trained on{note}")
-    return ExitCode.DATA if num_bad or not usable else ExitCode.OK
+    return verdict(num_bad, usable, f"prompts can be trained on{note}")
 
 
 def _say_of_model(
@@ -419,26 +421,28 @@ def parse(argv: Sequence[str]) -> Request:
         ConfigError: Unknown names or wrong values, all at once.
         UsageError: No source.
     """
-    config, parsed, problems = parse_options(build_parser(), argv)
+    first = Parser("data check", DESCRIPTION, add_help=False)
+    add_stage(first)
+    stage: str = first.parse_known_args(argv)[0].stage
+    config, parsed, problems = parse_options(build_parser(stage), argv)
     if config.pretrain is not None:
         problems += model_problems("--pretrain", config.pretrain)
+    elif stage != "policy":
+        problems.append("--pretrain is missing: its tokenizer decides what is trained")
+    if stage != "policy":
+        problems += teacher_problems(config)
     refuse(problems, ConfigError)
     source = parsed.source or config.prompt_data
     if source is None:
         raise UsageError("give a file, a folder or the name of a data set to check")
     names, defaults = set(command_options("data")), vars(TrainConfig())
     given = {name for name in names if vars(config)[name] != defaults[name]}
-    return Request(source, config, frozenset(given | (names & set(vars(parsed)))))
+    return Request(source, config, frozenset(given | (names & set(vars(parsed)))), stage)
 
 
-def build_parser() -> Parser:
-    """The parser of `lightrft data check`."""
-    return check_parser(DESCRIPTION, command_options("data"))
-
-
-def check_parser(description: str, options: Sequence[str]) -> Parser:
-    """The parser of a check that takes these options of a run."""
-    parser = Parser("data check", description, argument_default=argparse.SUPPRESS)
+def build_parser(stage: str = "policy") -> Parser:
+    """The parser of `lightrft data check` of the rows of a stage."""
+    parser = Parser("data check", DESCRIPTION, argument_default=argparse.SUPPRESS)
     parser.add_argument(
         "source",
         nargs="?",
@@ -448,8 +452,25 @@ def check_parser(description: str, options: Sequence[str]) -> Parser:
         "Default: prompt_data of --config.",
     )
     add_stage(parser)
-    add_options(parser, options)
+    add_options(parser, _options_of(stage))
     return parser
+
+
+def _options_of(stage: str) -> Sequence[str]:
+    """Return the options of a run that the check of its rows takes."""
+    policy, taken = available_options(), command_options("data")
+    if stage == "policy":
+        return taken
+    of_rows = [
+        name
+        for name in command_options("sft" if stage == "distill" else stage)
+        if name in taken or name not in policy
+    ]
+    of_rules = ["label_key", *(name for name in taken if policy[name].group == "reward")]
+    # Those that decide the size of a run, beside those of its rows.
+    sizes = ["train_batch_size", "max_epochs"]
+    more = {"sft": sizes, "distill": [*sizes, "teacher"], "prefer": of_rules, "reward": of_rules}
+    return [*of_rows, *more[stage]]
 
 
 def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:

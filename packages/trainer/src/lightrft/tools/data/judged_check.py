@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lightrft.cli.errors import ExitCode, refuse
+from lightrft.cli.errors import refuse
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.files import Row
 from lightrft.datasets.preference_rows import (
@@ -33,19 +33,21 @@ from lightrft.stages.rows.row_inputs import read_vocabulary
 from lightrft.tools.data.certificate import MAX_ROWS, score_answers
 from lightrft.tools.data.data_command import (
     NUM_SAMPLES,
+    Request,
     require_bounded,
     say,
+    show_duplicates,
+    show_lines,
     show_places,
-    stage_of,
+    show_too_long,
+    verdict,
 )
-from lightrft.tools.data.row_checks import CheckedRow
+from lightrft.tools.data.row_checks import CheckedRow, repeated
 from lightrft.tools.data.supervised_check import (
-    parse,
     read_each,
     read_source,
-    show_lengths,
-    show_problems,
     show_remarks,
+    show_sizes,
     show_text,
 )
 
@@ -82,17 +84,6 @@ class JudgedCheck:
         return [(row, each) for row, each in self.rows if isinstance(each, PreferencePair)]
 
     @property
-    def duplicates(self) -> list[str]:
-        """Rows with the same answers in the same order as an earlier one, and that one."""
-        first: dict[tuple[bytes, ...], str] = {}
-        found = []
-        for row, each in self.rows:
-            key = tuple(part for answer in each.rows for part in answer.key)
-            if first.setdefault(key, row.location) != row.location:
-                found.append(f"{row.location} = {first[key]}")
-        return found
-
-    @property
     def contradictions(self) -> list[str]:
         """Pairs whose rejected answer another pair of the same prompt has chosen, and that one."""
         chosen = {each.chosen.key: row.location for row, each in self.pairs}
@@ -111,22 +102,20 @@ class JudgedCheck:
         return found
 
 
-def run(argv: Sequence[str]) -> int:
+def check(request: Request) -> int:
     """Print what is in the rows; 4 if a row is bad.
 
     Raises:
-        UsageError: No source.
-        ConfigError: Options with wrong values, or that do not fit the rows.
+        ConfigError: Options that do not fit the rows.
         DataError: A source that cannot be read at all, or options that do not fit its rows.
         ModelLoadError: A tokenizer that cannot be read.
         RewardError: A reward function that cannot be loaded, or that fails.
     """
-    stage = stage_of(argv)
-    source, config = parse(argv, stage)
-    reading = read_vocabulary(config, generates=stage == "prefer")
-    config = rows_within_context(config)
+    stage = request.stage
+    reading = read_vocabulary(request.config, generates=stage == "prefer")
+    config = rows_within_context(request.config)
     tokenizer = reading.tokenizer
-    items, first = read_source(source, config, tokenizer)
+    items, first = read_source(request.source, config, tokenizer)
     build = PreferenceReader if stage == "prefer" else judgement_reader
     reader: Reader = build(tokenizer, config, first, reading.vocab_size, reading.reader)
     require_bounded(first, lambda: reader(first))
@@ -137,9 +126,7 @@ def run(argv: Sequence[str]) -> int:
     show_numbers(found, config)
     if config.reward_fn:
         show_rule(found, tokenizer, config)
-    num_bad = len(found.problems)
-    say(f"{num_bad} bad rows" if num_bad else f"{len(found.rows)} rows can be trained on")
-    return ExitCode.DATA if num_bad or not found.rows else ExitCode.OK
+    return verdict(len(found.problems), found.rows, "rows can be trained on")
 
 
 def check_judgements(
@@ -207,10 +194,13 @@ def _names(judgement: Judgement) -> list[str]:
 def show_numbers(found: JudgedCheck, config: TrainConfig) -> None:
     """Lengths, counts, what the labels say, and every row that cannot be used."""
     answers = [answer for each in found.judgements for answer in each.rows]
-    show_lengths(answers)
-    limit = f"over {config.max_row_tokens} tokens (a run leaves them out; --max_row_tokens)"
-    show_places(limit, found.too_long)
-    show_places("duplicate rows (a run uses them all)", found.duplicates)
+    show_sizes(answers)
+    show_too_long(found.too_long, config.max_row_tokens, "max_row_tokens")
+    keys = (
+        (row.location, tuple(part for answer in each.rows for part in answer.key))
+        for row, each in found.rows
+    )
+    show_duplicates("rows", repeated(keys))
     faults = {"whose answers are the same": SAME_ANSWERS, "without an answer": NOTHING_TRAINED}
     for what, text in faults.items():
         say(f"rows {what}: {sum(text in each for each in found.problems)}")
@@ -220,7 +210,7 @@ def show_numbers(found: JudgedCheck, config: TrainConfig) -> None:
     show_remarks(answers)
     show_labels(found.judgements)
     show_bias(found.judgements)
-    show_problems(found.problems)
+    show_lines("rows that cannot be used", found.problems)
 
 
 def show_labels(judgements: Sequence[Judgement]) -> None:

@@ -1,6 +1,6 @@
 """Checks of the rows of a source: lengths, duplicates and faults that a run would meet."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightrft.config import TrainConfig
@@ -21,8 +21,6 @@ LABEL_KEYS = (
     "final_answer",
     "output",
 )
-
-MAX_BINS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,29 +135,20 @@ def check_rows(
         except (DataError, MediaError) as error:
             problems.append(str(error))
             num_empty += isinstance(item, Row) and _is_empty(item, config)
-    first_places: dict[tuple[str, ...], str] = {}
-    duplicates = []
-    for row in rows:
-        first = first_places.setdefault((row.text, *row.media), row.location)
-        if first != row.location:
-            duplicates.append((row.location, first))
+    duplicates = repeated((row.location, (row.text, *row.media)) for row in rows)
     too_long = tuple(row.location for row in rows if len(row.token_ids) > config.prompt_max_len)
-    return DataCheck(tuple(rows), tuple(problems), num_empty, too_long, tuple(duplicates))
+    return DataCheck(tuple(rows), tuple(problems), num_empty, too_long, duplicates)
 
 
-def histogram(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """First and last length and number of items of equally wide bins; [] without counts.
+def repeated(rows: Iterable[tuple[str, Hashable]]) -> tuple[tuple[str, str], ...]:
+    """Return the places of rows that an earlier row equals, and of those.
 
     Args:
-        counts: Lengths.
+        rows: Place and contents of each.
     """
-    if not counts:
-        return []
-    low, high = min(counts), max(counts)
-    width = -(-(high - low + 1) // MAX_BINS)
-    starts = range(low, high + 1, width)
-    found = [(count - low) // width for count in counts]
-    return [(start, start + width - 1, found.count(i)) for i, start in enumerate(starts)]
+    first: dict[Hashable, str] = {}
+    pairs = ((place, first.setdefault(contents, place)) for place, contents in rows)
+    return tuple((place, earlier) for place, earlier in pairs if earlier != place)
 
 
 def _is_empty(row: Row, config: TrainConfig) -> bool:

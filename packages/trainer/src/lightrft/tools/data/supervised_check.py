@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
-from lightrft.cli.errors import ExitCode, UsageError, refuse
-from lightrft.cli.options import Parser, available_options, parse_options
-from lightrft.cli.preflight import model_problems, teacher_problems
-from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.commands import command_options
+from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import ReadRecord
 from lightrft.datasets.row_data import SupervisedRow
@@ -26,29 +21,24 @@ from lightrft.stages.teachers import require_same_tokens
 from lightrft.tools.data.data_command import (
     MAX_CHARACTERS,
     NUM_SAMPLES,
-    check_parser,
+    Request,
     read_items,
     require_bounded,
     say,
+    show_duplicates,
     show_layout,
-    show_places,
-    stage_of,
+    show_lengths,
+    show_lines,
+    show_too_long,
+    verdict,
     with_progress,
 )
+from lightrft.tools.data.row_checks import repeated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Made = TypeVar("Made")
-DESCRIPTION = """\
-Read every row as lightrft sft, distill, prefer or reward would, and say what is in them: the first
-rows with their trained tokens marked, lengths, over-long and duplicate rows, of judged answers also
-contradictions and what their lengths explain, and each row that cannot be used. Exit code 4 if a
-row is bad.
-"""
-# Options that decide the size of a run, beside those of its rows.
-SIZES = ("train_batch_size", "max_epochs")
-QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +57,21 @@ class SupervisedCheck:
     problems: tuple[str, ...]
     num_split: int
 
-    @property
-    def duplicates(self) -> list[tuple[str, str]]:
-        """Places of rows that an earlier row equals, and of those."""
-        first: dict[tuple[bytes, ...], str] = {}
-        found = []
-        for place, row in self.rows:
-            key = (row.token_ids.tobytes(), row.is_trained.tobytes(), *row.media_digests)
-            if first.setdefault(key, place) != place:
-                found.append((place, first[key]))
-        return found
 
-
-def run(argv: Sequence[str]) -> int:
+def check(request: Request) -> int:
     """Print what is in the rows; 4 if a row is bad.
 
     Raises:
-        UsageError: No source.
-        ConfigError: Options with wrong values.
+        ConfigError: Options that do not fit the model.
         DataError: A source that cannot be read at all, or options that do not fit its rows.
         ModelLoadError: A tokenizer that cannot be read.
     """
-    source, config = parse(argv, stage_of(argv))
-
-    reading = read_vocabulary(config)
-    config = rows_within_context(config)
+    reading = read_vocabulary(request.config)
+    config = rows_within_context(request.config)
     tokenizer = reading.tokenizer
     for place in config.teacher_folders.values():
         require_same_tokens(config, place, tokenizer)
-    items, first = read_source(source, config, tokenizer)
+    items, first = read_source(request.source, config, tokenizer)
     kind = kind_of(first)
 
     def encoder_of_rows() -> RowEncoder:
@@ -110,9 +86,7 @@ def run(argv: Sequence[str]) -> int:
     if config.train_on_regex is not None:
         say(f"rows without a match (a run leaves them out): {encoder.num_unmatched}")
     show_numbers(found, config)
-    num_bad = len(found.problems)
-    say(f"{num_bad} bad rows" if num_bad else f"{len(found.rows)} rows can be trained on")
-    return ExitCode.DATA if num_bad or not found.rows else ExitCode.OK
+    return verdict(len(found.problems), found.rows, "rows can be trained on")
 
 
 def check_rows(
@@ -185,32 +159,26 @@ def show_text(place: str, row: SupervisedRow, tokenizer: PreTrainedTokenizerBase
 
 def show_numbers(found: SupervisedCheck, config: TrainConfig) -> None:
     """Lengths, counts, the size of a run, and every row that cannot be used."""
-    lengths, trained = show_lengths([row for _, row in found.rows])
-    show_places(
-        f"over {config.max_row_tokens} tokens (a run leaves them out; --max_row_tokens)",
-        found.too_long,
+    rows = [row for _, row in found.rows]
+    show_sizes(rows)
+    show_too_long(found.too_long, config.max_row_tokens, "max_row_tokens")
+    keys = (
+        (place, (row.token_ids.tobytes(), row.is_trained.tobytes(), *row.media_digests))
+        for place, row in found.rows
     )
-    show_places(
-        "duplicate rows (a run uses them all)",
-        [f"{place} = {first}" for place, first in found.duplicates],
-    )
+    show_duplicates("rows", repeated(keys))
     say(f"conversations in one row per turn: {found.num_split}")
-    show_remarks(row for _, row in found.rows)
+    show_remarks(rows)
     num_empty = sum(NOTHING_TRAINED in problem for problem in found.problems)
     say(f"rows without a trained token: {num_empty}")
-    show_run(lengths, trained, config)
-    show_problems(found.problems)
+    show_run(rows, config)
+    show_lines("rows that cannot be used", found.problems)
 
 
-def show_lengths(rows: Sequence[SupervisedRow]) -> tuple[np.ndarray, np.ndarray]:
-    """[rows] tokens of each row, and how many of them are trained."""
-    lengths = np.array([len(row.token_ids) for row in rows])
-    trained = np.array([row.num_trained for row in rows])
-    for what, counts in (("tokens of a row", lengths), ("trained tokens of a row", trained)):
-        if len(counts):
-            shown = (f"{name} {np.quantile(counts, q):g}" for name, q in QUANTILES.items())
-            say(f"{what}: {', '.join(shown)}")
-    return lengths, trained
+def show_sizes(rows: Sequence[SupervisedRow]) -> None:
+    """Print how many tokens rows have, and how many of them are trained."""
+    show_lengths("tokens of a row", [len(row.token_ids) for row in rows])
+    show_lengths("trained tokens of a row", [row.num_trained for row in rows])
 
 
 def show_remarks(rows: Iterable[SupervisedRow]) -> None:
@@ -218,55 +186,16 @@ def show_remarks(rows: Iterable[SupervisedRow]) -> None:
     say(f"texts read otherwise than they stand: {remark_of(rows) or 0}")
 
 
-def show_problems(problems: Sequence[str]) -> None:
-    """Every row that cannot be used."""
-    say(f"rows that cannot be used: {len(problems)}")
-    for problem in problems:
-        say(f"  {problem}")
-
-
-def show_run(lengths: np.ndarray, trained: np.ndarray, config: TrainConfig) -> None:
-    """Steps of a run on rows of these lengths, and its tokens on average over their orders."""
+def show_run(rows: Sequence[SupervisedRow], config: TrainConfig) -> None:
+    """Print the steps of a run, and its tokens on average over the orders of its rows."""
     size = config.train_batch_size
-    num_steps = num_updates(len(lengths), config)
+    num_steps = num_updates(len(rows), config)
     if not num_steps:
-        say(f"a run takes {size} rows a step, and has {len(lengths)}: set --train_batch_size")
+        say(f"a run takes {size} rows a step, and has {len(rows)}: set --train_batch_size")
         return
-    step, own = size * lengths.mean(), size * trained.mean()
+    step = size * fmean(len(row.token_ids) for row in rows)
+    own = size * fmean(row.num_trained for row in rows)
     say(
         f"a run on 1 process: {num_steps} steps of {size} rows; on average {step:.0f} tokens a "
         f"step, {own:.0f} of them trained; {num_steps * step:.0f} and {num_steps * own:.0f} in all"
     )
-
-
-def parse(argv: Sequence[str], stage: str) -> tuple[str, TrainConfig]:
-    """The source and the options.
-
-    Raises:
-        ConfigError: Unknown names or wrong values, all at once.
-        UsageError: No source.
-    """
-    config, parsed, problems = parse_options(build_parser(stage), argv)
-    if config.pretrain is None:
-        problems.append("--pretrain is missing: its tokenizer decides what is trained")
-    else:
-        problems += model_problems("--pretrain", config.pretrain)
-    problems += teacher_problems(config)
-    refuse(problems, ConfigError)
-    source: str | None = parsed.source or config.prompt_data
-    if source is None:
-        raise UsageError("give a file, a folder or the name of a data set to check")
-    return source, config
-
-
-def build_parser(stage: str) -> Parser:
-    """The parser of `lightrft data check` of a stage that trains on given rows."""
-    policy, taken = available_options(), command_options("data")
-    of_rows = [
-        name
-        for name in command_options("sft" if stage == "distill" else stage)
-        if name in taken or name not in policy
-    ]
-    of_rules = ["label_key", *(name for name in taken if policy[name].group == "reward")]
-    more = {"sft": SIZES, "distill": (*SIZES, "teacher"), "prefer": of_rules, "reward": of_rules}
-    return check_parser(DESCRIPTION, (*of_rows, *more[stage]))
