@@ -119,7 +119,6 @@ def _of_tiles(kernel: str, target: int, features: str, tiles: TileConfig, **opti
         "BLOCK_SIZE": tiles.block_size,
         "TILES_PER_SPLIT": tiles.tiles_per_split,
         "GROUP": tiles.group,
-        "WARP_SPECIALIZE": tiles.is_specialized,
     }
     options = {"element": "bf16", **options}
     return Case(
@@ -138,15 +137,8 @@ def _products(target: int) -> list[Case]:
     capability = divmod(target, 10)
     cases = []
     for features in ("", "entropy", "bias softcap entropy"):
-        is_plain = "bias" not in features
         tiles = triton_launch.plain_tiles(capability, is_half=True, is_aligned=True)
         cases.append(_of_tiles("forward_partials", target, features, tiles, is_fast=target == 80))
-        bulk = triton_launch.bulk_tiles(
-            capability, triton_launch.triton_version(), is_plain=is_plain
-        )
-        cases += [
-            _of_tiles("forward_partials_tma", target, features, t, is_fast=True) for t in bulk
-        ]
     for features in ("", "bias", "entropy-gradient", "bias softcap entropy-gradient"):
         tiles = triton_launch.gradient_tiles(
             capability, is_half=True, is_aligned=True, is_plain=not features
@@ -207,10 +199,6 @@ CASES = [case for target in TARGETS for case in (*_products(target), *_epilogues
 
 
 def _argument_type(name: str, case: Case) -> str:
-    block = case.constants
-    if case.kernel.endswith("_tma") and name in ("hidden", "weight"):
-        rows = block["BLOCK_ROWS" if name == "hidden" else "BLOCK_COLUMNS"]
-        return f"tensordesc<{case.element}[{rows}, {block['BLOCK_SIZE']}]>"
     if name in ("hidden", "weight", "bias", "products"):
         return f"*{case.element}"
     if name == "out":
@@ -233,10 +221,7 @@ def compile_case(case: Case) -> dict[str, object]:
     aligned = [
         index
         for index, (name, parameter) in enumerate(zip(names, kernel.params, strict=True))
-        if name in _ALIGNED
-        and name not in case.unaligned
-        and not parameter.do_not_specialize
-        and "tensordesc" not in signature[name]
+        if name in _ALIGNED and name not in case.unaligned and not parameter.do_not_specialize
     ]
     source = ASTSource(
         fn=kernel,

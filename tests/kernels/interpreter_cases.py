@@ -26,7 +26,6 @@ from tests.kernels.logprob_world import (
 )
 
 from lightrft.kernels import Workspace, linear_logprob
-from lightrft.kernels.logprob import triton_launch
 from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
 from lightrft.kernels.logprob.operators import logprob_forward
 from lightrft.kernels.logprob.policy_loss import LinearPolicyLoss, PolicyLossOptions
@@ -37,12 +36,12 @@ from lightrft.kernels.logprob.types import LogitsTransform, LogprobOutput
 
 # A few big tiles: the interpreter pays for each.
 TILES = TileConfig(128, 256, 64, 4, 2, tiles_per_split=2)
-BULK = TileConfig(128, 256, 64, 4, 2, tiles_per_split=1, uses_tma=True)
+# Merged over other splits of the vocabulary.
+SHORT_SPLITS = TileConfig(128, 256, 64, 4, 2, tiles_per_split=1)
 HARD = LogitsTransform(temperature=0.7, softcap=20.0)
 PLAIN = LogitsTransform(1.0, None)
 ENGINES = {
     "fused": TritonEngine(1024, TILES, TILES),
-    "bulk": TritonEngine(1024, BULK, TILES),
     "products": ProductEngine(1024),
 }
 
@@ -139,8 +138,6 @@ def test_without_bias_softcap_and_temperature(name):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ENGINES)
 def test_16_bit_inputs(name, dtype):
-    if name == "bulk" and dtype == torch.bfloat16:
-        pytest.skip("the interpreter multiplies the bits of bfloat16 operands")
     check(ENGINES[name], *inputs(128, 600, dtype=dtype))
 
 
@@ -189,19 +186,6 @@ def test_partials_merge_as_one_pass():
     p = torch.softmax(whole[kept], 1)
     entropy = -(p * torch.where(p > 0, p.log(), 0)).sum(1)
     assert (rows.entropy[kept].double() - entropy).abs().max() < 5e-5
-
-
-def test_bulk_copies_prove_themselves_and_wrong_ones_are_not_used(monkeypatch):
-    arguments = (torch.device("cpu"), torch.float16, True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(triton_launch, "bulk_tiles", lambda *_, **__: (BULK,))
-    assert triton_launch.working_bulk_tiles(*arguments) == BULK
-    triton_launch.working_bulk_tiles.cache_clear()
-    exact = triton_launch.finish_target_logits
-    monkeypatch.setattr(triton_launch, "finish_target_logits", lambda *given: exact(*given) + 1e-3)
-    with pytest.warns(RuntimeWarning, match="logprobs are off by"):
-        assert triton_launch.working_bulk_tiles(*arguments) is None
-    triton_launch.working_bulk_tiles.cache_clear()
 
 
 def test_products_are_folded_by_enough_programs():
@@ -265,7 +249,13 @@ def test_rows_of_a_batch_do_not_depend_on_each_other():
         assert torch.equal(alone.entropy, whole.entropy[part])
     # Tiles that followed the size of the batch would be noticed: sums in another order differ.
     other = engine_logprob(
-        hidden, weight, bias, targets, ENGINES["bulk"], LogitsTransform(60.0, None), "value"
+        hidden,
+        weight,
+        bias,
+        targets,
+        TritonEngine(1024, SHORT_SPLITS, TILES),
+        LogitsTransform(60.0, None),
+        "value",
     )
     assert not torch.equal(other.entropy, whole.entropy)
     assert (other.entropy - whole.entropy).abs().max() < 5e-5

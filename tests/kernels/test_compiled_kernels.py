@@ -53,10 +53,8 @@ def faults(row: dict) -> list[str]:
     has_product = "forward_partials" in name or "grad_products" in name
     if has_product and "bf16" in name and not row["products"].get(PRODUCTS[target]):
         found.append(f"no {PRODUCTS[target]}: {row['products']}")
-    if ("_tma" in name) != (row["bulk_copies"] > 0):
-        found.append(f"{row['bulk_copies']} bulk copies")
-    if row["bulk_stores"] > 0:
-        found.append(f"{row['bulk_stores']} bulk stores")
+    if row["bulk_copies"] > 0 or row["bulk_stores"] > 0:
+        found.append(f"{row['bulk_copies']} bulk copies, {row['bulk_stores']} bulk stores")
     widths = row["accesses"]
     stores = [w for w in widths if w.startswith("STG")]
     if any(kernel in name for kernel in WIDE_STORES) and stores != ["STG.128"]:
@@ -92,7 +90,7 @@ def compare(rows: list[dict]) -> None:
 
 def test_kernels_of_the_committed_table_have_no_fault():
     rows = read_table()["rows"]
-    assert len(rows) >= 90
+    assert len(rows) >= 84
     assert {int(row["case"].split()[0][3:]) for row in rows} == {80, 90, 100, 120}
     for row in rows:
         assert not faults(row), (row["case"], faults(row))
@@ -140,7 +138,7 @@ def test_a_spill_and_a_narrow_store_would_be_noticed():
 @pytest.mark.timeout(900)
 def test_kernels_compile_to_the_committed_table():
     rows = compile_cases("--fast")
-    assert len(rows) >= 25
+    assert len(rows) >= 17
     compare(rows)
 
 

@@ -160,15 +160,12 @@ def _triton_engine(
 
     is_half = hidden.dtype in _HALVES
     capability = torch.cuda.get_device_capability(hidden.device) if hidden.is_cuda else (8, 0)
-    # Rows start at multiples of 16 bytes, which a bulk copy needs.
+    # Rows start at multiples of 16 bytes: they are loaded in vectors.
     is_aligned = all(
         tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0
         for tensor in (hidden, layer.weight)
     )
     is_plain = layer.bias is None and layer.transform.softcap is None
-    bulk = None
-    if is_half and is_aligned and capability >= (9, 0):
-        bulk = triton_launch.working_bulk_tiles(hidden.device, hidden.dtype, is_plain)
     plain = triton_launch.plain_tiles(capability, is_half=is_half, is_aligned=is_aligned)
     gradient = triton_launch.gradient_tiles(
         capability,
@@ -176,4 +173,4 @@ def _triton_engine(
         is_aligned=is_aligned,
         is_plain=is_plain and entropy != "grad",
     )
-    return triton_launch.TritonEngine(chunk_columns, bulk or plain, gradient)
+    return triton_launch.TritonEngine(chunk_columns, plain, gradient)

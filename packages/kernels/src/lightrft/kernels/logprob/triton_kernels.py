@@ -161,64 +161,6 @@ def forward_partials(
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def forward_partials_tma(
-    hidden,
-    weight,
-    bias,
-    partials,
-    num_rows,
-    num_columns,
-    size,
-    num_splits,
-    num_programs,
-    scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    NEEDS_ENTROPY: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-):
-    """`forward_partials` for sm_90 and later: persistent, one tile per split, bulk copies.
-
-    hidden and weight are descriptors made on the host: those made on the device need an allocator
-    that is not set in autograd's threads. Elements outside the tensors are read as 0.
-    """
-    num_tiles = tl.cdiv(num_rows, BLOCK_ROWS) * num_splits
-    plane = tl.cast(num_splits, tl.int64) * num_rows
-    for tile in tl.range(
-        tl.program_id(0), num_tiles, num_programs, warp_specialize=WARP_SPECIALIZE
-    ):
-        row_block, split = _tile_position(tile, num_rows, num_splits, BLOCK_ROWS, GROUP)
-        x = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
-        for first in range(0, size, BLOCK_SIZE):
-            left = hidden.load([row_block * BLOCK_ROWS, first])
-            right = weight.load([split * BLOCK_COLUMNS, first])
-            x = tl.dot(left, right.T, x)
-        columns = split * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-        is_column = columns < num_columns
-        z = _scaled_logits(
-            x, bias, columns[None, :], is_column[None, :], scale, softcap, HAS_BIAS, HAS_SOFTCAP
-        )
-        z = tl.where(is_column[None, :], z, MINUS_INFINITY)
-        maximum = tl.max(z, 1)
-        reference = tl.where(maximum == MINUS_INFINITY, 0.0, maximum)
-        shifted = z - reference[:, None]
-        weights = tl.exp(shifted)
-        rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        is_row = rows < num_rows
-        offsets = tl.cast(split, tl.int64) * num_rows + rows
-        tl.store(partials + offsets, maximum, mask=is_row)
-        tl.store(partials + plane + offsets, tl.sum(weights, 1), mask=is_row)
-        if NEEDS_ENTROPY:
-            terms = weights * tl.where(weights > 0, shifted, 0.0)
-            tl.store(partials + 2 * plane + offsets, tl.sum(terms, 1), mask=is_row)
-
-
-@triton.jit(do_not_specialize=COUNTS)
 def merge_partials(
     partials,
     maximum_out,

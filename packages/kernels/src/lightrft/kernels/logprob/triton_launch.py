@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 
 import torch
 import triton  # noqa: TID253 - only this engine imports this module
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: TID253
 
 from lightrft.kernels.logprob import triton_kernels
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics, finish_target_logits
-from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
+from lightrft.kernels.logprob.types import OutputLayer
 
 EPILOGUE_BLOCK = {"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 64}
 MERGE_BLOCK = {"BLOCK_ROWS": 32, "BLOCK_SPLITS": 32}
@@ -33,9 +30,6 @@ class TileConfig:
         num_warps, num_stages: Warps of a program and depth of its software pipeline.
         tiles_per_split: Vocabulary tiles that one program merges in registers.
         group: Row blocks that share a panel of the weight.
-        uses_tma: Bulk copies through host-made descriptors by persistent programs.
-        is_specialized: Besides, warps that only copy beside warps that only multiply.
-        programs_per_core: Persistent programs that fit a core together.
     """
 
     block_rows: int
@@ -45,9 +39,6 @@ class TileConfig:
     num_stages: int
     tiles_per_split: int = 4
     group: int = 8
-    uses_tma: bool = False
-    is_specialized: bool = False
-    programs_per_core: int = 1
 
 
 PLAIN_SM80 = TileConfig(128, 128, 32, 8, 3)
@@ -61,13 +52,6 @@ FLOAT32 = TileConfig(64, 64, 32, 8, 2)
 FLOAT32_SM120 = TileConfig(64, 32, 32, 8, 2)
 # Rows that do not start at multiples of 16 bytes are loaded element by element: many pointers.
 UNALIGNED = TileConfig(64, 64, 32, 8, 2)
-FORWARD_TMA = TileConfig(128, 256, 64, 8, 4, tiles_per_split=1, group=16, uses_tma=True)
-FORWARD_TMA_NARROW = TileConfig(128, 128, 64, 8, 3, tiles_per_split=1, group=16, uses_tma=True)
-# Two programs share a core: one multiplies while the other takes exponentials.
-FORWARD_TMA_PAIRED = replace(FORWARD_TMA_NARROW, programs_per_core=2)
-FORWARD_SPECIALIZED = TileConfig(
-    128, 256, 64, 4, 4, tiles_per_split=1, group=16, uses_tma=True, is_specialized=True
-)
 
 
 def plain_tiles(capability: tuple[int, int], *, is_half: bool, is_aligned: bool) -> TileConfig:
@@ -103,37 +87,9 @@ def gradient_tiles(
     return plain_tiles(capability, is_half=is_half, is_aligned=is_aligned)
 
 
-def bulk_tiles(
-    capability: tuple[int, int], triton_version: tuple[int, int], *, is_plain: bool
-) -> tuple[TileConfig, ...]:
-    """Tiles of the forward product with bulk copies, the preferred ones first.
-
-    Specialised warps compile for sm_90 with Triton 3.6; 3.7 cannot split a host-made descriptor.
-
-    Args:
-        capability: Compute capability of the GPU.
-        triton_version: Major and minor version.
-        is_plain: Neither bias nor softcap, for which the widest tile has no registers left; the
-            entropy fits.
-    """
-    if capability < (9, 0):
-        return ()
-    if capability >= (10, 0):
-        return (FORWARD_TMA_NARROW,)
-    if not is_plain:
-        return (FORWARD_TMA_PAIRED,)
-    return (FORWARD_SPECIALIZED, FORWARD_TMA) if triton_version == (3, 6) else (FORWARD_TMA,)
-
-
 def _has_big_memory(capability: tuple[int, int]) -> bool:
     """Whether a core has 227 KiB of memory, as in data centres from sm_90 on."""
     return (9, 0) <= capability < (12, 0)
-
-
-def triton_version() -> tuple[int, int]:
-    """Major and minor version of Triton."""
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def is_interpreted() -> bool:
@@ -183,25 +139,6 @@ def forward_partials(
     partials = Partials.allocate(num_splits, num_rows, hidden, needs_entropy=needs_entropy)
     num_tiles = triton.cdiv(num_rows, tiles.block_rows) * num_splits
     bias, scale, softcap, flags = transform_arguments(layer)
-    common = {"NEEDS_ENTROPY": needs_entropy, **_tile_constants(tiles), **flags}
-    if tiles.uses_tma:
-        num_programs = min(num_tiles, _num_cores(hidden) * tiles.programs_per_core)
-        triton_kernels.forward_partials_tma[(num_programs,)](
-            TensorDescriptor.from_tensor(hidden, [tiles.block_rows, tiles.block_size]),
-            TensorDescriptor.from_tensor(layer.weight, [tiles.block_columns, tiles.block_size]),
-            bias,
-            partials.values,
-            num_rows,
-            num_columns,
-            size,
-            num_splits,
-            num_programs,
-            scale,
-            softcap,
-            WARP_SPECIALIZE=tiles.is_specialized,
-            **common,
-        )
-        return partials
     triton_kernels.forward_partials[(num_tiles,)](
         hidden,
         layer.weight,
@@ -215,8 +152,10 @@ def forward_partials(
         layer.weight.stride(0),
         scale,
         softcap,
+        NEEDS_ENTROPY=needs_entropy,
         TILES_PER_SPLIT=tiles.tiles_per_split,
-        **common,
+        **_tile_constants(tiles),
+        **flags,
     )
     return partials
 
@@ -389,12 +328,6 @@ def _gradient_flags(rows: GradRows) -> dict[str, bool]:
     }
 
 
-def _num_cores(tensor: Tensor) -> int:
-    if not tensor.is_cuda:
-        return 2
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
-
-
 @dataclass(frozen=True, slots=True)
 class TritonEngine:
     """Forward: tiles of products reduced on the chip, split over the vocabulary, then merged.
@@ -433,43 +366,3 @@ class TritonEngine:
     def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
         """Recomputes the chunk's products and stores their gradient."""
         return grad_products(rows, chunk, first_column, self.gradient_tiles)
-
-
-# Logprobs that tiles with bulk copies may be off by, where logits have a standard deviation of 9.
-_MAX_ERROR = 5e-5
-
-
-@cache
-def working_bulk_tiles(
-    device: torch.device, dtype: torch.dtype, is_plain: bool
-) -> TileConfig | None:
-    """The first tiles with bulk copies that compile here and give exact logprobs, or None."""
-    capability = torch.cuda.get_device_capability(device)
-    for tiles in bulk_tiles(capability, triton_version(), is_plain=is_plain):
-        try:
-            error = logprob_error(tiles, device, dtype)
-        except Exception as err:  # noqa: BLE001 - any compiler failure has the same remedy
-            reason = f"{type(err).__name__}: {err}"
-        else:
-            if error <= _MAX_ERROR:
-                return tiles
-            reason = f"its logprobs are off by {error:.1e}"
-        warnings.warn(f"{tiles} are not used: {reason}", RuntimeWarning, stacklevel=2)
-    return None
-
-
-def logprob_error(tiles: TileConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """Largest distance of a forward pass from float64, in a problem of 256 rows."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(256, 256, generator=generator)
-    weight = torch.randn(1000, 256, generator=generator) * (9 / 256**0.5)
-    probabilities = torch.softmax(hidden @ weight.T, 1)
-    targets = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
-    hidden, weight, targets = hidden.to(device, dtype), weight.to(device, dtype), targets.to(device)
-    exact = torch.log_softmax(hidden.double() @ weight.double().T, 1)
-    layer = OutputLayer(weight, None, LogitsTransform(1.0, None))
-    rows = TritonEngine(1000, tiles, PLAIN_SM90).statistics(
-        hidden, layer, targets, needs_entropy=True
-    )
-    expected = exact.gather(1, targets[:, None]).squeeze(1)
-    return float((rows.logprobs.double() - expected).abs().max())
