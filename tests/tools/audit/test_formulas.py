@@ -6,10 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from lightrft.config import TrainConfig
 from lightrft.tools.audit import advantages as adv
-from lightrft.tools.audit.corrections import PRESETS, Borders, Pair, Tokens, correction, parse
+from lightrft.tools.audit.corrections import PRESETS, Tokens, correction, parse
 from lightrft.tools.audit.losses import (
     POLICY_LOSSES,
     Batch,
@@ -19,6 +20,7 @@ from lightrft.tools.audit.losses import (
     value_term,
 )
 from lightrft.tools.audit.optimizers import Group, Optimizer, learning_rate
+from lightrft.tools.audit.pairs import Borders, Pair, differentiated
 from lightrft.tools.audit.record import OptimizerFacts, RawSamples
 from lightrft.tools.audit.samples import shaped_rewards
 
@@ -30,18 +32,35 @@ ROLLOUT = np.array([[-1.1, -0.5, -1.0, -0.75], [-0.9, -2.9, 0, 0]])
 A = np.where(MASK, np.array([[1.0], [-0.5]]), 0.0)
 
 
+TOKENS = torch.from_numpy(MASK)
+
+
 def both(values):
-    return Pair(values, values)
+    return Pair(torch.from_numpy(values), torch.from_numpy(values))
+
+
+def by_p(formula, p=NEW):
+    """Sum of the values of a formula, and its derivative by each log-probability."""
+    found = differentiated(formula, both(p), Borders(1e-9))
+    return float(found.value.sum()), found.slope.numpy()
+
+
+def weighted(name, weights, advantages=A, **given):
+    """A policy loss as a formula."""
+    entry, of_tokens = POLICY_LOSSES[name], torch.from_numpy(advantages)
+
+    def formula(p, borders):
+        batch = Batch(p, both(OLD), of_tokens, TOKENS, borders)
+        return weights * entry.function(batch, {**entry.defaults, **given})
+
+    return formula
 
 
 def loss(name, p=NEW, mode=None, advantages=A, **given):
     """Value of the batch and derivative by each log-probability."""
-    entry = POLICY_LOSSES[name]
-    mode = mode or entry.aggregation
-    weights = token_shares(MASK, mode) / normalizer(MASK, mode, 8)
-    batch = Batch(both(p), both(OLD), advantages, MASK, weights, Borders(1e-9))
-    found = entry.term(batch, {**entry.defaults, **given})
-    return found.value.sum(), found.slope
+    mode = mode or POLICY_LOSSES[name].aggregation
+    weights = token_shares(TOKENS, mode) / normalizer(TOKENS, mode, 8)
+    return by_p(weighted(name, weights, advantages, **given), p)
 
 
 @pytest.mark.parametrize(
@@ -94,28 +113,40 @@ def test_gspo_token_takes_the_advantage_of_each_token():
     assert slope[MASK] == pytest.approx(np.array(wanted), abs=1e-6)
 
 
-SMOOTH = [
-    "ppo",
-    "gspo",
-    "gmpo",
-    "sapo",
-    "kl_cov",
-    "clip_cov",
-    "dro",
-    "ppo-sequence",
-    "sapo-sequence",
-]
-
-
-@pytest.mark.parametrize("name", SMOOTH)
-def test_slopes_are_derivatives(name):
-    given = {"clip_low": 0.2, "clip_high": 0.2} if "gspo" in name else {}
-    _, slope = loss(name, **given)
+def assert_slopes_are_differences(formula):
+    """The finite differences of a formula are its derivatives."""
+    _, slope = by_p(formula)
     for row, t in np.argwhere(MASK):
         step = np.zeros_like(NEW)
         step[row, t] = 1e-6
-        change = (loss(name, NEW + step, **given)[0] - loss(name, NEW - step, **given)[0]) / 2e-6
+        change = (by_p(formula, NEW + step)[0] - by_p(formula, NEW - step)[0]) / 2e-6
         assert slope[row, t] == pytest.approx(change, abs=1e-7)
+
+
+# The derivatives of the others are those of their papers, not of their values.
+SMOOTH = sorted(POLICY_LOSSES.keys() - {"gspo-token", "cpgd", "cispo"})
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_slopes_of_policy_losses_are_derivatives(name):
+    given = {"clip_low": 0.2, "clip_high": 0.2} if "gspo" in name else {}
+    assert_slopes_are_differences(weighted(name, token_shares(TOKENS, "token-mean"), **given))
+
+
+@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3", "k3_unclamped"])
+def test_slopes_of_kl_terms_are_derivatives(name):
+    assert_slopes_are_differences(
+        lambda p, borders: kl_term(name, p, both(REF), both(OLD), TOKENS, borders)
+    )
+
+
+def test_slopes_of_the_value_loss_are_derivatives():
+    target, how = torch.from_numpy(REF), {"clip": 0.25}
+    assert_slopes_are_differences(
+        lambda values, borders: value_term(
+            values, both(OLD), target, TOKENS, borders=borders, **how
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,9 +163,9 @@ def test_slopes_are_derivatives(name):
     ],
 )
 def test_kl_terms_have_the_worked_values(name, value, slopes):
-    term = kl_term(name, both(NEW), both(REF), both(OLD), MASK, Borders(1e-9))
-    assert term.value.sum() / 6 == pytest.approx(value, abs=1e-6)
-    assert term.slope[MASK] / 6 == pytest.approx(np.array(slopes), abs=1e-6)
+    found, slope = by_p(lambda p, borders: kl_term(name, p, both(REF), both(OLD), TOKENS, borders))
+    assert found / 6 == pytest.approx(value, abs=1e-6)
+    assert slope[MASK] / 6 == pytest.approx(np.array(slopes), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -150,10 +181,9 @@ def test_kl_terms_have_the_worked_values(name, value, slopes):
 )
 def test_corrections_have_the_worked_values(text, value):
     terms = parse(TrainConfig(off_policy_correction=PRESETS.get(text, text)))
-    weights = correction(terms, Tokens(both(OLD), ROLLOUT, both(A), MASK), Borders(1e-9))
-    batch = Batch(both(NEW), both(OLD), A, MASK, weights / 6, Borders(1e-9))
-    entry = POLICY_LOSSES["ppo"]
-    assert entry.term(batch, entry.defaults).value.sum() == pytest.approx(value, abs=1e-6)
+    tokens = Tokens(both(OLD), torch.from_numpy(ROLLOUT), both(A), TOKENS)
+    weights = correction(terms, tokens, Borders(1e-9))
+    assert by_p(weighted("ppo", weights / 6))[0] == pytest.approx(value, abs=1e-6)
 
 
 SCORES = adv.Scores(
@@ -229,16 +259,16 @@ def test_returns_whitening_and_gae_have_the_worked_values():
 
 def test_the_value_loss_has_the_worked_values():
     new, old = np.array([[0.9, 0.1, 0.5, 0.9]]), np.array([[0.5, 0.4, 0.3, 0.2]])
-    target, mask = np.array([[0.50279, 0.59832, 0.756, 1.0]]), np.ones((1, 4), dtype=bool)
-    term = value_term(both(new), both(old), target, mask, clip=0.2, borders=Borders(1e-9))
-    assert term.value.mean() == pytest.approx(0.103954, abs=1e-6)
-    slopes = [0.099302, -0.12458, -0.064, 0]
-    assert term.slope[0] / 4 == pytest.approx(np.array(slopes), abs=1e-5)
+    target = torch.tensor([[0.50279, 0.59832, 0.756, 1.0]], dtype=torch.float64)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    found, slope = by_p(
+        lambda p, borders: value_term(p, both(old), target, mask, clip=0.2, borders=borders), new
+    )
+    assert found / 4 == pytest.approx(0.103954, abs=1e-6)
+    assert slope[0] / 4 == pytest.approx(np.array([0.099302, -0.12458, -0.064, 0]), abs=1e-5)
 
 
 def test_rates_and_steps_have_the_worked_values():
-    import torch
-
     config = TrainConfig(lr_warmup_ratio=0.2, min_lr_ratio=0.1)
     facts = OptimizerFacts("AdamW", [], 0, 10)
     found = [learning_rate(1.0, s, 10, facts, config) for s in range(11)]
@@ -257,7 +287,7 @@ def test_rates_and_steps_have_the_worked_values():
 
 def test_a_decision_within_rounding_of_a_bound_is_the_run_s():
     borders = Borders(1e-3)
-    own, run = np.array([1.0001, 1.0001, 1.5]), np.array([0.9999, 1.0002, 0.9])
+    own, run = torch.tensor([1.0001, 1.0001, 1.5]), torch.tensor([0.9999, 1.0002, 0.9])
     assert borders.above(Pair(own, run), 1.0).tolist() == [False, True, True]
     assert borders.num_taken == 1
 

@@ -7,14 +7,13 @@ high-entropy tokens, arXiv:2506.01939.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from lightrft.config import TrainConfig
-from lightrft.tools.audit.record import Array, Flags
+from lightrft.tools.audit.pairs import HELD, Borders, Pair, row_lengths
 
 PRESETS = {
     "tis": "weight:ratio:token:high=2",
@@ -33,66 +32,6 @@ PRESETS = {
     ),
 }
 SIGNS = ("negative", "positive", "towards")
-HELD = 20.0  # of a logarithm that is exponentiated
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """One quantity twice: as recomputed, and as the run had it."""
-
-    own: Array
-    run: Array
-
-    def map(self, change: Callable[[Array], Array]) -> Pair:
-        """Both, changed alike."""
-        return Pair(change(self.own), change(self.run))
-
-    def at(self, places: Flags | list[int] | tuple[np.intp, NDArray[np.intp]]) -> Pair:
-        """Some entries of both, by any index of NumPy."""
-        return Pair(self.own[places], self.run[places])
-
-    def less(self, other: Pair, mask: Flags) -> Pair:
-        """The difference inside the mask, 0 outside."""
-        return Pair(
-            np.where(mask, self.own - other.own, 0.0), np.where(mask, self.run - other.run, 0.0)
-        )
-
-
-@dataclass(slots=True)
-class Borders:
-    """Decisions at a bound: the run's is taken where both values are equal up to rounding.
-
-    A value within rounding of a bound may fall on either side of it, and neither is wrong.
-
-    Args:
-        tolerance: Relative to 1, or to the value if larger, up to which two values are equal.
-        num_taken: How often the run's side was taken although the own one differed.
-    """
-
-    tolerance: float
-    num_taken: int = 0
-
-    def above(self, value: Pair, bound: Array | float) -> Flags:
-        """Whether the value exceeds the bound."""
-        return self._decide(value, value.own > bound, value.run > bound)
-
-    def at_least(self, value: Pair, bound: Array | float) -> Flags:
-        """Whether the value reaches the bound."""
-        return self._decide(value, value.own >= bound, value.run >= bound)
-
-    def _decide(self, value: Pair, own: Flags, run: Flags) -> Flags:
-        limit = self.tolerance * np.maximum(1.0, np.abs(value.own))
-        is_close = np.abs(value.own - value.run) <= limit
-        self.num_taken += int(((own != run) & is_close).sum())
-        return np.where(is_close, run, own)
-
-    def highest(self, values: Pair, count: int) -> NDArray[np.intp]:
-        """Places of so many highest values, of equal ones the first; [] of 0."""
-        by_own, by_run = (
-            np.argsort(-each, kind="stable")[:count] for each in (values.own, values.run)
-        )
-        limit = values.own[by_own].min(initial=np.inf) - self.tolerance
-        return by_run if (values.own[by_run] >= limit).all() else by_own
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +43,10 @@ class Term:
     level: str
     options: tuple[str, ...] = ()
 
-    def bound(self, name: str) -> float | None:
-        """The last bound called `name`, or None."""
+    def bound(self, name: str, none: float) -> float:
+        """The last bound called `name`, or what stands for none."""
         found = [o.partition("=")[2] for o in self.options if o.startswith(f"{name}=")]
-        return float(found[-1]) if found else None
+        return float(found[-1]) if found else none
 
     @property
     def sides(self) -> tuple[str, str]:
@@ -166,7 +105,7 @@ def follows_policy(config: TrainConfig) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Numbers that corrections look at: pairs of [rows, seq] arrays of one optimizer batch.
+    """Numbers that corrections look at: pairs of [rows, seq] tensors of one optimizer batch.
 
     Args:
         old: Logprobs of the trainer under the distribution that was sampled from.
@@ -177,9 +116,9 @@ class Tokens:
     """
 
     old: Pair
-    rollout: Array
+    rollout: Tensor
     advantages: Pair
-    mask: Flags
+    mask: Tensor
     new: Pair | None = None
 
     def of(self, side: str) -> Pair:
@@ -188,87 +127,70 @@ class Tokens:
         return {"old": self.old, "engine": engine, "new": self.new or self.old}[side]
 
 
-def row_lengths(mask: Flags) -> Array:
-    """[rows, 1] tokens of each row, at least 1."""
-    return np.asarray(np.maximum(mask.sum(axis=1, keepdims=True), 1.0))
-
-
-def correction(terms: tuple[Term, ...], tokens: Tokens, borders: Borders) -> Array:
+def correction(terms: tuple[Term, ...], tokens: Tokens, borders: Borders) -> Tensor:
     """The factor of every token's loss: [rows, seq], 0 where rejected and outside the mask."""
-    mask = tokens.mask
-    weights, is_rejected = np.ones(mask.shape), np.zeros(mask.shape, dtype=np.bool_)
-    scale = 1.0
+    mask, scale = tokens.mask, 1.0
+    weights, is_rejected = torch.ones_like(tokens.rollout), torch.zeros_like(mask)
     for term in terms:
-        low, high = term.bound("low"), term.bound("high")
-        value = _values(term, tokens)
+        low, high = term.bound("low", -math.inf), term.bound("high", math.inf)
+        first, second = (tokens.of(side) for side in term.sides)
+        value = Pair(
+            _value(term, first.own, second.own, mask), _value(term, first.run, second.run, mask)
+        )
         if term.action == "weight":
-            weights = np.clip(value.own, low, high) if (low, high) != (None, None) else value.own
+            weights = value.own.clamp(low, high)
             if "mean-one" in term.options:
-                inside = np.where(mask, weights, 0.0)
-                each = inside[mask] if term.level == "token" else inside.max(axis=1)[mask.any(1)]
-                scale = len(each) / each.sum() if each.sum() > 0 else 1.0
+                inside = torch.where(mask, weights, 0.0)
+                is_row = mask.any(dim=1)
+                each = inside[mask] if term.level == "token" else inside[is_row].amax(dim=1)
+                scale = len(each) / float(each.sum()) if each.sum() > 0 else 1.0
             continue
-        is_outside = np.zeros(mask.shape, dtype=np.bool_)
-        if low is not None:
-            is_outside |= ~borders.at_least(value, low)
-        if high is not None:
-            is_outside |= borders.above(value, high)
+        is_outside = ~borders.at_least(value, low) | borders.above(value, high)
         is_outside &= mask & _has_sign(term, tokens, borders)
         if term.action == "veto" or term.level == "worst":
-            is_outside = mask & is_outside.any(axis=1, keepdims=True)
+            is_outside = mask & is_outside.any(dim=1, keepdim=True)
         is_rejected |= is_outside
-    return np.where(mask & ~is_rejected, weights, 0.0) * scale
+    return torch.where(mask & ~is_rejected, weights, 0.0) * scale
 
 
-def _values(term: Term, tokens: Tokens) -> Pair:
-    first, second = (tokens.of(side) for side in term.sides)
-    return Pair(
-        _value(term, first.own, second.own, tokens.mask),
-        _value(term, first.run, second.run, tokens.mask),
-    )
-
-
-def _value(term: Term, first: Array, second: Array, mask: Flags) -> Array:
-    ratio = np.where(mask, first - second, 0.0)
+def _value(term: Term, first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
+    ratio = torch.where(mask, first - second, 0.0)
     if term.statistic == "ratio":
-        return np.asarray(np.exp(np.clip(_at_level(term.level, ratio, mask), -HELD, HELD)))
-    p, q = (np.where(mask, np.exp(each), 0.5) for each in (first, second))
-    held = np.clip(ratio, -HELD, HELD)
+        return _at_level(term.level, ratio, mask).clamp(-HELD, HELD).exp()
+    p, q = (torch.where(mask, each.exp(), 0.5) for each in (first, second))
+    held = ratio.clamp(-HELD, HELD)
     values = {
-        "distance": np.abs(np.exp(held) - 1),
+        "distance": (held.exp() - 1).abs(),
         "k1": -ratio,
         "k2": ratio**2 / 2,
-        "k3": np.expm1(held) - held,
-        "reverse_k3": np.expm1(-held) + held,
+        "k3": torch.expm1(held) - held,
+        "reverse_k3": torch.expm1(-held) + held,
         "difference": p - q,
-        "variation": np.abs(p - q),
+        "variation": (p - q).abs(),
         "binary_kl": -q * ratio + _rest(q, q) - _rest(q, p),
     }[term.statistic]
     return _at_level(term.level, values, mask)
 
 
-def _rest(q: Array, p: Array) -> Array:
+def _rest(q: Tensor, p: Tensor) -> Tensor:
     """(1 - q) ln(1 - p), 0 for q = 1."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(q < 1, (1 - q) * np.log1p(-np.minimum(p, 1)), 0.0)
+    return torch.where(q < 1, (1 - q) * torch.log1p(-p.clamp(max=1)), 0.0)
 
 
-def _at_level(level: str, values: Array, mask: Flags) -> Array:
+def _at_level(level: str, values: Tensor, mask: Tensor) -> Tensor:
     if level in ("token", "worst"):
         return values
     if level == "largest":
-        largest = np.where(mask, values, -np.inf).max(axis=1, keepdims=True)
-        return np.asarray(np.broadcast_to(largest, values.shape))
-    total = values.sum(axis=1, keepdims=True)
-    if level == "geometric":
-        total = total / row_lengths(mask)
-    return np.asarray(np.broadcast_to(total, values.shape))
+        largest = torch.where(mask, values, -math.inf).amax(dim=1, keepdim=True)
+        return largest.expand_as(values)
+    total = values.sum(dim=1, keepdim=True)
+    return (total / row_lengths(mask) if level == "geometric" else total).expand_as(values)
 
 
-def _has_sign(term: Term, tokens: Tokens, borders: Borders) -> Flags:
+def _has_sign(term: Term, tokens: Tokens, borders: Borders) -> Tensor:
     advantages, mask = tokens.advantages, tokens.mask
     if not set(SIGNS) & set(term.options):
-        return np.ones(mask.shape, dtype=np.bool_)
+        return torch.ones_like(mask)
     if "towards" in term.options:
         first, second = (tokens.of(side) for side in term.sides)
         moved = first.less(second, mask)
@@ -277,23 +199,23 @@ def _has_sign(term: Term, tokens: Tokens, borders: Borders) -> Flags:
     if term.level in ("sequence", "geometric", "largest"):
         advantages = advantages.map(lambda each: _at_level("geometric", each, mask))
     if "negative" in term.options:
-        advantages = advantages.map(np.negative)
+        advantages = advantages.map(torch.neg)
     return borders.above(advantages, 0.0)
 
 
-def high_entropy(entropy: Pair, mask: Flags, borders: Borders, config: TrainConfig) -> Flags:
+def high_entropy(entropy: Pair, mask: Tensor, borders: Borders, config: TrainConfig) -> Tensor:
     """Tokens whose entropy is among the highest of the batch or of their row: [rows, seq]."""
     ratio = config.high_entropy_token_ratio
     if config.high_entropy_scope == "batch":
         above = entropy.map(lambda each: each - _quantile(each[mask], 1 - ratio))
         return mask & borders.at_least(above, 0.0)
-    kept = np.zeros(mask.shape, dtype=np.bool_)
-    for row in np.flatnonzero(mask.any(axis=1)):
-        places = np.flatnonzero(mask[row])
-        count = max(1, math.floor(len(places) * ratio + 1e-9))
+    kept = torch.zeros_like(mask)
+    for row, is_token in enumerate(mask):
+        places = is_token.nonzero().flatten()
+        count = max(min(1, len(places)), math.floor(len(places) * ratio + 1e-9))
         kept[row, places[borders.highest(entropy.at((row, places)), count)]] = True
     return kept
 
 
-def _quantile(values: Array, share: float) -> float:
-    return float(np.quantile(values, share)) if values.size else 0.0
+def _quantile(values: Tensor, share: float) -> float:
+    return float(torch.quantile(values, share)) if len(values) else 0.0

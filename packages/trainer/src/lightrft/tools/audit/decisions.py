@@ -18,10 +18,10 @@ from torch import Tensor
 from lightrft.config import TrainConfig
 from lightrft.config.files import lines_of, parse_object
 from lightrft.config.options import is_number, options_of
-from lightrft.tools.audit.corrections import Borders, Pair
 from lightrft.tools.audit.findings import Findings
 from lightrft.tools.audit.losses import kl_term
 from lightrft.tools.audit.optimizers import ADAM, ADAM_EPS, DECOUPLED
+from lightrft.tools.audit.pairs import Borders, Pair
 from lightrft.tools.audit.record import (
     CONFIG,
     Flags,
@@ -183,10 +183,13 @@ def _kl_coef(record: StepRecord, before: StepRecord | None, config: TrainConfig)
     num_rows = sum(bool(mask[where].any()) for where in rows_of(lengths))
     if num_rows == 0:
         return before.facts.kl_coef
-    exact = (each.astype(np.float64) for each in (run.old_logprobs, run.ref_logprobs))
+    exact = (torch.from_numpy(each).double() for each in (run.old_logprobs, run.ref_logprobs))
     old, reference = (Pair(each, each) for each in exact)
-    total = kl_term(kl_estimator(config), old, reference, old, mask, Borders(0.0)).value.sum()
-    error = np.clip(total / num_rows / config.kl_target - 1, -MAX_KL_ERROR, MAX_KL_ERROR)
+    is_token = torch.from_numpy(mask)
+    terms = kl_term(kl_estimator(config), old, reference, old, is_token, Borders(0.0))
+    error = np.clip(
+        float(terms.sum()) / num_rows / config.kl_target - 1, -MAX_KL_ERROR, MAX_KL_ERROR
+    )
     return float(before.facts.kl_coef * (1 + error * len(lengths) / config.kl_horizon))
 
 

@@ -1,22 +1,20 @@
-"""The update of a student by its divergence from a teacher over the whole vocabulary."""
+"""The objective of a student: its divergence from a teacher over the whole vocabulary."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightrft.config import TrainConfig
 from lightrft.tools.audit.given_rows import check_given, in_items
-from lightrft.tools.audit.losses import Term
-from lightrft.tools.audit.models import Policy, Scorer, frozen_state
-from lightrft.tools.audit.record import Flags
-from lightrft.tools.audit.replay import Step
-from lightrft.tools.audit.updates import Slopes, StageAudit, Update, Updates, trained_model
+from lightrft.tools.audit.models import Policy, frozen_state
+from lightrft.tools.audit.pairs import Differentiated, Pair
+from lightrft.tools.audit.updates import Objective, StageAudit, Term, Update, trained_model
 
 
 class Student(Policy):
@@ -63,39 +61,33 @@ class Student(Policy):
         return (b * p.exp() * (p - m) + (1 - b) * q.exp() * (q - m)).sum(dim=-1)
 
 
-class DivergenceUpdates(Updates):
-    """One update whose loss is the mean divergence of the trained tokens.
+class DivergenceObjective(Objective):
+    """The mean divergence of the trained tokens."""
 
-    Args:
-        step: What is audited.
-        scorer: Its plain model.
-        is_configured: See `Updates`.
-    """
+    scores = ""
 
-    def __init__(self, step: Step, scorer: Scorer, *, is_configured: bool) -> None:
-        super().__init__(step, is_configured=is_configured)
-        self._scorer = scorer
-
-    def _denominator(self, mask: Flags) -> float:
+    def denominator(self, mask: Tensor) -> float:
+        """See `Objective`."""
         return float(mask.sum())
 
-    def _slopes(self, update: Update) -> Slopes:
-        mask, share = update.mask, update.mask / max(self._denominator(update.mask), 1.0)
-        self._scorer.load(self._optimizers["actor"].weights)
-        values = self._scorer.score(self.step.rows.ids, mask)[0]
-        term, moved = Term(values * share, share), Term(self._unit * share, share)
-        self._check_loss("policy", update, term, moved)
-        # A token's gradient is that of many logprobs, which round also where they agree.
-        rounding = self._unit * share
-        nothing = np.zeros(mask.shape)
-        return self._gradients(update, self._scorer, [share, nothing], [rounding, rounding])
+    def terms(
+        self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
+    ) -> Iterator[Term]:
+        """See `Objective`."""
+        share = update.mask / max(self.denominator(update.mask), 1.0)
+        exact = Differentiated(scores.own * share, share)
+        yield Term("policy", 1.0, exact, Differentiated(self.step.unit * share, 0 * share))
+
+    def noises(self, slopes: Sequence[Tensor], moved: Tensor) -> list[Tensor]:
+        """A token's gradient is that of many logprobs, which round also where they agree."""
+        return [self.step.unit * slopes[0]] * len(slopes)
 
 
 def divergence_audit(config: TrainConfig, reference: Path | None) -> StageAudit:
     """The audit of a stage; see `stage_named` of `lightrft.tools.audit.report`."""
-
-    def updates(step: Step, is_configured: bool) -> Updates:
-        return DivergenceUpdates(step, trained_model(step), is_configured=is_configured)
-
-    build = partial(Student, config, reference or Path(str(config.teacher)))
-    return StageAudit(in_items(config), build, lambda s: check_given(s, s.rows.mask), updates)
+    return StageAudit(
+        in_items(config),
+        partial(Student, config, reference or Path(str(config.teacher))),
+        lambda step: check_given(step, step.rows.mask),
+        lambda step: {"actor": DivergenceObjective(step, trained_model(step))},
+    )

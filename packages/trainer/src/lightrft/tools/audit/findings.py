@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from torch import Tensor
 
 from lightrft.tools.audit.record import Array, Flags
 from lightrft.tools.audit.tolerances import MEAN_SHARES
@@ -81,13 +82,13 @@ class Findings:
     def tokens(
         self,
         quantity: str,
-        run: Array,
-        own: Array,
-        mask: Flags,
+        run: Array | Tensor,
+        own: Array | Tensor,
+        mask: Flags | Tensor,
         kind: str,
         *,
         scale: float = 1.0,
-        floor: Callable[[], Array | float] = float,
+        floor: Callable[[], Tensor | float] = float,
     ) -> None:
         """Compare [rows, seq] values: of the mask closely, 0 outside of it.
 
@@ -99,6 +100,7 @@ class Findings:
             scale: What differences of "advantages" are relative to.
             floor: Rounding of each value; asked for where the tolerance alone is exceeded.
         """
+        run, own, mask = (np.asarray(each) for each in (run, own, mask))
         if run.shape != own.shape:
             self.add(quantity, None, None, math.inf, 0.0, f"shapes {run.shape} and {own.shape}")
             return
@@ -107,7 +109,7 @@ class Findings:
         distance = _distance(run, own, unit, mask)
         share = MEAN_SHARES.get(kind, math.inf)
         if not _is_within(distance, mask, limit, share):
-            unit = unit + floor() / limit
+            unit = unit + np.asarray(floor()) / limit
             distance = _distance(run, own, unit, mask)
         largest = float(distance.max(initial=0.0))
         means = [float(each[mask].mean()) if mask.any() else 0.0 for each in (run, own)]

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import torch
 
 from lightrft.config import TrainConfig
 from lightrft.tools.audit.decisions import check_dtype
-from lightrft.tools.audit.record import PLACE, Array, Flags
+from lightrft.tools.audit.record import PLACE, Flags
 from lightrft.tools.audit.replay import Step
-
-# Of differentiation by an imaginary step, whose square is nothing beside 1.
-IMAGINARY = 1e-30
 
 
 def in_items(config: TrainConfig) -> TrainConfig:
@@ -110,39 +105,3 @@ def _check_tokens(step: Step, micros: list[list[int]], size: int, *, is_even: bo
     tokens = [sum(lengths[m]) if packs else len(m) * max(lengths[m]) for m in micros]
     most = float(max(tokens, default=0))
     found.add(name, most, float(bound), max(0.0, most - bound), 0.0)
-
-
-def differentiated(total: Callable[[Array], Array], at: Array) -> tuple[float, Array]:
-    """A real function of numbers [n] and its derivatives [n], exact to rounding.
-
-    f(x + i h) = f(x) + i h f'(x) + O(h^2): no difference of close numbers is taken.
-
-    Source: Squire and Trapp 1998, SIAM Review 40, p. 110.
-    """
-    slopes = np.zeros(len(at))
-    for place in range(len(at)):
-        moved = at.astype(np.complex128)
-        moved[place] += 1j * IMAGINARY
-        slopes[place] = np.imag(total(cast("Array", moved))) / IMAGINARY
-    return float(np.real(total(at))), slopes
-
-
-def softplus(x: Array) -> Array:
-    """log(1 + e^x), of real or complex numbers of any size."""
-    falling = np.where(np.real(x) > 0, -x, x)
-    return np.asarray(np.where(np.real(x) > 0, x, 0) + np.log1p(np.exp(falling)))
-
-
-def log_sigmoid(x: Array) -> Array:
-    """Log s(x)."""
-    return -softplus(-x)
-
-
-def sigmoid(x: Array) -> Array:
-    """1 / (1 + e^-x)."""
-    return np.exp(log_sigmoid(x))
-
-
-def sizes_of(x: Array) -> Array:
-    """|x| of real numbers, with the derivative of its own side."""
-    return np.where(np.real(x) > 0, x, -x)

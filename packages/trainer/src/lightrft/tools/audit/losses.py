@@ -1,4 +1,4 @@
-"""Policy losses, KL terms and the value loss: values and derivatives, written out by hand.
+"""Policy losses, KL terms and the value loss; autograd gives their derivatives.
 
 p are log-probabilities under the trained policy, q under that of the start of the step.
 
@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from lightrft.tools.audit.corrections import HELD, Borders, Pair, row_lengths
-from lightrft.tools.audit.record import Array, Flags
+from lightrft.tools.audit.pairs import HELD, Borders, Pair, row_lengths, with_slope_of
 
 MAX_K3 = 10.0
 
@@ -27,15 +27,13 @@ class Batch:
         p, q: [rows, seq] of the trained policy and of the old one.
         advantages: [rows, seq].
         mask: [rows, seq] bool.
-        weights: [rows, seq], what each token's value is multiplied with in the sum.
         borders: Decides at bounds.
     """
 
     p: Pair
     q: Pair
-    advantages: Array
-    mask: Flags
-    weights: Array
+    advantages: Tensor
+    mask: Tensor
     borders: Borders
 
     @property
@@ -43,209 +41,158 @@ class Batch:
         """P - q inside the mask, 0 outside."""
         return self.p.less(self.q, self.mask)
 
+    @property
+    def mean_difference(self) -> Pair:
+        """The mean of P - q over the tokens of each row, at each of them."""
+        return self.difference.map(self.row_mean)
 
-@dataclass(frozen=True, slots=True)
-class Term:
-    """A loss, token by token.
-
-    Args:
-        value: [rows, seq].
-        slope: [rows, seq], derivative of each value by its own log-probability; where the tokens
-            of a row share a ratio, of the weighted sum of the row's values by each of them.
-    """
-
-    value: Array
-    slope: Array
-
-    def times(self, factor: Array | float) -> Term:
-        """Values and slopes, each times the factor."""
-        return Term(self.value * factor, self.slope * factor)
-
-    def distance(self, other: Term) -> Term:
-        """Differences of values and of slopes, without their signs."""
-        return Term(np.abs(self.value - other.value), np.abs(self.slope - other.slope))
-
-    def largest(self, other: Term) -> Term:
-        """The larger one of two values and of two slopes."""
-        return Term(np.maximum(self.value, other.value), np.maximum(self.slope, other.slope))
-
-    def plus(self, other: Term) -> Term:
-        """The sums of values and of slopes."""
-        return Term(self.value + other.value, self.slope + other.slope)
-
-    def inside(self, mask: Flags) -> Term:
-        """0 outside the mask."""
-        return Term(np.where(mask, self.value, 0.0), np.where(mask, self.slope, 0.0))
+    def row_mean(self, values: Tensor) -> Tensor:
+        """[rows, seq] the mean of each row at all of its tokens."""
+        total = values.sum(dim=1, keepdim=True)
+        return (total / row_lengths(self.mask)).expand_as(values)
 
 
 Options = Mapping[str, float]
-Loss = Callable[[Batch, Options], Term]
+# One value per token, differentiable by p.
+Loss = Callable[[Batch, Options], Tensor]
 
 
-def _held(value: Pair) -> tuple[Pair, Flags]:
-    """Within +-20, and where that does not act."""
-    return value.map(lambda each: np.clip(each, -HELD, HELD)), np.abs(value.own) <= HELD
+def _ratio(difference: Tensor) -> Tensor:
+    """The exponential of what is held within +-20."""
+    return difference.clamp(-HELD, HELD).exp()
 
 
-def _ratio(difference: Pair) -> tuple[Pair, Flags]:
-    """The exponential of what is held, and where that does not act."""
-    held, is_free = _held(difference)
-    return held.map(np.exp), is_free
-
-
-def _beyond(batch: Batch, value: Pair, low: float, high: float) -> tuple[Flags, Flags]:
+def _beyond(batch: Batch, value: Pair, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Above `high` with a positive advantage, and below `low` with a negative one."""
     advantages, borders = batch.advantages, batch.borders
     is_high = (advantages > 0) & borders.above(value, high)
     return is_high, (advantages < 0) & ~borders.at_least(value, low)
 
 
-def _surrogate(batch: Batch, difference: Pair, given: Options) -> Term:
-    """-min(r A, clip(r) A) of ratios that are capped with negative A; derivative by ln r."""
-    ratio, is_free = _ratio(difference)
-    low, high, cap = 1 - given["clip_low"], 1 + given["clip_high"], given.get("dual_clip", math.inf)
-    is_high, is_low = _beyond(batch, ratio, low, high)
+def _bounded(batch: Batch, value: Pair, low: float, high: float) -> Tensor:
+    """The bounds where the value is beyond them in the sense above."""
+    is_high, is_low = _beyond(batch, value, low, high)
+    return torch.where(is_high, high, torch.where(is_low, low, value.own))
+
+
+def _surrogate(batch: Batch, difference: Pair, given: Options) -> Tensor:
+    """-min(r A, clip(r) A) of ratios that are capped with negative A."""
+    ratio, cap = difference.map(_ratio), given.get("dual_clip", math.inf)
+    bounded = _bounded(batch, ratio, 1 - given["clip_low"], 1 + given["clip_high"])
     is_capped = (batch.advantages < 0) & batch.borders.above(ratio, cap)
-    bounded = np.select([is_high, is_low, is_capped], [high, low, cap], ratio.own)
-    is_bound = is_high | is_low | is_capped | ~is_free
-    slope = np.where(is_bound, 0.0, -ratio.own * batch.advantages)
-    return Term(-bounded * batch.advantages, slope)
+    return -torch.where(is_capped, cap, bounded) * batch.advantages
 
 
-def ppo(batch: Batch, given: Options) -> Term:
+def ppo(batch: Batch, given: Options) -> Tensor:
     """Schulman et al. 2017, arXiv:1707.06347, eq. 7; Ye et al. 2019, arXiv:1912.09729."""
     return _surrogate(batch, batch.difference, given)
 
 
-def gspo(batch: Batch, given: Options) -> Term:
+def gspo(batch: Batch, given: Options) -> Tensor:
     """Zheng et al. 2025, arXiv:2507.18071, eq. 5: one ratio a row."""
-    found = gspo_token(batch, given)
-    return Term(found.value, _shared(batch, found.slope))
+    return _surrogate(batch, batch.mean_difference, given)
 
 
-def gspo_token(batch: Batch, given: Options) -> Term:
+def gspo_token(batch: Batch, given: Options) -> Tensor:
     """The same, sec. 4.3: the gradient of a token is that of its own advantage."""
-    return _surrogate(batch, _row_mean(batch, batch.difference), given)
+    mean = batch.mean_difference
+    by_token = Pair(with_slope_of(mean.own, batch.p.own), mean.run)
+    return _surrogate(batch, by_token, given)
 
 
-def _row_mean(batch: Batch, values: Pair) -> Pair:
-    lengths = row_lengths(batch.mask)
-    return values.map(lambda x: np.zeros(x.shape) + x.sum(axis=1, keepdims=True) / lengths)
-
-
-def _shared(batch: Batch, slopes: Array) -> Array:
-    """Each of a row's L values depends on the mean, and the mean on each token by 1 / L."""
-    total = (batch.weights * slopes).sum(axis=1, keepdims=True)
-    return np.asarray(np.broadcast_to(total / row_lengths(batch.mask), slopes.shape))
-
-
-def gmpo(batch: Batch, given: Options) -> Term:
+def gmpo(batch: Batch, given: Options) -> Tensor:
     """Zhao et al. 2025, arXiv:2507.20673: geometric mean of bounded ratios."""
-    high, advantages, d = given["max_log_ratio"], batch.advantages, batch.difference
-    low = -given.get("max_log_fall", high)
-    is_high, is_low = _beyond(batch, d, low, high)
-    is_held = is_high | is_low
-    limit = np.where(advantages > 0, high, low)
-    ratio, is_free = _ratio(_row_mean(batch, d.map(lambda x: np.where(is_held, limit, x))))
-    loss = np.where(batch.mask, -ratio.own * advantages, 0.0)
-    return Term(loss, np.where(is_held | ~is_free, 0.0, _shared(batch, loss)))
+    high = given["max_log_ratio"]
+    bounded = _bounded(batch, batch.difference, -given.get("max_log_fall", high), high)
+    return -_ratio(batch.row_mean(bounded)) * batch.advantages
 
 
-def cpgd(batch: Batch, given: Options) -> Term:
+def cpgd(batch: Batch, given: Options) -> Tensor:
     """Liu et al. 2025, arXiv:2505.12504: clipped log-ratio, and a drift term."""
-    advantages, d = batch.advantages, batch.difference
-    low, high = np.log(1 - given["clip_low"]), np.log(1 + given["clip_high"])
-    is_high, is_low = _beyond(batch, d, low, high)
-    bounded = np.select([is_high, is_low], [high, low], d.own)
-    drift = given["drift_coef"] * np.minimum(_ratio(d)[0].own - 1, given["drift_cap"])
-    value = -(batch.q.own + bounded) * advantages + drift * batch.p.own
-    return Term(value, np.where(is_high | is_low, 0.0, -advantages) + drift)
+    low, high = math.log(1 - given["clip_low"]), math.log(1 + given["clip_high"])
+    bounded = _bounded(batch, batch.difference, low, high)
+    drift = (_ratio(batch.difference.own) - 1).clamp(max=given["drift_cap"]).detach()
+    penalty = given["drift_coef"] * drift * batch.p.own
+    return penalty - (batch.q.own + bounded) * batch.advantages
 
 
-def cispo(batch: Batch, given: Options) -> Term:
+def cispo(batch: Batch, given: Options) -> Tensor:
     """MiniMax-M1 2025, arXiv:2506.13585, eqs. 4 and 5."""
-    ratio = _ratio(batch.difference)[0].own
-    weight = np.clip(ratio, 1 - given["clip_low"], 1 + given["clip_high"])
-    return Term(-weight * batch.advantages * batch.p.own, -weight * batch.advantages)
+    ratio = _ratio(batch.difference.own).detach()
+    weight = ratio.clamp(1 - given["clip_low"], 1 + given["clip_high"])
+    return -weight * batch.advantages * batch.p.own
 
 
-def sapo(batch: Batch, given: Options) -> Term:
+def sapo(batch: Batch, given: Options) -> Tensor:
     """Gao et al. 2025, arXiv:2511.20347: a sigmoid gate."""
     return _gate(batch, batch.difference, given)
 
 
-def sapo_sequence(batch: Batch, given: Options) -> Term:
+def sapo_sequence(batch: Batch, given: Options) -> Tensor:
     """The same on one ratio a row, the geometric mean."""
-    found = _gate(batch, _row_mean(batch, batch.difference), given)
-    return Term(found.value, _shared(batch, found.slope))
+    return _gate(batch, batch.mean_difference, given)
 
 
-def ppo_sequence(batch: Batch, given: Options) -> Term:
+def ppo_sequence(batch: Batch, given: Options) -> Tensor:
     """Ahmadian et al. 2024, arXiv:2402.14740: a response is one action."""
     lengths = row_lengths(batch.mask)
-    product = _row_mean(batch, batch.difference).map(lambda mean: mean * lengths)
-    found = _surrogate(batch, product, given)
-    return Term(found.value, _shared(batch, found.slope) * lengths)
+    return _surrogate(batch, batch.mean_difference.map(lambda mean: mean * lengths), given)
 
 
-def dro(batch: Batch, given: Options) -> Term:
+def dro(batch: Batch, given: Options) -> Tensor:
     """Richemond et al. 2024, arXiv:2405.19107, token by token."""
-    d, pull = batch.difference.own, given["penalty"]
-    value = -batch.p.own * batch.advantages + pull * d**2 / 2
-    return Term(value, pull * d - batch.advantages)
+    pull = given["penalty"] * batch.difference.own**2 / 2
+    return pull - batch.p.own * batch.advantages
 
 
-def _gate(batch: Batch, difference: Pair, given: Options) -> Term:
-    """-4 / tau sigmoid(tau (r - 1)) A; derivative by ln r."""
-    advantages, (ratio, is_free) = batch.advantages, _ratio(difference)
-    positive, negative = given["temperature_positive"], given["temperature_negative"]
-    tau = np.where(advantages > 0, positive, negative)
-    with np.errstate(over="ignore"):
-        gate = 1 / (1 + np.exp(-tau * (ratio.own - 1)))
-    slope = np.where(is_free, -4 * gate * (1 - gate) * ratio.own * advantages, 0.0)
-    return Term(-4 / tau * gate * advantages, slope)
+def _gate(batch: Batch, difference: Pair, given: Options) -> Tensor:
+    """-4 / tau sigmoid(tau (r - 1)) A."""
+    advantages, positive = batch.advantages, given["temperature_positive"]
+    negative = torch.full_like(advantages, given["temperature_negative"])
+    tau = torch.where(advantages > 0, positive, negative)
+    return -4 / tau * torch.sigmoid(tau * (_ratio(difference.own) - 1)) * advantages
 
 
-def reinforce(batch: Batch, _: Options) -> Term:
+def reinforce(batch: Batch, _: Options) -> Tensor:
     """Williams 1992."""
-    return Term(-batch.advantages * batch.p.own, -batch.advantages)
+    return -batch.advantages * batch.p.own
 
 
-def clip_cov(batch: Batch, given: Options) -> Term:
+def clip_cov(batch: Batch, given: Options) -> Tensor:
     """Cui et al. 2025, arXiv:2505.22617, with a systematic draw of the tokens left out."""
     covariance, borders = _covariance(batch), batch.borders
     low, high = 1 - given["clip_low"], 1 + given["clip_high"]
-    is_high, is_low = _beyond(batch, _ratio(batch.difference)[0], low, high)
+    is_high, is_low = _beyond(batch, batch.difference.map(_ratio), low, high)
     is_candidate = batch.mask & ~is_high & ~is_low & borders.above(covariance, given["cov_low"])
     is_candidate &= ~borders.at_least(covariance, given["cov_high"])
-    candidates = np.flatnonzero(is_candidate)
+    candidates = is_candidate.nonzero()
     count = min(_share(batch, given["cov_ratio"]), len(candidates))
-    kept = np.ones(batch.mask.shape, dtype=np.bool_)
+    kept = torch.ones_like(batch.mask)
     for k in range(count):
-        kept.flat[candidates[(2 * k + 1) * len(candidates) // (2 * count)]] = False
-    return ppo(batch, given).inside(kept)
+        row, t = candidates[(2 * k + 1) * len(candidates) // (2 * count)]
+        kept[row, t] = False
+    return torch.where(kept, ppo(batch, given), 0.0)
 
 
-def kl_cov(batch: Batch, given: Options) -> Term:
+def kl_cov(batch: Batch, given: Options) -> Tensor:
     """The same paper: |p - q| on the tokens of highest covariance."""
-    ratio, is_free = _ratio(batch.difference)
-    own, count = ratio.own * batch.advantages, _share(batch, given["cov_ratio"])
+    count, d = _share(batch, given["cov_ratio"]), batch.difference
     highest = batch.borders.highest(_covariance(batch).at(batch.mask), count)
-    coef = np.zeros(batch.mask.shape)
-    coef.flat[np.flatnonzero(batch.mask)[highest]] = given["kl_coef"]
-    slope = np.where(is_free, -own, 0.0) + coef * _sign(batch.difference, batch.borders)
-    return Term(-own + coef * np.abs(batch.difference.own), slope)
+    rows, places = batch.mask.nonzero()[highest].T
+    coef = torch.zeros_like(batch.advantages)
+    coef[rows, places] = given["kl_coef"]
+    return coef * _size(d, batch.borders) - _ratio(d.own) * batch.advantages
 
 
 def _covariance(batch: Batch) -> Pair:
     mask, count = batch.mask, max(int(batch.mask.sum()), 1)
 
-    def centred(values: Array) -> Array:
-        inside = np.where(mask, values, 0.0)
-        return np.asarray(inside - inside.sum() / count)
+    def centred(values: Tensor) -> Tensor:
+        inside = torch.where(mask, values, 0.0)
+        return inside - inside.sum() / count
 
     advantages = centred(batch.advantages)
-    return batch.p.map(lambda p: np.where(mask, centred(p) * advantages, 0.0))
+    return batch.p.map(lambda p: torch.where(mask, centred(p.detach()) * advantages, 0.0))
 
 
 def _share(batch: Batch, ratio: float) -> int:
@@ -253,8 +200,9 @@ def _share(batch: Batch, ratio: float) -> int:
     return 0 if ratio == 0 else min(max(1, int(ratio * count + 1e-9)), count)
 
 
-def _sign(value: Pair, borders: Borders) -> Array:
-    return 1.0 * borders.above(value, 0.0) - 1.0 * ~borders.at_least(value, 0.0)
+def _size(value: Pair, borders: Borders) -> Tensor:
+    """The size of a value, with the derivative of the run's side where both are close to 0."""
+    return with_slope_of(value.own.abs(), borders.sign(value) * value.own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,26 +210,19 @@ class PolicyLoss:
     """A built-in policy loss.
 
     Args:
-        function: Its value and derivative.
+        function: Its values.
         aggregation: Of its paper.
         defaults: Hyper-parameters by name.
-        shares_rows: The tokens of a row share one ratio.
     """
 
     function: Loss
     aggregation: str
     defaults: Options
-    shares_rows: bool = False
-
-    def term(self, batch: Batch, given: Options) -> Term:
-        """The weighted values, and the derivative of their sum by each log-probability."""
-        found = self.function(batch, given).inside(batch.mask)
-        slope = found.slope if self.shares_rows else found.slope * batch.weights
-        return Term(found.value * batch.weights, slope)
 
 
 _MEAN_OF_MEANS, _TOKEN_MEAN = "seq-mean-token-mean", "token-mean"
-_PPO = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": math.inf}
+_PPO_CLIPS = {"clip_low": 0.2, "clip_high": 0.2}
+_PPO = {**_PPO_CLIPS, "dual_clip": math.inf}
 _GSPO = {"clip_low": 3e-4, "clip_high": 4e-4}
 _SAPO = {"temperature_positive": 1.0, "temperature_negative": 1.05}
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
@@ -289,14 +230,10 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "clipped": PolicyLoss(ppo, _MEAN_OF_MEANS, _PPO),
     "dapo": PolicyLoss(ppo, _TOKEN_MEAN, {**_PPO, "clip_high": 0.28}),
     "dr_grpo": PolicyLoss(ppo, "seq-mean-token-sum-norm", _PPO),
-    "gspo": PolicyLoss(gspo, _MEAN_OF_MEANS, _GSPO, shares_rows=True),
+    "gspo": PolicyLoss(gspo, _MEAN_OF_MEANS, _GSPO),
     "gspo-token": PolicyLoss(gspo_token, _MEAN_OF_MEANS, _GSPO),
-    "gmpo": PolicyLoss(gmpo, _MEAN_OF_MEANS, {"max_log_ratio": 0.4}, shares_rows=True),
-    "cpgd": PolicyLoss(
-        cpgd,
-        _MEAN_OF_MEANS,
-        {"clip_low": 0.2, "clip_high": 0.2, "drift_coef": 0.001, "drift_cap": 2.0},
-    ),
+    "gmpo": PolicyLoss(gmpo, _MEAN_OF_MEANS, {"max_log_ratio": 0.4}),
+    "cpgd": PolicyLoss(cpgd, _MEAN_OF_MEANS, {**_PPO_CLIPS, "drift_coef": 0.001, "drift_cap": 2.0}),
     "cispo": PolicyLoss(cispo, _TOKEN_MEAN, {"clip_low": 1.0, "clip_high": 0.28}),
     "sapo": PolicyLoss(sapo, _MEAN_OF_MEANS, _SAPO),
     "clip_cov": PolicyLoss(
@@ -307,73 +244,62 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "kl_cov": PolicyLoss(kl_cov, _TOKEN_MEAN, {"cov_ratio": 2e-3, "kl_coef": 1.0}),
     "reinforce": PolicyLoss(reinforce, _TOKEN_MEAN, {}),
     "dro": PolicyLoss(dro, _TOKEN_MEAN, {"penalty": 0.1}),
-    "ppo-sequence": PolicyLoss(
-        ppo_sequence, _MEAN_OF_MEANS, {"clip_low": 0.2, "clip_high": 0.2}, shares_rows=True
-    ),
-    "sapo-sequence": PolicyLoss(sapo_sequence, _MEAN_OF_MEANS, _SAPO, shares_rows=True),
+    "ppo-sequence": PolicyLoss(ppo_sequence, _MEAN_OF_MEANS, _PPO_CLIPS),
+    "sapo-sequence": PolicyLoss(sapo_sequence, _MEAN_OF_MEANS, _SAPO),
 }
 
 
-def kl_term(name: str, p: Pair, reference: Pair, q: Pair, mask: Flags, borders: Borders) -> Term:
+def kl_term(name: str, p: Pair, reference: Pair, q: Pair, mask: Tensor, borders: Borders) -> Tensor:
     """Estimate of KL(policy || reference) per token.
 
     Source: Schulman, "Approximating KL divergence"; k3_is: DeepSeek-V3.2, arXiv:2512.02556; those
     with + have the value of their name, and the gradient of the divergence itself.
     """
     d = p.less(reference, mask)
-    if name == "k1":
-        return Term(d.own, np.ones_like(d.own)).inside(mask)
+    k3, squared = d.map(_k3), d.own**2 / 2
     if name == "abs":
-        return Term(np.abs(d.own), _sign(d, borders)).inside(mask)
-    if name == "k2":
-        return Term(d.own**2 / 2, d.own).inside(mask)
-    held, is_free = _held(d)
-    value, slope = _k3(held.own), np.where(is_free, 1 - np.exp(-held.own), 0.0)
-    kind = name.removesuffix("+").removesuffix("_is")
-    if kind != name:
-        # From its definition: the value of its name, the gradient of the divergence itself.
-        weight = 1.0 if name.endswith("+") else _ratio(p.less(q, mask))[0].own
-        bounded = {"k1": d.own, "k2": d.own**2 / 2, "k3": np.minimum(value, MAX_K3)}[kind]
-        # That of rho d by both factors.
-        slope = d.own + 1 if name == "k1_is" else d.own
-        return Term(weight * bounded, weight * slope).inside(mask)
+        return _size(d, borders)
     if name == "k3":
-        is_bounded = borders.above(held.map(_k3), MAX_K3)
-        slope = np.where(is_bounded, 0.0, slope)
-        value = np.where(is_bounded, MAX_K3, value)
-    return Term(value, slope).inside(mask)
+        return torch.where(borders.above(k3, MAX_K3), MAX_K3, k3.own)
+    kind, bounded_k3 = name.removesuffix("+").removesuffix("_is"), k3.own.clamp(max=MAX_K3)
+    values = {"k1": d.own, "k2": squared, "k3": bounded_k3, "k3_unclamped": k3.own}[kind]
+    if kind == name:
+        return values
+    if name.endswith("+"):
+        return with_slope_of(values, squared)
+    weight = _ratio(p.less(q, mask).own).detach()
+    # The gradient of the divergence is that of k2; k1_is is differentiated by both factors.
+    return with_slope_of(weight * values, weight * (squared + (d.own if kind == "k1" else 0.0)))
 
 
-def _k3(d: Array) -> Array:
-    return np.asarray(np.expm1(-d) + d)
+def _k3(d: Tensor) -> Tensor:
+    held = d.clamp(-HELD, HELD)
+    return torch.expm1(-held) + held
 
 
 def value_term(
-    values: Pair, old: Pair, returns: Array, mask: Flags, *, clip: float, borders: Borders
-) -> Term:
+    values: Pair, old: Pair, returns: Tensor, mask: Tensor, *, clip: float, borders: Borders
+) -> Tensor:
     """Half the squared error, the larger one of the free and the clipped value; clip 0 is off."""
-    error = values.own - returns
+    free_error = torch.where(mask, values.own - returns, 0.0) ** 2
     if clip <= 0:
-        return Term(error**2 / 2, error).inside(mask)
+        return free_error / 2
     change = values.less(old, mask)
     is_up, is_down = borders.above(change, clip), ~borders.at_least(change, -clip)
-    held = old.own + np.select([is_up, is_down], [clip, -clip], change.own)
-    free_error, held_error = error**2, (held - returns) ** 2
+    held = old.own + torch.where(is_up, clip, torch.where(is_down, -clip, change.own))
+    held_error = torch.where(mask, held - returns, 0.0) ** 2
     uses_held = (is_up | is_down) & (held_error > free_error)
-    return Term(
-        np.where(uses_held, held_error, free_error) / 2, np.where(uses_held, 0.0, error)
-    ).inside(mask)
+    return torch.where(uses_held, held_error, free_error) / 2
 
 
-def token_shares(mask: Flags, mode: str) -> Array:
+def token_shares(mask: Tensor, mode: str) -> Tensor:
     """u_i of every token: [rows, seq]."""
-    lengths = row_lengths(mask)
-    return np.where(mask, 1.0 / lengths if mode == "seq-mean-token-mean" else 1.0, 0.0)
+    return mask / row_lengths(mask) if mode == "seq-mean-token-mean" else mask.double()
 
 
-def normalizer(mask: Flags, mode: str, budget: int) -> float:
+def normalizer(mask: Tensor, mode: str, budget: int) -> float:
     """Z: tokens, rows with tokens, or those times the response budget of the run."""
     if mode == "token-mean":
         return float(mask.sum())
-    num_rows = float(mask.any(axis=1).sum())
+    num_rows = float(mask.any(dim=1).sum())
     return num_rows * budget if mode == "seq-mean-token-sum-norm" else num_rows

@@ -11,9 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Self, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -25,7 +23,7 @@ from transformers import (
 
 from lightrft.config.files import read_object
 from lightrft.config.printable import one_line
-from lightrft.tools.audit.record import Array, Flags, Integers, RecordError
+from lightrft.tools.audit.record import Integers, RecordError
 
 BASE, FIRST, SECOND = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
 AutoKind = type[AutoModel | AutoModelForCausalLM | AutoModelForSequenceClassification]
@@ -94,8 +92,8 @@ class Scorer(ABC):
             known[name].copy_(value)
 
     @torch.no_grad()
-    def score(self, ids: Integers, mask: Flags) -> list[Array]:
-        """The numbers of the tokens of the mask, 0 elsewhere: [rows, seq] each.
+    def score(self, ids: Integers, mask: Tensor) -> list[Tensor]:
+        """The numbers of the tokens of the mask, 0 elsewhere: [rows, seq] float64 each.
 
         Raises:
             RecordError: A token is none of the model's.
@@ -106,27 +104,26 @@ class Scorer(ABC):
                 f"the record is damaged: token {largest} is none of the model's {self._num_ids}; "
                 "audit another step with --step"
             )
-        found = [np.zeros(ids.shape) for _ in range(self.num_outputs)]
+        found = [torch.zeros(mask.shape, dtype=torch.float64) for _ in range(self.num_outputs)]
         for rows, width in _chunks(mask, self._width):
-            outputs = self._outputs(torch.from_numpy(ids[rows, :width].copy()))
-            for array, values in zip(found, outputs, strict=True):
-                array[rows, 1:width] = values.numpy()
-        return [np.where(mask, array, 0.0) for array in found]
+            for each, values in zip(found, self._outputs_of(ids, rows, width), strict=True):
+                each[rows, 1:width] = values.double()
+        return [torch.where(mask, each, 0.0) for each in found]
 
     def slopes(
-        self, ids: Integers, mask: Flags, weights: Sequence[Array], state: Mapping[str, Tensor]
+        self, ids: Integers, mask: Tensor, weights: Sequence[Tensor], state: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Gradient by recorded parameters of the sum of all numbers, each times its weight."""
         self._model.zero_grad()
         for rows, width in _chunks(mask, self._width):
-            outputs = self._outputs(torch.from_numpy(ids[rows, :width].copy()))
-            parts = [np.where(mask, each, 0.0)[rows, 1:width].copy() for each in weights]
-            total = sum(
-                (torch.from_numpy(part) * output).sum()
-                for part, output in zip(parts, outputs, strict=True)
-            )
+            outputs = self._outputs_of(ids, rows, width)
+            parts = [torch.where(mask, each, 0.0)[rows, 1:width] for each in weights]
+            total = sum((part * each).sum() for part, each in zip(parts, outputs, strict=True))
             cast("Tensor", total).backward()  # type: ignore[no-untyped-call]
         return self._split(state)
+
+    def _outputs_of(self, ids: Integers, rows: list[int], width: int) -> tuple[Tensor, ...]:
+        return self._outputs(torch.from_numpy(ids[rows, :width].copy()))
 
     @abstractmethod
     def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
@@ -286,19 +283,16 @@ def _build(folder: Path, kind: AutoKind) -> PreTrainedModel:
     return model
 
 
-def _chunks(mask: Flags, vocab: int) -> Iterator[tuple[NDArray[np.int64], int]]:
+def _chunks(mask: Tensor, vocab: int) -> Iterator[tuple[list[int], int]]:
     """Rows with something to score, as many at a time as fit, and the width that they need."""
-    wanted: Sequence[int] = np.flatnonzero(mask.any(axis=1)).tolist()
-    ends = [int(np.flatnonzero(mask[row])[-1]) + 1 for row in wanted]
-    order = np.argsort(ends, kind="stable")
+    ends = {row: int(own.nonzero()[-1]) + 1 for row, own in enumerate(mask) if own.any()}
     rows: list[int] = []
     width = 0
-    for place in order:
-        end = ends[place]
-        if rows and (len(rows) + 1) * end * vocab > MAX_LOGITS:
-            yield np.array(rows), width
+    for row in sorted(ends, key=ends.__getitem__):
+        if rows and (len(rows) + 1) * ends[row] * vocab > MAX_LOGITS:
+            yield rows, width
             rows = []
-        rows.append(wanted[place])
-        width = end
+        rows.append(row)
+        width = ends[row]
     if rows:
-        yield np.array(rows), width
+        yield rows, width

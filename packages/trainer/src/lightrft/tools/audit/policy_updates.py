@@ -1,29 +1,29 @@
-"""The updates of reinforcement: the policy loss, the KL term, entropy, and a critic's loss."""
+"""The objectives of reinforcement: the policy loss, the KL term, entropy, and a critic's loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from lightrft.config import TrainConfig
-from lightrft.tools.audit.corrections import Borders, Pair, follows_policy
+from lightrft.tools.audit.corrections import follows_policy
 from lightrft.tools.audit.decisions import as_reinforcement
 from lightrft.tools.audit.losses import (
     POLICY_LOSSES,
     Batch,
-    Term,
     kl_term,
     normalizer,
     token_shares,
     value_term,
 )
-from lightrft.tools.audit.record import Array, Flags
+from lightrft.tools.audit.models import Scorer
+from lightrft.tools.audit.pairs import Borders, Differentiated, Pair, differentiated, with_rounding
 from lightrft.tools.audit.replay import (
-    NO_PASS,
     Numbers,
     Step,
     build_policy,
@@ -34,12 +34,8 @@ from lightrft.tools.audit.replay import (
     score_models,
     supervised_advantages,
     token_weights,
-    with_rounding,
 )
-from lightrft.tools.audit.updates import Slopes, StageAudit, Update, Updates
-
-# Rounding of a recorded score.
-FLOAT32 = 2.0**-23
+from lightrft.tools.audit.updates import Objective, StageAudit, Term, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,169 +51,125 @@ class Inputs:
 
     numbers: Numbers
     advantages: Pair
-    returns: Array
+    returns: Tensor
     error: float
 
 
-class PolicyUpdates(Updates):
-    """Updates of an actor, and of any critic, on samples.
+class OfTokens(Objective):
+    """A mean over tokens, as a policy's.
 
     Args:
-        step, inputs: What is audited.
-        is_configured: See `Updates`.
+        step, scorer, ended: See `Objective`.
+        inputs: What it is computed from.
     """
 
-    def __init__(self, step: Step, inputs: Inputs, *, is_configured: bool) -> None:
-        self.inputs = inputs
-        super().__init__(step, is_configured=is_configured)
-        reason = _not_recorded(step)
-        if reason:
-            self._ended.setdefault("actor", reason)
+    def __init__(self, step: Step, scorer: Scorer | None, inputs: Inputs, ended: str = "") -> None:
+        super().__init__(step, scorer, ended)
+        self.inputs, config = inputs, step.config
+        loss = POLICY_LOSSES.get(config.policy_loss_name)
+        self._mode = config.loss_agg_mode or (loss.aggregation if loss else "")
 
-    def _carry_out(self, update: Update) -> None:
-        if self.step.policy is None:
-            self._follow(update)
-        else:
-            super()._carry_out(update)
-
-    def _slopes(self, update: Update) -> Slopes:
-        is_critic = update.facts.model == "critic"
-        return self._value_slopes(update) if is_critic else self._policy_slopes(update)
-
-    @property
-    def _mode(self) -> str:
-        config = self.step.config
-        return config.loss_agg_mode or POLICY_LOSSES[config.policy_loss_name].aggregation
-
-    def _denominator(self, mask: Flags) -> float:
+    def denominator(self, mask: Tensor) -> float:
+        """See `Objective`."""
         config = self.step.config
         turns = config.max_turns if config.has_episodes else 1
         return normalizer(mask, self._mode, config.generate_max_len * turns)
 
-    def _share(self, update: Update) -> Array:
+    def share(self, mask: Tensor) -> Tensor:
         """[rows, seq], each token's part of a mean."""
-        z = max(self._denominator(update.mask), 1e-300)
-        return np.asarray(token_shares(update.mask, self._mode) / z)
+        return token_shares(mask, self._mode) / max(self.denominator(mask), 1e-300)
 
-    def _follow(self, update: Update) -> None:
-        """Compares what needs no pass of the model: losses of the run's scores, and the rate."""
-        found, facts, mask = self.step.found, update.facts, update.mask
-        if update.new is None:
-            found.skip(f"losses, {update.name}", "its scores are not recorded")
-        else:
-            seen = np.where(mask, update.new, 0.0)
-            scores, error = Pair(seen, seen), np.where(mask, FLOAT32 * np.maximum(1, -seen), 0.0)
-            if facts.model == "critic":
-                self._value_term(update, scores, error)
-            else:
-                self._policy_terms(update, scores, error)
-        found.skip(f"gradient norm, {update.name}", NO_PASS)
-        if not facts.is_skipped:
-            self._rate(update)
 
-    def _policy_slopes(self, update: Update) -> Slopes:
-        step, mask, by_entropy = self.step, update.mask, np.zeros(update.mask.shape)
-        policy, share = step.policy, self._share(update)
-        assert policy is not None  # else the run is followed
-        policy.load(self._optimizers["actor"].weights)
-        own, entropy = policy.score(step.rows.ids, mask)
-        new = Pair(own, own if update.new is None else update.new)
-        error = self._check_scores("logprobs", update, new, policy)
-        terms = self._policy_terms(update, new, error)
-        if step.config.entropy_coef > 0:
-            by_entropy = -step.config.entropy_coef * share
-            own_term, moved = Term(entropy, by_entropy), Term(error, by_entropy)
-            self._check_loss("entropy", update, own_term.times(share), moved.times(share))
-        slopes, noise = self._summed(terms)
-        noises = [noise, self._unit * by_entropy]
-        return self._gradients(update, policy, [slopes, by_entropy], noises)
+class PolicyObjective(OfTokens):
+    """The loss of an actor on samples."""
 
-    def _summed(self, terms: Sequence[tuple[Term, Term]]) -> tuple[Array, Array]:
-        """The derivatives of all terms by scores, and their rounding."""
-        slopes = np.sum([term.slope for term, _ in terms], axis=0)
-        moved = np.sum([moved.slope for _, moved in terms], axis=0)
-        return slopes, self._noise_of(slopes, moved)
+    scores = "logprobs"
 
-    def _policy_terms(self, update: Update, new: Pair, error: Array) -> list[tuple[Term, Term]]:
-        """The policy loss and the KL term of scores, each with how far it moves by rounding."""
+    def terms(
+        self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
+    ) -> Iterator[Term]:
+        """See `Objective`."""
         step, numbers, mask = self.step, self.inputs.numbers, update.mask
-        config, share = step.config, self._share(update)
-        weights = token_weights(step, numbers, self.inputs.advantages, mask, new)
+        config, share = step.config, self.share(mask)
+        weights = token_weights(step, numbers, self.inputs.advantages, mask, scores)
         if weights is not None and update.weights is not None:
             self._check_weights(update, update.weights, weights, error)
         factors = share if weights is None else share * weights
-        terms = [self._policy_term(update.micros, new, factors, error)]
-        self._check_loss("policy", update, *terms[0])
+        yield Term("policy", 1.0, *self._policy_term(update.micros, scores, factors, error))
         coef, reference = step.kl_coef, numbers.reference
         if config.use_kl_loss and coef > 0 and reference is not None:
 
-            def kl_of(scores: Pair, borders: Borders) -> Term:
-                kind, old = step.kl_estimator, numbers.old
-                return kl_term(kind, scores, reference, old, mask, borders).times(share)
+            def kl_of(p: Pair, borders: Borders) -> Tensor:
+                kl = kl_term(step.kl_estimator, p, reference, numbers.old, mask, borders)
+                return share * kl
 
             # Scores and those of the reference are rounded alike.
-            pair = with_rounding(kl_of, new, 2 * error, step.borders)
-            self._check_loss("kl", update, *pair)
-            terms.append((pair[0].times(coef), pair[1].times(coef)))
-        return terms
+            shifts = (2 * error, -2 * error)
+            yield Term("kl", coef, *with_rounding(kl_of, scores, shifts, step.borders))
+        if config.entropy_coef > 0:
+            for entropy in others:
+                exact = Differentiated(share * entropy, share)
+                moved = Differentiated(share * error, torch.zeros_like(share))
+                yield Term("entropy", -config.entropy_coef, exact, moved, number=1)
 
-    def _check_weights(self, update: Update, seen: Array, weights: Array, error: Array) -> None:
+    def _check_weights(self, update: Update, seen: Tensor, weights: Tensor, error: Tensor) -> None:
         """Weights by the new policy are rounded as its scores are, of a row as their sum."""
-        name, scale = f"token weights, {update.name}", max(1.0, float(np.abs(weights).max()))
-        floor = np.zeros(weights.shape)
+        floor = torch.zeros_like(weights)
         if follows_policy(self.step.config):
-            floor = weights * error.sum(axis=1, keepdims=True)
+            floor = weights * error.sum(dim=1, keepdim=True)
         self.step.found.tokens(
-            name, seen, weights, update.mask, "weights", scale=scale, floor=lambda: floor
+            f"token weights, {update.name}",
+            seen,
+            weights,
+            update.mask,
+            "weights",
+            scale=max(1.0, float(weights.abs().max())),
+            floor=lambda: floor,
         )
 
     def _policy_term(
-        self, micros: list[list[int]], new: Pair, weights: Array, error: Array
-    ) -> tuple[Term, Term]:
+        self, micros: list[list[int]], new: Pair, weights: Tensor, error: Tensor
+    ) -> tuple[Differentiated, Differentiated]:
         """The policy loss, and how far it moves by the rounding of scores and advantages."""
         step, old, advantages = self.step, self.inputs.numbers.old, self.inputs.advantages.own
         loss, options = POLICY_LOSSES[step.config.policy_loss_name], policy_options(step.config)
+        masks = torch.from_numpy(step.rows.mask)
 
-        def of(scores: Pair, borders: Borders, shift: float = 0.0) -> Term:
-            term = Term(np.zeros(weights.shape), np.zeros(weights.shape))
-            for micro in micros:
-                p, q, mask = scores.at(micro), old.at(micro), step.rows.mask[micro]
-                batch = Batch(p, q, advantages[micro] + shift, mask, weights[micro], borders)
-                part = loss.term(batch, options)
-                term.value[micro], term.slope[micro] = part.value, part.slope
-            return term
+        def of(scores: Pair, borders: Borders, shift: float = 0.0) -> Tensor:
+            parts = []
+            for rows in micros:
+                p, q, mask = scores.at(rows), old.at(rows), masks[rows]
+                batch = Batch(p, q, advantages[rows] + shift, mask, borders)
+                values = torch.where(mask, loss.function(batch, options), 0.0)
+                parts.append(values * weights[rows])
+            return torch.cat(parts)
 
-        term, moved = with_rounding(of, new, error, step.borders)
-        shifted = of(new, Borders(step.borders.tolerance), self.inputs.error)
-        return term, moved.plus(shifted.distance(term))
+        exact, moved = with_rounding(of, new, (error, -error), step.borders)
+        raised = partial(of, shift=self.inputs.error)
+        further = exact.distance(differentiated(raised, new, Borders(step.borders.tolerance)))
+        return exact, moved.plus(further)
 
-    def _value_slopes(self, update: Update) -> Slopes:
-        step, critic, mask = self.step, self.step.critic, update.mask
-        if critic is None:
-            raise ValueError("the record has updates of a critic, but no critic")
-        critic.load(self._optimizers["critic"].weights)
-        (own,) = critic.score(step.rows.ids, mask)
-        # Outside of responses a critic's values mean nothing.
-        values = Pair(own, own if update.new is None else np.where(mask, update.new, 0.0))
-        error = self._check_scores("values", update, values, critic)
-        slopes, noise = self._summed([self._value_term(update, values, error)])
-        return self._gradients(update, critic, [slopes], [noise])
 
-    def _value_term(self, update: Update, values: Pair, error: Array) -> tuple[Term, Term]:
-        """The value loss, and how far it moves by rounding."""
-        step, old, clip = self.step, self.inputs.numbers.values, self.step.config.value_clip
-        mask, share = update.mask, self._share(update)
+class ValueObjective(OfTokens):
+    """The loss of a critic."""
+
+    scores = "values"
+
+    def terms(
+        self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
+    ) -> Iterator[Term]:
+        """See `Objective`."""
+        step, old, mask = self.step, self.inputs.numbers.values, update.mask
+        share, returns, clip = self.share(mask), self.inputs.returns, step.config.value_clip
         if old is None:
             raise ValueError("the record has updates of a critic, but no values")
 
-        def value_of(scores: Pair, borders: Borders) -> Term:
-            returns = self.inputs.returns
-            return value_term(scores, old, returns, mask, clip=clip, borders=borders).times(share)
+        def value_of(values: Pair, borders: Borders) -> Tensor:
+            return share * value_term(values, old, returns, mask, clip=clip, borders=borders)
 
         # What is learned is rounded as the values are.
-        pair = with_rounding(value_of, values, 2 * error + self.inputs.error, step.borders)
-        self._check_loss("value", update, *pair)
-        return pair
+        shift = 2 * error + self.inputs.error
+        yield Term("value", 1.0, *with_rounding(value_of, scores, (shift, -shift), step.borders))
 
 
 def _not_recorded(step: Step) -> str:
@@ -235,24 +187,28 @@ def _not_recorded(step: Step) -> str:
 def policy_audit(config: TrainConfig, reference: Path | None) -> StageAudit:
     """The audit of a stage; see `stage_named` of `lightrft.tools.audit.report`."""
 
-    def updates(step: Step, is_configured: bool) -> Updates:
+    def objectives(step: Step) -> Mapping[str, Objective]:
         numbers = score_models(step, reference)
-        advantages, returns, error = estimate(step, numbers)
-        inputs = Inputs(numbers, advantages, returns, error)
-        return PolicyUpdates(step, inputs, is_configured=is_configured)
+        return _objectives(step, Inputs(numbers, *estimate(step, numbers)))
 
-    return StageAudit(config, partial(build_policy, config), check_samples, updates)
+    return StageAudit(config, partial(build_policy, config), check_samples, objectives)
 
 
 def supervised_audit(config: TrainConfig, reference: Path | None) -> StageAudit:
     """The audit of a stage; see `stage_named` of `lightrft.tools.audit.report`."""
 
-    def updates(step: Step, is_configured: bool) -> Updates:
+    def objectives(step: Step) -> Mapping[str, Objective]:
         numbers = score_models(step, reference)
         check_ends(step)
         advantages, error = supervised_advantages(step, numbers)
-        inputs = Inputs(numbers, advantages, advantages.own, error)
-        return PolicyUpdates(step, inputs, is_configured=is_configured)
+        return _objectives(step, Inputs(numbers, advantages, advantages.own, error))
 
     config = as_reinforcement(config)
-    return StageAudit(config, partial(build_policy, config), check_samples, updates)
+    return StageAudit(config, partial(build_policy, config), check_samples, objectives)
+
+
+def _objectives(step: Step, inputs: Inputs) -> Mapping[str, Objective]:
+    return {
+        "actor": PolicyObjective(step, step.policy, inputs, _not_recorded(step)),
+        "critic": ValueObjective(step, step.critic, inputs),
+    }

@@ -1,21 +1,20 @@
 """Preference losses from their definitions: functions of sums over the tokens of answers.
 
 c and r are sums of log-probabilities of the chosen and the rejected answer, cr and rr those under
-the reference, n_c and n_r numbers of tokens; u = c - cr, v = r - rr. Numbers may be complex, see
-`given_rows.differentiated`.
+the reference, n_c and n_r numbers of tokens; u = c - cr, v = r - rr.
 
 Sources: the papers that the functions name, with the conventions of docs/prefer.md.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
-from lightrft.tools.audit.given_rows import log_sigmoid, sigmoid
-from lightrft.tools.audit.record import Array
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid as log_sigmoid
 
 Given = Mapping[str, float]
 
@@ -31,11 +30,11 @@ class Answers:
             order of what is equal to rounding.
     """
 
-    own: Array
-    reference: Array
-    tokens: Array
-    seen: Array
-    seen_reference: Array
+    own: Tensor
+    reference: Tensor
+    tokens: Tensor
+    seen: Tensor
+    seen_reference: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,114 +55,113 @@ class Pairs:
     doubt: float
 
     @property
-    def u(self) -> Array:
+    def u(self) -> Tensor:
         """Log-ratios of chosen answers."""
         return self.chosen.own - self.chosen.reference
 
     @property
-    def v(self) -> Array:
+    def v(self) -> Tensor:
         """Log-ratios of rejected answers."""
         return self.rejected.own - self.rejected.reference
 
     @property
-    def mean_ratios(self) -> Array:
+    def mean_ratios(self) -> Tensor:
         """U / n_c - v / n_r."""
         return self.u / self.chosen.tokens - self.v / self.rejected.tokens
 
     @property
-    def mean_logprobs(self) -> tuple[Array, Array]:
+    def mean_logprobs(self) -> tuple[Tensor, Tensor]:
         """C / n_c and r / n_r."""
         return self.chosen.own / self.chosen.tokens, self.rejected.own / self.rejected.tokens
 
-    def in_order(self, values: Array, seen: Array) -> Array:
+    def in_order(self, values: Tensor, seen: Tensor) -> Tensor:
         """From the smallest on; values that are equal to rounding in the run's order."""
-        found = values[np.argsort(seen, kind="stable")]
-        if (np.diff(np.real(found)) < -4 * self.doubt).any():
-            found = values[np.argsort(np.real(values), kind="stable")]
+        found = values[torch.argsort(seen, stable=True)]
+        if bool((found.diff() < -4 * self.doubt).any()):
+            found = values[torch.argsort(values, stable=True)]
         return found
 
 
-def dpo(p: Pairs, given: Given) -> Array:
+def dpo(p: Pairs, given: Given) -> Tensor:
     """Rafailov et al. 2023, arXiv:2305.18290, eq. 7."""
     return -log_sigmoid(given["beta"] * (p.u - p.v))
 
 
-def cdpo(p: Pairs, given: Given) -> Array:
+def cdpo(p: Pairs, given: Given) -> Tensor:
     """Mitchell 2023: labels are wrong with probability e."""
     return _noisy(given["beta"] * (p.u - p.v), given["label_smoothing"])
 
 
-def robust(p: Pairs, given: Given) -> Array:
+def robust(p: Pairs, given: Given) -> Tensor:
     """Chowdhury et al. 2024, arXiv:2403.00409, eq. 9."""
     x, e = given["beta"] * (p.u - p.v), given["label_smoothing"]
     return (-(1 - e) * log_sigmoid(x) + e * log_sigmoid(-x)) / (1 - 2 * e)
 
 
-def hinge(p: Pairs, given: Given) -> Array:
+def hinge(p: Pairs, given: Given) -> Tensor:
     """Zhao et al. 2023, arXiv:2305.10425, on log-ratios."""
-    short = 1 - given["beta"] * (p.u - p.v)
-    return np.where(np.real(short) > 0, short, 0)
+    return torch.relu(1 - given["beta"] * (p.u - p.v))
 
 
-def ipo(p: Pairs, given: Given) -> Array:
+def ipo(p: Pairs, given: Given) -> Tensor:
     """Azar et al. 2023, arXiv:2310.12036, eq. 17, means over tokens."""
-    return np.asarray((p.mean_ratios - 0.5 / given["beta"]) ** 2)
+    return (p.mean_ratios - 0.5 / given["beta"]) ** 2
 
 
-def dpo_norm(p: Pairs, given: Given) -> Array:
+def dpo_norm(p: Pairs, given: Given) -> Tensor:
     """Lambert et al. 2024, arXiv:2411.15124, eq. 6."""
     return -log_sigmoid(given["beta"] * p.mean_ratios)
 
 
-def exo(p: Pairs, given: Given) -> Array:
+def exo(p: Pairs, given: Given) -> Tensor:
     """Ji et al. 2024, arXiv:2402.00856, eq. 17: KL of (s(x), s(-x)) from (1 - e, e)."""
     x, e = given["beta"] * (p.u - p.v), given["label_smoothing"]
-    right = sigmoid(x) * (log_sigmoid(x) - np.log(1 - e))
-    return np.asarray(right + sigmoid(-x) * (log_sigmoid(-x) - np.log(e)))
+    right = torch.sigmoid(x) * (log_sigmoid(x) - math.log(1 - e))
+    return right + torch.sigmoid(-x) * (log_sigmoid(-x) - math.log(e))
 
 
-def nca(p: Pairs, given: Given) -> Array:
+def nca(p: Pairs, given: Given) -> Tensor:
     """Chen et al. 2024, arXiv:2402.05369."""
     b = given["beta"]
     return -log_sigmoid(b * p.u) - (log_sigmoid(-b * p.u) + log_sigmoid(-b * p.v)) / 2
 
 
-def sppo(p: Pairs, given: Given) -> Array:
+def sppo(p: Pairs, given: Given) -> Tensor:
     """Wu et al. 2024, arXiv:2405.00675, chances of winning 1 and 0."""
     half = 0.5 / given["beta"]
     return (p.u - half) ** 2 + (p.v + half) ** 2
 
 
-def apo_zero(p: Pairs, given: Given) -> Array:
+def apo_zero(p: Pairs, given: Given) -> Tensor:
     """D'Oosterlinck et al. 2024, arXiv:2408.06266."""
-    return 1 - sigmoid(given["beta"] * p.u) + sigmoid(given["beta"] * p.v)
+    return 1 - torch.sigmoid(given["beta"] * p.u) + torch.sigmoid(given["beta"] * p.v)
 
 
-def apo_zero_unpaired(p: Pairs, given: Given) -> Array:
+def apo_zero_unpaired(p: Pairs, given: Given) -> Tensor:
     """The same, answer by answer."""
-    good, other = sigmoid(given["beta"] * p.u), sigmoid(given["beta"] * p.v)
-    return np.concatenate([1 - good, other])
+    good, other = torch.sigmoid(given["beta"] * p.u), torch.sigmoid(given["beta"] * p.v)
+    return torch.cat([1 - good, other])
 
 
-def apo_down(p: Pairs, given: Given) -> Array:
+def apo_down(p: Pairs, given: Given) -> Tensor:
     """D'Oosterlinck et al. 2024, arXiv:2408.06266."""
-    return sigmoid(given["beta"] * p.u) + 1 - sigmoid(given["beta"] * (p.u - p.v))
+    return torch.sigmoid(given["beta"] * p.u) + 1 - torch.sigmoid(given["beta"] * (p.u - p.v))
 
 
-def bco(p: Pairs, given: Given) -> Array:
+def bco(p: Pairs, given: Given) -> Tensor:
     """Jung et al. 2024, arXiv:2404.04656, delta constant."""
     b, delta = given["beta"], given["delta"]
     return -log_sigmoid(b * p.u - delta) - log_sigmoid(delta - b * p.v)
 
 
-def discopop(p: Pairs, given: Given) -> Array:
+def discopop(p: Pairs, given: Given) -> Tensor:
     """Lu et al. 2024, arXiv:2406.08414, the log-ratio modulated loss."""
     x = given["beta"] * (p.u - p.v)
     log_share = log_sigmoid(x / given["tau"])
-    return np.exp(log_share - x) - (1 - np.exp(log_share)) * log_sigmoid(x)
+    return torch.exp(log_share - x) - (1 - torch.exp(log_share)) * log_sigmoid(x)
 
 
-def aot(p: Pairs, given: Given) -> Array:
+def aot(p: Pairs, given: Given) -> Tensor:
     """Melnyk et al. 2024, arXiv:2406.05882, paired: quantiles of margins."""
     c, r = p.chosen, p.rejected
     policy = p.in_order(c.own - r.own, c.seen - r.seen)
@@ -171,45 +169,45 @@ def aot(p: Pairs, given: Given) -> Array:
     return _noisy(given["beta"] * (policy - reference), given["label_smoothing"])
 
 
-def aot_unpaired(p: Pairs, given: Given) -> Array:
+def aot_unpaired(p: Pairs, given: Given) -> Tensor:
     """The same, unpaired: quantiles of log-ratios."""
     c, r = p.chosen, p.rejected
     gaps = p.in_order(p.u, c.seen - c.seen_reference) - p.in_order(p.v, r.seen - r.seen_reference)
     return _noisy(given["beta"] * gaps, given["label_smoothing"])
 
 
-def kto(p: Pairs, given: Given) -> Array:
+def kto(p: Pairs, given: Given) -> Tensor:
     """Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7 and 8."""
     b = given["beta"]
-    good = given["desirable_weight"] * (1 - sigmoid(b * (p.u - p.z)))
-    other = given["undesirable_weight"] * (1 - sigmoid(b * (p.z - p.v)))
-    return np.concatenate([good, other])
+    good = given["desirable_weight"] * (1 - torch.sigmoid(b * (p.u - p.z)))
+    other = given["undesirable_weight"] * (1 - torch.sigmoid(b * (p.z - p.v)))
+    return torch.cat([good, other])
 
 
-def simpo(p: Pairs, given: Given) -> Array:
+def simpo(p: Pairs, given: Given) -> Tensor:
     """Meng et al. 2024, arXiv:2405.14734, eq. 6."""
     chosen, rejected = p.mean_logprobs
     return -log_sigmoid(given["beta"] * (chosen - rejected) - given["gamma"])
 
 
-def cpo(p: Pairs, given: Given) -> Array:
+def cpo(p: Pairs, given: Given) -> Tensor:
     """Xu et al. 2024, arXiv:2401.08417, eq. 3, its second term per token of chosen answers."""
     x = given["beta"] * (p.chosen.own - p.rejected.own)
     return given["alpha"] * sft(p, {}) - log_sigmoid(x)
 
 
-def orpo(p: Pairs, given: Given) -> Array:
+def orpo(p: Pairs, given: Given) -> Tensor:
     """Hong et al. 2024, arXiv:2403.07691, eqs. 5 to 7."""
-    chosen, rejected = (each - np.log(-np.expm1(each)) for each in p.mean_logprobs)
+    chosen, rejected = (each - (-torch.expm1(each)).log() for each in p.mean_logprobs)
     return sft(p, {}) - given["beta"] * log_sigmoid(chosen - rejected)
 
 
-def sft(p: Pairs, _: Given) -> Array:
+def sft(p: Pairs, _: Given) -> Tensor:
     """The mean over the tokens of chosen answers, as one over pairs."""
     return -p.chosen.own / p.mean_tokens
 
 
-def _noisy(x: Array, share: float) -> Array:
+def _noisy(x: Tensor, share: float) -> Tensor:
     return -(1 - share) * log_sigmoid(x) - share * log_sigmoid(-x)
 
 
@@ -224,7 +222,7 @@ class PreferenceLoss:
         of_answers: It has a value for each answer, not for each pair.
     """
 
-    function: Callable[[Pairs, Given], Array]
+    function: Callable[[Pairs, Given], Tensor]
     defaults: Given
     has_reference: bool = True
     of_answers: bool = False

@@ -1,26 +1,23 @@
-"""The update of a step on preferences."""
+"""The objective of a step on preferences."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightrft.config import TrainConfig
-from lightrft.tools.audit.corrections import Pair
-from lightrft.tools.audit.given_rows import check_given, differentiated, in_items, items_of
-from lightrft.tools.audit.losses import Term
+from lightrft.tools.audit.given_rows import check_given, in_items, items_of
 from lightrft.tools.audit.models import Scorer, frozen_state
-from lightrft.tools.audit.preference_losses import (
-    Answers,
-    Pairs,
-    preference_loss_named,
-)
-from lightrft.tools.audit.record import Array, Flags, Integers, RecordError
+from lightrft.tools.audit.pairs import Borders, Differentiated, Pair, with_rounding
+from lightrft.tools.audit.preference_losses import Answers, Pairs, preference_loss_named
+from lightrft.tools.audit.record import Flags, Integers, RecordError
 from lightrft.tools.audit.replay import Step, build_policy
-from lightrft.tools.audit.updates import Slopes, StageAudit, Update, Updates, trained_model
+from lightrft.tools.audit.updates import Objective, StageAudit, Term, Update, trained_model
 
 GOOD = "is_good"
 
@@ -32,139 +29,121 @@ def check_answers(step: Step) -> Flags:
     return step.rows.mask
 
 
-class PreferenceUpdates(Updates):
-    """One update on pairs of answers, or on labelled ones.
+class PreferenceObjective(Objective):
+    """The loss of a model on pairs of answers, or on labelled ones.
 
     Args:
         step: What is audited.
         scorer: Its plain model.
         reference: Folder of the reference; None takes `pretrain` of the options.
-        is_configured: See `Updates`.
     """
 
-    def __init__(
-        self, step: Step, scorer: Scorer, reference: Path | None, *, is_configured: bool
-    ) -> None:
-        super().__init__(step, is_configured=is_configured)
-        self._scorer, self._folder = scorer, reference or Path(str(step.config.pretrain))
-        self._is_good = step.record.samples.facts[GOOD].astype(np.bool_)
-        names = step.config.preference_loss
-        unknown = [name for name in names if preference_loss_named(name) is None]
-        if unknown:
-            self._ended["actor"] = f"preference loss {unknown[0]} is the caller's own"
-        found = map(preference_loss_named, names)
-        self._losses = [loss for loss in found if loss is not None]
-        tokens = step.rows.mask.sum(axis=1)
-        self._tokens = tokens.astype(np.float64)
-        self._mean_tokens = float(tokens[self._is_good].mean()) if self._is_good.any() else 1.0
+    scores = "logprobs"
 
-    def _denominator(self, mask: Flags) -> float:
-        del mask
+    def __init__(self, step: Step, scorer: Scorer, reference: Path | None) -> None:
+        found = {name: preference_loss_named(name) for name in step.config.preference_loss}
+        unknown = [name for name, loss in found.items() if loss is None]
+        super().__init__(
+            step, scorer, f"preference loss {unknown[0]} is the caller's own" if unknown else ""
+        )
+        self._model, self._folder = scorer, reference or Path(str(step.config.pretrain))
+        self._losses = [loss for loss in found.values() if loss is not None]
+        self._is_good = torch.from_numpy(step.record.samples.facts[GOOD].astype(np.bool_))
+        self._tokens = torch.from_numpy(step.rows.mask.sum(axis=1).astype(np.float64))
+
+    def denominator(self, mask: Tensor) -> float:
+        """See `Objective`."""
         return float(self.step.config.train_batch_size)
 
-    def _slopes(self, update: Update) -> Slopes:
-        step, mask = self.step, update.mask
-        self._scorer.load(self._optimizers["actor"].weights)
-        own = self._scorer.score(step.rows.ids, mask)[0]
-        new = Pair(own, own if update.new is None else update.new)
-        error = self._check_scores("logprobs", update, new, self._scorer)
-        sums = new.map(lambda each: np.where(mask, each, 0.0).sum(axis=1))
+    def terms(
+        self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
+    ) -> Iterator[Term]:
+        """See `Objective`."""
+        mask, tokens = update.mask, self._tokens.clamp(min=1.0)
         # Errors of single tokens have independent signs.
-        doubts = 3 * np.sqrt((error**2).sum(axis=1))
-        reference = self._reference(update, doubts)
-        z = self._check_z(update)
+        doubts = 3 * (error**2).sum(dim=1).sqrt()
+        reference, z = self._reference(mask, doubts), self._check_z(update)
+        run = scores.run.where(mask, 0.0).sum(dim=1)
 
-        def loss(shift: Array) -> tuple[float, Array]:
-            return differentiated(
-                lambda own: self._total(Pair(own, sums.run), reference, z, doubts), sums.own + shift
-            )
+        def loss(new: Pair, _: Borders) -> Tensor:
+            sums = Pair(new.own.where(mask, 0.0).sum(dim=1), run)
+            return self._values(sums, reference, z, float(doubts.max()))
 
-        value, slopes = loss(np.zeros(len(own)))
-        turned, moved, apart = np.zeros(len(own)), 0.0, np.where(self._is_good, 2.0, -2.0)
         # Reference sums are rounded alike.
-        for shift in (apart, -apart, np.abs(apart), -np.abs(apart)):
-            other, others = loss(shift * doubts)
-            moved, turned = max(moved, abs(other - value)), np.maximum(turned, abs(others - slopes))
-        self._check_loss("policy", update, _single(value, mask), _single(moved, mask))
+        apart = torch.where(self._is_good, 2.0, -2.0) * doubts
+        shifts = [
+            torch.where(mask, (sums / tokens)[:, None], 0.0)
+            for sums in (apart, -apart, apart.abs(), -apart.abs())
+        ]
+        exact, moved = with_rounding(loss, scores, shifts, self.step.borders)
         # The tokens of an answer share their derivative, and so its rounding.
-        wide = np.where(mask, slopes[:, None], 0.0)
-        noise = np.where(mask, (turned * np.sqrt(self._tokens))[:, None], 0.0)
-        nothing = np.zeros(mask.shape)
-        noises = [self._noise_of(wide, noise), nothing]
-        return self._gradients(update, self._scorer, [wide, nothing], noises)
+        shared = moved.slope * tokens.sqrt()[:, None]
+        yield Term("policy", 1.0, exact, Differentiated(moved.value, shared))
 
-    def _total(self, sums: Pair, reference: Pair, z: float, doubts: Array) -> Array:
-        """The loss of the step from the sums of its answers."""
-
-        def answers(which: Flags) -> Answers:
-            both, of_reference = sums.at(which), reference.at(which)
-            tokens = self._tokens[which]
-            return Answers(both.own, of_reference.own, tokens, both.run, of_reference.run)
-
-        pairs = Pairs(
-            answers(self._is_good),
-            answers(~self._is_good),
-            self._mean_tokens,
-            z,
-            float(doubts.max(initial=0.0)),
+    def _values(self, sums: Pair, reference: Pair, z: float, doubt: float) -> Tensor:
+        """The parts of the loss of the step, from the sums of its answers."""
+        is_good, config = self._is_good, self.step.config
+        chosen, rejected = (
+            Answers(
+                sums.own[which],
+                reference.own[which],
+                self._tokens[which],
+                sums.run[which],
+                reference.run[which],
+            )
+            for which in (is_good, ~is_good)
         )
-        config = self.step.config
+        mean_tokens = float(chosen.tokens.mean()) if len(chosen.tokens) else 1.0
+        pairs = Pairs(chosen, rejected, mean_tokens, z, doubt)
         weights = config.preference_weights or (1.0,) * len(self._losses)
-        given, total = config.preference_args or {}, np.zeros(())
+        given, parts = config.preference_args or {}, []
         for loss, weight in zip(self._losses, weights, strict=True):
             options = {n: float(given.get(n, value)) for n, value in loss.defaults.items()}
-            values = loss.function(pairs, options)
             number = len(self._tokens) if loss.of_answers else config.train_batch_size
-            total = total + weight * values.sum() / number
-        return total
+            parts.append(weight / number * loss.function(pairs, options))
+        return torch.cat(parts)
 
-    def _reference(self, update: Update, doubts: Array) -> Pair:
+    def _reference(self, mask: Tensor, doubts: Tensor) -> Pair:
         """Sums under the reference, of run and own; 0 where no loss reads them."""
         step, found, seen = self.step, self.step.found, self.step.record.values.ref_logprobs
-        is_wanted = np.array([any(loss.has_reference for loss in self._losses)])
-        found.exact("has a reference", np.array([seen.size > 0]), is_wanted)
-        nothing = np.zeros(len(doubts))
-        if not seen.size or not is_wanted.all():
-            return Pair(nothing, nothing)
-        self._scorer.load(self._reference_state())
-        own = self._scorer.score(step.rows.ids, update.mask)[0].sum(axis=1)
-        run = step.rows.padded(seen).sum(axis=1)
-        everywhere = np.ones((len(own), 1), dtype=np.bool_)
+        is_wanted = any(loss.has_reference for loss in self._losses)
+        found.exact("has a reference", np.array([seen.size > 0]), np.array([is_wanted]))
+        if not seen.size or not is_wanted:
+            return Pair(0 * doubts, 0 * doubts)
+        self._model.load(frozen_state(self._folder))
+        own = self._model.score(step.rows.ids, mask)[0].sum(dim=1, keepdim=True)
+        run = torch.from_numpy(step.rows.padded(seen)).sum(dim=1, keepdim=True)
         found.tokens(
             "sums of the reference",
-            run[:, None],
-            own[:, None],
-            everywhere,
+            run,
+            own,
+            torch.ones_like(own, dtype=torch.bool),
             "logprobs",
             floor=lambda: doubts[:, None],
         )
-        return Pair(own, run)
-
-    def _reference_state(self) -> dict[str, Tensor]:
-        return frozen_state(self._folder)
+        return Pair(own[:, 0], run[:, 0])
 
     def _check_z(self, update: Update) -> float:
         """The mean log-ratio of answers behind other prompts, at least 0; 0 where nobody asks."""
         if not any("desirable_weight" in loss.defaults for loss in self._losses):
             return 0.0
         ids, mask = self._others()
-        if not len(ids):
-            own, moved = np.zeros(1), 0.0
-        else:
-            sums = []
-            for state in (self._optimizers["actor"].weights, self._reference_state()):
-                self._scorer.load(state)
-                sums.append(self._scorer.score(ids, mask)[0])
-            own = (sums[0] - sums[1]).sum(axis=1)
-            error = np.where(mask, self.step.rounding(sums[0], "logprobs"), 0.0)
-            moved = 6 * float(np.sqrt((error**2).sum())) / len(own)
-        z, size = max(0.0, float(own.mean())), float(np.abs(own).mean())
+        ratios, moved = torch.zeros(1, dtype=torch.float64), 0.0
+        if len(ids):
+            self._model.load(frozen_state(self._folder))
+            reference = self._model.score(ids, mask)[0]
+            self._model.load(update.state)
+            own = self._model.score(ids, mask)[0]
+            ratios = (own - reference).sum(dim=1)
+            error = torch.where(mask, self.step.rounding(own, "logprobs"), 0.0)
+            moved = 6 * float((error**2).sum().sqrt()) / len(own)
+        z, size = max(0.0, float(ratios.mean())), float(ratios.abs().mean())
         seen = update.facts.losses.get("kl", float("nan"))
         name = f"log-ratio behind other prompts, {update.name}"
         self.step.found.number(name, seen, z, "loss", scale=size, floor=moved)
         return z
 
-    def _others(self) -> tuple[Integers, Flags]:
+    def _others(self) -> tuple[Integers, Tensor]:
         """The answers of the next item with another prompt behind the prompt of each item."""
         rows, items = self.step.rows, items_of(self.step)
         starts = rows.mask.argmax(axis=1)
@@ -179,25 +158,18 @@ class PreferenceUpdates(Updates):
                 trained = [False] * len(prompt) + rows.mask[row, part].tolist()
                 found.append(([*prompt, *rows.ids[row, part].tolist()], trained))
         width = max((len(ids) for ids, _ in found), default=0)
-        ids, mask = np.zeros((len(found), width), np.int64), np.zeros((len(found), width), np.bool_)
+        ids, mask = np.zeros((len(found), width), np.int64), torch.zeros(len(found), width).bool()
         for row, (own, trained) in enumerate(found):
-            ids[row, : len(own)], mask[row, : len(own)] = own, trained
+            ids[row, : len(own)], mask[row, : len(own)] = own, torch.tensor(trained)
         return ids, mask
-
-
-def _single(value: float, mask: Flags) -> Term:
-    """A loss that belongs to no single token."""
-    values = np.zeros(mask.shape)
-    values[0, 0] = value
-    return Term(values, np.zeros(mask.shape))
 
 
 def preference_audit(config: TrainConfig, reference: Path | None) -> StageAudit:
     """The audit of a stage; see `stage_named` of `lightrft.tools.audit.report`."""
-
-    def updates(step: Step, is_configured: bool) -> Updates:
-        return PreferenceUpdates(step, trained_model(step), reference, is_configured=is_configured)
-
     config = in_items(config)
-    build = partial(build_policy, config)
-    return StageAudit(config, build, lambda s: check_given(s, check_answers(s)), updates)
+    return StageAudit(
+        config,
+        partial(build_policy, config),
+        lambda step: check_given(step, check_answers(step)),
+        lambda step: {"actor": PreferenceObjective(step, trained_model(step), reference)},
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -28,17 +29,10 @@ from lightrft.tools.audit.advantages import (
     token_rewards,
     whitened,
 )
-from lightrft.tools.audit.corrections import (
-    Borders,
-    Pair,
-    Tokens,
-    correction,
-    high_entropy,
-    parse,
-)
+from lightrft.tools.audit.corrections import Tokens, correction, high_entropy, parse
 from lightrft.tools.audit.decisions import Decisions, check_decisions, kl_estimator
 from lightrft.tools.audit.findings import Findings
-from lightrft.tools.audit.losses import POLICY_LOSSES, Term, kl_term
+from lightrft.tools.audit.losses import POLICY_LOSSES, kl_term
 from lightrft.tools.audit.models import (
     FIRST,
     SCORE,
@@ -49,12 +43,12 @@ from lightrft.tools.audit.models import (
     frozen_state,
     sees_media,
 )
+from lightrft.tools.audit.pairs import Borders, Pair, with_rounding
 from lightrft.tools.audit.record import (
     COMPONENT,
     TURN_REWARDS,
     VERSIONS,
     Array,
-    Flags,
     StepRecord,
     named,
     read_record,
@@ -117,10 +111,19 @@ class Step:
         self.unit = self.found.tolerances["score"]
         self.borders = Borders(self.found.tolerances["weights"])
 
-    def rounding(self, scores: Array, kind: str) -> Array:
+    @property
+    def mask(self) -> Tensor:
+        """[rows, seq] bool, the tokens that count."""
+        return torch.from_numpy(self.rows.mask)
+
+    def wide(self, flat: np.ndarray) -> Tensor:
+        """A flat per-token array as [rows, seq] float64, 0 on padding."""
+        return torch.from_numpy(self.rows.padded(flat)).double()
+
+    def rounding(self, scores: Tensor, kind: str) -> Tensor:
         """Rounding of every score, as a mean distance of this kind may be."""
         share = MEAN_SHARES[kind] / MEAN_SHARES["logprobs"]
-        return np.asarray(share * self.unit * np.maximum(1.0, np.abs(scores)))
+        return share * self.unit * scores.abs().clamp(min=1.0)
 
     @property
     def is_reinforced(self) -> bool:
@@ -133,10 +136,10 @@ class Step:
         return self.record.facts.compute_dtype == "bfloat16"
 
     def noise(
-        self, model: Scorer, state: Mapping[str, Tensor], exact: Sequence[Array]
+        self, model: Scorer, state: Mapping[str, Tensor], exact: Sequence[Tensor]
     ) -> list[float]:
         """Mean distance of a token that computing in bfloat16 makes; no limit in float32."""
-        mask = self.rows.mask
+        mask = self.mask
         if not self.is_rounded or not mask.any():
             return [math.inf] * len(exact)
         rounded = model.in_bfloat16()
@@ -225,9 +228,9 @@ def check_samples(step: Step) -> None:
 def supervised_advantages(step: Step, numbers: Numbers) -> tuple[Pair, float]:
     """What -log p of each token is multiplied with, and its rounding: 1, or p of dft."""
     if step.config.sft_loss != "dft":
-        ones = np.ones(step.rows.mask.shape)
+        ones = torch.ones_like(numbers.old.own)
         return Pair(ones, ones), 0.0
-    return numbers.old.map(np.exp), step.unit
+    return numbers.old.map(torch.exp), step.unit
 
 
 def check_ends(step: Step) -> None:
@@ -255,25 +258,25 @@ def score_models(step: Step, reference: Path | None) -> Numbers:
     if policy is None:
         return _recorded_numbers(step)
 
-    def paired(name: str, seen: NDArray[np.float32], own: Array, noise: float) -> Pair:
-        pair = Pair(own, rows.padded(seen))
-        step.found.tokens(name, pair.run, own, rows.mask, "logprobs")
+    def paired(name: str, seen: NDArray[np.float32], own: Tensor, noise: float) -> Pair:
+        pair = Pair(own, step.wide(seen))
+        step.found.tokens(name, pair.run, own, step.mask, "logprobs")
         if step.is_rounded and rows.mask.any():
-            mean = mean_distance(pair, rows.mask)
+            mean = mean_distance(pair, step.mask)
             step.found.add(f"{name} (mean distance)", None, None, mean, NOISE_SAFETY * noise)
         return pair
 
-    def score(model: Scorer, state: Mapping[str, Tensor]) -> list[tuple[Array, float]]:
+    def score(model: Scorer, state: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
         """Numbers of the tokens, and the mean distance that the run's dtype makes of each."""
         model.load(state)
-        found = model.score(rows.ids, rows.mask)
+        found = model.score(rows.ids, step.mask)
         return list(zip(found, step.noise(model, state, found), strict=True))
 
     (own, noise), (entropy, noise_of_entropy) = score(policy, named(step.states["actor"], "weight"))
     if step.is_reinforced:
         _check_engine(step, own)
     step.unit = min(step.unit, NOISE_SAFETY * noise)
-    sampled = rows.rollout_logprobs if config.use_rollout_logprobs else own
+    sampled = torch.from_numpy(rows.rollout_logprobs) if config.use_rollout_logprobs else own
     old = paired("old logprobs", run.old_logprobs, sampled, noise)
     entropies = Pair(entropy, entropy)
     if run.entropy.size:
@@ -289,7 +292,7 @@ def score_models(step: Step, reference: Path | None) -> Numbers:
         scored = score(model, frozen_state(folder))[0]
         teacher = paired("teacher logprobs", run.teacher_logprobs, *scored)
     elif run.teacher_logprobs.size:
-        seen = rows.padded(run.teacher_logprobs)
+        seen = step.wide(run.teacher_logprobs)
         step.found.skip("teacher logprobs", f"no model in {folder}; the run's are taken")
         teacher = Pair(seen, seen)
     if step.critic is not None and run.values.size:
@@ -300,16 +303,15 @@ def score_models(step: Step, reference: Path | None) -> Numbers:
 
 def _recorded_numbers(step: Step) -> Numbers:
     """The run's own numbers, where no pass of its models can be repeated."""
-    rows, run = step.rows, step.record.values
+    run, nothing = step.record.values, torch.zeros(step.rows.mask.shape, dtype=torch.float64)
 
     def taken(name: str, seen: NDArray[np.float32]) -> Pair | None:
         if not seen.size:
             return None
         step.found.skip(name, NO_PASS)
-        wide = np.where(rows.mask, rows.padded(seen), 0.0)
+        wide = torch.where(step.mask, step.wide(seen), 0.0)
         return Pair(wide, wide)
 
-    nothing = np.zeros(rows.mask.shape)
     old = taken("old logprobs", run.old_logprobs) or Pair(nothing, nothing)
     _check_engine(step, old.run)
     return Numbers(
@@ -326,12 +328,12 @@ def _sampling(step: Step, old: Pair) -> Pair:
     """Old logprobs under the distribution that was sampled from."""
     if not step.record.values.log_kept_mass.size:
         return old
-    mass = step.rows.padded(step.record.values.log_kept_mass)
+    mass = step.wide(step.record.values.log_kept_mass)
     step.found.skip("kept mass", "what top_k, top_p and min_p excluded is taken from the run")
     return old.map(lambda each: each - mass)
 
 
-def _check_engine(step: Step, own: Array) -> None:
+def _check_engine(step: Step, own: Tensor) -> None:
     """The engine sampled each token from the weights of its version.
 
     Those before the step are at hand; of older ones those that a record of this run holds.
@@ -345,26 +347,27 @@ def _check_engine(step: Step, own: Array) -> None:
         step.found.skip(name, "drawn with top_k, top_p or min_p")
     else:
         expected, is_known = _sampling_weights(step, own)
-        step.found.tokens(name, rows.rollout_logprobs, expected, rows.mask & is_known, "engine")
+        step.found.tokens(name, rows.rollout_logprobs, expected, step.mask & is_known, "engine")
 
 
-def _sampling_weights(step: Step, own: Array) -> tuple[Array, Flags]:
+def _sampling_weights(step: Step, own: Tensor) -> tuple[Tensor, Tensor]:
     """Logprobs of tokens under the weights that sampled them, and where these are known."""
-    rows, current, policy = step.rows, step.record.facts.weights_version, step.policy
-    versions = rows.padded(step.record.samples.facts.get(VERSIONS, np.zeros(0)))
+    mask, current, policy = step.mask, step.record.facts.weights_version, step.policy
+    versions = step.record.samples.facts.get(VERSIONS, np.zeros(0))
     if current < 0 or not versions.size or policy is None:
-        return own, rows.mask
-    expected, is_known = own.copy(), versions == current
-    older = {int(v) for v in versions[rows.mask]} - {current}
+        return own, mask
+    of_token = step.wide(versions)
+    expected, is_known = own.clone(), of_token == current
+    older = set(of_token[mask].int().tolist()) - {current}
     for version, record in _records_of(step.record, older):
         policy.load(named(record.state("before", "actor"), "weight"))
-        where = versions == version
-        expected[where] = policy.score(rows.ids, rows.mask)[0][where]
+        where = of_token == version
+        expected[where] = policy.score(step.rows.ids, mask)[0][where]
         is_known |= where
         older.remove(version)
     policy.load(named(step.states["actor"], "weight"))
     for version in sorted(older):
-        num_tokens = int((rows.mask & (versions == version)).sum())
+        num_tokens = int((mask & (of_token == version)).sum())
         step.found.skip(
             f"engine logprobs of version {version}", f"no record has the weights of {num_tokens}"
         )
@@ -385,7 +388,7 @@ def _records_of(record: StepRecord, versions: Collection[int]) -> Iterator[tuple
             return
 
 
-def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array, float]:
+def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Tensor, float]:
     """Advantages (of run and own), the returns that a critic learns, and the rounding of both."""
     config, rows, samples, run = step.config, step.rows, step.record.samples, step.record.values
     moments = step.decided.reward_moments or step.record.facts.reward_moments
@@ -400,7 +403,7 @@ def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array, float]:
         scale=max(1.0, float(np.abs(rewards).max(initial=0))),
         floor=lambda: error,
     )
-    seen, seen_returns = (rows.padded(each) for each in (run.advantages, run.returns))
+    seen, seen_returns = step.wide(run.advantages), step.wide(run.returns)
     name, mask = config.advantage_estimator, rows.mask
     if name not in ESTIMATORS:
         step.found.skip("advantages", f"of {name}; the run's are taken")
@@ -419,32 +422,33 @@ def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array, float]:
     error += moved
     shaped = token_rewards(rewards, mask, penalty, _paid_by_turn(step))
     if name == "gae" and numbers.values is not None:
-        values = numbers.values.own
+        values = numbers.values.own.numpy()
         advantages = gae(shaped, values, mask, config, policy_lambds(mask, config))
         target = np.where(mask, gae(shaped, values, mask, config) + values, 0.0)
-        error += _row_sum(step.rounding(numbers.values.own, "logprobs"), mask)
+        error += _row_sum(step.rounding(numbers.values.own, "logprobs"), step.mask)
     else:
         advantages = target = returns(shaped, mask, config)
-    _check_advantages(step, "returns", Pair(target, seen_returns), error)
+    learned = torch.from_numpy(target)
+    _check_advantages(step, "returns", Pair(learned, seen_returns), error)
     if name in WHITENING or config.advantages_norm:
         # A run may take for a variance what rounding left of equal numbers.
         is_rounding = np.ptp(advantages[mask]) <= error if mask.any() else True
         advantages, std = whitened(advantages, mask)
         error /= math.sqrt(MIN_VARIANCE) if is_rounding else std
+    final = torch.from_numpy(advantages)
     if numbers.teacher is not None:
         # log p - log q of each token, which no later token discounts.
-        term = np.where(mask, numbers.teacher.own - numbers.old.own, 0.0)
-        advantages = advantages + config.teacher_coef * term
-        rounding = np.where(mask, step.rounding(numbers.old.own, "logprobs"), 0.0)
-        error += 2 * config.teacher_coef * float(rounding.max(initial=0.0))
+        final = final + config.teacher_coef * numbers.teacher.less(numbers.old, step.mask).own
+        rounding = step.rounding(numbers.old.own, "logprobs")[step.mask]
+        error += 2 * config.teacher_coef * max(rounding.tolist(), default=0.0)
     if config.advantage_clip > 0:
-        advantages = np.clip(advantages, -config.advantage_clip, config.advantage_clip)
-    _check_advantages(step, "advantages", Pair(advantages, seen), error)
-    return Pair(advantages, seen), target, error
+        final = final.clamp(-config.advantage_clip, config.advantage_clip)
+    _check_advantages(step, "advantages", Pair(final, seen), error)
+    return Pair(final, seen), learned, error
 
 
 def _check_advantages(step: Step, name: str, values: Pair, error: float) -> None:
-    scale = float(np.abs(values.own).max(initial=1e-6))
+    scale = max(1e-6, float(values.own.abs().max()))
     step.found.tokens(
         name,
         values.run,
@@ -468,45 +472,34 @@ def _paid_by_turn(step: Step) -> Array:
 
 def _kl_penalty(step: Step, numbers: Numbers) -> tuple[Array, float]:
     """What the KL term takes from each token's reward, and the rounding of a row's sum of it."""
-    mask = step.rows.mask
-    if step.reward_kl_coef <= 0 or numbers.reference is None:
+    mask, reference, old = step.mask, numbers.reference, numbers.old
+    if step.reward_kl_coef <= 0 or reference is None:
         return np.zeros(mask.shape), 0.0
-    reference, old = numbers.reference, numbers.old
 
-    def term_of(scores: Pair, borders: Borders) -> Term:
+    def term_of(scores: Pair, borders: Borders) -> Tensor:
         return kl_term(step.kl_estimator, scores, reference, old, mask, borders)
 
     # Scores and those of the reference are rounded alike.
-    term, moved = with_rounding(term_of, old, 2 * step.rounding(old.own, "logprobs"), step.borders)
-    return step.reward_kl_coef * term.value, step.reward_kl_coef * _row_sum(moved.value, mask)
+    error = 2 * step.rounding(old.own, "logprobs")
+    exact, moved = with_rounding(term_of, old, (error, -error), step.borders)
+    penalty = step.reward_kl_coef * exact.value
+    return penalty.numpy(), step.reward_kl_coef * _row_sum(moved.value, mask)
 
 
-def mean_distance(values: Pair, mask: Flags) -> float:
+def mean_distance(values: Pair, mask: Tensor) -> float:
     """Of a token, relative to 1 or to the value if larger."""
-    distance = np.abs(values.run - values.own) / np.maximum(1.0, np.abs(values.own))
+    distance = (values.run - values.own).abs() / values.own.abs().clamp(min=1.0)
     return float(distance[mask].mean())
 
 
-def _row_sum(errors: Array, mask: Flags) -> float:
+def _row_sum(errors: Tensor, mask: Tensor) -> float:
     """Rounding of the row with the most, of errors whose signs are independent."""
-    return 3 * float(np.sqrt((np.where(mask, errors, 0.0) ** 2).sum(axis=1)).max(initial=0.0))
-
-
-def with_rounding(
-    term_of: Callable[[Pair, Borders], Term], scores: Pair, error: Array, borders: Borders
-) -> tuple[Term, Term]:
-    """A term, and how far its values and slopes move if every score moves by `error`."""
-    term = term_of(scores, borders)
-    up, down = (
-        term_of(scores.map(lambda each, e=e: each + e), Borders(borders.tolerance))  # type: ignore[misc]
-        for e in (error, -error)
-    )
-    return term, up.distance(term).largest(down.distance(term))
+    return 3 * float((torch.where(mask, errors, 0.0) ** 2).sum(dim=1).sqrt().max())
 
 
 def token_weights(
-    step: Step, numbers: Numbers, advantages: Pair, mask: Flags, new: Pair
-) -> Array | None:
+    step: Step, numbers: Numbers, advantages: Pair, mask: Tensor, new: Pair
+) -> Tensor | None:
     """What the loss of every token of an optimizer batch is multiplied with; None is 1.
 
     Args:
@@ -515,12 +508,12 @@ def token_weights(
         new: Logprobs that the update differentiates.
     """
     terms = parse(step.config)
-    found: Array | None = None
+    found: Tensor | None = None
     if step.config.high_entropy_token_ratio > 0:
-        kept = high_entropy(numbers.entropy, mask, step.borders, step.config)
-        found = kept.astype(np.float64)
+        found = high_entropy(numbers.entropy, mask, step.borders, step.config).double()
     if terms:
-        tokens = Tokens(numbers.sampling, step.rows.rollout_logprobs, advantages, mask, new)
+        rollout = torch.from_numpy(step.rows.rollout_logprobs)
+        tokens = Tokens(numbers.sampling, rollout, advantages, mask, new)
         factors = correction(terms, tokens, step.borders)
         found = factors if found is None else found * factors
     return found

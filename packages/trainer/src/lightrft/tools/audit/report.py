@@ -23,7 +23,7 @@ from lightrft.tools.audit.record import RecordError, read_record
 from lightrft.tools.audit.replay import open_step
 from lightrft.tools.audit.reward_updates import reward_audit
 from lightrft.tools.audit.sources import check_sources, planned_steps
-from lightrft.tools.audit.updates import StageAudit
+from lightrft.tools.audit.updates import StageAudit, Updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
         check_sources(audited, before, planned)
     if before is not None:
         check_link(audited.found, before, audited.states)
-    stage.updates(audited, is_configured).replay()
+    Updates(audited, stage.objectives(audited), is_configured=is_configured).replay()
     if config.enable_ema:
         audited.found.skip("moving average", "it is not recorded")
     rows = tuple(audited.found.rows)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightrft.config import TrainConfig
-from lightrft.tools.audit.corrections import Pair
-from lightrft.tools.audit.losses import Term
 from lightrft.tools.audit.models import Scorer
 from lightrft.tools.audit.optimizers import (
     ADAM,
@@ -27,10 +26,13 @@ from lightrft.tools.audit.optimizers import (
     learning_rate,
     norm_of,
 )
-from lightrft.tools.audit.record import Array, Flags, RecordError, UpdateFacts, named, rows_of
+from lightrft.tools.audit.pairs import Differentiated, Pair
+from lightrft.tools.audit.record import RecordError, UpdateFacts, named, rows_of
 from lightrft.tools.audit.replay import NO_PASS, Builder, Step
 from lightrft.tools.audit.tolerances import NOISE_OF_GRADIENTS, NOISE_SAFETY
 
+# Rounding of a recorded score.
+FLOAT32 = 2.0**-23
 # Of a float32 weight that is stored: half a unit in the last place.
 ROUNDING = 2.0**-24
 # Adam divides gradients by their own size: below this share of the largest they are rounding.
@@ -39,9 +41,6 @@ MIN_MOMENT = 1e-5
 DOUBT = 2e-6
 # So often signs of roundings are drawn, and so many times the largest movement is taken.
 DRAWS, SAFETY = 4, 3
-
-# A gradient by names, and one of the rounding of each token's part, which is computed if needed.
-Slopes = tuple[dict[str, Tensor], Callable[[], dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +53,92 @@ class Update:
         micros: Rows of each micro batch.
         mask: [rows, seq] bool, the tokens of the batch.
         new, weights: [rows, seq] recorded scores and factors of the tokens; None without.
+        state: Weights of the model before it.
     """
 
     facts: UpdateFacts
     name: str
     micros: list[list[int]]
-    mask: Flags
-    new: Array | None
-    weights: Array | None
+    mask: Tensor
+    new: Tensor | None
+    weights: Tensor | None
+    state: Mapping[str, Tensor]
 
 
-class Updates(ABC):
-    """Replays the optimizer steps of all models; subclasses know their losses.
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A term of a loss.
+
+    Args:
+        name: In the record.
+        weight: In the loss.
+        exact: Its values, and its derivatives by a number of each token.
+        moved: How far rounding moves both.
+        number: By which number of the model; 0 are its scores.
+    """
+
+    name: str
+    weight: float
+    exact: Differentiated
+    moved: Differentiated
+    number: int = 0
+
+
+class Objective(ABC):
+    """What a model is trained on.
 
     Args:
         step: What is audited.
+        scorer: The plain model; None where no pass of it can be repeated.
+        ended: Why its updates cannot be recomputed; "" if they can.
+    """
+
+    # What a run records of each update; "" is nothing.
+    scores: ClassVar[str]
+
+    def __init__(self, step: Step, scorer: Scorer | None, ended: str = "") -> None:
+        self.step, self.scorer, self.ended = step, scorer, ended
+
+    @abstractmethod
+    def denominator(self, mask: Tensor) -> float:
+        """Z of an update on the tokens of the mask."""
+
+    @abstractmethod
+    def terms(
+        self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
+    ) -> Iterable[Term]:
+        """The terms of the loss; compares what they rest on.
+
+        Args:
+            update: Whose tokens count.
+            scores: [rows, seq] of the model's weights.
+            error: [rows, seq], how far each may be rounded.
+            others: Further numbers of the model, where a pass can be repeated.
+        """
+
+    def noises(self, slopes: Sequence[Tensor], moved: Tensor) -> list[Tensor]:
+        """How far the derivatives by each number are rounded; scores move the first by `moved`."""
+        unit = self.step.unit
+        rounded = [unit * each.abs() for each in slopes]
+        if self.step.is_rounded:
+            # What the backward pass makes is measured; scores are off by their mean distance.
+            return [moved / NOISE_SAFETY, *rounded[1:]]
+        return [moved + rounded[0], *rounded[1:]]
+
+
+class Updates:
+    """Replays the optimizer steps of all models.
+
+    Args:
+        step: What is audited.
+        objectives: By model.
         is_configured: The optimizers are those of the options.
     """
 
-    def __init__(self, step: Step, *, is_configured: bool) -> None:
-        self.step, self._is_configured = step, is_configured
-        self._unit = step.unit
+    def __init__(
+        self, step: Step, objectives: Mapping[str, Objective], *, is_configured: bool
+    ) -> None:
+        self.step, self._objectives, self._is_configured = step, objectives, is_configured
         self._optimizers = {name: self._open(name) for name in step.record.facts.optimizers}
         self._counts = dict.fromkeys(self._optimizers, 0)
         self._rates = dict.fromkeys(self._optimizers, 0.0)
@@ -88,6 +152,9 @@ class Updates(ABC):
         self._index = {int(i): row for row, i in enumerate(step.record.samples.sample_ids)}
         # Why the updates of a model cannot be recomputed, by model.
         self._ended = unrecomputable(step)
+        for name, objective in objectives.items():
+            if objective.ended:
+                self._ended.setdefault(name, objective.ended)
 
     def _open(self, model: str) -> Optimizer:
         facts, config = self.step.record.facts.optimizers[model], self.step.config
@@ -106,7 +173,7 @@ class Updates(ABC):
         """All updates in their order, then the states after them."""
         for number, facts in enumerate(self.step.record.facts.updates):
             if facts.model not in self._ended:
-                self._carry_out(self._open_update(number, facts))
+                self._carry_out(self._open_update(number, facts), self._objectives[facts.model])
             self._counts[facts.model] += 1
         for model in self._optimizers:
             reason = self._ended.get(model, NO_PASS if self.step.policy is None else "")
@@ -117,17 +184,48 @@ class Updates(ABC):
             if model not in self._ended:
                 self._check_frozen(model)
 
-    def _carry_out(self, update: Update) -> None:
+    def _carry_out(self, update: Update, objective: Objective) -> None:
         """Compares an update, and takes its step."""
-        self._act(update, self._slopes(update))
+        step, model, scorer = self.step, update.facts.model, objective.scorer
+        if scorer is None:
+            self._follow(update, objective)
+            return
+        scorer.load(update.state)
+        own, *others = scorer.score(step.rows.ids, update.mask)
+        scores = Pair(own, own if update.new is None else update.new)
+        error = self._check_scores(objective.scores, update, scores, scorer)
+        slopes, moved = [torch.zeros_like(each) for each in (own, *others)], torch.zeros_like(own)
+        for term in objective.terms(update, scores, error, others):
+            self._check_loss(update, term)
+            slopes[term.number] += term.weight * term.exact.slope
+            moved += abs(term.weight) * term.moved.slope
 
-    @abstractmethod
-    def _denominator(self, mask: Flags) -> float:
-        """Z of an update on the tokens of the mask."""
+        def gradient(by_number: Sequence[Tensor], of: Scorer) -> dict[str, Tensor]:
+            of.load(update.state)
+            found = of.slopes(step.rows.ids, update.mask, by_number, update.state)
+            return {n: value for n, value in found.items() if n in self._optimizers[model].groups}
 
-    @abstractmethod
-    def _slopes(self, update: Update) -> Slopes:
-        """Compares scores and losses of an update, and gives its gradient."""
+        exact = gradient(slopes, scorer)
+        if step.is_rounded and not self._counts[model]:
+            rounded = gradient(slopes, scorer.in_bfloat16())
+            difference = norm_of({n: rounded[n] - value for n, value in exact.items()})
+            self._rounded[model] = difference / max(norm_of(exact), 1e-300)
+        noises = objective.noises(slopes, moved)
+        self._act(update, exact, lambda: gradient([signed(each) for each in noises], scorer))
+
+    def _follow(self, update: Update, objective: Objective) -> None:
+        """Compares what needs no pass of the model: losses of the run's scores, and the rate."""
+        found = self.step.found
+        if update.new is None:
+            found.skip(f"losses, {update.name}", "its scores are not recorded")
+        else:
+            seen = torch.where(update.mask, update.new, 0.0)
+            error = torch.where(update.mask, FLOAT32 * (-seen).clamp(min=1.0), 0.0)
+            for term in objective.terms(update, Pair(seen, seen), error, ()):
+                self._check_loss(update, term)
+        found.skip(f"gradient norm, {update.name}", NO_PASS)
+        if not update.facts.is_skipped:
+            self._rate(update)
 
     def _open_update(self, number: int, facts: UpdateFacts) -> Update:
         """The rows of an update and what is recorded of it; checks its denominator."""
@@ -136,96 +234,71 @@ class Updates(ABC):
         micros = [[self._index[i] for i in micro] for micro in facts.micro_batches]
         batch = [row for micro in micros for row in micro]
 
-        def recorded(what: str) -> Array | None:
+        def recorded(what: str) -> Tensor | None:
             flat = step.record.update_values.get(f"{number}/{what}")
             if flat is None:
                 return None
-            found = np.zeros(rows.ids.shape)
+            found = torch.zeros(rows.ids.shape, dtype=torch.float64)
             for row, where in zip(batch, rows_of(rows.lengths[batch]), strict=True):
-                found[row, : rows.lengths[row]] = flat[where]
+                found[row, : rows.lengths[row]] = torch.from_numpy(flat[where])
             return found
 
-        mask = np.zeros(rows.mask.shape, dtype=np.bool_)
-        mask[batch] = rows.mask[batch]
-        step.found.number(f"denominator, {name}", facts.normalizer, self._denominator(mask))
-        return Update(facts, name, micros, mask, recorded("new"), recorded("weights"))
+        mask = torch.zeros(rows.mask.shape, dtype=torch.bool)
+        mask[batch] = torch.from_numpy(rows.mask[batch])
+        z = self._objectives[facts.model].denominator(mask)
+        step.found.number(f"denominator, {name}", facts.normalizer, z)
+        new, weights = recorded("new"), recorded("weights")
+        if new is not None and facts.model == "critic":
+            # Outside of responses a critic's values mean nothing.
+            new = torch.where(mask, new, 0.0)
+        state = self._optimizers[facts.model].weights
+        return Update(facts, name, micros, mask, new, weights, dict(state))
 
-    def _check_scores(self, what: str, update: Update, scores: Pair, scorer: Scorer) -> Array:
+    def _check_scores(self, what: str, update: Update, scores: Pair, scorer: Scorer) -> Tensor:
         """Compares scores of an update's weights, and says how far each may be rounded."""
         model, mask = update.facts.model, update.mask
-        drift, before = np.zeros(mask.shape), self._counts[model]
+        drift, before = torch.zeros_like(scores.own), self._counts[model]
         kind = "replayed" if before else "logprobs"
 
-        def floor() -> Array:
-            weights, spread = self._optimizers[model].weights, self._spread[model]
+        def floor() -> Tensor:
+            spread = self._spread[model]
             draw = torch.Generator().manual_seed(0)
             for _ in range(DRAWS if spread else 0):
-                moved = dict(weights)
+                moved = dict(update.state)
                 for n, size in spread.items():
                     signs = torch.randint(0, 2, size.shape, generator=draw) * 2 - 1
-                    moved[n] = weights[n] + signs * size
+                    moved[n] = update.state[n] + signs * size
                 scorer.load(moved)
                 other = scorer.score(self.step.rows.ids, mask)[0]
-                np.maximum(drift, np.abs(other - scores.own), out=drift)
+                torch.maximum(drift, (other - scores.own).abs(), out=drift)
             return SAFETY * drift
 
-        name = f"{what}, {update.name}"
-        self.step.found.tokens(name, scores.run, scores.own, mask, kind, floor=floor)
-        if before:
-            self.step.found.hint(f"look at the gradient and the optimizer in update {before}")
-        return np.where(mask, self.step.rounding(scores.own, kind) + SAFETY * drift, 0.0)
+        if what:
+            name = f"{what}, {update.name}"
+            self.step.found.tokens(name, scores.run, scores.own, mask, kind, floor=floor)
+            if before:
+                self.step.found.hint(f"look at the gradient and the optimizer in update {before}")
+        return torch.where(mask, self.step.rounding(scores.own, kind) + SAFETY * drift, 0.0)
 
-    def _gradients(
-        self,
-        update: Update,
-        scorer: Scorer,
-        slopes: Sequence[Array],
-        noises: Sequence[Array],
-    ) -> Slopes:
-        """The gradient of a loss from its derivatives by the numbers of a scorer.
-
-        Args:
-            update: Whose tokens count.
-            scorer: Of its model.
-            slopes: [rows, seq] for each number that the scorer gives of a token.
-            noises: How far each of them moves by rounding.
-        """
-        model = update.facts.model
-        optimizer = self._optimizers[model]
-
-        def gradient(weights: Sequence[Array], of: Scorer = scorer) -> dict[str, Tensor]:
-            of.load(optimizer.weights)
-            found = of.slopes(self.step.rows.ids, update.mask, weights, optimizer.weights)
-            return {n: value for n, value in found.items() if n in optimizer.groups}
-
-        own = gradient(slopes)
-        if self.step.is_rounded and not self._counts[model]:
-            rounded = gradient(slopes, scorer.in_bfloat16())
-            difference = norm_of({n: rounded[n] - value for n, value in own.items()})
-            self._rounded[model] = difference / max(norm_of(own), 1e-300)
-        return own, lambda: gradient([signed(each) for each in noises])
-
-    def _noise_of(self, slopes: Array, moved: Array) -> Array:
-        """Rounding of derivatives, of which scores alone move them by `moved`."""
-        if self.step.is_rounded:
-            # What the backward pass makes is measured; scores are off by their mean distance.
-            return moved / NOISE_SAFETY
-        return moved + self._unit * np.abs(slopes)
-
-    def _check_loss(self, what: str, update: Update, term: Term, moved: Term) -> None:
+    def _check_loss(self, update: Update, term: Term) -> None:
         self.step.found.number(
-            f"{what} loss, {update.name}",
-            update.facts.losses.get(what, math.nan),
-            float(term.value.sum()),
+            f"{term.name} loss, {update.name}",
+            update.facts.losses.get(term.name, math.nan),
+            float(term.exact.value.sum()),
             "loss",
-            scale=float(np.abs(term.value).sum()),
-            floor=float(moved.value.sum()),
+            scale=float(term.exact.value.abs().sum()),
+            floor=float(term.moved.value.sum()),
         )
 
-    def _act(self, update: Update, slopes: Slopes) -> None:
-        """Clips, and takes the optimizer's step."""
+    def _act(
+        self,
+        update: Update,
+        own: Mapping[str, Tensor],
+        rounding: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
+        """Clips a gradient whose rounding is computed if needed, and takes the optimizer's step."""
         found, facts, model = self.step.found, update.facts, update.facts.model
-        optimizer, (own, rounding), noise = self._optimizers[model], slopes, 0.0
+        optimizer, noise = self._optimizers[model], 0.0
         norm, name = norm_of(own), f"gradient norm, {update.name}"
         if facts.is_skipped:
             note = "the run skipped this update: its gradients were not finite"
@@ -385,14 +458,13 @@ class StageAudit:
         config: What the step had to follow.
         build: Makes the plain model.
         check_rows: Compares what the step was given.
-        updates: Compares scores before the update, and gives its replay; of a step and of whether
-            the optimizers are those of the options.
+        objectives: Compares scores before the update, and gives what each model is trained on.
     """
 
     config: TrainConfig
     build: Builder
     check_rows: Callable[[Step], None]
-    updates: Callable[[Step, bool], Updates]
+    objectives: Callable[[Step], Mapping[str, Objective]]
 
 
 def trained_model(step: Step) -> Scorer:
@@ -406,9 +478,9 @@ def trained_model(step: Step) -> Scorer:
     return step.policy
 
 
-def signed(sizes: Array) -> Array:
+def signed(sizes: Tensor) -> Tensor:
     """The sizes with signs that are drawn once and for all."""
-    return np.asarray(sizes * np.random.default_rng(0).choice((-1.0, 1.0), sizes.shape))
+    return sizes * torch.from_numpy(np.random.default_rng(0).choice((-1.0, 1.0), sizes.shape))
 
 
 def unrecomputable(step: Step) -> dict[str, str]:
