@@ -499,7 +499,7 @@ ENDS = {
     "journal_rounds",
     "batch",
     "rollouts",
-    "row_recorder",
+    "audit_recorder",
     "trajectories",
     "samples",
     "version_checks",

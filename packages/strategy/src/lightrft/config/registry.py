@@ -472,14 +472,10 @@ START_HOOKS = Registry(
     takes_own=False,
     group="lightrft.start_hooks",
 )
-# Receivers of the numbers of an update, made of a `lightrft.stages.policy.updates.ObservedStep`,
-# or of one on given rows, of a `lightrft.stages.rows.row_observer.ObservedRows`.
+# Receivers of the numbers of an update, made of a `lightrft.stages.observer.ObservedStep`.
 STEP_OBSERVERS = Registry(
     "observer of a step",
-    {
-        "audit": "lightrft.tools.audit_recorder:StepRecorder",
-        "row_audit": "lightrft.tools.row_recorder:RowRecorder",
-    },
+    {"audit": "lightrft.tools.audit_recorder:Recorder"},
     takes_own=False,
 )
 # Choices that are the branches of one function.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +19,14 @@ from lightrft.models import Actor, SequenceModel
 from lightrft.models.lora import LoraModel
 from lightrft.records.columns import COLUMNS
 from lightrft.records.table import RowTable, SampleTable, join_tables, tabulate
+from lightrft.stages.observer import ObservedRows, ObservedSamples, ObservedStep, Observer
 from lightrft.strategy.backend import PreparedModel
 from lightrft.strategy.optimizers import PlannedLR
 from lightrft.tools.audit.record import (
     COMPONENT,
     CONFIG,
     CUT,
+    PLACE,
     TOKEN_VALUES,
     VERSIONS,
     Facts,
@@ -40,71 +41,58 @@ from lightrft.tools.audit.record import (
 )
 
 if TYPE_CHECKING:
-    from lightrft.algorithms.moments import Moments
     from lightrft.records.batch import ExperienceBatch
-    from lightrft.stages.policy.updates import ObservedStep
-    from lightrft.stages.rows.row_observer import ObservedRows
     from lightrft.strategy.optimizers import OptimizerStepResult
 
-Kind = TypeVar("Kind", bound=np.generic)
-Raw = TypeVar("Raw")
+# The rows of a record by sample id, without padding.
 Flat = NDArray[np.float32] | NDArray[np.int32] | NDArray[np.bool_]
+ByRow = dict[str, dict[int, Flat]]
+# Numbers that each update has anew.
+OF_UPDATE = ("new", "weights")
 
 
 @dataclass(slots=True)
 class Update:
-    """One optimizer step as this rank saw it; per-token arrays by sample id."""
+    """One optimizer step as this rank saw it; per-token arrays by name and sample id."""
 
     model: str
     normalizer: float
-    weights: dict[int, Flat] = field(default_factory=dict)
-    new: dict[int, Flat] = field(default_factory=dict)
+    values: ByRow = field(default_factory=dict)
     micro_batches: list[list[int]] = field(default_factory=list)
     losses: dict[str, float] = field(default_factory=dict)
     grad_norm: float = 0.0
     learning_rate: float = 0.0
     is_skipped: bool = False
 
-    def add(self, ids: Sequence[int], values: dict[int, Flat], terms: Mapping[str, Tensor]) -> None:
-        """Adds a micro batch: ids and values of its rows, its share of each term of the loss."""
-        self.micro_batches.append(list(ids))
-        self.new |= values
-        for name, share in terms.items():
-            self.losses[name] = self.losses.get(name, 0.0) + float(share.detach())
-
 
 @dataclass(frozen=True, slots=True)
-class Share(Generic[Raw]):
-    """A rank's part of the record of a step."""
+class Share:
+    """A rank's part of the record of a step; `samples` are those that only this rank knows."""
 
-    raw: Raw
-    values: dict[str, dict[int, Flat]]
+    samples: SampleTable | None
+    values: ByRow
     updates: list[Update]
 
 
-class Recorder(ABC, Generic[Raw]):
-    """Writes `OUTPUT_DIR/audit/step_N`; see `lightrft.tools.audit.record` for what is in it.
+class Recorder(Observer):
+    """An observer (`lightrft.stages.observer`) that writes `OUTPUT_DIR/audit/step_N`.
 
-    To be made on every rank, since the states before the first update are gathered and written at
-    once.
+    `lightrft.tools.audit.record` says what is in it. To be made on every rank, since the states
+    before the first update are gathered and written at once.
 
     Args:
         step: Before its update.
-        stage: Of `config.registry.STAGES`.
     """
 
-    kl_coef, num_items = 0.0, 0
-    moments: Moments | None = None
-
-    def __init__(self, step: ObservedStep | ObservedRows, stage: str) -> None:
-        self._strategy, self._config, self._stage = step.strategy, step.config, stage
+    def __init__(self, step: ObservedStep) -> None:
+        self._step, self._strategy = step, step.strategy
         self._models = {
             each.name: PreparedModel(each.model, each.optimizer, each.scheduler)
             for each in step.models.trained
         }
         self.updates: list[Update] = []
-        self._number, self._num_planned = step.number, step.num_planned
-        self._folder = step_folder(Path(self._config.output_dir), self._number)
+        self._values: ByRow = {}
+        self._folder = step_folder(Path(step.config.output_dir), step.number)
         self._partial = self._folder.with_name(f".{self._folder.name}.partial")
         strategy = self._strategy
         if strategy.is_rank_0():
@@ -139,11 +127,30 @@ class Recorder(ABC, Generic[Raw]):
             write_states(folder, states, keeps=self._strategy.is_rank_0())
 
     def begin_update(self, model: str, normalizer: Tensor) -> None:
-        """Before the micro batches of an optimizer step, with Z over all ranks."""
+        """See `Observer`."""
         self.updates.append(Update(model, float(normalizer)))
 
+    def micro_batch(
+        self,
+        ids: Sequence[int] | Tensor,
+        attention_mask: Tensor,
+        values: Mapping[str, Tensor | None],
+        terms: Mapping[str, Tensor],
+    ) -> None:
+        """See `Observer`; a number of a row stands at its last trained token."""
+        update, rows = self.updates[-1], [int(i) for i in ids]
+        update.micro_batches.append(rows)
+        for name, tensor in values.items():
+            if tensor is not None:
+                if tensor.dim() == 1:
+                    tensor = at_last(tensor, cast("Tensor", values["response_mask"]))
+                into = update.values if name in OF_UPDATE else self._values
+                into.setdefault(name, {}).update(by_row(tensor, attention_mask, rows))
+        for name, share in terms.items():
+            update.losses[name] = update.losses.get(name, 0.0) + float(share.detach())
+
     def end_update(self, result: OptimizerStepResult) -> None:
-        """After an optimizer step."""
+        """See `Observer`."""
         update = self.updates[-1]
         update.grad_norm, update.learning_rate = result.grad_norm, result.learning_rate
         update.is_skipped = result.is_skipped
@@ -151,11 +158,13 @@ class Recorder(ABC, Generic[Raw]):
     def finish(self) -> None:
         """Writes the states after the last update, and all that was collected; collective."""
         self._write_states("after")
-        strategy = self._strategy
+        strategy, data, table = self._strategy, self._step.data, None
+        if isinstance(data, ObservedSamples):
+            table = tabulate(data.experience.samples.scored)
+            self._values |= batch_values(data.experience.batch)
         # Ranks that share their sequences saw the same rows.
         counts = strategy.get_rank() % strategy.config.sp_size == 0
-        values = self._own_values() if counts else {}
-        own = Share(self._own_raw(), values, self.updates if counts else [])
+        own = Share(table, self._values, self.updates) if counts else Share(table, {}, [])
         # Only the first rank writes.
         parts = [pickle.dumps(own), *([b""] * (strategy.world_size - 1))]
         gathered = strategy.context.exchange_bytes(parts)
@@ -163,42 +172,36 @@ class Recorder(ABC, Generic[Raw]):
             self._write([pickle.loads(data) for data in gathered])
         strategy.barrier()
 
-    @abstractmethod
-    def _own_raw(self) -> Raw:
-        """What this rank has before anything was computed."""
-
-    @abstractmethod
-    def _own_values(self) -> dict[str, dict[int, Flat]]:
-        """Per-token values of this rank's rows, by name and sample id."""
-
-    @abstractmethod
-    def _joined_raw(self, shares: Sequence[Raw]) -> tuple[RawSamples, Tensor]:
-        """The raw samples of all ranks, and the rewards as the run saw them."""
-
-    def _write(self, shares: Sequence[Share[Raw]]) -> None:
-        raw, rewards = self._joined_raw([share.raw for share in shares])
-        values: dict[str, dict[int, Flat]] = {}
+    def _write(self, shares: Sequence[Share]) -> None:
+        step, data, strategy = self._step, self._step.data, self._strategy
+        if isinstance(data, ObservedRows):
+            raw, rewards = row_samples(data), np.zeros(sum(map(len, data.items)))
+        else:
+            tables = [share.samples for share in shares if share.samples is not None]
+            raw = _raw_samples(join_tables(tables), data.experience.samples.greedy)
+            rewards = data.experience.rewards.rewards.double().cpu().numpy()
+        values: ByRow = {}
         for share in shares:
             for name, rows in share.values.items():
-                values[name] = {**values.get(name, {}), **rows}
+                values.setdefault(name, {}).update(rows)
         updates = [
             [share.updates[i] for share in shares if share.updates]
             for i in range(len(self.updates))
         ]
-        strategy, moments = self._strategy, self.moments
+        moments = None if isinstance(data, ObservedRows) else data.moments
         engine = strategy.inference_engine
         facts = Facts(
             weights_version=-1 if engine is None else engine.weights_version,
-            stage=self._stage,
-            step=self._number,
-            num_planned=self._num_planned,
-            num_items=self.num_items,
+            stage=step.stage,
+            step=step.number,
+            num_planned=step.num_planned,
+            num_items=data.num_items if isinstance(data, ObservedRows) else 0,
             world_size=strategy.world_size,
             data_ranks=strategy.num_data_ranks,
             strategy=type(strategy).__name__,
             engine=strategy.inference_engine_type or "",
             compute_dtype=str(strategy.context.compute_dtype).removeprefix("torch."),
-            kl_coef=self.kl_coef,
+            kl_coef=0.0 if isinstance(data, ObservedRows) else data.kl_coef,
             reward_moments=[]
             if moments is None
             else [float(moments.count), moments.mean, moments.sum_of_squares],
@@ -206,7 +209,7 @@ class Recorder(ABC, Generic[Raw]):
             optimizers=self._optimizers,
             updates=[_joined(parts) for parts in updates],
         )
-        self._config.save(self._partial / CONFIG)
+        step.config.save(self._partial / CONFIG)
         write_record(
             self._partial,
             facts,
@@ -221,60 +224,50 @@ class Recorder(ABC, Generic[Raw]):
         return actor.scale if isinstance(actor, LoraModel) else 0.0
 
 
-class StepRecorder(Recorder[SampleTable]):
-    """The record of a step of reinforcement, an observer (`lightrft.stages.policy.updates`)."""
-
-    def __init__(self, step: ObservedStep) -> None:
-        self._step = step.experience
-        self._of_first_pass: dict[str, dict[int, Flat]] = {"old_logprobs": {}, "log_kept_mass": {}}
-        self.kl_coef, self.moments = step.kl_coef, step.moments
-        super().__init__(step, "policy")
-
-    def micro_batch(
-        self,
-        batch: ExperienceBatch,
-        values: Tensor,
-        terms: Mapping[str, Tensor],
-        old_logprobs: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        """See `StepObserver`."""
-        update, by_row = self.updates[-1], _by_sample(batch, values)
-        if weights is not None:
-            update.weights |= _by_sample(batch, weights)
-        update.add(list(by_row), by_row, terms)
-        if self._step.batch.outputs.old_logprobs is None:
-            for name in self._of_first_pass:
-                tensor = getattr(batch.outputs, name)
-                if tensor is not None:
-                    self._of_first_pass[name] |= _by_sample(batch, tensor)
-
-    def _own_raw(self) -> SampleTable:
-        return tabulate(self._step.samples.scored)
-
-    def _own_values(self) -> dict[str, dict[int, Flat]]:
-        batch, found = self._step.batch, dict[str, dict[int, Flat]]()
-        for record in (batch, batch.outputs, batch.rollouts):
-            for name in TOKEN_VALUES:
-                tensor = getattr(record, name) if name in record.__slots__ else None
-                if tensor is not None:
-                    found[name] = _by_sample(batch, tensor)
-        return found | {name: own for name, own in self._of_first_pass.items() if own}
-
-    def _joined_raw(self, shares: Sequence[SampleTable]) -> tuple[RawSamples, Tensor]:
-        raw = _raw_samples(join_tables(shares), self._step.samples.greedy)
-        return raw, self._step.rewards.rewards
-
-
-def _by_sample(batch: ExperienceBatch, tensor: Tensor) -> dict[int, Flat]:
-    rollouts = batch.rollouts
-    return by_row(tensor, rollouts.attention_mask, rollouts.sample_ids.tolist())
+def batch_values(batch: ExperienceBatch) -> ByRow:
+    """What was computed of this rank's samples before the first update."""
+    found: ByRow = {}
+    for record in (batch, batch.outputs, batch.rollouts):
+        for name in TOKEN_VALUES:
+            tensor = getattr(record, name) if name in record.__slots__ else None
+            if tensor is not None:
+                rollouts = batch.rollouts
+                found[name] = by_row(tensor, rollouts.attention_mask, rollouts.sample_ids.tolist())
+    return found
 
 
 def by_row(tensor: Tensor, attention_mask: Tensor, ids: Sequence[int]) -> dict[int, Flat]:
     """A [batch, seq] tensor row by row, without padding, by id."""
     lengths, values = attention_mask.sum(dim=1).tolist(), tensor.detach().cpu().numpy()
-    return {int(i): row[: int(n)].copy() for i, row, n in zip(ids, values, lengths, strict=True)}
+    return {i: row[: int(n)].copy() for i, row, n in zip(ids, values, lengths, strict=True)}
+
+
+def at_last(numbers: Tensor, is_trained: Tensor) -> Tensor:
+    """[batch, seq] the number of each row at its last trained token, 0 elsewhere."""
+    counts = is_trained.cumsum(dim=1)
+    return numbers[:, None] * (is_trained & (counts == counts[:, -1:]))
+
+
+def row_samples(data: ObservedRows) -> RawSamples:
+    """The rows of a step as samples that nobody drew."""
+    rows, sizes = [row for item in data.items for row in item], [len(item) for item in data.items]
+    lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int64)
+    zeros, never = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.bool_)
+    return RawSamples(
+        sample_ids=np.arange(len(rows), dtype=np.int64),
+        group_ids=np.repeat(np.arange(len(sizes)), sizes),
+        prompt_lengths=np.zeros_like(lengths),
+        response_lengths=lengths,
+        token_ids=np.concatenate([row.token_ids for row in rows]),
+        is_sampled=np.concatenate([row.is_trained for row in rows]),
+        rollout_logprobs=np.zeros(int(lengths.sum()), dtype=np.float32),
+        rewards=zeros,
+        accuracies=zeros,
+        is_failed=never,
+        is_untruncated=~never,
+        greedy_rewards=zeros,
+        facts={**data.facts, PLACE: np.repeat(data.places, sizes)},
+    )
 
 
 def _raw_samples(table: SampleTable, greedy: RowTable | None) -> RawSamples:
@@ -301,7 +294,7 @@ def _raw_samples(table: SampleTable, greedy: RowTable | None) -> RawSamples:
 
 
 def _run_values(
-    rewards: Tensor, ids: Sequence[int], values: Mapping[str, Mapping[int, Flat]]
+    rewards: NDArray[np.float64], ids: Sequence[int], values: Mapping[str, Mapping[int, Flat]]
 ) -> RunValues:
     """Flat columns in the order of the ids; what no row has is empty."""
     kinds: dict[str, type[np.generic]] = {"token_ids": np.int32, "response_mask": np.bool_}
@@ -310,7 +303,7 @@ def _run_values(
         rows, dtype = values.get(name, {}), kinds.get(name, np.float32)
         parts = [rows[i].astype(dtype) for i in ids if i in rows]
         found[name] = np.concatenate([np.zeros(0, dtype), *parts])
-    return RunValues(rewards=rewards.double().cpu().numpy(), **found)
+    return RunValues(rewards=rewards, **found)
 
 
 def _joined(parts: Sequence[Update]) -> UpdateFacts:
@@ -331,14 +324,14 @@ def _update_values(updates: Sequence[Sequence[Update]]) -> dict[str, NDArray[np.
     """Per-token values of every optimizer step, flat in the order of its micro batches."""
     found = {}
     for number, parts in enumerate(updates):
-        for what in ("new", "weights"):
+        for name in OF_UPDATE:
             rows = [
-                (part.new if what == "new" else part.weights)[i]
+                part.values[name][i]
                 for part in parts
-                if (part.new if what == "new" else part.weights)
+                if name in part.values
                 for micro in part.micro_batches
                 for i in micro
             ]
             if rows:
-                found[f"{number}/{what}"] = np.concatenate(rows).astype(np.float32)
+                found[f"{number}/{name}"] = np.concatenate(rows).astype(np.float32)
     return found

@@ -24,6 +24,7 @@ from lightrft.rewards.types import RewardError, RewardFunction
 from lightrft.rollout.sampler import RolloutSampler, greedy_params
 from lightrft.rollout.source import SourceParts
 from lightrft.stages.models import FrozenModels, configure_models
+from lightrft.stages.observer import ObservedSamples, ObservedStep, Observer, open_observer
 from lightrft.stages.policy.algorithm import (
     check_algorithm,
     decide,
@@ -36,12 +37,7 @@ from lightrft.stages.policy.step_metrics import (
     record_experience,
     record_tallies,
 )
-from lightrft.stages.policy.updates import (
-    ObservedStep,
-    PolicyUpdate,
-    StepObserver,
-    open_observer,
-)
+from lightrft.stages.policy.updates import PolicyUpdate
 from lightrft.stages.stage import Stage, Step, TrainedModels, Work
 
 if TYPE_CHECKING:
@@ -306,22 +302,20 @@ class PolicyStage(Stage[PolicyBatch]):
             maker.remote.complete(step)
         return work
 
-    def observe_step(self, batch: PolicyBatch, step: Step) -> StepObserver:
+    def observe_step(self, batch: PolicyBatch, step: Step) -> Observer:
         """The receiver of the step's numbers; collective where one is due."""
-        every = self.config.audit_every
-        if every <= 0 or step.number % every:
-            return StepObserver()
+        kl_coef, moments = self.maker.kl_coef(self.memory), self.memory.moments
         return open_observer(
-            "audit",
-            ObservedStep(
+            step,
+            self.config,
+            lambda: ObservedStep(
+                "policy",
                 step.number,
+                step.num_planned,
                 replace(self.config, loss_agg_mode=self.algorithm.asked_aggregation),
                 self.strategy,
                 self.models,
-                batch.experience,
-                self.maker.kl_coef(self.memory),
-                self.memory.moments,
-                step.num_planned,
+                ObservedSamples(batch.experience, kl_coef, moments),
             ),
         )
 

@@ -1,11 +1,11 @@
-"""The update of a step: optimizer steps of policy and critic; observers of what they compute."""
+"""The update of a step: optimizer steps of policy and critic."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,8 @@ from lightrft.algorithms.masking import (
     high_entropy_mask,
     high_entropy_mask_per_sequence,
 )
-from lightrft.algorithms.moments import Moments
 from lightrft.algorithms.value import clipped_value_loss
 from lightrft.config import TrainConfig
-from lightrft.config.registry import STEP_OBSERVERS
 from lightrft.experience.maker import StepExperience, run_policy
 from lightrft.experience.minibatches import epoch_order, micro_slices
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
@@ -33,85 +31,14 @@ from lightrft.records.batch import (
     select_rollouts,
 )
 from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.observer import Observer
 from lightrft.stages.policy.objective import LossTokens, PolicyObjective
 from lightrft.stages.policy.step_metrics import record_policy, record_ratios
 from lightrft.stages.stage import TrainedModel, TrainedModels, optimizer_step, record_total
-from lightrft.strategy.optimizers import OptimizerStepResult
 
 if TYPE_CHECKING:
     from lightrft.stages.policy.pretrain_mix import PretrainMix
     from lightrft.strategy.strategy_base import StrategyBase
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedStep:
-    """A step before its update, as observers are told.
-
-    Args:
-        number: Of the step, counted from 1.
-        config: Of the run, as it was asked for: an observer knows a paper's aggregation itself.
-        strategy: Gathers states and the parts of all ranks.
-        models: What is trained.
-        experience: What is trained on.
-        kl_coef: Weight of the KL term; 0 without a reference model.
-        moments: Of all rewards before the step, or None without running normalisation.
-        num_planned: Steps of the whole run; 0 is unknown.
-    """
-
-    number: int
-    config: TrainConfig
-    strategy: StrategyBase
-    models: TrainedModels
-    experience: StepExperience
-    kl_coef: float
-    moments: Moments | None
-    num_planned: int
-
-
-class StepObserver:
-    """A receiver of what the update of one step computes; this one keeps nothing."""
-
-    def begin_update(self, model: str, normalizer: Tensor) -> None:
-        """Before the micro batches of an optimizer step.
-
-        Args:
-            model: "actor" or "critic".
-            normalizer: Z over all ranks.
-        """
-        return
-
-    def micro_batch(
-        self,
-        batch: ExperienceBatch,
-        values: Tensor,
-        terms: Mapping[str, Tensor],
-        old_logprobs: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        """After the forward pass of a micro batch.
-
-        Args:
-            batch: Its rows, with the old logprobs of a first pass.
-            values: [batch, seq] logprobs, or values of a critic.
-            terms: Its share of each term of the loss.
-            old_logprobs: [batch, seq], with which they are compared.
-            weights: [batch, seq] of the tokens, or None where all are 1.
-        """
-        return
-
-    def end_update(self, result: OptimizerStepResult) -> None:
-        """After an optimizer step."""
-        return
-
-    def finish(self) -> None:
-        """After the last optimizer step; collective."""
-        return
-
-
-def open_observer(name: str, step: ObservedStep) -> StepObserver:
-    """The observer of that name, ready for the update; collective."""
-    build = cast("Callable[[ObservedStep], StepObserver]", STEP_OBSERVERS.load(name))
-    return build(step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +65,7 @@ class PolicyUpdate:
     metrics: StepMetrics
     corrections: tuple[CorrectionTerm, ...] = ()
     kl_coef: float = 0.0
-    observer: StepObserver = StepObserver()  # noqa: RUF009 - it has no state
+    observer: Observer = Observer()  # noqa: RUF009 - it has no state
     loss_inside: bool = False
     gate: Callable[[Tensor], object] | None = None
 
@@ -428,7 +355,14 @@ class PolicyUpdate:
         old_logprobs = tokens.old_logprobs_or(output.logprobs)
         record_ratios(terms.token_loss, output.logprobs, old_logprobs, mask, metrics)
         metrics.add_mean("policy_loss", terms.parts["policy"], 0.0)
-        self.observer.micro_batch(seen, output.logprobs, terms.parts, old_logprobs, tokens.factors)
+        values = {
+            "new": output.logprobs,
+            "weights": tokens.factors,
+            "old_logprobs": seen.outputs.old_logprobs,
+            "log_kept_mass": seen.outputs.log_kept_mass,
+        }
+        rollouts = seen.rollouts
+        self.observer.micro_batch(rollouts.sample_ids, rollouts.attention_mask, values, terms.parts)
         share = terms.share if output.loss is None else output.loss
         if router_sums is not None:
             balance = balance_share(_router_sums(output), router_sums)
@@ -473,7 +407,9 @@ class PolicyUpdate:
         loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=clip)
         mode, shares = str(self.config.loss_agg_mode), rollouts.row_shares
         share = aggregate(loss, mask, mode, normalizer, row_shares=shares)
-        self.observer.micro_batch(micro, values, {"value": share})
+        self.observer.micro_batch(
+            rollouts.sample_ids, rollouts.attention_mask, {"new": values}, {"value": share}
+        )
         self.metrics.add_mean("critic_loss", share, 0.0)
         return share
 

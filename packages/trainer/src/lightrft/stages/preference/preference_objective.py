@@ -21,10 +21,10 @@ from lightrft.datasets.row_media import ShownMedia
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.lora import LoraActor
 from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.observer import Facts
 from lightrft.stages.preference.preference_loss import PreferenceLoss, StepCounts
 from lightrft.stages.preference.stored_reference import StoredReference, Sums
 from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
-from lightrft.stages.rows.row_observer import Facts
 from lightrft.stages.rows.row_part import RowPart
 from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
 from lightrft.strategy.distributed.deadlines import phase

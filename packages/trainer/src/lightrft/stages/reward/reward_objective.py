@@ -21,6 +21,7 @@ from lightrft.datasets.scored_rows import ScoredAnswer
 from lightrft.datasets.step_rows import LabelledSteps
 from lightrft.models.score_heads import score_weights
 from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.observer import Facts
 from lightrft.stages.reward.comparisons import (
     BINS,
     Comparisons,
@@ -33,7 +34,6 @@ from lightrft.stages.reward.comparisons import (
 from lightrft.stages.reward.score_proofs import prove_published
 from lightrft.stages.rows.padded_rows import PaddedRows
 from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
-from lightrft.stages.rows.row_observer import Facts
 from lightrft.stages.rows.row_part import RowPart
 from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
 from lightrft.strategy.backend import inner_module

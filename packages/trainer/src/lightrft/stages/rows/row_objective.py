@@ -17,7 +17,7 @@ from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
 from lightrft.stages.stage import KeptDropout, Step, record_total
 
 if TYPE_CHECKING:
-    from lightrft.stages.rows.row_observer import Facts
+    from lightrft.stages.observer import Facts
 
 Known = TypeVar("Known")
 

@@ -16,8 +16,8 @@ from lightrft.datasets.row_data import Item, RowData
 from lightrft.datasets.row_media import RowPixels
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.models import configure_models
+from lightrft.stages.observer import ObservedRows, ObservedStep, Observer, open_observer
 from lightrft.stages.rows.row_objective import Known, RowBatch, RowObjective
-from lightrft.stages.rows.row_observer import RowObserver, open_row_observer
 from lightrft.stages.rows.row_part import bounded_by_tokens, planned_part
 from lightrft.stages.rows.row_passes import RowPasses
 from lightrft.stages.stage import Stage, Step, TrainedModels, Work, optimizer_step, record_total
@@ -88,14 +88,7 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
     def update(self, batch: RowBatch[Item, Known], step: Step) -> Work:
         """See `Stage`."""
         objective, part, model = self.objective, batch.part, self.models.main
-        observer = open_row_observer(
-            objective.name,
-            self,
-            step,
-            [item.rows for item in part.items],
-            (item.rows for item in self.data.rows),
-            lambda: objective.facts(part.items),
-        )
+        observer = open_observer(step, self.config, lambda: self._observed(part.items, step))
         observer.begin_update(model.name, objective.normalizer(part, batch.known))
 
         def shares(where: slice) -> Callable[[], Tensor]:
@@ -117,17 +110,40 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         scored = np.array(batch.num_trained if objective.scores_tokens else 0 * lengths)
         return Work((model.name,), lengths, scored.astype(np.int64))
 
+    def _observed(self, items: Sequence[Item], step: Step) -> ObservedStep:
+        """Describe a step by its rows themselves: how it came to them is not asked."""
+        data = self.data.rows
+        known = {id(item.rows[0]): place for place, item in enumerate(data)}
+        places = [known.get(id(item.rows[0]), -1) for item in items]
+        rows = ObservedRows(
+            [item.rows for item in items], places, len(data), self.objective.facts(items)
+        )
+        of_run = (step.num_planned, self.config, self.strategy, self.models)
+        return ObservedStep(self.objective.name, step.number, *of_run, rows)
+
     def _share(
         self,
         batch: RowBatch[Item, Known],
         where: slice,
         metrics: StepMetrics,
-        observer: RowObserver,
+        observer: Observer,
     ) -> Tensor:
         """Compute what a micro-batch adds to the loss of the step."""
         micro = self.passes.micro_batch(batch.part, where)
         share = self.objective.share(micro, batch.known, self.passes, metrics)
-        observer.micro_batch(share.rows, share.values, share.terms, share.reference)
+        rows = share.rows
+        observer.micro_batch(
+            rows.ids,
+            rows.attention_mask,
+            {
+                "token_ids": rows.token_ids,
+                "response_mask": rows.is_trained,
+                "new": share.values,
+                "old_logprobs": share.values,
+                "ref_logprobs": share.reference,
+            },
+            share.terms,
+        )
         metrics.add_mean("loss", share.terms["policy"], 0.0)
         return share.loss
 

@@ -4,16 +4,18 @@
     samples        raw completions to rows, masks and shaped rewards
     decisions      what options, a count of updates and the step before ask for
     advantages     estimators, KL in the reward, whitening
+    pairs          numbers of run and audit, decisions at bounds, derivatives by autograd
     corrections    weights of tokens
-    losses         policy losses, KL terms and the value loss, each with its derivative
+    losses         policy losses, KL terms and the value loss; preference_losses those of answers
     models         plain transformers forward and backward passes
     optimizers     learning rates, clipping, SGD and Adam
     replay         the chain of all of these, compared with the run's values
-    updates        optimizer steps; policy_updates, preference_updates, reward_updates and
-                   divergence_updates know their losses, given_rows what rows of data are
+    updates        optimizer steps of every stage; policy_updates, preference_updates,
+                   reward_updates and divergence_updates have their objectives, given_rows what
+                   rows of data are
     report         one audit from end to end, for each stage
     tolerances     how far a value may be off, by dtype; fixed beforehand
 
 Nothing of `lightrft.algorithms`, `lightrft.experience` or `lightrft.trainer` is imported: a mistake
-there cannot be repeated here. Formulas are those of the papers, written out in NumPy.
+there cannot be repeated here. Formulas are those of the papers, written out in torch.
 """

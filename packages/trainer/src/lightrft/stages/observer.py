@@ -1,0 +1,129 @@
+"""Observers of what the update of one step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightrft.config import TrainConfig
+from lightrft.config.registry import STEP_OBSERVERS
+from lightrft.datasets.row_data import SupervisedRow
+from lightrft.stages.stage import Step, TrainedModels
+from lightrft.strategy.optimizers import OptimizerStepResult
+
+if TYPE_CHECKING:
+    from lightrft.algorithms.moments import Moments
+    from lightrft.experience.maker import StepExperience
+    from lightrft.strategy.strategy_base import StrategyBase
+
+Facts = Mapping[str, NDArray[np.float64] | NDArray[np.bool_] | NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedRows:
+    """Rows that a step is trained on, on all ranks.
+
+    Args:
+        items: Rows; those that are compared with each other together.
+        places: Place in the data of each item; -1 of one that is not there.
+        num_items: Items of the data.
+        facts: What the data say of them, by name: [rows], or [tokens] flat.
+    """
+
+    items: Sequence[Sequence[SupervisedRow]]
+    places: Sequence[int]
+    num_items: int
+    facts: Facts = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedSamples:
+    """Samples that a step is trained on.
+
+    Args:
+        experience: This rank's part.
+        kl_coef: Weight of the KL term; 0 without a reference model.
+        moments: Moments of all rewards before the step, or None without running normalisation.
+    """
+
+    experience: StepExperience
+    kl_coef: float
+    moments: Moments | None
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedStep:
+    """A step before its update, as an observer sees it.
+
+    Args:
+        stage: Name in `config.registry.STAGES`.
+        number: Number of the step, counted from 1.
+        num_planned: Steps of the whole run; 0 is unknown.
+        config: Options of the run, as it was asked for: an observer knows a paper's aggregation.
+        strategy: Gathers states and the parts of all ranks.
+        models: Models that are trained.
+        data: What they are trained on.
+    """
+
+    stage: str
+    number: int
+    num_planned: int
+    config: TrainConfig
+    strategy: StrategyBase
+    models: TrainedModels
+    data: ObservedRows | ObservedSamples
+
+
+class Observer:
+    """A receiver of what the update of one step computes; this one keeps nothing."""
+
+    def begin_update(self, model: str, normalizer: Tensor) -> None:
+        """Before the micro-batches of an optimizer step of a model, with Z over all ranks."""
+        return
+
+    def micro_batch(
+        self,
+        ids: Sequence[int] | Tensor,
+        attention_mask: Tensor,
+        values: Mapping[str, Tensor | None],
+        terms: Mapping[str, Tensor],
+    ) -> None:
+        """After the forward pass of a micro-batch.
+
+        Args:
+            ids: Id of each row.
+            attention_mask: [batch, seq] bool.
+            values: Numbers by name, [batch, seq] or [batch]; None where there are none. "new" are
+                logprobs, values or scores of the pass, "weights" those of the tokens.
+            terms: Its share of each term of the loss.
+        """
+        return
+
+    def end_update(self, result: OptimizerStepResult) -> None:
+        """After an optimizer step."""
+        return
+
+    def finish(self) -> None:
+        """After the last optimizer step; collective."""
+        return
+
+
+def open_observer(
+    step: Step, config: TrainConfig, describe: Callable[[], ObservedStep]
+) -> Observer:
+    """Make the recorder of a step that is to be audited; collective.
+
+    Args:
+        step: Step that begins its update.
+        config: Options of the run.
+        describe: Describes the step, where it is recorded.
+    """
+    if config.audit_every <= 0 or step.number % config.audit_every:
+        return Observer()
+    build = cast("Callable[[ObservedStep], Observer]", STEP_OBSERVERS.load("audit"))
+    return build(describe())
